@@ -1,0 +1,56 @@
+"""Every error that Baton raises on purpose.
+
+BatonError
+├── ConfigError             a flag, file or model is wrong; shown to the operator, the process exits with 2
+│   └── ModelError          the model folder cannot be served; the message names the file, tensor or field
+├── RequestError            the client's fault, or the fleet cannot serve it now; carries the HTTP status
+├── TransferError           one KV transfer failed; its pages come back and its client is told
+│   └── LayoutMismatch      two nodes' KV layouts differ; names the field
+└── LinkError               a link could not be built, or died
+"""
+
+from __future__ import annotations
+
+
+class BatonError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(BatonError):
+    """A flag or file is wrong; `str(error)` is written for the operator."""
+
+
+class ModelError(ConfigError):
+    """A model folder cannot be served."""
+
+
+class RequestError(BatonError):
+    """A request that is refused or has failed.
+
+    `status` is the HTTP status, `param` the request field at fault (None when it is no single field).
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+class TransferError(BatonError):
+    """One KV transfer failed."""
+
+
+class LayoutMismatch(TransferError):
+    """Two nodes cannot exchange KV pages, because their layouts differ in `field`."""
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        super().__init__(f"KV layouts differ in {field}: this node has {ours!r}, the peer has {theirs!r}")
+        self.field = field
+
+
+class LinkError(BatonError):
+    """A link to a peer could not be built, or died."""

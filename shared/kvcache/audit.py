@@ -1,0 +1,46 @@
+"""Does every page have exactly one owner? Run when a node idles, and after every test."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from shared.errors import BatonError
+from shared.kvcache.ledger import KVLedger
+
+
+class LeakError(BatonError):
+    """A page has no owner or two, or a count is off. Always a bug in Baton."""
+
+
+def audit(ledger: KVLedger) -> None:
+    """Check free + evictable + protected + held == total, page by page. Raises LeakError.
+
+    Cost: a walk over every page; SGLang's idle check compares counts only.
+    """
+    owners: Counter[int] = Counter(ledger.allocator.free_pages())
+    owners.update(ledger.radix_cache.pages())
+    for kv in ledger.live.values():
+        owners.update(ledger.rows.read(kv.row, kv.num_tree_pages, kv.num_pages))
+        owners.update(kv.superseded)
+    doubled = sorted(page for page, count in owners.items() if count > 1)
+    missing = sorted(set(range(1, ledger.allocator.num_pages + 1)) - set(owners))
+    stray = sorted(set(owners) - set(range(1, ledger.allocator.num_pages + 1)))
+    count = ledger.count()
+    if doubled or missing or stray:
+        raise LeakError(f"pages with two owners {doubled}, with none {missing}, unknown {stray}; {count}")
+    if count.free + count.evictable + count.protected + count.held != count.total:
+        raise LeakError(f"page counts do not add up: {count}")
+    if ledger.radix_cache.count_locked_pages() != count.protected:
+        raise LeakError(f"protected pages are miscounted: {count}")
+    if ledger.rows.num_free + len(ledger.live) != ledger.rows.num_rows:
+        raise LeakError(
+            f"{ledger.rows.num_free} free rows, {len(ledger.live)} live, {ledger.rows.num_rows} in all"
+        )
+
+
+def audit_idle(ledger: KVLedger) -> None:
+    """The same for a node without requests: then nothing may be held or protected either. Raises LeakError."""
+    audit(ledger)
+    count = ledger.count()
+    if ledger.live or count.held or count.protected:
+        raise LeakError(f"idle, but {len(ledger.live)} requests hold KV; {count}")

@@ -1,0 +1,112 @@
+"""The two pools under the RadixCache: rows of page tables, and the KV pages themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+class ReqToTokenPool:
+    """Which page holds which part of a request: one row of page ids per admitted request.
+
+    `pages[row, i]` holds tokens [i * page_size, (i + 1) * page_size) of the request that owns the row. Rows
+    live on the host and belong to the scheduler thread alone; a launched forward works on a snapshot.
+    """
+
+    def __init__(self, num_rows: int, context_length: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_rows = num_rows
+        self.pages = np.zeros((num_rows, -(-context_length // page_size)), dtype=np.int32)
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Rows that no request owns."""
+        return len(self._free)
+
+    def alloc(self) -> int | None:
+        """Take a row, or None when every row is taken."""
+        return self._free.pop() if self._free else None
+
+    def free(self, row: int) -> None:
+        """Give a row back. Its pages must have found another owner before."""
+        assert row not in self._free, f"row {row} freed twice"
+        self._free.append(row)
+
+    def read(self, row: int, first_page: int, last_page: int) -> list[int]:
+        """Page ids [first_page, last_page) of a row, as Python ints."""
+        ids: list[int] = self.pages[row, first_page:last_page].tolist()
+        return ids
+
+    def write(self, row: int, first_page: int, page_ids: Sequence[int]) -> None:
+        """Put `page_ids` into a row from index `first_page` on."""
+        self.pages[row, first_page : first_page + len(page_ids)] = page_ids
+
+
+class TokenToKVPool:
+    """The KV pages of all layers, in one allocation.
+
+    `buffer_LSNHPD[layer, 0 | 1, page]` is one page of K | V with shape [num_kv_heads, page_size, head_dim]:
+    a head range of a page is contiguous, and so is a page. Page 0 is never handed out; padded work writes
+    there. Who may touch which page is the allocator's business (see `allocator`).
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_layers = num_layers
+        self.device = device
+        self.dtype = dtype
+        shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
+        self.buffer_LSNHPD = torch.zeros(shape, dtype=dtype, device=device)
+        self.page_nbytes = num_kv_heads * page_size * head_dim * dtype.itemsize
+        """Bytes of one page of one layer, of K or of V alone."""
+        word = next(
+            w
+            for w in (torch.int64, torch.int32, torch.int16, torch.uint8)
+            if self.page_nbytes % w.itemsize == 0
+        )
+        self._words = self.buffer_LSNHPD.view(num_layers * 2, num_pages, -1).view(word)
+
+    def layer_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V pages of one layer, each [num_pages, num_kv_heads, page_size, head_dim]."""
+        return self.buffer_LSNHPD[layer, 0], self.buffer_LSNHPD[layer, 1]
+
+    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
+        """Size of `num_pages` pages of `num_layers` layers, K and V."""
+        return 2 * num_layers * num_pages * self.page_nbytes
+
+    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
+        """Copy pages into the uint8 tensor `out`, layer-major, K before V; blocks until they are there.
+
+        The copy goes word by word in int64: `index_select` on uint8 is several times slower.
+        """
+        words = self._words[2 * first_layer : 2 * (first_layer + num_layers)]
+        index = torch.tensor(page_ids, dtype=torch.int64).to(self.device)
+        shape = (words.shape[0], len(page_ids), words.shape[2])
+        host = out.view(words.dtype).view(shape)
+        if self.device.type == "cpu":
+            torch.index_select(words, 1, index, out=host)
+        else:
+            host.copy_(torch.index_select(words, 1, index))
+
+    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+        """The inverse of `gather`: write `src` (uint8) into pages; blocks until they are written."""
+        words = self._words[2 * first_layer : 2 * (first_layer + num_layers)]
+        index = torch.tensor(page_ids, dtype=torch.int64).to(self.device)
+        host = src.view(words.dtype).view(words.shape[0], len(page_ids), words.shape[2])
+        words.index_copy_(1, index, host.to(self.device))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()

@@ -1,0 +1,235 @@
+"""A radix tree over token ids whose nodes own KV pages: prefixes that later requests need not compute again.
+
+Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (NeurIPS 2024), section 3,
+at page granularity: keys are cut into pages of `page_size` tokens, and only whole pages are shared.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+Page = tuple[int | str, ...]
+"""The token ids of one page; the first page of a prefix is led by its extra_key, if it has one."""
+
+
+@dataclass(eq=False, slots=True)
+class TreeNode:
+    """A run of pages. `lock_ref` counts the requests that read this node; a locked node is never evicted."""
+
+    parent: TreeNode | None
+    keys: list[Page]
+    pages: list[int]
+    children: dict[Page, TreeNode] = field(default_factory=dict)
+    lock_ref: int = 0
+    last_access: int = 0
+    queued: bool = False
+    """True while the node has an entry in the eviction heap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix: `pages` in order, and the node that ends it."""
+
+    pages: list[int]
+    node: TreeNode
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """What an insert did: the node that ends the prefix, the tree's pages for it, and the given pages left over.
+
+    `duplicates` are pages of the caller for which the tree already had one; they still belong to the caller.
+    """
+
+    node: TreeNode
+    pages: list[int]
+    duplicates: list[int]
+
+
+class PrefixLock:
+    """One holder of a prefix. `move_to` trades it for a longer or shorter one, `release` ends it."""
+
+    def __init__(self, cache: RadixCache, node: TreeNode) -> None:
+        self._cache = cache
+        self._node: TreeNode | None = node
+        cache._lock(node)
+
+    def move_to(self, node: TreeNode) -> None:
+        """Hold `node` instead; the new prefix is locked before the old one is let go."""
+        assert self._node is not None, "the lock is released"
+        self._cache._lock(node)
+        self._cache._unlock(self._node)
+        self._node = node
+
+    def release(self) -> None:
+        """Let go. A second call is a bug."""
+        assert self._node is not None, "released twice"
+        self._cache._unlock(self._node)
+        self._node = None
+
+
+class RadixCache:
+    """The prefixes whose KV is computed. Learns of a prefix at commit, never when it is scheduled.
+
+    Requests with different `extra_key` never share pages. Not thread-safe: it belongs to the scheduler thread.
+    Eviction order is least recently matched or inserted first, by a logical clock.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_evictable_pages = 0
+        self.num_protected_pages = 0
+        self._root = TreeNode(parent=None, keys=[], pages=[])
+        self._clock = 0
+        self._num_offered = 0
+        self._heap: list[tuple[int, int, TreeNode]] = []
+        """Evictable leaves by last access. Entries go stale and are checked when they are popped."""
+
+    def match_prefix(self, ids: Sequence[int], extra_key: str = "") -> Match:
+        """The longest prefix of `ids` in the tree, in whole pages. A node that matches in part is split."""
+        node, _ = self._descend(self._cut(ids, extra_key))
+        return Match(self._path_pages(node), node)
+
+    def insert(self, ids: Sequence[int], page_ids: Sequence[int], extra_key: str = "") -> Inserted:
+        """Give the tree the pages of a computed prefix; `ids` and `page_ids` cover the same whole pages.
+
+        Pages for which the tree has none become the tree's; the others are returned as duplicates.
+        """
+        keys = self._cut(ids, extra_key)
+        assert len(keys) == len(page_ids) and len(ids) == len(keys) * self.page_size
+        node, rest = self._descend(keys)
+        if rest:
+            leaf = TreeNode(parent=node, keys=rest, pages=list(page_ids[len(keys) - len(rest) :]))
+            node.children[rest[0]] = leaf
+            self._touch(leaf)
+            self._offer(leaf)
+            self.num_evictable_pages += len(rest)
+            node = leaf
+        pages = self._path_pages(node)
+        return Inserted(
+            node, pages, [ours for ours, tree in zip(page_ids, pages, strict=True) if ours != tree]
+        )
+
+    def lock(self, node: TreeNode) -> PrefixLock:
+        """Protect the prefix that ends in `node` from eviction until the lock is released."""
+        return PrefixLock(self, node)
+
+    def evict(self, num_pages: int) -> list[int]:
+        """Drop up to `num_pages` pages that nobody reads, least recently used first; they become the caller's."""
+        evicted: list[int] = []
+        while self._heap and len(evicted) < num_pages:
+            last_access, _, leaf = heapq.heappop(self._heap)
+            leaf.queued = False
+            if leaf.last_access != last_access:
+                self._offer(leaf)
+                continue
+            if leaf.children or leaf.lock_ref or leaf.parent is None:
+                continue
+            keep = max(len(leaf.pages) - (num_pages - len(evicted)), 0)
+            evicted += leaf.pages[keep:]
+            if keep:
+                del leaf.pages[keep:], leaf.keys[keep:]
+                self._offer(leaf)
+                continue
+            del leaf.parent.children[leaf.keys[0]]
+            self._offer(leaf.parent)
+            leaf.parent = None
+        self.num_evictable_pages -= len(evicted)
+        return evicted
+
+    def pages(self) -> list[int]:
+        """Every page that the tree owns, for the audit."""
+        return [page for node in self._nodes() for page in node.pages]
+
+    def count_locked_pages(self) -> int:
+        """Pages of locked nodes, counted by walking the tree, for the audit."""
+        return sum(len(node.pages) for node in self._nodes() if node.lock_ref)
+
+    # ------------------------------------------------------------------------------------------ inside
+    def _offer(self, node: TreeNode) -> None:
+        """Make a leaf that nobody reads known to `evict`."""
+        if node.children or node.lock_ref or node.parent is None or node.queued:
+            return
+        self._num_offered += 1
+        node.queued = True
+        heapq.heappush(self._heap, (node.last_access, self._num_offered, node))
+
+    def _cut(self, ids: Sequence[int], extra_key: str) -> list[Page]:
+        size = self.page_size
+        keys: list[Page] = [tuple(ids[i : i + size]) for i in range(0, len(ids) - size + 1, size)]
+        if extra_key and keys:
+            keys[0] = (extra_key, *keys[0])
+        return keys
+
+    def _descend(self, keys: list[Page]) -> tuple[TreeNode, list[Page]]:
+        """Follow `keys` as far as the tree goes, splitting a node that matches in part. Returns what is left."""
+        node = self._root
+        at = 0
+        self._touch(node)
+        while at < len(keys):
+            child = node.children.get(keys[at])
+            if child is None:
+                break
+            shared = 0
+            while (
+                shared < len(child.keys)
+                and at + shared < len(keys)
+                and child.keys[shared] == keys[at + shared]
+            ):
+                shared += 1
+            node = child if shared == len(child.keys) else self._split(child, shared)
+            self._touch(node)
+            at += shared
+        return node, keys[at:]
+
+    def _split(self, node: TreeNode, at: int) -> TreeNode:
+        """Cut `node` before page `at`; the new upper half keeps the readers of the whole. Returns the upper half."""
+        assert node.parent is not None
+        upper = TreeNode(
+            parent=node.parent,
+            keys=node.keys[:at],
+            pages=node.pages[:at],
+            children={node.keys[at]: node},
+            lock_ref=node.lock_ref,
+            last_access=node.last_access,
+        )
+        node.parent.children[upper.keys[0]] = upper
+        node.parent, node.keys, node.pages = upper, node.keys[at:], node.pages[at:]
+        return upper
+
+    def _touch(self, node: TreeNode) -> None:
+        self._clock += 1
+        node.last_access = self._clock
+
+    def _lock(self, node: TreeNode) -> None:
+        for ancestor in self._path(node):
+            if ancestor.lock_ref == 0:
+                self.num_evictable_pages -= len(ancestor.pages)
+                self.num_protected_pages += len(ancestor.pages)
+            ancestor.lock_ref += 1
+
+    def _unlock(self, node: TreeNode) -> None:
+        for ancestor in self._path(node):
+            assert ancestor.lock_ref > 0
+            ancestor.lock_ref -= 1
+            if ancestor.lock_ref == 0:
+                self.num_evictable_pages += len(ancestor.pages)
+                self.num_protected_pages -= len(ancestor.pages)
+                self._offer(ancestor)
+
+    def _path(self, node: TreeNode | None) -> Iterator[TreeNode]:
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def _path_pages(self, node: TreeNode) -> list[int]:
+        return [page for ancestor in reversed(list(self._path(node))) for page in ancestor.pages]
+
+    def _nodes(self) -> Iterator[TreeNode]:
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())

@@ -1,0 +1,408 @@
+"""Everything that travels between Baton's processes: one tagged union per link and direction.
+
+    router  → node     RouterToNode       dispatch, cancel, liveness
+    node    → router   NodeToRouter       tokens, failures, load
+    node    → router's control port       NodeToLobby   (a node that joins by itself)
+    prefill → decode   PrefillToDecode    offers, handoff, store traffic of a link
+    decode  → prefill  DecodeToPrefill    ready, grants, done, store traffic of a link
+
+A request is named by its `ReqKey` on every link. Messages of three parties arrive in any order; each receiver
+parks what it cannot place yet and drops what names a finished key.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from shared.protocol.sampling_params import SamplingParams
+
+
+class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages: a tagged array on the wire."""
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """Base of the parts of messages: an untagged array on the wire."""
+
+
+class Role(StrEnum):
+    """What a node was started as."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class ReqKey(Record, frozen=True):
+    """Names one attempt at one sequence, on all links. `router` is the router's incarnation."""
+
+    router: str
+    rid: str
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.router}/{self.rid}/{self.attempt}"
+
+
+class NodeRef(Record, frozen=True):
+    """A node of one incarnation, and where its control socket can be dialled (`tcp://host:port`)."""
+
+    node_id: str
+    incarnation: str
+    address: str
+
+
+class KVLayout(Record, frozen=True):
+    """What two nodes must agree on before KV pages may move between them.
+
+    `fingerprint` is a digest of the checkpoint. One page of all layers holds
+    2 * num_layers * num_kv_heads * page_size * head_dim elements of `dtype`.
+    """
+
+    fingerprint: str
+    dtype: str
+    page_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class NodeLimits(Record, frozen=True):
+    """Bounds that the router checks before it dispatches, in tokens or requests."""
+
+    context_length: int
+    max_total_num_tokens: int
+    max_running_requests: int
+
+
+class Load(Record, frozen=True):
+    """A node's state, sent with every Pong. Page counts add up to `num_pages`.
+
+    `progress` only ever grows, also in the middle of a long forward; `busy` says whether it should.
+    """
+
+    progress: int = 0
+    busy: bool = False
+    num_running: int = 0
+    num_waiting: int = 0
+    num_transferring: int = 0
+    num_bootstrapping: int = 0
+    num_pages: int = 0
+    num_free_pages: int = 0
+    num_evictable_pages: int = 0
+    num_held_pages: int = 0
+    num_retractions: int = 0
+    num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    gen_throughput: float = 0.0
+    kv_bytes_transferred: int = 0
+    kv_transfer_s: float = 0.0
+    num_links: int = 0
+
+
+class Finish(Record, frozen=True):
+    """Why a sequence ended on a node: `stop` with the matched id, or `length`."""
+
+    type: str
+    matched: int | None = None
+
+
+class Stamp(Record, frozen=True):
+    """A request entered `stage` on `role` at `time` (seconds since the epoch, that node's clock)."""
+
+    role: str
+    stage: str
+    time: float
+
+
+class ReqReport(Record, frozen=True):
+    """What a node knows of a request: sent with its first token (prefill) and with its finish."""
+
+    cached_tokens: int = 0
+    stamps: tuple[Stamp, ...] = ()
+    kv_pages_transferred: int = 0
+    kv_bytes_transferred: int = 0
+    num_retractions: int = 0
+
+
+class TokenEntry(Record, frozen=True):
+    """Tokens of one request; `position` is the output position of the first of them."""
+
+    key: ReqKey
+    position: int
+    token_ids: tuple[int, ...]
+    finish: Finish | None = None
+    report: ReqReport | None = None
+
+
+# ------------------------------------------------------------------------------------------- router → node
+class RouterHello(Struct, frozen=True):
+    """First message of a router on a fresh connection; answered with NodeHello or Refused."""
+
+    router: str
+
+
+class Peers(Struct, frozen=True):
+    """The decode nodes that a prefill node should hold links to. Sent whenever the set changes."""
+
+    decode_nodes: tuple[NodeRef, ...]
+
+
+class Prefill(Struct, frozen=True):
+    """Compute a prompt and sample its next token. `decode` is None when nobody continues after that token.
+
+    `output_ids` are tokens already forwarded to the client; sampling starts at position len(output_ids).
+    """
+
+    key: ReqKey
+    input_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    params: SamplingParams
+    decode: NodeRef | None
+    extra_key: str = ""
+
+
+class Decode(Struct, frozen=True):
+    """Continue a prompt after its prefill on `prefill`; None: prefill it here."""
+
+    key: ReqKey
+    input_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    params: SamplingParams
+    prefill: NodeRef | None
+    extra_key: str = ""
+
+
+class Cancel(Struct, frozen=True):
+    """Give up a request: the client went away, or another party failed."""
+
+    key: ReqKey
+
+
+class Stop(Struct, frozen=True):
+    """End a request that the router finished itself (a stop string); tokens from `position` on are not wanted."""
+
+    key: ReqKey
+    position: int
+
+
+class Ping(Struct, frozen=True):
+    """Liveness; answered with Pong by Python, not by the socket library."""
+
+    seq: int
+
+
+class Flush(Struct, frozen=True):
+    """Empty the RadixCache; answered with Flushed."""
+
+    call_id: int
+
+
+# ------------------------------------------------------------------------------------------- node → router
+class NodeHello(Struct, frozen=True):
+    """What a node is. `flags` are its resolved options, for /get_server_info."""
+
+    node: NodeRef
+    role: Role
+    layout: KVLayout
+    limits: NodeLimits
+    flags: dict[str, str | int | float | bool | None]
+
+
+class Refused(Struct, frozen=True):
+    """The sender will not work with the receiver; `reason` names the field that differs."""
+
+    reason: str
+
+
+class Tokens(Struct, frozen=True):
+    """All tokens of one step of a node."""
+
+    entries: tuple[TokenEntry, ...]
+
+
+class Failed(Struct, frozen=True):
+    """A request ended without its result. `status` is the HTTP status that the client should see."""
+
+    key: ReqKey
+    status: int
+    message: str
+    param: str | None = None
+
+
+class Pong(Struct, frozen=True):
+    """Answer to Ping."""
+
+    seq: int
+    load: Load
+
+
+class Flushed(Struct, frozen=True):
+    """Answer to Flush; `ok` is False when requests were running, and then nothing was flushed."""
+
+    call_id: int
+    ok: bool
+
+
+class Leaving(Struct, frozen=True):
+    """The node shuts down in an orderly way; its requests have been failed."""
+
+    reason: str
+
+
+# --------------------------------------------------------------------- node → router's control port
+class Loading(Struct, frozen=True):
+    """Progress of a node that is starting (`fraction` of `what`, 0 to 1)."""
+
+    node_id: str
+    role: Role
+    what: str
+    fraction: float
+
+
+class Join(Struct, frozen=True):
+    """A node asks the router to dial it. Repeated until the router has done so."""
+
+    node: NodeRef
+    role: Role
+
+
+class LoadFailed(Struct, frozen=True):
+    """A node could not start."""
+
+    node_id: str
+    role: Role
+    reason: str
+
+
+# --------------------------------------------------------------------------------- both ways on a pair
+class StoreSet(Struct, frozen=True):
+    """One entry of the rendezvous store of `link`, while the pair group is being built."""
+
+    link: str
+    name: str
+    value: bytes
+
+
+class LinkLost(Struct, frozen=True):
+    """The sender has given `link` up, or could not build it."""
+
+    link: str
+    reason: str
+
+
+class CancelTransfer(Struct, frozen=True):
+    """Give up the transfer of `key`; chunks already granted are still sent, flagged void."""
+
+    key: ReqKey
+    reason: str
+
+
+class PeerPing(Struct, frozen=True):
+    """Liveness of a pair's control connection; each side sends them, each side answers with PeerPong."""
+
+    seq: int
+
+
+class PeerPong(Struct, frozen=True):
+    """Answer to PeerPing."""
+
+    seq: int
+
+
+# ----------------------------------------------------------------------------------------- prefill → decode
+class PeerHello(Struct, frozen=True):
+    """First message of a prefill node on a fresh connection; answered with LinkOpen or Refused."""
+
+    node: NodeRef
+    layout: KVLayout
+
+
+class Offer(Struct, frozen=True):
+    """Pages [first_page, first_page + num_pages) of the sequence are computed and held for the receiver."""
+
+    key: ReqKey
+    first_page: int
+    num_pages: int
+
+
+class Handoff(Struct, frozen=True):
+    """The end of a prefill: with it and all pages, the decode node can go on by itself.
+
+    `total_pages` counts from the start of the sequence (prefix pages that the decode node already held
+    included). `token_ids` are what the prefill node sampled, `position` the output position of the first;
+    `kv_len` is the number of tokens whose KV is in the pages; `digest` is `record_digest` of the sequence.
+    """
+
+    key: ReqKey
+    total_pages: int
+    position: int
+    token_ids: tuple[int, ...]
+    kv_len: int
+    digest: int
+    cached_tokens: int
+    stamps: tuple[Stamp, ...]
+
+
+# ----------------------------------------------------------------------------------------- decode → prefill
+class LinkOpen(Struct, frozen=True):
+    """Build the pair group `link` with me; `node` says who I am. `secret` keys the challenge over the new link."""
+
+    link: str
+    node: NodeRef
+    secret: bytes
+
+
+class Ready(Struct, frozen=True):
+    """Pages for `key` are reserved here; pages [0, prefix_pages) need not be sent."""
+
+    key: ReqKey
+    prefix_pages: int
+
+
+class Grant(Struct, frozen=True):
+    """A receive is posted: send these pages of these layers as message `seq` of the link, exactly `nbytes`."""
+
+    link: str
+    seq: int
+    key: ReqKey
+    first_page: int
+    num_pages: int
+    first_layer: int
+    num_layers: int
+    nbytes: int
+
+
+class Done(Struct, frozen=True):
+    """The transfer of `key` has ended on the decode node; the prefill node may let go of its pages."""
+
+    key: ReqKey
+    ok: bool
+    reason: str = ""
+
+
+class LeaseRenew(Struct, frozen=True):
+    """These transfers are alive on the decode node; pages held for any other may be released when leases end."""
+
+    keys: tuple[ReqKey, ...]
+
+
+RouterToNode = RouterHello | Peers | Prefill | Decode | Cancel | Stop | Ping | Flush
+NodeToRouter = NodeHello | Refused | Tokens | Failed | Pong | Flushed | Leaving
+NodeToLobby = Loading | Join | LoadFailed
+PrefillToDecode = PeerHello | Offer | Handoff | CancelTransfer | StoreSet | LinkLost | PeerPing | PeerPong
+DecodeToPrefill = (
+    LinkOpen
+    | Refused
+    | Ready
+    | Grant
+    | Done
+    | LeaseRenew
+    | CancelTransfer
+    | StoreSet
+    | LinkLost
+    | PeerPing
+    | PeerPong
+)

@@ -1,0 +1,81 @@
+"""Who may talk on the control sockets: one fleet key, used as a CURVE key pair on both ends.
+
+Every process of a fleet holds the same secret. A server accepts only clients that prove to hold it too, and a
+client talks only to such a server (RFC 26/CurveZMQ). KV links are keyed over these connections.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.auth.thread
+from zmq.utils import z85
+
+from shared.errors import ConfigError
+
+MIN_KEY_BYTES = 16
+
+
+class FleetKey:
+    """The shared secret of a fleet; `load` reads it from a file of at least 16 bytes."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"baton-fleet").digest())
+        self._public = zmq.curve_public(self._secret)
+
+    @classmethod
+    def load(cls, path: str) -> FleetKey:
+        """Read the key file, white space at its ends ignored. Raises ConfigError."""
+        try:
+            secret = Path(path).read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"--fleet-key {path}: {error.strerror}") from error
+        if len(secret) < MIN_KEY_BYTES:
+            raise ConfigError(f"--fleet-key {path}: {len(secret)} bytes, at least {MIN_KEY_BYTES} are needed")
+        return cls(secret)
+
+    def secure_client(self, socket: zmq.Socket[Any]) -> None:
+        """Make `socket` talk only to servers that hold this key. Call before connect."""
+        socket.curve_serverkey = self._public
+        socket.curve_publickey = self._public
+        socket.curve_secretkey = self._secret
+
+    def secure_server(self, socket: zmq.Socket[Any]) -> None:
+        """Make `socket` accept only clients that hold this key. Call before bind; see `authenticator`."""
+        socket.curve_server = True
+        socket.curve_secretkey = self._secret
+
+    def authenticator(self, context: zmq.Context[Any]) -> zmq.auth.thread.ThreadAuthenticator:
+        """Start the thread that decides who may connect to the servers of `context`; the caller stops it."""
+        authenticator = zmq.auth.thread.ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve_callback(credentials_provider=self)
+        return authenticator
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """The authenticator's question: may the client with public key `key` come in?"""
+        return bool(z85.encode(key) == self._public)
+
+
+def require_key_beyond_loopback(host: str, fleet_key: FleetKey | None, insecure: bool) -> None:
+    """Refuse to listen on `host` for everyone without a key, unless told so. Raises ConfigError."""
+    if fleet_key is not None or insecure or is_loopback(host):
+        return
+    raise ConfigError(
+        f"--host {host} is reachable from other machines: give every process the same --fleet-key FILE, "
+        "or --insecure when the network is trusted"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """True for localhost and the loopback ranges."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
