@@ -7,10 +7,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from shared.protocol.messages import Role, Stamp
+import msgspec
 
 Clock = Callable[[], float]
 """Seconds. Real: `time.monotonic` for deadlines, `time.time` for stamps that travel."""
+
+
+class Role(StrEnum):
+    """What a node was started as."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Stamp(msgspec.Struct, frozen=True, array_like=True):
+    """A request entered `stage` on `role` at `time` (seconds since the epoch, that node's clock)."""
+
+    role: str
+    stage: str
+    time: float
 
 
 class ReqStage(StrEnum):

@@ -14,7 +14,8 @@ and counts tokens as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shared.kvcache.allocator import PageAllocator
@@ -46,6 +47,20 @@ class PageCount:
     protected: int
     held: int
     total: int
+
+
+@dataclass(eq=False, slots=True)
+class Admission:
+    """A row and a prefix lock that are given back at the end of `KVLedger.tentative`, unless kept."""
+
+    kv: ReqKV | None
+    kept: bool = False
+
+    def keep(self) -> ReqKV:
+        """From now on the caller owns it."""
+        assert self.kv is not None
+        self.kept = True
+        return self.kv
 
 
 class KVLedger:
@@ -102,6 +117,16 @@ class KVLedger:
         )
         self.live[row] = kv
         return kv
+
+    @contextmanager
+    def tentative(self, match: Match, extra_key: str) -> Iterator[Admission]:
+        """`admit` for the length of a block; released at its end unless the block keeps it."""
+        admission = Admission(self.admit(match, extra_key))
+        try:
+            yield admission
+        finally:
+            if admission.kv is not None and not admission.kept:
+                self.cache_finished_req(admission.kv, ())
 
     def grow(self, kv: ReqKV, num_tokens: int) -> bool:
         """Own pages for `num_tokens` tokens in all, for the next forward; evicts.

@@ -12,11 +12,11 @@ parks what it cannot place yet and drops what names a finished key.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 
 from shared.protocol.sampling_params import SamplingParams
+from shared.timeline import Role as Role
+from shared.timeline import Stamp as Stamp
 
 
 class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -25,13 +25,6 @@ class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
     """Base of the parts of messages: an untagged array on the wire."""
-
-
-class Role(StrEnum):
-    """What a node was started as."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class ReqKey(Record, frozen=True):
@@ -107,14 +100,6 @@ class Finish(Record, frozen=True):
 
     type: str
     matched: int | None = None
-
-
-class Stamp(Record, frozen=True):
-    """A request entered `stage` on `role` at `time` (seconds since the epoch, that node's clock)."""
-
-    role: str
-    stage: str
-    time: float
 
 
 class ReqReport(Record, frozen=True):

@@ -1,0 +1,228 @@
+"""The decode node's loop.
+
+Life of a request here:
+
+    prealloc_queue     until pages and a slot are reserved for it
+    transfer_queue     until its KV and its first token have come from the prefill node
+    running_batch      one token each step, until it ends
+    waiting_queue      a short prompt that is prefilled here, or a retracted request on its way back
+
+Three kinds of work meet in one Batcher: transferred requests enter `running_batch` directly, local prompts and
+retracted requests go through `waiting_queue` and `chunked_req` first.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from decode_node.prealloc_queue import PreallocQueue
+from decode_node.transfer_queue import TransferQueue, take_over
+from shared import log
+from shared.config import ScheduleOptions
+from shared.engine.build import Engine
+from shared.engine.launcher import Launched, Launcher
+from shared.engine.vitals import Vitals
+from shared.errors import RequestError, TransferError
+from shared.kvtransfer.receiver import ReceiveSide
+from shared.kvtransfer.states import Received, ReceiveFailed
+from shared.protocol.messages import Cancel, Decode, Finish, Flush, ReqKey, Stop
+from shared.protocol.router_port import RouterPort
+from shared.scheduling.admission import accept
+from shared.scheduling.batcher import Batcher
+from shared.scheduling.commit import Committed
+from shared.scheduling.req import Req
+from shared.timeline import ReqStage
+
+IDLE_WAIT_S = 0.05
+
+
+class DecodeScheduler:
+    """Owns every request, page and row of a decode node. Runs on one thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: ScheduleOptions,
+        receiver: ReceiveSide,
+        router_port: RouterPort,
+        wake: threading.Event,
+        router_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._ledger = engine.ledger
+        self._receiver = receiver
+        self._router_port = router_port
+        self._wake = wake
+        self._router_timeout_s = router_timeout_s
+        self._overlap = not options.disable_overlap_schedule
+        self._launcher = Launcher(engine.stream, engine.ledger, engine.eos_token_ids)
+        self._in_flight: Launched | None = None
+        self.batcher = Batcher(engine.ledger, options)
+        self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options)
+        self.transfer_queue = TransferQueue(engine.ledger)
+        self.reqs: dict[ReqKey, Req] = {}
+        self.vitals = Vitals(engine.ledger, engine.progress)
+
+    # --------------------------------------------------------------------------------------- the loop
+    def run(self, stop: threading.Event) -> None:
+        """Step until `stop`; sleep while there is nothing to do."""
+        while not stop.is_set():
+            if not self.step():
+                self._wake.wait(IDLE_WAIT_S)
+                self._wake.clear()
+
+    def step(self) -> bool:
+        """One turn: hear, reserve, plan, run, account, speak. False when there was nothing to compute."""
+        self._hear()
+        self._reserve()
+        batch = self.batcher.get_next_batch()
+        launched = self._launcher.launch(batch)
+        done, self._in_flight = (self._in_flight, launched) if self._overlap else (launched, None)
+        committed, failed = self._launcher.commit(done)
+        self._account(committed)
+        for req in failed:
+            self._fail(req, 500, "the forward of this request failed on the decode node")
+        self._router_port.flush()
+        worked = launched is not None or done is not None
+        self._publish(busy=worked or self._in_flight is not None)
+        return worked
+
+    # ------------------------------------------------------------------------------------------- hear
+    def _hear(self) -> None:
+        self._engine.progress.count += 1
+        for heard in self._router_port.take():
+            match heard.message:
+                case Decode():
+                    self._start(heard.message)
+                case Cancel(key) | Stop(key):
+                    self._end(key, "cancelled by the router")
+                case Flush(call_id):
+                    ok = not self.reqs
+                    if ok:
+                        self._ledger.flush()
+                    self._router_port.flushed(heard.router, call_id, ok)
+        for router in self._router_port.take_silent(self._router_timeout_s):
+            log.warn("router_silent", router=router)
+            for key in [key for key in self.reqs if key.router == router]:
+                self._end(key, "the router is silent")
+        self._receiver.tick()
+        for event in self._receiver.poll():
+            match event:
+                case Received():
+                    self._received(event)
+                case ReceiveFailed():
+                    self._receive_failed(event)
+
+    def _start(self, message: Decode) -> None:
+        if message.key in self.reqs:
+            return
+        try:
+            req = accept(message, self._engine.limits, self._engine.model_config.vocab_size)
+        except RequestError as error:
+            self._router_port.fail(message.key, error.status, error.message, error.param)
+            return
+        self.reqs[req.key] = req
+        if message.prefill is None:
+            self.batcher.add(req)
+        else:
+            self.prealloc_queue.add(req, message.prefill)
+
+    def _reserve(self) -> None:
+        """Arrivals wait while retracted requests do: those came first and hold a client's open stream."""
+        if any(req.num_retractions for req in self.batcher.waiting_queue):
+            return
+        running = self.batcher.running_batch
+        is_alone = not self._ledger.live
+        for req in self.prealloc_queue.reserve(running, is_alone=is_alone):
+            self.transfer_queue.add(req)
+
+    def _received(self, received: Received) -> None:
+        req = self.transfer_queue.take(received.key)
+        self.vitals.count_transfer(received.nbytes, received.seconds)
+        if req.finish is not None:  # cancelled when all was there already
+            self._release(req)
+            return
+        try:
+            take_over(req, received, self._ledger)
+        except TransferError as error:
+            self._fail(req, 500, str(error))
+            return
+        assert req.kv is not None
+        req.timeline.move_to(ReqStage.DECODING)
+        self._launcher.write_future(req.kv.row, req.ids[-1])
+        self.batcher.admit_prefilled(req)
+        tokens = received.handoff.token_ids
+        self._router_port.say_token(req.key, received.handoff.position, tokens, None, None)
+
+    def _receive_failed(self, failed: ReceiveFailed) -> None:
+        req = self.transfer_queue.take(failed.key)
+        if req.finish is None and not failed.by_peer:
+            self._router_port.fail(req.key, 503, f"KV transfer from the prefill node failed: {failed.reason}")
+        self._end(req.key, failed.reason)
+
+    # ---------------------------------------------------------------------------------------- account
+    def _account(self, committed: Committed) -> None:
+        for req in committed.sampled:
+            if req.timeline.stage is ReqStage.PREFILLING:
+                req.timeline.move_to(ReqStage.DECODING)
+                if not req.num_retractions:
+                    self.vitals.count_prompt(req.num_input_ids, req.cached_tokens)
+            finished = req.finish is not None
+            self._router_port.say_token(
+                req.key,
+                req.output_len - 1,
+                (req.ids[-1],),
+                req.finish,
+                req.report() if finished else None,
+            )
+        for req in committed.finished:
+            if not req.output_len:  # max_new_tokens 0: nothing was to be sampled
+                self._router_port.say_token(req.key, 0, (), req.finish, req.report())
+            self._end(req.key, "finished")
+        self.vitals.count_generated(len(committed.sampled))
+
+    def _fail(self, req: Req, status: int, message: str) -> None:
+        self._router_port.fail(req.key, status, message)
+        self._end(req.key, message)
+
+    def _end(self, key: ReqKey, reason: str) -> None:
+        """End a request in any stage. Its KV is released now, or when its transfer has ended."""
+        req = self.reqs.get(key)
+        if req is None:
+            return
+        self.prealloc_queue.remove(key)
+        self.batcher.remove(req)
+        if req.finish is None:
+            req.end(Finish("abort"))
+        if key in self.transfer_queue:
+            self._receiver.cancel(key, reason)  # _receive_failed (or _received) comes back
+            return
+        self._release(req)
+
+    def _release(self, req: Req) -> None:
+        if req.kv is not None:
+            self._ledger.cache_finished_req(req.kv, req.ids)
+            req.kv = None
+        del self.reqs[req.key]
+
+    # ------------------------------------------------------------------------------------------ speak
+    def _publish(self, *, busy: bool) -> None:
+        self.vitals.publish(
+            idle=not self.reqs and not busy,
+            busy=busy,
+            num_running=len(self.batcher.running_batch),
+            num_waiting=len(self.batcher.waiting_queue) + (self.batcher.chunked_req is not None),
+            num_transferring=len(self.transfer_queue),
+            num_bootstrapping=len(self.prealloc_queue),
+            num_retractions=self.batcher.num_retractions,
+            num_links=self._receiver.num_links,
+        )
+
+    def close(self, reason: str) -> None:
+        """Fail every request and let go of everything; the loop has ended."""
+        for req in list(self.reqs.values()):
+            if req.finish is None:
+                self._router_port.fail(req.key, 503, reason)
+        self._router_port.leave(reason)
+        self._receiver.close()
+        self._engine.stream.close()

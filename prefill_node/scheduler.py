@@ -1,0 +1,218 @@
+"""The prefill node's loop.
+
+Life of a request here:
+
+    bootstrap_queue    until the decode node has reserved pages for it (Ready)
+    waiting_queue      until the PrefillAdder finds pages, budget and a slot
+    chunked_req        while its prompt is computed chunk by chunk; whole pages are offered as chunks are committed
+    (sampled)          its first token goes to the router at once, the handoff to the decode node
+    inflight_queue     until the decode node has every page, or the transfer has ended otherwise
+
+A request that nobody continues (`decode` is None) skips the first and the last.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from prefill_node.bootstrap_queue import BootstrapQueue
+from prefill_node.inflight_queue import InflightQueue
+from shared import log
+from shared.config import ScheduleOptions
+from shared.engine.build import Engine
+from shared.engine.launcher import Launched, Launcher
+from shared.engine.vitals import Vitals
+from shared.errors import RequestError
+from shared.kvtransfer.sender import SendSide
+from shared.kvtransfer.states import Ready, SendEnded
+from shared.protocol.messages import Cancel, Finish, Flush, Prefill, ReqKey, Stop
+from shared.protocol.router_port import RouterPort
+from shared.scheduling.admission import accept
+from shared.scheduling.batcher import Batcher
+from shared.scheduling.commit import Committed
+from shared.scheduling.req import Req
+from shared.timeline import ReqStage
+
+IDLE_WAIT_S = 0.05
+
+
+class PrefillScheduler:
+    """Owns every request, page and row of a prefill node. Runs on one thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: ScheduleOptions,
+        sender: SendSide,
+        router_port: RouterPort,
+        wake: threading.Event,
+        router_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._ledger = engine.ledger
+        self._sender = sender
+        self._router_port = router_port
+        self._wake = wake
+        self._router_timeout_s = router_timeout_s
+        self._overlap = not options.disable_overlap_schedule
+        self._launcher = Launcher(engine.stream, engine.ledger, engine.eos_token_ids)
+        self._in_flight: Launched | None = None
+        self.batcher = Batcher(engine.ledger, options)
+        self.bootstrap_queue = BootstrapQueue()
+        self.inflight_queue = InflightQueue(engine.ledger, sender)
+        self.reqs: dict[ReqKey, Req] = {}
+        self._opened: set[ReqKey] = set()
+        """Requests whose transfer has not ended; their KV is not released before it has."""
+        self.vitals = Vitals(engine.ledger, engine.progress)
+
+    # --------------------------------------------------------------------------------------- the loop
+    def run(self, stop: threading.Event) -> None:
+        """Step until `stop`; sleep while there is nothing to do."""
+        while not stop.is_set():
+            if not self.step():
+                self._wake.wait(IDLE_WAIT_S)
+                self._wake.clear()
+
+    def step(self) -> bool:
+        """One turn: hear, plan, run, account, speak. False when there was nothing to compute."""
+        self._hear()
+        batch = self.batcher.get_next_batch()
+        launched = self._launcher.launch(batch)
+        done, self._in_flight = (self._in_flight, launched) if self._overlap else (launched, None)
+        committed, failed = self._launcher.commit(done)
+        self._account(committed)
+        for req in failed:
+            self._fail(req, 500, "the forward of this request failed on the prefill node")
+        self._router_port.flush()
+        worked = launched is not None or done is not None
+        self._publish(busy=worked or self._in_flight is not None)
+        return worked
+
+    # ------------------------------------------------------------------------------------------- hear
+    def _hear(self) -> None:
+        self._engine.progress.count += 1
+        for heard in self._router_port.take():
+            match heard.message:
+                case Prefill():
+                    self._start(heard.message)
+                case Cancel(key) | Stop(key):
+                    self._end(key, "cancelled by the router")
+                case Flush(call_id):
+                    ok = not self.reqs
+                    if ok:
+                        self._ledger.flush()
+                    self._router_port.flushed(heard.router, call_id, ok)
+        for router in self._router_port.take_silent(self._router_timeout_s):
+            log.warn("router_silent", router=router)
+            for key in [key for key in self.reqs if key.router == router]:
+                self._end(key, "the router is silent")
+        self._sender.tick()
+        for event in self._sender.poll():
+            match event:
+                case Ready(key, prefix_pages):
+                    self._admit(key, prefix_pages)
+                case SendEnded():
+                    self._transfer_ended(event)
+
+    def _start(self, message: Prefill) -> None:
+        if message.key in self.reqs:
+            return
+        try:
+            req = accept(message, self._engine.limits, self._engine.model_config.vocab_size)
+        except RequestError as error:
+            self._router_port.fail(message.key, error.status, error.message, error.param)
+            return
+        self.reqs[req.key] = req
+        if message.decode is None:
+            self.batcher.add(req)
+        else:
+            self._opened.add(req.key)
+            self.bootstrap_queue.add(req)
+            self._sender.open(req.key, message.decode.incarnation)
+
+    def _admit(self, key: ReqKey, prefix_pages: int) -> None:
+        req = self.bootstrap_queue.take(key)
+        if req is not None:
+            self.inflight_queue.add(req, prefix_pages)
+            self.batcher.add(req)
+
+    # ---------------------------------------------------------------------------------------- account
+    def _account(self, committed: Committed) -> None:
+        for req in committed.computed:
+            if req.finish is None and req.key in self.inflight_queue:
+                self.inflight_queue.offer_computed(req)
+        self.vitals.count_generated(len(committed.sampled))
+        for req in committed.sampled:
+            self.vitals.count_prompt(req.num_input_ids, req.cached_tokens)
+            if req.finish is None:
+                if req.key in self.inflight_queue:
+                    req.timeline.move_to(ReqStage.TRANSFERRING)
+                    self.inflight_queue.hand_off(req)
+                self._router_port.say_token(req.key, req.output_len - 1, (req.ids[-1],), None, req.report())
+        for req in committed.finished:
+            # The first token ended the request: this node says so, and the decode node is not needed.
+            tokens = tuple(req.ids[-1:]) if req in committed.sampled else ()
+            self._router_port.say_token(
+                req.key, req.output_len - len(tokens), tokens, req.finish, req.report()
+            )
+            self._end(req.key, "finished")
+        for req in committed.sampled:
+            if req.finish is None and req.key not in self._opened:
+                self._end(req.key, "nobody continues this request")
+
+    def _transfer_ended(self, ended: SendEnded) -> None:
+        self._opened.discard(ended.key)
+        self.vitals.count_transfer(ended.nbytes, ended.seconds if ended.ok else 0.0)
+        req = self.reqs.get(ended.key)
+        if req is None:
+            return
+        handed_off = req.timeline.stage is ReqStage.TRANSFERRING
+        if req.finish is None and not handed_off:
+            # Nobody else can tell the router: the decode node may be gone.
+            self._router_port.fail(req.key, 503, f"KV transfer to the decode node failed: {ended.reason}")
+        self._end(ended.key, ended.reason)
+
+    def _fail(self, req: Req, status: int, message: str) -> None:
+        self._router_port.fail(req.key, status, message)
+        self._end(req.key, message)
+
+    def _end(self, key: ReqKey, reason: str) -> None:
+        """End a request in any stage. Its KV is released now, or when its transfer has ended."""
+        req = self.reqs.get(key)
+        if req is None:
+            return
+        self.bootstrap_queue.take(key)
+        self.batcher.remove(req)
+        if req.finish is None:
+            req.end(Finish("abort"))
+        if key in self._opened:
+            self._sender.cancel(key, reason)  # _transfer_ended comes back here
+            return
+        self.inflight_queue.remove(key)
+        if req.kv is not None:
+            self._ledger.cache_finished_req(req.kv, req.ids)
+            req.kv = None
+        del self.reqs[key]
+
+    # ------------------------------------------------------------------------------------------ speak
+    def _publish(self, *, busy: bool) -> None:
+        in_flight = len(self._in_flight.batch.items) if self._in_flight is not None else 0
+        self.vitals.publish(
+            idle=not self.reqs and not busy,
+            busy=busy,
+            num_running=in_flight,
+            num_waiting=len(self.batcher.waiting_queue) + (self.batcher.chunked_req is not None),
+            num_transferring=len(self.inflight_queue),
+            num_bootstrapping=len(self.bootstrap_queue),
+            num_retractions=self.batcher.num_retractions,
+            num_links=self._sender.num_links,
+        )
+
+    def close(self, reason: str) -> None:
+        """Fail every request and let go of everything; the loop has ended."""
+        for req in list(self.reqs.values()):
+            if req.finish is None:
+                self._router_port.fail(req.key, 503, reason)
+        self._router_port.leave(reason)
+        self._sender.close()
+        self._engine.stream.close()

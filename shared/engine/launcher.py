@@ -1,0 +1,60 @@
+"""Plan → run → account, at depth 0 or 1: the part of the loop that both roles share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared import log
+from shared.engine.forward_stream import ForwardStream, GenerationBatchResult
+from shared.engine.model_worker_batch import snapshot
+from shared.kvcache.ledger import KVLedger
+from shared.scheduling.commit import Committed, commit_result
+from shared.scheduling.req import Req
+from shared.scheduling.schedule_batch import ScheduleBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A forward on the stream, and the decision it came from."""
+
+    batch: ScheduleBatch
+    result: GenerationBatchResult
+
+
+class Launcher:
+    """Turns decisions into forwards and forwards into committed tokens, and tells the allocator of both."""
+
+    def __init__(self, stream: ForwardStream, ledger: KVLedger, eos_token_ids: frozenset[int]) -> None:
+        self._stream = stream
+        self._ledger = ledger
+        self._eos_token_ids = eos_token_ids
+        self._future_writes: dict[int, int] = {}
+
+    def write_future(self, row: int, token_id: int) -> None:
+        """The next forward finds `token_id` as the last token of `row`; it came from a prefill node."""
+        self._future_writes[row] = token_id
+
+    def launch(self, batch: ScheduleBatch | None) -> Launched | None:
+        """Run a decision; returns at once."""
+        if batch is None:
+            return None
+        inputs = snapshot(batch, self._ledger.rows, tuple(self._future_writes.items()), self._eos_token_ids)
+        self._future_writes.clear()
+        self._ledger.allocator.forward_launched()
+        return Launched(batch, self._stream.submit(inputs))
+
+    def commit(self, launched: Launched | None) -> tuple[Committed, list[Req]]:
+        """Wait for a forward and account for it. Returns what it brought, and the requests that it failed.
+
+        A forward that raises fails its own requests, not the node.
+        """
+        if launched is None:
+            return Committed(), []
+        try:
+            token_ids = launched.result.wait()
+        except Exception:
+            log.crash("forward_failed", requests=len(launched.batch.items), extend=launched.batch.is_extend)
+            return Committed(), [item.req for item in launched.batch.items if not item.is_stale]
+        finally:
+            self._ledger.allocator.forward_retired()
+        return commit_result(launched.batch, token_ids, self._ledger, self._eos_token_ids), []

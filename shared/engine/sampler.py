@@ -1,0 +1,57 @@
+"""Logits to token ids, for a whole batch at once on the device.
+
+A sample is a pure function of (logits, params, uniform), and the uniform of (seed, output position). Filters cut
+by *value* and the inverse CDF walks the vocabulary by *id*: two nearly equal probabilities that swap ranks (as
+logits of another batch shape may make them) cannot change what is drawn, as a walk in sorted order would.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shared.engine.future_map import to_device
+from shared.engine.model_worker_batch import SamplingInputs
+
+
+def sample(logits_SV: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    """Next token ids, int64 [S]; `logits_SV` is float32 and may be overwritten."""
+    device = logits_SV.device
+    for i, ids in enumerate(inputs.masked_ids):
+        if ids:
+            logits_SV[i, to_device(ids, device)] = -torch.inf
+    greedy_S = logits_SV.argmax(dim=-1)
+    if inputs.all_greedy:
+        return greedy_S
+    temperature_S = to_device(inputs.temperatures, device, torch.float32)
+    is_greedy_S = temperature_S == 0
+    probs_SV = torch.softmax(logits_SV / torch.where(is_greedy_S, 1.0, temperature_S)[:, None], dim=-1)
+    if inputs.needs_filter:
+        probs_SV = _filter(probs_SV, inputs)
+    cdf_SV = probs_SV.cumsum(dim=-1, dtype=torch.float64)
+    target_S1 = to_device(inputs.uniforms, device, torch.float64)[:, None] * cdf_SV[:, -1:]
+    drawn_S = torch.searchsorted(cdf_SV, target_S1, right=True)[:, 0].clamp_(max=logits_SV.shape[1] - 1)
+    return torch.where(is_greedy_S, greedy_S, drawn_S)
+
+
+def _filter(probs_SV: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    """Zero what top-k, top-p and min-p exclude; each is a threshold on the probability, ties stay in.
+
+    top-p keeps the smallest set of most likely tokens whose mass reaches p, after top-k; min-p keeps tokens at
+    least min_p times as likely as the likeliest (Nguyen et al. 2024, "Turning up the heat").
+    """
+    device = probs_SV.device
+    sorted_SV = probs_SV.sort(dim=-1, descending=True).values
+    vocab_size = probs_SV.shape[1]
+    top_k_S = to_device(inputs.top_ks, device)
+    top_k_S = torch.where(top_k_S <= 0, vocab_size, top_k_S.clamp(max=vocab_size))
+    rank_V = torch.arange(vocab_size, device=device)
+    kept_SV = torch.where(rank_V < top_k_S[:, None], sorted_SV, 0.0)
+    kept_SV = kept_SV / kept_SV.sum(dim=-1, keepdim=True)
+    mass_before_SV = kept_SV.cumsum(dim=-1) - kept_SV
+    top_p_S = to_device(inputs.top_ps, device, torch.float32)
+    inside_SV = (mass_before_SV < top_p_S[:, None]) & (rank_V < top_k_S[:, None])
+    last_S1 = (inside_SV.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
+    threshold_S1 = sorted_SV.gather(1, last_S1)
+    min_p_S1 = to_device(inputs.min_ps, device, torch.float32)[:, None]
+    threshold_S1 = torch.maximum(threshold_S1, min_p_S1 * sorted_SV[:, :1])
+    return torch.where(probs_SV >= threshold_S1, probs_SV, 0.0)

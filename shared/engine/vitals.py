@@ -1,0 +1,101 @@
+"""What a node tells of itself: counters, the load that answers every ping, and the audit when it idles."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from shared import log
+from shared.engine.attention import Progress
+from shared.kvcache.audit import LeakError, audit_idle
+from shared.kvcache.ledger import KVLedger
+from shared.protocol.messages import Load
+
+THROUGHPUT_WINDOW_S = 1.0
+
+
+class Vitals:
+    """Written by the scheduler thread; `load` may be called by any."""
+
+    def __init__(self, ledger: KVLedger, progress: Progress) -> None:
+        self._ledger = ledger
+        self._progress = progress
+        self._audited = False
+        self._load = Load()
+        self._window_start = time.monotonic()
+        self._window_tokens = 0
+        self._gen_throughput = 0.0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+        self.kv_bytes_transferred = 0
+        self.kv_transfer_s = 0.0
+
+    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """A prompt was computed, of which `num_cached` tokens came from the RadixCache."""
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached
+
+    def count_generated(self, num_tokens: int) -> None:
+        """Tokens were committed."""
+        self.num_generated_tokens += num_tokens
+        self._window_tokens += num_tokens
+
+    def count_transfer(self, nbytes: int, seconds: float) -> None:
+        """A transfer has ended."""
+        self.kv_bytes_transferred += nbytes
+        self.kv_transfer_s += seconds
+
+    def publish(
+        self,
+        *,
+        idle: bool,
+        busy: bool,
+        num_running: int,
+        num_waiting: int,
+        num_transferring: int,
+        num_bootstrapping: int,
+        num_retractions: int,
+        num_links: int,
+    ) -> None:
+        """Renew the load after a step. A node that has just become idle (no request left) is audited."""
+        elapsed = time.monotonic() - self._window_start
+        if elapsed >= THROUGHPUT_WINDOW_S:
+            self._gen_throughput = self._window_tokens / elapsed
+            self._window_start, self._window_tokens = time.monotonic(), 0
+        count = self._ledger.count()
+        self._load = Load(
+            busy=busy,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_transferring=num_transferring,
+            num_bootstrapping=num_bootstrapping,
+            num_pages=count.total,
+            num_free_pages=count.free,
+            num_evictable_pages=count.evictable,
+            num_held_pages=count.held + count.protected,
+            num_retractions=num_retractions,
+            num_cached_tokens=self.num_cached_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            gen_throughput=self._gen_throughput,
+            kv_bytes_transferred=self.kv_bytes_transferred,
+            kv_transfer_s=self.kv_transfer_s,
+            num_links=num_links,
+        )
+        if not idle:
+            self._audited = False
+        elif not self._audited:
+            self._audited = True
+            self._audit()
+
+    def _audit(self) -> None:
+        try:
+            audit_idle(self._ledger)
+        except LeakError:
+            log.crash("leak")  # a bug, but not a reason to drop the streams of others
+
+    def load(self) -> Load:
+        """The node's state after the last step, with live progress."""
+        return msgspec.structs.replace(self._load, progress=self._progress.count)

@@ -1,0 +1,89 @@
+"""Paged attention in plain torch: the slow twins that every faster kernel is tested against, and the default path.
+
+Shapes: B sequences, T new tokens, H query heads, K KV heads, D head_dim, N pages, P pages of a sequence, S page_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+
+def write_kv(
+    k_pages_NKSD: torch.Tensor,
+    v_pages_NKSD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    pages_T: torch.Tensor,
+    offsets_T: torch.Tensor,
+) -> None:
+    """Put the K and V of new tokens into their pages."""
+    k_pages_NKSD[pages_T, :, offsets_T] = k_TKD
+    v_pages_NKSD[pages_T, :, offsets_T] = v_TKD
+
+
+def extend_attention(
+    q_THD: torch.Tensor,
+    k_pages_NKSD: torch.Tensor,
+    v_pages_NKSD: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+) -> torch.Tensor:
+    """softmax(q k^T / sqrt(D)) v for tokens [start, start + length) of each sequence, over all tokens up to each.
+
+    The K and V of the new tokens must be in their pages already.
+    """
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    page_size = k_pages_NKSD.shape[2]
+    first = 0
+    for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        end = start + length
+        pages_P = page_table_BP[b, : -(-end // page_size)]
+        q_HTD = q_THD[first : first + length].transpose(0, 1)
+        k_KTD = _gather(k_pages_NKSD, pages_P)[:, :end]
+        v_KTD = _gather(v_pages_NKSD, pages_P)[:, :end]
+        mask = None
+        if 1 < length < end:
+            mask = torch.ones(length, end, dtype=torch.bool, device=q_THD.device).tril(start)
+        o_HTD = F.scaled_dot_product_attention(
+            q_HTD[None],
+            k_KTD[None],
+            v_KTD[None],
+            attn_mask=mask,
+            is_causal=length == end > 1,
+            enable_gqa=q_THD.shape[1] != k_KTD.shape[0],
+        )[0]
+        out_THD[first : first + length] = o_HTD.transpose(0, 1)
+        first += length
+    return out_THD
+
+
+def decode_attention(
+    q_BHD: torch.Tensor,
+    k_pages_NKSD: torch.Tensor,
+    v_pages_NKSD: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    seq_lens_B: torch.Tensor,
+) -> torch.Tensor:
+    """The same for one new token of each sequence, in one call over the padded page table.
+
+    A K head's query heads attend together, as rows of one matrix, so grouped queries need no copies of K and V.
+    """
+    B, H, D = q_BHD.shape
+    K, S = k_pages_NKSD.shape[1:3]
+    num_tokens = page_table_BP.shape[1] * S
+    k_BKTD = k_pages_NKSD[page_table_BP].transpose(1, 2).reshape(B, K, num_tokens, D)
+    v_BKTD = v_pages_NKSD[page_table_BP].transpose(1, 2).reshape(B, K, num_tokens, D)
+    visible_BT = torch.arange(num_tokens, device=q_BHD.device) < seq_lens_B[:, None]
+    q_BKGD = q_BHD.view(B, K, H // K, D)
+    o_BKGD = F.scaled_dot_product_attention(q_BKGD, k_BKTD, v_BKTD, attn_mask=visible_BT[:, None, None])
+    return o_BKGD.reshape(B, H, D)
+
+
+def _gather(pages_NKSD: torch.Tensor, pages_P: torch.Tensor) -> torch.Tensor:
+    """The tokens of one sequence, [K, P * S, D]."""
+    x_PKSD = pages_NKSD[pages_P]
+    return x_PKSD.transpose(0, 1).reshape(x_PKSD.shape[1], -1, x_PKSD.shape[3])

@@ -1,0 +1,121 @@
+"""A node's side of its links to routers: answers greetings and pings, queues requests, batches tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shared import log
+from shared.protocol.messages import (
+    Failed,
+    Finish,
+    Flushed,
+    Leaving,
+    Load,
+    NodeHello,
+    Ping,
+    Pong,
+    Refused,
+    ReqKey,
+    ReqReport,
+    RouterHello,
+    RouterToNode,
+    TokenEntry,
+    Tokens,
+)
+from shared.protocol.outbox import Outbox
+from shared.timeline import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class FromRouter:
+    """A message that the scheduler has to act on."""
+
+    router: str
+    message: RouterToNode
+
+
+class RouterPort:
+    """Shared by two threads: `on_message` runs on the control thread, everything else on the scheduler's.
+
+    Greetings and pings are answered at once, on the control thread, so a long step is not mistaken for silence.
+    """
+
+    def __init__(
+        self, outbox: Outbox, hello: NodeHello, load: Callable[[], Load], wake: threading.Event, clock: Clock
+    ) -> None:
+        self._outbox = outbox
+        self._hello = hello
+        self._load = load
+        self._wake = wake
+        self._clock = clock
+        self._inbox: deque[FromRouter] = deque()
+        self._last_heard: dict[str, float] = {}
+        self._entries: dict[str, list[TokenEntry]] = {}
+
+    # ---------------------------------------------------------------------------- the control thread
+    def on_message(self, router: str, message: RouterToNode) -> None:
+        """A message has come."""
+        self._last_heard[router] = self._clock()
+        match message:
+            case RouterHello():
+                if message.router != router:
+                    self._outbox.send(router, Refused(f"router: {message.router!r} dialled as {router!r}"))
+                    return
+                log.event("router_joined", router=router)
+                self._outbox.send(router, self._hello)
+            case Ping():
+                self._outbox.send(router, Pong(message.seq, self._load()))
+            case _:
+                self._inbox.append(FromRouter(router, message))
+                self._wake.set()
+
+    # -------------------------------------------------------------------------- the scheduler thread
+    def take(self) -> list[FromRouter]:
+        """Everything that has come since the last call, in order."""
+        taken: list[FromRouter] = []
+        while self._inbox:
+            taken.append(self._inbox.popleft())
+        return taken
+
+    def say_token(
+        self,
+        key: ReqKey,
+        position: int,
+        token_ids: tuple[int, ...],
+        finish: Finish | None,
+        report: ReqReport | None,
+    ) -> None:
+        """Queue tokens for the request's router; `flush` sends them."""
+        self._entries.setdefault(key.router, []).append(TokenEntry(key, position, token_ids, finish, report))
+
+    def fail(self, key: ReqKey, status: int, message: str, param: str | None = None) -> None:
+        """Tell the request's router that it failed, after the tokens it has had."""
+        self.flush()
+        self._outbox.send(key.router, Failed(key, status, message, param))
+
+    def flush(self) -> None:
+        """Send the tokens of this step, one message to each router."""
+        for router, entries in self._entries.items():
+            self._outbox.send(router, Tokens(tuple(entries)))
+        self._entries.clear()
+
+    def flushed(self, router: str, call_id: int, ok: bool) -> None:
+        """Answer a Flush."""
+        self._outbox.send(router, Flushed(call_id, ok))
+
+    def take_silent(self, timeout_s: float) -> set[str]:
+        """Routers that have said nothing for `timeout_s`; each is named once, until it speaks again."""
+        now = self._clock()
+        silent = {router for router, heard in list(self._last_heard.items()) if now - heard > timeout_s}
+        for router in silent:
+            self._last_heard.pop(router, None)
+        return silent
+
+    def leave(self, reason: str) -> None:
+        """Tell every router that this node goes away."""
+        self.flush()
+        for router in list(self._last_heard):
+            self._outbox.send(router, Leaving(reason))

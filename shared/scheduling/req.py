@@ -1,0 +1,85 @@
+"""One request on one node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.kvcache.ledger import ReqKV
+from shared.protocol.messages import Finish, ReqKey, ReqReport
+from shared.protocol.sampling_params import SamplingParams
+from shared.timeline import ReqStage, Timeline
+
+
+@dataclass(eq=False, slots=True)
+class Req:
+    """A sequence that this node prefills, decodes, or both.
+
+    `ids` are prompt and known output in one list. Where the request *is* follows from the queue it sits in;
+    how far it is follows from lengths:
+
+        len(ids)                 tokens known on the host
+        kv.kv_allocated_len      tokens whose KV is computed, or being computed by a launched forward
+        num_sampled              output tokens asked of the device, known or still in flight
+    """
+
+    key: ReqKey
+    ids: list[int]
+    num_input_ids: int
+    params: SamplingParams
+    timeline: Timeline
+    max_output_len: int
+    """The request leaves this node's batches when it has so many output tokens."""
+    num_sampled: int = 0
+    kv: ReqKV | None = None
+    generation: int = 0
+    """Raised whenever results in flight become worthless: by retraction, abort and finish."""
+    finish: Finish | None = None
+    extra_key: str = ""
+    cached_tokens: int = 0
+    num_retractions: int = 0
+    kv_pages_transferred: int = 0
+    kv_bytes_transferred: int = 0
+    extend_len: int = field(default=0)
+    """Tokens that the next extend computes."""
+
+    @property
+    def output_len(self) -> int:
+        """Output tokens known on the host."""
+        return len(self.ids) - self.num_input_ids
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens whose KV is computed or launched."""
+        return self.kv.kv_allocated_len if self.kv else 0
+
+    @property
+    def wants_decode(self) -> bool:
+        """True while a decode step would ask for a token that is wanted."""
+        return self.finish is None and self.num_sampled < self.max_output_len
+
+    @property
+    def num_wanted(self) -> int:
+        """Output tokens still to be asked for."""
+        return self.max_output_len - self.num_sampled
+
+    def report(self) -> ReqReport:
+        """What the router is told with the first token and with the finish."""
+        return ReqReport(
+            cached_tokens=self.cached_tokens,
+            stamps=tuple(self.timeline.stamps),
+            kv_pages_transferred=self.kv_pages_transferred,
+            kv_bytes_transferred=self.kv_bytes_transferred,
+            num_retractions=self.num_retractions,
+        )
+
+    def drop_results_in_flight(self) -> None:
+        """Forget what launched forwards will still deliver."""
+        self.generation += 1
+        self.num_sampled = self.output_len
+
+    def end(self, finish: Finish) -> None:
+        """The request is over on this node."""
+        self.finish = finish
+        self.generation += 1
+        if self.timeline.stage is not ReqStage.FINISHED:
+            self.timeline.move_to(ReqStage.FINISHED)

@@ -1,0 +1,46 @@
+"""A scheduling decision: which tokens of which requests the next forward computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.scheduling.req import Req
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledReq:
+    """Tokens [start, start + length) of `req` are computed; `position` is the output position sampled, if any."""
+
+    req: Req
+    generation: int
+    start: int
+    length: int
+    position: int | None
+
+    @property
+    def is_stale(self) -> bool:
+        """True when the request was retracted, aborted or finished after this was scheduled."""
+        return self.generation != self.req.generation
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleBatch:
+    """One forward, on the host: an extend over prompt tokens, or a decode step of one token each."""
+
+    items: tuple[ScheduledReq, ...]
+    is_extend: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the forward computes."""
+        return sum(item.length for item in self.items)
+
+
+def schedule(req: Req, length: int, *, samples: bool) -> ScheduledReq:
+    """Take the next `length` tokens of `req` into a batch; its arithmetic moves on at once."""
+    assert req.kv is not None
+    start = req.kv.kv_allocated_len
+    req.kv.kv_allocated_len = start + length
+    position = req.num_sampled if samples else None
+    req.num_sampled += samples
+    return ScheduledReq(req, req.generation, start, length, position)

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.errors import ModelError
+from shared.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, load_model_config
+from tests.modelzoo import EOS_TOKEN_ID, IM_END_ID
+from tests.unit.model.conftest import ModelFolder
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3_ROPE = {
+    "factor": 8,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
+def load(folder: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(fields))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return load_model_config(folder)
+
+
+def test_a_plain_llama(tmp_path: Path) -> None:
+    assert load(tmp_path, LLAMA) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        vocab_size=512,
+        hidden_size=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+        rope_scaling=None,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_window=None,
+        dtype="float32",
+        eos_token_ids=(),
+        bos_token_id=None,
+    )
+
+
+def test_what_transformers_writes(model_folder: ModelFolder) -> None:
+    llama3 = load_model_config(model_folder("llama3"))
+    assert (llama3.rope_theta, llama3.dtype) == (500_000.0, "float32")
+    assert llama3.rope_scaling == Llama3RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    )
+    assert llama3.eos_token_ids == (EOS_TOKEN_ID, IM_END_ID)
+    qwen2, qwen3 = load_model_config(model_folder("qwen2")), load_model_config(model_folder("qwen3"))
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.head_dim, qwen3.qk_norm) == (False, 32, True)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"} | LLAMA3_ROPE},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3"} | LLAMA3_ROPE},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3_ROPE},
+        {"rope_parameters": {"rope_type": "llama3"} | LLAMA3_ROPE, "rope_theta": 5e5, "rope_scaling": None},
+    ],
+    ids=["v4", "v4-type", "v5", "v5-theta-outside"],
+)
+def test_rope_keys_old_and_new(tmp_path: Path, rope: dict[str, Any]) -> None:
+    config = load(tmp_path, LLAMA | rope)
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == Llama3RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    )
+
+
+def test_linear_rope(tmp_path: Path) -> None:
+    config = load(tmp_path, LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert config.rope_scaling == LinearRopeScaling(factor=2.0)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_keys_old_and_new(tmp_path: Path, key: str) -> None:
+    assert load(tmp_path, LLAMA | {key: "bfloat16"}).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (LLAMA | {"sliding_window": 64}, (None, 512)),
+        (MISTRAL | {"sliding_window": 64}, (64, 64)),
+        (MISTRAL | {"sliding_window": None}, (None, 512)),
+        (MISTRAL, (4096, 512)),
+        (QWEN2 | {"sliding_window": 64}, (None, 512)),
+        (QWEN2 | {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, (64, 64)),
+        (QWEN3 | {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, (None, 512)),
+        (
+            QWEN3
+            | {
+                "sliding_window": 64,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            (64, 64),
+        ),
+    ],
+    ids=[
+        "llama",
+        "mistral",
+        "mistral-null",
+        "mistral-absent",
+        "qwen-off",
+        "qwen-on",
+        "qwen-no-layer",
+        "qwen-layer-types",
+    ],
+)
+def test_an_active_sliding_window_caps_the_context(
+    tmp_path: Path, fields: dict[str, Any], expected: tuple[int | None, int]
+) -> None:
+    config = load(tmp_path, fields)
+    assert (config.sliding_window, config.context_length) == expected
+
+
+@pytest.mark.parametrize(
+    ("eos", "generation", "expected"),
+    [
+        (2, None, (2,)),
+        ([5, 2], {"eos_token_id": [2, 7]}, (5, 2, 7)),
+        (None, {"eos_token_id": 3}, (3,)),
+        (0, {}, (0,)),
+    ],
+    ids=["one", "union", "generation-only", "zero"],
+)
+def test_eos_token_ids_are_the_union_of_both_files(
+    tmp_path: Path, eos: object, generation: dict[str, Any] | None, expected: tuple[int, ...]
+) -> None:
+    assert load(tmp_path, LLAMA | {"eos_token_id": eos}, generation).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            {"architectures": ["MixtralForCausalLM"]},
+            ["MixtralForCausalLM", "LlamaForCausalLM, MistralForCausalLM"],
+        ),
+        ({"architectures": []}, ["architectures"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        ({"hidden_size": "64"}, ["hidden_size", "str"]),
+        ({"hidden_size": None}, ["hidden_size"]),
+        ({"vocab_size": -1}, ["vocab_size"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers"]),
+        ({"num_hidden_layers": True}, ["num_hidden_layers"]),
+        ({"max_position_embeddings": 0}, ["max_position_embeddings"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads"]),
+        ({"num_attention_heads": 6}, ["num_attention_heads"]),
+        ({"head_dim": 15}, ["head_dim"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"rms_norm_eps": 2.0}, ["rms_norm_eps"]),
+        ({"rope_theta": 0.0}, ["rope_theta"]),
+        ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn"]),
+        ({"eos_token_id": 512}, ["eos_token_id", "512"]),
+        ({"eos_token_id": ["</s>"]}, ["eos_token_id"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling", "yarn"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["rope_scaling", "dynamic"]),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}},
+            ["rope_parameters", "longrope"],
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling", "low_freq_factor"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling", "factor"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope_parameters"]),
+        (
+            {"rope_scaling": LLAMA3_ROPE | {"rope_type": "llama3", "low_freq_factor": 4.0}},
+            ["low_freq_factor"],
+        ),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], named: list[str]
+) -> None:
+    with pytest.raises(ModelError) as error:
+        load(tmp_path, LLAMA | change)
+    for name in ["config.json", *named]:
+        assert name in str(error.value)
+
+
+@pytest.mark.parametrize("field", sorted(LLAMA.keys() - {"num_key_value_heads"}))
+def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json.*{field}"):
+        load(tmp_path, {key: value for key, value in LLAMA.items() if key != field})
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff\xfe"], ids=["empty", "cut", "array", "not-utf8"]
+)
+def test_a_malformed_config_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_model_config(tmp_path)
+
+
+def test_a_malformed_generation_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"generation_config\.json.*eos_token_id"):
+        load(tmp_path, LLAMA, {"eos_token_id": "</s>"})
+
+
+def test_the_router_can_import_it_without_torch() -> None:
+    code = "import sys, shared.model.config, shared.model.files; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,114 @@
+"""The decoder against transformers, in float32, on every architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.model.config import load_model_config
+from shared.model.decoder import Decoder
+from tests.modelzoo import ARCHITECTURES, random_prompt, reference_greedy, reference_logits
+from tests.unit.model.conftest import ModelFolder
+from tests.unit.model.dense_attend import DenseAttend
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return Decoder.load(folder, load_model_config(folder), dtype=dtype, device=CPU)
+
+
+@torch.inference_mode()
+def logits_in_chunks(decoder: Decoder, ids: list[int], chunks: list[int]) -> torch.Tensor:
+    """Logits of every position, computed over successive chunks of these sizes."""
+    assert sum(chunks) == len(ids)
+    attend = DenseAttend(decoder.config.num_layers)
+    ids_T, positions_T = torch.tensor(ids), torch.arange(len(ids))
+    return torch.cat(
+        [
+            decoder.logits(decoder.forward(chunk_ids, chunk_positions, attend))
+            for chunk_ids, chunk_positions in zip(
+                torch.split(ids_T, chunks), torch.split(positions_T, chunks), strict=True
+            )
+        ]
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prefill_equals_transformers(model_folder: ModelFolder, architecture: str, tied: bool) -> None:
+    folder = model_folder(architecture, tie_word_embeddings=tied)
+    ids = random_prompt(45, seed=1)
+    logits = logits_in_chunks(load(folder), ids, [45])
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, reference_logits(folder, ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_chunked_prefill_and_decode_equal_transformers(model_folder: ModelFolder, architecture: str) -> None:
+    folder = model_folder(architecture)
+    ids = random_prompt(30, seed=2)
+    logits = logits_in_chunks(load(folder), ids, [7, 11, 1, 5] + [1] * 6)
+    torch.testing.assert_close(logits, reference_logits(folder, ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rope"),
+    [
+        ("llama3", {}),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+        ("qwen2", {"rope_scaling": {"rope_type": "default"}}),
+    ],
+    ids=["llama3", "linear", "default"],
+)
+def test_rope_scaling_equals_transformers_far_from_the_start(
+    model_folder: ModelFolder, architecture: str, rope: dict[str, dict[str, object]]
+) -> None:
+    folder = model_folder(architecture, **rope)
+    ids = random_prompt(400, seed=3)  # llama3's original length is 64
+    logits = logits_in_chunks(load(folder), ids, [400])
+    torch.testing.assert_close(logits, reference_logits(folder, ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "biases"),
+    [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {"attention_bias": True})],
+    ids=["llama", "qwen3"],
+)
+def test_optional_biases_equal_transformers(
+    model_folder: ModelFolder, architecture: str, biases: dict[str, bool]
+) -> None:
+    folder = model_folder(architecture, **biases)
+    ids = random_prompt(20, seed=4)
+    logits = logits_in_chunks(load(folder), ids, [20])
+    torch.testing.assert_close(logits, reference_logits(folder, ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_equal_transformers(model_folder: ModelFolder, architecture: str) -> None:
+    folder = model_folder(architecture)
+    decoder, ids = load(folder), random_prompt(12, seed=5)
+    attend, output_ids = DenseAttend(decoder.config.num_layers), list[int]()
+    with torch.inference_mode():
+        step_ids, positions_T = torch.tensor(ids), torch.arange(12)
+        for _ in range(32):
+            hidden_TD = decoder.forward(step_ids, positions_T, attend)
+            step_ids = decoder.logits(hidden_TD[-1:]).argmax(-1)
+            positions_T = positions_T[-1:] + 1
+            output_ids.append(int(step_ids))
+    assert output_ids == reference_greedy(folder, ids, 32)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16_loads_and_stays_near_float32(model_folder: ModelFolder, architecture: str) -> None:
+    folder = model_folder(architecture, dtype="bfloat16")
+    config = load_model_config(folder)
+    assert config.dtype == "bfloat16"
+    decoder, ids = load(folder, torch.bfloat16), random_prompt(20, seed=6)
+    assert decoder.weights.embed_VD.dtype == torch.bfloat16
+    logits, reference = logits_in_chunks(decoder, ids, [20]), reference_logits(folder, ids)
+    assert logits.dtype == torch.float32
+    error = (logits - reference).norm() / reference.norm()
+    assert error < 0.1
