@@ -45,6 +45,7 @@ class DecodeScheduler:
         options: ScheduleOptions,
         receiver: ReceiveSide,
         router_port: RouterPort,
+        vitals: Vitals,
         wake: threading.Event,
         router_timeout_s: float,
     ) -> None:
@@ -52,6 +53,7 @@ class DecodeScheduler:
         self._ledger = engine.ledger
         self._receiver = receiver
         self._router_port = router_port
+        self._vitals = vitals
         self._wake = wake
         self._router_timeout_s = router_timeout_s
         self._overlap = not options.disable_overlap_schedule
@@ -61,7 +63,6 @@ class DecodeScheduler:
         self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options)
         self.transfer_queue = TransferQueue(engine.ledger)
         self.reqs: dict[ReqKey, Req] = {}
-        self.vitals = Vitals(engine.ledger, engine.progress)
 
     # --------------------------------------------------------------------------------------- the loop
     def run(self, stop: threading.Event) -> None:
@@ -138,7 +139,7 @@ class DecodeScheduler:
 
     def _received(self, received: Received) -> None:
         req = self.transfer_queue.take(received.key)
-        self.vitals.count_transfer(received.nbytes, received.seconds)
+        self._vitals.count_transfer(received.nbytes, received.seconds)
         if req.finish is not None:  # cancelled when all was there already
             self._release(req)
             return
@@ -166,7 +167,7 @@ class DecodeScheduler:
             if req.timeline.stage is ReqStage.PREFILLING:
                 req.timeline.move_to(ReqStage.DECODING)
                 if not req.num_retractions:
-                    self.vitals.count_prompt(req.num_input_ids, req.cached_tokens)
+                    self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
             finished = req.finish is not None
             self._router_port.say_token(
                 req.key,
@@ -179,7 +180,7 @@ class DecodeScheduler:
             if not req.output_len:  # max_new_tokens 0: nothing was to be sampled
                 self._router_port.say_token(req.key, 0, (), req.finish, req.report())
             self._end(req.key, "finished")
-        self.vitals.count_generated(len(committed.sampled))
+        self._vitals.count_generated(len(committed.sampled))
 
     def _fail(self, req: Req, status: int, message: str) -> None:
         self._router_port.fail(req.key, status, message)
@@ -207,7 +208,7 @@ class DecodeScheduler:
 
     # ------------------------------------------------------------------------------------------ speak
     def _publish(self, *, busy: bool) -> None:
-        self.vitals.publish(
+        self._vitals.publish(
             idle=not self.reqs and not busy,
             busy=busy,
             num_running=len(self.batcher.running_batch),

@@ -17,6 +17,7 @@ import threading
 
 from prefill_node.bootstrap_queue import BootstrapQueue
 from prefill_node.inflight_queue import InflightQueue
+from prefill_node.peering import Peering
 from shared import log
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
@@ -24,8 +25,8 @@ from shared.engine.launcher import Launched, Launcher
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError
 from shared.kvtransfer.sender import SendSide
-from shared.kvtransfer.states import Ready, SendEnded
-from shared.protocol.messages import Cancel, Finish, Flush, Prefill, ReqKey, Stop
+from shared.kvtransfer.states import SendEnded
+from shared.protocol.messages import Cancel, Finish, Flush, Peers, Prefill, Ready, ReqKey, Stop
 from shared.protocol.router_port import RouterPort
 from shared.scheduling.admission import accept
 from shared.scheduling.batcher import Batcher
@@ -44,14 +45,18 @@ class PrefillScheduler:
         engine: Engine,
         options: ScheduleOptions,
         sender: SendSide,
+        peering: Peering,
         router_port: RouterPort,
+        vitals: Vitals,
         wake: threading.Event,
         router_timeout_s: float,
     ) -> None:
         self._engine = engine
         self._ledger = engine.ledger
         self._sender = sender
+        self._peering = peering
         self._router_port = router_port
+        self._vitals = vitals
         self._wake = wake
         self._router_timeout_s = router_timeout_s
         self._overlap = not options.disable_overlap_schedule
@@ -63,7 +68,6 @@ class PrefillScheduler:
         self.reqs: dict[ReqKey, Req] = {}
         self._opened: set[ReqKey] = set()
         """Requests whose transfer has not ended; their KV is not released before it has."""
-        self.vitals = Vitals(engine.ledger, engine.progress)
 
     # --------------------------------------------------------------------------------------- the loop
     def run(self, stop: threading.Event) -> None:
@@ -93,6 +97,9 @@ class PrefillScheduler:
         self._engine.progress.count += 1
         for heard in self._router_port.take():
             match heard.message:
+                case Peers(decode_nodes):
+                    for node in decode_nodes:
+                        self._peering.ensure(node)
                 case Prefill():
                     self._start(heard.message)
                 case Cancel(key) | Stop(key):
@@ -126,6 +133,7 @@ class PrefillScheduler:
         if message.decode is None:
             self.batcher.add(req)
         else:
+            self._peering.ensure(message.decode)
             self._opened.add(req.key)
             self.bootstrap_queue.add(req)
             self._sender.open(req.key, message.decode.incarnation)
@@ -141,9 +149,9 @@ class PrefillScheduler:
         for req in committed.computed:
             if req.finish is None and req.key in self.inflight_queue:
                 self.inflight_queue.offer_computed(req)
-        self.vitals.count_generated(len(committed.sampled))
+        self._vitals.count_generated(len(committed.sampled))
         for req in committed.sampled:
-            self.vitals.count_prompt(req.num_input_ids, req.cached_tokens)
+            self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
             if req.finish is None:
                 if req.key in self.inflight_queue:
                     req.timeline.move_to(ReqStage.TRANSFERRING)
@@ -162,7 +170,7 @@ class PrefillScheduler:
 
     def _transfer_ended(self, ended: SendEnded) -> None:
         self._opened.discard(ended.key)
-        self.vitals.count_transfer(ended.nbytes, ended.seconds if ended.ok else 0.0)
+        self._vitals.count_transfer(ended.nbytes, ended.seconds if ended.ok else 0.0)
         req = self.reqs.get(ended.key)
         if req is None:
             return
@@ -197,7 +205,7 @@ class PrefillScheduler:
     # ------------------------------------------------------------------------------------------ speak
     def _publish(self, *, busy: bool) -> None:
         in_flight = len(self._in_flight.batch.items) if self._in_flight is not None else 0
-        self.vitals.publish(
+        self._vitals.publish(
             idle=not self.reqs and not busy,
             busy=busy,
             num_running=in_flight,

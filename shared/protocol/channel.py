@@ -71,8 +71,11 @@ class ControlThread:
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     # ------------------------------------------------------------------------------ before it runs
-    def bind(self, host: str, port: int, guests: dict[str, Guests]) -> int:
-        """Listen for diallers of the kinds in `guests`; call before `start`. Returns the port. Raises ConfigError."""
+    def bind(self, host: str, port: int) -> int:
+        """Take the port, so that a conflict shows early; who dials waits until `admit`. Returns the port.
+
+        Call before `start`. Raises ConfigError.
+        """
         server = self._context.socket(zmq.ROUTER)
         server.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._configure(server)
@@ -83,7 +86,7 @@ class ControlThread:
         except (zmq.ZMQError, OSError) as error:
             server.close()
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
-        self._server, self._guests = server, guests
+        self._server = server
         address = server.getsockopt_string(zmq.LAST_ENDPOINT)
         return int(address.rsplit(":", 1)[1])
 
@@ -92,6 +95,10 @@ class ControlThread:
         self._thread.start()
 
     # --------------------------------------------------------------------------------- any thread
+    def admit(self, guests: dict[str, Guests]) -> None:
+        """Begin to listen to diallers of these kinds, those who have dialled already included."""
+        self._post(lambda: self._admit(guests))
+
     def send(self, to: str, message: Struct) -> None:
         """See `Outbox`. A peer that was dialled is preferred to one that dialled us under the same id."""
         frame = self._encoder.encode(message)
@@ -140,8 +147,6 @@ class ControlThread:
 
     # ---------------------------------------------------------------------------- the control thread
     def _run(self) -> None:
-        if self._server is not None:
-            self._poller.register(self._server, zmq.POLLIN)
         self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
         while not self._stopping:
             ready = dict(self._poller.poll(POLL_MS))
@@ -156,6 +161,11 @@ class ControlThread:
                     self._receive_dialled(peer, dialled)
                 if dialled.monitor in ready:
                     self._watch(peer, dialled)
+
+    def _admit(self, guests: dict[str, Guests]) -> None:
+        assert self._server is not None, "bind comes first"
+        self._guests = guests
+        self._poller.register(self._server, zmq.POLLIN)
 
     def _stop(self) -> None:
         self._stopping = True

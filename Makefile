@@ -1,0 +1,56 @@
+# `make serve` and `make test` each work alone on a machine that has only Python >= 3.11 and git.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_VERSION ?= 2.13.0
+# Where the CPU build of torch comes from when pip's own sources have none.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALLED := $(VENV)/.installed
+
+.PHONY: serve demo test check bench format clean
+.DEFAULT_GOAL := serve
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch $(TORCH_VERSION) and Baton into $(VENV)"
+	@if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then \
+	  $(PIP) install "torch==$(TORCH_VERSION)"; \
+	else \
+	  $(PIP) install "torch==$(TORCH_VERSION)+cpu" 2>/dev/null \
+	    || $(PIP) install "torch==$(TORCH_VERSION)" --index-url $(TORCH_CPU_INDEX); \
+	fi
+	$(PIP) install --editable ".[dev]"
+	@touch $@
+
+# Start one prefill node, one decode node and the router with the built-in model. ARGS are the router's flags.
+serve: $(INSTALLED)
+	$(BIN)/router $(ARGS)
+
+# Serve, stream one completion with its timeline, stop.
+demo: $(INSTALLED)
+	@$(BIN)/python -m router.demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+# Format, lint, types, import contracts.
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# One JSON line for each figure in the README.
+bench: $(INSTALLED)
+	@$(BIN)/python -m tests.bench
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,179 @@
+"""From a node's command line to its loop, and back down without leaving anything behind. The same for both roles."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Protocol
+
+import msgspec
+
+from shared import log
+from shared.config import NodeConfig
+from shared.engine.build import Engine, build_engine
+from shared.engine.vitals import Vitals
+from shared.errors import ConfigError
+from shared.kvtransfer.options import TransferOptions
+from shared.protocol.channel import ControlThread, Guests
+from shared.protocol.lobby import LobbyCaller
+from shared.protocol.messages import LoadFailed, NodeHello, NodeRef, Role, RouterToNode
+from shared.protocol.router_port import RouterPort
+from shared.protocol.security import FleetKey, require_key_beyond_loopback
+
+ANY_HOST = ("0.0.0.0", "::", "*")
+
+
+class Scheduler(Protocol):
+    """A role's loop."""
+
+    def run(self, stop: threading.Event) -> None:
+        """Step until `stop`."""
+        ...
+
+    def close(self, reason: str) -> None:
+        """Fail what is left and let go of everything."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeParts:
+    """What a role builds its scheduler from."""
+
+    config: NodeConfig
+    node: NodeRef
+    engine: Engine
+    control: ControlThread
+    router_port: RouterPort
+    vitals: Vitals
+    wake: threading.Event
+    transfer_options: TransferOptions
+
+
+BuildRole = Callable[[NodeParts], tuple[Scheduler, dict[str, Guests]]]
+"""Makes a role's scheduler, and says which diallers besides routers it listens to."""
+
+
+def run_node(role: Role, config: NodeConfig, build_role: BuildRole) -> int:
+    """Load, serve until told to stop, shut down. Returns the exit code; 2 for a ConfigError."""
+    log.setup(config.log_level, config.net.node_id or role)
+    stop = StopRequest(config.net.exit_with_parent)
+    try:
+        return _serve(role, config, build_role, stop)
+    except ConfigError as error:
+        print(f"{role}-node: {error}", file=sys.stderr)
+        return 2
+
+
+def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequest) -> int:
+    net = config.net
+    fleet_key = FleetKey.load(net.fleet_key) if net.fleet_key else None
+    require_key_beyond_loopback(net.host, fleet_key, net.insecure)
+    advertised = net.advertise_host or net.host
+    if advertised in ANY_HOST:
+        raise ConfigError(
+            f"--host {net.host}: say with --advertise-host under which name others reach this node"
+        )
+    control = ControlThread(fleet_key)
+    try:
+        port = control.bind(net.host, net.port)
+        node_id = net.node_id or f"{role}-{advertised}-{port}"
+        node = NodeRef(node_id, f"{node_id}#{secrets.token_hex(4)}", f"tcp://{advertised}:{port}")
+        control.start()
+        lobby = LobbyCaller(control, node, role, net.routers)
+        try:
+            engine = build_engine(config, lobby.loading)
+        except ConfigError as error:
+            lobby.say(LoadFailed(node_id, role, str(error)))
+            raise
+        parts = _parts(role, config, node, engine, control, stop.wake)
+        scheduler, guests = build_role(parts)
+        routers = Guests(msgspec.msgpack.Decoder(RouterToNode), parts.router_port.on_message)
+        control.admit({"router": routers, **guests})
+        lobby.start()
+        log.event("listening", role=role, node=node.incarnation, address=node.address)
+        stop.loaded()
+        try:
+            scheduler.run(stop.event)
+        finally:
+            lobby.stop()
+            scheduler.close(f"{role} node {node_id} is shutting down")
+        log.event("stopped", node=node.incarnation)
+        return 0
+    finally:
+        control.close()
+
+
+def _parts(
+    role: Role,
+    config: NodeConfig,
+    node: NodeRef,
+    engine: Engine,
+    control: ControlThread,
+    wake: threading.Event,
+) -> NodeParts:
+    vitals = Vitals(engine.ledger, engine.progress)
+    flags = {
+        **asdict(config.model),
+        **asdict(config.cache),
+        **asdict(config.schedule),
+        "device": str(engine.pool.device),
+        "dtype": engine.layout.dtype,
+    }
+    hello = NodeHello(node, role, engine.layout, engine.limits, flags)
+    transfer = config.transfer
+    return NodeParts(
+        config=config,
+        node=node,
+        engine=engine,
+        control=control,
+        router_port=RouterPort(control, hello, vitals.load, wake, time.monotonic),
+        vitals=vitals,
+        wake=wake,
+        transfer_options=TransferOptions(
+            slot_nbytes=transfer.slot_bytes,
+            num_slots=transfer.num_slots,
+            ready_timeout_s=transfer.ready_timeout_s,
+            transfer_timeout_s=transfer.transfer_timeout_s,
+            lease_s=transfer.lease_s,
+            peer_timeout_s=transfer.peer_timeout_s,
+            bind_host=config.net.advertise_host or config.net.host,
+        ),
+    )
+
+
+class StopRequest:
+    """SIGTERM, SIGINT, or the end of standard input where the node is to end with its parent.
+
+    While the model loads, a request to stop ends the process at once; later it ends the loop.
+    """
+
+    def __init__(self, exit_with_parent: bool) -> None:
+        self.event = threading.Event()
+        self.wake = threading.Event()
+        self._loading = True
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._on_signal)
+        if exit_with_parent:
+            threading.Thread(target=self._watch_parent, name="parent", daemon=True).start()
+
+    def loaded(self) -> None:
+        """From now on the loop looks at `event`."""
+        self._loading = False
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self.event.set()
+        self.wake.set()
+        if self._loading:
+            raise SystemExit(0)
+
+    def _watch_parent(self) -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,75 @@
+"""How a node that was given `--router` makes itself known: it calls the router's control port until dialled."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+
+from shared.errors import ConfigError
+from shared.protocol.channel import ControlThread, Guests
+from shared.protocol.messages import Join, Loading, NodeRef, NodeToLobby, Refused, Role
+
+JOIN_INTERVAL_S = 2.0
+DEFAULT_CONTROL_PORT = 8001
+
+
+def lobby_address(router: str) -> str:
+    """`HOST[:PORT]` as a ZMQ address. Raises ConfigError."""
+    host, colon, port = router.partition(":")
+    if not host or (colon and not port.isdecimal()):
+        raise ConfigError(f"--router {router}: expected HOST or HOST:PORT")
+    return f"tcp://{host}:{port or DEFAULT_CONTROL_PORT}"
+
+
+class LobbyCaller:
+    """Tells every router given how far loading is, then asks to be dialled, every two seconds for good.
+
+    A router that knows the node ignores the request; one that was restarted needs it.
+    """
+
+    def __init__(self, control: ControlThread, node: NodeRef, role: Role, routers: tuple[str, ...]) -> None:
+        self._control = control
+        self._node = node
+        self._role = role
+        self._lobbies = {f"lobby {router}": lobby_address(router) for router in routers}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lobby", daemon=True)
+        for peer in self._lobbies:
+            self._dial(peer)
+
+    def loading(self, what: str, fraction: float) -> None:
+        """The node is starting."""
+        self.say(Loading(self._node.node_id, self._role, what, fraction))
+
+    def say(self, message: NodeToLobby) -> None:
+        """Send a message to every router given."""
+        for peer in self._lobbies:
+            self._control.send(peer, message)
+
+    def start(self) -> None:
+        """The node is ready: ask to be dialled."""
+        if self._lobbies:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self.say(Join(self._node, self._role))
+            if self._stopped.wait(JOIN_INTERVAL_S):
+                return
+
+    def _dial(self, peer: str) -> None:
+        self._control.dial(
+            peer,
+            self._lobbies[peer],
+            f"node|{self._node.incarnation}",
+            Guests(msgspec.msgpack.Decoder(Refused), lambda peer, message: None),
+            on_connected=lambda peer: None,
+            on_disconnected=lambda peer, reason: self._dial(peer),
+        )

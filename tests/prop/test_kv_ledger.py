@@ -1,0 +1,152 @@
+"""RadixCache, allocator and ledger under any sequence of admissions, commits, retractions and arrivals."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from shared.config import CacheOptions
+from shared.engine.build import make_ledger
+from shared.kvcache.audit import audit, audit_idle
+from shared.kvcache.ledger import KVLedger, ReqKV
+
+NUM_PAGES = 24
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
+
+
+class Held:
+    """A request as the machine knows it: its tokens, its KV, and whether a transfer writes its pages."""
+
+    def __init__(self, ids: list[int], kv: ReqKV, extra_key: str) -> None:
+        self.ids, self.kv, self.extra_key = ids, kv, extra_key
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    held = Bundle("held")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = self.make()
+        self.in_flight: list[set[int]] = []
+        self.content: dict[int, tuple[int, ...]] = {}
+        """What each page of the tree holds: the tokens of its whole prefix."""
+
+    def make(self, page_size: int = 2, keep: bool = True) -> KVLedger:
+        options = CacheOptions(page_size=page_size, disable_radix_cache=not keep)
+        return make_ledger(NUM_PAGES + 1, options, num_rows=5, context_length=64)
+
+    def pages_of(self, kv: ReqKV) -> list[int]:
+        return self.ledger.rows.read(kv.row, 0, kv.num_pages)
+
+    @rule(target=held, ids=TOKENS, extra_key=st.sampled_from(["", "a"]), arrival=st.booleans())
+    def admit(self, ids: list[int], extra_key: str, arrival: bool) -> Held | None:  # type: ignore[return]
+        ledger = self.ledger
+        match = ledger.match_prefix(ids, extra_key)
+        before = ledger.count()
+        with ledger.tentative(match, extra_key) as admission:
+            if admission.kv is None:
+                assert ledger.rows.num_free == 0
+                return Held(ids, None, extra_key)  # type: ignore[arg-type]
+            kv = admission.kv
+            owned = kv.num_pages
+            grown = ledger.grow_for_arrival(kv, len(ids)) if arrival else ledger.grow(kv, len(ids))
+            if grown:
+                admission.keep()
+                if arrival:
+                    fresh = set(ledger.rows.read(kv.row, owned, kv.num_pages))
+                    for named in self.in_flight:
+                        assert not fresh & named, "a transfer was given a page that a running forward names"
+        if not grown:
+            after = ledger.count()
+            assert (after.held, after.protected) == (before.held, before.protected)
+            assert arrival or ledger.pages_for(len(ids)) > before.free
+            return Held(ids, None, extra_key)  # type: ignore[arg-type]
+        for i, page in enumerate(match.pages):
+            assert self.content[page] == (extra_key, *ids[: (i + 1) * ledger.page_size])
+        kv.kv_allocated_len = len(ids)
+        return Held(ids, kv, extra_key)
+
+    @rule(req=held, upto=st.integers(0, 20))
+    def commit(self, req: Held, upto: int) -> None:
+        if req.kv is None or req.kv.row not in self.ledger.live or self.ledger.live[req.kv.row] is not req.kv:
+            return
+        req.kv.kv_committed_len = max(req.kv.kv_committed_len, min(upto, len(req.ids)))
+        self.ledger.cache_unfinished_req(req.kv, req.ids)
+        self.note(req)
+
+    @rule(req=held, token=st.integers(0, 2))
+    def decode(self, req: Held, token: int) -> None:
+        if req.kv is None or self.ledger.live.get(req.kv.row) is not req.kv:
+            return
+        if self.ledger.grow(req.kv, len(req.ids) + 1):
+            req.ids = [*req.ids, token]
+            req.kv.kv_allocated_len = len(req.ids)
+
+    @rule(req=consumes(held))
+    def finish(self, req: Held) -> None:
+        if req.kv is not None and self.ledger.live.get(req.kv.row) is req.kv:
+            superseded = set(req.kv.superseded)
+            kept = set(self.pages_of(req.kv)[: req.kv.kv_committed_len // self.ledger.page_size])
+            assert not superseded & kept, "a superseded page is still in the row"
+            self.note(req)
+            self.ledger.cache_finished_req(req.kv, req.ids)
+
+    @rule()
+    def launch(self) -> None:
+        if len(self.in_flight) < 2:
+            self.in_flight.append({page for kv in self.ledger.live.values() for page in self.pages_of(kv)})
+            self.ledger.allocator.forward_launched()
+
+    @rule()
+    def retire(self) -> None:
+        if self.in_flight:
+            self.in_flight.pop(0)
+            self.ledger.allocator.forward_retired()
+
+    @rule()
+    def flush(self) -> None:
+        self.ledger.flush()
+        assert self.ledger.radix_cache.num_evictable_pages == 0
+
+    def note(self, req: Held) -> None:
+        """Remember what the tree's pages of this request must hold."""
+        full = req.kv.kv_committed_len // self.ledger.page_size
+        for i, page in enumerate(self.pages_of(req.kv)[:full]):
+            self.content[page] = (req.extra_key, *req.ids[: (i + 1) * self.ledger.page_size])
+
+    @invariant()
+    def every_page_has_one_owner(self) -> None:
+        audit(self.ledger)
+
+    @invariant()
+    def locks_equal_live_holders(self) -> None:
+        root = self.ledger.radix_cache._root
+        assert root.lock_ref == len(self.ledger.live)
+
+    def teardown(self) -> None:
+        for row, kv in list(self.ledger.live.items()):
+            del row
+            self.ledger.cache_finished_req(kv, ())
+        while self.in_flight:
+            self.retire()
+        audit_idle(self.ledger)
+        self.ledger.flush()
+        assert self.ledger.allocator.num_free_for_arrivals == NUM_PAGES
+
+
+class PageSizeOne(LedgerMachine):
+    def make(self, page_size: int = 1, keep: bool = True) -> KVLedger:
+        return super().make(page_size, keep)
+
+
+class WithoutRadixCache(LedgerMachine):
+    def make(self, page_size: int = 2, keep: bool = False) -> KVLedger:
+        return super().make(page_size, keep)
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedgerPageSizeOne = PageSizeOne.TestCase
+TestLedgerWithoutRadixCache = WithoutRadixCache.TestCase
+for case in (TestLedger, TestLedgerPageSizeOne, TestLedgerWithoutRadixCache):
+    case.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,0 +1,175 @@
+"""An engine whose KV pages hold the token ids themselves, so that a wrong page or a late write shows as a wrong token.
+
+It stands in for the model runner and the KV pool only; everything above them is the real code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shared.config import CacheOptions, NodeConfig
+from shared.engine.attention import Progress
+from shared.engine.build import Engine, make_ledger
+from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.model.config import ModelConfig
+from shared.protocol.messages import KVLayout, NodeLimits
+
+VOCAB_SIZE = 997
+EOS = 7
+
+
+def next_token(ids: Sequence[int]) -> int:
+    """A "model": depends on every token and its place, and is EOS now and then."""
+    x = 17
+    for token in ids:
+        x = (x * 31 + token + 1) % 1_000_003
+    return x % VOCAB_SIZE
+
+
+def reference_tokens(input_ids: Sequence[int], max_new_tokens: int, eos: int | None = EOS) -> list[int]:
+    """What any schedule must produce."""
+    ids = list(input_ids)
+    while len(ids) - len(input_ids) < max_new_tokens:
+        ids.append(next_token(ids))
+        if ids[-1] == eos:
+            break
+    return ids[len(input_ids) :]
+
+
+class CorruptKV(AssertionError):
+    """A forward read a page that does not hold what its sequence wrote."""
+
+
+class TokenPool:
+    """A PageStore of one layer: K is the token id, V its complement."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.device = torch.device("cpu")
+        self.kv = np.full((2, num_pages, page_size), -1, dtype=np.int64)
+
+    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
+        return 2 * num_layers * num_pages * self.page_size * 8
+
+    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
+        out.copy_(torch.from_numpy(np.ascontiguousarray(self.kv[:, page_ids])).view(torch.uint8).flatten())
+
+    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+        self.kv[:, page_ids] = src.numpy().view(np.int64).reshape(2, len(page_ids), self.page_size)
+
+
+@dataclass(eq=False)
+class TokenResult:
+    stream: TokenStream
+    tokens: list[int] | None = None
+
+    def wait(self) -> list[int]:
+        while self.tokens is None:
+            self.stream.run_one()
+        return self.tokens
+
+
+class TokenStream:
+    """Runs a forward as late as it may: when somebody waits for it. That is when a broken reuse rule bites."""
+
+    def __init__(self, pool: TokenPool, num_rows: int) -> None:
+        self.pool = pool
+        self.future_map = np.full(num_rows, -1, dtype=np.int64)
+        self.queue: list[tuple[ModelWorkerBatch, TokenResult]] = []
+        self.num_forwards = 0
+        self.fail_next = False
+
+    def submit(self, batch: ModelWorkerBatch) -> TokenResult:
+        result = TokenResult(self)
+        self.queue.append((batch, result))
+        return result
+
+    def run_one(self) -> None:
+        batch, result = self.queue.pop(0)
+        self.num_forwards += 1
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("forward told to fail")
+        result.tokens = self._forward(batch)
+
+    def _forward(self, batch: ModelWorkerBatch) -> list[int]:
+        size, kv = self.pool.page_size, self.pool.kv
+        for row, token in batch.future_writes:
+            self.future_map[row] = token
+        inputs = batch.input_ids_T.tolist() if batch.is_extend else self.future_map[batch.rows_B].tolist()
+        at, contexts = 0, []
+        for b, (start, length) in enumerate(zip(batch.starts_B, batch.lengths_B, strict=True)):
+            table = batch.page_table_BP[b]
+            for i in range(start, start + length):
+                kv[0, table[i // size], i % size] = inputs[at]
+                kv[1, table[i // size], i % size] = ~inputs[at]
+                at += 1
+            positions = np.arange(start + length)
+            k = kv[0, table[positions // size], positions % size]
+            v = kv[1, table[positions // size], positions % size]
+            if (k != ~v).any() or (k < 0).any():
+                raise CorruptKV(f"sequence {b}: K and V differ at {np.nonzero(k != ~v)[0]}")
+            contexts.append(k.tolist())
+        tokens = []
+        for i, b in enumerate(batch.sampled_B):
+            token = next_token(contexts[b])
+            while token in batch.sampling.masked_ids[i]:
+                token = (token + 1) % VOCAB_SIZE
+            self.future_map[batch.rows_B[b]] = token
+            tokens.append(token)
+        return tokens
+
+    def close(self) -> None:
+        while self.queue:
+            self.run_one()
+
+
+def token_model_config() -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_window=None,
+        dtype="float32",
+        eos_token_ids=(EOS,),
+        bos_token_id=None,
+    )
+
+
+def token_engine(config: NodeConfig) -> Engine:
+    """An Engine for the real schedulers, over a TokenPool."""
+    cache: CacheOptions = config.cache
+    assert cache.max_total_tokens is not None
+    num_pages = cache.max_total_tokens // cache.page_size + 1
+    num_rows = config.schedule.max_running_requests
+    context_length = config.model.context_length or 4096
+    pool = TokenPool(num_pages, cache.page_size)
+    return Engine(
+        model_config=token_model_config(),
+        pool=pool,  # type: ignore[arg-type]
+        ledger=make_ledger(num_pages, cache, num_rows, context_length),
+        stream=TokenStream(pool, num_rows),
+        layout=KVLayout("tokens", "int64", cache.page_size, 1, 1, 1),
+        limits=NodeLimits(context_length, (num_pages - 1) * cache.page_size, num_rows),
+        progress=Progress(),
+        eos_token_ids=frozenset({EOS}),
+    )
