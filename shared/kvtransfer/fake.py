@@ -1,0 +1,380 @@
+"""A network in one thread, under a virtual clock and a seed: the transport of deterministic tests and simulations.
+
+    network = FakeNetwork(seed=1, faults=Faults(drop=0.01))
+    outbox = network.join("p0", on_message=handler, on_disconnected=...)
+    SendSide(..., outbox=outbox, link_factory=network.link_factory("p0", options), clock=network.clock, ...)
+    network.connect("p0", "d0")
+    network.advance(0.5)
+
+Parties exchange any messages of shared.protocol. Messages of one party to another arrive in the order in which
+they were sent, unless `Faults.reorder` or `hold` says otherwise; nothing orders different senders. Data links
+(`fake_link`) run the same loops as threads do. The same seed and calls give the same run.
+
+A party that was killed may join again under its name: what was on its way to its former self is lost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from shared.kvtransfer.link import LinkFactory, Stepped
+from shared.kvtransfer.options import TransferOptions
+from shared.kvtransfer.page_store import PageStore
+from shared.protocol.messages import (
+    DecodeToPrefill,
+    NodeToLobby,
+    NodeToRouter,
+    PrefillToDecode,
+    RouterToNode,
+    Struct,
+)
+from shared.protocol.outbox import Outbox
+
+if TYPE_CHECKING:
+    from shared.kvtransfer.fake_link import Wire
+
+AnyMessage = RouterToNode | NodeToRouter | NodeToLobby | PrefillToDecode | DecodeToPrefill
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+class VirtualClock:
+    """Seconds that pass only when the network says so."""
+
+    def __init__(self, start: float = 1000.0) -> None:
+        self.now = start
+
+    def __call__(self) -> float:
+        """The time now."""
+        return self.now
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What goes wrong by itself. Pairs are (least, most) seconds, drawn anew each time; the rest, probabilities."""
+
+    delay_s: tuple[float, float] = (0.0001, 0.002)
+    """Of each control message."""
+    link_delay_s: tuple[float, float] = (0.0001, 0.002)
+    """Of each chunk on a data link."""
+    drop: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    """Of a message overtaking others between the same two parties, which no real transport does."""
+    notice_s: tuple[float, float] = (0.005, 0.05)
+    """After a death: until control connections report it, and until canaries do."""
+    stuck_op: float = 0.5
+    """Of an op on a dead link leaving only at its own timeout, and writing garbage before."""
+    silent_kill: bool = False
+    """Deaths are not reported by the control connection; only pings tell."""
+
+
+@dataclass(slots=True)
+class _Party:
+    name: str
+    on_message: Callable[[str, AnyMessage], None]
+    on_connected: Callable[[str], None] | None
+    on_disconnected: Callable[[str, str], None] | None
+    alive: bool = True
+    stopped: bool = False
+    backlog: list[Callable[[], None]] = field(default_factory=list)
+    loops: list[Stepped] = field(default_factory=list)
+    peers: set[str] = field(default_factory=set)
+
+
+@dataclass(order=True, slots=True)
+class _Event:
+    time: float
+    number: int
+    run: Callable[[], None] = field(compare=False)
+    owner: _Party | None = field(compare=False)
+    counts: bool = field(compare=False)
+    """Whether the network is not idle before it has run."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FakeOutbox:
+    network: FakeNetwork
+    party: _Party
+
+    def send(self, to: str, message: Struct) -> None:
+        self.network._send(self.party, to, message)
+
+
+class FakeNetwork:
+    """See the head of this file. `wire`: pass every message through its encoding, as on a socket."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        clock: VirtualClock | None = None,
+        faults: Faults | None = None,
+        *,
+        wire: bool = True,
+    ) -> None:
+        self.clock = clock or VirtualClock()
+        self.faults = faults or Faults()
+        self.random = random.Random(seed)
+        self.wires: dict[str, Wire] = {}
+        self.num_sent: Counter[str] = Counter()
+        """Messages by the name of their type, those that were dropped included."""
+        self.defects: list[str] = []
+        """What a data link would not have survived; `advance` and `run_until_idle` raise the first."""
+        self.num_payloads_to_corrupt = 0
+        self.num_scatters_to_corrupt = 0
+        self._wire = wire
+        self._parties: dict[str, _Party] = {}
+        self._events: list[_Event] = []
+        self._numbers = itertools.count()
+        self._last_arrival: dict[tuple[str, str], float] = defaultdict(float)
+        self._drops: Counter[type[Struct]] = Counter()
+        self._delays: dict[type[Struct], float] = {}
+        self._connections: Counter[frozenset[str]] = Counter()
+        self._held: dict[type[Struct], list[tuple[_Party, str, AnyMessage]]] = {}
+
+    # ------------------------------------------------------------------------------------- parties
+    def join(
+        self,
+        name: str,
+        on_message: Callable[[str, AnyMessage], None],
+        *,
+        on_connected: Callable[[str], None] | None = None,
+        on_disconnected: Callable[[str, str], None] | None = None,
+    ) -> Outbox:
+        """A new party, or the next incarnation of one that was killed. Returns where it sends from."""
+        old = self._parties.get(name)
+        assert old is None or not old.alive, f"{name} is already here"
+        party = _Party(name, on_message, on_connected, on_disconnected)
+        self._parties[name] = party
+        return _FakeOutbox(self, party)
+
+    def link_factory(self, name: str, options: TransferOptions) -> LinkFactory:
+        """Builds data links for a party that has joined."""
+        from shared.kvtransfer.fake_link import FakeLinkFactory
+
+        return FakeLinkFactory(self, name, options)
+
+    def connect(self, dialler: str, listener: str) -> None:
+        """`dialler` connects: it is told so at once; both are told when the connection ends.
+
+        The end of an earlier connection that was not told yet is not told any more.
+        """
+        a, b = self._parties[dialler], self._parties[listener]
+        self._connections[frozenset((dialler, listener))] += 1
+        a.peers.add(listener)
+        b.peers.add(dialler)
+        if a.on_connected is not None:
+            a.on_connected(listener)
+
+    def disconnect(self, one: str, other: str, reason: str = "connection reset") -> None:
+        """The control connection breaks; what is on its way is lost."""
+        for name, peer in ((one, other), (other, one)):
+            self._last_arrival.pop((name, peer), None)
+            party = self._parties[name]
+            if peer in party.peers:
+                party.peers.discard(peer)
+                self._notify_disconnected(party, peer, reason, at=self.clock.now)
+
+    def kill(self, name: str) -> None:
+        """End a party at once, as SIGKILL does."""
+        party = self._parties[name]
+        party.alive = False
+        party.loops.clear()
+        for wire in list(self.wires.values()):
+            wire.party_died(name)
+        for peer in party.peers:
+            other = self._parties[peer]
+            other.peers.discard(name)
+            if not self.faults.silent_kill:
+                at = max(self.clock.now + self._draw(self.faults.notice_s), self._last_arrival[name, peer])
+                self._notify_disconnected(other, name, "connection closed by the peer", at=at)
+        party.peers.clear()
+
+    def stop(self, name: str) -> None:
+        """Freeze a party, as SIGSTOP does: what is sent to it waits."""
+        self._parties[name].stopped = True
+
+    def resume(self, name: str) -> None:
+        """Let a stopped party go on."""
+        party = self._parties[name]
+        party.stopped = False
+        backlog, party.backlog = party.backlog, []
+        for run in backlog:
+            self.call_later(0.0, run, owner=name)
+
+    # -------------------------------------------------------------------------- faults, by construction
+    def drop_next(self, message_type: type[Struct], count: int = 1) -> None:
+        """Lose the next `count` messages of this type."""
+        self._drops[message_type] += count
+
+    def delay(self, message_type: type[Struct], seconds: float) -> None:
+        """Delay all further messages of this type (and, to keep their order, what is sent after them). 0 ends it."""
+        self._delays[message_type] = seconds
+
+    def hold(self, message_type: type[Struct]) -> None:
+        """Keep messages of this type back until `release`; others overtake them."""
+        self._held.setdefault(message_type, [])
+
+    def release(self, message_type: type[Struct]) -> None:
+        """Send what `hold` kept back, and hold no more."""
+        for sender, to, message in self._held.pop(message_type, []):
+            self._deliver_later(sender, to, message)
+
+    def num_held(self, message_type: type[Struct]) -> int:
+        """Messages of this type that `hold` keeps back."""
+        return len(self._held.get(message_type, ()))
+
+    def corrupt_payloads(self, count: int = 1) -> None:
+        """Flip a byte of the next `count` chunks on their way, after the digest was computed."""
+        self.num_payloads_to_corrupt += count
+
+    def corrupt_after_check(self, count: int = 1) -> None:
+        """Flip a byte of the next `count` scatters of any CorruptingPages: nothing in the transfer can notice."""
+        self.num_scatters_to_corrupt += count
+
+    # ---------------------------------------------------------------------------------------- time
+    def call_later(self, seconds: float, run: Callable[[], None], *, owner: str | None = None) -> None:
+        """Run something at a later time: never if `owner` was killed by then, later if it is stopped."""
+        self._schedule(self.clock.now + seconds, run, self._parties[owner] if owner else None, counts=True)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, with all that happens in it."""
+        end = self.clock.now + seconds
+        self._step_loops()
+        while self._events and self._events[0].time <= end:
+            self._run_next()
+        self.clock.now = max(self.clock.now, end)
+        self._step_loops()
+        self._raise_defect()
+
+    def run_until_idle(self, max_s: float = 60.0) -> None:
+        """Let time pass until nothing is on its way (deadlines of ops do not count), or for `max_s` at most."""
+        end = self.clock.now + max_s
+        self._step_loops()
+        while any(event.counts for event in self._events) and self._events[0].time <= end:
+            self._run_next()
+        self._raise_defect()
+
+    # ----------------------------------------------------------------------------- for fake_link only
+    def schedule_for(self, name: str, at: float, run: Callable[[], None], *, counts: bool = True) -> None:
+        """Run something of a party at a time."""
+        self._schedule(at, run, self._parties[name], counts=counts)
+
+    def draw_link_delay(self) -> float:
+        """How long a chunk takes."""
+        return self._draw(self.faults.link_delay_s)
+
+    def draw_notice(self) -> float:
+        """How long it takes until a canary notices a death."""
+        return self._draw(self.faults.notice_s)
+
+    def require(self, condition: bool, otherwise: str) -> None:
+        """Raise here and, since data threads survive their defects, once more where the test looks."""
+        if not condition:
+            self.defects.append(otherwise)
+            raise AssertionError(otherwise)
+
+    def add_loop(self, name: str, loop: Stepped) -> None:
+        """Step `loop` from now on, while its party lives."""
+        self._parties[name].loops.append(loop)
+
+    # ------------------------------------------------------------------------------------- internal
+    def _send(self, sender: _Party, to: str, message: Struct) -> None:
+        if not sender.alive:
+            return
+        kind = type(message)
+        self.num_sent[kind.__name__] += 1
+        decoded: AnyMessage = _decoder.decode(_encoder.encode(message)) if self._wire else message  # type: ignore[assignment]
+        if self._drops[kind] > 0:
+            self._drops[kind] -= 1
+        elif kind in self._held:
+            self._held[kind].append((sender, to, decoded))
+        elif self.random.random() >= self.faults.drop:
+            self._deliver_later(sender, to, decoded)
+            if self.random.random() < self.faults.duplicate:
+                self._deliver_later(sender, to, decoded)
+
+    def _deliver_later(self, sender: _Party, to: str, message: AnyMessage) -> None:
+        receiver = self._parties.get(to)
+        if receiver is None or not receiver.alive:
+            return
+        at = self.clock.now + self._draw(self.faults.delay_s) + self._delays.get(type(message), 0.0)
+        pair = (sender.name, to)
+        if self.random.random() >= self.faults.reorder:
+            at = max(at, self._last_arrival[pair])
+            self._last_arrival[pair] = at
+        self._schedule(at, lambda: receiver.on_message(sender.name, message), receiver, counts=True)
+
+    def _notify_disconnected(self, party: _Party, peer: str, reason: str, *, at: float) -> None:
+        pair = frozenset((party.name, peer))
+        connection = self._connections[pair]
+
+        def notify() -> None:
+            if party.on_disconnected is not None and self._connections[pair] == connection:
+                party.on_disconnected(peer, reason)
+
+        self._schedule(at, notify, party, counts=True)
+
+    def _schedule(self, at: float, run: Callable[[], None], owner: _Party | None, *, counts: bool) -> None:
+        heapq.heappush(self._events, _Event(at, next(self._numbers), run, owner, counts))
+
+    def _run_next(self) -> None:
+        event = heapq.heappop(self._events)
+        self.clock.now = max(self.clock.now, event.time)
+        owner = event.owner
+        if owner is not None and not owner.alive:
+            return
+        if owner is not None and owner.stopped:
+            owner.backlog.append(event.run)
+            return
+        event.run()
+        self._step_loops()
+
+    def _step_loops(self) -> None:
+        for party in list(self._parties.values()):
+            if party.alive and not party.stopped and party.loops:
+                for loop in list(party.loops):
+                    while not loop.finished and loop.step(block=False):
+                        pass
+                party.loops = [loop for loop in party.loops if not loop.finished]
+
+    def _raise_defect(self) -> None:
+        if self.defects:
+            raise AssertionError(self.defects.pop(0))
+
+    def _draw(self, bounds: tuple[float, float]) -> float:
+        return self.random.uniform(*bounds)
+
+
+class CorruptingPages:
+    """A page store that damages scattered pages when its network was told `corrupt_after_check`."""
+
+    def __init__(self, pages: PageStore, network: FakeNetwork) -> None:
+        self._pages = pages
+        self._network = network
+
+    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
+        """See PageStore."""
+        return self._pages.gather_nbytes(num_pages, num_layers)
+
+    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
+        """See PageStore."""
+        self._pages.gather(page_ids, first_layer, num_layers, out)
+
+    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+        """See PageStore."""
+        if self._network.num_scatters_to_corrupt > 0:
+            self._network.num_scatters_to_corrupt -= 1
+            src = src.clone()
+            src[self._network.random.randrange(src.numel())] ^= 0x40
+        self._pages.scatter(page_ids, first_layer, num_layers, src)

@@ -1,0 +1,158 @@
+"""Links over gloo pair groups, built without any default process group. All of gloo's underscore API is here.
+
+What gloo does that shapes this file (measured on torch 2.13):
+- any wait that times out closes the pair, so there is no polling: `Op.wait` blocks, and an op's timeout kills
+  the link;
+- an op waiting in the middle of a message may not notice a killed peer before its own timeout, but a receive
+  on a tag that nobody sends on (the canary) fails within milliseconds; waiting on it with a tiny timeout is
+  also the one way to abort the pair at will;
+- a group rebuilt under a name that was used before is half broken: names are never reused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ProcessGroupGloo, Work
+
+from shared.errors import LinkError
+from shared.kvtransfer.challenge import NBYTES, challenge
+from shared.kvtransfer.link import Driver, Link, LinkSpec, Stepped
+from shared.kvtransfer.options import TransferOptions
+from shared.kvtransfer.thread_driver import ThreadDriver
+
+_CANARY_TAG = 0x7FFFFFF0
+_CANARY_WAIT = timedelta(days=3650)
+_ABORT_WAIT = timedelta(milliseconds=1)
+_FIRST_DATA_TAG = 16
+_NUM_DATA_TAGS = 1 << 20
+"""Tags are 32 bits. They may repeat: only as many messages are under way as there are slots, in order."""
+
+
+class _Group(Protocol):
+    """What torch's stubs leave out of ProcessGroupGloo."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+
+
+class GlooLinkFactory:
+    """Builds links that bind `options.bind_host`; each is stepped by a thread of its own."""
+
+    def __init__(self, options: TransferOptions, *, pin_memory: bool = False) -> None:
+        self._options = options
+        self._pin_memory = pin_memory
+
+    def drive(self, name: str, loop: Stepped) -> Driver:
+        """See LinkFactory."""
+        return ThreadDriver(name, loop)
+
+    def new_buffer(self, nbytes: int) -> torch.Tensor:
+        """See LinkFactory. Pinned when the KV pages are on a GPU."""
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._pin_memory)
+
+    def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
+        """See LinkFactory."""
+        assert block, "gloo builds by blocking"
+        try:
+            return GlooLink(spec, self._group(spec), on_dead)
+        except RuntimeError as error:
+            raise LinkError(f"building link {spec.name}: {_first_line(error)}") from None
+
+    def _group(self, spec: LinkSpec) -> _Group:
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=self._options.op_timeout_s)
+        options._threads = 1
+        options._devices = [gloo.create_device(hostname=self._options.bind_host)]
+        group: _Group = gloo(spec.store, spec.rank, 2, options)
+        return group
+
+
+class GlooLink:
+    """One pair group, with a canary thread that notices when the peer is gone."""
+
+    def __init__(self, spec: LinkSpec, group: _Group, on_dead: Callable[[str], None]) -> None:
+        self._peer = 1 - spec.rank
+        self._group = group
+        self._on_dead = on_dead
+        challenge(spec, self._exchange)
+        self._canary = group.recv([torch.zeros(1, dtype=torch.uint8)], self._peer, _CANARY_TAG)
+        self._canary_thread = threading.Thread(target=self._watch, name=f"canary {spec.name}", daemon=True)
+        self._canary_thread.start()
+
+    def send(self, buffer: torch.Tensor, seq: int) -> GlooOp:
+        """See Link."""
+        return self._start(self._group.send, buffer, _FIRST_DATA_TAG + seq % _NUM_DATA_TAGS)
+
+    def recv(self, buffer: torch.Tensor, seq: int) -> GlooOp:
+        """See Link."""
+        return self._start(self._group.recv, buffer, _FIRST_DATA_TAG + seq % _NUM_DATA_TAGS)
+
+    def abort(self) -> None:
+        """See Link. The canary's timeout closes the pair, which fails everything that waits on it."""
+        try:
+            self._canary.wait(_ABORT_WAIT)
+        except RuntimeError:
+            return
+        raise AssertionError("somebody sent on the canary's tag")
+
+    def close(self) -> None:
+        """See Link."""
+        self.abort()
+        self._canary_thread.join()
+
+    def _start(
+        self, op: Callable[[list[torch.Tensor], int, int], Work], buffer: torch.Tensor, tag: int
+    ) -> GlooOp:
+        try:
+            return GlooOp(op([buffer], self._peer, tag), buffer)
+        except RuntimeError as error:
+            raise LinkError(_first_line(error)) from None
+
+    def _watch(self) -> None:
+        try:
+            self._canary.wait(_CANARY_WAIT)
+            reason = "the peer sent on the canary's tag"
+        except RuntimeError as error:
+            reason = f"the peer is gone: {_first_line(error)}"
+        self._on_dead(reason)
+
+    def _exchange(self, turn: int, ours: bytes) -> bytes:
+        theirs = torch.zeros(NBYTES, dtype=torch.uint8)
+        sending = self._start(self._group.send, torch.frombuffer(bytearray(ours), dtype=torch.uint8), turn)
+        self._start(self._group.recv, theirs, turn).wait(block=True)
+        sending.wait(block=True)
+        return bytes(theirs.numpy())
+
+
+class GlooOp:
+    """A send or receive; holds the buffer, since gloo reads or writes it from its own thread."""
+
+    def __init__(self, work: Work, buffer: torch.Tensor) -> None:
+        self._work = work
+        self._buffer = buffer
+        self._failure: str | None = None
+
+    def wait(self, *, block: bool) -> bool:
+        """See Op."""
+        assert block, "a gloo op cannot be polled"
+        if self._failure is None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                self._failure = _first_line(error)
+        if self._failure is not None:
+            raise LinkError(self._failure)
+        return True
+
+
+def _first_line(error: RuntimeError) -> str:
+    """gloo prefixes the message with a path of its build machine."""
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return line.rsplit("] ", 1)[-1]

@@ -1,0 +1,77 @@
+"""What two nodes must agree on, and how a range of pages is cut into chunks that fit a staging slot.
+
+A chunk is some pages of some layers, layer-major, K before V. One page of all layers may be larger than a slot:
+then a chunk holds a part of the layers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from shared.errors import ConfigError, LayoutMismatch
+from shared.protocol.messages import KVLayout
+
+
+def check_layout(ours: KVLayout, theirs: KVLayout) -> None:
+    """Raise LayoutMismatch, naming the first field that differs."""
+    for field in KVLayout.__struct_fields__:
+        if getattr(ours, field) != getattr(theirs, field):
+            raise LayoutMismatch(field, getattr(ours, field), getattr(theirs, field))
+
+
+def record_digest(
+    input_ids: Sequence[int], output_ids: Sequence[int], token_ids: Sequence[int], kv_len: int
+) -> int:
+    """64 bits over what prefill and decode must both believe about a sequence when it changes hands."""
+    digest = xxhash.xxh3_64()
+    for ids in (input_ids, output_ids, token_ids, (kv_len,)):
+        digest.update(array("q", (len(ids), *ids)).tobytes())
+    return digest.intdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Pages [first_page, first_page + num_pages) of a sequence, of layers [first_layer, first_layer + num_layers)."""
+
+    first_page: int
+    num_pages: int
+    first_layer: int
+    num_layers: int
+
+    @property
+    def units(self) -> int:
+        """Pages times layers: what progress is counted in."""
+        return self.num_pages * self.num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """How this node's pages are cut: at most `pages_per_chunk` pages of `layers_per_chunk` layers."""
+
+    num_layers: int
+    layers_per_chunk: int
+    pages_per_chunk: int
+
+    @classmethod
+    def fit(cls, *, num_layers: int, unit_nbytes: int, slot_nbytes: int) -> ChunkPlan:
+        """Fill slots as well as possible; `unit_nbytes` is K and V of one page of one layer."""
+        layers = min(num_layers, slot_nbytes // unit_nbytes)
+        if layers == 0:
+            raise ConfigError(
+                f"one page of one layer takes {unit_nbytes} bytes and does not fit a staging slot of {slot_nbytes}"
+            )
+        num_parts = -(-num_layers // layers)
+        layers = -(-num_layers // num_parts)  # parts of equal size, so that no part is a small remainder
+        return cls(num_layers, layers, slot_nbytes // (unit_nbytes * layers))
+
+    def cut(self, first_page: int, num_pages: int) -> Iterator[Chunk]:
+        """Chunks that cover every (page, layer) of the range exactly once, in the order of the pages."""
+        end_page = first_page + num_pages
+        for page in range(first_page, end_page, self.pages_per_chunk):
+            pages = min(self.pages_per_chunk, end_page - page)
+            for layer in range(0, self.num_layers, self.layers_per_chunk):
+                yield Chunk(page, pages, layer, min(self.layers_per_chunk, self.num_layers - layer))

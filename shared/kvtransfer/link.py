@@ -1,0 +1,119 @@
+"""What the transfer needs from a data path: a Link (one pair, one direction, one incarnation) and its factory.
+
+A link carries messages from rank SENDER (the prefill node) to rank RECEIVER (the decode node). The receiver
+alone decides their order: it posts the receive of message `seq`, then sends the Grant that names `seq`. Lengths
+come only from the Grant: on gloo a send that is longer than its receive aborts the receiver's process, and a
+shorter one leaves a stale tail.
+
+`gloo_link` and `nccl_link` drive the loops with threads; `fake` steps them under a virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from shared.errors import ConfigError
+from shared.kvtransfer.options import TransferOptions
+
+if TYPE_CHECKING:
+    from shared.kvtransfer.link_store import LinkStore
+
+RECEIVER, SENDER = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSpec:
+    """One link to build: `name` is never used twice, `secret` keys the challenge that both ends must pass."""
+
+    name: str
+    rank: int
+    secret: bytes
+    store: LinkStore
+
+
+class Op(Protocol):
+    """A send or receive under way. It owns its buffer until `wait` returned True or raised."""
+
+    def wait(self, *, block: bool) -> bool:
+        """Whether the op has finished. LinkError: it failed, and the link is dead; asked again, it says so again."""
+        ...
+
+
+class Link(Protocol):
+    """Belongs to one data thread, which alone calls send, recv and close."""
+
+    def send(self, buffer: torch.Tensor, seq: int) -> Op:
+        """Start sending the whole of `buffer` as message `seq`. Raises LinkError."""
+        ...
+
+    def recv(self, buffer: torch.Tensor, seq: int) -> Op:
+        """Start receiving message `seq`, which is exactly as long as `buffer`. Raises LinkError."""
+        ...
+
+    def abort(self) -> None:
+        """Make pending ops fail within milliseconds. Any thread; blocks for about as long."""
+        ...
+
+    def close(self) -> None:
+        """End the link's own threads and let go of its descriptors. Every op has left by now."""
+        ...
+
+
+class Stepped(Protocol):
+    """A loop in steps: a thread calls `step(block=True)` until `finished`, the fake network `step(block=False)`."""
+
+    @property
+    def finished(self) -> bool:
+        """No further step will do anything."""
+        ...
+
+    def step(self, *, block: bool) -> bool:
+        """Do one piece of work; with `block`, wait for one. Returns whether anything was done."""
+        ...
+
+
+class Driver(Protocol):
+    """Steps one loop."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the loop is finished; False if it is not."""
+        ...
+
+
+class LinkFactory(Protocol):
+    """A backend: how links are built, which memory they send from, and who steps the loops."""
+
+    def drive(self, name: str, loop: Stepped) -> Driver:
+        """Have `loop` stepped until it is finished. Must not block."""
+        ...
+
+    def new_buffer(self, nbytes: int) -> torch.Tensor:
+        """Staging memory, uint8. Called on the thread that steps the loop."""
+        ...
+
+    def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
+        """Build a link with the peer that builds the same name; with `block`, wait until it is there.
+
+        `on_dead(reason)` is called, from any thread, as soon as the peer is known to be gone, also while no
+        op is under way. Raises LinkError: the peer did not come in time, or failed the challenge.
+        """
+        ...
+
+
+def make_link_factory(backend: str, options: TransferOptions, device: torch.device) -> LinkFactory:
+    """The factory of a backend, `gloo` or `nccl`; each is imported only when it is asked for."""
+    match backend:
+        case "gloo":
+            from shared.kvtransfer.gloo_link import GlooLinkFactory
+
+            return GlooLinkFactory(options, pin_memory=device.type == "cuda")
+        case "nccl":
+            from shared.kvtransfer.nccl_link import NcclLinkFactory
+
+            return NcclLinkFactory(options, device)
+        case _:
+            raise ConfigError(f"unknown transfer backend {backend!r}: use gloo or nccl")

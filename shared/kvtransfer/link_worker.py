@@ -1,0 +1,128 @@
+"""One link from its opening until its last op has left.
+
+    BUILDING ──▶ LIVE ──▶ dead: DRAINING ──▶ finished
+       └──────────────────────▲
+
+A link's death is decided in one place (`Links.fail`), which calls `stop`; the worker itself only reports. It
+then stays until every op under way has left, which may take the op's timeout: until then those ops own their
+staging slots, while the next incarnation is already being built beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from shared import log
+from shared.errors import LinkError
+from shared.kvtransfer.link import Driver, Link, LinkFactory, LinkSpec
+
+
+class LinkLoop(Protocol):
+    """What a link is for: `SendLoop` or `ReceiveLoop`. All but `kick` belong to the thread that steps it."""
+
+    @property
+    def num_slots_out(self) -> int:
+        """Staging slots that are not home."""
+        ...
+
+    def kick(self) -> None:
+        """Look for work again. Any thread."""
+        ...
+
+    def step(self, link: Link, *, block: bool) -> bool:
+        """Do one piece of work; with `block`, wait for one. Raises LinkError."""
+        ...
+
+    def drain(self, *, block: bool) -> bool:
+        """Wait for ops of a dead link to leave; True when none is left."""
+        ...
+
+
+class LinkWorker:
+    """Owns one link; stepped by a thread of its own, or by the fake network."""
+
+    def __init__(
+        self,
+        *,
+        spec: LinkSpec,
+        peer_id: str,
+        loop: LinkLoop,
+        factory: LinkFactory,
+        clock: Callable[[], float],
+        report_dead: Callable[[LinkWorker, str], None],
+    ) -> None:
+        self.peer_id = peer_id
+        self.name = spec.name
+        self.store = spec.store
+        self.loop = loop
+        self.death: str | None = None
+        """Why the link died; None while it builds or lives."""
+        self.live_at: float | None = None
+        self.finished = False
+        self._spec = spec
+        self._factory = factory
+        self._clock = clock
+        self._report_dead = report_dead
+        self._link: Link | None = None
+        self._driver: Driver | None = None
+
+    @property
+    def live(self) -> bool:
+        """Built, and not dead."""
+        return self.live_at is not None and self.death is None
+
+    def start(self) -> None:
+        """Begin to build."""
+        self._driver = self._factory.drive(f"link {self.name}", self)
+
+    def stop(self, reason: str) -> None:
+        """The link is dead. Only `Links.fail` calls this, once; it does not block."""
+        assert self.death is None
+        self.death = reason
+        self.store.abort(reason)
+        self.loop.kick()
+
+    def abort_ops(self) -> None:
+        """Free the worker from an op it waits for, instead of waiting for the op's timeout. Blocks briefly."""
+        if (link := self._link) is not None:
+            link.abort()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the worker is finished."""
+        return self._driver is None or self._driver.join(timeout_s)
+
+    def step(self, *, block: bool) -> bool:
+        """One piece of work: build, move a chunk, or wait for the ops of a dead link to leave."""
+        try:
+            if self._link is None:
+                return self._build(block=block)
+            if self.death is None:
+                return self.loop.step(self._link, block=block)
+        except LinkError as error:
+            self._report_dead(self, str(error))
+            return True
+        except Exception as error:  # a defect in this package or in a page store must not take the node down
+            log.crash("link_defect", link=self.name)
+            self._report_dead(self, f"{type(error).__name__}: {error}")
+            return True
+        if not self.loop.drain(block=block):
+            return False
+        self._link.close()
+        self._link = None
+        self.finished = True
+        return True
+
+    def _build(self, *, block: bool) -> bool:
+        if self.death is not None:
+            self.finished = True
+            return True
+        self._link = self._factory.build(self._spec, self._on_peer_gone, block=block)
+        if self._link is None:
+            return False
+        self.live_at = self._clock()
+        log.event("link_up", link=self.name)
+        return True
+
+    def _on_peer_gone(self, reason: str) -> None:
+        self._report_dead(self, reason)

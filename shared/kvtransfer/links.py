@@ -1,0 +1,145 @@
+"""The links of one side: at most one per peer that is being built or lives, and the one place where a link dies."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from shared import log
+from shared.kvtransfer.link import LinkFactory, LinkSpec
+from shared.kvtransfer.link_store import LinkStore
+from shared.kvtransfer.link_worker import LinkLoop, LinkWorker
+from shared.kvtransfer.options import TransferOptions
+from shared.protocol.messages import LinkLost, StoreSet
+from shared.protocol.outbox import Outbox
+
+Loop = TypeVar("Loop", bound=LinkLoop)
+
+
+class Links(Generic[Loop]):
+    """All methods are called under `lock`, the lock of the side, except `join`.
+
+    `on_dead(peer_id, reason)` runs under it too, once per link: the side fails there what used the link.
+    """
+
+    MAX_NAMES = 1024
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        lock: threading.RLock,
+        clock: Callable[[], float],
+        options: TransferOptions,
+        outbox: Outbox,
+        factory: LinkFactory,
+        on_dead: Callable[[LinkWorker, str], None],
+    ) -> None:
+        self._rank = rank
+        self._lock = lock
+        self._clock = clock
+        self._options = options
+        self._outbox = outbox
+        self._factory = factory
+        self._on_dead = on_dead
+        self._current: dict[str, tuple[LinkWorker, Loop]] = {}
+        self._workers: list[LinkWorker] = []
+        self._names: deque[str] = deque(maxlen=self.MAX_NAMES)
+
+    @property
+    def num_live(self) -> int:
+        """Links that are built and not dead."""
+        return sum(worker.live for worker, _ in self._current.values())
+
+    @property
+    def num_slots_out(self) -> int:
+        """Staging slots that are not home, those that dead links still hold included."""
+        return sum(worker.loop.num_slots_out for worker in self._workers if not worker.finished)
+
+    def worker(self, peer_id: str) -> LinkWorker | None:
+        """The peer's link, building or live."""
+        current = self._current.get(peer_id)
+        return None if current is None else current[0]
+
+    def loop(self, peer_id: str, name: str | None = None) -> Loop | None:
+        """The loop of the peer's link, if there is one (and it is the one called `name`)."""
+        current = self._current.get(peer_id)
+        if current is None or (name is not None and current[0].name != name):
+            return None
+        return current[1]
+
+    def known(self, name: str) -> bool:
+        """Whether a link of this name was ever begun; a name is not used twice."""
+        return name in self._names
+
+    def begin(self, peer_id: str, name: str, secret: bytes, loop: Loop) -> None:
+        """Build the link `name` with a peer that has none."""
+        assert peer_id not in self._current, "fail the old link first"
+
+        def tell(entry: str, value: bytes) -> None:
+            self._outbox.send(peer_id, StoreSet(name, entry, value))
+
+        store = LinkStore(tell, self._options.build_timeout_s)
+        worker = LinkWorker(
+            spec=LinkSpec(name=name, rank=self._rank, secret=secret, store=store),
+            peer_id=peer_id,
+            loop=loop,
+            factory=self._factory,
+            clock=self._clock,
+            report_dead=self._reported_dead,
+        )
+        self._names.append(name)
+        self._current[peer_id] = (worker, loop)
+        self._workers = [worker for worker in self._workers if not worker.finished]
+        self._workers.append(worker)
+        worker.start()
+
+    def feed(self, peer_id: str, message: StoreSet) -> None:
+        """An entry of the peer's half of the rendezvous."""
+        worker = self.worker(peer_id)
+        if worker is None or worker.name != message.link:
+            return
+        if not worker.store.feed(message.name, message.value):
+            self.fail(worker, "the peer filled the link's store")
+
+    def lost(self, peer_id: str, message: LinkLost) -> None:
+        """The peer has given the link up."""
+        worker = self.worker(peer_id)
+        if worker is not None and worker.name == message.link:
+            self.fail(worker, f"given up by the peer: {message.reason}", tell_peer=False)
+
+    def fail_peer(self, peer_id: str, reason: str, *, tell_peer: bool = True) -> None:
+        """Whatever link there is with this peer is dead."""
+        worker = self.worker(peer_id)
+        if worker is not None:
+            self.fail(worker, reason, tell_peer=tell_peer)
+
+    def fail(self, worker: LinkWorker, reason: str, *, tell_peer: bool = True) -> None:
+        """A link dies here and nowhere else, whoever noticed first."""
+        if worker.death is not None:
+            return
+        worker.stop(reason)
+        log.event("link_lost", link=worker.name, reason=reason)
+        del self._current[worker.peer_id]
+        if tell_peer:
+            self._outbox.send(worker.peer_id, LinkLost(worker.name, reason))
+        self._on_dead(worker, reason)
+
+    def fail_all(self, reason: str) -> list[LinkWorker]:
+        """Every link is dead. Returns the workers that are to be joined, without the lock."""
+        for worker, _ in list(self._current.values()):
+            self.fail(worker, reason)
+        return [worker for worker in self._workers if not worker.finished]
+
+    def join(self, workers: list[LinkWorker]) -> None:
+        """Wait until the workers of dead links are gone. Not under the lock: they need it to report."""
+        for worker in workers:
+            worker.abort_ops()
+        for worker in workers:
+            worker.join(self._options.build_timeout_s + self._options.op_timeout_s)
+
+    def _reported_dead(self, worker: LinkWorker, reason: str) -> None:
+        with self._lock:
+            self.fail(worker, reason)

@@ -1,0 +1,53 @@
+"""Every number of the KV transfer that an operator or a test may want to turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferOptions:
+    """Durations are in seconds of the clock that the side was given, except those of gloo and NCCL themselves."""
+
+    # staging: one ring per link
+    slot_nbytes: int = 4 << 20
+    """Payload of one chunk at most; the 64-byte header comes on top."""
+    num_slots: int = 4
+    """Chunks in flight on one link."""
+
+    # one transfer
+    ready_timeout_s: float = 60.0
+    """A prefill node waits this long for the decode node to reserve pages (that wait is the backpressure)."""
+    connect_timeout_s: float = 10.0
+    """A decode node waits this long for the prefill node to connect before it gives a reservation up."""
+    transfer_timeout_s: float = 60.0
+    """A decode node waits this long for the next sign of progress: an offer, a chunk or the handoff."""
+    lease_s: float = 15.0
+    """Pages handed off are held this long without a LeaseRenew; the decode node renews three times as often."""
+
+    # messages out of their time
+    park_s: float = 30.0
+    """A message whose key is not open yet is kept this long, then answered with CancelTransfer."""
+    max_parked: int = 4096
+    """Keys parked at most; the oldest goes first."""
+    tombstone_s: float = 120.0
+    max_tombstones: int = 65536
+
+    # peers
+    ping_s: float = 1.0
+    peer_timeout_s: float = 5.0
+    """A peer that answers no ping for so long is silent: its link and transfers fail."""
+    rebuild_min_s: float = 0.1
+    rebuild_max_s: float = 5.0
+    """The next incarnation of a dead link is built after a pause that doubles between these two."""
+    hello_retry_s: float = 15.0
+    """A connected prefill node that has had no link for so long says hello again."""
+
+    # links
+    bind_host: str = "127.0.0.1"
+    """The interface that data connections bind and advertise."""
+    op_timeout_s: float = 3.0
+    """A send or receive that takes longer kills its link."""
+    build_timeout_s: float = 10.0
+    nccl_max_ctas: int = 4
+    """Thread blocks that one NCCL transfer may take from the kernels of the model."""

@@ -1,0 +1,167 @@
+"""The data thread of a link on the decode node: grants chunks, receives them into slots, scatters them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.errors import LinkError
+from shared.kvtransfer.layout import Chunk
+from shared.kvtransfer.link import Link, Op
+from shared.kvtransfer.page_store import PageStore
+from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Flag, Slot, SlotRing
+from shared.protocol.messages import Grant, ReqKey
+
+
+class ScatterGate(Protocol):
+    """Guards the pages of transfers while they are written; implemented by ReceiveSide."""
+
+    def wants(self, key: ReqKey) -> bool:
+        """Whether chunks of this transfer are still to be granted."""
+        ...
+
+    def begin_scatter(self, key: ReqKey, chunk: Chunk) -> list[int] | None:
+        """Pages to write now, or None: the transfer has ended, drop the chunk."""
+        ...
+
+    def end_scatter(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None:
+        """The pages have been written."""
+        ...
+
+    def refused(self, key: ReqKey, reason: str, *, by_peer: bool) -> None:
+        """A chunk came that cannot be used."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Granted:
+    op: Op
+    slot: Slot
+    envelope: Envelope
+    nbytes: int
+
+
+class ReceiveLoop:
+    """Grants chunks in the order in which their pages were offered, as many at a time as there are slots."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        ring: SlotRing,
+        pages: PageStore,
+        gate: ScatterGate,
+        send_grant: Callable[[Grant], None],
+    ) -> None:
+        self._name = name
+        self._ring = ring
+        self._pages = pages
+        self._gate = gate
+        self._send_grant = send_grant
+        self._queue: deque[tuple[ReqKey, Chunk]] = deque()
+        self._seq = 0
+        self._kicked = threading.Event()
+        self._granted: deque[_Granted] = deque()
+
+    @property
+    def num_slots_out(self) -> int:
+        """Slots that receives under way still write."""
+        return self._ring.num_out
+
+    def enqueue(self, key: ReqKey, chunks: Iterable[Chunk]) -> None:
+        """These chunks are computed and held by the peer. Any thread."""
+        self._queue.extend((key, chunk) for chunk in chunks)
+        self.kick()
+
+    def kick(self) -> None:
+        """Look for work again. Any thread."""
+        self._kicked.set()
+
+    def step(self, link: Link, *, block: bool) -> bool:
+        """Grant what there are slots for, then take in the oldest granted chunk."""
+        self._kicked.clear()
+        granted = False
+        while self._grant_next(link):
+            granted = True
+        if self._granted:
+            return self._take_in(block=block) or granted
+        if block:
+            self._kicked.wait()
+        return granted
+
+    def drain(self, *, block: bool) -> bool:
+        """See LinkLoop. What still arrives is dropped: the transfers of a dead link have failed."""
+        while self._granted:
+            granted = self._granted[0]
+            try:
+                if not granted.op.wait(block=block):
+                    return False
+            except LinkError:  # expected of a dead link; what matters is that the op has left
+                pass
+            self._granted.popleft()
+            self._ring.give_back(granted.slot)
+        return True
+
+    def _grant_next(self, link: Link) -> bool:
+        while self._queue and not self._gate.wants(self._queue[0][0]):
+            self._queue.popleft()
+        if not self._queue or (slot := self._ring.take()) is None:
+            return False
+        key, chunk = self._queue.popleft()
+        seq, self._seq = self._seq, self._seq + 1
+        nbytes = HEADER_NBYTES + self._pages.gather_nbytes(chunk.num_pages, chunk.num_layers)
+        try:
+            op = link.recv(slot.message(nbytes), seq)
+        except BaseException:
+            self._ring.give_back(slot)
+            raise
+        self._granted.append(_Granted(op, slot, Envelope(key, chunk, seq), nbytes))
+        # Only now: a chunk that arrives before its receive is posted would take another one's place.
+        self._send_grant(
+            Grant(
+                link=self._name,
+                seq=seq,
+                key=key,
+                first_page=chunk.first_page,
+                num_pages=chunk.num_pages,
+                first_layer=chunk.first_layer,
+                num_layers=chunk.num_layers,
+                nbytes=nbytes,
+            )
+        )
+        return True
+
+    def _take_in(self, *, block: bool) -> bool:
+        granted = self._granted[0]
+        if not granted.op.wait(block=block):
+            return False
+        self._granted.popleft()
+        try:
+            self._scatter(granted)
+        finally:
+            self._ring.give_back(granted.slot)
+        return True
+
+    def _scatter(self, granted: _Granted) -> None:
+        envelope, nbytes = granted.envelope, granted.nbytes
+        flag, intact = granted.slot.open(envelope, nbytes)
+        if flag is Flag.VOID:
+            self._gate.refused(envelope.key, "the peer sent a void chunk", by_peer=True)
+            return
+        if not intact:
+            self._gate.refused(envelope.key, f"chunk {envelope.seq} arrived corrupt", by_peer=False)
+            return
+        page_ids = self._gate.begin_scatter(envelope.key, envelope.chunk)
+        if page_ids is None:
+            return
+        try:
+            payload = granted.slot.payload(nbytes)
+            self._pages.scatter(page_ids, envelope.chunk.first_layer, envelope.chunk.num_layers, payload)
+        except BaseException:
+            self._gate.refused(envelope.key, "its pages could not be written", by_peer=False)
+            raise
+        finally:
+            self._gate.end_scatter(envelope.key, envelope.chunk, nbytes - HEADER_NBYTES)

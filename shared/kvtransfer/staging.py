@@ -1,0 +1,132 @@
+"""Staging slots: data never lands in KV pages directly.
+
+The receiver owns a slot from the posting of the receive until the chunk is scattered or dropped, so a cancelled
+transfer gives its pages back at once and a late write can corrupt nobody. On the sending side pages are free
+again as soon as they are gathered into a slot. One ring belongs to one link and to the thread that steps it; a
+slot that a stuck op may still write into stays out of the ring until that op has left (or for good, with the
+dead link's ring).
+
+A chunk on the wire: 64 bytes of header, then the payload.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import xxhash
+
+from shared.errors import LinkError
+from shared.kvtransfer.layout import Chunk
+from shared.protocol.messages import ReqKey
+
+HEADER_NBYTES = 64
+_MAGIC = 0x314B5642  # "BVK1"
+_FIELDS = struct.Struct("<IIQQIIII")  # magic, flag, seq, key, first_page, num_pages, first_layer, num_layers
+_DIGEST = struct.Struct("<Q")
+_DIGEST_AT = HEADER_NBYTES - _DIGEST.size
+
+
+class Flag(IntEnum):
+    """What the payload of a chunk is."""
+
+    CHECKED = 1
+    """Pages, with their digest in the header."""
+    UNCHECKED = 2
+    """Pages in device memory, which is not read back to digest it."""
+    VOID = 3
+    """Nothing: the transfer was given up after its Grant, and this drains the posted receive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Which chunk of which transfer a message must be: both ends know it from the Grant."""
+
+    key: ReqKey
+    chunk: Chunk
+    seq: int
+
+    def fields(self, flag: Flag) -> bytes:
+        """The header without the digest."""
+        key, c = xxhash.xxh3_64_intdigest(str(self.key).encode()), self.chunk
+        return _FIELDS.pack(
+            _MAGIC, flag, self.seq, key, c.first_page, c.num_pages, c.first_layer, c.num_layers
+        )
+
+
+class Slot:
+    """One staging buffer. Its payload starts at byte 64, so that it is aligned for any element type."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self._on_host = buffer.device.type == "cpu"
+
+    def message(self, nbytes: int) -> torch.Tensor:
+        """The first `nbytes` of the slot, header included: what a Grant speaks of."""
+        return self.buffer[:nbytes]
+
+    def payload(self, nbytes: int) -> torch.Tensor:
+        """The pages of a message of `nbytes`."""
+        return self.buffer[HEADER_NBYTES:nbytes]
+
+    def seal(self, envelope: Envelope, nbytes: int, *, void: bool) -> None:
+        """Write the header of a message of `nbytes` whose payload is in place."""
+        flag = Flag.VOID if void else Flag.CHECKED if self._on_host else Flag.UNCHECKED
+        fields = envelope.fields(flag)
+        digest = self._digest(fields, nbytes) if flag is Flag.CHECKED else 0
+        header = fields.ljust(_DIGEST_AT, b"\0") + _DIGEST.pack(digest)
+        self.buffer[:HEADER_NBYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+
+    def open(self, envelope: Envelope, nbytes: int) -> tuple[Flag, bool]:
+        """Read the header of a message of `nbytes`: its flag, and whether the payload is intact.
+
+        LinkError: this is another message than the one that was granted, so the two ends disagree on order.
+        """
+        header = bytes(self.buffer[:HEADER_NBYTES].cpu().numpy())
+        for flag in Flag:
+            fields = envelope.fields(flag)
+            if header.startswith(fields):
+                intact = flag is not Flag.CHECKED or header[_DIGEST_AT:] == _DIGEST.pack(
+                    self._digest(fields, nbytes)
+                )
+                return flag, intact
+        raise LinkError(f"message {envelope.seq} is not the chunk that was granted: header {header.hex()}")
+
+    def _digest(self, fields: bytes, nbytes: int) -> int:
+        # Seeded with the header, so that a payload cannot pass under another header.
+        seed = xxhash.xxh3_64_intdigest(fields)
+        return xxhash.xxh3_64_intdigest(self.payload(nbytes).numpy().data, seed=seed)
+
+
+class SlotRing:
+    """The free slots of one link. Memory is taken on first use, on the thread that uses it."""
+
+    def __init__(self, num_slots: int, slot_nbytes: int, new_buffer: Callable[[int], torch.Tensor]) -> None:
+        self.num_slots = num_slots
+        self.message_nbytes = HEADER_NBYTES + slot_nbytes
+        self._new_buffer = new_buffer
+        self._free: deque[Slot] = deque()
+        self._num_made = 0
+
+    @property
+    def num_out(self) -> int:
+        """Slots that an op, or a chunk being gathered or scattered, holds."""
+        return self._num_made - len(self._free)
+
+    def take(self) -> Slot | None:
+        """A free slot, or None."""
+        if self._free:
+            return self._free.popleft()
+        if self._num_made == self.num_slots:
+            return None
+        self._num_made += 1
+        return Slot(self._new_buffer(self.message_nbytes))
+
+    def give_back(self, slot: Slot) -> None:
+        """No op can touch `slot` any more."""
+        assert self.num_out > 0
+        self._free.append(slot)

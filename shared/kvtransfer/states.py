@@ -1,0 +1,263 @@
+"""The life of one transfer on either node, without IO: who owns its pages, and how it ends exactly once.
+
+    prefill node (SendTransfer)                           decode node (ReceiveTransfer)
+    WAITING     opened; nobody reads the pages            RESERVED    opened, Ready not sent; pages belong to the side
+       │ Ready                                               │ Ready sent
+    OFFERING    offered pages are held; gathers read them RECEIVING   chunks are scattered into the pages
+       │ handoff                                             │
+    HANDED_OFF  held while the lease lasts                   │
+       │ Done, cancel, timeout, link death                   │ complete, cancel, timeout, link death
+    ENDED       ────── the terminal event; the caller owns the pages again ──────  ENDED
+
+The first call of `end` decides the outcome. While a gather (scatter) of the transfer still runs on the data
+thread, the event is withheld: `take_end` returns it, once, as soon as nothing touches the pages and nothing
+ever will. All methods run under the lock of the side that owns the transfer; gathers and scatters run outside
+of it, between begin and end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shared.errors import TransferError
+from shared.kvtransfer.layout import Chunk
+from shared.protocol.messages import Handoff, Ready, ReqKey
+
+
+@dataclass(frozen=True, slots=True)
+class SendEnded:
+    """The last event of a key on a prefill node: its pages may be freed. `seconds` count from the first offer."""
+
+    key: ReqKey
+    ok: bool
+    reason: str
+    nbytes: int
+    seconds: float
+
+
+SendEvent = Ready | SendEnded
+"""Ready is the decode node's message, handed on: pages are reserved there, and which prefix need not be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The sequence is complete on the decode node. `pages` were transferred, `seconds` after the first offer."""
+
+    key: ReqKey
+    handoff: Handoff
+    nbytes: int
+    pages: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveFailed:
+    """The transfer has failed; `by_peer`: the prefill node gave it up on purpose."""
+
+    key: ReqKey
+    reason: str
+    by_peer: bool
+
+
+ReceiveEvent = Received | ReceiveFailed
+
+
+class SendState(StrEnum):
+    """See the head of this file."""
+
+    WAITING = "waiting"
+    OFFERING = "offering"
+    HANDED_OFF = "handed_off"
+    ENDED = "ended"
+
+
+class ReceiveState(StrEnum):
+    """See the head of this file."""
+
+    RESERVED = "reserved"
+    RECEIVING = "receiving"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class SendTransfer:
+    """One transfer on the prefill node. `deadline` is of Ready, later of the lease; none while pages are computed."""
+
+    key: ReqKey
+    peer_id: str
+    opened_at: float
+    deadline: float | None
+    state: SendState = SendState.WAITING
+    prefix_pages: int | None = None
+    page_ids: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    _started: float | None = None
+    _num_gathers: int = 0
+    _end: tuple[bool, str, float] | None = None
+    _taken: bool = False
+
+    def ready(self, prefix_pages: int) -> bool:
+        """The decode node's reservation; False when it is a repetition or comes too late."""
+        if self.state is not SendState.WAITING:
+            return False
+        self.state = SendState.OFFERING
+        self.prefix_pages = prefix_pages
+        self.deadline = None
+        return True
+
+    def offer(self, page_ids: list[int], now: float) -> int:
+        """Hold these pages, the next of the sequence; returns the sequence index of the first."""
+        assert self.state is SendState.OFFERING and self.prefix_pages is not None, f"offer while {self.state}"
+        first = self.prefix_pages + len(self.page_ids)
+        self.page_ids.extend(page_ids)
+        if self._started is None:
+            self._started = now
+        return first
+
+    def handoff(self, total_pages: int, lease_until: float) -> None:
+        """Everything is offered; from here on the pages are held for the decode node alone."""
+        assert self.state is SendState.OFFERING and self.prefix_pages is not None, (
+            f"handoff while {self.state}"
+        )
+        offered = self.prefix_pages + len(self.page_ids)
+        assert total_pages == offered, f"handoff of {total_pages} pages after {offered}"
+        self.state = SendState.HANDED_OFF
+        self.deadline = lease_until
+
+    def renew(self, lease_until: float) -> None:
+        """The decode node still wants the pages."""
+        if self.state is SendState.HANDED_OFF:
+            self.deadline = lease_until
+
+    def begin_gather(self, chunk: Chunk) -> list[int] | None:
+        """Pages to read, or None when the chunk is void: the transfer has ended, or never offered these pages."""
+        if self.state is SendState.ENDED or self.prefix_pages is None:
+            return None
+        first = chunk.first_page - self.prefix_pages
+        if first < 0 or first + chunk.num_pages > len(self.page_ids):
+            return None
+        self._num_gathers += 1
+        return self.page_ids[first : first + chunk.num_pages]
+
+    def end_gather(self, nbytes: int) -> None:
+        """The data thread no longer reads the pages that `begin_gather` named."""
+        self._num_gathers -= 1
+        self.nbytes += nbytes
+
+    def end(self, *, ok: bool, reason: str, now: float) -> bool:
+        """Decide the outcome; False when it had been decided before."""
+        if self.state is SendState.ENDED:
+            return False
+        self.state = SendState.ENDED
+        self._end = (ok, reason, 0.0 if self._started is None else now - self._started)
+        return True
+
+    def take_end(self) -> SendEnded | None:
+        """The terminal event, once, when no gather runs any more."""
+        if self._end is None or self._num_gathers or self._taken:
+            return None
+        self._taken = True
+        ok, reason, seconds = self._end
+        return SendEnded(self.key, ok, reason, self.nbytes, seconds)
+
+
+@dataclass(slots=True)
+class ReceiveTransfer:
+    """One transfer on the decode node; `page_ids` are reserved for sequence pages from `prefix_pages` on."""
+
+    key: ReqKey
+    peer_id: str
+    page_ids: list[int]
+    prefix_pages: int
+    num_layers: int
+    page_size: int
+    deadline: float
+    state: ReceiveState = ReceiveState.RESERVED
+    nbytes: int = 0
+    _num_offered: int = 0
+    _num_units: int = 0
+    _handoff: Handoff | None = None
+    _started: float | None = None
+    _num_scatters: int = 0
+    _end: Received | ReceiveFailed | None = None
+    _taken: bool = False
+
+    def start(self, deadline: float) -> None:
+        """Ready is being sent: from now on chunks may be scattered into the pages."""
+        assert self.state is ReceiveState.RESERVED
+        self.state = ReceiveState.RECEIVING
+        self.deadline = deadline
+
+    def offered(self, first_page: int, num_pages: int, now: float) -> bool:
+        """The prefill node holds these pages; False for a repetition. TransferError: they cannot be placed."""
+        expected = self.prefix_pages + self._num_offered
+        if first_page + num_pages <= expected:
+            return False
+        if first_page != expected:
+            raise TransferError(f"offer of page {first_page} where page {expected} was due")
+        if self._num_offered + num_pages > len(self.page_ids):
+            raise TransferError(f"offer up to page {first_page + num_pages} exceeds the {self._reserved()}")
+        if self._handoff is not None:
+            raise TransferError("offer after the handoff")
+        self._num_offered += num_pages
+        if self._started is None:
+            self._started = now
+        return True
+
+    def handed_off(self, handoff: Handoff) -> None:
+        """The record of the sequence; it comes after the last offer, so all counts must agree now."""
+        if self._handoff is not None:
+            return
+        kv_pages = -(-handoff.kv_len // self.page_size)
+        offered = self.prefix_pages + self._num_offered
+        if handoff.total_pages != kv_pages:
+            raise TransferError(f"handoff of {handoff.total_pages} pages for {handoff.kv_len} tokens")
+        if handoff.total_pages > self.prefix_pages + len(self.page_ids):
+            raise TransferError(f"handoff of {handoff.total_pages} pages exceeds the {self._reserved()}")
+        if handoff.total_pages != offered:
+            raise TransferError(f"handoff of {handoff.total_pages} pages after offers of {offered}")
+        self._handoff = handoff
+
+    def begin_scatter(self, chunk: Chunk) -> list[int] | None:
+        """Pages to write, or None when the transfer has ended and the chunk is to be dropped."""
+        if self.state is not ReceiveState.RECEIVING:
+            return None
+        self._num_scatters += 1
+        first = chunk.first_page - self.prefix_pages
+        return self.page_ids[first : first + chunk.num_pages]
+
+    def end_scatter(self, chunk: Chunk, nbytes: int) -> None:
+        """The data thread no longer writes to the pages that `begin_scatter` named."""
+        self._num_scatters -= 1
+        self._num_units += chunk.units
+        self.nbytes += nbytes
+
+    def complete(self, now: float) -> bool:
+        """End with success if the handoff and every page of every layer is there."""
+        if self.state is not ReceiveState.RECEIVING or self._handoff is None:
+            return False
+        if self._num_units != self._num_offered * self.num_layers:
+            return False
+        seconds = 0.0 if self._started is None else now - self._started
+        self.state = ReceiveState.ENDED
+        self._end = Received(self.key, self._handoff, self.nbytes, self._num_offered, seconds)
+        return True
+
+    def fail(self, reason: str, *, by_peer: bool) -> bool:
+        """Decide that the transfer has failed; False when its outcome had been decided before."""
+        if self.state is ReceiveState.ENDED:
+            return False
+        self.state = ReceiveState.ENDED
+        self._end = ReceiveFailed(self.key, reason, by_peer)
+        return True
+
+    def take_end(self) -> Received | ReceiveFailed | None:
+        """The terminal event, once, when no scatter runs any more."""
+        if self._end is None or self._num_scatters or self._taken:
+            return None
+        self._taken = True
+        return self._end
+
+    def _reserved(self) -> str:
+        return f"{len(self.page_ids)} pages reserved from page {self.prefix_pages} on"

@@ -1,0 +1,286 @@
+"""Whole prefill and decode schedulers in one thread, over the fake network and a virtual clock, with a scripted router."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from decode_node.scheduler import DecodeScheduler
+from prefill_node.scheduler import PrefillScheduler
+from shared.config import NodeConfig
+from shared.engine.build import Engine
+from shared.engine.vitals import Vitals
+from shared.kvcache.audit import audit, audit_idle
+from shared.kvtransfer.fake import CorruptingPages, FakeNetwork, Faults
+from shared.kvtransfer.options import TransferOptions
+from shared.kvtransfer.receiver import ReceiveSide
+from shared.kvtransfer.sender import SendSide
+from shared.protocol.messages import (
+    Cancel,
+    Decode,
+    Failed,
+    Finish,
+    Load,
+    NodeHello,
+    NodeRef,
+    Ping,
+    Pong,
+    Prefill,
+    ReqKey,
+    ReqReport,
+    Role,
+    Tokens,
+)
+from shared.protocol.router_port import RouterPort
+from shared.protocol.sampling_params import SamplingParams
+
+ROUTER = "router"
+MakeEngine = Callable[[NodeConfig], Engine]
+
+
+def ref(name: str) -> NodeRef:
+    """A node of the cluster: its name is its incarnation."""
+    return NodeRef(name, name, "tcp://nowhere:0")
+
+
+@dataclass
+class Answer:
+    """What the router has of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+    failures: list[Failed] = field(default_factory=list)
+    reports: list[ReqReport] = field(default_factory=list)
+    ahead: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None or bool(self.failures)
+
+
+class ScriptedRouter:
+    """Sends dispatches, puts tokens in order, and ends a request on every node when it is over."""
+
+    def __init__(self, network: FakeNetwork) -> None:
+        self.outbox = network.join(ROUTER, self._on_message)
+        self.answers: dict[ReqKey, Answer] = {}
+        self.loads: dict[str, Load] = {}
+        self._holders: dict[ReqKey, set[str]] = {}
+
+    def submit(
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        prefill: str | None,
+        decode: str | None,
+        *,
+        output_ids: Sequence[int] = (),
+        attempt: int = 0,
+    ) -> ReqKey:
+        key = ReqKey(ROUTER, rid, attempt)
+        self.answers[key] = Answer(token_ids=list(output_ids))
+        self._holders[key] = {name for name in (prefill, decode) if name}
+        ids, outs = tuple(input_ids), tuple(output_ids)
+        if decode:
+            self.outbox.send(decode, Decode(key, ids, outs, params, ref(prefill) if prefill else None))
+        if prefill:
+            self.outbox.send(prefill, Prefill(key, ids, outs, params, ref(decode) if decode else None))
+        return key
+
+    def cancel(self, key: ReqKey) -> None:
+        for holder in sorted(self._holders[key]):
+            self.outbox.send(holder, Cancel(key))
+
+    def _on_message(self, node: str, message: object) -> None:
+        match message:
+            case Tokens(entries):
+                for entry in entries:
+                    answer = self.answers[entry.key]
+                    if answer.ended:
+                        continue
+                    for i, token in enumerate(entry.token_ids):
+                        self._place(answer, entry.position + i, token)
+                    if entry.report is not None:
+                        answer.reports.append(entry.report)
+                    if entry.finish is not None:
+                        assert not answer.ahead, "the finish came with a gap open"
+                        answer.finish = entry.finish
+                        for other in self._holders[entry.key] - {node}:
+                            self.outbox.send(other, Cancel(entry.key))
+            case Failed(key):
+                if not self.answers[key].ended:
+                    self.answers[key].failures.append(message)
+                    for other in self._holders[key] - {node}:
+                        self.outbox.send(other, Cancel(key))
+            case Pong():
+                self.loads[node] = message.load
+
+    def _place(self, answer: Answer, position: int, token: int) -> None:
+        if position < len(answer.token_ids):
+            assert answer.token_ids[position] == token, "a repeated position differs"
+            return
+        answer.ahead[position] = token
+        while len(answer.token_ids) in answer.ahead:
+            answer.token_ids.append(answer.ahead.pop(len(answer.token_ids)))
+
+
+class ClusterPeering:
+    """Prefill nodes connect at once, and again when a decode node has come back."""
+
+    def __init__(self, network: FakeNetwork, name: str) -> None:
+        self.network, self.name = network, name
+        self.connected: set[str] = set()
+
+    def ensure(self, node: NodeRef) -> None:
+        if node.incarnation not in self.connected and node.incarnation in self.network._parties:
+            self.connected.add(node.incarnation)
+            self.network.connect(self.name, node.incarnation)
+
+
+class Node:
+    """One scheduler with everything below it real, or faked as its engine says."""
+
+    def __init__(
+        self, network: FakeNetwork, name: str, role: Role, engine: Engine, config: NodeConfig, options: TransferOptions
+    ) -> None:
+        self.name, self.role, self.engine = name, role, engine
+        self.alive = True
+        wake = threading.Event()
+        self.vitals = Vitals(engine.ledger, engine.progress)
+        outbox = network.join(
+            name,
+            self._on_message,
+            on_connected=lambda peer: self.side.on_connected(peer),  # type: ignore[union-attr]
+            on_disconnected=self._on_disconnected,
+        )
+        hello = NodeHello(ref(name), role, engine.layout, engine.limits, {})
+        self.router_port = RouterPort(outbox, hello, self.vitals.load, wake, network.clock)
+        make_side = SendSide if role is Role.PREFILL else ReceiveSide
+        self.side = make_side(
+            node=ref(name),
+            layout=engine.layout,
+            pages=CorruptingPages(engine.pool, network),
+            outbox=outbox,
+            link_factory=network.link_factory(name, options),
+            clock=network.clock,
+            options=options,
+            wake=wake.set,
+        )
+        self.peering = ClusterPeering(network, name)
+        self.scheduler: PrefillScheduler | DecodeScheduler
+        if role is Role.PREFILL:
+            assert isinstance(self.side, SendSide)
+            self.scheduler = PrefillScheduler(
+                engine, config.schedule, self.side, self.peering, self.router_port, self.vitals, wake, 1e9
+            )
+        else:
+            assert isinstance(self.side, ReceiveSide)
+            self.scheduler = DecodeScheduler(
+                engine, config.schedule, self.side, self.router_port, self.vitals, wake, 1e9
+            )
+
+    def _on_message(self, peer: str, message: object) -> None:
+        if peer == ROUTER:
+            self.router_port.on_message(peer, message)  # type: ignore[arg-type]
+        else:
+            self.side.on_message(peer, message)  # type: ignore[arg-type]
+
+    def _on_disconnected(self, peer: str, reason: str) -> None:
+        self.peering.connected.discard(peer)
+        if peer != ROUTER:
+            self.side.on_disconnected(peer, reason)
+
+
+class Cluster:
+    """`2P1D` and the like. Every step lets each node take one turn, and then some time pass."""
+
+    def __init__(
+        self,
+        num_prefill: int,
+        num_decode: int,
+        make_engine: MakeEngine,
+        config: NodeConfig,
+        *,
+        decode_config: NodeConfig | None = None,
+        seed: int = 0,
+        faults: Faults | None = None,
+        options: TransferOptions | None = None,
+    ) -> None:
+        self.network = FakeNetwork(seed=seed, faults=faults)
+        self.options = options or TransferOptions()
+        self.router = ScriptedRouter(self.network)
+        self.nodes: dict[str, Node] = {}
+        self._make_engine = make_engine
+        self._configs = {Role.PREFILL: config, Role.DECODE: decode_config or config}
+        for i in range(num_decode):
+            self.start(f"d{i}", Role.DECODE)
+        for i in range(num_prefill):
+            self.start(f"p{i}", Role.PREFILL)
+
+    def start(self, name: str, role: Role) -> None:
+        config = self._configs[role]
+        self.nodes[name] = Node(self.network, name, role, self._make_engine(config), config, self.options)
+
+    def kill(self, name: str) -> None:
+        self.nodes[name].alive = False
+        self.network.kill(name)
+
+    @property
+    def live(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.alive]
+
+    def step(self, seconds: float = 0.002, *, check: bool = True) -> None:
+        for node in self.live:
+            node.scheduler.step()
+            if check:
+                audit(node.engine.ledger)
+        self.network.advance(seconds)
+
+    def run(self, until: Callable[[], bool], *, max_steps: int = 20_000, check: bool = False) -> int:
+        for n in range(max_steps):
+            if until():
+                return n
+            self.step(check=check)
+        raise AssertionError(f"not reached in {max_steps} steps: {self.describe()}")
+
+    def run_all(self, *, max_steps: int = 20_000, check: bool = False) -> None:
+        """Until every request has ended and every live node is empty."""
+        self.run(
+            lambda: all(a.ended for a in self.router.answers.values())
+            and all(not node.scheduler.reqs and node.scheduler._in_flight is None for node in self.live),
+            max_steps=max_steps,
+            check=check,
+        )
+
+    def tokens(self, key: ReqKey) -> list[int]:
+        answer = self.router.answers[key]
+        assert not answer.failures, answer.failures
+        return answer.token_ids
+
+    def assert_idle(self) -> None:
+        """Nothing is held anywhere."""
+        self.step()
+        for node in self.live:
+            assert not node.scheduler.reqs
+            audit_idle(node.engine.ledger)
+            self.router.outbox.send(node.name, Ping(1))
+        self.step()
+
+    def describe(self) -> str:
+        rows = [
+            f"{key}: {len(a.token_ids)} tokens" for key, a in self.router.answers.items() if not a.ended
+        ]
+        rows += [f"{n.name}: {len(n.scheduler.reqs)} reqs, {n.engine.ledger.count()}" for n in self.live]
+        return "; ".join(rows)
+
+    def close(self) -> None:
+        for node in self.live:
+            node.scheduler.close("the test is over")
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
