@@ -143,7 +143,13 @@ class Node:
     """One scheduler with everything below it real, or faked as its engine says."""
 
     def __init__(
-        self, network: FakeNetwork, name: str, role: Role, engine: Engine, config: NodeConfig, options: TransferOptions
+        self,
+        network: FakeNetwork,
+        name: str,
+        role: Role,
+        engine: Engine,
+        config: NodeConfig,
+        options: TransferOptions,
     ) -> None:
         self.name, self.role, self.engine = name, role, engine
         self.alive = True
@@ -248,8 +254,10 @@ class Cluster:
     def run_all(self, *, max_steps: int = 20_000, check: bool = False) -> None:
         """Until every request has ended and every live node is empty."""
         self.run(
-            lambda: all(a.ended for a in self.router.answers.values())
-            and all(not node.scheduler.reqs and node.scheduler._in_flight is None for node in self.live),
+            lambda: (
+                all(a.ended for a in self.router.answers.values())
+                and all(not node.scheduler.reqs and node.scheduler._in_flight is None for node in self.live)
+            ),
             max_steps=max_steps,
             check=check,
         )
@@ -269,9 +277,7 @@ class Cluster:
         self.step()
 
     def describe(self) -> str:
-        rows = [
-            f"{key}: {len(a.token_ids)} tokens" for key, a in self.router.answers.items() if not a.ended
-        ]
+        rows = [f"{key}: {len(a.token_ids)} tokens" for key, a in self.router.answers.items() if not a.ended]
         rows += [f"{n.name}: {len(n.scheduler.reqs)} reqs, {n.engine.ledger.count()}" for n in self.live]
         return "; ".join(rows)
 

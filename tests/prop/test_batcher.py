@@ -16,7 +16,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
 from shared.timeline import Timeline
-from tests.token_engine import token_engine, reference_tokens
+from tests.token_engine import reference_tokens, token_engine
 
 
 def make_req(rid: str, ids: list[int], max_new_tokens: int, role: Role = Role.DECODE) -> Req:

@@ -148,5 +148,6 @@ class WithoutRadixCache(LedgerMachine):
 TestLedger = LedgerMachine.TestCase
 TestLedgerPageSizeOne = PageSizeOne.TestCase
 TestLedgerWithoutRadixCache = WithoutRadixCache.TestCase
-for case in (TestLedger, TestLedgerPageSizeOne, TestLedgerWithoutRadixCache):
-    case.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestLedger.settings = TestLedgerPageSizeOne.settings = TestLedgerWithoutRadixCache.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None
+)

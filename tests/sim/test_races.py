@@ -1,0 +1,342 @@
+"""Races by construction: who sends what before whom, on a controlled clock, over the fake transport."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.kvtransfer.fake import Faults
+from shared.kvtransfer.options import TransferOptions
+from shared.protocol.messages import (
+    CancelTransfer,
+    Decode,
+    Done,
+    Finish,
+    Grant,
+    Handoff,
+    Offer,
+    Prefill,
+    Ready,
+    ReqKey,
+    Struct,
+)
+from shared.protocol.sampling_params import SamplingParams
+from tests.cluster import Cluster
+from tests.token_engine import EOS, next_token, reference_tokens, token_engine
+
+
+def config(
+    *,
+    tokens: int = 400,
+    page_size: int = 4,
+    chunk: int = 16,
+    retract_every: int = 0,
+    overlap: bool = True,
+    slots: int = 8,
+) -> NodeConfig:
+    return NodeConfig(
+        cache=CacheOptions(page_size=page_size, max_total_tokens=tokens),
+        schedule=ScheduleOptions(
+            chunked_prefill_size=chunk,
+            max_running_requests=slots,
+            retract_every=retract_every,
+            num_reserved_decode_tokens=4,
+            disable_overlap_schedule=not overlap,
+        ),
+        model=ModelOptions(context_length=200),
+    )
+
+
+def params(n: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=n, temperature=0.0)
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    """A prompt whose first 16 output tokens are not EOS."""
+    rng = random.Random(seed)
+    while True:
+        ids = [rng.randrange(8, 900) for _ in range(length)]
+        if len(reference_tokens(ids, 16)) == 16:
+            return ids
+
+
+def eos_prompt(length: int, after: int) -> list[int]:
+    """A prompt that ends with EOS after so many tokens."""
+    rng = random.Random(length)
+    while True:
+        ids = [rng.randrange(8, 900) for _ in range(length)]
+        if len(reference_tokens(ids, after)) == after and reference_tokens(ids, after)[-1] == EOS:
+            return ids
+
+
+ORDERS: list[Sequence[type[Struct]]] = [
+    order
+    for order in itertools.permutations([Prefill, Decode, Ready, Offer, Handoff, Grant])
+    if order.index(Offer)
+    < order.index(Handoff)  # of one sender to one receiver: the transport keeps their order
+]
+
+
+@pytest.mark.parametrize("order", ORDERS[::7], ids=lambda order: "-".join(t.__name__ for t in order))
+def test_messages_of_three_parties_in_every_order(order: Sequence[type[Struct]]) -> None:
+    """Each message type is held back, then let go in `order`; the answer and the pages are the same."""
+    with Cluster(1, 1, token_engine, config()) as cluster:
+        for kind in order:
+            cluster.network.hold(kind)
+        ids = prompt(30)
+        key = cluster.router.submit("a", ids, params(8), "p0", "d0")
+        for kind in order:
+            for _ in range(10):
+                cluster.step(0.01)
+            cluster.network.release(kind)
+        cluster.run_all(check=True)
+        assert cluster.tokens(key) == reference_tokens(ids, 8)
+        cluster.assert_idle()
+
+
+@pytest.mark.parametrize("late", [Prefill, Decode], ids=lambda t: t.__name__)
+def test_one_dispatch_comes_two_seconds_after_the_other(late: type[Struct]) -> None:
+    with Cluster(1, 1, token_engine, config()) as cluster:
+        cluster.network.hold(late)
+        ids = prompt(21)
+        key = cluster.router.submit("a", ids, params(6), "p0", "d0")
+        for _ in range(100):
+            cluster.step(0.02)
+        assert not cluster.router.answers[key].token_ids
+        cluster.network.release(late)
+        cluster.run_all(check=True)
+        assert cluster.tokens(key) == reference_tokens(ids, 6)
+        cluster.assert_idle()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_first_token_is_eos(overlap: bool) -> None:
+    """The prefill node alone reports the finish; the decode node gives its reservation back without a word."""
+    with Cluster(1, 1, token_engine, config(overlap=overlap)) as cluster:
+        ids = eos_prompt(25, 1)
+        key = cluster.router.submit("a", ids, params(9), "p0", "d0")
+        cluster.run_all(check=True)
+        assert cluster.tokens(key) == [EOS]
+        assert cluster.router.answers[key].finish == Finish("stop", EOS)
+        cluster.assert_idle()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("after", [2, 3, 7])
+def test_eos_on_the_decode_node(overlap: bool, after: int) -> None:
+    with Cluster(1, 1, token_engine, config(overlap=overlap)) as cluster:
+        ids = eos_prompt(25, after)
+        keys = [cluster.router.submit(f"r{i}", ids[i:], params(30), "p0", "d0") for i in range(4)]
+        cluster.run_all(check=True)
+        for i, key in enumerate(keys):
+            assert cluster.tokens(key) == reference_tokens(ids[i:], 30)
+        assert cluster.router.answers[keys[0]].finish == Finish("stop", EOS)
+        cluster.assert_idle()
+
+
+def test_retraction_while_a_transfer_wants_the_pages() -> None:
+    """Running requests outgrow the pool while reservations hold pages and transfers are stuck on the way."""
+    with Cluster(1, 1, token_engine, config(tokens=96, slots=6)) as cluster:
+        wanted = {}
+        for i in range(3):
+            ids = prompt(20, seed=i)
+            wanted[cluster.router.submit(f"r{i}", ids, params(40), "p0", "d0")] = reference_tokens(ids, 40)
+        cluster.run(lambda: len(cluster.nodes["d0"].scheduler.batcher.running_batch) >= 2)
+        cluster.network.hold(Offer)
+        cluster.network.hold(Handoff)
+        for i in range(3, 7):
+            ids = prompt(16, seed=i)
+            wanted[cluster.router.submit(f"r{i}", ids, params(20), "p0", "d0")] = reference_tokens(ids, 20)
+        for _ in range(60):
+            cluster.step()
+        cluster.network.release(Offer)
+        cluster.network.release(Handoff)
+        cluster.run_all(check=True)
+        assert cluster.nodes["d0"].scheduler.batcher.num_retractions > 0
+        for key, tokens in wanted.items():
+            assert cluster.tokens(key) == tokens
+        cluster.assert_idle()
+
+
+def test_two_requests_compute_the_same_prefix_at_once() -> None:
+    """Both are admitted before either is cached; the duplicate pages stay held until their offers have ended."""
+    with Cluster(1, 1, token_engine, config(chunk=64)) as cluster:
+        cluster.network.hold(Done)
+        ids = prompt(40)
+        keys = [cluster.router.submit(f"r{i}", [*ids, 100 + i], params(6), "p0", "d0") for i in range(3)]
+        cluster.run(lambda: all(answer.token_ids for answer in cluster.router.answers.values()), check=True)
+        ledger = cluster.nodes["p0"].engine.ledger
+        superseded = [kv.superseded for kv in ledger.live.values()]
+        assert sum(map(bool, superseded)) == 2, "two of three computed what the third had shared"
+        cluster.network.release(Done)
+        cluster.run_all(check=True)
+        for i, key in enumerate(keys):
+            assert cluster.tokens(key) == reference_tokens([*ids, 100 + i], 6)
+        cluster.assert_idle()
+
+
+@pytest.mark.parametrize("held", [Handoff, Grant, Offer, Ready, Done, None], ids=str)
+def test_cancel_against_every_stage(held: type[Struct] | None) -> None:
+    """The router cancels while a message is on its way; it then arrives for a request that is gone."""
+    with Cluster(1, 1, token_engine, config()) as cluster:
+        if held is not None:
+            cluster.network.hold(held)
+        key = cluster.router.submit("a", prompt(30), params(12), "p0", "d0")
+        for _ in range(25):
+            cluster.step()
+        cluster.router.cancel(key)
+        for _ in range(5):
+            cluster.step()
+        if held is not None:
+            cluster.network.release(held)
+        cluster.run(lambda: not any(node.scheduler.reqs for node in cluster.live))
+        cluster.assert_idle()
+        ids = prompt(33, seed=9)
+        again = cluster.router.submit("b", ids, params(5), "p0", "d0")
+        cluster.router.answers.pop(key)
+        cluster.run_all(check=True)
+        assert cluster.tokens(again) == reference_tokens(ids, 5)
+
+
+def test_cancel_and_handoff_cross() -> None:
+    """The cancel reaches each node at every possible step around the handoff."""
+    for steps in range(40):
+        with Cluster(1, 1, token_engine, config()) as cluster:
+            key = cluster.router.submit("a", prompt(30), params(12), "p0", "d0")
+            for _ in range(steps):
+                cluster.step(0.001)
+            cluster.router.cancel(key)
+            cluster.run(lambda: not any(node.scheduler.reqs for node in cluster.live), check=True)
+            for _ in range(3):
+                cluster.step()
+            cluster.assert_idle()
+
+
+def test_a_lost_ready_ends_in_an_error_and_leaks_nothing() -> None:
+    options = TransferOptions(ready_timeout_s=2.0, transfer_timeout_s=3.0)
+    with Cluster(1, 1, token_engine, config(), options=options) as cluster:
+        cluster.network.drop_next(Ready)
+        key = cluster.router.submit("a", prompt(30), params(12), "p0", "d0")
+        cluster.run(lambda: cluster.router.answers[key].ended, max_steps=5000)
+        assert cluster.router.answers[key].failures[0].status == 503
+        cluster.run_all()
+        cluster.assert_idle()
+
+
+@pytest.mark.parametrize("dropped", [Offer, Handoff, Grant, Done, CancelTransfer], ids=lambda t: t.__name__)
+def test_a_lost_message_ends_every_request_and_leaks_nothing(dropped: type[Struct]) -> None:
+    options = TransferOptions(ready_timeout_s=2.0, transfer_timeout_s=2.0, lease_s=2.0, park_s=1.0)
+    with Cluster(1, 1, token_engine, config(), options=options) as cluster:
+        cluster.network.drop_next(dropped)
+        ids = prompt(30)
+        key = cluster.router.submit("a", ids, params(12), "p0", "d0")
+        if dropped is CancelTransfer:
+            cluster.run(lambda: bool(cluster.router.answers[key].token_ids))
+            cluster.router.cancel(key)
+            cluster.router.answers.pop(key)
+        for _ in range(1500):
+            cluster.step(0.01)
+        cluster.run_all()
+        cluster.assert_idle()
+        again = cluster.router.submit("b", ids, params(5), "p0", "d0")
+        cluster.run(lambda: cluster.router.answers[again].ended)
+        assert cluster.tokens(again) == reference_tokens(ids, 5)
+
+
+def test_corrupt_payload_fails_the_transfer_not_the_answer() -> None:
+    """A byte that flips on the wire is found by the digest: an error, never a wrong token."""
+    with Cluster(1, 1, token_engine, config()) as cluster:
+        cluster.network.corrupt_payloads(1)
+        key = cluster.router.submit("a", prompt(30), params(12), "p0", "d0")
+        cluster.run(lambda: cluster.router.answers[key].ended)
+        assert cluster.router.answers[key].failures
+        cluster.run_all()
+        cluster.assert_idle()
+        ids = prompt(30, seed=4)
+        again = cluster.router.submit("b", ids, params(5), "p0", "d0")
+        cluster.run(lambda: cluster.router.answers[again].ended)
+        assert cluster.tokens(again) == reference_tokens(ids, 5)
+
+
+def test_resumed_request_goes_on_where_it_was() -> None:
+    """output_ids in the dispatch: what retry, failover and moving are built on."""
+    with Cluster(1, 1, token_engine, config()) as cluster:
+        ids = prompt(22)
+        whole = reference_tokens(ids, 16)
+        key = cluster.router.submit("a", ids, params(16), "p0", "d0", output_ids=whole[:5], attempt=1)
+        cluster.run_all(check=True)
+        assert cluster.tokens(key) == whole
+        cluster.assert_idle()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_work_with_faults_and_deaths(seed: int) -> None:
+    """Nodes die at any step, messages are lost: every request ends, right or with an error, and no page leaks."""
+    rng = random.Random(seed)
+    faults = Faults(
+        delay_s=(0.0001, rng.choice([0.002, 0.02])),
+        silent_kill=rng.random() < 0.3,
+    )
+    lossy = rng.choice([0.0, 0.0, 0.01])
+    options = TransferOptions(
+        ready_timeout_s=3.0,
+        transfer_timeout_s=3.0,
+        lease_s=3.0,
+        park_s=2.0,
+        peer_timeout_s=2.0,
+        connect_timeout_s=2.0,
+    )
+    cfg = config(
+        tokens=rng.choice([120, 240]),
+        page_size=rng.choice([1, 4, 16]),
+        chunk=rng.choice([7, 32]),
+        retract_every=rng.choice([0, 4]),
+        overlap=rng.random() < 0.7,
+    )
+    with Cluster(2, 2, token_engine, cfg, seed=seed, faults=faults, options=options) as cluster:
+        wanted: dict[ReqKey, list[int]] = {}
+        homes: dict[ReqKey, tuple[str, str]] = {}
+        for step in range(900):
+            if step < 500 and rng.random() < 0.08:
+                ids, n = prompt(rng.randint(3, 50), seed=rng.randrange(10**6)), rng.randint(2, 30)
+                p, d = f"p{rng.randrange(2)}", f"d{rng.randrange(2)}"
+                if cluster.nodes[p].alive and cluster.nodes[d].alive:
+                    key = cluster.router.submit(f"r{step}", ids, params(n), p, d)
+                    wanted[key], homes[key] = reference_tokens(ids, n), (p, d)
+            if rng.random() < lossy:
+                cluster.network.drop_next(rng.choice([Ready, Offer, Grant, Handoff, Done, CancelTransfer]))
+            if step in (150, 300) and seed % 3:
+                victim = rng.choice(sorted(n.name for n in cluster.live))
+                cluster.kill(victim)
+                for key, (p, d) in homes.items():  # what the real router does when a connection closes
+                    if victim in (p, d) and not cluster.router.answers[key].ended:
+                        cluster.router.cancel(key)
+                        cluster.router.answers[key].finish = Finish("abort")
+                if rng.random() < 0.7:
+                    cluster.start(victim, cluster.nodes[victim].role)
+            cluster.step(0.002, check=step % 20 == 0)
+        for _ in range(1500):
+            cluster.step(0.01, check=False)
+        cluster.run_all()
+        finished = 0
+        for key, tokens in wanted.items():
+            answer = cluster.router.answers[key]
+            if answer.finish in (Finish("length"), Finish("stop", EOS)):
+                assert answer.token_ids == tokens, key
+                finished += 1
+            else:
+                assert answer.token_ids == tokens[: len(answer.token_ids)], key
+        assert finished > len(wanted) // 4
+        cluster.assert_idle()
+
+
+def test_next_token_depends_on_every_token() -> None:
+    """What the fake engine proves rests on this."""
+    ids = prompt(20)
+    for i in range(20):
+        changed = [*ids[:i], (ids[i] + 1) % 997, *ids[i + 1 :]]
+        assert next_token(changed) != next_token(ids)
