@@ -27,7 +27,9 @@ def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
         layout=parts.engine.layout,
         pages=parts.engine.pool,
         outbox=parts.control,
-        link_factory=make_link_factory("gloo", parts.transfer_options, parts.engine.pool.device),
+        link_factory=make_link_factory(
+            parts.config.transfer.kv_transfer, parts.transfer_options, parts.engine.pool.device
+        ),
         clock=time.monotonic,
         options=parts.transfer_options,
         wake=parts.wake.set,

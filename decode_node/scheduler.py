@@ -115,8 +115,6 @@ class DecodeScheduler:
                     self._receive_failed(event)
 
     def _start(self, message: Decode) -> None:
-        if message.key in self.reqs:
-            return
         try:
             req = accept(message, self._engine.limits, self._engine.model_config.vocab_size)
         except RequestError as error:

@@ -122,8 +122,6 @@ class PrefillScheduler:
                     self._transfer_ended(event)
 
     def _start(self, message: Prefill) -> None:
-        if message.key in self.reqs:
-            return
         try:
             req = accept(message, self._engine.limits, self._engine.model_config.vocab_size)
         except RequestError as error:

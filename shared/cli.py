@@ -205,6 +205,12 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
     add = parser.add_argument_group("KV transfer").add_argument
     actions += [
         add(
+            "--kv-transfer",
+            default=transfer.kv_transfer,
+            choices=("gloo", "nccl"),
+            help="how pages travel: gloo (through host memory) or nccl (between GPUs)",
+        ),
+        add(
             "--kv-slot-bytes",
             type=whole(4096, 1 << 30),
             default=transfer.slot_bytes,
@@ -301,6 +307,7 @@ def node_config(args: argparse.Namespace) -> NodeConfig:
             exit_with_parent=args.exit_with_parent,
         ),
         transfer=TransferLimits(
+            kv_transfer=args.kv_transfer,
             slot_bytes=args.kv_slot_bytes,
             num_slots=args.kv_slots,
             ready_timeout_s=args.ready_timeout_s,

@@ -59,6 +59,7 @@ class NetOptions:
 class TransferLimits:
     """Deadlines and sizes of KV transfer."""
 
+    kv_transfer: str = "gloo"
     slot_bytes: int = 4 << 20
     num_slots: int = 4
     ready_timeout_s: float = 120.0

@@ -76,6 +76,10 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         dtype=dtype,
         device=device,
     )
+    if device.type == "cuda":
+        torch.cuda.synchronize(
+            device
+        )  # the forward stream does not wait for the stream that loaded the weights
     limits = NodeLimits(
         context_length=context_length,
         max_total_num_tokens=num_pages * config.cache.page_size,

@@ -168,7 +168,9 @@ class FakeLink:
         receive = peer.receives.pop(seq)
         if receive.left:
             return
-        network.require(receive.buffer.numel() == op.buffer.numel(), "a send and its receive differ in length")
+        network.require(
+            receive.buffer.numel() == op.buffer.numel(), "a send and its receive differ in length"
+        )
         receive.buffer.copy_(op.buffer)
         if network.num_payloads_to_corrupt > 0 and op.buffer.numel() > HEADER_NBYTES:
             network.num_payloads_to_corrupt -= 1

@@ -109,7 +109,8 @@ class ReceiveSide:
         self._next_tick = 0.0
         self._next_renewal = 0.0
         self._ping_seq = 0
-        self._num_links_opened = 0
+        self.num_links_opened = 0
+        """Links ever begun; more than peers when some had to be rebuilt."""
         self._closed = False
         self._links: Links[ReceiveLoop] = Links(
             rank=RECEIVER,
@@ -341,8 +342,8 @@ class ReceiveSide:
         self._open_link(peer_id)
 
     def _open_link(self, peer_id: str) -> None:
-        self._num_links_opened += 1
-        name = f"{peer_id}>{self._node.node_id}/{self._node.incarnation}#{self._num_links_opened}"
+        self.num_links_opened += 1
+        name = f"{peer_id}>{self._node.node_id}/{self._node.incarnation}#{self.num_links_opened}"
         secret = secrets.token_bytes(32)
 
         def send_grant(grant: Grant) -> None:

@@ -53,9 +53,8 @@ class Envelope:
     def fields(self, flag: Flag) -> bytes:
         """The header without the digest."""
         key, c = xxhash.xxh3_64_intdigest(str(self.key).encode()), self.chunk
-        return _FIELDS.pack(
-            _MAGIC, flag, self.seq, key, c.first_page, c.num_pages, c.first_layer, c.num_layers
-        )
+        chunk = (c.first_page, c.num_pages, c.first_layer, c.num_layers)
+        return _FIELDS.pack(_MAGIC, flag, self.seq, key, *chunk).ljust(_DIGEST_AT, b"\0")
 
 
 class Slot:
@@ -78,7 +77,7 @@ class Slot:
         flag = Flag.VOID if void else Flag.CHECKED if self._on_host else Flag.UNCHECKED
         fields = envelope.fields(flag)
         digest = self._digest(fields, nbytes) if flag is Flag.CHECKED else 0
-        header = fields.ljust(_DIGEST_AT, b"\0") + _DIGEST.pack(digest)
+        header = fields + _DIGEST.pack(digest)
         self.buffer[:HEADER_NBYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def open(self, envelope: Envelope, nbytes: int) -> tuple[Flag, bool]:
@@ -90,10 +89,9 @@ class Slot:
         for flag in Flag:
             fields = envelope.fields(flag)
             if header.startswith(fields):
-                intact = flag is not Flag.CHECKED or header[_DIGEST_AT:] == _DIGEST.pack(
-                    self._digest(fields, nbytes)
-                )
-                return flag, intact
+                if flag is not Flag.CHECKED:
+                    return flag, True
+                return flag, header == fields + _DIGEST.pack(self._digest(fields, nbytes))
         raise LinkError(f"message {envelope.seq} is not the chunk that was granted: header {header.hex()}")
 
     def _digest(self, fields: bytes, nbytes: int) -> int:

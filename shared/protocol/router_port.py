@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared import log
 from shared.protocol.messages import (
+    Decode,
     Failed,
     Finish,
     Flushed,
@@ -17,6 +18,7 @@ from shared.protocol.messages import (
     NodeHello,
     Ping,
     Pong,
+    Prefill,
     Refused,
     ReqKey,
     ReqReport,
@@ -27,6 +29,8 @@ from shared.protocol.messages import (
 )
 from shared.protocol.outbox import Outbox
 from shared.timeline import Clock
+
+MAX_REMEMBERED_KEYS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class RouterPort:
         self._clock = clock
         self._inbox: deque[FromRouter] = deque()
         self._last_heard: dict[str, float] = {}
+        self._dispatched: OrderedDict[ReqKey, None] = OrderedDict()
         self._entries: dict[str, list[TokenEntry]] = {}
 
     # ---------------------------------------------------------------------------- the control thread
@@ -74,11 +79,22 @@ class RouterPort:
 
     # -------------------------------------------------------------------------- the scheduler thread
     def take(self) -> list[FromRouter]:
-        """Everything that has come since the last call, in order."""
+        """Everything that has come since the last call, in order. A key is dispatched once, whatever is repeated."""
         taken: list[FromRouter] = []
         while self._inbox:
-            taken.append(self._inbox.popleft())
+            heard = self._inbox.popleft()
+            if not isinstance(heard.message, Prefill | Decode) or self._is_new(heard.message.key):
+                taken.append(heard)
         return taken
+
+    def _is_new(self, key: ReqKey) -> bool:
+        if key in self._dispatched:
+            log.warn("dispatch_repeated", key=key)
+            return False
+        self._dispatched[key] = None
+        if len(self._dispatched) > MAX_REMEMBERED_KEYS:
+            self._dispatched.popitem(last=False)
+        return True
 
     def say_token(
         self,
