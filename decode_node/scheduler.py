@@ -104,8 +104,10 @@ class DecodeScheduler:
                     self._router_port.flushed(heard.router, call_id, ok)
         for router in self._router_port.take_silent(self._router_timeout_s):
             log.warn("router_silent", router=router)
-            for key in [key for key in self.reqs if key.router == router]:
-                self._end(key, "the router is silent")
+            for req in [req for req in self.reqs.values() if req.key.router == router and req.finish is None]:
+                self._fail(
+                    req, 503, f"this {role} node had not heard of the router for {self._router_timeout_s:g} s"
+                )
         self._receiver.tick()
         for event in self._receiver.poll():
             match event:
