@@ -113,7 +113,7 @@ class PrefillScheduler:
             log.warn("router_silent", router=router)
             for req in [req for req in self.reqs.values() if req.key.router == router and req.finish is None]:
                 self._fail(
-                    req, 503, f"this {role} node had not heard of the router for {self._router_timeout_s:g} s"
+                    req, 503, f"this node had not heard of the router for {self._router_timeout_s:g} s"
                 )
         self._sender.tick()
         for event in self._sender.poll():

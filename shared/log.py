@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 
@@ -23,7 +24,7 @@ def setup(level: str, process: str = "") -> None:
 
 
 def event(name: str, *, level: int = logging.INFO, **fields: object) -> None:
-    """Log a state change. Values with spaces are quoted; nothing is formatted when the level is off."""
+    """Log a state change. Values with spaces, quotes or line ends are quoted; nothing is formatted when the level is off."""
     if not _LOGGER.isEnabledFor(level):
         return
     _LOGGER.log(level, "%s", " ".join([name, *(f"{key}={_quoted(value)}" for key, value in fields.items())]))
@@ -41,4 +42,6 @@ def crash(name: str, **fields: object) -> None:
 
 def _quoted(value: object) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return f'"{text}"' if " " in text or not text else text
+    if text and text.isprintable() and " " not in text and '"' not in text:
+        return text
+    return json.dumps(text, ensure_ascii=not text.isprintable())

@@ -21,7 +21,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -82,7 +82,7 @@ class Faults:
 @dataclass(slots=True)
 class _Party:
     name: str
-    on_message: Callable[[str, AnyMessage], None]
+    on_message: Callable[[str, Any], None]
     on_connected: Callable[[str], None] | None
     on_disconnected: Callable[[str, str], None] | None
     alive: bool = True
@@ -146,7 +146,7 @@ class FakeNetwork:
     def join(
         self,
         name: str,
-        on_message: Callable[[str, AnyMessage], None],
+        on_message: Callable[[str, Any], None],
         *,
         on_connected: Callable[[str], None] | None = None,
         on_disconnected: Callable[[str, str], None] | None = None,

@@ -120,10 +120,9 @@ class Heartbeat:
         self._heard_at = now
         self._num_unanswered = 0
 
-    @property
-    def num_unanswered(self) -> int:
-        """Pings since the peer was last heard."""
-        return self._num_unanswered
+    def silence(self, now: float) -> float:
+        """Seconds since the peer was last heard."""
+        return now - self._heard_at
 
     def ping_due(self, now: float) -> bool:
         """Whether to send a ping now; counts it as sent."""
@@ -138,5 +137,5 @@ class Heartbeat:
         return (
             now >= self._ping_at
             and self._num_unanswered >= self.MIN_UNANSWERED
-            and now - self._heard_at >= self._timeout_s
+            and self.silence(now) >= self._timeout_s
         )

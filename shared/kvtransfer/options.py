@@ -37,11 +37,13 @@ class TransferOptions:
     ping_s: float = 1.0
     peer_timeout_s: float = 5.0
     """A peer that answers no ping for so long is silent: its link and transfers fail."""
+    forget_peer_s: float = 120.0
+    """A decode node forgets a prefill node that was silent for so long; if it lives, it says hello again."""
     rebuild_min_s: float = 0.1
     rebuild_max_s: float = 5.0
     """The next incarnation of a dead link is built after a pause that doubles between these two."""
     hello_retry_s: float = 15.0
-    """A connected prefill node that has had no link for so long says hello again."""
+    """A prefill node that is connected and has had no link for so long says hello again."""
 
     # links
     bind_host: str = "127.0.0.1"

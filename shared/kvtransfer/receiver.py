@@ -181,7 +181,7 @@ class ReceiveSide:
             if now >= self._next_renewal:
                 self._next_renewal = now + self._options.lease_s / 3
                 self._renew_leases()
-            for peer_id, peer in self._peers.items():
+            for peer_id, peer in list(self._peers.items()):
                 self._check_peer(peer_id, peer, now)
 
     def close(self) -> None:
@@ -405,6 +405,9 @@ class ReceiveSide:
                 log.warn("peer_silent", peer=peer_id)
             peer.silent = True
             self._links.fail_peer(peer_id, f"silent for {self._options.peer_timeout_s:g} s")
+            if peer.heartbeat.silence(now) >= self._options.forget_peer_s:
+                del self._peers[peer_id]  # the listening end of a connection is not told that it broke
+                return
         if peer.heartbeat.ping_due(now):
             self._ping_seq += 1
             self._outbox.send(peer_id, PeerPing(self._ping_seq))

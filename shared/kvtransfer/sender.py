@@ -335,6 +335,7 @@ class SendSide:
     def _granted(self, peer_id: str, grant: Grant) -> None:
         loop = self._links.loop(peer_id, grant.link)
         if loop is None:
+            self._outbox.send(peer_id, LinkLost(grant.link, "there is no such link here"))
             return
         try:
             loop.accept(grant)
@@ -344,7 +345,7 @@ class SendSide:
     def _open_link(self, peer_id: str, peer: _Peer, message: LinkOpen) -> None:
         if self._links.known(message.link):
             return
-        self._links.fail_peer(peer_id, "replaced by a new incarnation", tell_peer=False)
+        self._links.fail_peer(peer_id, "replaced by another incarnation")
         # A Ready that came before this LinkOpen spoke of the old link.
         self._fail_transfers(peer_id, "the link was replaced", waiting_too=False, tell_peer=True)
         peer.refused = None
@@ -391,8 +392,9 @@ class SendSide:
         if peer.heartbeat.ping_due(now):
             self._ping_seq += 1
             self._outbox.send(peer_id, PeerPing(self._ping_seq))
-        idle = self._links.worker(peer_id) is None and peer.refused is None and not peer.silent
-        if idle and now - peer.hello_at >= self._options.hello_retry_s:
+        # Also to a silent peer: it may be one that has forgotten us and therefore leaves pings unanswered.
+        unlinked = self._links.worker(peer_id) is None and peer.refused is None
+        if unlinked and now - peer.hello_at >= self._options.hello_retry_s:
             peer.hello_at = now
             self._outbox.send(peer_id, PeerHello(self._node, self._layout))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -24,12 +25,13 @@ from shared.protocol.messages import (
     PeerHello,
     Ready,
     StoreSet,
+    Struct,
 )
-from tests.unit.kvtransfer.world import World, key
+from tests.unit.kvtransfer.world import DecodeHost, PrefillHost, World, key
 
 torch.set_num_threads(1)
 
-MESSAGES = [
+MESSAGES: list[type[Struct]] = [
     CancelTransfer,
     Done,
     Grant,
@@ -81,18 +83,19 @@ def test_random_trials(block: int) -> None:
 def random_trial(seed: int) -> int:
     rnd = random.Random(seed)
     world = World(seed, faults_of(rnd), prefills=("p0", "p1"), decodes=("d0", "d1"))
+    for host in world.hosts:
+        host.pages.in_the_middle = partial(interrupt, world, host, rnd)
     for number in range(rnd.randint(1, 25)):
         p, d = rnd.choice(PAIRS)
         total = rnd.randint(1, 12)
         prefix = rnd.choice([0, 0, rnd.randint(0, total)])
-        openers = [
-            lambda p=p, d=d, n=number, t=total: world.prefills[p].open(key(n), d, t),
-            lambda p=p, d=d, n=number, t=total, x=prefix: world.decodes[d].open(key(n), p, t, x),
-        ]
-        rnd.shuffle(openers)
-        for opener in openers:
-            if rnd.random() < 0.97:
-                opener()
+        for on_prefill in rnd.choice([(True, False), (False, True)]):
+            if rnd.random() < 0.03:
+                continue  # this node never hears of it
+            if on_prefill:
+                world.prefills[p].open(key(number), d, total)
+            else:
+                world.decodes[d].open(key(number), p, total, prefix)
             if rnd.random() < 0.3:
                 world.run(rnd.random() * 0.2)
         misfortune(world, rnd)
@@ -105,10 +108,20 @@ def random_trial(seed: int) -> int:
     return num_received
 
 
+def interrupt(world: World, host: PrefillHost | DecodeHost, rnd: random.Random) -> None:
+    """The scheduler and control threads do something while the data thread touches pages."""
+    if rnd.random() < 0.02 and host.live:
+        host.side.cancel(rnd.choice(list(host.live)), "cancelled in the middle")
+    if rnd.random() < 0.01:
+        host.side._links.fail_peer(rnd.choice(NODES), "lost in the middle")
+    if rnd.random() < 0.1:
+        host.step()
+
+
 def misfortune(world: World, rnd: random.Random) -> None:
     match rnd.randrange(40):
         case 0 | 1 | 2:
-            host = rnd.choice([*world.prefills.values(), *world.decodes.values()])
+            host = rnd.choice(world.hosts)
             if host.live:
                 host.side.cancel(rnd.choice(list(host.live)), "the client went away")
         case 3:
@@ -173,15 +186,15 @@ class Transfers(RuleBasedStateMachine):
             host.side.cancel(list(host.live)[choice % len(host.live)], "the client went away")
 
     @rule(message=st.sampled_from(MESSAGES))
-    def drop_next(self, message: type) -> None:
+    def drop_next(self, message: type[Struct]) -> None:
         self.w.network.drop_next(message)
 
     @rule(message=st.sampled_from(MESSAGES))
-    def hold(self, message: type) -> None:
+    def hold(self, message: type[Struct]) -> None:
         self.w.network.hold(message)
 
     @rule(message=st.sampled_from(MESSAGES))
-    def release(self, message: type) -> None:
+    def release(self, message: type[Struct]) -> None:
         self.w.network.release(message)
 
     @rule()
