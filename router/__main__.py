@@ -1,0 +1,243 @@
+"""`router`: flags, signals and exit codes.
+
+Exit code 0 after SIGTERM or Ctrl-C, 1 when the service could not start or broke, 2 for a wrong flag or model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import signal
+import sys
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from router.config import DispatchOptions, FleetOptions, HttpOptions, RouterConfig
+from router.served_model import ServedModel
+from router.server import Router, load_model
+from router.topology import LocalTopology, parse_address, parse_local
+from shared import cli, log
+from shared.errors import ConfigError, RequestError
+from shared.model.files import BUILTIN_MODEL
+from shared.protocol.messages import Role
+
+PROOF_PROMPT = '''\
+def fibonacci(n):
+    """Return the n-th Fibonacci number."""
+    if n < 2:
+        return n
+    return'''
+PROOF_TOKENS = 24
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a router until it is told to stop."""
+    args = build_parser().parse_args(argv)
+    log.setup(args.log_level, "router")
+    try:
+        config = router_config(args)
+        model = load_model(config.model, config) if config.model is not None else None
+        return uvloop.run(serve(config, model))
+    except ConfigError as e:
+        print(f"router: error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0  # before the loop could take the signal
+
+
+async def serve(config: RouterConfig, model: ServedModel | None) -> int:
+    """Start, prove that it works, and serve until a signal comes."""
+    console = Console(stderr=True)
+    async with Router(config, console, model) as router:
+        stop = _stop_on_signals(router)
+        try:
+            if await _unless(stop, _start(router)):
+                await _unless(stop, router.broken())
+        except RequestError as e:
+            print(f"router: error: the first generation failed: {e.message}", file=sys.stderr)
+            return 1
+        if sys.stdout.isatty():
+            print("\nstopping ...", flush=True)
+    log.event("router_stopped")
+    return 0
+
+
+async def _start(router: Router) -> None:
+    await router.ready()
+    log.event("router_ready", url=router.url, http_port=router.http_port)
+    print(f"\n{PROOF_PROMPT}", end="", flush=True)
+    async for _, text in router.stream(PROOF_PROMPT, PROOF_TOKENS):
+        print(text, end="", flush=True)
+    print(f"\n\nServing {router.model.name()} at {router.url}. Try:\n")
+    print(
+        f"  curl -N {router.url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        """    -d '{"prompt": "def main():\\n", "max_tokens": 64, "stream": true}'\n""",
+        flush=True,
+    )
+
+
+async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
+    """True when `work` was done before a signal came; it is cancelled otherwise."""
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        return working.done()
+    finally:
+        working.cancel()
+        stopping.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
+
+
+def _stop_on_signals(router: Router) -> asyncio.Event:
+    """Set by the first SIGTERM or Ctrl-C; the second does not wait for the nodes."""
+    stop = asyncio.Event()
+
+    def on_signal(name: str) -> None:
+        log.event("signal", signal=name)
+        if stop.is_set():
+            router.kill_local_nodes()
+        stop.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, on_signal, signum.name)
+    return stop
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags: the router's own, and those that it hands to the nodes it starts."""
+    parser = cli.make_parser("router", "Serve a model: start nodes on this machine, or join running ones.")
+    _add_topology_flags(parser)
+    _add_http_flags(parser)
+    _add_dispatch_flags(parser)
+    cli.add_fleet_flags(parser)
+    cli.add_log_flags(parser)
+    cli.add_node_flags(parser)
+    parser.set_defaults(model=None)
+    return parser
+
+
+def router_config(args: argparse.Namespace) -> RouterConfig:
+    """The configuration from parsed flags. Raises ConfigError for flags that exclude each other."""
+    join = (*((Role.PREFILL, address) for address in args.prefill), *((Role.DECODE, a) for a in args.decode))
+    if join and args.local is not None:
+        raise ConfigError(
+            "--local starts nodes, --prefill and --decode join running ones: give one or the other"
+        )
+    local = LocalTopology(0, 0) if join else args.local or LocalTopology(1, 1)
+    starts_nodes = bool(local.node_ids())
+    if not starts_nodes and (stray := [flag for flag in _node_flags(args) if flag.startswith("--")]):
+        raise ConfigError(
+            f"{', '.join(stray)}: only for nodes that --local starts; give it to the nodes themselves"
+        )
+    return RouterConfig(
+        model=args.model or (BUILTIN_MODEL if starts_nodes else None),
+        fleet=FleetOptions(
+            local=local,
+            join=join,
+            control_host=args.control_host,
+            control_port=args.control_port,
+            fleet_key=args.fleet_key,
+            insecure=args.insecure,
+            node_argv=_node_argv(args) if starts_nodes else (),
+        ),
+        http=HttpOptions(
+            host=args.host,
+            port=args.port,
+            api_key=args.api_key,
+            served_model_name=args.served_model_name,
+            chat_template=args.chat_template,
+            max_body_bytes=args.max_body_bytes,
+            max_batch_size=args.max_batch_size,
+        ),
+        dispatch=DispatchOptions(
+            local_prefill_tokens=args.local_prefill_tokens,
+            queue_timeout_s=args.queue_timeout_s,
+            stall_timeout_s=args.stall_timeout_s,
+            node_timeout_s=args.node_timeout_s,
+            stop_timeout_s=args.stop_timeout_s,
+        ),
+    )
+
+
+def _node_flags(args: argparse.Namespace) -> list[str]:
+    return cli.node_argv(argparse.Namespace(**{**vars(args), "model": BUILTIN_MODEL}))
+
+
+def _node_argv(args: argparse.Namespace) -> tuple[str, ...]:
+    model = ["--model", args.model] if args.model else []
+    fleet_key = ["--fleet-key", args.fleet_key] if args.fleet_key else []
+    return (*_node_flags(args), *model, *fleet_key, "--log-level", args.log_level)
+
+
+def _add_topology_flags(parser: argparse.ArgumentParser) -> None:
+    local, http = FleetOptions(local=LocalTopology(1, 1)), parser.add_argument_group("which nodes")
+    http.add_argument(
+        "--local",
+        type=parse_local,
+        metavar="2P1D",
+        help="start this many prefill and decode nodes here (None: 1P1D, unless nodes are joined); "
+        "0P1D is one node that does both, 'none' waits for nodes that join by themselves",
+    )
+    for role in Role:
+        http.add_argument(
+            f"--{role}",
+            action="append",
+            default=[],
+            type=functools.partial(parse_address, role),
+            metavar="HOST[:PORT]",
+            help=f"join a running {role} node; may repeat",
+        )
+    http.add_argument(
+        "--control-host",
+        default=local.control_host,
+        help="interface of the port where nodes announce themselves",
+    )
+    http.add_argument(
+        "--control-port",
+        type=cli.whole(0, 65535),
+        default=local.control_port,
+        help="that port; 0: a free one",
+    )
+
+
+def _add_http_flags(parser: argparse.ArgumentParser) -> None:
+    default, add = HttpOptions(), parser.add_argument_group("HTTP").add_argument
+    add("--host", default=default.host, help="interface that clients reach")
+    add(
+        "--port",
+        type=cli.whole(0, 65535),
+        default=default.port,
+        help="port that clients reach; 0: a free one",
+    )
+    add("--api-key", metavar="KEY", help="clients must send it as a bearer token, except to /health")
+    add("--served-model-name", metavar="NAME", help="what clients call the model; None: as --model")
+    add("--chat-template", type=Path, metavar="FILE", help="jinja template; None: the model's own")
+    add("--max-body-bytes", type=cli.whole(1024), default=default.max_body_bytes, metavar="BYTES",
+        help="larger request bodies are refused")  # fmt: skip
+    add("--max-batch-size", type=cli.whole(1), default=default.max_batch_size, metavar="N",
+        help="most sequences in one request")  # fmt: skip
+
+
+def _add_dispatch_flags(parser: argparse.ArgumentParser) -> None:
+    default, add = DispatchOptions(), parser.add_argument_group("dispatch").add_argument
+    seconds = cli.fraction(0.1, 86400.0)
+    add("--local-prefill-tokens", type=cli.whole(0), default=default.local_prefill_tokens, metavar="TOKENS",
+        help="prompts of at most this length are prefilled on their decode node")  # fmt: skip
+    add("--queue-timeout-s", type=seconds, default=default.queue_timeout_s,
+        help="longest wait for a first token")  # fmt: skip
+    add("--stall-timeout-s", type=seconds, default=default.stall_timeout_s,
+        help="longest wait for the next token")  # fmt: skip
+    add("--node-timeout-s", type=seconds, default=default.node_timeout_s,
+        help="a node that neither answers nor gets on for this long is lost")  # fmt: skip
+    add("--stop-timeout-s", type=seconds, default=default.stop_timeout_s,
+        help="time for nodes to stop by themselves before they are killed")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

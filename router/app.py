@@ -1,0 +1,111 @@
+"""The ASGI application: routes, the API key, and one JSON shape for every error."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.dispatch import Dispatcher
+from router.fleet_api import control_routes, health_routes, info_routes
+from router.generate_api import HttpLimits, generate_routes
+from router.generation import Generator
+from router.live_rids import LiveRids
+from router.membership import Membership
+from router.metrics import Metrics
+from router.openai_api import openai_routes
+from router.responses import error_response
+from router.served_model import ModelSlot
+from router.status import VERSION, FleetStatus
+from shared.errors import RequestError
+from shared.log import crash
+
+_OPEN_PATHS = ("/health",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """The parts that routes are built from."""
+
+    model: ModelSlot
+    membership: Membership
+    dispatcher: Dispatcher
+    metrics: Metrics
+    status: FleetStatus
+    limits: HttpLimits
+    api_key: str | None
+    flags: Mapping[str, object]
+
+
+def create_app(service: Service) -> FastAPI:
+    """All routes over one set of parts."""
+    app = FastAPI(title="Baton", version=VERSION)
+    rids = LiveRids()
+    generator = Generator(service.dispatcher, rids)
+    model, limits, status = service.model, service.limits, service.status
+    app.include_router(generate_routes(generator, model, limits))
+    app.include_router(openai_routes(generator, model, limits, status.context_length))
+    app.include_router(health_routes(status, generator, model, service.membership))
+    app.include_router(info_routes(status, service.membership, model, service.metrics, limits, service.flags))
+    app.include_router(control_routes(service.membership, service.dispatcher, rids, limits))
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+    if service.api_key is not None:
+        app.add_middleware(ApiKey, api_key=service.api_key)
+    return app
+
+
+class ApiKey:
+    """Refuses whoever does not send `Authorization: Bearer KEY`; /health stays open for probes."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 401."""
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, self._expected):
+                refusal = RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
+                await error_response(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _on_request_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def _on_disconnect(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _on_invalid(_: Request, error: Exception) -> Response:
+    return error_response(RequestError(str(error)))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = {
+        404: f"there is no {request.url.path} here",
+        405: f"{request.url.path} does not take {request.method}",
+    }.get(error.status_code, str(error.detail))
+    response = error_response(RequestError(message, status=error.status_code))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_bug(request: Request, _: Exception) -> Response:
+    crash("request_failed", path=request.url.path)
+    return error_response(RequestError("internal error", status=500))

@@ -1,0 +1,67 @@
+"""What a router was told on its command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from router.topology import LocalTopology
+from shared.errors import ConfigError
+from shared.protocol.messages import Role
+from shared.protocol.security import is_loopback
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+    """The clients' side."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_model_name: str | None = None
+    chat_template: Path | None = None
+    max_body_bytes: int = 32 << 20
+    max_batch_size: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetOptions:
+    """The nodes' side. `local` is what to start; `join` what to dial."""
+
+    local: LocalTopology
+    join: tuple[tuple[Role, str], ...] = ()
+    control_host: str = "127.0.0.1"
+    control_port: int = 8001
+    fleet_key: str | None = None
+    insecure: bool = False
+    node_argv: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchOptions:
+    """How requests are placed, and how long things may take, in seconds."""
+
+    local_prefill_tokens: int = 16
+    queue_timeout_s: float = 600.0
+    stall_timeout_s: float = 60.0
+    node_timeout_s: float = 10.0
+    stop_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Everything. `model` is None when the nodes are to say what they serve."""
+
+    model: str | None
+    fleet: FleetOptions
+    http: HttpOptions = field(default_factory=HttpOptions)
+    dispatch: DispatchOptions = field(default_factory=DispatchOptions)
+
+    def check(self) -> None:
+        """Refuse what is dangerous. Raises ConfigError."""
+        fleet = self.fleet
+        if fleet.fleet_key is None and not fleet.insecure and not is_loopback(fleet.control_host):
+            raise ConfigError(
+                f"--control-host {fleet.control_host} is reachable from other machines: give every process the "
+                "same --fleet-key FILE, or --insecure when the network is trusted"
+            )

@@ -1,0 +1,108 @@
+"""What is said with one live node, from its hello to the end of its link."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from router.node_link import LiveNode
+from router.running_req import Node
+from shared.errors import LinkError
+from shared.protocol.messages import Failed, Flushed, Leaving, NodeToRouter, Ping, Pong, TokenEntry, Tokens
+
+_MESSAGES_A_TURN = 64
+
+
+class NodeEvents(Protocol):
+    """Who is told what nodes say. Real: `dispatch.Dispatcher`."""
+
+    def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
+        """A step of a node."""
+        ...
+
+    def on_failed(self, node: Node, failed: Failed) -> None:
+        """A node gave a request up."""
+        ...
+
+    def on_node_lost(self, node: Node, reason: str) -> None:
+        """A node is gone; called once, after it left `Membership.live`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Of dialling and liveness, in seconds."""
+
+    node_timeout_s: float = 10.0
+    ping_s: float = 1.0
+    hello_s: float = 5.0
+    redial_s: float = 1.0
+    redial_refused_s: float = 5.0
+    forget_s: float = 60.0
+
+
+class NodeLeft(LinkError):
+    """The node said Leaving."""
+
+
+class Conversation:
+    """Receives from a node and pings it, until its link is lost, it is silent, leaves, or talks nonsense."""
+
+    def __init__(
+        self, node: LiveNode, events: NodeEvents, timing: Timing, on_flushed: Callable[[Flushed], None]
+    ) -> None:
+        self._node = node
+        self._events = events
+        self._timing = timing
+        self._on_flushed = on_flushed
+
+    async def run(self) -> None:
+        """Always ends with a LinkError that says why."""
+        link = self._node.link
+        parts = [asyncio.create_task(self._receive()), asyncio.create_task(self._ping())]
+        try:
+            ends: set[asyncio.Future[Any]] = {*parts, link.lost}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for part in parts:
+                if part.done():
+                    part.result()
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+        for message in link.receive_waiting():  # a node that leaves says so, and closes at once
+            self._handle(message)
+        raise LinkError(link.lost.result())
+
+    async def _receive(self) -> None:
+        for turn in itertools.count(1):
+            self._handle(await self._node.link.receive())
+            if turn % _MESSAGES_A_TURN == 0:
+                await asyncio.sleep(0)  # receive() does not suspend while messages are waiting
+
+    async def _ping(self) -> None:
+        for seq in itertools.count(1):
+            self._node.send(Ping(seq))
+            await asyncio.sleep(self._timing.ping_s)
+            verdict = self._node.liveness.tick(time.monotonic())
+            if verdict is not None:
+                raise LinkError(verdict)
+
+    def _handle(self, message: NodeToRouter) -> None:
+        match message:
+            case Tokens(entries):
+                self._events.on_tokens(self._node, entries)
+            case Failed():
+                self._events.on_failed(self._node, message)
+            case Pong(_, load):
+                self._node.pong(load, time.monotonic())
+            case Flushed():
+                self._on_flushed(message)
+            case Leaving(reason):
+                raise NodeLeft(reason)
+            case _:
+                raise LinkError(f"sent {type(message).__name__} in the middle of a connection")

@@ -1,0 +1,196 @@
+"""Health, what is served and by whom, cache and abort, tokenizing: everything that is not a completion."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+
+from fastapi import APIRouter, Request, Response
+
+from router.dispatch import Dispatcher
+from router.fields import Fields, parse_object
+from router.generate_api import HttpLimits, read_ids
+from router.generation import Generator, Prompt
+from router.live_rids import LiveRids
+from router.membership import Membership
+from router.metrics import CONTENT_TYPE, Metrics
+from router.responses import json_response, read_body, while_connected
+from router.sampling import Sampling
+from router.served_model import ModelSlot, ServedModel
+from router.status import FleetStatus
+from shared.errors import RequestError
+from shared.protocol.messages import Role
+from shared.protocol.sampling_params import MAX_SEED, SamplingParams
+
+_PROBE_TOKENS = 8
+_PROBE_TIMEOUT_S = 30.0
+_REFRESH_S = 0.25
+_FLUSH_RETRY_S = 0.05
+_MAX_FLUSH_WAIT_S = 600.0
+
+
+def health_routes(
+    status: FleetStatus, generator: Generator, model: ModelSlot, membership: Membership
+) -> APIRouter:
+    """Is it up, and does it work?"""
+    router = APIRouter()
+
+    @router.get("/health", response_model=None)
+    async def health() -> Response:
+        """The state of each fleet, without asking it; 503 when nothing can be served."""
+        return json_response(status.describe(), 200 if status.can_serve else 503)
+
+    @router.get("/health_generate", response_model=None)
+    async def health_generate(request: Request) -> Response:
+        """Generate two tokens, through both fleets where there are two."""
+        started = time.monotonic()
+        if membership.expects(Role.PREFILL) and not membership.live(Role.PREFILL):
+            raise RequestError(membership.why_none(Role.PREFILL), status=503, code="no_node")
+        group = generator.open([_probe(model.get())], model.get().tokenizer)
+
+        async def run() -> None:
+            try:
+                async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                    with group:
+                        await group.finished()
+            except TimeoutError:
+                raise RequestError(f"no answer within {_PROBE_TIMEOUT_S:g} s", status=503) from None
+
+        await while_connected(request.receive, run())
+        return json_response({**status.describe(), "generated_in_s": time.monotonic() - started})
+
+    return router
+
+
+def info_routes(
+    status: FleetStatus,
+    membership: Membership,
+    model: ModelSlot,
+    metrics: Metrics,
+    limits: HttpLimits,
+    flags: Mapping[str, object],
+) -> APIRouter:
+    """What is served, by whom, and what it tells Prometheus. `flags` are the router's."""
+    router = APIRouter()
+
+    @router.get("/get_model_info", response_model=None)
+    @router.get("/model_info", response_model=None)
+    async def model_info() -> Response:
+        """The model."""
+        served = model.get()
+        return json_response(
+            {
+                "model_path": served.model,
+                "tokenizer_path": str(served.path),
+                "vocab_size": served.vocab_size,
+                "is_generation": True,
+                "served_model_name": served.name,
+                "context_length": status.context_length(),
+                "has_chat_template": served.chat_template is not None,
+            }
+        )
+
+    @router.get("/get_server_info", response_model=None)
+    @router.get("/server_info", response_model=None)
+    async def server_info() -> Response:
+        """Sizes, flags and the load of every node, asked for now."""
+        await membership.refresh(_REFRESH_S)
+        return json_response({**flags, **status.server_info()})
+
+    @router.get("/metrics", response_model=None)
+    async def prometheus() -> Response:
+        """Prometheus' text format."""
+        return Response(metrics.export(), media_type=CONTENT_TYPE)
+
+    @router.post("/tokenize", response_model=None)
+    async def tokenize(request: Request) -> Response:
+        """Text to token ids, as a prompt would be."""
+        fields = parse_object(await read_body(request, limits.max_body_bytes))
+        served, prompt = model.get(), fields.raw("prompt")
+        given = prompt if isinstance(prompt, list) else [prompt]
+        texts = [text for text in given if isinstance(text, str)]
+        if len(texts) < max(1, len(given)):
+            raise fields.wrong("prompt", "a string or a list of strings")
+        special = fields.boolean("add_special_tokens", True)
+        ids = await served.tokenizer.encode(texts, add_special_tokens=special)
+        many = isinstance(prompt, list)
+        return json_response(
+            {
+                "tokens": ids if many else ids[0],
+                "count": [len(row) for row in ids] if many else len(ids[0]),
+                "max_model_len": status.context_length(),
+            }
+        )
+
+    @router.post("/detokenize", response_model=None)
+    async def detokenize(request: Request) -> Response:
+        """Token ids to text."""
+        fields = parse_object(await read_body(request, limits.max_body_bytes))
+        served = model.get()
+        rows, many = read_ids(fields, "tokens", served.vocab_size)
+        skip = fields.boolean("skip_special_tokens", True)
+        texts = [served.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
+        return json_response({"text": texts if many else texts[0]})
+
+    return router
+
+
+def control_routes(
+    membership: Membership, dispatcher: Dispatcher, rids: LiveRids, limits: HttpLimits
+) -> APIRouter:
+    """What an operator does to a running service."""
+    router = APIRouter()
+
+    @router.api_route("/flush_cache", methods=["GET", "POST"], response_model=None)
+    async def flush_cache(timeout: str | None = None) -> Response:
+        """Empty every RadixCache, once nothing runs; `timeout` says how many seconds that may take."""
+        deadline = time.monotonic() + _flush_timeout(timeout)
+        while True:
+            flushed = await membership.flush(timeout_s=5.0)
+            busy = sorted(node_id for node_id, ok in flushed.items() if not ok)
+            if not busy or time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(_FLUSH_RETRY_S)
+        if busy:
+            raise RequestError(f"not flushed, because requests are running: {', '.join(busy)}", code="busy")
+        return json_response({"success": True, "message": "Cache flushed.", "nodes": sorted(flushed)})
+
+    @router.post("/abort_request", response_model=None)
+    async def abort_request(request: Request) -> Response:
+        """End a request by its rid, or all; each answers with what it has, finished by `abort`."""
+        fields = parse_object(await read_body(request, limits.max_body_bytes))
+        everything = fields.boolean("abort_all", False)
+        rid = fields.string("rid", max_chars=1024)
+        if rid is None and not everything:
+            raise RequestError("give rid, or abort_all: true", param="rid")
+        found = rids.all() if everything else rids.find(rid or "")
+        running = [req for req in found if not req.ended]
+        for req in running:
+            dispatcher.abort(req, "aborted by /abort_request")
+        return json_response({"success": True, "aborted": len(running)})
+
+    return router
+
+
+def _flush_timeout(text: str | None) -> float:
+    fields = Fields({"timeout": _number(text)})
+    return fields.number("timeout", 0.0, low=0.0, high=_MAX_FLUSH_WAIT_S)
+
+
+def _number(text: str | None) -> object:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
+
+
+def _probe(model: ServedModel) -> Prompt:
+    ids = tuple(secrets.randbelow(model.vocab_size) for _ in range(_PROBE_TOKENS))
+    params = SamplingParams(
+        max_new_tokens=2, temperature=0.0, ignore_eos=True, seed=secrets.randbelow(MAX_SEED)
+    )
+    return Prompt(
+        rid=f"health-{secrets.token_hex(8)}", input_ids=ids, sampling=Sampling(params=params), split=True
+    )

@@ -1,0 +1,272 @@
+"""The sequences of one HTTP request, from token ids to the text that a client sees. Both APIs are built on it.
+
+with generator.open(prompts) as group:            every sequence is sent to its nodes
+    async for generation, text in group.steps():  one that has news; `text` is what it adds
+        ...
+                                                  leaving the block ends what still runs, on every node
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from router.detokenizer import Detokenizer
+from router.dispatch import Dispatcher, Work
+from router.live_rids import LiveRids
+from router.running_req import Aborted, RunningReq
+from router.sampling import Sampling
+from router.stop_strings import StopMatcher
+from router.tokenizer import Tokenizer
+from shared.errors import RequestError
+from shared.protocol.messages import Finish, Stamp
+from shared.timeline import ReqStage
+
+ABORTED_STATUS = 499
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt of a request; it becomes `sampling.n` sequences. `rid` is the client's name for it."""
+
+    rid: str
+    input_ids: tuple[int, ...]
+    sampling: Sampling
+    extra_key: str = ""
+    split: bool = False
+
+
+class Generation:
+    """One sequence: what it has produced so far, and how it ended (`finish_reason`, as in the native API)."""
+
+    def __init__(
+        self, prompt: Prompt, prompt_index: int, choice: int, index: int, detokenizer: Detokenizer
+    ) -> None:
+        self.prompt = prompt
+        self.prompt_index = prompt_index
+        self.choice = choice
+        self.index = index
+        self.text = ""
+        self.output_ids: list[int] = []
+        self.finish_reason: dict[str, object] | None = None
+        self.finished_at: float | None = None
+        self.queued_at = time.time()
+        self._req: RunningReq | None = None
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(prompt.sampling.stop, keep=prompt.sampling.no_stop_trim)
+
+    @property
+    def started(self) -> bool:
+        """True once it was dispatched."""
+        return self._req is not None
+
+    @property
+    def req(self) -> RunningReq:
+        """What the dispatcher knows of it; set when it is dispatched, before anything else happens to it."""
+        assert self._req is not None
+        return self._req
+
+    def dispatched(self, req: RunningReq) -> None:
+        """It is on its way as `req`."""
+        self._req = req
+
+    def advance(self) -> str:
+        """Take what has arrived; returns the text it adds. Raises the RequestError that ended the sequence."""
+        token_ids = self.req.take()
+        if self.req.error is not None:
+            raise self.req.error
+        pieces: list[str] = []
+        matched = self._add(token_ids, pieces)
+        finish = self.req.finish
+        if matched is None and finish is not None:
+            matched = self._scan(self._detokenizer.flush(), pieces)
+            pieces.append(self._matcher.flush())
+        if matched is not None:
+            self._finish({"type": "stop", "matched": matched})
+        elif isinstance(finish, Aborted):
+            self._finish({"type": "abort", "message": finish.message, "status_code": ABORTED_STATUS})
+        elif finish is not None and finish.type == "stop":
+            self._finish({"type": "stop", "matched": finish.matched})
+        elif finish is not None:
+            self._finish({"type": finish.type, "length": len(self.output_ids)})
+        added = "".join(pieces)
+        self.text += added
+        return added
+
+    @property
+    def timeline(self) -> list[Stamp]:
+        """Every stage on every node, in order of time."""
+        stamps = [Stamp("router", ReqStage.QUEUED, self.queued_at), *self.req.stamps]
+        if self.finished_at is not None:
+            stamps.append(Stamp("router", ReqStage.FINISHED, self.finished_at))
+        return sorted(stamps, key=lambda stamp: stamp.time)
+
+    def _finish(self, reason: dict[str, object]) -> None:
+        self.finish_reason = reason
+        self.finished_at = time.time()
+
+    def _add(self, token_ids: Sequence[int], pieces: list[str]) -> str | None:
+        """Decode, token by token where a stop string may end it between two of them."""
+        shown = self._without_stop_token(token_ids)
+        if not self.prompt.sampling.stop:
+            self.output_ids += token_ids
+            pieces.append(self._detokenizer.feed(shown))
+            return None
+        for token_id in shown:
+            self.output_ids.append(token_id)
+            matched = self._scan(self._detokenizer.feed((token_id,)), pieces)
+            if matched is not None:
+                return matched
+        self.output_ids += token_ids[len(shown) :]
+        return None
+
+    def _scan(self, text: str, pieces: list[str]) -> str | None:
+        if len(self.output_ids) <= self.prompt.sampling.params.min_new_tokens and text:
+            pieces.append(text)  # too early to stop
+            return None
+        scan = self._matcher.feed(text)
+        pieces.append(scan.text)
+        return scan.matched
+
+    def _without_stop_token(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The id that stopped the sequence is an output id, but not text, unless the client wants it."""
+        finish = self.req.finish
+        if (
+            isinstance(finish, Finish)
+            and finish.type == "stop"
+            and token_ids
+            and token_ids[-1] == finish.matched
+            and not self.prompt.sampling.no_stop_trim
+        ):
+            return token_ids[:-1]
+        return token_ids
+
+
+class GenerationGroup:
+    """All sequences of one request; `open` it in a with block."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], tokenizer: Tokenizer, dispatcher: Dispatcher, rids: LiveRids
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._rids = rids
+        self._num_prompts = len(prompts)
+        self._ready: dict[Generation, None] = {}
+        self._bell = asyncio.Event()
+        self.generations: list[Generation] = []
+        for prompt_index, prompt in enumerate(prompts):
+            for choice in range(prompt.sampling.n):
+                skip = prompt.sampling.skip_special_tokens
+                detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
+                index = len(self.generations)
+                self.generations.append(Generation(prompt, prompt_index, choice, index, detokenizer))
+        self._prompts = prompts
+
+    def __enter__(self) -> GenerationGroup:
+        """Send every sequence. Raises RequestError; then none is left running."""
+        self._rids.claim([prompt.rid for prompt in self._prompts])
+        try:
+            for generation in self.generations:
+                self._start(generation)
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what still runs: the client has all it wanted, went away, or one of the others failed."""
+        self._release()
+
+    async def steps(self) -> AsyncIterator[tuple[Generation, str]]:
+        """Each sequence that has news, with the text it adds, until all have finished. Raises RequestError."""
+        unfinished = set(self.generations)
+        while unfinished:
+            await self._news(unfinished)
+            ready, self._ready = self._ready, {}
+            for generation in ready:
+                if generation not in unfinished:
+                    continue
+                text = self._advance(generation)
+                if generation.finish_reason is not None:
+                    unfinished.remove(generation)
+                yield generation, text
+
+    async def finished(self) -> list[Generation]:
+        """All sequences, when all have finished. Raises RequestError."""
+        async for _ in self.steps():
+            pass
+        return self.generations
+
+    def _start(self, generation: Generation) -> None:
+        prompt = generation.prompt
+        work = Work(
+            input_ids=prompt.input_ids,
+            params=prompt.sampling.choice(generation.choice),
+            extra_key=prompt.extra_key,
+            split=prompt.split,
+        )
+        try:
+            generation.dispatched(self._dispatcher.start(work, wake=lambda: self._wake(generation)))
+        except RequestError as e:
+            raise self._named(e, generation) from e
+        self._rids.running(prompt.rid, generation.req)
+
+    def _wake(self, generation: Generation) -> None:
+        self._ready[generation] = None
+        self._bell.set()
+
+    async def _news(self, unfinished: set[Generation]) -> None:
+        """Until a sequence has news; one whose deadline passes has bad news."""
+        while not self._ready:
+            self._bell.clear()
+            seconds_left = min(self._dispatcher.seconds_left(generation.req) for generation in unfinished)
+            try:
+                async with asyncio.timeout(seconds_left):
+                    await self._bell.wait()
+            except TimeoutError:
+                for generation in unfinished:
+                    if self._dispatcher.seconds_left(generation.req) <= 0:
+                        self._dispatcher.expire(generation.req)
+
+    def _advance(self, generation: Generation) -> str:
+        try:
+            text = generation.advance()
+        except RequestError as e:
+            raise self._named(e, generation) from e
+        if generation.finish_reason is not None:
+            self._dispatcher.stop(generation.req, len(generation.output_ids))
+        return text
+
+    def _named(self, error: RequestError, generation: Generation) -> RequestError:
+        """In a batch, an error says which prompt it is about."""
+        if self._num_prompts == 1:
+            return error
+        return RequestError(
+            f"prompt {generation.prompt_index}: {error.message}",
+            status=error.status,
+            param=error.param,
+            code=error.code,
+        )
+
+    def _release(self) -> None:
+        for generation in self.generations:
+            if generation.started:
+                self._dispatcher.release(generation.req)
+        self._rids.release([prompt.rid for prompt in self._prompts])
+
+
+class Generator:
+    """Opens groups: the one thing that an API needs to generate text."""
+
+    def __init__(self, dispatcher: Dispatcher, rids: LiveRids) -> None:
+        self._dispatcher = dispatcher
+        self._rids = rids
+
+    def open(self, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> GenerationGroup:
+        """The sequences of `prompts`, to be entered as a context."""
+        return GenerationGroup(prompts, tokenizer, self._dispatcher, self._rids)

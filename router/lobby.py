@@ -1,0 +1,63 @@
+"""The router's control port: where nodes that start by themselves say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from shared.errors import ConfigError
+from shared.log import warn
+from shared.protocol.messages import NodeToLobby
+
+if TYPE_CHECKING:
+    from shared.protocol.security import FleetKey
+
+_MAX_MESSAGE_BYTES = 1 << 16
+
+_decoder = msgspec.msgpack.Decoder(NodeToLobby)
+
+
+LobbyListener = Callable[[NodeToLobby], None]
+
+
+class Lobby:
+    """A bound ROUTER socket; nothing is answered on it."""
+
+    def __init__(self, context: zmq.asyncio.Context, fleet_key: FleetKey | None) -> None:
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.maxmsgsize = _MAX_MESSAGE_BYTES
+        self._socket.linger = 0
+        if fleet_key is not None:
+            fleet_key.secure_server(self._socket)
+
+    def bind(self, host: str, port: int) -> int:
+        """Listen; port 0 is a free one. Returns the port. Raises ConfigError."""
+        bracketed = f"[{host}]" if ":" in host else host
+        if ":" in host:
+            self._socket.ipv6 = True
+        try:
+            self._socket.bind(f"tcp://{bracketed}:{port or '*'}")
+        except zmq.ZMQError as e:
+            raise ConfigError(f"the control port {host}:{port} cannot be bound: {e.strerror}") from e
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+
+    async def listen(self, listener: LobbyListener) -> None:
+        """Pass everything on, for ever."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                message = _decoder.decode(frames[-1])
+            except msgspec.DecodeError as e:
+                warn("lobby_message_dropped", reason=e)
+                continue
+            listener(message)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.close()

@@ -1,0 +1,333 @@
+"""Which nodes there are: dials them, checks that they fit together, notices when they are gone.
+
+    Member (an address)   DIALLING ──hello──▶ ALIVE ──closed, silent──▶ LOST ──1 s──▶ dialled again
+                             └──layout differs──▶ REFUSED ──5 s──▶ dialled again          (new identity)
+
+A node that announced itself (`Join`) and is lost for long is forgotten: it will announce itself again. One that
+was named on the command line is dialled for ever. A restarted node is a new incarnation, that is a new node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import zmq.asyncio
+
+from router.conversation import Conversation, NodeEvents, NodeLeft, Timing
+from router.liveness import Liveness
+from router.node_link import LiveNode, NodeLink, Refusal
+from shared.errors import LinkError
+from shared.log import crash, event, warn
+from shared.protocol.messages import (
+    Flush,
+    Flushed,
+    Join,
+    KVLayout,
+    LoadFailed,
+    Loading,
+    NodeHello,
+    NodeRef,
+    NodeToLobby,
+    Peers,
+    Role,
+)
+
+if TYPE_CHECKING:
+    from shared.protocol.security import FleetKey
+
+_MAX_MEMBERS = 1024
+
+
+class MemberState(StrEnum):
+    """How a member stands with this router."""
+
+    DIALLING = "dialling"
+    ALIVE = "alive"
+    LOST = "lost"
+    REFUSED = "refused"
+    LEFT = "left"
+
+
+@dataclass(eq=False)
+class Member:
+    """An address that is dialled. `pinned` ones were named by the operator and are never forgotten."""
+
+    address: str
+    role: Role
+    pinned: bool
+    state: MemberState = MemberState.DIALLING
+    reason: str = ""
+    retired: str = ""
+    node_id: str = ""
+    node: LiveNode | None = None
+    since: float = 0.0
+    task: asyncio.Task[None] | None = None
+
+
+class Membership:
+    """All members. Runs on the router's loop; `close` ends every task and socket."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        *,
+        incarnation: str,
+        fleet_key: FleetKey | None,
+        timing: Timing,
+    ) -> None:
+        self._context = context
+        self._incarnation = incarnation
+        self._fleet_key = fleet_key
+        self._timing = timing
+        self._events: NodeEvents | None = None
+        self.loading: dict[str, Loading] = {}
+        self._members: list[Member] = []
+        self._dials = itertools.count(1)
+        self._calls = itertools.count(1)
+        self._flushes: dict[int, asyncio.Future[bool]] = {}
+        self._fingerprint: str | None = None
+        self._change = asyncio.Event()
+        self._closed = False
+
+    # ---------------------------------------------------------------------------------------- reading
+    @property
+    def members(self) -> Sequence[Member]:
+        """Everyone who is dialled, dead or alive."""
+        return self._members
+
+    def live(self, role: Role) -> list[LiveNode]:
+        """The nodes of a role that can be sent work now."""
+        return [node for node in self.all_live() if node.role is role]
+
+    def all_live(self) -> list[LiveNode]:
+        """The nodes of both roles that can be sent work now, longest-lived first."""
+        alive = [member for member in self._members if member.node is not None]
+        alive.sort(key=lambda member: member.since)
+        return [member.node for member in alive if member.node is not None]
+
+    def expects(self, role: Role) -> bool:
+        """True when the fleet has members of a role, even if none is alive."""
+        return any(member.role is role for member in self._members)
+
+    def why_none(self, role: Role) -> str:
+        """Why no node of `role` is alive, in one sentence."""
+        states = [
+            f"{member.node_id or member.address} is {member.state}"
+            + (f" ({member.reason})" if member.reason else "")
+            for member in self._members
+            if member.role is role
+        ]
+        return f"no {role} node can serve this now: {'; '.join(states) or 'none has joined'}"
+
+    async def changed(self) -> None:
+        """Until a member's state changes."""
+        await self._change.wait()
+
+    # --------------------------------------------------------------------------------------- changing
+    def report_to(self, events: NodeEvents) -> None:
+        """Tell `events` what nodes say; before the first `dial`."""
+        self._events = events
+
+    def dial(self, address: str, role: Role, *, pinned: bool, node_id: str = "") -> None:
+        """Keep a connection to `address` from now on."""
+        if self._closed or any(member.address == address for member in self._members):
+            return
+        if len(self._members) >= _MAX_MEMBERS:
+            warn("member_ignored", address=address, members=len(self._members))
+            return
+        member = Member(address, role, pinned, node_id=node_id, since=time.monotonic())
+        member.task = asyncio.create_task(self._keep_dialled(member), name=f"member {address}")
+        self._members.append(member)
+
+    def on_lobby(self, message: NodeToLobby) -> None:
+        """A node arrives by itself (this is a `lobby.LobbyListener`); `loading` is kept for /health."""
+        match message:
+            case Loading(node_id) if node_id in self.loading or len(self.loading) < _MAX_MEMBERS:
+                self.loading[node_id] = message
+            case LoadFailed(node_id, _, reason):
+                self.loading.pop(node_id, None)
+                warn("node_failed_to_load", node=node_id, reason=reason)
+            case Join(node, role):
+                self._join(node, role)
+        self._signal()
+
+    def retire(self, node_id: str, reason: str) -> None:
+        """Never dial a node again that is known to be gone for good; it stays in /health, as lost."""
+        self.loading.pop(node_id, None)
+        for member in [m for m in self._members if m.node_id == node_id]:
+            member.retired = reason
+            if member.node is not None:
+                member.node.link.lose(reason)
+            elif member.task is not None:
+                member.task.cancel()
+                self._set(member, MemberState.LOST, reason)
+
+    async def flush(self, timeout_s: float) -> dict[str, bool]:
+        """Empty every node's RadixCache; False for a node that was busy or did not answer."""
+        asked: dict[str, asyncio.Future[bool]] = {}
+        calls: list[int] = []
+        for node in self.all_live():
+            calls.append(next(self._calls))
+            asked[node.ref.node_id] = self._flushes[calls[-1]] = asyncio.get_running_loop().create_future()
+            node.send(Flush(calls[-1]))
+        try:
+            if asked:
+                await asyncio.wait(asked.values(), timeout=timeout_s)
+            return {name: answer.done() and answer.result() for name, answer in asked.items()}
+        finally:
+            for call_id in calls:
+                self._flushes.pop(call_id, None)
+
+    async def refresh(self, timeout_s: float) -> None:
+        """Ask every node for its load; one that does not answer in time keeps its last."""
+        asked = [asyncio.create_task(node.refresh()) for node in self.all_live()]
+        if asked:
+            _, late = await asyncio.wait(asked, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+
+    async def close(self) -> None:
+        """Close every connection, and dial nobody any more."""
+        self._closed = True
+        tasks = [member.task for member in self._members if member.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._members.clear()
+
+    # ------------------------------------------------------------------------------------- one member
+    def _join(self, ref: NodeRef, role: Role) -> None:
+        """Joins are repeated until the node is dialled, so this is usually no news."""
+        for member in self._members:
+            moved = member.node_id == ref.node_id and member.address != ref.address
+            if moved and member.node is None and not member.pinned:
+                self._forget(member)  # restarted elsewhere
+                break
+        self.dial(ref.address, role, pinned=False, node_id=ref.node_id)
+
+    async def _keep_dialled(self, member: Member) -> None:
+        while True:
+            pause_s = self._timing.redial_s
+            try:
+                await self._one_connection(member)
+            except NodeLeft as e:
+                self._set(member, MemberState.LEFT, str(e))
+            except Refusal as e:
+                self._set(member, MemberState.REFUSED, str(e))
+                pause_s = self._timing.redial_refused_s
+            except LinkError as e:
+                self._set(member, MemberState.LOST, str(e))
+            except Exception:
+                crash("member_task", address=member.address)
+                self._set(member, MemberState.LOST, "internal error")
+            if member.retired:
+                self._set(member, MemberState.LOST, member.retired)
+                return
+            if not member.pinned and self._is_stale(member):
+                self._forget(member)
+                return
+            await asyncio.sleep(pause_s)
+
+    async def _one_connection(self, member: Member) -> None:
+        """Dial, listen, and raise LinkError with the reason of the end."""
+        identity = f"router|{self._incarnation}|{next(self._dials)}"
+        link = NodeLink(self._context, member.address, identity, self._fleet_key)
+        try:
+            hello = await link.hello(self._incarnation, self._timing.hello_s)
+            self._check(member, hello)
+            events = self._events
+            assert events is not None, "report_to comes before the first dial"
+            node = self._admit(member, hello, link)
+            reason = "closed"
+            try:
+                await Conversation(node, events, self._timing, self._on_flushed).run()
+            except LinkError as e:
+                reason = str(e)
+                raise
+            finally:
+                self._drop(member, node, events, reason)
+        finally:
+            link.close()
+
+    def _check(self, member: Member, hello: NodeHello) -> None:
+        """Refuse what does not fit, by the name of the field."""
+        member.node_id = hello.node.node_id
+        if hello.role is not member.role:
+            raise Refusal(f"role: expected a {member.role} node, it is a {hello.role} node")
+        live = self.all_live()
+        if any(node.ref.node_id == hello.node.node_id for node in live):
+            raise Refusal(f"node_id: {hello.node.node_id} is already here, under another address")
+        if self._fingerprint not in (None, hello.layout.fingerprint):
+            raise Refusal(f"fingerprint: {hello.layout.fingerprint} is not the model that is served here")
+        if live:
+            raise_if_different(live[0].hello.layout, hello.layout)
+
+    def _admit(self, member: Member, hello: NodeHello, link: NodeLink) -> LiveNode:
+        now = time.monotonic()
+        liveness = Liveness(now, timeout_s=self._timing.node_timeout_s, interval_s=self._timing.ping_s)
+        node = LiveNode(hello, link, liveness)
+        self._fingerprint = hello.layout.fingerprint
+        member.node = node
+        self.loading.pop(node.ref.node_id, None)
+        self._set(member, MemberState.ALIVE, "")
+        self._announce_peers(hello.role, node)
+        return node
+
+    def _drop(self, member: Member, node: LiveNode, events: NodeEvents, reason: str) -> None:
+        member.node = None
+        events.on_node_lost(node, reason)
+        self._announce_peers(node.role, None)
+
+    def _announce_peers(self, changed: Role, joined: LiveNode | None) -> None:
+        """Prefill nodes hold links to all live decode nodes: tell them when that set changes, or they are new."""
+        decode_nodes: tuple[NodeRef, ...] = tuple(node.ref for node in self.live(Role.DECODE))
+        told = self.live(Role.PREFILL) if changed is Role.DECODE else [joined] if joined else []
+        for node in told:
+            node.send(Peers(decode_nodes))
+
+    def _on_flushed(self, flushed: Flushed) -> None:
+        waiting = self._flushes.pop(flushed.call_id, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(flushed.ok)
+
+    def _set(self, member: Member, state: MemberState, reason: str) -> None:
+        news = (state, reason) != (member.state, member.reason)
+        if state is MemberState.ALIVE or (state is not member.state and member.state is MemberState.ALIVE):
+            member.since = time.monotonic()
+        member.state, member.reason = state, reason
+        if news:
+            fields: dict[str, object] = {"node": member.node_id or "?", "address": member.address}
+            if reason:
+                fields["reason"] = reason
+            level = logging.INFO if state is MemberState.ALIVE else logging.WARNING
+            event(f"{member.role}_node_{state}", level=level, **fields)
+        self._signal()
+
+    def _is_stale(self, member: Member) -> bool:
+        return member.state is MemberState.LEFT or time.monotonic() - member.since > self._timing.forget_s
+
+    def _forget(self, member: Member) -> None:
+        event("node_forgotten", node=member.node_id or "?", address=member.address)
+        self._members.remove(member)
+        if member.task is not None and member.task is not asyncio.current_task():
+            member.task.cancel()
+        self._signal()
+
+    def _signal(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+
+def raise_if_different(ours: KVLayout, theirs: KVLayout) -> None:
+    """Refuse a layout that differs, by the name of the first such field."""
+    for field in KVLayout.__struct_fields__:
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if mine != other:
+            raise Refusal(f"{field}: the fleet has {mine!r}, this node has {other!r}")

@@ -1,0 +1,122 @@
+"""The sampling fields of a request, native and OpenAI names alike, checked and split between node and router."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from router.fields import Fields
+from shared.errors import RequestError
+from shared.protocol.sampling_params import MAX_SEED, SamplingParams
+
+MAX_CHOICES = 128
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+_MAX_STOP_IDS = 1024
+_MAX_TOKENS = 2**31 - 1
+_ANY_COUNT = 10**30
+# Below this, dividing logits by the temperature overflows; the most likely token is what was meant.
+_SMALLEST_TEMPERATURE = 1e-6
+_LATER = "not supported yet"
+
+_FEATURES_TO_COME: Mapping[str, Sequence[object]] = {
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "stop_regex": ("", []),
+    "logit_bias": ({},),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "custom_params": ({},),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What a client asked for. `params` goes to the nodes; the rest is done here, where the text is."""
+
+    params: SamplingParams
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+
+    def choice(self, index: int) -> SamplingParams:
+        """The node's part for choice `index` of n: the seeds of choices follow each other."""
+        return msgspec.structs.replace(self.params, seed=(self.params.seed + index) & MAX_SEED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """What an API calls the fields whose names differ, and its default length."""
+
+    max_new_tokens: Sequence[str]
+    min_new_tokens: str
+    seed: str
+    default_max_new_tokens: int
+
+
+NATIVE = Dialect(
+    max_new_tokens=("max_new_tokens",),
+    min_new_tokens="min_new_tokens",
+    seed="sampling_seed",
+    default_max_new_tokens=128,
+)
+
+
+def read_sampling(fields: Fields, dialect: Dialect, vocab_size: int) -> Sampling:
+    """Check every field. A missing seed is drawn here, so that whichever node samples, samples the same."""
+    fields.refuse(_FEATURES_TO_COME, _LATER)
+    temperature = fields.number("temperature", 1.0, low=0.0, high=1e6)
+    max_new_tokens = _max_new_tokens(fields, dialect)
+    min_new_tokens = fields.integer(dialect.min_new_tokens, 0, low=0, high=_ANY_COUNT)
+    if min_new_tokens > max_new_tokens:
+        raise fields.wrong(dialect.min_new_tokens, f"at most the maximum of new tokens, {max_new_tokens}")
+    seed = fields.optional_integer(dialect.seed, low=-MAX_SEED - 1, high=MAX_SEED)
+    # Whether spaces go between special tokens only mattered to slow tokenizers; both values are served alike.
+    fields.boolean("spaces_between_special_tokens", True)
+    return Sampling(
+        params=SamplingParams(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            temperature=0.0 if temperature < _SMALLEST_TEMPERATURE else temperature,
+            top_p=fields.number("top_p", 1.0, low=0.0, high=1.0, above_low=True),
+            top_k=_top_k(fields),
+            min_p=fields.number("min_p", 0.0, low=0.0, high=1.0),
+            stop_token_ids=fields.integers(
+                "stop_token_ids", low=0, high=vocab_size - 1, max_count=_MAX_STOP_IDS
+            ),
+            ignore_eos=fields.boolean("ignore_eos", False),
+            seed=secrets.randbelow(MAX_SEED) if seed is None else seed & MAX_SEED,
+        ),
+        n=fields.integer("n", 1, low=1, high=MAX_CHOICES),
+        stop=fields.strings("stop", max_count=MAX_STOPS, max_chars=MAX_STOP_CHARS),
+        no_stop_trim=fields.boolean("no_stop_trim", False),
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+    )
+
+
+def _max_new_tokens(fields: Fields, dialect: Dialect) -> int:
+    for name in dialect.max_new_tokens:
+        asked = fields.optional_integer(name, low=0, high=_ANY_COUNT)
+        if asked is not None:
+            return min(asked, _MAX_TOKENS)  # clipped to context and pool where it is dispatched
+    return dialect.default_max_new_tokens
+
+
+def _top_k(fields: Fields) -> int:
+    top_k = fields.integer("top_k", -1, low=-1, high=_ANY_COUNT)
+    if top_k == 0:
+        raise fields.wrong("top_k", "-1 (all tokens) or at least 1")
+    return min(top_k, _MAX_TOKENS)
+
+
+def check_batch_size(num_sequences: int, limit: int) -> None:
+    """Refuse a request that stands for too many sequences."""
+    if num_sequences > limit:
+        raise RequestError(f"{num_sequences} sequences in one request; at most {limit} are taken")

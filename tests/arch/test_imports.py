@@ -1,0 +1,105 @@
+"""Who may import whom: the contracts of pyproject.toml, and what must not be loaded at all, each in a fresh process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+def loaded_after(module: str, *unwanted: str) -> list[str]:
+    """Which of `unwanted` are loaded by importing `module` in a process of its own."""
+    code = f"import sys, {module}; print(*sorted({set(unwanted)!r} & set(sys.modules)))"
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_the_import_contracts_hold() -> None:
+    """As `lint-imports` on the command line, without its cache."""
+    done = run_python("from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_package_is_under_the_contracts_and_in_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = set(project["tool"]["setuptools"]["packages"])
+    roots = set(project["tool"]["importlinter"]["root_packages"])
+    assert {package.split(".")[0] for package in listed} == roots
+    on_disk = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for root in roots
+        for path in (ROOT / root).rglob("__init__.py")
+    }
+    assert on_disk == listed
+    layers = project["tool"]["importlinter"]["contracts"][2]["layers"]
+    layered = {name.strip() for layer in layers for name in layer.split("|")}
+    assert layered == {
+        f"shared.{path.stem}"
+        for path in (ROOT / "shared").iterdir()
+        if (path / "__init__.py").exists() or (path.suffix == ".py" and path.stem != "__init__")
+    }
+
+
+def router_modules() -> list[str]:
+    return [
+        "router" if path.stem == "__init__" else f"router.{path.stem}"
+        for path in sorted((ROOT / "router").glob("*.py"))
+        if path.stem != "__main__"
+    ]
+
+
+def test_the_router_never_loads_torch() -> None:
+    modules = router_modules()
+    assert modules
+    assert loaded_after(", ".join(modules), "torch", "triton", "transformers") == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "shared.protocol.channel",
+        "shared.protocol.lobby",
+        "shared.protocol.messages",
+        "shared.protocol.router_port",
+        "shared.cli",
+        "shared.log",
+        "shared.timeline",
+        "shared.kvcache.allocator",
+        "shared.kvcache.radix_cache",
+        "shared.model.files",
+    ],
+)
+def test_without_torch(module: str) -> None:
+    assert loaded_after(module, "torch", "triton", "transformers") == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "shared.scheduling.batcher",
+        "shared.scheduling.admission",
+        "shared.scheduling.commit",
+        "shared.kvcache.ledger",
+        "shared.kvcache.audit",
+        "prefill_node.scheduler",
+        "decode_node.scheduler",
+    ],
+)
+def test_the_scheduler_needs_neither_triton_nor_transformers(module: str) -> None:
+    assert loaded_after(module, "triton", "transformers") == []
+
+
+def test_a_loaded_torch_would_be_seen() -> None:
+    assert loaded_after("shared.kvcache.pools", "torch") == ["torch"]

@@ -1,0 +1,176 @@
+"""Where a sequence begins and ends: resumed attempts, lengths, EOS and stop ids, on one node and on two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shared.protocol.messages import Finish
+from shared.protocol.sampling_params import SamplingParams
+from tests.cluster import Cluster
+from tests.golden.references import EOS_IDS, Zoo, reference_tokens
+from tests.golden.serving import GREEDY, Client, node_config, split, unsplit
+
+TOPOLOGIES = {"1P1D": split, "0P1D": unsplit}
+topology = pytest.mark.parametrize("topology", TOPOLOGIES)
+overlap = pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])
+
+
+def start(topology: str, folder: Path, **options: object) -> Cluster:
+    return TOPOLOGIES[topology](node_config(folder, **options))  # type: ignore[arg-type]
+
+
+def params(**changes: object) -> SamplingParams:
+    return msgspec.structs.replace(GREEDY, **changes)
+
+
+@topology
+@overlap
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("num_known", [1, 5, 31])
+def test_a_resumed_request_goes_on_where_it_was(
+    zoo: Zoo, llama: Path, topology: str, overlap: bool, page_size: int, num_known: int
+) -> None:
+    expected = zoo.greedy("llama", 3)
+    with start(topology, llama, page_size=page_size, overlap=overlap) as cluster:
+        key = Client(cluster).submit(zoo.prompts("llama")[3], output_ids=expected[:num_known])
+        cluster.run_all()
+        assert cluster.tokens(key) == expected
+        assert cluster.router.answers[key].finish == Finish("length")
+        cluster.assert_idle()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_whole_prompt_cached_on_the_decode_node_moves_no_page(
+    zoo: Zoo, llama: Path, page_size: int
+) -> None:
+    ids = zoo.prompts("llama")[1]  # 80 tokens: whole pages
+    with start("1P1D", llama, page_size=page_size) as cluster:
+        client = Client(cluster)
+        client.leave_prefix("d0", ids)
+        key = client.submit(ids)
+        cluster.run_all()
+        assert cluster.tokens(key) == zoo.greedy("llama", 1)
+        assert cluster.router.answers[key].reports[-1].kv_pages_transferred == 0
+        cluster.assert_idle()
+
+
+@topology
+@pytest.mark.parametrize("num_prompts", [1, 8])
+def test_without_a_radix_cache_retracted_requests_are_computed_anew(
+    zoo: Zoo, llama: Path, topology: str, num_prompts: int
+) -> None:
+    with start(topology, llama, retract_every=3, disable_radix_cache=True) as cluster:
+        tokens = Client(cluster).tokens(zoo.prompts("llama")[:num_prompts])
+        assert tokens == [zoo.greedy("llama", i) for i in range(num_prompts)]
+        assert cluster.nodes["d0"].scheduler.batcher.num_retractions > 0
+
+
+@overlap
+def test_one_token_through_the_prefill_node_alone(zoo: Zoo, llama: Path, overlap: bool) -> None:
+    with start("1P1D", llama, overlap=overlap) as cluster:
+        key = Client(cluster).submit_to("p0", zoo.prompts("llama")[0], params(max_new_tokens=1))
+        cluster.run_all()
+        answer = cluster.router.answers[key]
+        assert (answer.token_ids, answer.finish) == (zoo.greedy("llama", 0)[:1], Finish("length"))
+        cluster.assert_idle()
+
+
+@overlap
+def test_no_token_through_the_prefill_node_alone(zoo: Zoo, llama: Path, overlap: bool) -> None:
+    with start("1P1D", llama, overlap=overlap) as cluster:
+        key = Client(cluster).submit_to("p0", zoo.prompts("llama")[0], params(max_new_tokens=0))
+        cluster.run_all()
+        answer = cluster.router.answers[key]
+        assert (answer.token_ids, answer.finish) == ([], Finish("length"))
+        cluster.assert_idle()
+        # It was computed: the next request finds it.
+        key = Client(cluster).submit_to("p0", zoo.prompts("llama")[0], params(max_new_tokens=1))
+        cluster.run_all()
+        assert cluster.router.answers[key].reports[0].cached_tokens == 48
+
+
+@overlap
+def test_the_prefill_node_ends_a_request_of_one_token_for_both(zoo: Zoo, llama: Path, overlap: bool) -> None:
+    with start("1P1D", llama, overlap=overlap) as cluster:
+        key = Client(cluster).submit(zoo.prompts("llama")[0], params(max_new_tokens=1))
+        cluster.run_all()
+        answer = cluster.router.answers[key]
+        assert (answer.token_ids, answer.finish) == (zoo.greedy("llama", 0)[:1], Finish("length"))
+        cluster.assert_idle()
+
+
+@topology
+@overlap
+@pytest.mark.parametrize("position", [0, 1, 9])
+def test_eos_ends_the_request(zoo: Zoo, topology: str, overlap: bool, position: int) -> None:
+    """Position 0 is the prefill node's token; under overlap a step too many has been launched behind each."""
+    expected, eos = until_first(zoo.greedy("llama", 2), position)
+    with start(topology, zoo.with_eos("llama", [511, eos]), overlap=overlap) as cluster:
+        client = Client(cluster)
+        key = client.submit(zoo.prompts("llama")[2], params(ignore_eos=False))
+        ignoring = client.submit(zoo.prompts("llama")[2], params(ignore_eos=True))
+        cluster.run_all()
+        answer = cluster.router.answers[key]
+        assert (answer.token_ids, answer.finish) == (expected, Finish("stop", eos))
+        assert cluster.tokens(ignoring) == zoo.greedy("llama", 2)
+        assert cluster.router.answers[ignoring].finish == Finish("length")
+        cluster.assert_idle()
+
+
+@topology
+@pytest.mark.parametrize("position", [0, 6])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_stop_token_ids_end_the_request(
+    zoo: Zoo, llama: Path, topology: str, position: int, ignore_eos: bool
+) -> None:
+    expected, stop = until_first(zoo.greedy("llama", 4), position)
+    with start(topology, llama) as cluster:
+        key = Client(cluster).submit(
+            zoo.prompts("llama")[4], params(stop_token_ids=(510, stop), ignore_eos=ignore_eos)
+        )
+        cluster.run_all()
+        answer = cluster.router.answers[key]
+        assert (answer.token_ids, answer.finish) == (expected, Finish("stop", stop))
+        cluster.assert_idle()
+
+
+@topology
+@pytest.mark.parametrize("min_new_tokens", [1, 4, 20])
+def test_min_new_tokens_masks_every_end(zoo: Zoo, topology: str, min_new_tokens: int) -> None:
+    greedy = zoo.greedy("llama", 2)
+    eos_ids, stops = (greedy[0], greedy[2]), (greedy[1], greedy[3])
+    folder = zoo.with_eos("llama", eos_ids)
+    wanted = params(min_new_tokens=min_new_tokens, stop_token_ids=stops, ignore_eos=False)
+    expected = reference_tokens(folder, zoo.prompts("llama")[2], wanted, eos_ids)
+    with start(topology, folder) as cluster:
+        (tokens,) = Client(cluster).tokens([zoo.prompts("llama")[2]], wanted)
+    assert tokens == expected
+    assert min_new_tokens < len(tokens)
+    assert not set(tokens[:min_new_tokens]) & {*eos_ids, *stops}
+
+
+@topology
+def test_min_new_tokens_counts_what_an_earlier_attempt_produced(zoo: Zoo, topology: str) -> None:
+    greedy = zoo.greedy("llama", 2)
+    folder = zoo.with_eos("llama", (greedy[0],))
+    wanted = params(min_new_tokens=6, ignore_eos=False)
+    expected = reference_tokens(folder, zoo.prompts("llama")[2], wanted, (greedy[0],))
+    with start(topology, folder) as cluster:
+        key = Client(cluster).submit(zoo.prompts("llama")[2], wanted, output_ids=expected[:3])
+        cluster.run_all()
+        assert cluster.tokens(key) == expected
+        cluster.assert_idle()
+
+
+def test_the_random_models_name_two_ends_of_sequence(llama: Path) -> None:
+    with start("0P1D", llama) as cluster:
+        assert cluster.nodes["d0"].engine.eos_token_ids == frozenset(EOS_IDS)
+
+
+def until_first(tokens: list[int], position: int) -> tuple[list[int], int]:
+    """The outputs when the token at `position`, or an equal one before it, ends the request."""
+    end = tokens[position]
+    return tokens[: tokens.index(end) + 1], end

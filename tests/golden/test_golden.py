@@ -1,0 +1,150 @@
+"""Greedy tokens of 1 prefill + 1 decode == of one node == of a plain transformers loop, in float32.
+
+The factors are covered pairwise: every two values of any two factors meet in some case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from itertools import combinations, product
+
+import pytest
+
+from shared.config import NodeConfig
+from tests.cluster import Cluster
+from tests.golden.references import MODELS, NUM_NEW, NUM_PROMPTS, Zoo
+from tests.golden.serving import Client, node_config, split, unsplit
+
+P_PREFIX, D_PREFIX = 37, 53
+"""Tokens of each prompt that P and D have computed before, where the case says so."""
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    page_size: int
+    chunk: int
+    overlap: bool
+    prefix: str
+    retract_every: int
+    num_reqs: int
+
+    def __str__(self) -> str:
+        overlap = "overlap" if self.overlap else "serial"
+        retract = f"-retract{self.retract_every}" if self.retract_every else ""
+        return (
+            f"{self.model}-page{self.page_size}-chunk{self.chunk}-{overlap}-hit_{self.prefix}"
+            f"{retract}-reqs{self.num_reqs}"
+        )
+
+
+FACTORS: dict[str, tuple[object, ...]] = {
+    "model": MODELS,
+    "page_size": (1, 16),
+    "chunk": (20, 23),  # divides every prompt, divides none
+    "overlap": (True, False),
+    "prefix": ("none", "p", "d", "both"),
+    "retract_every": (0, 3),
+    "num_reqs": (1, NUM_PROMPTS),
+}
+
+
+def pairs(values: tuple[object, ...]) -> set[tuple[int, object, int, object]]:
+    return {(i, values[i], j, values[j]) for i, j in combinations(range(len(values)), 2)}
+
+
+def pairwise() -> list[Case]:
+    """Greedily the case that covers most pairs not covered yet; the order of `product` breaks ties."""
+    candidates = [(values, pairs(values)) for values in product(*FACTORS.values())]
+    open_pairs = set().union(*(covered for _, covered in candidates))
+    cases: list[Case] = []
+    while open_pairs:
+        values, covered = max(candidates, key=lambda candidate: len(candidate[1] & open_pairs))
+        open_pairs -= covered
+        cases.append(Case(*values))  # type: ignore[arg-type]
+    return cases
+
+
+CASES = pairwise()
+
+
+def test_the_cases_cover_every_pair() -> None:
+    names = [field.name for field in fields(Case)]
+    assert names == list(FACTORS)
+    for a, b in combinations(names, 2):
+        met = {(getattr(case, a), getattr(case, b)) for case in CASES}
+        assert met == set(product(FACTORS[a], FACTORS[b])), (a, b)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_reference_outputs_are_diverse(zoo: Zoo, model: str) -> None:
+    """At least 10 distinct tokens in 32; of the built-in model, which has learnt to repeat itself, nearly always."""
+    outputs = [zoo.greedy(model, i) for i in range(NUM_PROMPTS)]
+    num_dull = sum(len(set(tokens)) < 10 for tokens in outputs)
+    assert num_dull <= (NUM_PROMPTS // 8 if model == "builtin" else 0)
+    assert len({tuple(tokens) for tokens in outputs}) == NUM_PROMPTS
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_split_equals_reference(zoo: Zoo, case: Case) -> None:
+    config = config_of(zoo, case)
+    prompts = zoo.prompts(case.model)[: case.num_reqs]
+    with split(config) as cluster:
+        client = Client(cluster)
+        p_hit = leave_prefixes(client, "p0", prompts, P_PREFIX) if case.prefix in ("p", "both") else 0
+        d_hit = leave_prefixes(client, "d0", prompts, D_PREFIX) if case.prefix in ("d", "both") else 0
+        keys = [client.submit(ids) for ids in prompts]
+        cluster.run_all()
+        for i, key in enumerate(keys):
+            assert cluster.tokens(key) == zoo.greedy(case.model, i), f"prompt {i}"
+            on_prefill, at_finish = cluster.router.answers[key].reports
+            moved = -(-len(prompts[i]) // case.page_size) - d_hit // case.page_size
+            assert on_prefill.cached_tokens == p_hit
+            assert at_finish.kv_pages_transferred == moved
+            assert at_finish.kv_bytes_transferred == moved * page_nbytes(cluster)
+        check_retractions(cluster, case)
+        cluster.assert_idle()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_unsplit_equals_reference(zoo: Zoo, case: Case) -> None:
+    config = config_of(zoo, case)
+    prompts = zoo.prompts(case.model)[: case.num_reqs]
+    with unsplit(config) as cluster:
+        client = Client(cluster)
+        hit = leave_prefixes(client, "d0", prompts, D_PREFIX) if case.prefix in ("d", "both") else 0
+        keys = [client.submit(ids) for ids in prompts]
+        cluster.run_all()
+        for i, key in enumerate(keys):
+            assert cluster.tokens(key) == zoo.greedy(case.model, i), f"prompt {i}"
+            (report,) = cluster.router.answers[key].reports
+            assert report.cached_tokens == hit or (report.num_retractions and report.cached_tokens >= hit)
+            assert report.kv_pages_transferred == 0
+        check_retractions(cluster, case)
+        cluster.assert_idle()
+
+
+def config_of(zoo: Zoo, case: Case) -> NodeConfig:
+    options = {
+        name: value for name, value in asdict(case).items() if name in ("page_size", "chunk", "overlap")
+    }
+    return node_config(zoo.folder(case.model), retract_every=case.retract_every, **options)
+
+
+def leave_prefixes(client: Client, node: str, prompts: list[list[int]], length: int) -> int:
+    """Every prompt's first `length` tokens are computed on `node`; returns how many of them a match finds."""
+    for ids in prompts:
+        client.leave_prefix(node, ids[:length])
+    page_size = client.cluster.nodes[node].engine.ledger.page_size
+    return length // page_size * page_size
+
+
+def page_nbytes(cluster: Cluster) -> int:
+    """K and V of one page of all layers, float32."""
+    layout = cluster.nodes["d0"].engine.layout
+    return 2 * layout.num_layers * layout.num_kv_heads * layout.page_size * layout.head_dim * 4
+
+
+def check_retractions(cluster: Cluster, case: Case) -> None:
+    count = cluster.nodes["d0"].scheduler.batcher.num_retractions
+    assert count >= NUM_NEW // 4 if case.retract_every else count == 0

@@ -1,0 +1,89 @@
+"""Pages that are gathered on one node and scattered on another are the same pages, whatever their type and shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.kvcache.pools import TokenToKVPool
+
+NUM_LAYERS = 4
+POOLS = [
+    (page_size, dtype, K, D)
+    for page_size in (1, 3, 16)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+    for K, D in ((2, 32), (1, 3))  # 3 elements of 1 or 2 bytes: pages that are no multiple of 8 bytes
+]
+
+
+def make_pool(page_size: int, dtype: torch.dtype, K: int, D: int, num_pages: int = 9) -> TokenToKVPool:
+    return TokenToKVPool(
+        num_pages=num_pages,
+        page_size=page_size,
+        num_layers=NUM_LAYERS,
+        num_kv_heads=K,
+        head_dim=D,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+
+
+def fill(pool: TokenToKVPool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    raw = pool.buffer_LSNHPD.view(torch.uint8)
+    raw.copy_(torch.randint(0, 256, raw.shape, generator=generator, dtype=torch.uint8))
+
+
+def raw_pages(pool: TokenToKVPool) -> torch.Tensor:
+    """[layer, K or V, page, bytes]."""
+    return pool.buffer_LSNHPD.flatten(3).view(torch.uint8)
+
+
+@pytest.mark.parametrize(("page_size", "dtype", "K", "D"), POOLS)
+@pytest.mark.parametrize("layers", [(0, NUM_LAYERS), (1, 2), (3, 1)], ids=str)
+def test_round_trip(page_size: int, dtype: torch.dtype, K: int, D: int, layers: tuple[int, int]) -> None:
+    source, target = (make_pool(page_size, dtype, K, D) for _ in range(2))
+    fill(source, 1)
+    fill(target, 2)
+    before = raw_pages(target).clone()
+    from_pages, to_pages = [7, 1, 4], [2, 8, 3]
+    first, count = layers
+    out = torch.empty(source.gather_nbytes(3, count), dtype=torch.uint8)
+    source.gather(from_pages, first, count, out)
+    target.scatter(to_pages, first, count, out)
+    expected = before
+    expected[first : first + count, :, to_pages] = raw_pages(source)[first : first + count, :, from_pages]
+    assert torch.equal(raw_pages(target), expected)
+
+
+def test_a_gather_is_layer_major_with_k_before_v() -> None:
+    pool = make_pool(3, torch.float32, 2, 8)
+    fill(pool, 3)
+    out = torch.empty(pool.gather_nbytes(2, 2), dtype=torch.uint8)
+    pool.gather([5, 2], 1, 2, out)
+    parts = [raw_pages(pool)[layer, kv, page] for layer in (1, 2) for kv in (0, 1) for page in (5, 2)]
+    assert torch.equal(out, torch.cat(parts))
+
+
+def test_sizes_are_exact() -> None:
+    pool = make_pool(16, torch.bfloat16, 2, 32)
+    assert pool.page_nbytes == 16 * 2 * 32 * 2
+    assert pool.gather_nbytes(5, 3) == 2 * 3 * 5 * pool.page_nbytes
+    k, v = pool.layer_kv(2)
+    assert k.shape == v.shape == (9, 2, 16, 32)
+    assert k.data_ptr() != v.data_ptr()
+
+
+def test_a_head_range_of_a_page_is_contiguous() -> None:
+    pool = make_pool(16, torch.float32, 4, 8)
+    k, _ = pool.layer_kv(1)
+    assert k[3].is_contiguous()
+    assert k[3, 1:3].is_contiguous()
+
+
+def test_layer_views_write_into_the_gathered_pages() -> None:
+    pool = make_pool(1, torch.float32, 1, 2)
+    pool.layer_kv(3)[1][5] = 7.0
+    out = torch.empty(pool.gather_nbytes(1, 1), dtype=torch.uint8)
+    pool.gather([5], 3, 1, out)
+    assert out.view(torch.float32).tolist() == [0.0, 0.0, 7.0, 7.0]

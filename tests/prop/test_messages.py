@@ -1,0 +1,157 @@
+"""Every message of every link survives its encoding, and what is no message of a link is refused by it."""
+
+from __future__ import annotations
+
+import operator
+import typing
+from functools import reduce
+from types import UnionType
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from shared.protocol import messages
+from shared.protocol.messages import (
+    DecodeToPrefill,
+    NodeToLobby,
+    NodeToRouter,
+    PrefillToDecode,
+    Record,
+    RouterToNode,
+    Struct,
+)
+from shared.protocol.sampling_params import SamplingParams
+
+UNIONS: dict[str, UnionType] = {
+    "RouterToNode": RouterToNode,
+    "NodeToRouter": NodeToRouter,
+    "NodeToLobby": NodeToLobby,
+    "PrefillToDecode": PrefillToDecode,
+    "DecodeToPrefill": DecodeToPrefill,
+}
+ENCODER = msgspec.msgpack.Encoder()
+DECODERS = {name: msgspec.msgpack.Decoder(union) for name, union in UNIONS.items()}
+CASES = [(name, cls) for name, union in UNIONS.items() for cls in typing.get_args(union)]
+INT64 = st.integers(-(2**63), 2**64 - 1)
+
+every_message = pytest.mark.parametrize(
+    ("union", "cls"), CASES, ids=[f"{name}-{cls.__name__}" for name, cls in CASES]
+)
+
+
+def values(annotation: object) -> st.SearchStrategy[object]:
+    """Any value of a field's type."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return instances(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, messages.Role):
+        return st.sampled_from(messages.Role)
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is UnionType or origin is typing.Union:
+        return st.one_of([values(arg) for arg in args])
+    if origin is tuple:
+        return st.lists(values(args[0]), max_size=3).map(tuple)
+    if origin is dict:
+        return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
+    scalars: dict[object, st.SearchStrategy[object]] = {
+        str: st.text(max_size=8),
+        int: INT64,
+        float: st.floats(allow_nan=False),
+        bool: st.booleans(),
+        bytes: st.binary(max_size=8),
+        type(None): st.none(),
+    }
+    return scalars[annotation]
+
+
+def instances(cls: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
+    hints = typing.get_type_hints(cls)
+    return st.builds(cls, **{name: values(hints[name]) for name in cls.__struct_fields__})
+
+
+def strip(annotated: object) -> object:
+    return annotated
+
+
+@every_message
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_a_message_survives_the_wire(union: str, cls: type[Struct], data: st.DataObject) -> None:
+    message = data.draw(instances(cls))
+    decoded = DECODERS[union].decode(ENCODER.encode(message))
+    assert type(decoded) is cls
+    assert decoded == message
+
+
+@every_message
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_every_truncation_is_refused(union: str, cls: type[Struct], data: st.DataObject) -> None:
+    frame = ENCODER.encode(data.draw(instances(cls)))
+    for length in range(len(frame)):
+        with pytest.raises(msgspec.DecodeError):
+            DECODERS[union].decode(frame[:length])
+
+
+@every_message
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_a_link_refuses_messages_of_others(union: str, cls: type[Struct], data: st.DataObject) -> None:
+    frame = ENCODER.encode(data.draw(instances(cls)))
+    for other, decoder in DECODERS.items():
+        if cls in typing.get_args(UNIONS[other]):
+            continue
+        with pytest.raises(msgspec.ValidationError):
+            decoder.decode(frame)
+
+
+@given(noise=st.binary(max_size=64), union=st.sampled_from(sorted(UNIONS)))
+@settings(max_examples=300, deadline=None)
+def test_noise_is_refused_or_is_a_message(noise: bytes, union: str) -> None:
+    """Nothing else can come of bytes from a socket: no other exception, no other type."""
+    try:
+        decoded = DECODERS[union].decode(noise)
+    except msgspec.DecodeError:
+        return
+    assert isinstance(decoded, typing.get_args(UNIONS[union]))
+
+
+@every_message
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_a_damaged_frame_is_refused_or_is_a_message(
+    union: str, cls: type[Struct], data: st.DataObject
+) -> None:
+    frame = bytearray(ENCODER.encode(data.draw(instances(cls))))
+    at = data.draw(st.integers(0, len(frame) - 1))
+    frame[at] ^= data.draw(st.integers(1, 255))
+    test_noise_is_refused_or_is_a_message.hypothesis.inner_test(bytes(frame), union)  # type: ignore[attr-defined]
+
+
+def test_every_message_belongs_to_a_link() -> None:
+    declared = {
+        cls
+        for cls in vars(messages).values()
+        if isinstance(cls, type) and issubclass(cls, Struct) and cls is not Struct
+    }
+    assert declared == set(typing.get_args(reduce(operator.or_, UNIONS.values())))
+
+
+def test_messages_are_frozen_and_tagged_and_parts_are_not_tagged() -> None:
+    for cls in vars(messages).values():
+        if isinstance(cls, type) and issubclass(cls, (Struct, Record)):
+            assert cls.__struct_config__.frozen, cls
+            assert cls.__struct_config__.array_like, cls
+            assert (cls.__struct_config__.tag is not None) == issubclass(cls, Struct), cls
+
+
+def test_sampling_params_leave_defaults_off_the_wire() -> None:
+    assert msgspec.msgpack.decode(ENCODER.encode(SamplingParams(seed=5))) == {"seed": 5}
+
+
+def test_a_later_field_with_a_default_may_be_missing() -> None:
+    """What lets a node of the last version talk to one of this: only trailing fields with defaults are added."""
+    frame = ENCODER.encode(["Failed", ["router", "rid"], 500, "why"])
+    failed = DECODERS["NodeToRouter"].decode(frame)
+    assert failed == messages.Failed(messages.ReqKey("router", "rid", 0), 500, "why", None)

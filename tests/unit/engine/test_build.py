@@ -1,0 +1,190 @@
+"""Flags to sizes: what is chosen by itself, and refusals that name the flag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.engine.build import (
+    CPU_KV_CAP_BYTES,
+    FINGERPRINT_SAMPLE_BYTES,
+    build_engine,
+    fingerprint,
+    make_ledger,
+    resolve_context_length,
+    resolve_device,
+    resolve_dtype,
+    resolve_num_pages,
+)
+from shared.engine.forward_stream import CpuForwardStream
+from shared.errors import ConfigError
+from tests.modelzoo import make_model
+from tests.token_engine import token_model_config
+
+CPU = torch.device("cpu")
+MODEL = token_model_config()  # one layer, one KV head of 8: 64 bytes a token in float32
+FLOAT32 = torch.float32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "qwen2", num_hidden_layers=2)
+
+
+class TestDevice:
+    def test_auto_is_what_torch_sees(self) -> None:
+        assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+        assert resolve_device("cpu") == CPU
+
+    @pytest.mark.parametrize("name", ["gpu", "", "cuda:x", "mps", "meta"])
+    def test_others_are_refused(self, name: str) -> None:
+        with pytest.raises(ConfigError, match=f"--device {name}"):
+            resolve_device(name)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+    def test_cuda_without_a_gpu(self) -> None:
+        with pytest.raises(ConfigError, match="--device cuda:1: torch sees no GPU here"):
+            resolve_device("cuda:1")
+
+
+class TestDtype:
+    @pytest.mark.parametrize(
+        ("flag", "checkpoint", "device", "expected"),
+        [
+            ("auto", "bfloat16", "cpu", torch.bfloat16),
+            ("auto", "float32", "cpu", torch.float32),
+            ("auto", "float16", "cpu", torch.bfloat16),
+            ("auto", "float16", "cuda", torch.float16),
+            ("float16", "float32", "cpu", torch.float16),
+            ("float32", "bfloat16", "cuda", torch.float32),
+        ],
+    )
+    def test_choice(self, flag: str, checkpoint: str, device: str, expected: torch.dtype) -> None:
+        model = replace(MODEL, dtype=checkpoint)
+        assert resolve_dtype(ModelOptions(dtype=flag), model, torch.device(device)) is expected
+
+
+class TestContextLength:
+    def test_the_model_s_own_or_shorter(self) -> None:
+        assert resolve_context_length(ModelOptions(), MODEL) == 4096
+        assert resolve_context_length(ModelOptions(context_length=4096), MODEL) == 4096
+        assert resolve_context_length(ModelOptions(context_length=1), MODEL) == 1
+
+    def test_longer_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="--context-length 4097: the model was made for at most 4096"):
+            resolve_context_length(ModelOptions(context_length=4097), MODEL)
+
+
+class TestNumPages:
+    def test_from_max_total_tokens_rounded_down(self) -> None:
+        options = CacheOptions(page_size=16, max_total_tokens=100)
+        assert resolve_num_pages(options, MODEL, FLOAT32, CPU, 10) == 6
+
+    def test_too_few_tokens(self) -> None:
+        with pytest.raises(ConfigError, match=r"--max-total-tokens 31: at least two pages of 16 .*--page-size"):
+            resolve_num_pages(CacheOptions(page_size=16, max_total_tokens=31), MODEL, FLOAT32, CPU, 10)
+        assert resolve_num_pages(CacheOptions(page_size=16, max_total_tokens=32), MODEL, FLOAT32, CPU, 10) == 2
+
+    def test_no_more_than_is_useful(self) -> None:
+        assert resolve_num_pages(CacheOptions(page_size=16), MODEL, FLOAT32, CPU, 1000) == 63
+
+    def test_free_memory_is_capped_on_a_cpu(self) -> None:
+        options = CacheOptions(page_size=16, mem_fraction_static=0.99)
+        num_pages = resolve_num_pages(options, MODEL, FLOAT32, CPU, 1 << 40)
+        assert 2 <= num_pages <= CPU_KV_CAP_BYTES // (16 * 64)
+
+    def test_a_smaller_share_is_fewer_pages(self) -> None:
+        pages = [
+            resolve_num_pages(CacheOptions(mem_fraction_static=f), MODEL, FLOAT32, CPU, 1 << 40)
+            for f in (0.001, 0.0001)
+        ]
+        assert pages[0] > pages[1]
+
+    def test_no_room(self) -> None:
+        with pytest.raises(ConfigError, match=r"--mem-fraction-static 1e-12 leaves 0 bytes .*--page-size"):
+            resolve_num_pages(CacheOptions(mem_fraction_static=1e-12), MODEL, FLOAT32, CPU, 1 << 40)
+
+
+def test_the_ledger_has_the_sizes_that_were_asked_for() -> None:
+    ledger = make_ledger(11, CacheOptions(page_size=8, disable_radix_cache=True), 3, 100)
+    assert ledger.count().total == 10
+    assert (ledger.rows.num_rows, ledger.rows.pages.shape[1]) == (3, 13)
+    assert not ledger.keep_prefixes
+
+
+class TestBuildEngine:
+    def test_from_flags_to_engine(self, folder: Path) -> None:
+        config = NodeConfig(
+            model=ModelOptions(model=str(folder), device="cpu", context_length=100, cpu_threads=1),
+            cache=CacheOptions(page_size=8, max_total_tokens=800),
+            schedule=ScheduleOptions(max_running_requests=7),
+        )
+        progress: list[tuple[str, float]] = []
+        engine = build_engine(config, lambda what, fraction: progress.append((what, fraction)))
+        assert isinstance(engine.stream, CpuForwardStream)
+        engine.stream.close()
+        assert (engine.limits.context_length, engine.limits.max_total_num_tokens) == (100, 800)
+        assert engine.limits.max_running_requests == engine.ledger.rows.num_rows == 7
+        assert engine.ledger.count().total == 100
+        assert engine.pool.num_pages == 101, "the scratch page comes on top"
+        layout = engine.layout
+        assert (layout.dtype, layout.page_size, layout.num_layers) == ("float32", 8, 2)
+        assert (layout.num_kv_heads, layout.head_dim) == (2, 16)
+        assert layout.fingerprint == fingerprint(folder)
+        assert engine.eos_token_ids == {0, 2}
+        assert progress[0] == ("loading weights", 0.0)
+        assert progress[-1] == ("allocating KV pages", 1.0)
+
+    def test_a_folder_that_is_no_model(self, tmp_path: Path) -> None:
+        config = NodeConfig(model=ModelOptions(model=str(tmp_path), device="cpu"))
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            build_engine(config, lambda what, fraction: None)
+
+
+class TestFingerprint:
+    def test_equal_folders_have_equal_fingerprints(self, tmp_path: Path) -> None:
+        assert fingerprint(checkpoint(tmp_path / "a")) == fingerprint(checkpoint(tmp_path / "b"))
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda f: (f / "config.json").write_text('{"x": 2}'),
+            lambda f: overwrite(f / "a.safetensors", 0),
+            lambda f: overwrite(f / "a.safetensors", -1),
+            lambda f: (f / "a.safetensors").write_bytes((f / "a.safetensors").read_bytes() + b"\0"),
+            lambda f: (f / "a.safetensors").rename(f / "b.safetensors"),
+            lambda f: (f / "b.safetensors").write_bytes(b""),
+        ],
+        ids=["config", "first byte", "last byte", "length", "name", "another file"],
+    )
+    def test_any_of_these_is_another_checkpoint(
+        self, tmp_path: Path, change: Callable[[Path], object]
+    ) -> None:
+        folder = checkpoint(tmp_path / "a")
+        before = fingerprint(folder)
+        change(folder)
+        assert fingerprint(folder) != before
+
+    def test_the_tokenizer_does_not_matter(self, tmp_path: Path) -> None:
+        folder = checkpoint(tmp_path / "a")
+        before = fingerprint(folder)
+        (folder / "tokenizer.json").write_text("{}")
+        assert fingerprint(folder) == before
+
+
+def checkpoint(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text('{"x": 1}')
+    (folder / "a.safetensors").write_bytes(bytes(3 * FINGERPRINT_SAMPLE_BYTES))
+    return folder
+
+
+def overwrite(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)

@@ -1,0 +1,153 @@
+"""From a scheduling decision to device tensors: the snapshot, deferred inputs, the FutureMap, and where KV goes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shared.config import CacheOptions
+from shared.engine.build import make_ledger
+from shared.engine.forward_batch import ForwardBatch
+from shared.engine.future_map import FutureMap, resolve_forward_inputs
+from shared.engine.model_worker_batch import ModelWorkerBatch, snapshot
+from shared.kvcache.ledger import KVLedger
+from shared.protocol.messages import ReqKey, Role
+from shared.protocol.sampling_params import SamplingParams
+from shared.scheduling.req import Req
+from shared.scheduling.schedule_batch import ScheduleBatch, schedule
+from shared.timeline import Timeline
+
+CPU = torch.device("cpu")
+
+
+class World:
+    """A ledger of page size 4 with requests of 10, 7 and 5 tokens."""
+
+    def __init__(self) -> None:
+        self.ledger: KVLedger = make_ledger(33, CacheOptions(page_size=4), 8, 64)
+        self.ledger.rows.alloc()  # row 0 is somebody else's, so that rows and batch indices differ
+        self.future_map = FutureMap(8, CPU)
+        self.reqs = [self.add(f"r{i}", n) for i, n in enumerate((10, 7, 5))]
+
+    def add(self, rid: str, num_ids: int) -> Req:
+        ids = [100 * (1 + int(rid[1:])) + i for i in range(num_ids)]
+        req = Req(ReqKey("router", rid), ids, num_ids, SamplingParams(), Timeline(Role.DECODE), 100)
+        req.kv = self.ledger.admit(self.ledger.match_prefix(ids, ""), "")
+        assert req.kv is not None
+        assert self.ledger.grow(req.kv, num_ids + 4)
+        return req
+
+    def snapshot(
+        self, *items: tuple[int, int, bool], extend: bool = True, writes: tuple[tuple[int, int], ...] = ()
+    ) -> ModelWorkerBatch:
+        """Items are (request, length, samples)."""
+        scheduled = tuple(schedule(self.reqs[i], n, samples=s) for i, n, s in items)
+        return snapshot(ScheduleBatch(scheduled, is_extend=extend), self.ledger.rows, writes, frozenset())
+
+    def forward_batch(self, batch: ModelWorkerBatch) -> ForwardBatch:
+        return ForwardBatch.from_model_worker_batch(batch, self.future_map, 4, CPU)
+
+    def row(self, i: int) -> int:
+        kv = self.reqs[i].kv
+        assert kv is not None
+        return kv.row
+
+    def page(self, i: int, token: int) -> int:
+        return self.ledger.rows.read(self.row(i), token // 4, token // 4 + 1)[0]
+
+
+def test_an_extend_concatenates_its_requests() -> None:
+    world = World()
+    world.snapshot((0, 6, False))
+    fb = world.forward_batch(world.snapshot((0, 4, True), (1, 7, True), (2, 3, False)))
+    assert fb.is_extend
+    assert fb.input_ids_T.tolist() == [106, 107, 108, 109, *range(200, 207), 300, 301, 302]
+    assert fb.positions_T.tolist() == [6, 7, 8, 9, *range(7), 0, 1, 2]
+    assert (fb.starts, fb.lengths) == ((6, 0, 0), (4, 7, 3))
+    assert fb.seq_lens_B.tolist() == [10, 7, 3]
+    assert fb.rows_S.tolist() == [world.row(0), world.row(1)]
+    assert fb.last_token_S.tolist() == [3, 10]
+
+
+def test_every_token_goes_to_its_page_and_offset() -> None:
+    world = World()
+    world.snapshot((0, 6, False))
+    fb = world.forward_batch(world.snapshot((0, 4, True), (1, 7, True)))
+    tokens = [(0, t) for t in (6, 7, 8, 9)] + [(1, t) for t in range(7)]
+    assert fb.out_pages_T.tolist() == [world.page(i, t) for i, t in tokens]
+    assert fb.out_offsets_T.tolist() == [t % 4 for _, t in tokens]
+    assert len(set(zip(fb.out_pages_T.tolist(), fb.out_offsets_T.tolist(), strict=True))) == len(tokens)
+
+
+def test_the_page_table_is_as_wide_as_the_longest_sequence() -> None:
+    world = World()
+    fb = world.forward_batch(world.snapshot((0, 10, True), (2, 5, True)))
+    assert fb.page_table_BP.shape == (2, 3)
+    assert fb.page_table_BP[0].tolist() == [world.page(0, t) for t in (0, 4, 8)]
+    assert fb.page_table_BP[1, :2].tolist() == [world.page(2, t) for t in (0, 4)]
+
+
+def test_a_decode_step_reads_the_last_sampled_tokens_of_its_rows() -> None:
+    world = World()
+    world.snapshot((0, 10, True), (1, 7, True), (2, 5, True))
+    world.future_map.store(torch.tensor([world.row(i) for i in range(3)]), torch.tensor([11, 12, 13]))
+    batch = world.snapshot((2, 1, True), (0, 1, True), extend=False)
+    assert len(batch.input_ids_T) == 0
+    fb = world.forward_batch(batch)
+    assert fb.input_ids_T.tolist() == [13, 11]
+    assert fb.positions_T.tolist() == [5, 10]
+    assert not fb.is_extend
+
+
+def test_tokens_of_prefill_nodes_enter_before_the_step_reads() -> None:
+    world = World()
+    world.snapshot((0, 10, True), (1, 7, True))
+    world.future_map.store(torch.tensor([world.row(0), world.row(1)]), torch.tensor([11, 12]))
+    batch = world.snapshot((0, 1, True), (1, 1, True), extend=False, writes=((world.row(1), 77),))
+    assert resolve_forward_inputs(batch, world.future_map, CPU).tolist() == [11, 77]
+
+
+def test_tokens_of_prefill_nodes_enter_with_an_extend_too() -> None:
+    """The next forward may well be a prefill; the token must be there for the decode step after it."""
+    world = World()
+    world.snapshot((0, 10, True))
+    batch = world.snapshot((1, 7, True), writes=((world.row(0), 55),))
+    assert resolve_forward_inputs(batch, world.future_map, CPU).tolist() == list(range(200, 207))
+    step = world.snapshot((0, 1, True), extend=False)
+    assert resolve_forward_inputs(step, world.future_map, CPU).tolist() == [55]
+
+
+def test_nobody_samples_in_the_middle_of_a_prompt() -> None:
+    world = World()
+    batch = world.snapshot((0, 6, False))
+    assert len(batch.sampled_B) == 0
+    assert batch.sampling.masked_ids == ()
+    fb = world.forward_batch(batch)
+    assert fb.rows_S.shape == fb.last_token_S.shape == (0,)
+
+
+def test_the_snapshot_does_not_see_later_changes() -> None:
+    """The scheduler goes on while the forward waits: rows move, pages are appended, ids grow."""
+    world = World()
+    batch = world.snapshot((0, 6, False), (1, 7, True))
+    before = (batch.page_table_BP.copy(), batch.input_ids_T.copy(), batch.starts_B.copy())
+    world.ledger.rows.write(world.row(0), 0, [31, 30, 29])
+    world.reqs[0].ids[0] = 999
+    world.snapshot((0, 4, True))
+    for old, new in zip(before, (batch.page_table_BP, batch.input_ids_T, batch.starts_B), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_the_forward_batch_is_frozen() -> None:
+    world = World()
+    fb = world.forward_batch(world.snapshot((0, 6, False)))
+    with pytest.raises(AttributeError):
+        fb.is_extend = False  # type: ignore[misc]
+
+
+def test_the_future_map_keeps_one_token_for_each_row() -> None:
+    future_map = FutureMap(4, CPU)
+    future_map.store(torch.tensor([2, 0]), torch.tensor([5, 6]))
+    future_map.store(torch.tensor([2]), torch.tensor([7]))
+    assert future_map.load(torch.tensor([0, 2, 2])).tolist() == [6, 7, 7]

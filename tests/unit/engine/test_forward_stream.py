@@ -1,0 +1,119 @@
+"""The CPU stream: launch order, asynchrony, and failures that reach the one who waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from shared.engine.forward_stream import CpuForwardStream, make_forward_stream
+from shared.engine.model_worker_batch import ModelWorkerBatch, SamplingInputs
+
+
+def batch(number: int) -> ModelWorkerBatch:
+    """Its number is its only input token."""
+    empty = np.zeros(0)
+    return ModelWorkerBatch(
+        is_extend=True,
+        input_ids_T=np.array([number]),
+        rows_B=np.zeros(1, dtype=np.int64),
+        starts_B=np.zeros(1, dtype=np.int64),
+        lengths_B=np.ones(1, dtype=np.int64),
+        page_table_BP=np.zeros((1, 1), dtype=np.int32),
+        sampled_B=np.zeros(0, dtype=np.int64),
+        sampling=SamplingInputs(
+            temperatures=empty,
+            top_ks=empty,
+            top_ps=empty,
+            min_ps=empty,
+            uniforms=empty,
+            masked_ids=(),
+            all_greedy=True,
+            needs_filter=False,
+        ),
+        future_writes=(),
+    )
+
+
+@dataclass
+class GatedRunner:
+    """A model runner that computes when it is let, and returns the batch's number."""
+
+    gate: threading.Event = field(default_factory=threading.Event)
+    began: threading.Event = field(default_factory=threading.Event)
+    order: list[int] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+    fails_at: int | None = None
+    device = torch.device("cpu")
+
+    def forward(self, batch: ModelWorkerBatch) -> torch.Tensor:
+        self.began.set()
+        assert self.gate.wait(10)
+        number = int(batch.input_ids_T[0])
+        self.order.append(number)
+        self.threads.add(threading.get_ident())
+        if number == self.fails_at:
+            raise ValueError(f"forward {number}")
+        return torch.tensor([number, number + 1])
+
+
+@pytest.fixture
+def runner() -> GatedRunner:
+    return GatedRunner()
+
+
+@pytest.fixture
+def stream(runner: GatedRunner) -> Iterator[CpuForwardStream]:
+    stream = CpuForwardStream(runner)  # type: ignore[arg-type]
+    yield stream
+    runner.gate.set()
+    stream.close()
+
+
+def test_submit_returns_before_the_forward_has_run(runner: GatedRunner, stream: CpuForwardStream) -> None:
+    results = [stream.submit(batch(i)) for i in range(3)]
+    assert runner.began.wait(10)
+    assert runner.order == []
+    runner.gate.set()
+    assert [result.wait() for result in results] == [[0, 1], [1, 2], [2, 3]]
+
+
+def test_forwards_run_in_launch_order_on_one_thread(runner: GatedRunner, stream: CpuForwardStream) -> None:
+    runner.gate.set()
+    results = [stream.submit(batch(i)) for i in range(50)]
+    assert results[-1].wait() == [49, 50]
+    assert runner.order == list(range(50))
+    assert len(runner.threads) == 1
+    assert threading.get_ident() not in runner.threads
+
+
+def test_a_failure_is_raised_by_wait_and_the_stream_goes_on(
+    runner: GatedRunner, stream: CpuForwardStream
+) -> None:
+    runner.gate.set()
+    runner.fails_at = 1
+    results = [stream.submit(batch(i)) for i in range(3)]
+    assert results[0].wait() == [0, 1]
+    with pytest.raises(ValueError, match="forward 1"):
+        results[1].wait()
+    assert results[2].wait() == [2, 3]
+
+
+def test_close_finishes_what_was_launched(runner: GatedRunner) -> None:
+    stream = CpuForwardStream(runner)  # type: ignore[arg-type]
+    results = [stream.submit(batch(i)) for i in range(5)]
+    threading.Timer(0.05, runner.gate.set).start()
+    stream.close()
+    assert runner.order == list(range(5))
+    assert results[4].wait() == [4, 5]
+    assert not any(thread.name.startswith("forward") for thread in threading.enumerate())
+
+
+def test_a_cpu_runner_gets_a_cpu_stream(runner: GatedRunner) -> None:
+    stream = make_forward_stream(runner)  # type: ignore[arg-type]
+    assert isinstance(stream, CpuForwardStream)
+    stream.close()

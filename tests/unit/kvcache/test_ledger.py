@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import pytest
+
+from shared.config import CacheOptions
+from shared.engine.build import make_ledger
+from shared.kvcache.audit import LeakError, audit, audit_idle
+from shared.kvcache.ledger import KVLedger, ReqKV
+
+NUM_PAGES = 12
+
+
+def new_ledger(*, page_size: int = 4, keep: bool = True, num_rows: int = 4) -> KVLedger:
+    options = CacheOptions(page_size=page_size, disable_radix_cache=not keep)
+    return make_ledger(NUM_PAGES + 1, options, num_rows, 64)
+
+
+def admit(ledger: KVLedger, ids: list[int], *, committed: int | None = None, extra_key: str = "") -> ReqKV:
+    """Admit, grow to all of `ids`, and commit that many tokens of it."""
+    kv = ledger.admit(ledger.match_prefix(ids, extra_key), extra_key)
+    assert kv is not None
+    assert ledger.grow(kv, len(ids))
+    kv.kv_allocated_len = len(ids)
+    kv.kv_committed_len = len(ids) if committed is None else committed
+    return kv
+
+
+def pages_of(ledger: KVLedger, kv: ReqKV) -> list[int]:
+    return ledger.rows.read(kv.row, 0, kv.num_pages)
+
+
+TEN = list(range(10))
+
+
+def test_pages_are_counted_up() -> None:
+    ledger = new_ledger()
+    assert [ledger.pages_for(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+    assert ledger.num_available_tokens == NUM_PAGES * 4
+
+
+def test_a_finished_request_leaves_its_whole_committed_pages() -> None:
+    ledger = new_ledger()
+    kv = admit(ledger, TEN, committed=9)
+    assert ledger.count().held == 3
+    assert ledger.cache_finished_req(kv, TEN) == 1
+    assert ledger.count().evictable == 2
+    assert ledger.match_prefix(TEN, "").pages == ledger.radix_cache.pages()
+    audit_idle(ledger)
+
+
+def test_what_was_not_committed_is_not_shared() -> None:
+    ledger = new_ledger()
+    assert ledger.cache_finished_req(admit(ledger, TEN, committed=3), TEN) == 3
+    assert ledger.count().evictable == 0
+    audit_idle(ledger)
+
+
+def test_the_last_token_is_never_matched() -> None:
+    ledger = new_ledger()
+    ledger.cache_finished_req(admit(ledger, TEN[:8]), TEN[:8])
+    assert len(ledger.match_prefix(TEN[:8], "").pages) == 1
+    assert len(ledger.match_prefix(TEN[:9], "").pages) == 2
+
+
+def test_a_second_request_starts_with_the_tree_s_pages() -> None:
+    ledger = new_ledger()
+    ledger.cache_finished_req(admit(ledger, TEN), TEN)
+    shared = ledger.radix_cache.pages()
+    kv = ledger.admit(ledger.match_prefix(TEN, ""), "")
+    assert kv is not None
+    assert (kv.num_tree_pages, kv.kv_committed_len, kv.kv_allocated_len) == (2, 8, 8)
+    assert pages_of(ledger, kv) == shared
+    assert ledger.count().protected == 2
+    ledger.flush()
+    assert ledger.count().protected == 2, "pages that a request reads survive a flush"
+    ledger.cache_finished_req(kv, ())
+    audit_idle(ledger)
+
+
+def test_two_requests_that_compute_the_same_prefix_hold_their_duplicates_until_they_end() -> None:
+    ledger = new_ledger()
+    first, second = admit(ledger, TEN), admit(ledger, TEN)
+    own = pages_of(ledger, second)
+    ledger.cache_unfinished_req(first, TEN)
+    ledger.cache_unfinished_req(second, TEN)
+    assert pages_of(ledger, second)[:2] == pages_of(ledger, first)[:2]
+    assert second.superseded == own[:2]
+    assert ledger.count().held == 4
+    audit(ledger)
+    assert ledger.cache_finished_req(second, TEN) == 3
+    audit(ledger)
+    ledger.cache_finished_req(first, TEN)
+    audit_idle(ledger)
+
+
+def test_caching_twice_without_progress_changes_nothing() -> None:
+    ledger = new_ledger()
+    kv = admit(ledger, TEN)
+    ledger.cache_unfinished_req(kv, TEN)
+    before = (pages_of(ledger, kv), ledger.count())
+    ledger.cache_unfinished_req(kv, TEN)
+    assert before == (pages_of(ledger, kv), ledger.count())
+    assert kv.superseded == []
+
+
+def test_growing_evicts_only_what_is_missing() -> None:
+    ledger = new_ledger()
+    ledger.cache_finished_req(admit(ledger, list(range(100, 132))), list(range(100, 132)))
+    assert (ledger.count().free, ledger.count().evictable) == (4, 8)
+    kv = admit(ledger, list(range(24)))
+    assert (ledger.count().free, ledger.count().evictable) == (0, 6)
+    assert not ledger.grow(kv, 4 * 13)
+    assert ledger.count().evictable == 6, "a refusal changes nothing"
+    assert ledger.grow(kv, 4 * 12)
+    audit(ledger)
+
+
+def test_growing_to_less_changes_nothing() -> None:
+    ledger = new_ledger()
+    kv = admit(ledger, TEN)
+    assert ledger.grow(kv, 3)
+    assert kv.num_pages == 3
+
+
+def test_an_arrival_waits_for_pages_that_cool() -> None:
+    ledger = new_ledger()
+    kv = admit(ledger, list(range(48)), committed=0)
+    ledger.allocator.forward_launched()
+    ledger.cache_finished_req(kv, ())
+    arriving = ledger.admit(ledger.match_prefix(TEN, ""), "")
+    assert arriving is not None
+    assert not ledger.grow_for_arrival(arriving, 10)
+    assert arriving.num_pages == 0
+    assert ledger.grow(arriving, 4), "a later forward may have them at once"
+    ledger.allocator.forward_retired()
+    assert ledger.grow_for_arrival(arriving, 10)
+    ledger.cache_finished_req(arriving, ())
+    audit_idle(ledger)
+
+
+def test_an_arrival_too_large_for_the_pool_is_refused_without_eviction() -> None:
+    ledger = new_ledger()
+    ledger.cache_finished_req(admit(ledger, TEN), TEN)
+    kv = ledger.admit(ledger.match_prefix([99], ""), "")
+    assert kv is not None
+    assert not ledger.grow_for_arrival(kv, 4 * NUM_PAGES + 1)
+    assert ledger.count().evictable == 2
+
+
+def test_no_row_is_no_admission() -> None:
+    ledger = new_ledger(num_rows=1)
+    assert ledger.admit(ledger.match_prefix(TEN, ""), "") is not None
+    assert ledger.admit(ledger.match_prefix(TEN, ""), "") is None
+    with ledger.tentative(ledger.match_prefix(TEN, ""), "") as admission:
+        assert admission.kv is None
+
+
+def test_a_tentative_admission_is_given_back_also_when_the_block_raises() -> None:
+    ledger = new_ledger()
+    with pytest.raises(ZeroDivisionError), ledger.tentative(ledger.match_prefix(TEN, ""), "") as admission:
+        assert admission.kv is not None
+        assert ledger.grow(admission.kv, 10)
+        raise ZeroDivisionError
+    audit_idle(ledger)
+    with ledger.tentative(ledger.match_prefix(TEN, ""), "") as admission:
+        kept = admission.keep()
+    assert ledger.live == {kept.row: kept}
+
+
+def test_without_a_radix_cache_nothing_is_kept() -> None:
+    ledger = new_ledger(keep=False)
+    kv = admit(ledger, TEN)
+    ledger.cache_unfinished_req(kv, TEN)
+    assert kv.num_tree_pages == 0
+    assert ledger.cache_finished_req(kv, TEN) == 3
+    assert ledger.count().free == NUM_PAGES
+
+
+def test_extra_keys_separate_requests() -> None:
+    ledger = new_ledger()
+    ledger.cache_finished_req(admit(ledger, TEN, extra_key="a"), TEN)
+    assert ledger.match_prefix(TEN, "").pages == []
+    assert len(ledger.match_prefix(TEN, "a").pages) == 2
+
+
+def test_flush_forgets_every_prefix_that_nobody_reads() -> None:
+    ledger = new_ledger()
+    ledger.cache_finished_req(admit(ledger, TEN), TEN)
+    ledger.flush()
+    assert ledger.count().free == NUM_PAGES
+
+
+class TestAudit:
+    def test_a_page_without_owner(self) -> None:
+        ledger = new_ledger()
+        (lost,) = ledger.allocator.alloc(1) or []
+        with pytest.raises(LeakError, match=rf"with none \[{lost}\]"):
+            audit(ledger)
+
+    def test_a_page_with_two_owners(self) -> None:
+        ledger = new_ledger()
+        kv = admit(ledger, TEN)
+        page = pages_of(ledger, kv)[0]
+        ledger.allocator.free([page])
+        with pytest.raises(LeakError, match=rf"two owners \[{page}\]"):
+            audit(ledger)
+
+    def test_an_unknown_page(self) -> None:
+        ledger = new_ledger()
+        kv = admit(ledger, TEN)
+        ledger.rows.write(kv.row, 0, [77])
+        with pytest.raises(LeakError, match=r"unknown \[77\]"):
+            audit(ledger)
+
+    def test_a_lost_row(self) -> None:
+        ledger = new_ledger()
+        ledger.rows.alloc()
+        with pytest.raises(LeakError, match="3 free rows, 0 live, 4 in all"):
+            audit(ledger)
+
+    def test_a_request_that_still_holds_pages_on_an_idle_node(self) -> None:
+        ledger = new_ledger()
+        admit(ledger, TEN)
+        audit(ledger)
+        with pytest.raises(LeakError, match="idle, but 1 requests hold KV"):
+            audit_idle(ledger)
+
+    def test_a_row_is_freed_once(self) -> None:
+        ledger = new_ledger()
+        with pytest.raises(AssertionError, match="row 2 freed twice"):
+            ledger.rows.free(2)

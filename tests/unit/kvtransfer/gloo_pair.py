@@ -1,0 +1,283 @@
+"""Two sides over real gloo links, their control channel a queue and a thread each, or a pipe between processes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from shared.kvcache.pools import TokenToKVPool
+from shared.kvtransfer.gloo_link import GlooLinkFactory
+from shared.kvtransfer.options import TransferOptions
+from shared.kvtransfer.receiver import ReceiveSide
+from shared.kvtransfer.sender import SendSide
+from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
+from shared.protocol.messages import (
+    DecodeToPrefill,
+    Handoff,
+    KVLayout,
+    NodeRef,
+    PrefillToDecode,
+    Ready,
+    ReqKey,
+    Struct,
+)
+
+LAYOUT = KVLayout("f00d", "float32", 16, 4, 2, 32)
+REAL = TransferOptions(
+    slot_nbytes=256 << 10,
+    ping_s=0.2,
+    peer_timeout_s=1.5,
+    rebuild_min_s=0.05,
+    rebuild_max_s=0.5,
+    op_timeout_s=2.0,
+    build_timeout_s=5.0,
+)
+
+
+def new_pool(num_pages: int) -> TokenToKVPool:
+    return TokenToKVPool(
+        num_pages=num_pages,
+        page_size=LAYOUT.page_size,
+        num_layers=LAYOUT.num_layers,
+        num_kv_heads=LAYOUT.num_kv_heads,
+        head_dim=LAYOUT.head_dim,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def key(number: int) -> ReqKey:
+    return ReqKey("router", str(number), 0)
+
+
+def handoff(of: ReqKey, total_pages: int) -> Handoff:
+    return Handoff(of, total_pages, 0, (5,), total_pages * LAYOUT.page_size, 9, 0, ())
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+    """Seconds until the condition held; fails the test when it never does."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < timeout_s, "condition never held"
+        time.sleep(0.002)
+    return time.monotonic() - start
+
+
+class Mailbox:
+    """The control thread of one side: delivers what the other side sends."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.on_message: Callable[[str, Any], None] = lambda peer, message: None
+        self._queue: queue.SimpleQueue[Struct | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def put(self, message: Struct) -> None:
+        self._queue.put(message)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (message := self._queue.get()) is not None:
+            self.on_message(self.peer, message)
+
+
+class ToMailbox:
+    """An Outbox with one possible receiver."""
+
+    def __init__(
+        self, mailbox: Mailbox, tamper: Callable[[Struct], Struct] = lambda message: message
+    ) -> None:
+        self._mailbox = mailbox
+        self._tamper = tamper
+
+    def send(self, to: str, message: Struct) -> None:
+        self._mailbox.put(self._tamper(message))
+
+
+class GlooPair:
+    """One prefill and one decode side in this process. `step` is both schedulers' round."""
+
+    def __init__(
+        self,
+        options: TransferOptions = REAL,
+        num_pages: int = 64,
+        tamper: Callable[[Struct], Struct] = lambda message: message,
+    ) -> None:
+        self.at_p, self.at_d = Mailbox("d0"), Mailbox("p0")
+        self.p_pool, self.d_pool = new_pool(num_pages), new_pool(num_pages)
+        self.p_pool.buffer_LSNHPD.normal_()
+        self.ready: dict[ReqKey, int] = {}
+        self.sent: dict[ReqKey, SendEnded] = {}
+        self.received: dict[ReqKey, Received | ReceiveFailed] = {}
+        self.woken = threading.Event()
+        self.p = SendSide(
+            node=NodeRef("p0", "i", ""),
+            layout=LAYOUT,
+            pages=self.p_pool,
+            outbox=ToMailbox(self.at_d),
+            link_factory=GlooLinkFactory(options),
+            clock=time.monotonic,
+            options=options,
+            wake=self.woken.set,
+        )
+        self.d = ReceiveSide(
+            node=NodeRef("d0", "i", ""),
+            layout=LAYOUT,
+            pages=self.d_pool,
+            outbox=ToMailbox(self.at_p, tamper),
+            link_factory=GlooLinkFactory(options),
+            clock=time.monotonic,
+            options=options,
+            wake=self.woken.set,
+        )
+        self.at_p.on_message, self.at_d.on_message = self.p.on_message, self.d.on_message
+        self.p.on_connected("d0")
+
+    def step(self) -> None:
+        self.p.tick()
+        self.d.tick()
+        for event in self.p.poll():
+            match event:
+                case Ready():
+                    self.ready[event.key] = event.prefix_pages
+                case SendEnded():
+                    self.sent[event.key] = event
+        for ended in self.d.poll():
+            self.received[ended.key] = ended
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+        def stepped() -> bool:
+            self.step()
+            return condition()
+
+        return wait_until(stepped, timeout_s)
+
+    def until_received(self, number: int) -> None:
+        self.until(lambda: key(number) in self.received)
+
+    def until_opened(self, num_links: int) -> None:
+        self.until(lambda: self.d.num_links_opened >= num_links)
+
+    def linked(self) -> bool:
+        return self.p.num_links == self.d.num_links == 1
+
+    def transfer(self, number: int, p_pages: list[int], d_pages: list[int]) -> None:
+        """Open, offer everything and hand off; `received` and `sent` tell how it ended."""
+        new = key(number)
+        self.d.open(new, "p0", d_pages, 0)
+        self.p.open(new, "d0")
+        self.until(lambda: new in self.ready)
+        self.p.offer(new, p_pages)
+        self.p.handoff(new, handoff(new, len(p_pages)))
+
+    def close(self) -> None:
+        self.p.close()
+        self.d.close()
+        self.at_p.close()
+        self.at_d.close()
+
+
+class PipeOutbox:
+    """Control messages over a pipe. A write to a dead peer is lost, as on a socket."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def send(self, to: str, message: Struct) -> None:
+        self._queue.put(msgspec.msgpack.encode(message))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (data := self._queue.get()) is not None:
+            try:
+                self._pipe.send_bytes(data)
+            except OSError:
+                return
+
+
+def pump(
+    pipe: Connection, decoder: Any, on_message: Callable[[Any], None], on_eof: Callable[[], None]
+) -> None:
+    """The reading half of a control thread."""
+
+    def run() -> None:
+        try:
+            while True:
+                on_message(decoder.decode(pipe.recv_bytes()))
+        except (EOFError, OSError):
+            on_eof()
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def prefill_process(pipe: Connection, num_pages: int) -> None:
+    """A prefill node that offers all its pages for every key that the decode node opens, until it is killed.
+
+    There is no router here: a Ready of an unknown key stands for the router's Prefill message.
+    """
+    torch.set_num_threads(1)
+    pool = new_pool(num_pages)
+    pool.buffer_LSNHPD.copy_(pattern(num_pages))
+    side = SendSide(
+        node=NodeRef("p0", str(os.getpid()), ""),
+        layout=LAYOUT,
+        pages=pool,
+        outbox=PipeOutbox(pipe),
+        link_factory=GlooLinkFactory(REAL),
+        clock=time.monotonic,
+        options=REAL,
+        wake=lambda: None,
+    )
+    asked: queue.SimpleQueue[ReqKey] = queue.SimpleQueue()
+
+    def on_message(message: Any) -> None:
+        if isinstance(message, Ready):
+            asked.put(message.key)
+        side.on_message("d0", message)
+
+    pump(pipe, msgspec.msgpack.Decoder(DecodeToPrefill), on_message, lambda: os._exit(0))
+    side.on_connected("d0")
+    while True:
+        while not asked.empty():
+            side.open(asked.get(), "d0")
+        for event in side.poll():
+            if isinstance(event, Ready):
+                side.offer(event.key, list(range(1, num_pages)))
+                side.handoff(event.key, handoff(event.key, num_pages - 1))
+        side.tick()
+        time.sleep(0.002)
+
+
+def pattern(num_pages: int) -> torch.Tensor:
+    shape = new_pool(num_pages).buffer_LSNHPD.shape
+    return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
+
+
+DECODER = msgspec.msgpack.Decoder(PrefillToDecode)

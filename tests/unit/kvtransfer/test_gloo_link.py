@@ -1,0 +1,123 @@
+"""Real gloo links in one process: threads, secrets, leaks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+
+from shared.kvtransfer.states import Received, ReceiveFailed
+from shared.protocol.messages import LinkOpen, Struct
+from tests.unit.kvtransfer.gloo_pair import REAL, GlooPair, key, num_descriptors, num_threads, wait_until
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def pair() -> Iterator[GlooPair]:
+    pair = GlooPair()
+    yield pair
+    pair.close()
+
+
+def test_pages_arrive_byte_for_byte(pair: GlooPair) -> None:
+    d_pages = list(range(40, 0, -1))
+    pair.transfer(0, list(range(1, 41)), d_pages)
+    pair.until(lambda: key(0) in pair.sent and key(0) in pair.received)
+    assert pair.sent[key(0)].ok
+    received = pair.received[key(0)]
+    assert isinstance(received, Received)
+    assert received.nbytes == pair.sent[key(0)].nbytes == 40 * 4 * 2 * pair.p_pool.page_nbytes
+    assert torch.equal(pair.d_pool.buffer_LSNHPD[:, :, d_pages], pair.p_pool.buffer_LSNHPD[:, :, 1:41])
+    assert pair.woken.is_set()
+
+
+def test_an_idle_link_outlives_the_timeout_of_its_ops() -> None:
+    pair = GlooPair(dataclasses.replace(REAL, op_timeout_s=0.3))
+    pair.until(pair.linked)
+    start = time.monotonic()
+    pair.until(lambda: time.monotonic() - start > 1.0)
+    pair.transfer(0, [1, 2], [3, 4])
+    pair.until(lambda: key(0) in pair.received)
+    assert isinstance(pair.received[key(0)], Received)
+    assert pair.d.num_links_opened == 1
+    pair.close()
+
+
+def test_cancelled_chunks_are_drained_and_the_link_goes_on(pair: GlooPair) -> None:
+    for number in range(20):
+        pair.transfer(number, list(range(1, 60)), list(range(1, 60)))
+        (pair.p if number % 2 else pair.d).cancel(key(number), "the client went away")
+    pair.transfer(99, [1, 2], [3, 4])
+    pair.until(lambda: len(pair.received) == len(pair.sent) == 21)
+    assert isinstance(pair.received[key(99)], Received)
+    assert pair.d.num_links_opened == 1
+    wait_until(lambda: pair.p.num_slots_out == pair.d.num_slots_out == 0)
+
+
+def test_a_wrong_secret_fails_the_challenge() -> None:
+    def tamper(message: Struct) -> Struct:
+        return (
+            msgspec.structs.replace(message, secret=b"guessed") if isinstance(message, LinkOpen) else message
+        )
+
+    pair = GlooPair(tamper=tamper)
+    pair.d.open(key(0), "p0", [1], 0)
+    pair.until(lambda: key(0) in pair.received)
+    # The end that finds out first hangs up on the other.
+    failed = pair.received[key(0)]
+    assert isinstance(failed, ReceiveFailed)
+    assert "challenge" in failed.reason or "peer" in failed.reason
+    assert pair.p.num_links == pair.d.num_links == 0
+    pair.close()
+
+
+def test_a_lost_link_is_built_anew(pair: GlooPair) -> None:
+    pair.until(pair.linked)
+    pair.transfer(0, list(range(1, 60)), list(range(1, 60)))
+    worker = pair.p._links.worker("d0")
+    assert worker is not None
+    worker.abort_ops()  # the data connection breaks; both control connections live
+    pair.until(lambda: key(0) in pair.received and key(0) in pair.sent)
+    pair.until(pair.linked)
+    assert pair.d.num_links_opened == 2
+    pair.transfer(1, list(range(1, 60)), list(range(1, 60)))
+    pair.until(lambda: key(1) in pair.received)
+    assert isinstance(pair.received[key(1)], Received)
+
+
+def test_a_hundred_links_leave_nothing_behind() -> None:
+    warm_up = GlooPair()
+    warm_up.until(warm_up.linked)
+    warm_up.close()
+    threads, descriptors = num_threads(), num_descriptors()
+    pair = GlooPair()
+    for number in range(99):
+        pair.until(pair.linked)
+        if number % 3 == 0:
+            pair.transfer(number, [1, 2, 3], [4, 5, 6])
+            pair.until_received(number)
+        pair.p.on_disconnected("d0", "test")
+        pair.p.on_connected("d0")
+        pair.until_opened(number + 2)
+    pair.until(pair.linked)
+    assert pair.d.num_links_opened >= 100
+    pair.close()
+    wait_until(lambda: num_threads() <= threads and num_descriptors() <= descriptors)
+
+
+def test_throughput_smoke(pair: GlooPair, capsys: pytest.CaptureFixture[str]) -> None:
+    pair.until(pair.linked)
+    start, nbytes = time.monotonic(), 0
+    for number in range(20):
+        pair.transfer(number, list(range(1, 64)), list(range(1, 64)))
+        pair.until_received(number)
+        received = pair.received[key(number)]
+        assert isinstance(received, Received)
+        nbytes += received.nbytes
+    with capsys.disabled():
+        print(f" [{nbytes / (time.monotonic() - start) / 1e9:.2f} GB/s] ", end="")

@@ -1,0 +1,153 @@
+"""A prefill node in a process of its own, killed and stopped in the middle of a transfer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import pytest
+import torch
+
+from shared.kvtransfer.gloo_link import GlooLinkFactory
+from shared.kvtransfer.receiver import ReceiveSide
+from shared.kvtransfer.states import Received, ReceiveFailed
+from shared.protocol.messages import NodeRef, ReqKey
+from tests.unit.kvtransfer.gloo_pair import (
+    DECODER,
+    LAYOUT,
+    REAL,
+    PipeOutbox,
+    key,
+    new_pool,
+    pattern,
+    prefill_process,
+    pump,
+    wait_until,
+)
+
+torch.set_num_threads(1)
+NUM_PAGES = 4096  # 128 MB: long enough to die in the middle
+SPAWN = multiprocessing.get_context("spawn")  # a process must not fork once it has built a link
+
+
+class Decode:
+    """A decode side here; prefill processes come and go. `hang_up` is what ZMQ reports of a dead peer."""
+
+    def __init__(self) -> None:
+        self.pool = new_pool(NUM_PAGES)
+        self.ended: dict[ReqKey, Received | ReceiveFailed] = {}
+        self.outbox: PipeOutbox | None = None
+        self.processes: list[BaseProcess] = []
+        self.num_opened = 0
+        self.side = ReceiveSide(
+            node=NodeRef("d0", "i", ""),
+            layout=LAYOUT,
+            pages=self.pool,
+            outbox=self,
+            link_factory=GlooLinkFactory(REAL),
+            clock=time.monotonic,
+            options=REAL,
+            wake=lambda: None,
+        )
+
+    def send(self, to: str, message: object) -> None:
+        assert self.outbox is not None
+        self.outbox.send(to, message)  # type: ignore[arg-type]
+
+    def spawn(self, *, tell_disconnect: bool) -> BaseProcess:
+        ours, theirs = SPAWN.Pipe()
+        process = SPAWN.Process(target=prefill_process, args=(theirs, NUM_PAGES), daemon=True)
+        process.start()
+        theirs.close()
+        self.processes.append(process)
+        self.outbox = PipeOutbox(ours)
+        self._listen(ours, tell_disconnect)
+        self.until(lambda: self.side.num_links == 1, timeout_s=30)
+        return process
+
+    def _listen(self, pipe: Connection, tell_disconnect: bool) -> None:
+        def on_eof() -> None:
+            if tell_disconnect:
+                self.side.on_disconnected("p0", "pipe closed")
+
+        pump(pipe, DECODER, lambda message: self.side.on_message("p0", message), on_eof)
+
+    def open(self) -> ReqKey:
+        new = key(self.num_opened)
+        self.num_opened += 1
+        self.side.open(new, "p0", list(range(1, NUM_PAGES)), 0)
+        return new
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+        def stepped() -> bool:
+            self.side.tick()
+            for event in self.side.poll():
+                self.ended[event.key] = event
+            return condition()
+
+        return wait_until(stepped, timeout_s)
+
+    def some_arrived(self) -> None:
+        """Let the transfer get going."""
+        self.pool.buffer_LSNHPD.zero_()
+        self.until(lambda: bool(self.pool.buffer_LSNHPD[:, :, 1].any()))
+
+    def works(self) -> None:
+        new = self.open()
+        self.until(lambda: new in self.ended, timeout_s=20)
+        assert isinstance(self.ended[new], Received), self.ended[new]
+        assert torch.equal(self.pool.buffer_LSNHPD[:, :, 1:], pattern(NUM_PAGES)[:, :, 1:])
+
+
+@pytest.fixture
+def decode() -> Iterator[Decode]:
+    decode = Decode()
+    yield decode
+    decode.side.close()
+    for process in decode.processes:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("tell_disconnect", [True, False], ids=["hang-up", "canary-only"])
+def test_sigkill_in_the_middle_fails_the_transfer_and_a_new_incarnation_works(
+    decode: Decode, tell_disconnect: bool
+) -> None:
+    process = decode.spawn(tell_disconnect=tell_disconnect)
+    new = decode.open()
+    decode.some_arrived()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    took = decode.until(lambda: new in decode.ended)
+    failed = decode.ended[new]
+    assert isinstance(failed, ReceiveFailed)
+    assert took < 1.0
+    assert "silent" not in failed.reason, "noticed by pings only"
+    decode.pool.buffer_LSNHPD.zero_()  # the pages are ours again: nothing may write them now
+    process.join()
+    decode.until(lambda: decode.side.num_slots_out == 0)
+    assert not decode.pool.buffer_LSNHPD.any()
+    decode.spawn(tell_disconnect=tell_disconnect)
+    decode.works()
+
+
+@pytest.mark.processes
+def test_pings_detect_a_stopped_process_and_it_may_come_back(decode: Decode) -> None:
+    process = decode.spawn(tell_disconnect=True)
+    decode.works()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    new = decode.open()
+    took = decode.until(lambda: new in decode.ended)
+    assert isinstance(decode.ended[new], ReceiveFailed)
+    assert took < REAL.peer_timeout_s + 2.0
+    decode.until(lambda: decode.side.peer_states() == {"p0": "silent"})
+    os.kill(process.pid, signal.SIGCONT)
+    decode.until(lambda: decode.side.num_links == 1, timeout_s=20)
+    decode.works()

@@ -1,0 +1,615 @@
+"""SendSide and ReceiveSide against each other, messages ordered by construction, on a controlled clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+import torch
+
+from shared.kvtransfer.fake import FakeNetwork, Faults
+from shared.kvtransfer.states import Received, ReceiveFailed
+from shared.protocol.messages import (
+    CancelTransfer,
+    Done,
+    Grant,
+    Handoff,
+    Offer,
+    PeerHello,
+    Ready,
+    StoreSet,
+    Struct,
+)
+from tests.unit.kvtransfer.world import FAST, LAYOUT, DecodeHost, PrefillHost, World, handoff, key
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.settle()
+    world.close()
+
+
+def failure(world: World, number: int = 0) -> ReceiveFailed:
+    end = world.d.ended[key(number)]
+    assert isinstance(end, ReceiveFailed), end
+    return end
+
+
+def open_both(world: World, total: int = 6, prefix: int = 0, number: int = 0) -> None:
+    world.p.open(key(number), "d0", total)
+    world.d.open(key(number), "p0", total, prefix)
+
+
+# -------------------------------------------------------------------------------------- the good case
+@pytest.mark.parametrize("prefix", [0, 2, 6])
+@pytest.mark.parametrize("prefill_first", [True, False])
+def test_a_sequence_moves_without_the_prefix_that_is_there(
+    world: World, prefix: int, prefill_first: bool
+) -> None:
+    openers: list[Callable[[], bool]] = [
+        lambda: world.p.open(key(0), "d0", 6),
+        lambda: world.d.open(key(0), "p0", 6, prefix),
+    ]
+    for opener in openers if prefill_first else reversed(openers):
+        opener()
+        world.run(0.3)
+    world.run(1.0)
+    end = world.d.ended[key(0)]
+    assert isinstance(end, Received)
+    assert end.pages == 6 - prefix
+    assert world.p.ended[key(0)].ok
+    assert world.p.ended[key(0)].nbytes == end.nbytes
+    assert world.network.num_sent["Offer"] == -(-(6 - prefix) // 2)
+    assert world.p.num_wakes >= 2
+    assert world.d.num_wakes == 1
+
+
+def test_more_pages_may_be_reserved_than_come(world: World) -> None:
+    world.p.open(key(0), "d0", 6)
+    world.d.open(key(0), "p0", 6, 0, spare=3)
+    world.run(1.0)
+    assert isinstance(world.d.ended[key(0)], Received)
+
+
+def test_an_offer_needs_no_forward_to_be_granted_while_the_next_pages_are_computed(world: World) -> None:
+    world.p.rate = 0
+    open_both(world)
+    world.run(0.5)
+    world.p.rate = 3
+    world.p.step()
+    world.p.rate = 0
+    world.run(0.5)
+    assert world.d.pages.num_scatters == 6  # three pages of three layers, two layers at most in a slot
+    assert world.d.live
+    world.p.rate = 3
+    world.run(0.5)
+    assert isinstance(world.d.ended[key(0)], Received)
+
+
+def test_chunks_of_many_transfers_are_granted_in_the_order_of_their_offers(world: World) -> None:
+    for number in range(8):
+        open_both(world, number=number)
+    world.run(1.0)
+    assert all(isinstance(world.d.ended[key(number)], Received) for number in range(8))
+
+
+# ------------------------------------------------------------------------------------------- cancels
+def test_a_cancel_on_the_decode_node_reaches_the_prefill_node(world: World) -> None:
+    world.p.rate = 0
+    open_both(world)
+    world.run(0.3)
+    world.d.side.cancel(key(0), "the client went away")
+    world.d.side.cancel(key(0), "again")
+    world.run(0.3)
+    assert failure(world) == ReceiveFailed(key(0), "the client went away", by_peer=False)
+    assert "the client went away" in world.p.ended[key(0)].reason
+
+
+def test_a_cancel_on_the_prefill_node_counts_as_the_peers(world: World) -> None:
+    world.p.rate = 0
+    open_both(world)
+    world.run(0.3)
+    world.p.side.cancel(key(0), "aborted")
+    world.run(0.3)
+    assert failure(world) == ReceiveFailed(key(0), "aborted", by_peer=True)
+    assert not world.p.ended[key(0)].ok
+
+
+def test_a_chunk_granted_before_the_cancel_is_sent_void_and_dropped(world: World) -> None:
+    world.network.hold(Grant)
+    open_both(world)
+    world.run(0.3)
+    assert world.network.num_held(Grant) == FAST.num_slots
+    world.p.side.cancel(key(0), "aborted")
+    world.run(0.05)
+    assert world.p.ended[key(0)].reason == "aborted"
+    assert failure(world).by_peer
+    world.network.release(Grant)
+    world.run(0.1)
+    assert world.p.pages.num_gathers == world.d.pages.num_scatters == 0
+    assert world.d.side.num_slots_out == 0
+    assert world.d.side.num_links_opened == 1
+
+
+@pytest.mark.parametrize("host_name", ["p0", "d0"])
+@pytest.mark.parametrize("how", ["cancelled", "link lost", "cancelled by the peer", "closed"])
+def test_the_terminal_event_waits_for_the_gather_or_scatter_under_way(host_name: str, how: str) -> None:
+    world = World()
+    host: PrefillHost | DecodeHost = world.p if host_name == "p0" else world.d
+    peer = "d0" if host_name == "p0" else "p0"
+    seen_in_the_middle: list[bool] = []
+
+    def end_it() -> None:
+        match how:
+            case "cancelled":
+                host.side.cancel(key(0), "aborted")
+            case "link lost":
+                host.side._links.fail_peer(peer, "test")
+            case "cancelled by the peer":
+                host.side.on_message(peer, CancelTransfer(key(0), "aborted"))
+            case "closed":
+                with host.side._lock:  # all of close() but the joining of threads, of which this is one
+                    host.side._links.fail_all("closing")
+        host.step()
+        seen_in_the_middle.append(key(0) in host.ended)
+
+    host.pages.in_the_middle = end_it
+    open_both(world)
+    world.run(0.5)
+    assert seen_in_the_middle == [False]
+    assert key(0) in host.ended
+    assert not isinstance(host.ended[key(0)], Received)
+    world.settle()
+    world.close()
+
+
+def test_a_void_chunk_fails_a_transfer_whose_cancel_was_lost(world: World) -> None:
+    world.network.hold(Grant)
+    open_both(world)
+    world.run(0.3)
+    world.network.drop_next(CancelTransfer)
+    world.p.side.cancel(key(0), "aborted")
+    world.network.release(Grant)
+    world.run(0.1)
+    assert failure(world) == ReceiveFailed(key(0), "the peer sent a void chunk", by_peer=True)
+
+
+def test_a_cancel_that_comes_before_the_request_ends_it_at_once(world: World) -> None:
+    world.p.open(key(0), "d0", 4)
+    world.p.side.cancel(key(0), "aborted")
+    world.d.open(key(1), "p0", 4, 0)
+    world.d.side.cancel(key(1), "aborted")
+    world.run(0.5)
+    world.d.open(key(0), "p0", 4, 0)
+    world.p.open(key(1), "d0", 4)
+    world.run(0.05)
+    assert failure(world) == ReceiveFailed(key(0), "aborted", by_peer=True)
+    assert not world.p.ended[key(1)].ok
+
+
+# ----------------------------------------------------------------------- parking, tombstones, deadlines
+def test_a_ready_whose_request_never_comes_is_answered_with_a_cancel(world: World) -> None:
+    world.d.open(key(0), "p0", 4, 0)
+    world.run(FAST.park_s - 0.2)
+    assert world.d.live
+    world.run(0.5)
+    assert failure(world) == ReceiveFailed(key(0), "the request never came to the prefill node", by_peer=True)
+
+
+def test_a_prefill_node_waits_for_the_reservation_only_so_long(world: World) -> None:
+    world.p.open(key(0), "d0", 4)
+    world.run(FAST.ready_timeout_s - 0.1)
+    assert world.p.live
+    world.network.drop_next(CancelTransfer)
+    world.run(0.2)
+    assert "reserved no pages in time" in world.p.ended[key(0)].reason
+    # The reservation comes after all: the decode node is told at once.
+    world.d.open(key(0), "p0", 4, 0)
+    world.run(0.1)
+    assert failure(world).by_peer
+
+
+def test_a_late_message_does_not_reopen_an_ended_key(world: World) -> None:
+    world.network.hold(Ready)
+    open_both(world)
+    world.run(0.1)
+    world.p.side.cancel(key(0), "aborted")
+    world.run(0.1)
+    world.network.release(Ready)
+    world.run(0.1)
+    assert world.p.side.num_transfers == world.d.side.num_transfers == 0
+    assert world.network.num_sent["Offer"] == 0
+
+
+@pytest.mark.parametrize("late", [Offer, Handoff])
+def test_whoever_speaks_of_an_ended_key_is_told_so(world: World, late: type[Struct]) -> None:
+    world.network.hold(Offer)
+    world.network.hold(Handoff)
+    open_both(world, total=2)
+    world.run(0.1)
+    world.network.drop_next(CancelTransfer)
+    world.d.side.cancel(key(0), "aborted")
+    world.run(0.1)
+    assert world.p.live
+    world.network.release(late)
+    world.run(0.05)
+    assert world.p.ended[key(0)].reason == "aborted"
+
+
+def test_a_transfer_without_progress_fails(world: World) -> None:
+    world.p.rate = 0
+    open_both(world)
+    world.run(FAST.transfer_timeout_s - 0.1)
+    assert world.d.live
+    world.run(0.3)
+    assert "no progress" in failure(world).reason
+    assert "no progress" in world.p.ended[key(0)].reason
+
+
+def test_progress_renews_the_deadline(world: World) -> None:
+    world.p.rate = 0
+    open_both(world, total=4)
+    for _ in range(4):
+        world.run(FAST.transfer_timeout_s * 0.8)
+        world.p.rate = 1
+        world.p.step()
+        world.p.rate = 0
+    world.run(0.3)
+    assert isinstance(world.d.ended[key(0)], Received)
+
+
+def test_pages_handed_off_are_held_while_the_lease_is_renewed_and_no_longer(world: World) -> None:
+    world.network.hold(Grant)
+    open_both(world, total=2)
+    world.run(FAST.op_timeout_s * 0.9)
+    assert world.p.live
+    world.network.release(Grant)
+    world.run(0.1)
+    assert world.p.ended[key(0)].ok
+
+    world.network.drop_next(Done)
+    open_both(world, total=2, number=1)
+    world.run(FAST.lease_s - 0.1)
+    assert isinstance(world.d.ended[key(1)], Received)
+    assert key(1) in world.p.live
+    world.run(0.3)
+    assert "lease" in world.p.ended[key(1)].reason
+
+
+def test_a_slow_transfer_keeps_its_lease() -> None:
+    faults = Faults(link_delay_s=(0.2, 0.2))
+    world = World(faults=faults)
+    open_both(world, total=12)
+    world.run(FAST.lease_s * 2)  # chunks arrive in order, 0.2 s each way, some at a time
+    renewals = world.network.num_sent["LeaseRenew"]
+    world.settle()
+    assert renewals >= 2
+    assert world.p.ended[key(0)].ok
+    world.close()
+
+
+def test_a_renewal_of_a_transfer_that_has_ended_is_answered(world: World) -> None:
+    world.p.rate = 0
+    open_both(world)
+    world.run(0.1)
+    world.network.drop_next(CancelTransfer)
+    world.p.side.cancel(key(0), "aborted")
+    world.run(FAST.lease_s / 3 + 0.1)
+    assert failure(world) == ReceiveFailed(key(0), "aborted", by_peer=True)
+
+
+# ------------------------------------------------------------------------------- what the peer must not do
+class Liar:
+    """A prefill node that sends whatever the test wants, once its link is up."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        world.p.rate = 0
+
+    def says(self, *messages: Struct) -> ReceiveFailed:
+        outbox = self.world.p.side._outbox
+        for message in messages:
+            outbox.send("d0", message)
+        self.world.run(0.1)
+        return failure(self.world)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([Offer(key(0), 3, 1)], "offer of page 3 where page 1 was due"),
+        ([Offer(key(0), 1, 6)], "offer up to page 7 exceeds the 5 pages reserved from page 1 on"),
+        ([Offer(key(0), 1, 5), handoff(key(0), 7)], "handoff of 7 pages exceeds the 5 pages reserved"),
+        ([Offer(key(0), 1, 2), handoff(key(0), 6)], "handoff of 6 pages after offers of 3"),
+        ([Offer(key(0), 1, 5), handoff(key(0), 5)], "handoff of 5 pages after offers of 6"),
+        (
+            [Offer(key(0), 1, 5), msgspec.structs.replace(handoff(key(0), 6), kv_len=99)],
+            "6 pages for 99 tokens",
+        ),
+        ([Offer(key(0), 1, 2), handoff(key(0), 3), Offer(key(0), 3, 1)], "offer after the handoff"),
+    ],
+)
+def test_counts_that_do_not_fit_fail_the_transfer(world: World, messages: list[Struct], reason: str) -> None:
+    liar = Liar(world)
+    open_both(world, total=6, prefix=1)
+    world.run(0.3)
+    world.network.hold(Grant)
+    end = liar.says(*messages)
+    assert reason in end.reason
+    assert not end.by_peer
+    world.network.release(Grant)
+
+
+def test_repeated_messages_change_nothing() -> None:
+    world = World(faults=Faults(duplicate=1.0))
+    world.run(0.5)
+    open_both(world)
+    world.run(0.5)
+    assert isinstance(world.d.ended[key(0)], Received)
+    assert world.p.ended[key(0)].ok
+    world.settle()
+    world.close()
+
+
+def test_another_peer_cannot_touch_a_transfer() -> None:
+    world = World(prefills=("p0", "p1"))
+    world.p.rate = 0
+    open_both(world)
+    world.run(0.2)
+    other = world.prefills["p1"].side._outbox
+    other.send("d0", CancelTransfer(key(0), "not yours"))
+    other.send("d0", Offer(key(0), 0, 6))
+    world.run(0.2)
+    assert world.d.live
+    world.p.rate = 2
+    world.run(0.5)
+    assert isinstance(world.d.ended[key(0)], Received)
+    world.settle()
+    world.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seq": 5}, {"nbytes": 63}, {"nbytes": 10**9}, {"num_layers": 99}, {"first_layer": 3}, {"num_pages": 0}],
+)
+def test_a_grant_that_makes_no_sense_ends_the_link(world: World, change: dict[str, int]) -> None:
+    world.network.hold(Grant)
+    open_both(world)
+    world.run(0.2)
+    assert world.network.num_held(Grant)
+    _, _, grant = world.network._held[Grant][0]
+    world.d.side._outbox.send("p0", grant)
+    world.network._held[Grant].clear()
+    world.p.side.on_message("d0", msgspec.structs.replace(grant, **change))  # type: ignore[arg-type]
+    world.network.release(Grant)
+    world.run(0.3)
+    assert "link lost" in failure(world).reason
+    assert "link lost" in world.p.ended[key(0)].reason
+    assert world.d.side.num_links_opened == 2
+
+
+# ------------------------------------------------------------------------------------------ corruption
+def test_a_byte_that_changed_on_the_wire_is_detected(world: World) -> None:
+    world.network.corrupt_payloads()
+    open_both(world)
+    world.run(0.5)
+    assert "arrived corrupt" in failure(world).reason
+    assert not failure(world).by_peer
+    assert "arrived corrupt" in world.p.ended[key(0)].reason
+    open_both(world, number=1)  # the link itself is fine
+    world.run(0.5)
+    assert isinstance(world.d.ended[key(1)], Received)
+    assert world.d.side.num_links_opened == 1
+
+
+def test_a_byte_that_changed_after_the_check_is_noticed_by_comparing_pages() -> None:
+    world = World()
+    world.network.corrupt_after_check()
+    open_both(world)
+    with pytest.raises(AssertionError, match="differs"):
+        world.run(0.5)
+    world.close()
+
+
+# ------------------------------------------------------------------------------------------ links, peers
+def test_another_layout_is_refused_by_the_name_of_its_field() -> None:
+    network = FakeNetwork()
+    p = PrefillHost(network, "p0", FAST, msgspec.structs.replace(LAYOUT, dtype="bfloat16"))
+    d = DecodeHost(network, "d0", FAST)
+    d.open(key(0), "p0", 4, 0)
+    p.open(key(0), "d0", 4)
+    network.connect("p0", "d0")
+    for _ in range(20):
+        network.advance(0.01)
+        p.step()
+        d.step()
+    for end in (p.ended[key(0)], d.ended[key(0)]):
+        assert not isinstance(end, Received)
+        assert "layouts differ in dtype: this node has 'float32', the peer has 'bfloat16'" in end.reason
+    assert p.side.peer_states() == {"d0": "refused"}
+    assert d.side.peer_states() == {"p0": "refused"}
+    p.open(key(1), "d0", 4)
+    d.open(key(1), "p0", 4, 0)
+    p.step()
+    d.step()
+    assert "dtype" in p.ended[key(1)].reason
+    assert isinstance(d.ended[key(1)], ReceiveFailed)
+    assert network.num_sent["LinkOpen"] == 0
+
+
+def test_a_reservation_waits_for_its_peer_to_connect() -> None:
+    network = FakeNetwork()
+    d = DecodeHost(network, "d0", FAST)
+    d.open(key(0), "p0", 4, 0)
+    for _ in range(100):
+        network.advance(0.01)
+        d.step()
+    assert network.num_sent["Ready"] == 0
+    p = PrefillHost(network, "p0", FAST)
+    p.open(key(0), "d0", 4)
+    network.connect("p0", "d0")
+    for _ in range(100):
+        network.advance(0.01)
+        p.step()
+        d.step()
+    assert isinstance(d.ended[key(0)], Received)
+    d.open(key(1), "nobody", 4, 0)
+    p.open(key(1), "nobody", 4)
+    for _ in range(200):
+        network.advance(0.01)
+        p.step()
+        d.step()
+    assert "no link to prefill node nobody" in d.ended[key(1)].reason  # type: ignore[union-attr]
+    assert "no connection to decode node nobody" in p.ended[key(1)].reason
+
+
+@pytest.mark.parametrize("silent_kill", [False, True], ids=["reported", "silent"])
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+def test_a_killed_peer_fails_what_it_had_under_way(victim: str, silent_kill: bool) -> None:
+    world = World(faults=Faults(silent_kill=silent_kill))
+    world.network.hold(Grant)
+    open_both(world)
+    world.run(0.2)
+    survivor: PrefillHost | DecodeHost = world.d if victim == "p0" else world.p
+    world.network.kill(victim)
+    for _ in range(300):
+        world.network.advance(0.01)
+        survivor.step()
+    assert key(0) in survivor.ended
+    assert survivor.side.num_slots_out == 0
+    survivor.pages.audit()
+    world.restart(victim)
+    open_both(world, number=1)
+    world.network.release(Grant)
+    world.run(1.0)
+    assert isinstance(world.d.ended[key(1)], Received)
+    world.close()
+
+
+def test_slots_stay_in_quarantine_until_a_stuck_op_has_left() -> None:
+    world = World(faults=Faults(stuck_op=1.0, notice_s=(0.01, 0.01)))
+    world.network.hold(Grant)
+    open_both(world)
+    world.run(0.1)
+    world.network.kill("p0")
+    for _ in range(4):
+        world.network.advance(0.01)
+        world.d.step()
+    assert key(0) in world.d.ended  # the pages are back
+    assert world.d.side.num_slots_out == FAST.num_slots  # the slots are not
+    for _ in range(60):
+        world.network.advance(0.01)
+        world.d.step()
+    assert world.d.side.num_slots_out == 0
+    world.close()
+
+
+def test_a_stopped_peer_is_found_by_pings_and_comes_back(world: World) -> None:
+    world.run(0.3)
+    world.network.stop("p0")
+    world.d.open(key(0), "p0", 4, 0)
+    for _ in range(200):
+        world.network.advance(0.01)
+        world.d.step()
+    assert "silent" in failure(world).reason
+    assert world.d.side.peer_states() == {"p0": "silent"}
+    world.network.resume("p0")
+    world.run(1.0)
+    assert world.d.side.peer_states() == {"p0": "linked"}
+    open_both(world, number=1)
+    world.run(0.5)
+    assert isinstance(world.d.ended[key(1)], Received)
+
+
+def test_a_peer_that_stays_silent_is_forgotten_and_may_still_come_back(world: World) -> None:
+    world.run(0.3)
+    world.network.stop("p0")
+    for _ in range(round(FAST.forget_peer_s * 120)):
+        world.network.advance(0.01)
+        world.d.step()
+    assert world.d.side.peer_states() == {}
+    pings = world.network.num_sent["PeerPing"]
+    world.network.advance(2.0)
+    world.d.step()
+    assert world.network.num_sent["PeerPing"] == pings
+    world.network.resume("p0")
+    world.run(FAST.hello_retry_s + FAST.peer_timeout_s + 1.0)
+    assert world.d.side.peer_states() == {"p0": "linked"}
+
+
+def test_a_link_that_dies_is_built_anew_with_a_pause_that_grows() -> None:
+    world = World()
+    world.network.drop_next(StoreSet, 10**6)  # no link can be built
+    opened_at: list[float] = []
+    for _ in range(1000):
+        before = world.d.side.num_links_opened
+        world.run(0.01)
+        if world.d.side.num_links_opened > before:
+            opened_at.append(world.network.clock.now)
+    gaps = [later - earlier - FAST.build_timeout_s for earlier, later in itertools.pairwise(opened_at)]
+    assert len(gaps) > 5
+    assert gaps[0] < 0.15
+    assert gaps[1] > gaps[0]
+    assert gaps[-1] == pytest.approx(FAST.rebuild_max_s, abs=0.1)
+    world.close()
+
+
+def test_a_lost_hello_is_said_again(world: World) -> None:
+    world.network.disconnect("p0", "d0")
+    world.run(0.1)
+    world.network.drop_next(PeerHello)
+    world.network.connect("p0", "d0")
+    world.run(FAST.hello_retry_s + 0.3)
+    assert world.p.side.num_links == world.d.side.num_links == 1
+
+
+def test_transfers_of_a_lost_link_fail_on_both_ends_and_others_go_on_later(world: World) -> None:
+    world.network.hold(Grant)
+    open_both(world, number=0)
+    world.p.open(key(1), "d0", 3)  # still waits for its reservation
+    world.run(0.2)
+    worker = world.p.side._links.worker("d0")
+    assert worker is not None
+    world.p.side._links.fail(worker, "test")
+    world.network.release(Grant)
+    world.run(0.5)
+    assert "link lost" in failure(world).reason
+    assert "link lost" in world.p.ended[key(0)].reason
+    assert key(1) in world.p.live
+    world.d.open(key(1), "p0", 3, 0)
+    world.run(0.5)
+    assert isinstance(world.d.ended[key(1)], Received)
+
+
+def test_close_ends_everything_and_later_calls_do_nothing() -> None:
+    world = World()
+    world.network.hold(Grant)
+    open_both(world)
+    world.run(0.2)
+    world.p.side.close()
+    world.d.side.close()
+    for host in (world.p, world.d):
+        host.step()
+        assert key(0) in host.ended
+        assert host.side.num_links == host.side.num_slots_out == 0
+        host.pages.audit()
+        host.side.close()
+    world.network.release(Grant)
+    world.network.connect("p0", "d0")
+    world.run(1.0)
+    assert world.p.side.peer_states() == {}
+    world.close()
+
+
+def test_messages_are_wire_safe(world: World) -> None:
+    open_both(world)
+    world.run(2.0)
+    sent = set(world.network.num_sent)  # each was encoded and decoded on its way
+    assert {"PeerHello", "LinkOpen", "StoreSet", "Ready", "Offer", "Grant", "Handoff", "Done"} <= sent
+    assert {"PeerPing", "PeerPong"} <= sent

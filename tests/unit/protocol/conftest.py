@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.protocol.channel import ControlThread, Guests
+from shared.protocol.messages import NodeToRouter, RouterToNode, Struct
+from shared.protocol.security import FleetKey
+
+WAIT_S = 10.0
+"""Longest wait for what will come."""
+
+
+class Party:
+    """A ControlThread and all it was told, in order."""
+
+    def __init__(self, name: str, key: FleetKey | None) -> None:
+        self.name = name
+        self.control = ControlThread(key)
+        self.heard: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self.connected: queue.Queue[str] = queue.Queue()
+        self.disconnected: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.closed = False
+
+    def listen(self, port: int = 0, *, admit: bool = True) -> str:
+        """As a node does; returns where to dial."""
+        port = self.control.bind("127.0.0.1", port)
+        self.control.start()
+        if admit:
+            self.admit()
+        return f"tcp://127.0.0.1:{port}"
+
+    def admit(self) -> None:
+        self.control.admit({"router": Guests(msgspec.msgpack.Decoder(RouterToNode), self._on_message)})
+
+    def start(self) -> Party:
+        """As a router does."""
+        self.control.start()
+        return self
+
+    def dial(self, peer: str, address: str, *, kind: str = "router") -> None:
+        self.control.dial(
+            peer,
+            address,
+            f"{kind}|{self.name}",
+            Guests(msgspec.msgpack.Decoder(NodeToRouter), self._on_message),
+            self.connected.put,
+            lambda peer, reason: self.disconnected.put((peer, reason)),
+        )
+
+    def dialled(self, peer: str, address: str) -> None:
+        """Dial, and wait until the peer has taken the connection."""
+        self.dial(peer, address)
+        assert self.connected.get(timeout=WAIT_S) == peer
+
+    def send(self, to: str, message: Struct) -> None:
+        self.control.send(to, message)
+
+    def hear(self) -> tuple[str, Any]:
+        return self.heard.get(timeout=WAIT_S)
+
+    def _on_message(self, peer: str, message: Any) -> None:
+        self.heard.put((peer, message))
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.control.close()
+
+
+MakeParty = Callable[..., Party]
+
+
+@pytest.fixture
+def party() -> Iterator[MakeParty]:
+    parties: list[Party] = []
+
+    def make(name: str, key: FleetKey | None = None) -> Party:
+        parties.append(Party(name, key))
+        return parties[-1]
+
+    yield make
+    for each in parties:
+        each.close()
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Wait until `condition` holds; False if it does not in WAIT_S."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

@@ -1,0 +1,269 @@
+"""ControlThread over real loopback sockets."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from shared.errors import ConfigError
+from shared.protocol.channel import ControlThread
+from shared.protocol.messages import Cancel, Flush, Leaving, PeerPing, Ping, Pong, ReqKey, RouterHello
+from shared.protocol.messages import Load as NodeLoad
+from tests.unit.protocol.conftest import MakeParty, Party, eventually
+
+PONG = Pong(7, NodeLoad())
+
+
+@pytest.fixture
+def node(party: MakeParty) -> Party:
+    return party("node")
+
+
+@pytest.fixture
+def router(party: MakeParty) -> Party:
+    return party("router-1").start()
+
+
+def test_typed_messages_both_ways(node: Party, router: Party) -> None:
+    router.dial("n", node.listen())
+    router.send("n", Cancel(ReqKey("router-1", "a", 2)))
+    assert node.hear() == ("router-1", Cancel(ReqKey("router-1", "a", 2)))
+    node.send("router-1", PONG)
+    assert router.hear() == ("n", PONG)
+    assert router.connected.get(timeout=1) == "n"
+
+
+def test_messages_keep_their_order(node: Party, router: Party) -> None:
+    router.dial("n", node.listen())
+    for i in range(3000):
+        router.send("n", Ping(i))
+    assert [node.hear()[1].seq for _ in range(3000)] == list(range(3000))
+
+
+def test_two_diallers_are_told_apart(node: Party, router: Party, party: MakeParty) -> None:
+    address, other = node.listen(), party("router-2").start()
+    router.dial("n", address)
+    other.dial("n", address)
+    router.send("n", Ping(1))
+    other.send("n", Ping(2))
+    assert {node.hear(), node.hear()} == {("router-1", Ping(1)), ("router-2", Ping(2))}
+    node.send("router-2", Leaving("for two"))
+    node.send("router-1", Leaving("for one"))
+    assert router.hear()[1] == Leaving("for one")
+    assert other.hear()[1] == Leaving("for two")
+
+
+def test_one_dialler_of_two_nodes(node: Party, router: Party, party: MakeParty) -> None:
+    second = party("second")
+    router.dial("n1", node.listen())
+    router.dial("n2", second.listen())
+    router.send("n2", Ping(2))
+    router.send("n1", Ping(1))
+    assert (node.hear()[1], second.hear()[1]) == (Ping(1), Ping(2))
+    second.send("router-1", PONG)
+    assert router.hear() == ("n2", PONG)
+
+
+def test_who_dials_before_admission_waits(node: Party, router: Party) -> None:
+    address = node.listen(admit=False)
+    router.dial("n", address)
+    router.send("n", Ping(1))
+    assert router.connected.get(timeout=10) == "n"
+    assert node.heard.empty()
+    node.admit()
+    assert node.hear() == ("router-1", Ping(1))
+
+
+def test_a_peer_that_closes_is_reported_once(node: Party, router: Party) -> None:
+    router.dialled("n", node.listen())
+    node.close()
+    assert router.disconnected.get(timeout=10) == ("n", "connection closed")
+    router.send("n", Ping(1))  # nobody there: dropped
+    assert router.disconnected.empty()
+
+
+def test_a_lost_connection_is_never_taken_up_again(node: Party, router: Party, party: MakeParty) -> None:
+    """Another process at the same address would get messages that were meant for the dead one."""
+    address = node.listen()
+    router.dialled("n", address)
+    node.close()
+    router.disconnected.get(timeout=10)
+    successor = party("successor")
+    assert successor.listen(int(address.rsplit(":", 1)[1])) == address
+    router.send("n", Ping(1))
+    router.dialled("n-again", address)
+    router.send("n-again", Ping(2))
+    assert successor.hear() == ("router-1", Ping(2))
+    assert successor.heard.empty()
+
+
+def test_hanging_up_is_no_disconnection(node: Party, router: Party) -> None:
+    address = node.listen()
+    router.dialled("n", address)
+    router.control.hang_up("n")
+    router.control.hang_up("n")
+    router.send("n", Ping(1))
+    router.dialled("n", address)
+    router.send("n", Ping(2))
+    assert node.hear() == ("router-1", Ping(2))
+    assert router.disconnected.empty()
+
+
+def test_dialling_again_replaces_the_connection(node: Party, router: Party) -> None:
+    address = node.listen()
+    router.dialled("n", address)
+    router.send("n", Ping(1))
+    node.hear()
+    router.dialled("n", address)
+    router.send("n", Ping(2))
+    assert node.hear() == ("router-1", Ping(2))
+    node.send("router-1", PONG)
+    assert router.hear() == ("n", PONG)
+    assert router.disconnected.empty()
+
+
+def test_a_kind_that_nobody_expects_is_ignored(node: Party, router: Party, party: MakeParty) -> None:
+    address, stranger = node.listen(), party("stranger").start()
+    stranger.dial("n", address, kind="prefill")
+    assert stranger.connected.get(timeout=10) == "n"
+    stranger.send("n", Ping(1))
+    router.dial("n", address)
+    router.send("n", Ping(2))
+    assert node.hear() == ("router-1", Ping(2))
+    assert node.heard.empty()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"\xc1"],
+        [b""],
+        [msgspec.msgpack.encode(["NoSuchMessage", 1])],
+        [msgspec.msgpack.encode(PeerPing(1))],
+        [msgspec.msgpack.encode(["Ping", "one"])],
+        [msgspec.msgpack.encode(Ping(1)), b"a second frame"],
+    ],
+    ids=["garbage", "empty", "unknown tag", "another union", "wrong type", "two frames"],
+)
+def test_what_is_no_message_is_ignored(node: Party, frames: list[bytes]) -> None:
+    address = node.listen()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.linger = 1000
+        raw.identity = b"router|raw|1"
+        raw.connect(address)
+        raw.send_multipart(frames)
+        raw.send(msgspec.msgpack.encode(Ping(2)))
+        assert node.hear() == ("raw", Ping(2))
+    assert node.heard.empty()
+
+
+@pytest.mark.parametrize("identity", [b"router", b"router|", b"router||1", b"\xff\xfe", b"|raw|1"])
+def test_an_identity_without_a_peer_is_ignored(node: Party, router: Party, identity: bytes) -> None:
+    address = node.listen()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.linger = 1000
+        raw.identity = identity
+        raw.connect(address)
+        raw.send(msgspec.msgpack.encode(Ping(1)))
+        raw.send(b"")
+    router.dial("n", address)
+    router.send("n", Ping(2))
+    assert node.hear() == ("router-1", Ping(2))
+    assert node.heard.empty()
+
+
+def test_messages_to_nobody_are_dropped(node: Party) -> None:
+    node.listen()
+    node.send("nobody", PONG)
+    node.send("nobody", PONG)
+
+
+def test_a_dialler_that_is_gone_does_not_disturb_the_others(
+    node: Party, router: Party, party: MakeParty
+) -> None:
+    address, other = node.listen(), party("router-2").start()
+    for dialler in (router, other):
+        dialler.dial("n", address)
+        dialler.send("n", RouterHello(dialler.name))
+    node.hear(), node.hear()
+    other.close()
+    for _ in range(50):
+        node.send("router-2", PONG)
+    node.send("router-1", PONG)
+    assert router.hear() == ("n", PONG)
+
+
+def test_what_was_sent_before_close_arrives(node: Party, router: Party) -> None:
+    router.dial("n", node.listen())
+    router.send("n", RouterHello("router-1"))
+    node.hear()
+    node.send("router-1", Leaving("goodbye"))
+    node.close()
+    assert router.hear() == ("n", Leaving("goodbye"))
+
+
+def test_a_message_after_close_is_dropped(node: Party) -> None:
+    node.listen()
+    node.close()
+    node.send("router-1", PONG)
+
+
+def test_a_handler_may_hang_up(node: Party, party: MakeParty) -> None:
+    class Hasty(Party):
+        def _on_message(self, peer: str, message: object) -> None:
+            super()._on_message(peer, message)
+            self.control.hang_up(peer)
+
+    hasty = Hasty("router-1", None)
+    try:
+        hasty.start().dial("n", node.listen())
+        hasty.send("n", Ping(1))
+        node.hear()
+        node.send("router-1", PONG)
+        assert hasty.hear() == ("n", PONG)
+        hasty.send("n", Ping(2))
+        hasty.dial("n2", node.control._server.getsockopt_string(zmq.LAST_ENDPOINT))  # type: ignore[union-attr]
+        hasty.send("n2", Flush(3))
+        assert node.hear()[1] == Flush(3)
+    finally:
+        hasty.close()
+
+
+def test_a_taken_port_is_refused_with_its_name(node: Party, party: MakeParty) -> None:
+    port = int(node.listen().rsplit(":", 1)[1])
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+        party("second").control.bind("127.0.0.1", port)
+
+
+def test_an_unknown_host_is_refused_with_its_name(party: MakeParty) -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid:0"):
+        party("node").control.bind("no.such.host.invalid", 0)
+
+
+def test_close_leaves_no_thread_and_no_descriptor(party: MakeParty) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    assert Path("/proc/self/fd").is_dir()
+    warm = party("warm")
+    warm.listen()
+    warm.close()
+    before, threads = descriptors(), threading.active_count()
+    for _ in range(5):
+        node, router = party("node"), party("router-1").start()
+        router.dialled("n", node.listen())
+        router.send("n", Ping(1))
+        node.hear()
+        node.close()
+        router.close()
+    assert eventually(lambda: threading.active_count() == threads)
+    assert eventually(lambda: descriptors() == before)
+
+
+def test_close_before_start() -> None:
+    ControlThread().close()

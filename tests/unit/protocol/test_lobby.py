@@ -1,0 +1,102 @@
+"""A node that was given --router tells it how loading goes, and asks to be dialled, over real sockets."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.errors import ConfigError
+from shared.protocol.channel import ControlThread, Guests
+from shared.protocol.lobby import DEFAULT_CONTROL_PORT, LobbyCaller, lobby_address
+from shared.protocol.messages import Join, Loading, LoadFailed, NodeRef, NodeToLobby, Role
+
+NODE = NodeRef("d0", "d0#1", "tcp://127.0.0.1:7200")
+
+
+class Lobby:
+    """A router's control port."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.heard: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self.control = ControlThread()
+        self.port = self.control.bind("127.0.0.1", port)
+        self.control.start()
+        self.control.admit(
+            {"node": Guests(msgspec.msgpack.Decoder(NodeToLobby), lambda peer, m: self.heard.put((peer, m)))}
+        )
+
+
+@pytest.fixture
+def control() -> Iterator[ControlThread]:
+    control = ControlThread()
+    control.start()
+    yield control
+    control.close()
+
+
+@pytest.mark.parametrize(
+    ("router", "address"),
+    [("host0", f"tcp://host0:{DEFAULT_CONTROL_PORT}"), ("10.0.0.7:9001", "tcp://10.0.0.7:9001")],
+)
+def test_the_port_has_a_default(router: str, address: str) -> None:
+    assert lobby_address(router) == address
+
+
+@pytest.mark.parametrize("router", ["", ":8001", "host:", "host:port", "host:80:90"])
+def test_a_malformed_router_is_refused_with_its_flag(router: str) -> None:
+    with pytest.raises(ConfigError, match=f"--router {router}: expected HOST or HOST:PORT"):
+        lobby_address(router)
+
+
+def test_progress_then_the_request_to_be_dialled(control: ControlThread) -> None:
+    lobbies = [Lobby(), Lobby()]
+    caller = LobbyCaller(control, NODE, Role.DECODE, tuple(f"127.0.0.1:{lobby.port}" for lobby in lobbies))
+    caller.loading("loading weights", 0.5)
+    caller.start()
+    try:
+        for lobby in lobbies:
+            assert lobby.heard.get(timeout=10) == (
+                "d0#1",
+                Loading("d0", Role.DECODE, "loading weights", 0.5),
+            )
+            assert lobby.heard.get(timeout=10) == ("d0#1", Join(NODE, Role.DECODE))
+    finally:
+        caller.stop()
+        for lobby in lobbies:
+            lobby.control.close()
+
+
+def test_a_restarted_router_is_asked_again(control: ControlThread) -> None:
+    lobby = Lobby()
+    caller = LobbyCaller(control, NODE, Role.DECODE, (f"127.0.0.1:{lobby.port}",))
+    caller.start()
+    try:
+        assert lobby.heard.get(timeout=10)[1] == Join(NODE, Role.DECODE)
+        lobby.control.close()
+        lobby = Lobby(lobby.port)
+        assert lobby.heard.get(timeout=10)[1] == Join(NODE, Role.DECODE)
+    finally:
+        caller.stop()
+        lobby.control.close()
+
+
+def test_a_node_that_could_not_start_says_why(control: ControlThread) -> None:
+    lobby = Lobby()
+    caller = LobbyCaller(control, NODE, Role.DECODE, (f"127.0.0.1:{lobby.port}",))
+    try:
+        caller.say(LoadFailed("d0", Role.DECODE, "no such folder"))
+        assert lobby.heard.get(timeout=10)[1] == LoadFailed("d0", Role.DECODE, "no such folder")
+    finally:
+        caller.stop()
+        lobby.control.close()
+
+
+def test_without_routers_nothing_runs(control: ControlThread) -> None:
+    caller = LobbyCaller(control, NODE, Role.DECODE, ())
+    caller.start()
+    caller.loading("loading weights", 1.0)
+    caller.stop()

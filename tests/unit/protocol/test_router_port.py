@@ -1,0 +1,187 @@
+"""A node's side of its routers, with a recording outbox and a clock that the test moves."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from shared.protocol.messages import (
+    Cancel,
+    Failed,
+    Finish,
+    Flush,
+    Flushed,
+    KVLayout,
+    Leaving,
+    Load,
+    NodeHello,
+    NodeLimits,
+    NodeRef,
+    Ping,
+    Pong,
+    Refused,
+    ReqKey,
+    ReqReport,
+    Role,
+    RouterHello,
+    Stop,
+    Struct,
+    TokenEntry,
+    Tokens,
+)
+from shared.protocol.router_port import FromRouter, RouterPort
+
+HELLO = NodeHello(
+    NodeRef("p0", "p0#1", "tcp://127.0.0.1:7100"),
+    Role.PREFILL,
+    KVLayout("f", "float32", 16, 1, 1, 8),
+    NodeLimits(64, 640, 8),
+    {"page_size": 16},
+)
+
+
+class RecordingOutbox:
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, Struct]] = []
+
+    def send(self, to: str, message: Struct) -> None:
+        self.sent.append((to, message))
+
+    def take(self) -> list[tuple[str, Struct]]:
+        taken, self.sent = self.sent, []
+        return taken
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.outbox = RecordingOutbox()
+        self.now = 100.0
+        self.load = Load(progress=1)
+        self.wake = threading.Event()
+        self.port = RouterPort(self.outbox, HELLO, lambda: self.load, self.wake, lambda: self.now)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def key(rid: str, router: str = "one") -> ReqKey:
+    return ReqKey(router, rid)
+
+
+def test_a_greeting_is_answered_with_what_the_node_is(rig: Rig) -> None:
+    rig.port.on_message("one", RouterHello("one"))
+    assert rig.outbox.take() == [("one", HELLO)]
+    assert rig.port.take() == []
+    assert not rig.wake.is_set()
+
+
+def test_a_router_under_another_name_is_refused(rig: Rig) -> None:
+    rig.port.on_message("one", RouterHello("two"))
+    ((to, refused),) = rig.outbox.take()
+    assert to == "one"
+    assert isinstance(refused, Refused)
+    assert "'two' dialled as 'one'" in refused.reason
+
+
+def test_pings_are_answered_at_once_with_the_load_of_the_moment(rig: Rig) -> None:
+    """The scheduler may be in the middle of a long step: nobody calls `take` here."""
+    rig.port.on_message("one", Ping(3))
+    rig.load = Load(progress=2)
+    rig.port.on_message("two", Ping(4))
+    assert rig.outbox.take() == [("one", Pong(3, Load(progress=1))), ("two", Pong(4, Load(progress=2)))]
+    assert rig.port.take() == []
+    assert not rig.wake.is_set()
+
+
+def test_requests_wait_for_the_scheduler_in_order_and_wake_it(rig: Rig) -> None:
+    messages = [Cancel(key("a")), Flush(1), Stop(key("b"), 3)]
+    for i, message in enumerate(messages):
+        rig.port.on_message(f"r{i}", message)
+    assert rig.wake.is_set()
+    assert rig.outbox.take() == []
+    assert rig.port.take() == [FromRouter(f"r{i}", message) for i, message in enumerate(messages)]
+    assert rig.port.take() == []
+
+
+def test_the_tokens_of_a_step_are_one_message_to_each_router(rig: Rig) -> None:
+    report = ReqReport(cached_tokens=4)
+    rig.port.say_token(key("a"), 0, (5,), None, report)
+    rig.port.say_token(key("b", "two"), 7, (6,), None, None)
+    rig.port.say_token(key("c"), 2, (), Finish("length"), None)
+    assert rig.outbox.take() == [], "nothing leaves before the flush"
+    rig.port.flush()
+    assert rig.outbox.take() == [
+        (
+            "one",
+            Tokens(
+                (TokenEntry(key("a"), 0, (5,), None, report), TokenEntry(key("c"), 2, (), Finish("length")))
+            ),
+        ),
+        ("two", Tokens((TokenEntry(key("b", "two"), 7, (6,)),))),
+    ]
+    rig.port.flush()
+    assert rig.outbox.take() == [], "a step without tokens says nothing"
+
+
+def test_a_failure_follows_the_tokens_before_it(rig: Rig) -> None:
+    rig.port.say_token(key("a"), 0, (5,), None, None)
+    rig.port.fail(key("a"), 503, "the peer is gone", "prompt")
+    first, second = rig.outbox.take()
+    assert first == ("one", Tokens((TokenEntry(key("a"), 0, (5,)),)))
+    assert second == ("one", Failed(key("a"), 503, "the peer is gone", "prompt"))
+
+
+def test_a_flush_is_answered_to_who_asked(rig: Rig) -> None:
+    rig.port.flushed("two", 9, ok=False)
+    assert rig.outbox.take() == [("two", Flushed(9, ok=False))]
+
+
+def test_a_silent_router_is_named_once(rig: Rig) -> None:
+    rig.port.on_message("one", Ping(1))
+    rig.now += 6
+    rig.port.on_message("two", Ping(1))
+    assert rig.port.take_silent(10) == set()
+    rig.now += 4
+    assert rig.port.take_silent(10) == set(), "ten seconds are not more than ten"
+    rig.now += 1
+    assert rig.port.take_silent(10) == {"one"}
+    assert rig.port.take_silent(10) == set()
+    rig.now += 100
+    assert rig.port.take_silent(10) == {"two"}
+
+
+def test_any_message_is_a_sign_of_life(rig: Rig) -> None:
+    rig.port.on_message("one", RouterHello("one"))
+    rig.now += 9
+    rig.port.on_message("one", Cancel(key("a")))
+    rig.now += 9
+    assert rig.port.take_silent(10) == set()
+
+
+def test_a_router_that_speaks_again_can_fall_silent_again(rig: Rig) -> None:
+    rig.port.on_message("one", Ping(1))
+    rig.now += 11
+    assert rig.port.take_silent(10) == {"one"}
+    rig.port.on_message("one", Ping(2))
+    rig.now += 11
+    assert rig.port.take_silent(10) == {"one"}
+
+
+def test_every_router_is_told_that_the_node_leaves(rig: Rig) -> None:
+    for router in ("one", "two", "silent"):
+        rig.port.on_message(router, Ping(1))
+    rig.now += 11
+    for router in ("one", "two"):
+        rig.port.on_message(router, Ping(2))
+    rig.port.take_silent(10)
+    rig.outbox.take()
+    rig.port.say_token(key("a"), 0, (5,), None, None)
+    rig.port.leave("maintenance")
+    assert rig.outbox.take() == [
+        ("one", Tokens((TokenEntry(key("a"), 0, (5,)),))),
+        ("one", Leaving("maintenance")),
+        ("two", Leaving("maintenance")),
+    ]

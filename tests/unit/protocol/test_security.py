@@ -1,0 +1,92 @@
+"""Who may talk: the same fleet key on both ends, and no listening beyond loopback without one."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+
+import pytest
+
+from shared.errors import ConfigError
+from shared.protocol.messages import Load, Ping, Pong
+from shared.protocol.security import MIN_KEY_BYTES, FleetKey, is_loopback, require_key_beyond_loopback
+from tests.unit.protocol.conftest import MakeParty
+
+RIGHT, WRONG = FleetKey(b"the secret of this fleet"), FleetKey(b"the secret of another one")
+
+
+def test_the_same_key_on_both_ends(party: MakeParty) -> None:
+    node, router = party("node", RIGHT), party("router-1", FleetKey(b"the secret of this fleet")).start()
+    router.dialled("n", node.listen())
+    router.send("n", Ping(1))
+    assert node.hear() == ("router-1", Ping(1))
+    node.send("router-1", Pong(1, Load()))
+    assert router.hear() == ("n", Pong(1, Load()))
+
+
+@pytest.mark.parametrize("key", [WRONG, None], ids=["another key", "no key"])
+def test_without_the_key_nobody_gets_in(party: MakeParty, key: FleetKey | None) -> None:
+    node, intruder, router = party("node", RIGHT), party("intruder", key).start(), party("router-1", RIGHT).start()
+    address = node.listen()
+    intruder.dial("n", address)
+    for _ in range(20):
+        intruder.send("n", Ping(1))
+    with pytest.raises(queue.Empty):
+        intruder.connected.get(timeout=0.5)
+    router.dialled("n", address)
+    router.send("n", Ping(2))
+    assert node.hear() == ("router-1", Ping(2))
+    assert node.heard.empty()
+
+
+def test_a_client_with_a_key_talks_to_no_server_without_it(party: MakeParty) -> None:
+    """A process that took a dead node's address must not get its prompts."""
+    impostors = [party("wrong", WRONG), party("keyless")]
+    router = party("router-1", RIGHT).start()
+    for i, impostor in enumerate(impostors):
+        router.dial(f"n{i}", impostor.listen())
+        router.send(f"n{i}", Ping(1))
+    with pytest.raises(queue.Empty):
+        router.connected.get(timeout=0.5)
+    assert all(impostor.heard.empty() for impostor in impostors)
+
+
+def test_a_key_is_read_from_its_file(party: MakeParty, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("  the secret of this fleet\n")
+    node, router = party("node", FleetKey.load(str(path))), party("router-1", RIGHT).start()
+    router.dialled("n", node.listen())
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"x" * (MIN_KEY_BYTES - 1) + b"\n\n\n"])
+def test_a_short_key_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"--fleet-key {path}: {len(content.strip())} bytes, at least 16"):
+        FleetKey.load(str(path))
+
+
+def test_the_shortest_key(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(b"x" * MIN_KEY_BYTES)
+    FleetKey.load(str(path))
+
+
+def test_a_missing_key_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--fleet-key {tmp_path / 'none'}: No such file"):
+        FleetKey.load(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.1", "::1"])
+def test_loopback_needs_no_key(host: str) -> None:
+    assert is_loopback(host)
+    require_key_beyond_loopback(host, None, insecure=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "node-7", "*", ""])
+def test_beyond_loopback_needs_a_key_or_consent(host: str) -> None:
+    assert not is_loopback(host)
+    with pytest.raises(ConfigError, match="--host .*--fleet-key FILE.*--insecure"):
+        require_key_beyond_loopback(host, None, insecure=False)
+    require_key_beyond_loopback(host, RIGHT, insecure=False)
+    require_key_beyond_loopback(host, None, insecure=True)

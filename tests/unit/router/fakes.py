@@ -1,0 +1,291 @@
+"""A scripted node over real ZMQ sockets, a tiny model folder, and a router that joins such nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import msgspec
+import zmq
+import zmq.asyncio
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from router.config import DispatchOptions, FleetOptions, HttpOptions, RouterConfig
+from router.server import Router, load_model
+from router.topology import LocalTopology
+from shared.protocol.messages import (
+    Cancel,
+    Decode,
+    Failed,
+    Finish,
+    Flush,
+    Flushed,
+    KVLayout,
+    Load,
+    NodeHello,
+    NodeLimits,
+    NodeRef,
+    NodeToRouter,
+    Peers,
+    Ping,
+    Pong,
+    Prefill,
+    ReqKey,
+    ReqReport,
+    Role,
+    RouterHello,
+    RouterToNode,
+    Stamp,
+    Stop,
+    TokenEntry,
+    Tokens,
+)
+
+LAYOUT = KVLayout("fingerprint", "float32", 16, 2, 2, 8)
+LIMITS = NodeLimits(context_length=256, max_total_num_tokens=200, max_running_requests=8)
+STORY = "The quick brown fox jumps over the lazy dog; größer als 5 €, 日本語 and 🦊 too. "
+EOS = "<|eos|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+M = TypeVar("M")
+Script = Callable[["FakeNode", Prefill | Decode], Awaitable[None]]
+_decoder = msgspec.msgpack.Decoder(RouterToNode)
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[EOS],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([STORY * 20, "def f(x):\n    return x\n" * 20], trainer)
+    return tokenizer
+
+
+def write_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+    """A folder with all that the router reads; there are no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256,
+        "eos_token_id": tokenizer.token_to_id(EOS),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer_config = {"eos_token": EOS} | ({"chat_template": chat_template} if chat_template else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    return folder
+
+
+class FakeNode:
+    """Speaks the node's side of the protocol. What it does with a request is its script's business.
+
+    `heard` holds all but pings. The default scripts tell STORY, token by token, as a real pair would.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        node_id: str = "",
+        *,
+        script: Script | None = None,
+        layout: KVLayout = LAYOUT,
+        limits: NodeLimits = LIMITS,
+        flags: dict[str, str | int | float | bool | None] | None = None,
+    ) -> None:
+        self.role = role
+        self.node_id = node_id or f"{role}-0"
+        self.script = script or (tell_first_token if role is Role.PREFILL else tell_story)
+        self.layout = layout
+        self.limits = limits
+        self.flags = flags or {}
+        self.heard: list[RouterToNode] = []
+        self.load = Load()
+        self.silent = False
+        self.flushes = True
+        self.identities: list[str] = []
+        self.story = [*byte_level_tokenizer().encode(STORY).ids]
+        self.delay_s = 0.0
+        self._news = asyncio.Event()
+        self._context = zmq.asyncio.Context.instance()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> FakeNode:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def start(self, port: int = 0, incarnation: str = "a") -> None:
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 300
+        self._socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        self.address = self._socket.last_endpoint.decode().rstrip("\0")
+        self.port = int(self.address.rpartition(":")[2])
+        self.ref = NodeRef(self.node_id, f"{self.node_id}-{incarnation}", self.address)
+        self._tasks = [asyncio.create_task(self._listen())]
+
+    async def stop(self) -> None:
+        """Close the socket, as the death of a process would."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        self._socket.close()
+
+    def send(self, message: NodeToRouter) -> None:
+        sent = self._socket.send_multipart([self._router, msgspec.msgpack.encode(message)], zmq.DONTWAIT)
+        assert sent.exception() is None
+
+    def tokens(
+        self,
+        key: ReqKey,
+        position: int,
+        token_ids: list[int],
+        finish: Finish | None = None,
+        report: ReqReport | None = None,
+    ) -> None:
+        self.send(Tokens((TokenEntry(key, position, tuple(token_ids), finish, report),)))
+
+    def all(self, kind: type[M]) -> list[M]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    async def wait_for(self, kind: type[M], count: int = 1) -> M:
+        """The `count`-th message of a kind, within two seconds."""
+        async with asyncio.timeout(2):
+            while len(self.all(kind)) < count:
+                self._news.clear()
+                await self._news.wait()
+        return self.all(kind)[count - 1]
+
+    async def _listen(self) -> None:
+        while True:
+            self._router, frame = await self._socket.recv_multipart()
+            message = _decoder.decode(frame)
+            match message:
+                case RouterHello():
+                    self.identities.append(self._router.decode())
+                    self.send(NodeHello(self.ref, self.role, self.layout, self.limits, self.flags))
+                case Ping(seq):
+                    if not self.silent:
+                        self.send(Pong(seq, self.load))
+                    continue
+                case Flush(call_id):
+                    self.send(Flushed(call_id, self.flushes))
+                case Prefill() | Decode():
+                    self._tasks.append(asyncio.create_task(self._run(message)))
+                case Peers() | Cancel() | Stop():
+                    pass
+            self.heard.append(message)
+            self._news.set()
+
+    async def _run(self, work: Prefill | Decode) -> None:
+        try:
+            await self.script(self, work)
+        except asyncio.CancelledError:
+            raise
+        except Exception as e:
+            self.send(Failed(work.key, 500, f"the script failed: {e!r}"))
+
+    def gone(self, key: ReqKey) -> bool:
+        return any(isinstance(m, Cancel | Stop) and m.key == key for m in self.heard)
+
+
+async def say_nothing(node: FakeNode, work: Prefill | Decode) -> None:
+    """A script."""
+
+
+async def tell_first_token(node: FakeNode, work: Prefill | Decode) -> None:
+    """A prefill node's part: position 0, and the end when nothing follows."""
+    stamps = (Stamp("prefill", "queued", 1.0), Stamp("prefill", "prefilling", 1.5))
+    report = ReqReport(cached_tokens=2, stamps=stamps)
+    wanted = work.params.max_new_tokens
+    finish = Finish("length") if wanted <= 1 else None
+    node.tokens(work.key, 0, node.story[: min(wanted, 1)], finish, report)
+
+
+async def tell_story(node: FakeNode, work: Prefill | Decode) -> None:
+    """A decode node's part: every position, each in a message of its own, and the end."""
+    wanted = work.params.max_new_tokens
+    for position in range(wanted):
+        if node.gone(work.key):
+            return
+        await asyncio.sleep(node.delay_s)
+        last = position == wanted - 1
+        report = None
+        if last:
+            stamps = (Stamp("decode", "transferring", 2.0), Stamp("decode", "decoding", 2.25))
+            report = ReqReport(stamps=stamps, kv_pages_transferred=3, kv_bytes_transferred=3000)
+        token_id = node.story[position % len(node.story)]
+        node.tokens(work.key, position, [token_id], Finish("length") if last else None, report)
+    if wanted == 0:
+        node.tokens(work.key, 0, [], Finish("length"))
+
+
+@contextlib.asynccontextmanager
+async def joined_router(
+    model_folder: Path | None,
+    nodes: list[FakeNode],
+    *,
+    http: HttpOptions | None = None,
+    dispatch: DispatchOptions | None = None,
+    wait: bool = True,
+    base: Path | None = None,
+) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
+    """A real router on free ports, joined to `nodes`, and a client for it."""
+    config = RouterConfig(
+        model=str(model_folder) if model_folder else None,
+        fleet=FleetOptions(
+            local=LocalTopology(0, 0), join=tuple((n.role, n.address) for n in nodes), control_port=0
+        ),
+        http=http or HttpOptions(port=0, served_model_name="tiny"),
+        dispatch=dispatch or DispatchOptions(local_prefill_tokens=0),
+    )
+    model = load_model(config.model, config) if config.model else None
+    async with (
+        Router(config, Console(stderr=True), model) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=10) as client,
+    ):
+        if wait:
+            async with asyncio.timeout(5):
+                while len((await client.get("/server_info")).json()["nodes"]) < len(nodes):
+                    await asyncio.sleep(0.01)
+        yield router, client
+
+
+@contextlib.asynccontextmanager
+async def pair(**prefill_and_decode: object) -> AsyncIterator[tuple[FakeNode, FakeNode]]:
+    """One node of each role."""
+    async with FakeNode(Role.PREFILL) as prefill, FakeNode(Role.DECODE) as decode:
+        for name, script in prefill_and_decode.items():
+            {"prefill": prefill, "decode": decode}[name].script = script
+        yield prefill, decode
+
+
+def events(body: str) -> list[object]:
+    """The parsed events of a stream; "[DONE]" stays as it is."""
+    lines = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]

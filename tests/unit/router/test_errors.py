@@ -1,0 +1,288 @@
+"""Every wrong request is told what is wrong with it, and never a 5xx or a 422."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.config import HttpOptions
+from shared.protocol.messages import Decode, Prefill
+from tests.unit.router.fakes import joined_router, pair
+
+BIG = 10**40
+
+NATIVE = [
+    ({}, "exactly one of text and input_ids"),
+    ({"text": "a", "input_ids": [1]}, "exactly one"),
+    ({"text": 5}, "text must be a string or a list of strings, not 5"),
+    ({"text": ["a", 5]}, "text must be"),
+    ({"text": []}, "text must be"),
+    ({"text": ""}, "the prompt has no tokens"),
+    ({"text": ["a", ""]}, "prompt 1 has no tokens"),
+    ({"input_ids": []}, "input_ids must be a list of token ids"),
+    ({"input_ids": [[1], []]}, "prompt 1 has no tokens"),
+    ({"input_ids": [[1], 2]}, "input_ids[1] must be a list of token ids"),
+    ({"input_ids": [1, True]}, "input_ids must be a list of token ids"),
+    ({"input_ids": [1, -1]}, "token ids from 0 to"),
+    ({"input_ids": [1, BIG]}, "token ids from 0 to"),
+    ({"input_ids": [1.5]}, "input_ids must be"),
+    ({"text": "a", "stream": "yes"}, "stream must be true or false, not 'yes'"),
+    ({"text": "a", "rid": 7}, "rid must be a string or a list of strings"),
+    ({"text": ["a", "b"], "rid": ["x"]}, "rid must be a string or a list of 2"),
+    ({"text": "a", "rid": "x" * 1000}, "rid must be made of strings of 1 to 256"),
+    ({"text": "a", "sampling_params": [{}]}, "sampling_params must be an object"),
+    ({"text": ["a", "b"], "sampling_params": [{}]}, "a list of 2 objects"),
+    ({"text": ["a"], "sampling_params": [{"top_p": 2}]}, "sampling_params[0].top_p must be at most 1, not 2"),
+    ({"text": "a", "return_logprob": True}, "return_logprob is not supported yet"),
+    ({"text": "a", "lora_path": "x"}, "lora_path is not supported yet"),
+    ({"text": "a", "priority": 3}, "priority is not supported yet"),
+    ({"text": "a", "extra_key": "x" * 999}, "extra_key must be at most 256"),
+]
+SAMPLING = [
+    ({"temperature": -0.1}, "sampling_params.temperature must be at least 0, not -0.1"),
+    ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
+    ({"temperature": True}, "temperature must be a number, not True"),
+    ({"temperature": BIG}, "temperature must be at most 1e+06"),
+    ({"top_p": 0}, "top_p must be above 0, not 0"),
+    ({"top_p": 1.1}, "top_p must be at most 1, not 1.1"),
+    ({"top_k": 0}, "top_k must be -1 (all tokens) or at least 1, not 0"),
+    ({"top_k": -2}, "top_k must be at least -1"),
+    ({"top_k": 1.5}, "top_k must be an integer"),
+    ({"min_p": 2}, "min_p must be at most 1"),
+    ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, not -1"),
+    (
+        {"max_new_tokens": 4, "min_new_tokens": 5},
+        "min_new_tokens must be at most the maximum of new tokens, 4",
+    ),
+    ({"n": 0}, "n must be at least 1"),
+    ({"n": 1000}, "n must be at most 128"),
+    ({"stop": 5}, "stop must be a string or a list of strings"),
+    ({"stop": [""]}, "stop must be made of strings of 1 to"),
+    ({"stop": ["a", 1]}, "stop must be a string or a list of strings"),
+    ({"stop": ["a"] * 1000}, "stop must be a list of at most 64"),
+    ({"stop_token_ids": 5}, "stop_token_ids must be a list of integers"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids must hold integers from 0 to"),
+    ({"stop_token_ids": [BIG]}, "stop_token_ids must hold integers from 0 to"),
+    ({"sampling_seed": BIG}, "sampling_seed must be at most"),
+    ({"sampling_seed": 1.5}, "sampling_seed must be an integer"),
+    ({"ignore_eos": 1}, "ignore_eos must be true or false"),
+    ({"regex": "a+"}, "sampling_params.regex is not supported yet"),
+    ({"json_schema": "{}"}, "json_schema is not supported yet"),
+    ({"logit_bias": {"1": 2}}, "logit_bias is not supported yet"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty is not supported yet"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty is not supported yet"),
+    ({"stop_regex": "a"}, "stop_regex is not supported yet"),
+]
+COMPLETIONS = [
+    ({}, "prompt must be a string"),
+    ({"prompt": {}}, "prompt must be"),
+    ({"prompt": ["a", 1]}, "prompt must be"),
+    ({"prompt": "a", "max_tokens": -5}, "max_tokens must be at least 0"),
+    ({"prompt": "a", "echo": True}, "echo is not supported yet"),
+    ({"prompt": "a", "logprobs": 3}, "logprobs is not supported yet"),
+    ({"prompt": "a", "suffix": "x"}, "suffix is not supported yet"),
+    ({"prompt": "a", "best_of": 3}, "best_of must be the same as n, 1"),
+    ({"prompt": "a", "stream_options": 3}, "stream_options must be an object"),
+    ({"prompt": "a", "n": "2"}, "n must be an integer"),
+    ({"prompt": "a", "seed": "x"}, "seed must be an integer"),
+]
+CHAT = [
+    ({}, "messages must be a list"),
+    ({"messages": []}, "messages must be a list of at least one"),
+    ({"messages": ["hi"]}, "messages[0] must be an object"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content must be a string"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role must be one of"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0] must be",
+    ),
+    ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs is not supported yet"),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools is not supported yet"),
+    (
+        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+        "response_format is not supported yet",
+    ),
+    ({"messages": [{"role": "user", "content": "x"}], "chat_template": "x"}, "the server's to choose"),
+]
+BODIES = [
+    b"",
+    b"{",
+    b"[1]",
+    b'"text"',
+    b"null",
+    b'{"text": NaN}',
+    b'{"text": "a", "sampling_params": {"temperature": 1e999}}',
+    b'{"text": "\\ud800"}',
+    b'{"text": "\xff"}',
+    b'{"text": "a"} trailing',
+    b"[" * 50_000,
+    b'{"text": "a", "sampling_params": {"top_k": ' + b"9" * 5000 + b"}}",
+    b"\x00\x01\x02",
+]
+
+
+def check_refusal(response: httpx.Response, part: str) -> None:
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert part in error["message"]
+    assert set(error) == {"message", "type", "code", "param"}
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) < 400
+
+
+def test_wrong_fields(model_folder: Path) -> None:
+    native = [*NATIVE, *(({"text": "a", "sampling_params": params}, part) for params, part in SAMPLING)]
+    table = [
+        *(("/generate", body, part) for body, part in native),
+        *(("/v1/completions", body, part) for body, part in COMPLETIONS),
+        *(("/v1/chat/completions", body, part) for body, part in CHAT),
+    ]
+
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            for path, body, part in table:
+                for stream in (False, True):
+                    sent = {"stream": True, **body} if stream else body
+                    check_refusal(await client.post(path, content=json.dumps(sent)), part)
+            assert not nodes[0].all(Prefill) and not nodes[1].all(Decode)
+
+    asyncio.run(run())
+
+
+def test_bodies_that_are_no_json_object(model_folder: Path) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            for path in (
+                "/generate",
+                "/v1/completions",
+                "/v1/chat/completions",
+                "/tokenize",
+                "/abort_request",
+            ):
+                for body in BODIES:
+                    check_refusal(await client.post(path, content=body), "")
+
+    asyncio.run(run())
+
+
+def test_null_means_default_and_unknown_fields_are_tolerated(model_folder: Path) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            names = (
+                "temperature",
+                "top_p",
+                "top_k",
+                "min_p",
+                "max_new_tokens",
+                "n",
+                "stop",
+                "regex",
+                "json_schema",
+            )
+            body = {
+                "text": "a",
+                "sampling_params": {**dict.fromkeys(names), "made_up": 1},
+                **dict.fromkeys(("stream", "rid", "lora_path", "return_logprob", "input_ids", "image_data")),
+                "whatever": {"x": 1},
+            }
+            answer = await client.post("/generate", json=body)
+            assert answer.status_code == 200
+            assert nodes[0].all(Prefill)[0].params.max_new_tokens == 128
+
+    asyncio.run(run())
+
+
+def test_routes_and_methods(model_folder: Path) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            for response, status in (
+                (await client.get("/nowhere"), 404),
+                (await client.get("/generate"), 405),
+                (await client.delete("/v1/models"), 405),
+                (await client.get("/v1/models/other"), 404),
+                (await client.post("/flush_cache?timeout=soon"), 400),
+                (await client.post("/abort_request", json={}), 400),
+                (await client.post("/tokenize", json={"prompt": 5}), 400),
+                (await client.post("/detokenize", json={"tokens": [BIG]}), 400),
+            ):
+                assert response.status_code == status
+                assert response.json()["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_body_size_and_batch_size_are_bounded(model_folder: Path) -> None:
+    async def run() -> None:
+        http = HttpOptions(port=0, max_body_bytes=2000, max_batch_size=4)
+        async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
+            declared = await client.post("/generate", json={"text": "x" * 3000})
+            assert declared.status_code == 413 and "2000" in declared.json()["error"]["message"]
+
+            async def chunks():  # type: ignore[no-untyped-def]
+                for _ in range(30):
+                    yield b"x" * 100
+
+            assert (await client.post("/generate", content=chunks())).status_code == 413
+            assert (await client.post("/generate", json={"text": ["a"] * 5})).status_code == 400
+            many = {"text": ["a", "b"], "sampling_params": {"n": 3}}
+            check_refusal(await client.post("/generate", json=many), "6 sequences in one request; at most 4")
+
+    asyncio.run(run())
+
+
+def test_api_key(model_folder: Path) -> None:
+    async def run() -> None:
+        http = HttpOptions(port=0, api_key="schlüssel")
+        async with (
+            pair() as nodes,
+            joined_router(model_folder, list(nodes), http=http, wait=False) as (_, client),
+        ):
+            assert (await client.get("/health")).status_code in (200, 503)
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "schlüssel".encode()}):
+                for path in (
+                    "/server_info",
+                    "/metrics",
+                    "/v1/models",
+                    "/health_generate",
+                    "/nowhere",
+                    "/docs",
+                ):
+                    refused = await client.get(path, headers=headers)
+                    assert (
+                        refused.status_code == 401
+                        and refused.json()["error"]["type"] == "authentication_error"
+                    )
+            right = {"Authorization": "Bearer schlüssel".encode()}
+            assert (await client.get("/v1/models", headers=right)).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_nothing_is_alive(model_folder: Path) -> None:
+    async def run() -> None:
+        async with joined_router(model_folder, [], wait=False) as (_, client):
+            health = await client.get("/health")
+            assert health.status_code == 503 and health.json()["status"] == "starting"
+            for stream in (False, True):
+                response = await client.post("/generate", json={"text": "a", "stream": stream})
+                assert (
+                    response.status_code == 503 and "none has joined" in response.json()["error"]["message"]
+                )
+                assert response.headers["retry-after"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_the_model_is_not_known_yet(path: str) -> None:
+    async def run() -> None:
+        async with joined_router(None, [], wait=False) as (_, client):
+            response = await client.post(path, json={"text": "a", "prompt": "a"})
+            assert response.status_code == 503 and response.json()["error"]["code"] == "starting"
+            assert (await client.get("/metrics")).status_code == 200
+
+    asyncio.run(run())

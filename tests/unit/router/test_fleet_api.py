@@ -1,0 +1,222 @@
+"""Health, information, cache, tokenizing and metrics, and who may join."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import httpx
+import msgspec
+import zmq
+import zmq.asyncio
+from rich.console import Console
+
+from router.config import FleetOptions, HttpOptions, RouterConfig
+from router.metrics import stage_durations
+from router.server import Router, load_model
+from router.topology import LocalTopology
+from shared.protocol.messages import (
+    Decode,
+    Join,
+    Load,
+    LoadFailed,
+    Loading,
+    NodeToLobby,
+    Prefill,
+    Role,
+    Stamp,
+)
+from shared.protocol.security import FleetKey
+from tests.unit.router.fakes import FakeNode, joined_router, pair
+
+
+def test_health_generate_goes_through_both_fleets(model_folder: Path) -> None:
+    async def run() -> None:
+        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+            assert (await client.get("/health_generate")).json()["status"] == "ok"
+            assert prefill.all(Prefill)[0].decode == decode.ref
+            assert decode.all(Decode)[0].prefill == prefill.ref
+
+    asyncio.run(run())
+
+
+def test_information(model_folder: Path) -> None:
+    async def run() -> None:
+        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+            decode.flags = {"page_size": 16}
+            for path in ("/model_info", "/get_model_info"):
+                model = (await client.get(path)).json()
+                assert model["model_path"] == model["tokenizer_path"] == str(model_folder)
+                assert model["vocab_size"] > 256 and model["is_generation"] is True
+            decode.load = Load(num_pages=10, num_free_pages=4)
+            for path in ("/server_info", "/get_server_info"):
+                server = (await client.get(path)).json()
+                assert (server["context_length"], server["page_size"]) == (256, 16)
+                assert server["max_total_num_tokens"] == 200
+                assert [state["node_id"] for state in server["internal_states"]] == ["prefill-0", "decode-0"]
+                assert server["internal_states"][1]["num_free_pages"] == 4, (
+                    "loads are asked for, not remembered"
+                )
+                assert "api_key" not in server
+
+    asyncio.run(run())
+
+
+def test_flush_waits_for_its_timeout_only(model_folder: Path) -> None:
+    async def run() -> None:
+        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+            assert (await client.post("/flush_cache")).json()["nodes"] == ["decode-0", "prefill-0"]
+            decode.flushes = False
+            busy = await client.get("/flush_cache")
+            assert busy.status_code == 400 and "decode-0" in busy.json()["error"]["message"]
+            waiting = asyncio.create_task(client.post("/flush_cache?timeout=5"))
+            await asyncio.sleep(0.2)
+            assert not waiting.done()
+            decode.flushes = True
+            assert (await waiting).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_tokenize_and_back(model_folder: Path) -> None:
+    async def run() -> None:
+        async with joined_router(model_folder, [], wait=False) as (_, client):
+            text = "The quick brown 日本語 " * 500  # long enough for the worker thread
+            one = (await client.post("/tokenize", json={"prompt": text})).json()
+            assert one["count"] == len(one["tokens"])
+            back = await client.post("/detokenize", json={"tokens": one["tokens"]})
+            assert back.json()["text"] == text
+            many = (await client.post("/tokenize", json={"prompt": ["a", "bc"]})).json()
+            assert (await client.post("/detokenize", json={"tokens": many["tokens"]})).json()["text"] == [
+                "a",
+                "bc",
+            ]
+
+    asyncio.run(run())
+
+
+def test_metrics(model_folder: Path) -> None:
+    def figure(text: str, name: str) -> float:
+        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        assert found, f"{name} is not in\n{text}"
+        return float(found[1])
+
+    async def run() -> None:
+        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+            own = 'model_name="tiny",role="router"'
+            before = (await client.get("/metrics")).text
+            assert figure(before, f"sglang:num_aborted_requests_total{{{own}}}") == 0
+            decode.load = Load(num_pages=10, num_free_pages=4, num_evictable_pages=1, num_running=3)
+            await client.post(
+                "/generate", json={"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5}}
+            )
+            await client.get("/server_info")
+            text = (await client.get("/metrics")).text
+            for name, value in (
+                ("sglang:prompt_tokens_total", 3),
+                ("sglang:generation_tokens_total", 5),
+                ("sglang:cached_tokens_total", 2),
+                ("sglang:num_requests_total", 1),
+                ("sglang:time_to_first_token_seconds_count", 1),
+                ("sglang:inter_token_latency_seconds_count", 4),
+                ("sglang:e2e_request_latency_seconds_count", 1),
+                ("baton:kv_transfer_seconds_count", 1),
+            ):
+                assert figure(text, f"{name}{{{own}}}") == value, name
+            node = 'model_name="tiny",node="decode-0",role="decode"'
+            assert figure(text, f"sglang:num_running_reqs{{{node}}}") == 3
+            assert figure(text, f"sglang:token_usage{{{node}}}") == 0.5
+            stage = 'model_name="tiny",role="prefill",stage="queued"'
+            assert figure(text, f"baton:stage_duration_seconds_sum{{{stage}}}") == 0.5
+            await decode.stop()
+            await asyncio.sleep(0.1)
+            assert 'node="decode-0"' not in (await client.get("/metrics")).text
+
+    asyncio.run(run())
+
+
+def test_stages_of_two_clocks_are_not_mixed() -> None:
+    stamps = [Stamp("p", "queued", 5.0), Stamp("d", "queued", 1.0), Stamp("p", "prefilling", 7.0)]
+    stamps += [Stamp("d", "decoding", 1.25)]
+    assert stage_durations(stamps) == [("p", "queued", 2.0), ("d", "queued", 0.25)]
+
+
+async def say(socket: zmq.asyncio.Socket, message: NodeToLobby) -> None:
+    await socket.send(msgspec.msgpack.encode(message))
+
+
+def lobby_router(model_folder: Path | None, fleet_key: str | None = None) -> Router:
+    config = RouterConfig(
+        model=str(model_folder) if model_folder else None,
+        fleet=FleetOptions(local=LocalTopology(0, 0), control_port=0, fleet_key=fleet_key),
+        http=HttpOptions(port=0, served_model_name="tiny"),
+    )
+    return Router(config, Console(stderr=True), load_model(config.model, config) if config.model else None)
+
+
+def test_a_node_joins_by_itself(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            lobby_router(None) as router,
+            FakeNode(Role.DECODE, flags={"model": str(model_folder)}) as decode,
+            httpx.AsyncClient(base_url=router.url) as client,
+        ):
+            with zmq.asyncio.Context.instance().socket(zmq.DEALER) as caller:
+                caller.connect(f"tcp://127.0.0.1:{router.control_port}")
+                await caller.send(b"nonsense")
+                await say(caller, Loading("decode-0", Role.DECODE, "weights", 0.5))
+                await say(caller, Loading("decode-9", Role.DECODE, "weights", 0.5))
+                await say(caller, LoadFailed("decode-9", Role.DECODE, "no such file"))
+                async with asyncio.timeout(2):
+                    while not (found := (await client.get("/health")).json()["decode"]):
+                        await asyncio.sleep(0.01)
+                assert found[0] == {
+                    "node_id": "decode-0",
+                    "state": "loading",
+                    "what": "weights",
+                    "fraction": 0.5,
+                }
+                for _ in range(3):
+                    await say(caller, Join(decode.ref, Role.DECODE))
+                await router.ready()
+                assert router.model.name() == "tiny"  # and the model was learnt from the node
+                health = (await client.get("/health")).json()
+                assert [node["state"] for node in health["decode"]] == ["alive"]
+                assert len(decode.identities) == 1
+                body = {"text": "a", "sampling_params": {"max_new_tokens": 3}}
+                assert (await client.post("/generate", json=body)).status_code == 200
+                await decode.stop()
+                decode.start(incarnation="b")  # another port, as after a restart
+                await asyncio.sleep(0.1)
+                await say(caller, Join(decode.ref, Role.DECODE))
+                async with asyncio.timeout(3):
+                    while (health := (await client.get("/health")).json())["status"] != "ok":
+                        await asyncio.sleep(0.01)
+                assert len(health["decode"]) == 1
+
+    asyncio.run(run())
+
+
+def test_with_a_fleet_key_strangers_stay_outside(model_folder: Path, tmp_path: Path) -> None:
+    key_file = tmp_path / "fleet.key"
+    key_file.write_text("a secret of the whole fleet")
+    ours, other = FleetKey.load(str(key_file)), FleetKey(b"another secret, also long enough")
+
+    async def run() -> None:
+        context = zmq.asyncio.Context.instance()
+        async with (
+            lobby_router(model_folder, str(key_file)) as router,
+            httpx.AsyncClient(base_url=router.url) as client,
+        ):
+            for key, name in ((None, "plain"), (other, "other"), (ours, "ours")):
+                with context.socket(zmq.DEALER) as caller:
+                    caller.linger = 0
+                    if key is not None:
+                        key.secure_client(caller)
+                    caller.connect(f"tcp://127.0.0.1:{router.control_port}")
+                    await say(caller, Loading(name, Role.DECODE, "weights", 0.1))
+                    await asyncio.sleep(0.3)
+            assert [node["node_id"] for node in (await client.get("/health")).json()["decode"]] == ["ours"]
+
+    asyncio.run(run())

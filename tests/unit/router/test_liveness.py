@@ -1,0 +1,54 @@
+"""When silence is death."""
+
+from __future__ import annotations
+
+from router.liveness import Liveness
+from shared.protocol.messages import Load
+
+
+def liveness() -> Liveness:
+    return Liveness(0.0, timeout_s=10.0, interval_s=1.0)
+
+
+def ticks(node: Liveness, start: int, end: int, load: Load | None) -> str | None:
+    for now in range(start, end):
+        if load is not None:
+            node.pong(float(now), load)
+        verdict = node.tick(float(now))
+        if verdict:
+            return verdict
+    return None
+
+
+def test_pongs_keep_an_idle_node_alive() -> None:
+    assert ticks(liveness(), 1, 100, Load(progress=0, busy=False)) is None
+
+
+def test_no_pong() -> None:
+    verdict = ticks(liveness(), 1, 100, None)
+    assert verdict is not None and verdict.startswith("no answer for 11")
+
+
+def test_busy_without_progress() -> None:
+    verdict = ticks(liveness(), 1, 100, Load(progress=5, busy=True))
+    assert verdict is not None and "without progress" in verdict
+
+
+def test_busy_with_progress_is_alive() -> None:
+    node = liveness()
+    assert all(ticks(node, now, now + 1, Load(progress=now, busy=True)) is None for now in range(1, 100))
+
+
+def test_getting_busy_after_idling_starts_the_clock_anew() -> None:
+    node = liveness()
+    assert ticks(node, 1, 50, Load(progress=5, busy=False)) is None
+    assert ticks(node, 50, 59, Load(progress=5, busy=True)) is None
+    assert ticks(node, 59, 62, Load(progress=5, busy=True)) is not None
+
+
+def test_time_in_which_the_router_itself_was_stopped_does_not_count() -> None:
+    node = liveness()
+    assert ticks(node, 1, 5, Load()) is None
+    assert node.tick(60.0) is None
+    node.pong(60.1, Load())
+    assert node.tick(61.0) is None

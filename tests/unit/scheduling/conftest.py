@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shared.config import CacheOptions
+from shared.engine.build import make_ledger
+from shared.kvcache.ledger import KVLedger
+from shared.protocol.messages import ReqKey, Role
+from shared.protocol.sampling_params import SamplingParams
+from shared.scheduling.req import Req
+from shared.timeline import Timeline
+
+MakeLedger = Callable[..., KVLedger]
+MakeReq = Callable[..., Req]
+
+
+@pytest.fixture
+def make_kv_ledger() -> MakeLedger:
+    def make(num_pages: int = 32, *, page_size: int = 4, num_rows: int = 8) -> KVLedger:
+        return make_ledger(num_pages + 1, CacheOptions(page_size=page_size), num_rows, 1024)
+
+    return make
+
+
+@pytest.fixture
+def make_req() -> MakeReq:
+    count = 0
+
+    def make(num_ids: int = 10, *, max_output_len: int | None = None, output_ids: Any = (), **params: Any) -> Req:
+        """A request whose tokens nobody else has."""
+        nonlocal count
+        count += 1
+        sampling = SamplingParams(temperature=0.0, **params)
+        return Req(
+            key=ReqKey("router", f"r{count}"),
+            ids=[1000 * count + i for i in range(num_ids)] + list(output_ids),
+            num_input_ids=num_ids,
+            params=sampling,
+            timeline=Timeline(Role.DECODE),
+            max_output_len=sampling.max_new_tokens if max_output_len is None else max_output_len,
+            num_sampled=len(output_ids),
+        )
+
+    return make

@@ -1,0 +1,184 @@
+"""Each budget of the PrefillAdder by itself, at its boundary; page_size is 4."""
+
+from __future__ import annotations
+
+from shared.config import ScheduleOptions
+from shared.kvcache.ledger import KVLedger
+from shared.scheduling.prefill_adder import MAX_RESERVED_OUTPUT, AddReqResult, PrefillAdder
+from shared.scheduling.req import Req
+from shared.scheduling.schedule_batch import schedule
+from tests.unit.scheduling.conftest import MakeLedger, MakeReq
+
+CONTINUE, NO_TOKEN, OTHER = AddReqResult.CONTINUE, AddReqResult.NO_TOKEN, AddReqResult.OTHER
+
+
+def make_adder(
+    ledger: KVLedger,
+    *,
+    chunk: int = 1000,
+    prefill: int = 1000,
+    running: tuple[Req, ...] = (),
+    ratio: float = 1.0,
+) -> PrefillAdder:
+    options = ScheduleOptions(chunked_prefill_size=chunk, max_prefill_tokens=prefill)
+    return PrefillAdder(ledger, options, running, ratio)
+
+
+class TestPages:
+    def test_prompt_and_expected_output_must_fit(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        """12 prompt tokens and 8 of the 9 wanted are 5 pages; the last token's KV is never computed."""
+        assert make_adder(make_kv_ledger(5)).add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
+        assert make_adder(make_kv_ledger(4)).add_one_req(make_req(12, max_new_tokens=9)) is NO_TOKEN
+
+    def test_the_ratio_scales_what_is_expected(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        assert make_adder(make_kv_ledger(4), ratio=0.5).add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
+        assert make_adder(make_kv_ledger(3), ratio=0.0).add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
+        assert make_adder(make_kv_ledger(2), ratio=0.0).add_one_req(make_req(12, max_new_tokens=9)) is NO_TOKEN
+
+    def test_running_requests_keep_their_reserve(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        running = make_req(4, max_new_tokens=9)
+        for free, expected in ((5, CONTINUE), (4, NO_TOKEN)):
+            adder = make_adder(make_kv_ledger(free), running=(running,))
+            assert adder.add_one_req(make_req(12, max_new_tokens=1)) is expected
+
+    def test_a_long_output_reserves_a_bounded_share(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        pages = 1 + MAX_RESERVED_OUTPUT // 4
+        for free, expected in ((pages, CONTINUE), (pages - 1, NO_TOKEN)):
+            adder = make_adder(make_kv_ledger(free))
+            assert adder.add_one_req(make_req(4, max_new_tokens=1_000_000)) is expected
+
+    def test_each_admission_counts_for_the_next(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        adder = make_adder(make_kv_ledger(9))
+        assert adder.add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
+        assert adder.add_one_req(make_req(12, max_new_tokens=9)) is NO_TOKEN
+
+    def test_a_refused_request_holds_nothing(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        ledger, req = make_kv_ledger(4), make_req(12, max_new_tokens=9)
+        assert make_adder(ledger).add_one_req(req) is NO_TOKEN
+        assert req.kv is None
+        assert not ledger.live
+        assert ledger.count().free == 4
+
+    def test_evictable_pages_are_room(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        ledger = make_kv_ledger(4)
+        leave_prefix(ledger, make_req(16))
+        assert ledger.count().evictable == 4
+        assert make_adder(ledger).add_one_req(make_req(16, max_new_tokens=1)) is CONTINUE
+
+    def test_the_matched_prefix_is_not_evicted_for_its_own_suffix(
+        self, make_kv_ledger: MakeLedger, make_req: MakeReq
+    ) -> None:
+        ledger = make_kv_ledger(4)
+        first = make_req(8)
+        leave_prefix(ledger, first)
+        other = make_req(8)
+        leave_prefix(ledger, other)
+        again = make_req(8, max_new_tokens=1)
+        again.ids = [*first.ids, *range(8)]
+        again.num_input_ids = 16
+        assert make_adder(ledger).add_one_req(again) is CONTINUE
+        assert (again.cached_tokens, again.extend_len) == (8, 8)
+
+    def test_a_whole_prompt_is_paged_at_its_first_chunk(
+        self, make_kv_ledger: MakeLedger, make_req: MakeReq
+    ) -> None:
+        req = make_req(30, max_new_tokens=1)
+        make_adder(make_kv_ledger(), chunk=8).add_one_req(req)
+        assert req.kv is not None
+        assert req.kv.num_pages == 8
+
+
+class TestChunkTokens:
+    def test_a_prompt_that_fits_exactly_is_no_chunk(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        adder = make_adder(make_kv_ledger(), chunk=10)
+        assert adder.add_one_req(make_req(10, max_new_tokens=1)) is CONTINUE
+        assert adder.chunked_req is None
+
+    def test_a_longer_one_is_cut(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        adder, req = make_adder(make_kv_ledger(), chunk=10), make_req(11, max_new_tokens=1)
+        assert adder.add_one_req(req) is OTHER
+        assert adder.chunked_req is req
+        assert req.extend_len == 10
+
+    def test_the_second_request_takes_what_is_left(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        adder = make_adder(make_kv_ledger(), chunk=10)
+        first, second, third = (make_req(7, max_new_tokens=1) for _ in range(3))
+        assert adder.add_one_req(first) is CONTINUE
+        assert adder.add_one_req(second) is OTHER
+        assert adder.add_one_req(third) is OTHER
+        assert [req.extend_len for req in (first, second, third)] == [7, 3, 0]
+        assert adder.can_run == [first, second]
+        assert third.kv is None
+
+    def test_the_next_chunk_goes_on_where_the_last_ended(
+        self, make_kv_ledger: MakeLedger, make_req: MakeReq
+    ) -> None:
+        ledger, req = make_kv_ledger(), make_req(25, max_new_tokens=1)
+        make_adder(ledger, chunk=10).add_one_req(req)
+        lengths = [req.extend_len]
+        for _ in range(2):
+            schedule(req, req.extend_len, samples=False)
+            adder = make_adder(ledger, chunk=10)
+            result = adder.add_chunked_req(req)
+            lengths.append(req.extend_len)
+        assert lengths == [10, 10, 5]
+        assert result is CONTINUE
+        assert adder.chunked_req is None
+
+    def test_a_chunked_request_keeps_its_reserve(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        """10 pages: 3 are the chunked request's, 2 its reserve; 5 are left."""
+        for num_ids, expected in ((20, CONTINUE), (21, NO_TOKEN)):
+            ledger, req = make_kv_ledger(10), make_req(12, max_new_tokens=9)
+            make_adder(ledger, chunk=4).add_one_req(req)
+            schedule(req, req.extend_len, samples=False)
+            adder = make_adder(ledger)
+            adder.add_chunked_req(req)
+            assert adder.add_one_req(make_req(num_ids, max_new_tokens=1)) is expected
+
+
+class TestPrefillTokens:
+    def test_the_smaller_budget_cuts(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        adder, req = make_adder(make_kv_ledger(), chunk=100, prefill=6), make_req(7, max_new_tokens=1)
+        assert adder.add_one_req(req) is OTHER
+        assert req.extend_len == 6
+
+    def test_it_counts_all_requests_of_the_batch(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        adder = make_adder(make_kv_ledger(), chunk=100, prefill=14)
+        assert adder.add_one_req(make_req(7, max_new_tokens=1)) is CONTINUE
+        assert adder.add_one_req(make_req(7, max_new_tokens=1)) is CONTINUE
+        assert adder.add_one_req(make_req(7, max_new_tokens=1)) is OTHER
+        assert len(adder.can_run) == 2
+
+    def test_a_cached_prefix_costs_nothing(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        ledger, req = make_kv_ledger(), make_req(9, max_new_tokens=1)
+        leave_prefix(ledger, req)
+        adder = make_adder(ledger, prefill=1)
+        assert adder.add_one_req(req) is CONTINUE
+        assert (req.extend_len, req.cached_tokens) == (1, 8)
+
+
+class TestSlots:
+    def test_no_row_is_no_admission(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+        adder = make_adder(make_kv_ledger(num_rows=1))
+        assert adder.add_one_req(make_req(4, max_new_tokens=1)) is CONTINUE
+        assert adder.add_one_req(make_req(4, max_new_tokens=1)) is OTHER
+
+
+def test_cached_tokens_do_not_fall_nor_count_outputs(make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+    """A retracted request finds its own outputs in the tree: that is no cached prompt."""
+    ledger, req = make_kv_ledger(), make_req(6, max_new_tokens=9, output_ids=(1, 2, 3))
+    leave_prefix(ledger, req)
+    req.cached_tokens = 4
+    make_adder(ledger).add_one_req(req)
+    assert req.kv is not None
+    assert req.kv.kv_committed_len == 8
+    assert req.cached_tokens == 6
+
+
+def leave_prefix(ledger: KVLedger, req: Req) -> None:
+    """As if a request with these tokens had been computed and had ended."""
+    kv = ledger.admit(ledger.match_prefix(req.ids, ""), "")
+    assert kv is not None
+    assert ledger.grow(kv, len(req.ids))
+    kv.kv_committed_len = len(req.ids)
+    ledger.cache_finished_req(kv, req.ids)

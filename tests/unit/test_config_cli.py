@@ -1,0 +1,250 @@
+"""The command line of a node is a contract: its flags are frozen here, and every one reaches the configuration."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from shared.cli import (
+    add_fleet_flags,
+    add_log_flags,
+    add_net_flags,
+    add_node_flags,
+    fraction,
+    make_parser,
+    node_argv,
+    node_config,
+    whole,
+)
+from shared.config import NodeConfig
+
+FLAGS = """\
+--host HOST = 127.0.0.1
+--port PORT = 7100
+--advertise-host HOST
+--node-id NODE_ID
+--router HOST[:PORT] +
+--exit-with-parent
+--model --model-path DIR_OR_HUB_ID = builtin
+--device DEVICE = auto
+--dtype {auto,float32,bfloat16,float16} = auto
+--context-length TOKENS
+--cpu-threads N
+--page-size TOKENS = 16
+--max-total-tokens TOKENS
+--mem-fraction-static MEM_FRACTION_STATIC = 0.8
+--disable-radix-cache
+--chunked-prefill-size TOKENS = 512
+--max-prefill-tokens TOKENS = 16384
+--max-running-requests N = 64
+--schedule-policy {fcfs} = fcfs
+--schedule-conservativeness SCHEDULE_CONSERVATIVENESS = 1.0
+--num-reserved-decode-tokens TOKENS = 32
+--disable-overlap-schedule
+--retract-every STEPS = 0
+--kv-transfer {gloo,nccl} = gloo
+--kv-slot-bytes BYTES = 4194304
+--kv-slots N = 4
+--ready-timeout-s READY_TIMEOUT_S = 120.0
+--transfer-timeout-s TRANSFER_TIMEOUT_S = 30.0
+--lease-s LEASE_S = 15.0
+--peer-timeout-s PEER_TIMEOUT_S = 5.0
+--router-timeout-s ROUTER_TIMEOUT_S = 10.0
+--fleet-key FILE
+--insecure
+--log-level {debug,info,warning,error} = info
+"""
+
+VALUES = {
+    "--model": "some/model",
+    "--device": "cuda:1",
+    "--dtype": "float16",
+    "--context-length": "777",
+    "--cpu-threads": "3",
+    "--page-size": "32",
+    "--max-total-tokens": "5000",
+    "--mem-fraction-static": "0.5",
+    "--disable-radix-cache": None,
+    "--chunked-prefill-size": "100",
+    "--max-prefill-tokens": "2000",
+    "--max-running-requests": "9",
+    "--schedule-policy": "fcfs",
+    "--schedule-conservativeness": "0.25",
+    "--num-reserved-decode-tokens": "4",
+    "--disable-overlap-schedule": None,
+    "--retract-every": "5",
+    "--kv-transfer": "nccl",
+    "--kv-slot-bytes": "65536",
+    "--kv-slots": "2",
+    "--ready-timeout-s": "1.5",
+    "--transfer-timeout-s": "2.5",
+    "--lease-s": "3.5",
+    "--peer-timeout-s": "4.5",
+    "--router-timeout-s": "6.5",
+}
+"""Of every flag that `router --local` hands on, a value that is not the default (there is one policy yet)."""
+
+
+def node_parser() -> argparse.ArgumentParser:
+    parser = make_parser("prefill-node", "A node.")
+    add_net_flags(parser, 7100)
+    add_node_flags(parser)
+    add_fleet_flags(parser)
+    add_log_flags(parser)
+    return parser
+
+
+def local_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    add_node_flags(parser)
+    return parser
+
+
+def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if "--help" not in action.option_strings]
+
+
+def describe(action: argparse.Action) -> str:
+    """One line: names, what follows, the default, and a plus where it repeats."""
+    words = list(action.option_strings)
+    if action.nargs != 0:
+        choices = "{" + ",".join(action.choices) + "}" if action.choices else None
+        words.append(choices or str(action.metavar or action.dest.upper()))
+    if isinstance(action, argparse._AppendAction):
+        words.append("+")
+    elif action.default not in (None, "") and action.nargs != 0:
+        words += ["=", str(action.default)]
+    return " ".join(words)
+
+
+def flat(part: object) -> dict[str, object]:
+    """Every field of a configuration by its path."""
+    values: dict[str, object] = {}
+    for field in fields(part):  # type: ignore[arg-type]
+        value = getattr(part, field.name)
+        if is_dataclass(value):
+            values |= {f"{field.name}.{name}": v for name, v in flat(value).items()}
+        else:
+            values[field.name] = value
+    return values
+
+
+def test_the_flags_are_frozen() -> None:
+    assert "".join(describe(action) + "\n" for action in actions(node_parser())) == FLAGS
+
+
+def test_no_flag_gives_the_defaults_of_the_configuration() -> None:
+    ours, defaults = flat(node_config(node_parser().parse_args([]))), flat(NodeConfig())
+    assert ours.pop("net.port") == 7100
+    assert defaults.pop("net.port") == 0
+    assert ours == defaults
+
+
+def test_every_node_flag_has_a_value_here() -> None:
+    assert [action.option_strings[0] for action in actions(local_parser())] == list(VALUES)
+
+
+@pytest.mark.parametrize("flag", [flag for flag in VALUES if flag != "--schedule-policy"])
+def test_a_node_flag_reaches_one_field_and_is_handed_on(flag: str) -> None:
+    value = VALUES[flag]
+    argv = [flag] if value is None else [flag, value]
+    before = flat(node_config(node_parser().parse_args([])))
+    after = flat(node_config(node_parser().parse_args(argv)))
+    changed = [name for name in before if before[name] != after[name]]
+    assert len(changed) == 1, changed
+    assert after[changed[0]] == (True if value is None else type(after[changed[0]])(value))  # type: ignore[call-overload]
+    assert node_argv(local_parser().parse_args(argv)) == argv
+
+
+def test_all_node_flags_together_make_the_round_trip() -> None:
+    argv = [word for flag, value in VALUES.items() for word in (flag, value) if word is not None]
+    handed_on = node_argv(local_parser().parse_args(argv))
+    assert node_parser().parse_args(handed_on) == node_parser().parse_args(argv)
+    assert node_argv(local_parser().parse_args([])) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--host", "0.0.0.0"], "net.host", "0.0.0.0"),
+        (["--port", "0"], "net.port", 0),
+        (["--advertise-host", "me"], "net.advertise_host", "me"),
+        (["--node-id", "p7"], "net.node_id", "p7"),
+        (["--router", "a", "--router", "b:9"], "net.routers", ("a", "b:9")),
+        (["--exit-with-parent"], "net.exit_with_parent", True),
+        (["--fleet-key", "file"], "net.fleet_key", "file"),
+        (["--insecure"], "net.insecure", True),
+        (["--log-level", "debug"], "log_level", "debug"),
+        (["--model-path", "x"], "model.model", "x"),
+    ],
+)
+def test_the_other_flags_reach_one_field(argv: list[str], name: str, value: object) -> None:
+    before = flat(node_config(node_parser().parse_args([])))
+    assert flat(node_config(node_parser().parse_args(argv))) == before | {name: value}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("--page-size", "0", "0 is not between 1 and 1024"),
+        ("--page-size", "1025", "1025 is not between 1 and 1024"),
+        ("--page-size", "x", "'x' is not a whole number"),
+        ("--max-total-tokens", "0", "not between"),
+        ("--context-length", "1.5", "'1.5' is not a whole number"),
+        ("--mem-fraction-static", "1.0", "1.0 is not between 0.01 and 0.99"),
+        ("--mem-fraction-static", "nan", "nan is not between"),
+        ("--mem-fraction-static", "half", "'half' is not a number"),
+        ("--cpu-threads", "0", "not between"),
+        ("--chunked-prefill-size", "0", "not between"),
+        ("--max-prefill-tokens", "-1", "not between"),
+        ("--max-running-requests", "0", "not between"),
+        ("--schedule-conservativeness", "-0.1", "not between"),
+        ("--schedule-policy", "lifo", "invalid choice"),
+        ("--num-reserved-decode-tokens", "-1", "not between"),
+        ("--retract-every", "-1", "not between"),
+        ("--dtype", "int8", "invalid choice"),
+        ("--kv-transfer", "nixl", "invalid choice"),
+        ("--kv-slot-bytes", "4095", "not between"),
+        ("--kv-slots", "65", "not between"),
+        ("--ready-timeout-s", "0", "not between"),
+        ("--transfer-timeout-s", "inf", "not between"),
+        ("--lease-s", "0.4", "not between"),
+        ("--peer-timeout-s", "0.4", "not between"),
+        ("--router-timeout-s", "0.4", "not between"),
+        ("--port", "65536", "65536 is not between 0 and 65535"),
+        ("--log-level", "loud", "invalid choice"),
+    ],
+)
+def test_out_of_bounds_is_refused_with_the_flag_named(
+    capsys: pytest.CaptureFixture[str], flag: str, value: str, reason: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        node_parser().parse_args([flag, value])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {flag}" in message
+    assert reason in message
+
+
+def test_flags_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    """An abbreviation would change its meaning when a flag is added."""
+    with pytest.raises(SystemExit):
+        node_parser().parse_args(["--max-total", "64"])
+    assert "unrecognized arguments: --max-total" in capsys.readouterr().err
+
+
+def test_help_groups_the_flags_and_shows_defaults() -> None:
+    text = node_parser().format_help()
+    for group in ("network:", "model:", "KV cache:", "scheduling:", "KV transfer:", "security:"):
+        assert f"\n{group}\n" in text
+    for action in actions(node_parser()):
+        assert action.help, action.option_strings
+        assert action.option_strings[0] in text
+    assert "(default: 16384)" in text
+
+
+def test_bounds_include_both_ends() -> None:
+    assert [whole(1, 3)(text) for text in ("1", "3")] == [1, 3]
+    assert [fraction(0.5, 1.5)(text) for text in ("0.5", "1.5")] == [0.5, 1.5]
