@@ -25,7 +25,7 @@ from shared.engine.vitals import Vitals
 from shared.errors import RequestError, TransferError
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.states import Received, ReceiveFailed
-from shared.protocol.messages import Cancel, Decode, Finish, Flush, ReqKey, Stop
+from shared.protocol.messages import Cancel, Decode, Finish, Flush, ReqKey, RouterHello, Stop
 from shared.protocol.router_port import RouterPort
 from shared.scheduling.admission import accept
 from shared.scheduling.batcher import Batcher
@@ -93,6 +93,8 @@ class DecodeScheduler:
         self._engine.progress.count += 1
         for heard in self._router_port.take():
             match heard.message:
+                case RouterHello():  # it has given up what it sent over an earlier connection
+                    self._fail_all(heard.router, "the router connected anew")
                 case Decode():
                     self._start(heard.message)
                 case Cancel(key) | Stop(key):
@@ -104,10 +106,7 @@ class DecodeScheduler:
                     self._router_port.flushed(heard.router, call_id, ok)
         for router in self._router_port.take_silent(self._router_timeout_s):
             log.warn("router_silent", router=router)
-            for req in [req for req in self.reqs.values() if req.key.router == router and req.finish is None]:
-                self._fail(
-                    req, 503, f"this node had not heard of the router for {self._router_timeout_s:g} s"
-                )
+            self._fail_all(router, f"this node had not heard of the router for {self._router_timeout_s:g} s")
         self._receiver.tick()
         for event in self._receiver.poll():
             match event:
@@ -185,6 +184,10 @@ class DecodeScheduler:
     def _fail(self, req: Req, status: int, message: str) -> None:
         self._router_port.fail(req.key, status, message)
         self._end(req.key, message)
+
+    def _fail_all(self, router: str, reason: str) -> None:
+        for req in [req for req in self.reqs.values() if req.key.router == router and req.finish is None]:
+            self._fail(req, 503, reason)
 
     def _end(self, key: ReqKey, reason: str) -> None:
         """End a request in any stage. Its KV is released now, or when its transfer has ended."""

@@ -26,7 +26,7 @@ from shared.engine.vitals import Vitals
 from shared.errors import RequestError
 from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.states import SendEnded
-from shared.protocol.messages import Cancel, Finish, Flush, Peers, Prefill, Ready, ReqKey, Stop
+from shared.protocol.messages import Cancel, Finish, Flush, Peers, Prefill, Ready, ReqKey, RouterHello, Stop
 from shared.protocol.router_port import RouterPort
 from shared.scheduling.admission import accept
 from shared.scheduling.batcher import Batcher
@@ -97,6 +97,8 @@ class PrefillScheduler:
         self._engine.progress.count += 1
         for heard in self._router_port.take():
             match heard.message:
+                case RouterHello():  # it has given up what it sent over an earlier connection
+                    self._fail_all(heard.router, "the router connected anew")
                 case Peers(decode_nodes):
                     for node in decode_nodes:
                         self._peering.ensure(node)
@@ -111,10 +113,7 @@ class PrefillScheduler:
                     self._router_port.flushed(heard.router, call_id, ok)
         for router in self._router_port.take_silent(self._router_timeout_s):
             log.warn("router_silent", router=router)
-            for req in [req for req in self.reqs.values() if req.key.router == router and req.finish is None]:
-                self._fail(
-                    req, 503, f"this node had not heard of the router for {self._router_timeout_s:g} s"
-                )
+            self._fail_all(router, f"this node had not heard of the router for {self._router_timeout_s:g} s")
         self._sender.tick()
         for event in self._sender.poll():
             match event:
@@ -183,6 +182,10 @@ class PrefillScheduler:
     def _fail(self, req: Req, status: int, message: str) -> None:
         self._router_port.fail(req.key, status, message)
         self._end(req.key, message)
+
+    def _fail_all(self, router: str, reason: str) -> None:
+        for req in [req for req in self.reqs.values() if req.key.router == router and req.finish is None]:
+            self._fail(req, 503, reason)
 
     def _end(self, key: ReqKey, reason: str) -> None:
         """End a request in any stage. Its KV is released now, or when its transfer has ended."""

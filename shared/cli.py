@@ -231,6 +231,12 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
             help="how long a prompt waits for its decode node's pages",
         ),
         add(
+            "--first-offer-timeout-s",
+            type=fraction(0.1, 86400),
+            default=transfer.first_offer_timeout_s,
+            help="how long reserved pages wait for the first pages of their prompt",
+        ),
+        add(
             "--transfer-timeout-s",
             type=fraction(0.1, 86400),
             default=transfer.transfer_timeout_s,
@@ -311,6 +317,7 @@ def node_config(args: argparse.Namespace) -> NodeConfig:
             slot_bytes=args.kv_slot_bytes,
             num_slots=args.kv_slots,
             ready_timeout_s=args.ready_timeout_s,
+            first_offer_timeout_s=args.first_offer_timeout_s,
             transfer_timeout_s=args.transfer_timeout_s,
             lease_s=args.lease_s,
             peer_timeout_s=args.peer_timeout_s,

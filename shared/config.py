@@ -63,6 +63,7 @@ class TransferLimits:
     slot_bytes: int = 4 << 20
     num_slots: int = 4
     ready_timeout_s: float = 120.0
+    first_offer_timeout_s: float = 600.0
     transfer_timeout_s: float = 30.0
     lease_s: float = 15.0
     peer_timeout_s: float = 5.0

@@ -24,7 +24,7 @@ def setup(level: str, process: str = "") -> None:
 
 
 def event(name: str, *, level: int = logging.INFO, **fields: object) -> None:
-    """Log a state change. Values with spaces, quotes or line ends are quoted; nothing is formatted when the level is off."""
+    """Log a state change, on one line whatever the values hold; nothing is formatted when the level is off."""
     if not _LOGGER.isEnabledFor(level):
         return
     _LOGGER.log(level, "%s", " ".join([name, *(f"{key}={_quoted(value)}" for key, value in fields.items())]))

@@ -140,6 +140,7 @@ def _parts(
             slot_nbytes=transfer.slot_bytes,
             num_slots=transfer.num_slots,
             ready_timeout_s=transfer.ready_timeout_s,
+            first_offer_timeout_s=transfer.first_offer_timeout_s,
             transfer_timeout_s=transfer.transfer_timeout_s,
             lease_s=transfer.lease_s,
             peer_timeout_s=transfer.peer_timeout_s,

@@ -101,6 +101,7 @@ class TokenToKVPool:
             torch.index_select(words, 1, index, out=host)
         else:
             host.copy_(torch.index_select(words, 1, index))
+            torch.cuda.current_stream(self.device).synchronize()
 
     def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
         """The inverse of `gather`: write `src` (uint8) into pages; blocks until they are written."""

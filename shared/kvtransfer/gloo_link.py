@@ -153,6 +153,6 @@ class GlooOp:
 
 
 def _first_line(error: RuntimeError) -> str:
-    """gloo prefixes the message with a path of its build machine."""
+    """gloo prefixes the message with a path of its build machine, and ends it with advice for other uses."""
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return line.rsplit("] ", 1)[-1]
+    return line.rsplit("] ", 1)[-1].partition(". This is typically caused by")[0]

@@ -20,6 +20,8 @@ class TransferOptions:
     """A prefill node waits this long for the decode node to reserve pages (that wait is the backpressure)."""
     connect_timeout_s: float = 10.0
     """A decode node waits this long for the prefill node to connect before it gives a reservation up."""
+    first_offer_timeout_s: float = 600.0
+    """A decode node waits this long, after Ready, for the first pages: the time in the prefill node's queue."""
     transfer_timeout_s: float = 60.0
     """A decode node waits this long for the next sign of progress: an offer, a chunk or the handoff."""
     lease_s: float = 15.0

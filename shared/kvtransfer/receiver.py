@@ -367,7 +367,7 @@ class ReceiveSide:
         if peer.refused is not None:
             self._fail(transfer, peer.refused, tell=None)
         elif self._links.worker(transfer.peer_id) is not None:
-            transfer.start(self._clock() + self._options.transfer_timeout_s)
+            transfer.start(self._clock() + self._options.first_offer_timeout_s)
             self._outbox.send(transfer.peer_id, Ready(transfer.key, transfer.prefix_pages))
 
     def _link_died(self, worker: LinkWorker, reason: str) -> None:
@@ -387,6 +387,8 @@ class ReceiveSide:
             return
         if transfer.state is ReceiveState.RESERVED:
             reason = f"no link to prefill node {transfer.peer_id} came up in time"
+        elif not transfer.num_offered:
+            reason = f"nothing was offered within {self._options.first_offer_timeout_s:g} s"
         else:
             reason = f"no progress for {self._options.transfer_timeout_s:g} s"
         self._fail(transfer, reason, tell=Done(transfer.key, False, reason))

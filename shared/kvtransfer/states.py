@@ -183,6 +183,11 @@ class ReceiveTransfer:
     _end: Received | ReceiveFailed | None = None
     _taken: bool = False
 
+    @property
+    def num_offered(self) -> int:
+        """Pages that the prefill node has computed and holds."""
+        return self._num_offered
+
     def start(self, deadline: float) -> None:
         """Ready is being sent: from now on chunks may be scattered into the pages."""
         assert self.state is ReceiveState.RESERVED

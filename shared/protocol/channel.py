@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from shared import log
 from shared.errors import ConfigError
-from shared.protocol.messages import Struct
+from shared.protocol.messages import FRAME_ERRORS, Struct
 from shared.protocol.security import FleetKey
 
 OnMessage = Callable[[str, Any], None]
@@ -64,6 +64,7 @@ class ControlThread:
         self._wake_write.setblocking(False)
         self._server: zmq.Socket[bytes] | None = None
         self._identities: dict[str, bytes] = {}
+        self._newest_dial: dict[str, int] = {}
         self._dialled: dict[str, _Dialled] = {}
         self._dials = itertools.count(1)
         self._poller = zmq.Poller()
@@ -227,11 +228,14 @@ class ControlThread:
             except zmq.Again:
                 return
             kind, _, rest = frames[0].decode(errors="replace").partition("|")
-            peer = rest.rpartition("|")[0]
+            peer, _, dial = rest.rpartition("|")
             guests = self._guests.get(kind)
-            if guests is None or not peer or len(frames) != 2:
+            if guests is None or not peer or not dial.isdecimal() or len(frames) != 2:
                 log.warn("stranger_ignored", identity=frames[0][:80], frames=len(frames))
                 continue
+            if int(dial) < self._newest_dial.get(peer, 0):
+                continue  # left over from a connection that the peer has given up, and what it said there with it
+            self._newest_dial[peer] = int(dial)
             self._identities[peer] = frames[0]
             self._handle(peer, guests, frames[1])
 
@@ -248,7 +252,7 @@ class ControlThread:
     def _handle(self, peer: str, guests: Guests, frame: bytes) -> None:
         try:
             message = guests.decoder.decode(frame)
-        except msgspec.DecodeError as error:
+        except FRAME_ERRORS as error:
             log.warn("message_ignored", peer=peer, error=error, nbytes=len(frame))
             return
         guests.on_message(peer, message)

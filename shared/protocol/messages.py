@@ -18,6 +18,9 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import Role as Role
 from shared.timeline import Stamp as Stamp
 
+FRAME_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding a frame may raise: no such message, a string that is not UTF-8, arrays nested without end."""
+
 
 class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages: a tagged array on the wire."""

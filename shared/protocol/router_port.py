@@ -71,11 +71,15 @@ class RouterPort:
                     return
                 log.event("router_joined", router=router)
                 self._outbox.send(router, self._hello)
+                self._queue(router, message)
             case Ping():
                 self._outbox.send(router, Pong(message.seq, self._load()))
             case _:
-                self._inbox.append(FromRouter(router, message))
-                self._wake.set()
+                self._queue(router, message)
+
+    def _queue(self, router: str, message: RouterToNode) -> None:
+        self._inbox.append(FromRouter(router, message))
+        self._wake.set()
 
     # -------------------------------------------------------------------------- the scheduler thread
     def take(self) -> list[FromRouter]:

@@ -81,13 +81,14 @@ def test_one_token_through_the_prefill_node_alone(zoo: Zoo, llama: Path, overlap
 @overlap
 def test_no_token_through_the_prefill_node_alone(zoo: Zoo, llama: Path, overlap: bool) -> None:
     with start("1P1D", llama, overlap=overlap) as cluster:
-        key = Client(cluster).submit_to("p0", zoo.prompts("llama")[0], params(max_new_tokens=0))
+        client = Client(cluster)
+        key = client.submit_to("p0", zoo.prompts("llama")[0], params(max_new_tokens=0))
         cluster.run_all()
         answer = cluster.router.answers[key]
         assert (answer.token_ids, answer.finish) == ([], Finish("length"))
         cluster.assert_idle()
         # It was computed: the next request finds it.
-        key = Client(cluster).submit_to("p0", zoo.prompts("llama")[0], params(max_new_tokens=1))
+        key = client.submit_to("p0", zoo.prompts("llama")[0], params(max_new_tokens=1))
         cluster.run_all()
         assert cluster.router.answers[key].reports[0].cached_tokens == 48
 

@@ -57,7 +57,9 @@ def paged(shape: Shape, generator: torch.Generator) -> PagedKV:
     num_pages = [-(-length // S) for length in shape.seq_lens]
     pages = torch.full((sum(num_pages) + 3, shape.K, S, shape.D), 50.0, dtype=shape.dtype)
     shuffled = (1 + torch.randperm(len(pages) - 1, generator=generator)).tolist()
-    table = torch.zeros(len(shape.seq_lens), max(num_pages) + 1, dtype=torch.int64)  # padded with the scratch page
+    table = torch.zeros(
+        len(shape.seq_lens), max(num_pages) + 1, dtype=torch.int64
+    )  # padded with the scratch page
     for b, count in enumerate(num_pages):
         table[b, :count] = torch.tensor([shuffled.pop() for _ in range(count)])
     k, v = (
@@ -80,7 +82,9 @@ def randn(shape: Shape, generator: torch.Generator, *size: int) -> torch.Tensor:
     return torch.randn(*size, generator=generator).to(shape.dtype)
 
 
-def naive_attention(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, start: int) -> torch.Tensor:
+def naive_attention(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, start: int
+) -> torch.Tensor:
     """Query t of the result is token start + t; K head h // (H / K) serves query head h."""
     T, H, D = q_THD.shape
     group = H // k_TKD.shape[1]
@@ -163,4 +167,6 @@ def test_write_kv_touches_its_slots_only(page_size: int, dtype: torch.dtype) -> 
 
 def cached_len(how: str, b: int, length: int) -> int:
     choices: Sequence[int] = (0, length - 1, length // 2)
-    return {"nothing": choices[0], "all but one": choices[1], "half": choices[2], "mixed": choices[b % 3]}[how]
+    return {"nothing": choices[0], "all but one": choices[1], "half": choices[2], "mixed": choices[b % 3]}[
+        how
+    ]

@@ -25,9 +25,7 @@ def test_one_line_with_time_level_process_and_fields(capsys: pytest.CaptureFixtu
     log.setup("info", "prefill-0")
     log.event("retract", rid="a", freed_tokens=96)
     (line,) = lines(capsys)
-    assert re.fullmatch(
-        r"\d\d:\d\d:\d\d\.\d{3} INFO    \[prefill-0\] retract rid=a freed_tokens=96", line
-    )
+    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} INFO    \[prefill-0\] retract rid=a freed_tokens=96", line)
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,13 @@ class TestNumPages:
         assert resolve_num_pages(options, MODEL, FLOAT32, CPU, 10) == 6
 
     def test_too_few_tokens(self) -> None:
-        with pytest.raises(ConfigError, match=r"--max-total-tokens 31: at least two pages of 16 .*--page-size"):
+        with pytest.raises(
+            ConfigError, match=r"--max-total-tokens 31: at least two pages of 16 .*--page-size"
+        ):
             resolve_num_pages(CacheOptions(page_size=16, max_total_tokens=31), MODEL, FLOAT32, CPU, 10)
-        assert resolve_num_pages(CacheOptions(page_size=16, max_total_tokens=32), MODEL, FLOAT32, CPU, 10) == 2
+        assert (
+            resolve_num_pages(CacheOptions(page_size=16, max_total_tokens=32), MODEL, FLOAT32, CPU, 10) == 2
+        )
 
     def test_no_more_than_is_useful(self) -> None:
         assert resolve_num_pages(CacheOptions(page_size=16), MODEL, FLOAT32, CPU, 1000) == 63

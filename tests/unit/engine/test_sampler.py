@@ -114,9 +114,7 @@ def test_ties_at_the_threshold_stay_in() -> None:
 def test_masked_ids_are_never_drawn_before_min_new_tokens(name: str) -> None:
     logits = random_logits(1, 4)
     logits[0, [3, 20]] = 20.0  # an EOS and a stop token, by far the likeliest
-    params = [
-        params_of(name, seed=seed, min_new_tokens=2, stop_token_ids=(20,)) for seed in range(100)
-    ]
+    params = [params_of(name, seed=seed, min_new_tokens=2, stop_token_ids=(20,)) for seed in range(100)]
     for position, may_end in ((0, False), (1, False), (2, True)):
         drawn = sample(logits.expand(100, V).clone(), sampling_inputs(params, [position] * 100)).tolist()
         if may_end:
@@ -177,7 +175,8 @@ class TestUniform:
         """Kolmogorov-Smirnov over 10,000 neighbours, and no correlation between one and the next."""
         N = 10_000
         x = np.array([uniform(i, 0) if over == "seeds" else uniform(7, i) for i in range(N)])
-        assert 0 <= x.min() and x.max() < 1
+        assert x.min() >= 0
+        assert x.max() < 1
         ks = np.abs(np.sort(x) - (np.arange(N) + 0.5) / N).max()
         assert ks < 1.63 / math.sqrt(N)  # 1 % point
         assert abs(np.corrcoef(x[:-1], x[1:])[0, 1]) < 3 / math.sqrt(N)

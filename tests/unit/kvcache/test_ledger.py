@@ -157,10 +157,15 @@ def test_no_row_is_no_admission() -> None:
 
 def test_a_tentative_admission_is_given_back_also_when_the_block_raises() -> None:
     ledger = new_ledger()
-    with pytest.raises(ZeroDivisionError), ledger.tentative(ledger.match_prefix(TEN, ""), "") as admission:
-        assert admission.kv is not None
-        assert ledger.grow(admission.kv, 10)
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with ledger.tentative(ledger.match_prefix(TEN, ""), "") as admission:
+            assert admission.kv is not None
+            assert ledger.grow(admission.kv, 10)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     audit_idle(ledger)
     with ledger.tentative(ledger.match_prefix(TEN, ""), "") as admission:
         kept = admission.keep()

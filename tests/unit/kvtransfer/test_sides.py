@@ -242,9 +242,27 @@ def test_whoever_speaks_of_an_ended_key_is_told_so(world: World, late: type[Stru
     assert world.p.ended[key(0)].reason == "aborted"
 
 
-def test_a_transfer_without_progress_fails(world: World) -> None:
+def test_a_prompt_may_wait_long_in_the_prefill_nodes_queue_but_not_for_ever(world: World) -> None:
     world.p.rate = 0
     open_both(world)
+    world.run(FAST.first_offer_timeout_s - 0.1)
+    assert world.d.live
+    world.run(0.3)
+    assert "nothing was offered" in failure(world).reason
+    assert "nothing was offered" in world.p.ended[key(0)].reason
+
+
+def offer_one(world: World) -> None:
+    world.p.rate = 1
+    world.p.step()
+    world.p.rate = 0
+
+
+def test_a_transfer_without_progress_fails(world: World) -> None:
+    world.p.rate = 0
+    open_both(world, total=4)
+    world.run(0.1)
+    offer_one(world)
     world.run(FAST.transfer_timeout_s - 0.1)
     assert world.d.live
     world.run(0.3)
@@ -257,9 +275,7 @@ def test_progress_renews_the_deadline(world: World) -> None:
     open_both(world, total=4)
     for _ in range(4):
         world.run(FAST.transfer_timeout_s * 0.8)
-        world.p.rate = 1
-        world.p.step()
-        world.p.rate = 0
+        offer_one(world)
     world.run(0.3)
     assert isinstance(world.d.ended[key(0)], Received)
 
@@ -525,6 +541,51 @@ def test_a_stopped_peer_is_found_by_pings_and_comes_back(world: World) -> None:
     open_both(world, number=1)
     world.run(0.5)
     assert isinstance(world.d.ended[key(1)], Received)
+
+
+def test_the_canary_alone_fails_transfers_of_a_dead_decode_node() -> None:
+    world = World(faults=Faults(silent_kill=True, notice_s=(0.02, 0.02)))
+    world.p.rate = 0
+    open_both(world)
+    world.run(0.3)
+    world.network.kill("d0")
+    for _ in range(5):
+        world.network.advance(0.01)
+        world.p.step()
+    assert "link lost: the peer is gone" in world.p.ended[key(0)].reason
+    world.close()
+
+
+def test_a_stopped_decode_node_fails_even_what_waits_for_its_reservation(world: World) -> None:
+    world.run(0.3)
+    world.p.open(key(0), "d0", 4)
+    world.network.stop("d0")
+    for _ in range(150):
+        world.network.advance(0.01)
+        world.p.step()
+    assert "silent" in world.p.ended[key(0)].reason
+    assert world.p.side.peer_states() == {"d0": "silent"}
+    world.network.resume("d0")
+
+
+def test_a_reservation_made_on_a_link_that_was_already_lost_ends_with_the_next_link(world: World) -> None:
+    world.p.rate = 0
+    world.run(0.3)
+    world.p.side._links.fail_peer("d0", "test")
+    world.network.drop_next(Done)
+    open_both(world)  # the decode node does not know yet
+    world.run(0.3)
+    assert world.d.side.num_links_opened == 2
+    assert world.p.ended[key(0)].reason == "the link was replaced"
+
+
+def test_success_before_the_handoff_is_no_success(world: World) -> None:
+    world.p.rate = 0
+    open_both(world)
+    world.run(0.2)
+    world.d.side._outbox.send("p0", Done(key(0), True))
+    world.run(0.1)
+    assert not world.p.ended[key(0)].ok
 
 
 def test_a_peer_that_stays_silent_is_forgotten_and_may_still_come_back(world: World) -> None:

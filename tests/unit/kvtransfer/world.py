@@ -31,6 +31,7 @@ FAST = TransferOptions(
     num_slots=3,
     ready_timeout_s=3.0,
     connect_timeout_s=1.5,
+    first_offer_timeout_s=5.0,
     transfer_timeout_s=3.0,
     lease_s=1.5,
     park_s=2.0,

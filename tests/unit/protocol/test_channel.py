@@ -127,6 +127,24 @@ def test_dialling_again_replaces_the_connection(node: Party, router: Party) -> N
     assert router.disconnected.empty()
 
 
+def test_what_was_left_over_from_an_older_connection_is_ignored(node: Party) -> None:
+    """A process that was stopped finds both in its sockets when it goes on."""
+    address = node.listen()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as old, context.socket(zmq.DEALER) as new:
+        for sock, identity in ((old, b"router|raw|9"), (new, b"router|raw|10")):
+            sock.linger = 1000
+            sock.identity = identity
+            sock.connect(address)
+        new.send(msgspec.msgpack.encode(Ping(1)))
+        assert node.hear() == ("raw", Ping(1))
+        old.send(msgspec.msgpack.encode(Ping(2)))
+        new.send(msgspec.msgpack.encode(Ping(3)))
+        assert node.hear() == ("raw", Ping(3))
+        node.send("raw", PONG)
+        assert new.poll(10_000) and not old.poll(200)
+    assert node.heard.empty()
+
+
 def test_a_kind_that_nobody_expects_is_ignored(node: Party, router: Party, party: MakeParty) -> None:
     address, stranger = node.listen(), party("stranger").start()
     stranger.dial("n", address, kind="prefill")
@@ -146,9 +164,20 @@ def test_a_kind_that_nobody_expects_is_ignored(node: Party, router: Party, party
         [msgspec.msgpack.encode(["NoSuchMessage", 1])],
         [msgspec.msgpack.encode(PeerPing(1))],
         [msgspec.msgpack.encode(["Ping", "one"])],
+        [b"\x92\xabRouterHello\xa2\xff\xfe"],
+        [b"\x93\xa4Ping\x01" + b"\x91" * 100_000 + b"\x00"],
         [msgspec.msgpack.encode(Ping(1)), b"a second frame"],
     ],
-    ids=["garbage", "empty", "unknown tag", "another union", "wrong type", "two frames"],
+    ids=[
+        "garbage",
+        "empty",
+        "unknown tag",
+        "another union",
+        "wrong type",
+        "not UTF-8",
+        "nested without end",
+        "two frames",
+    ],
 )
 def test_what_is_no_message_is_ignored(node: Party, frames: list[bytes]) -> None:
     address = node.listen()

@@ -12,7 +12,7 @@ import pytest
 from shared.errors import ConfigError
 from shared.protocol.channel import ControlThread, Guests
 from shared.protocol.lobby import DEFAULT_CONTROL_PORT, LobbyCaller, lobby_address
-from shared.protocol.messages import Join, Loading, LoadFailed, NodeRef, NodeToLobby, Role
+from shared.protocol.messages import Join, LoadFailed, Loading, NodeRef, NodeToLobby, Role
 
 NODE = NodeRef("d0", "d0#1", "tcp://127.0.0.1:7200")
 

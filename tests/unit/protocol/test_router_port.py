@@ -74,8 +74,12 @@ def key(rid: str, router: str = "one") -> ReqKey:
 def test_a_greeting_is_answered_with_what_the_node_is(rig: Rig) -> None:
     rig.port.on_message("one", RouterHello("one"))
     assert rig.outbox.take() == [("one", HELLO)]
-    assert rig.port.take() == []
-    assert not rig.wake.is_set()
+
+
+def test_a_greeting_reaches_the_scheduler_too_since_it_ends_what_came_before(rig: Rig) -> None:
+    rig.port.on_message("one", RouterHello("one"))
+    assert rig.port.take() == [FromRouter("one", RouterHello("one"))]
+    assert rig.wake.is_set()
 
 
 def test_a_router_under_another_name_is_refused(rig: Rig) -> None:

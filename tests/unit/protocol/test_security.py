@@ -26,7 +26,11 @@ def test_the_same_key_on_both_ends(party: MakeParty) -> None:
 
 @pytest.mark.parametrize("key", [WRONG, None], ids=["another key", "no key"])
 def test_without_the_key_nobody_gets_in(party: MakeParty, key: FleetKey | None) -> None:
-    node, intruder, router = party("node", RIGHT), party("intruder", key).start(), party("router-1", RIGHT).start()
+    node, intruder, router = (
+        party("node", RIGHT),
+        party("intruder", key).start(),
+        party("router-1", RIGHT).start(),
+    )
     address = node.listen()
     intruder.dial("n", address)
     for _ in range(20):
@@ -86,7 +90,7 @@ def test_loopback_needs_no_key(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "node-7", "*", ""])
 def test_beyond_loopback_needs_a_key_or_consent(host: str) -> None:
     assert not is_loopback(host)
-    with pytest.raises(ConfigError, match="--host .*--fleet-key FILE.*--insecure"):
+    with pytest.raises(ConfigError, match=r"--host .*--fleet-key FILE.*--insecure"):
         require_key_beyond_loopback(host, None, insecure=False)
     require_key_beyond_loopback(host, RIGHT, insecure=False)
     require_key_beyond_loopback(host, None, insecure=True)

@@ -51,6 +51,7 @@ LAYOUT = KVLayout("fingerprint", "float32", 16, 2, 2, 8)
 LIMITS = NodeLimits(context_length=256, max_total_num_tokens=200, max_running_requests=8)
 STORY = "The quick brown fox jumps over the lazy dog; größer als 5 €, 日本語 and 🦊 too. "
 EOS = "<|eos|>"
+PREFILL_STAMPS = (Stamp("prefill", "queued", 1.0), Stamp("prefill", "prefilling", 1.5))
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -220,14 +221,13 @@ async def say_nothing(node: FakeNode, work: Prefill | Decode) -> None:
 
 async def tell_first_token(node: FakeNode, work: Prefill | Decode) -> None:
     """A prefill node's part: position 0, and the end when nothing follows."""
-    stamps = (Stamp("prefill", "queued", 1.0), Stamp("prefill", "prefilling", 1.5))
-    report = ReqReport(cached_tokens=2, stamps=stamps)
+    report = ReqReport(cached_tokens=2, stamps=PREFILL_STAMPS)
     wanted = work.params.max_new_tokens
     finish = Finish("length") if wanted <= 1 else None
     node.tokens(work.key, 0, node.story[: min(wanted, 1)], finish, report)
 
 
-async def tell_story(node: FakeNode, work: Prefill | Decode) -> None:
+async def tell_story(node: FakeNode, work: Decode) -> None:
     """A decode node's part: every position, each in a message of its own, and the end."""
     wanted = work.params.max_new_tokens
     for position in range(wanted):
@@ -237,8 +237,15 @@ async def tell_story(node: FakeNode, work: Prefill | Decode) -> None:
         last = position == wanted - 1
         report = None
         if last:
+            # What the handoff brought is told again: the prefill node's own message may be slower.
+            split = work.prefill is not None
             stamps = (Stamp("decode", "transferring", 2.0), Stamp("decode", "decoding", 2.25))
-            report = ReqReport(stamps=stamps, kv_pages_transferred=3, kv_bytes_transferred=3000)
+            report = ReqReport(
+                cached_tokens=2 if split else 0,
+                stamps=(*PREFILL_STAMPS, *stamps) if split else stamps,
+                kv_pages_transferred=3,
+                kv_bytes_transferred=3000,
+            )
         token_id = node.story[position % len(node.story)]
         node.tokens(work.key, position, [token_id], Finish("length") if last else None, report)
     if wanted == 0:

@@ -29,7 +29,9 @@ def make_kv_ledger() -> MakeLedger:
 def make_req() -> MakeReq:
     count = 0
 
-    def make(num_ids: int = 10, *, max_output_len: int | None = None, output_ids: Any = (), **params: Any) -> Req:
+    def make(
+        num_ids: int = 10, *, max_output_len: int | None = None, output_ids: Any = (), **params: Any
+    ) -> Req:
         """A request whose tokens nobody else has."""
         nonlocal count
         count += 1

@@ -78,9 +78,7 @@ def test_results_in_flight_of_a_request_that_is_gone_are_dropped(
     """Its neighbour in the batch still gets its own token, not the stale one's."""
     ledger = make_kv_ledger()
     gone, stays = admit(ledger, make_req(6)), admit(ledger, make_req(6))
-    batch = ScheduleBatch(
-        (schedule(gone, 6, samples=True), schedule(stays, 6, samples=True)), is_extend=True
-    )
+    batch = ScheduleBatch((schedule(gone, 6, samples=True), schedule(stays, 6, samples=True)), is_extend=True)
     gone.drop_results_in_flight() if drop == "retracted" else gone.end(Finish("abort"))
     out = commit(ledger, batch, 51, 52)
     assert (out.computed, out.sampled) == ([stays], [stays])

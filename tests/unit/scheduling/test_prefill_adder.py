@@ -31,9 +31,15 @@ class TestPages:
         assert make_adder(make_kv_ledger(4)).add_one_req(make_req(12, max_new_tokens=9)) is NO_TOKEN
 
     def test_the_ratio_scales_what_is_expected(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
-        assert make_adder(make_kv_ledger(4), ratio=0.5).add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
-        assert make_adder(make_kv_ledger(3), ratio=0.0).add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
-        assert make_adder(make_kv_ledger(2), ratio=0.0).add_one_req(make_req(12, max_new_tokens=9)) is NO_TOKEN
+        assert (
+            make_adder(make_kv_ledger(4), ratio=0.5).add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
+        )
+        assert (
+            make_adder(make_kv_ledger(3), ratio=0.0).add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
+        )
+        assert (
+            make_adder(make_kv_ledger(2), ratio=0.0).add_one_req(make_req(12, max_new_tokens=9)) is NO_TOKEN
+        )
 
     def test_running_requests_keep_their_reserve(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
         running = make_req(4, max_new_tokens=9)
@@ -41,7 +47,9 @@ class TestPages:
             adder = make_adder(make_kv_ledger(free), running=(running,))
             assert adder.add_one_req(make_req(12, max_new_tokens=1)) is expected
 
-    def test_a_long_output_reserves_a_bounded_share(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+    def test_a_long_output_reserves_a_bounded_share(
+        self, make_kv_ledger: MakeLedger, make_req: MakeReq
+    ) -> None:
         pages = 1 + MAX_RESERVED_OUTPUT // 4
         for free, expected in ((pages, CONTINUE), (pages - 1, NO_TOKEN)):
             adder = make_adder(make_kv_ledger(free))
@@ -89,7 +97,9 @@ class TestPages:
 
 
 class TestChunkTokens:
-    def test_a_prompt_that_fits_exactly_is_no_chunk(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+    def test_a_prompt_that_fits_exactly_is_no_chunk(
+        self, make_kv_ledger: MakeLedger, make_req: MakeReq
+    ) -> None:
         adder = make_adder(make_kv_ledger(), chunk=10)
         assert adder.add_one_req(make_req(10, max_new_tokens=1)) is CONTINUE
         assert adder.chunked_req is None
@@ -100,7 +110,9 @@ class TestChunkTokens:
         assert adder.chunked_req is req
         assert req.extend_len == 10
 
-    def test_the_second_request_takes_what_is_left(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+    def test_the_second_request_takes_what_is_left(
+        self, make_kv_ledger: MakeLedger, make_req: MakeReq
+    ) -> None:
         adder = make_adder(make_kv_ledger(), chunk=10)
         first, second, third = (make_req(7, max_new_tokens=1) for _ in range(3))
         assert adder.add_one_req(first) is CONTINUE

@@ -88,7 +88,9 @@ def test_stages_move_as_the_life_of_a_request_allows(before: ReqStage, after: Re
 
 
 def test_every_stage_can_end_except_the_end() -> None:
-    assert all(ReqStage.FINISHED in ALLOWED_MOVES[stage] for stage in ReqStage if stage is not ReqStage.FINISHED)
+    assert all(
+        ReqStage.FINISHED in ALLOWED_MOVES[stage] for stage in ReqStage if stage is not ReqStage.FINISHED
+    )
     assert not ALLOWED_MOVES[ReqStage.FINISHED]
 
 
@@ -97,4 +99,4 @@ def test_first_come_first_served(make_req: MakeReq) -> None:
     ordered = fcfs(waiting)
     assert ordered == waiting
     assert ordered is not waiting
-    assert POLICIES == {"fcfs": fcfs}
+    assert POLICIES["fcfs"] is fcfs

@@ -1,0 +1,224 @@
+"""`router` and the demo as processes, with scripted nodes as children: signals, exit codes, orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.unit.router.stub_node import write_packages
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class RunningRouter:
+    """`python -m <module> --local 1P1D` with scripted nodes, in a folder where they shadow the real ones."""
+
+    def __init__(self, folder: Path, *args: str, module: str = "router", **modes: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::ResourceWarning"}
+        environment |= {f"STUB_{name.upper()}": mode for name, mode in modes.items()}
+        self.stderr_file = folder / "stderr"
+        with self.stderr_file.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, "--port", "0", "--control-port", "0", *args],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+        self.stdout = ""
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_file.read_text()
+
+    @property
+    def children(self) -> list[int]:
+        return [int(pid) for pid in re.findall(r"node_started .*pid=(\d+)", self.stderr)]
+
+    def until_serving(self) -> str:
+        """Read its standard output up to the curl line; returns the URL."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.stdout += line
+            if line.lstrip().startswith("-d '{"):
+                break
+        found = re.search(r"at (http://\S+)\. Try", self.stdout)
+        assert found, self.stdout + self.stderr
+        return found[1]
+
+    def end(self, timeout_s: float = 15) -> int:
+        """Wait for it; returns its exit code."""
+        assert self.process.stdout is not None
+        self.process.wait(timeout_s)
+        if not self.process.stdout.closed:
+            self.stdout += self.process.stdout.read()
+            self.process.stdout.close()
+        return self.process.returncode
+
+    def assert_no_orphan(self) -> None:
+        deadline = time.monotonic() + 3
+        while alive := [pid for pid in self.children if _alive(pid)]:
+            assert time.monotonic() < deadline, f"still alive: {alive}\n{self.stderr}"
+            time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_packages(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def started(folder: Path) -> Iterator[list[RunningRouter]]:
+    """Routers to be killed at the end of a test, whatever happened."""
+    routers: list[RunningRouter] = []
+    yield routers
+    for router in routers:
+        if router.process.poll() is None:
+            router.process.kill()
+        router.end()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_serve_and_stop(
+    folder: Path, model_folder: Path, started: list[RunningRouter], signum: signal.Signals
+) -> None:
+    router = RunningRouter(folder, "--model", str(model_folder), "--page-size", "8")
+    started.append(router)
+    url = router.until_serving()
+    assert "def fibonacci" in router.stdout and "The quick brown" in router.stdout
+    assert re.search(rf"router_ready .*http_port={url.rpartition(':')[2]}", router.stderr)
+    assert "prefill-0: weights" in router.stderr and "decode-0: ready" in router.stderr
+    assert len(router.children) == 2
+    with httpx.Client(base_url=url) as client:
+        assert client.get("/health").json()["status"] == "ok"
+        params = {"max_new_tokens": 500}
+        with client.stream(
+            "POST", "/generate", json={"text": "a", "stream": True, "sampling_params": params}
+        ) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            began = time.monotonic()
+            router.process.send_signal(signum)
+            rest = [line for line in lines if line]
+        assert "shutting down" in rest[-2] and rest[-1] == "data: [DONE]"
+    assert router.end() == 0
+    assert time.monotonic() - began < 6
+    assert "Traceback" not in router.stderr
+    router.assert_no_orphan()
+
+
+def test_no_orphan_after_kill_9(folder: Path, model_folder: Path, started: list[RunningRouter]) -> None:
+    router = RunningRouter(folder, "--model", str(model_folder))
+    started.append(router)
+    router.until_serving()
+    assert all(_alive(pid) for pid in router.children)
+    router.process.kill()
+    router.assert_no_orphan()
+
+
+def test_a_child_that_dies(folder: Path, model_folder: Path, started: list[RunningRouter]) -> None:
+    router = RunningRouter(folder, "--model", str(model_folder), "--local", "2P1D")
+    started.append(router)
+    url = router.until_serving()
+    with httpx.Client(base_url=url) as client:
+        os.kill(router.children[0], signal.SIGKILL)
+        deadline = time.monotonic() + 2
+        while "killed by SIGKILL" not in (health := client.get("/health")).text:
+            assert time.monotonic() < deadline, health.text
+            time.sleep(0.02)
+        assert health.status_code == 200 and health.json()["status"] == "degraded"
+        assert "node_exited node=prefill-0 code=-9" in router.stderr
+        assert client.post("/generate", json={"text": "a" * 99}).status_code == 200
+        os.kill(router.children[2], signal.SIGKILL)
+        while (health := client.get("/health")).status_code == 200:
+            assert time.monotonic() < deadline + 2
+        assert "decode-0 is lost" in health.json()["reason"]
+        assert client.post("/generate", json={"text": "a"}).status_code == 503
+    router.process.terminate()
+    assert router.end() == 0
+    router.assert_no_orphan()
+
+
+def test_a_child_that_cannot_load(folder: Path, model_folder: Path, started: list[RunningRouter]) -> None:
+    router = RunningRouter(folder, "--model", str(model_folder), decode_0="fail")
+    started.append(router)
+    assert router.end() == 2
+    assert "router: error: decode-0 could not start: the weights are gone" in router.stderr
+    assert "Traceback" not in router.stderr
+    router.assert_no_orphan()
+
+
+def test_a_child_that_does_not_stop(folder: Path, model_folder: Path, started: list[RunningRouter]) -> None:
+    args = ("--model", str(model_folder), "--stop-timeout-s", "0.5")
+    router = RunningRouter(folder, *args, prefill_0="stubborn")
+    started.append(router)
+    router.until_serving()
+    router.process.terminate()
+    assert router.end() == 0
+    assert "node_killed node=prefill-0" in router.stderr
+    router.assert_no_orphan()
+
+
+def test_demo(folder: Path, model_folder: Path, started: list[RunningRouter]) -> None:
+    router = RunningRouter(folder, "--model", str(model_folder), module="router.demo")
+    started.append(router)
+    assert router.end(30) == 0, router.stderr
+    last = json.loads(router.stdout.splitlines()[-1])
+    assert last["text"].startswith("The quick brown") and last["completion_tokens"] == 48
+    assert (last["kv_pages_transferred"], last["kv_bytes_transferred"]) == (3, 3000)
+    assert last["prompt_tokens"] > 16 and last["ttft_s"] > 0 and last["tpot_s"] > 0
+    assert "transferring" in router.stdout
+    assert "Traceback" not in router.stderr
+
+
+def test_a_port_in_use(folder: Path, model_folder: Path, started: list[RunningRouter]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        router = RunningRouter(folder, "--model", str(model_folder), "--port", str(taken.getsockname()[1]))
+        started.append(router)
+        assert router.end() == 2
+    assert "choose another --port" in router.stderr and "Traceback" not in router.stderr
+    assert not router.children, "what can go wrong at once must not start nodes first"
+
+
+def test_help() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "router", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for group in ("which nodes:", "HTTP:", "dispatch:", "security:", "model:", "KV cache:", "scheduling:"):
+        assert group in shown
+    assert "(default: 8000)" in shown
+
+
+def test_the_router_never_loads_torch() -> None:
+    source = (
+        "import importlib, pkgutil, sys, router\n"
+        "for module in pkgutil.iter_modules(router.__path__):\n"
+        "    importlib.import_module(f'router.{module.name}')\n"
+        "print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
