@@ -26,10 +26,10 @@ def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
         pages=parts.engine.pool,
         outbox=parts.control,
         link_factory=make_link_factory(
-            parts.config.transfer.kv_transfer, parts.transfer_options, parts.engine.pool.device
+            parts.config.transfer.backend, parts.config.transfer, parts.engine.pool.device
         ),
         clock=time.monotonic,
-        options=parts.transfer_options,
+        options=parts.config.transfer,
         wake=parts.wake.set,
     )
     scheduler = PrefillScheduler(
@@ -40,7 +40,7 @@ def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
         parts.router_port,
         parts.vitals,
         parts.wake,
-        parts.config.transfer.router_timeout_s,
+        parts.config.net.router_timeout_s,
     )
     return scheduler, {}
 

@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as e:
         print(f"router: error: {e}", file=sys.stderr)
         return 2
+    except RequestError as e:
+        print(f"router: error: the first generation failed: {e.message}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 0  # before the loop could take the signal
 
@@ -54,24 +57,26 @@ async def serve(config: RouterConfig, model: ServedModel | None) -> int:
     console = Console(stderr=True)
     async with Router(config, console, model) as router:
         stop = _stop_on_signals(router)
-        try:
-            if await _unless(stop, _start(router)):
-                await _unless(stop, router.broken())
-        except RequestError as e:
-            print(f"router: error: the first generation failed: {e.message}", file=sys.stderr)
-            return 1
+        if await _unless(stop, _start(router, owns_nodes=bool(config.fleet.local.node_ids()))):
+            await _unless(stop, router.broken())
         if sys.stdout.isatty():
             print("\nstopping ...", flush=True)
     log.event("router_stopped")
     return 0
 
 
-async def _start(router: Router) -> None:
+async def _start(router: Router, *, owns_nodes: bool) -> None:
+    """Wait for the fleet and show that it works. A joined fleet may come right later; one's own must work now."""
     await router.ready()
     log.event("router_ready", url=router.url, http_port=router.http_port)
-    print(f"\n{PROOF_PROMPT}", end="", flush=True)
-    async for _, text in router.stream(PROOF_PROMPT, PROOF_TOKENS):
-        print(text, end="", flush=True)
+    try:
+        print(f"\n{PROOF_PROMPT}", end="", flush=True)
+        async for _, text in router.stream(PROOF_PROMPT, PROOF_TOKENS):
+            print(text, end="", flush=True)
+    except RequestError as e:
+        if owns_nodes:
+            raise
+        log.warn("first_generation_failed", reason=e.message)
     print(f"\n\nServing {router.model.name()} at {router.url}. Try:\n")
     print(
         f"  curl -N {router.url}/v1/completions -H 'Content-Type: application/json' \\\n"

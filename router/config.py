@@ -43,7 +43,7 @@ class DispatchOptions:
 
     local_prefill_tokens: int = 16
     queue_timeout_s: float = 600.0
-    stall_timeout_s: float = 60.0
+    stall_timeout_s: float = 120.0
     node_timeout_s: float = 10.0
     stop_timeout_s: float = 10.0
 
@@ -65,3 +65,17 @@ class RouterConfig:
                 f"--control-host {fleet.control_host} is reachable from other machines: give every process the "
                 "same --fleet-key FILE, or --insecure when the network is trusted"
             )
+
+    def shown(self) -> dict[str, object]:
+        """For /server_info: without secrets."""
+        return {
+            "host": self.http.host,
+            "port": self.http.port,
+            "local": str(self.fleet.local),
+            "max_body_bytes": self.http.max_body_bytes,
+            "max_batch_size": self.http.max_batch_size,
+            "local_prefill_tokens": self.dispatch.local_prefill_tokens,
+            "queue_timeout_s": self.dispatch.queue_timeout_s,
+            "stall_timeout_s": self.dispatch.stall_timeout_s,
+            "node_timeout_s": self.dispatch.node_timeout_s,
+        }

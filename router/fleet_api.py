@@ -101,7 +101,8 @@ def info_routes(
 
     @router.get("/metrics", response_model=None)
     async def prometheus() -> Response:
-        """Prometheus' text format."""
+        """Prometheus' text format, with the load of every node asked for now."""
+        await membership.refresh(_REFRESH_S)
         return Response(metrics.export(), media_type=CONTENT_TYPE)
 
     @router.post("/tokenize", response_model=None)

@@ -81,7 +81,7 @@ async def read_generate(fields: Fields, model: ServedModel, limits: HttpLimits) 
     samplings = _read_samplings(fields, num_prompts, batched, model.vocab_size)
     check_batch_size(sum(sampling.n for sampling in samplings), limits.max_batch_size)
     rids = read_rids(fields, num_prompts, batched)
-    extra_key = fields.string("extra_key", max_chars=MAX_RID_CHARS) or ""
+    extra_key = read_extra_key(fields)
     stream, with_timeline = fields.boolean("stream", False), fields.boolean("return_timeline", False)
     if texts:
         ids = await model.tokenizer.encode(texts)
@@ -187,6 +187,11 @@ def read_rids(fields: Fields, num_prompts: int, batched: bool) -> list[str]:
     if len(given) != num_prompts:
         raise fields.wrong("rid", f"a string or a list of {num_prompts}, one for each prompt")
     return list(given)
+
+
+def read_extra_key(fields: Fields) -> str:
+    """Separates namespaces of the RadixCache: prompts with different keys share nothing."""
+    return fields.string("extra_key", max_chars=MAX_RID_CHARS) or ""
 
 
 def _read_samplings(fields: Fields, num_prompts: int, batched: bool, vocab_size: int) -> list[Sampling]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +22,6 @@ Choice = dict[str, object]
 class Shape(Protocol):
     """How one of the two routes words its answers."""
 
-    id_prefix: str
     answer_object: str
     event_object: str
 
@@ -43,7 +41,6 @@ class Shape(Protocol):
 class CompletionShape:
     """/v1/completions."""
 
-    id_prefix = "cmpl-"
     answer_object = "text_completion"
     event_object = "text_completion"
 
@@ -63,7 +60,6 @@ class CompletionShape:
 class ChatShape:
     """/v1/chat/completions."""
 
-    id_prefix = "chatcmpl-"
     answer_object = "chat.completion"
     event_object = "chat.completion.chunk"
 
@@ -91,8 +87,8 @@ class Reply:
 
     @classmethod
     def begin(cls, shape: Shape, asked: OpenAIRequest, model: ServedModel) -> Reply:
-        """Name the reply after the client's rid, or at random."""
-        return cls(shape, asked.rid or shape.id_prefix + uuid.uuid4().hex, int(time.time()), model.name)
+        """The reply to a request that is about to be dispatched."""
+        return cls(shape, asked.id, int(time.time()), model.name)
 
     def answer(self, generations: Sequence[Generation]) -> dict[str, object]:
         """The one answer of a request that is not streamed."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from router.fields import Fields, shown
-from router.generate_api import HttpLimits, read_ids, read_rids
+from router.generate_api import HttpLimits, read_extra_key, read_ids, read_rids
 from router.generation import Prompt
 from router.sampling import Dialect, check_batch_size, read_sampling
 from router.served_model import ServedModel
@@ -30,7 +31,7 @@ _CHAT = Dialect(
 )
 _COMPLETIONS_TO_COME: Mapping[str, Sequence[object]] = {
     "echo": (False,),
-    "logprobs": (),
+    "logprobs": (False,),
     "suffix": ("",),
     "priority": (0,),
     "lora_path": (),
@@ -62,11 +63,11 @@ class StreamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAIRequest:
-    """A checked body of either route. `stream` is None for one answer."""
+    """A checked body of either route. `id` is the client's rid or a random one; `stream` is None for one answer."""
 
+    id: str
     prompts: list[Prompt]
     stream: StreamOptions | None
-    rid: str | None
 
 
 async def read_completion(fields: Fields, model: ServedModel, limits: HttpLimits) -> OpenAIRequest:
@@ -79,17 +80,18 @@ async def read_completion(fields: Fields, model: ServedModel, limits: HttpLimits
     check_batch_size(num_prompts * samplings[0].n, limits.max_batch_size)
     if fields.optional_integer("best_of", low=1, high=128) not in (None, samplings[0].n):
         raise fields.wrong("best_of", f"the same as n, {samplings[0].n}")
-    rids = read_rids(fields, num_prompts, batched)
+    reply_id, rids = _read_id(fields, "cmpl-", num_prompts, batched)
+    extra_key = read_extra_key(fields)
     if texts:
         ids = await model.tokenizer.encode(texts)
     for at, input_ids in enumerate(ids):
         if not input_ids:
             raise RequestError(f"prompt {at} has no tokens", param="prompt")
     prompts = [
-        Prompt(rid=rid, input_ids=tuple(input_ids), sampling=sampling)
+        Prompt(rid=rid, input_ids=tuple(input_ids), sampling=sampling, extra_key=extra_key)
         for rid, input_ids, sampling in zip(rids, ids, samplings, strict=True)
     ]
-    return OpenAIRequest(prompts=prompts, stream=_read_stream(fields), rid=_only_rid(fields))
+    return OpenAIRequest(id=reply_id, prompts=prompts, stream=_read_stream(fields))
 
 
 async def read_chat(fields: Fields, model: ServedModel, limits: HttpLimits) -> OpenAIRequest:
@@ -100,7 +102,7 @@ async def read_chat(fields: Fields, model: ServedModel, limits: HttpLimits) -> O
     messages = _read_messages(fields)
     sampling = read_sampling(fields, _CHAT, model.vocab_size)
     check_batch_size(sampling.n, limits.max_batch_size)
-    rids = read_rids(fields, 1, False)
+    reply_id, rids = _read_id(fields, "chatcmpl-", 1, False)
     if model.chat_template is None:
         raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
     variables = fields.raw("chat_template_kwargs") or {}
@@ -111,8 +113,9 @@ async def read_chat(fields: Fields, model: ServedModel, limits: HttpLimits) -> O
     ids = (await model.tokenizer.encode([text], add_special_tokens=False))[0]
     if not ids:
         raise RequestError("the chat template made no prompt of these messages", param="messages")
-    prompt = Prompt(rid=rids[0], input_ids=tuple(ids), sampling=sampling)
-    return OpenAIRequest(prompts=[prompt], stream=_read_stream(fields), rid=_only_rid(fields))
+    extra_key = read_extra_key(fields)
+    prompt = Prompt(rid=rids[0], input_ids=tuple(ids), sampling=sampling, extra_key=extra_key)
+    return OpenAIRequest(id=reply_id, prompts=[prompt], stream=_read_stream(fields))
 
 
 def _check_model(fields: Fields, model: ServedModel) -> None:
@@ -140,9 +143,14 @@ def _read_stream(fields: Fields) -> StreamOptions | None:
     return StreamOptions(usage=usage, continuous_usage=continuous)
 
 
-def _only_rid(fields: Fields) -> str | None:
-    rid = fields.raw("rid")
-    return rid if isinstance(rid, str) else None
+def _read_id(fields: Fields, prefix: str, num_prompts: int, batched: bool) -> tuple[str, list[str]]:
+    """The reply's id, and a rid for each prompt that /abort_request finds by that id."""
+    given = fields.raw("rid")
+    if isinstance(given, list):
+        return prefix + uuid.uuid4().hex, read_rids(fields, num_prompts, batched)
+    if given is None:
+        fields = Fields({"rid": prefix + uuid.uuid4().hex})
+    return str(fields.raw("rid")), read_rids(fields, num_prompts, batched)
 
 
 def _read_prompt(fields: Fields, vocab_size: int) -> tuple[list[str], list[list[int]], bool]:

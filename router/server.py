@@ -12,11 +12,10 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine
 from types import TracebackType
 from typing import Any
 
-import uvicorn
 import zmq.asyncio
 from rich.console import Console
 
@@ -26,6 +25,7 @@ from router.conversation import Timing
 from router.dispatch import Deadlines, Dispatcher
 from router.generate_api import HttpLimits
 from router.generation import Generation, Generator, Prompt
+from router.http_server import HttpServer, bind_http, http_server
 from router.live_rids import LiveRids
 from router.load_progress import LoadProgress
 from router.lobby import Lobby
@@ -44,8 +44,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
 
 STOPPING = "the router is shutting down"
-_HTTP_DRAIN_S = 5
-_KEEP_ALIVE_S = 30
+_WAIT_FOR_PREFILL_S = 5.0
 
 
 class Router:
@@ -87,7 +86,7 @@ class Router:
     async def ready(self) -> None:
         """Until every local node serves, or a joined fleet can serve something. Raises ConfigError."""
         if self._local is None:
-            await self._first_decode_node()
+            await self._joined()
             return
         node_ids = [node_id for _, node_id in self._config.fleet.local.node_ids()]
         with LoadProgress(self._console, node_ids) as self._progress:
@@ -127,7 +126,7 @@ class Router:
         config, exits = self._config, self._exits
         config.check()
         fleet_key = FleetKey.load(config.fleet.fleet_key) if config.fleet.fleet_key else None
-        http_socket = _bind_http(config.http.host, config.http.port)
+        http_socket = bind_http(config.http.host, config.http.port)
         exits.callback(http_socket.close)
         self.http_port = http_socket.getsockname()[1]
         context = zmq.asyncio.Context()
@@ -201,26 +200,14 @@ class Router:
                 status=self._status,
                 limits=HttpLimits(max_body_bytes=http.max_body_bytes, max_batch_size=http.max_batch_size),
                 api_key=http.api_key,
-                flags=_shown_flags(self._config),
+                flags=self._config.shown(),
             )
         )
-        server = _Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_HTTP_DRAIN_S,
-            )
-        )
+        server = http_server(app)
         serving = self._spawn(server.serve(sockets=[http_socket]), "http")
         self._exits.push_async_callback(self._stop_http, server, serving)
 
-    async def _stop_http(self, server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    async def _stop_http(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
         """First of all: nothing new is taken, what runs ends with an answer, and nodes hear that it ended."""
         self._status.stopping = True
         self._dispatcher.close(STOPPING)
@@ -259,11 +246,20 @@ class Router:
         live = {node.ref.node_id for node in self._membership.all_live()}
         return live.issuperset(node_ids)
 
-    async def _first_decode_node(self) -> None:
-        while not self._membership.live(Role.DECODE):  # prefill nodes alone serve nothing
+    async def _joined(self) -> None:
+        """Prefill nodes alone serve nothing; if there are to be some, the proof had better go through them."""
+        while not self._membership.all_live():
             await self._membership.changed()
-        if self.model.known:
-            return
+        if not self.model.known:
+            await self._learn_model()
+        while not self._membership.live(Role.DECODE):
+            await self._membership.changed()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WAIT_FOR_PREFILL_S):
+                while self._membership.expects(Role.PREFILL) and not self._membership.live(Role.PREFILL):
+                    await self._membership.changed()
+
+    async def _learn_model(self) -> None:
         name = self._membership.all_live()[0].hello.flags.get("model")
         if not isinstance(name, str):
             raise ConfigError("the node does not say which model it serves: give --model")
@@ -283,46 +279,3 @@ def load_model(name: str, config: RouterConfig) -> ServedModel:
     http = config.http
     path = resolve_model(name, with_weights=False)
     return ServedModel.load(name, path, served_name=http.served_model_name, chat_template=http.chat_template)
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the process that runs it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _bind_http(host: str, port: int) -> socket.socket:
-    """Before any node is started, so that a port in use is found at once. Raises ConfigError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as e:
-        raise ConfigError(f"--host {host}: {e.strerror}") from e
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.setblocking(False)
-    except OSError as e:
-        bound.close()
-        raise ConfigError(f"{host}:{port} cannot be bound: {e.strerror}; choose another --port") from e
-    return bound
-
-
-def _shown_flags(config: RouterConfig) -> dict[str, object]:
-    """For /server_info; without the API key."""
-    http, dispatch = config.http, config.dispatch
-    return {
-        "host": http.host,
-        "port": http.port,
-        "local": str(config.fleet.local),
-        "max_body_bytes": http.max_body_bytes,
-        "max_batch_size": http.max_batch_size,
-        "local_prefill_tokens": dispatch.local_prefill_tokens,
-        "queue_timeout_s": dispatch.queue_timeout_s,
-        "stall_timeout_s": dispatch.stall_timeout_s,
-        "node_timeout_s": dispatch.node_timeout_s,
-    }

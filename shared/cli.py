@@ -12,7 +12,7 @@ from shared.config import (
     NetOptions,
     NodeConfig,
     ScheduleOptions,
-    TransferLimits,
+    TransferOptions,
 )
 
 
@@ -91,7 +91,8 @@ def node_argv(args: argparse.Namespace) -> list[str]:
 
 
 def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
-    model, cache, schedule, transfer = ModelOptions(), CacheOptions(), ScheduleOptions(), TransferLimits()
+    model, cache, schedule = ModelOptions(), CacheOptions(), ScheduleOptions()
+    net, transfer = NetOptions(), TransferOptions()
     actions: list[argparse.Action] = []
 
     group = parser.add_argument_group("model")
@@ -206,14 +207,14 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
     actions += [
         add(
             "--kv-transfer",
-            default=transfer.kv_transfer,
+            default=transfer.backend,
             choices=("gloo", "nccl"),
             help="how pages travel: gloo (through host memory) or nccl (between GPUs)",
         ),
         add(
             "--kv-slot-bytes",
             type=whole(4096, 1 << 30),
-            default=transfer.slot_bytes,
+            default=transfer.slot_nbytes,
             metavar="BYTES",
             help="size of a staging slot",
         ),
@@ -257,7 +258,7 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
         add(
             "--router-timeout-s",
             type=fraction(0.5, 3600),
-            default=transfer.router_timeout_s,
+            default=net.router_timeout_s,
             help="silence after which a router's requests are given up",
         ),
     ]
@@ -311,17 +312,17 @@ def node_config(args: argparse.Namespace) -> NodeConfig:
             fleet_key=args.fleet_key,
             insecure=args.insecure,
             exit_with_parent=args.exit_with_parent,
+            router_timeout_s=args.router_timeout_s,
         ),
-        transfer=TransferLimits(
-            kv_transfer=args.kv_transfer,
-            slot_bytes=args.kv_slot_bytes,
+        transfer=TransferOptions(
+            backend=args.kv_transfer,
+            slot_nbytes=args.kv_slot_bytes,
             num_slots=args.kv_slots,
             ready_timeout_s=args.ready_timeout_s,
             first_offer_timeout_s=args.first_offer_timeout_s,
             transfer_timeout_s=args.transfer_timeout_s,
             lease_s=args.lease_s,
             peer_timeout_s=args.peer_timeout_s,
-            router_timeout_s=args.router_timeout_s,
         ),
         log_level=args.log_level,
     )

@@ -53,21 +53,62 @@ class NetOptions:
     fleet_key: str | None = None
     insecure: bool = False
     exit_with_parent: bool = False
+    router_timeout_s: float = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferLimits:
-    """Deadlines and sizes of KV transfer."""
+class TransferOptions:
+    """How KV pages move. Durations are seconds of the node's clock, except those of gloo and NCCL themselves."""
 
-    kv_transfer: str = "gloo"
-    slot_bytes: int = 4 << 20
+    backend: str = "gloo"
+    """How pages travel: `gloo` through host memory, `nccl` between GPUs."""
+
+    # staging: one ring per link
+    slot_nbytes: int = 4 << 20
+    """Payload of one chunk at most; the 64-byte header comes on top."""
     num_slots: int = 4
-    ready_timeout_s: float = 120.0
+    """Chunks in flight on one link."""
+
+    # one transfer
+    ready_timeout_s: float = 600.0
+    """A prefill node waits this long for the decode node to reserve pages: the time in its queue, the backpressure."""
+    connect_timeout_s: float = 10.0
+    """A decode node waits this long for the prefill node to connect before it gives a reservation up."""
     first_offer_timeout_s: float = 600.0
+    """A decode node waits this long, after Ready, for the first pages: the time in the prefill node's queue."""
     transfer_timeout_s: float = 30.0
+    """A decode node waits this long for the next sign of progress: an offer, a chunk or the handoff."""
     lease_s: float = 15.0
+    """Pages handed off are held this long without a LeaseRenew; the decode node renews three times as often."""
+
+    # messages out of their time
+    park_s: float = 30.0
+    """A message whose key is not open yet is kept this long, then answered with CancelTransfer."""
+    max_parked: int = 4096
+    """Keys parked at most; the oldest goes first."""
+    tombstone_s: float = 120.0
+    max_tombstones: int = 65536
+
+    # peers
+    ping_s: float = 1.0
     peer_timeout_s: float = 5.0
-    router_timeout_s: float = 10.0
+    """A peer that answers no ping for so long is silent: its link and transfers fail."""
+    forget_peer_s: float = 120.0
+    """A decode node forgets a prefill node that was silent for so long; if it lives, it says hello again."""
+    rebuild_min_s: float = 0.1
+    rebuild_max_s: float = 5.0
+    """The next incarnation of a dead link is built after a pause that doubles between these two."""
+    hello_retry_s: float = 15.0
+    """A prefill node that is connected and has had no link for so long says hello again."""
+
+    # links
+    bind_host: str = "127.0.0.1"
+    """The interface that data connections bind and advertise."""
+    op_timeout_s: float = 3.0
+    """A send or receive that takes longer kills its link."""
+    build_timeout_s: float = 10.0
+    nccl_max_ctas: int = 4
+    """Thread blocks that one NCCL transfer may take from the kernels of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,5 +119,5 @@ class NodeConfig:
     cache: CacheOptions = field(default_factory=CacheOptions)
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
     net: NetOptions = field(default_factory=NetOptions)
-    transfer: TransferLimits = field(default_factory=TransferLimits)
+    transfer: TransferOptions = field(default_factory=TransferOptions)
     log_level: str = "info"

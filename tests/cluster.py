@@ -1,4 +1,4 @@
-"""Whole prefill and decode schedulers in one thread, over the fake network and a virtual clock, with a scripted router."""
+"""Whole schedulers of both roles in one thread, over the fake network and a virtual clock, with a scripted router."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
-from shared.config import NodeConfig
+from shared.config import NodeConfig, TransferOptions
 from shared.engine.build import Engine
 from shared.engine.vitals import Vitals
 from shared.kvcache.audit import audit, audit_idle
 from shared.kvtransfer.fake import CorruptingPages, FakeNetwork, Faults
-from shared.kvtransfer.options import TransferOptions
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
 from shared.protocol.messages import (

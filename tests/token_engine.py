@@ -1,4 +1,4 @@
-"""An engine whose KV pages hold the token ids themselves, so that a wrong page or a late write shows as a wrong token.
+"""An engine whose KV pages hold the token ids themselves: a wrong page or a late write shows as a wrong token.
 
 It stands in for the model runner and the KV pool only; everything above them is the real code.
 """

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Protocol
 
@@ -20,7 +20,6 @@ from shared.config import NodeConfig
 from shared.engine.build import Engine, build_engine
 from shared.engine.vitals import Vitals
 from shared.errors import ConfigError
-from shared.kvtransfer.options import TransferOptions
 from shared.protocol.channel import ControlThread, Guests
 from shared.protocol.lobby import LobbyCaller
 from shared.protocol.messages import LoadFailed, NodeHello, NodeRef, Role, RouterToNode
@@ -53,7 +52,6 @@ class NodeParts:
     router_port: RouterPort
     vitals: Vitals
     wake: threading.Event
-    transfer_options: TransferOptions
 
 
 BuildRole = Callable[[NodeParts], tuple[Scheduler, dict[str, Guests]]]
@@ -80,6 +78,7 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
         raise ConfigError(
             f"--host {net.host}: say with --advertise-host under which name others reach this node"
         )
+    config = replace(config, transfer=replace(config.transfer, bind_host=advertised))
     control = ControlThread(fleet_key)
     try:
         port = control.bind(net.host, net.port)
@@ -127,7 +126,6 @@ def _parts(
         "dtype": engine.layout.dtype,
     }
     hello = NodeHello(node, role, engine.layout, engine.limits, flags)
-    transfer = config.transfer
     return NodeParts(
         config=config,
         node=node,
@@ -136,16 +134,6 @@ def _parts(
         router_port=RouterPort(control, hello, vitals.load, wake, time.monotonic),
         vitals=vitals,
         wake=wake,
-        transfer_options=TransferOptions(
-            slot_nbytes=transfer.slot_bytes,
-            num_slots=transfer.num_slots,
-            ready_timeout_s=transfer.ready_timeout_s,
-            first_offer_timeout_s=transfer.first_offer_timeout_s,
-            transfer_timeout_s=transfer.transfer_timeout_s,
-            lease_s=transfer.lease_s,
-            peer_timeout_s=transfer.peer_timeout_s,
-            bind_host=config.net.advertise_host or config.net.host,
-        ),
     )
 
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from shared.config import TransferOptions
 from shared.kvtransfer.link import LinkFactory, Stepped
-from shared.kvtransfer.options import TransferOptions
 from shared.kvtransfer.page_store import PageStore
 from shared.protocol.messages import (
     DecodeToPrefill,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from shared.config import TransferOptions
 from shared.errors import LinkError
 from shared.kvtransfer.fake import FakeNetwork
 from shared.kvtransfer.link import Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.options import TransferOptions
 from shared.kvtransfer.staging import HEADER_NBYTES
 
 

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ProcessGroupGloo, Work
 
+from shared.config import TransferOptions
 from shared.errors import LinkError
 from shared.kvtransfer.challenge import NBYTES, challenge
 from shared.kvtransfer.link import Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.options import TransferOptions
 from shared.kvtransfer.thread_driver import ThreadDriver
 
 _CANARY_TAG = 0x7FFFFFF0

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from shared.config import TransferOptions
 from shared.errors import ConfigError
-from shared.kvtransfer.options import TransferOptions
 
 if TYPE_CHECKING:
     from shared.kvtransfer.link_store import LinkStore

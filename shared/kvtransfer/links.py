@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from shared import log
+from shared.config import TransferOptions
 from shared.kvtransfer.link import LinkFactory, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.link_worker import LinkLoop, LinkWorker
-from shared.kvtransfer.options import TransferOptions
 from shared.protocol.messages import LinkLost, StoreSet
 from shared.protocol.outbox import Outbox
 

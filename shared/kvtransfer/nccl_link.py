@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from shared.config import TransferOptions
 from shared.errors import ConfigError, LinkError
 from shared.kvtransfer.challenge import NBYTES, challenge
 from shared.kvtransfer.link import RECEIVER, Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.options import TransferOptions
 from shared.kvtransfer.thread_driver import ThreadDriver
 
 _POLL_S = 100e-6

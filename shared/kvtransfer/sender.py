@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shared import log
+from shared.config import TransferOptions
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.leases import Heartbeat, Parking, Tombstones
 from shared.kvtransfer.link import SENDER, LinkFactory
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.links import Links
-from shared.kvtransfer.options import TransferOptions
 from shared.kvtransfer.page_store import PageStore
 from shared.kvtransfer.send_loop import SendLoop
 from shared.kvtransfer.staging import SlotRing

@@ -20,10 +20,10 @@ import msgspec
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
+from shared.config import TransferOptions
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.layout import record_digest
 from shared.kvtransfer.link import make_link_factory
-from shared.kvtransfer.options import TransferOptions
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.states import Received

@@ -43,18 +43,30 @@ def test_a_resumed_request_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_the_whole_prompt_cached_on_the_decode_node_moves_no_page(
-    zoo: Zoo, llama: Path, page_size: int
-) -> None:
+@pytest.mark.parametrize("nodes", [("p0",), ("d0",), ("p0", "d0")], ids="-".join)
+def test_the_whole_prompt_is_cached(zoo: Zoo, llama: Path, page_size: int, nodes: tuple[str, ...]) -> None:
+    """The prefill node computes its last token again; the decode node needs no page at all."""
     ids = zoo.prompts("llama")[1]  # 80 tokens: whole pages
     with start("1P1D", llama, page_size=page_size) as cluster:
         client = Client(cluster)
-        client.leave_prefix("d0", ids)
+        for node in nodes:
+            client.leave_prefix(node, ids)
         key = client.submit(ids)
         cluster.run_all()
         assert cluster.tokens(key) == zoo.greedy("llama", 1)
-        assert cluster.router.answers[key].reports[-1].kv_pages_transferred == 0
+        on_prefill, at_finish = cluster.router.answers[key].reports
+        assert on_prefill.cached_tokens == (80 - page_size if "p0" in nodes else 0)
+        assert at_finish.kv_pages_transferred == (0 if "d0" in nodes else 80 // page_size)
         cluster.assert_idle()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_whole_prompt_is_cached_on_one_node(zoo: Zoo, llama: Path, page_size: int) -> None:
+    with start("0P1D", llama, page_size=page_size) as cluster:
+        client = Client(cluster)
+        for _ in range(2):
+            (tokens,) = client.tokens([zoo.prompts("llama")[1]])
+            assert tokens == zoo.greedy("llama", 1)
 
 
 @topology

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
 from shared.kvtransfer.fake import Faults
-from shared.kvtransfer.options import TransferOptions
 from shared.protocol.messages import (
     CancelTransfer,
     Decode,

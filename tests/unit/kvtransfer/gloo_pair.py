@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import torch
 
+from shared.config import TransferOptions
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.gloo_link import GlooLinkFactory
-from shared.kvtransfer.options import TransferOptions
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded

@@ -7,10 +7,10 @@ from datetime import timedelta
 import pytest
 import torch
 
+from shared.config import TransferOptions
 from shared.errors import ConfigError
 from shared.kvtransfer.link import make_link_factory
 from shared.kvtransfer.nccl_link import NcclOp, configure, nccl_environment
-from shared.kvtransfer.options import TransferOptions
 
 
 class Config:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shared.config import TransferOptions
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.fake import CorruptingPages, FakeNetwork, Faults
-from shared.kvtransfer.options import TransferOptions
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded

@@ -36,6 +36,7 @@ from shared.protocol.messages import (
     Ping,
     Pong,
     Prefill,
+    Refused,
     ReqKey,
     ReqReport,
     Role,
@@ -125,6 +126,7 @@ class FakeNode:
         self.heard: list[RouterToNode] = []
         self.load = Load()
         self.silent = False
+        self.refuses = ""
         self.flushes = True
         self.identities: list[str] = []
         self.story = [*byte_level_tokenizer().encode(STORY).ids]
@@ -189,6 +191,9 @@ class FakeNode:
             match message:
                 case RouterHello():
                     self.identities.append(self._router.decode())
+                    if self.refuses:
+                        self.send(Refused(self.refuses))
+                        continue
                     self.send(NodeHello(self.ref, self.role, self.layout, self.limits, self.flags))
                 case Ping(seq):
                     if not self.silent:
@@ -217,6 +222,11 @@ class FakeNode:
 
 async def say_nothing(node: FakeNode, work: Prefill | Decode) -> None:
     """A script."""
+
+
+async def one_then_nothing(node: FakeNode, work: Prefill | Decode) -> None:
+    """A script."""
+    node.tokens(work.key, 0, node.story[:1])
 
 
 async def tell_first_token(node: FakeNode, work: Prefill | Decode) -> None:

@@ -30,6 +30,7 @@ from tests.unit.router.fakes import (
     FakeNode,
     events,
     joined_router,
+    one_then_nothing,
     pair,
     say_nothing,
     tell_first_token,
@@ -44,10 +45,6 @@ async def until_health(client: httpx.AsyncClient, status: str) -> httpx.Response
         while (health := await client.get("/health")).json()["status"] != status:
             await asyncio.sleep(0.01)
     return health
-
-
-async def one_then_nothing(node: FakeNode, work: Prefill | Decode) -> None:
-    node.tokens(work.key, 0, node.story[:1])
 
 
 async def backwards_and_twice(node: FakeNode, work: Prefill | Decode) -> None:
@@ -429,6 +426,35 @@ def test_a_node_of_the_wrong_role_is_refused(model_folder: Path) -> None:
                 ):
                     await asyncio.sleep(0.01)
             assert found[0]["state"] == "refused" and found[0]["reason"].startswith("role: ")
+
+    asyncio.run(run())
+
+
+def test_a_node_that_refuses_the_router(model_folder: Path) -> None:
+    async def run() -> None:
+        async with FakeNode(Role.DECODE) as decode:
+            decode.refuses = "router: not welcome"
+            async with joined_router(model_folder, [decode], wait=False) as (_, client):
+                health = await until_health(client, "unavailable")
+                assert health.json()["decode"][0]["state"] == "refused"
+                assert "not welcome" in health.json()["reason"]
+
+    asyncio.run(run())
+
+
+def test_a_prompt_too_long_for_the_prefill_node_goes_to_the_decode_node_alone(model_folder: Path) -> None:
+    small = NodeLimits(context_length=256, max_total_num_tokens=20, max_running_requests=8)
+
+    async def run() -> None:
+        async with (
+            FakeNode(Role.PREFILL, limits=small) as prefill,
+            FakeNode(Role.DECODE) as decode,
+            joined_router(model_folder, [prefill, decode]) as (_, client),
+        ):
+            for wanted in (1, 12):
+                body = {"input_ids": [1] * 30, "sampling_params": {"max_new_tokens": wanted}}
+                assert (await client.post("/generate", json=body)).status_code == 200
+            assert [sent.prefill for sent in decode.all(Decode)] == [None, None]
 
     asyncio.run(run())
 

@@ -111,7 +111,6 @@ def test_metrics(model_folder: Path) -> None:
             await client.post(
                 "/generate", json={"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5}}
             )
-            await client.get("/server_info")
             text = (await client.get("/metrics")).text
             for name, value in (
                 ("sglang:prompt_tokens_total", 3),

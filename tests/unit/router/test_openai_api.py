@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import httpx
@@ -12,11 +13,11 @@ import pytest
 from router.config import HttpOptions
 from shared.protocol.messages import Decode, Prefill
 from tests.unit.router.fakes import (
-    CHAT_TEMPLATE,
     STORY,
     byte_level_tokenizer,
     events,
     joined_router,
+    one_then_nothing,
     pair,
     write_model,
 )
@@ -122,6 +123,28 @@ def test_extensions_reach_the_nodes(model_folder: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("rid", [None, "mine"])
+def test_abort_by_the_id_of_the_reply(model_folder: Path, rid: str | None) -> None:
+    async def run() -> None:
+        async with (
+            pair(decode=one_then_nothing) as nodes,
+            joined_router(model_folder, list(nodes)) as (_, http),
+        ):
+            body = {"prompt": ["a", "b"], "stream": True, "rid": rid, "extra_key": "tenant"}
+            async with http.stream("POST", "/v1/completions", json=body) as response:
+                lines = (line async for line in response.aiter_lines() if line)
+                first = json.loads((await anext(lines)).removeprefix("data: "))
+                assert first["id"] == rid or rid is None
+                await nodes[1].wait_for(Decode, 2)
+                aborted = await http.post("/abort_request", json={"rid": first["id"]})
+                assert aborted.json()["aborted"] == 2
+                *_, last, done = [line async for line in lines]
+            assert done == "data: [DONE]" and '"finish_reason":"abort"' in last
+            assert {sent.extra_key for sent in nodes[1].all(Decode)} == {"tenant"}
+
+    asyncio.run(run())
+
+
 def test_models(model_folder: Path) -> None:
     async def run() -> None:
         async with (
@@ -161,4 +184,3 @@ def test_chat_templates(tmp_path: Path) -> None:
     (plain / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}{{ messages[0].content }}")
     code, message = asyncio.run(status(plain, None, MESSAGES))
     assert code == 400, "the sandbox lets no template reach Python's insides"
-    assert CHAT_TEMPLATE
