@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
 from shared.kvtransfer.receiver import ReceiveSide
@@ -32,16 +30,17 @@ class PreallocQueue:
         """Forget a request that ended; it holds nothing yet."""
         self._queue = [(req, prefill) for req, prefill in self._queue if req.key != key]
 
-    def reserve(self, running: Sequence[Req], *, is_alone: bool) -> list[Req]:
+    def reserve(self, num_admitted: int) -> list[Req]:
         """Reserve rows and pages in order of arrival until one does not fit; returns the requests now in transfer.
 
-        Room for a few more tokens of every running request stays free, so that an arrival does not force a
-        retraction at once; a node with nothing else to do (`is_alone`) needs no such room.
+        Room for a few more tokens of each of the `num_admitted` requests that hold KV here stays free, so that an
+        arrival does not force a retraction at once; the only request of a node needs no such room.
         """
         reserved: list[Req] = []
         while self._queue:
             req, prefill = self._queue[0]
-            headroom = 0 if is_alone and not reserved else self._headroom * (len(running) + 1)
+            others = num_admitted + len(reserved)
+            headroom = self._headroom * (others + 1) if others else 0
             if not self._reserve(req, headroom):
                 break
             del self._queue[0]

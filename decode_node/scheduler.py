@@ -131,9 +131,7 @@ class DecodeScheduler:
         """Arrivals wait while retracted requests do: those came first and hold a client's open stream."""
         if any(req.num_retractions for req in self.batcher.waiting_queue):
             return
-        running = self.batcher.running_batch
-        is_alone = not self._ledger.live
-        for req in self.prealloc_queue.reserve(running, is_alone=is_alone):
+        for req in self.prealloc_queue.reserve(len(self._ledger.live)):
             self.transfer_queue.add(req)
 
     def _received(self, received: Received) -> None:

@@ -52,5 +52,6 @@ def take_over(req: Req, received: Received, ledger: KVLedger) -> None:
     req.ids += handoff.token_ids
     req.num_sampled = req.output_len
     req.cached_tokens = handoff.cached_tokens
+    req.timeline.stamps[:0] = handoff.stamps  # should this node report first, nothing is missing
     req.kv_pages_transferred = received.pages
     req.kv_bytes_transferred = received.nbytes

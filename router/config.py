@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from router.topology import LocalTopology
-from shared.errors import ConfigError
 from shared.protocol.messages import Role
-from shared.protocol.security import is_loopback
+from shared.protocol.security import require_key_beyond_loopback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +59,9 @@ class RouterConfig:
     def check(self) -> None:
         """Refuse what is dangerous. Raises ConfigError."""
         fleet = self.fleet
-        if fleet.fleet_key is None and not fleet.insecure and not is_loopback(fleet.control_host):
-            raise ConfigError(
-                f"--control-host {fleet.control_host} is reachable from other machines: give every process the "
-                "same --fleet-key FILE, or --insecure when the network is trusted"
-            )
+        require_key_beyond_loopback(
+            "--control-host", fleet.control_host, has_key=fleet.fleet_key is not None, insecure=fleet.insecure
+        )
 
     def shown(self) -> dict[str, object]:
         """For /server_info: without secrets."""

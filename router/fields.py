@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -13,6 +14,8 @@ import msgspec
 from shared.errors import RequestError
 
 _SHOWN_CHARS = 60
+_short = reprlib.Repr()  # looks at no more of a value than it shows
+_short.maxstring = _SHOWN_CHARS
 
 
 def parse_object(body: bytes) -> Fields:
@@ -28,7 +31,7 @@ def parse_object(body: bytes) -> Fields:
 
 def shown(value: object) -> str:
     """A value as it is quoted in an error message: short, and never a whole prompt."""
-    text = "null" if value is None else repr(value)
+    text = "null" if value is None else _short.repr(value)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 

@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from shared.errors import ConfigError
 from shared.log import warn
-from shared.protocol.messages import NodeToLobby
+from shared.protocol.messages import FRAME_ERRORS, NodeToLobby
 
 if TYPE_CHECKING:
     from shared.protocol.security import FleetKey
@@ -53,7 +53,7 @@ class Lobby:
             frames = await self._socket.recv_multipart()
             try:
                 message = _decoder.decode(frames[-1])
-            except msgspec.DecodeError as e:
+            except FRAME_ERRORS as e:
                 warn("lobby_message_dropped", reason=e)
                 continue
             listener(message)

@@ -18,6 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 from router.liveness import Liveness
 from shared.errors import LinkError
 from shared.protocol.messages import (
+    FRAME_ERRORS,
     Load,
     NodeHello,
     NodeLimits,
@@ -147,7 +148,7 @@ class NodeLink:
 def _decode(frames: list[bytes]) -> NodeToRouter:
     try:
         return cast(NodeToRouter, _decoder.decode(frames[-1]))
-    except msgspec.DecodeError as e:
+    except FRAME_ERRORS as e:
         raise LinkError(f"sent a message that cannot be decoded: {e}") from e
 
 

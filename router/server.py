@@ -241,7 +241,7 @@ class Router:
             if node.exit_code is not None or node.failure:
                 raise ConfigError(f"{node.node_id} could not start: {node.epitaph}")
         for member in self._membership.members:
-            if member.state is MemberState.REFUSED:
+            if member.state is MemberState.REFUSED and member.node_id in node_ids:
                 raise ConfigError(f"{member.node_id} does not fit: {member.reason}")
         live = {node.ref.node_id for node in self._membership.all_live()}
         return live.issuperset(node_ids)

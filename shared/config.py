@@ -71,7 +71,7 @@ class TransferOptions:
 
     # one transfer
     ready_timeout_s: float = 600.0
-    """A prefill node waits this long for the decode node to reserve pages: the time in its queue, the backpressure."""
+    """A prefill node waits this long for the decode node to reserve pages: this is the backpressure."""
     connect_timeout_s: float = 10.0
     """A decode node waits this long for the prefill node to connect before it gives a reservation up."""
     first_offer_timeout_s: float = 600.0

@@ -72,7 +72,7 @@ def run_node(role: Role, config: NodeConfig, build_role: BuildRole) -> int:
 def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequest) -> int:
     net = config.net
     fleet_key = FleetKey.load(net.fleet_key) if net.fleet_key else None
-    require_key_beyond_loopback(net.host, fleet_key, net.insecure)
+    require_key_beyond_loopback("--host", net.host, has_key=fleet_key is not None, insecure=net.insecure)
     advertised = net.advertise_host or net.host
     if advertised in ANY_HOST:
         raise ConfigError(

@@ -61,12 +61,12 @@ class FleetKey:
         return key == self._public
 
 
-def require_key_beyond_loopback(host: str, fleet_key: FleetKey | None, insecure: bool) -> None:
-    """Refuse to listen on `host` for everyone without a key, unless told so. Raises ConfigError."""
-    if fleet_key is not None or insecure or is_loopback(host):
+def require_key_beyond_loopback(flag: str, host: str, *, has_key: bool, insecure: bool) -> None:
+    """Refuse to listen on `host` for everyone without a key, unless told so. Raises ConfigError naming `flag`."""
+    if has_key or insecure or is_loopback(host):
         return
     raise ConfigError(
-        f"--host {host} is reachable from other machines: give every process the same --fleet-key FILE, "
+        f"{flag} {host} is reachable from other machines: give every process the same --fleet-key FILE, "
         "or --insecure when the network is trusted"
     )
 

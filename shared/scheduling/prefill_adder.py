@@ -66,7 +66,8 @@ class PrefillAdder:
             grown = ledger.grow(kv, len(req.ids))
             assert grown, "the pages were counted a moment ago"
             req.kv = admission.keep()
-        req.cached_tokens = max(req.cached_tokens, min(kv.kv_committed_len, req.num_input_ids))
+        if not req.num_retractions:  # what it finds of itself afterwards was computed for it
+            req.cached_tokens = min(kv.kv_committed_len, req.num_input_ids)
         self._reserved_tokens += reserve
         return self._take(req)
 

@@ -170,9 +170,9 @@ def test_all_node_flags_together_make_the_round_trip() -> None:
 @pytest.mark.parametrize(
     ("argv", "changes"),
     [
-        (["--host", "10.0.0.7"], {"net.host": "10.0.0.7", "transfer.bind_host": "10.0.0.7"}),
+        (["--host", "10.0.0.7"], {"net.host": "10.0.0.7"}),
         (["--port", "0"], {"net.port": 0}),
-        (["--advertise-host", "me"], {"net.advertise_host": "me", "transfer.bind_host": "me"}),
+        (["--advertise-host", "me"], {"net.advertise_host": "me"}),
         (["--node-id", "p7"], {"net.node_id": "p7"}),
         (["--router", "a", "--router", "b:9"], {"net.routers": ("a", "b:9")}),
         (["--exit-with-parent"], {"net.exit_with_parent": True}),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import queue
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 
 from shared.errors import ConfigError
 from shared.protocol.messages import Load, Ping, Pong
@@ -41,6 +43,21 @@ def test_without_the_key_nobody_gets_in(party: MakeParty, key: FleetKey | None) 
     router.send("n", Ping(2))
     assert node.hear() == ("router-1", Ping(2))
     assert node.heard.empty()
+
+
+def test_the_server_s_public_key_alone_opens_nothing(party: MakeParty) -> None:
+    node, router = party("node", RIGHT), party("router-1", RIGHT).start()
+    address = node.listen()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.linger = 0
+        raw.identity = b"router|intruder|1"
+        RIGHT.secure_client(raw)
+        raw.curve_publickey, raw.curve_secretkey = zmq.curve_keypair()
+        raw.connect(address)
+        raw.send(msgspec.msgpack.encode(Ping(1)))
+        with pytest.raises(queue.Empty):
+            node.heard.get(timeout=0.5)
+    router.dialled("n", address)
 
 
 def test_a_client_with_a_key_talks_to_no_server_without_it(party: MakeParty) -> None:
@@ -84,13 +101,13 @@ def test_a_missing_key_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.1", "::1"])
 def test_loopback_needs_no_key(host: str) -> None:
     assert is_loopback(host)
-    require_key_beyond_loopback(host, None, insecure=False)
+    require_key_beyond_loopback("--host", host, has_key=False, insecure=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "node-7", "*", ""])
 def test_beyond_loopback_needs_a_key_or_consent(host: str) -> None:
     assert not is_loopback(host)
-    with pytest.raises(ConfigError, match=r"--host .*--fleet-key FILE.*--insecure"):
-        require_key_beyond_loopback(host, None, insecure=False)
-    require_key_beyond_loopback(host, RIGHT, insecure=False)
-    require_key_beyond_loopback(host, None, insecure=True)
+    with pytest.raises(ConfigError, match=r"^--some-host .*--fleet-key FILE.*--insecure"):
+        require_key_beyond_loopback("--some-host", host, has_key=False, insecure=False)
+    require_key_beyond_loopback("--some-host", host, has_key=True, insecure=False)
+    require_key_beyond_loopback("--some-host", host, has_key=False, insecure=True)

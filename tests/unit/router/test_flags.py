@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def test_alone_is_one_of_each_with_the_built_in_model() -> None:
     config = config_of()
     assert config.model == "builtin" and str(config.fleet.local) == "1P1D"
     assert config.fleet.local.node_ids() == [(Role.PREFILL, "prefill-0"), (Role.DECODE, "decode-0")]
-    assert config.fleet.node_argv == ("--log-level", "info")
+    share = max(1, (os.cpu_count() or 1) // 2)
+    assert config.fleet.node_argv == ("--cpu-threads", str(share), "--log-level", "info")
     assert (config.http.host, config.http.port, config.fleet.control_port) == ("127.0.0.1", 8000, 8001)
 
 
@@ -48,6 +50,12 @@ def test_node_flags_go_to_the_nodes() -> None:
     argv = " ".join(config.fleet.node_argv)
     for part in ("--model m", "--page-size 8", "--disable-radix-cache", "--fleet-key k"):
         assert part in argv
+
+
+def test_nodes_share_the_cores_unless_told_otherwise() -> None:
+    assert config_of("--local", "32P32D").fleet.node_argv[:2] == ("--cpu-threads", "1")
+    argv = config_of("--cpu-threads", "7").fleet.node_argv
+    assert argv.count("--cpu-threads") == 1 and "7" in argv
 
 
 def test_joining() -> None:
