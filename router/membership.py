@@ -168,6 +168,7 @@ class Membership:
             elif member.task is not None:
                 member.task.cancel()
                 self._set(member, MemberState.LOST, reason)
+        self._signal()  # also for one that never got as far as to announce itself
 
     async def flush(self, timeout_s: float) -> dict[str, bool]:
         """Empty every node's RadixCache; False for a node that was busy or did not answer."""

@@ -172,6 +172,18 @@ def test_a_child_that_cannot_load(folder: Path, model_folder: Path, started: lis
     router.assert_no_orphan()
 
 
+def test_a_child_that_ends_before_it_says_a_word(
+    folder: Path, model_folder: Path, started: list[RunningRouter]
+) -> None:
+    router = RunningRouter(
+        folder, "--model", str(model_folder), "--kv-slots", "2"
+    )  # the stub knows no such flag
+    started.append(router)
+    assert router.end() == 2
+    assert "could not start: exited with code 2" in router.stderr
+    router.assert_no_orphan()
+
+
 def test_a_child_that_does_not_stop(folder: Path, model_folder: Path, started: list[RunningRouter]) -> None:
     args = ("--model", str(model_folder), "--stop-timeout-s", "0.5")
     router = RunningRouter(folder, *args, prefill_0="stubborn")
