@@ -154,12 +154,16 @@ class DecodeScheduler:
 
     def _receive_failed(self, failed: ReceiveFailed) -> None:
         req = self.transfer_queue.take(failed.key)
-        if req.finish is None and not failed.by_peer:
+        # A prefill node that gives a request up tells the router itself, but not any more after its handoff.
+        if req.finish is None and (failed.handed_off or not failed.by_peer):
             self._router_port.fail(req.key, 503, f"KV transfer from the prefill node failed: {failed.reason}")
         self._end(req.key, failed.reason)
 
     # ---------------------------------------------------------------------------------------- account
     def _account(self, committed: Committed) -> None:
+        for req in committed.computed:
+            assert req.kv is not None
+            self._ledger.release_superseded(req.kv)  # this node sends its pages to nobody
         for req in committed.sampled:
             if req.timeline.stage is ReqStage.PREFILLING:
                 req.timeline.move_to(ReqStage.DECODING)

@@ -49,6 +49,7 @@ def take_over(req: Req, received: Received, ledger: KVLedger) -> None:
         raise TransferError("handoff digest: the prefill node worked on other tokens")
     req.kv.kv_committed_len = req.kv.kv_allocated_len = handoff.kv_len
     ledger.cache_unfinished_req(req.kv, req.ids)
+    ledger.release_superseded(req.kv)
     req.ids += handoff.token_ids
     req.num_sampled = req.output_len
     req.cached_tokens = handoff.cached_tokens

@@ -139,9 +139,13 @@ class PrefillScheduler:
 
     def _admit(self, key: ReqKey, prefix_pages: int) -> None:
         req = self.bootstrap_queue.take(key)
-        if req is not None:
-            self.inflight_queue.add(req, prefix_pages)
-            self.batcher.add(req)
+        if req is None:
+            return
+        if not 0 <= prefix_pages <= self._ledger.pages_for(len(req.ids)):
+            self._fail(req, 500, f"the decode node claims to hold {prefix_pages} pages of this prompt")
+            return
+        self.inflight_queue.add(req, prefix_pages)
+        self.batcher.add(req)
 
     # ---------------------------------------------------------------------------------------- account
     def _account(self, committed: Committed) -> None:

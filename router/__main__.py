@@ -33,6 +33,9 @@ def fibonacci(n):
         return n
     return'''
 PROOF_TOKENS = 24
+EXAMPLE_BODY = (
+    r'{"prompt": "def read_lines(path):\n    with open(path) as f:\n", "max_tokens": 64, "stream": true}'
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,18 +73,20 @@ async def _start(router: Router, *, owns_nodes: bool) -> None:
     """Wait for the fleet and show that it works. A joined fleet may come right later; one's own must work now."""
     await router.ready()
     log.event("router_ready", url=router.url, http_port=router.http_port)
-    try:
-        print(f"\n{PROOF_PROMPT}", end="", flush=True)
-        async for _, text in router.stream(PROOF_PROMPT, PROOF_TOKENS):
-            print(text, end="", flush=True)
+    proof = ""
+    try:  # printed in one piece, since the nodes write their events to the same terminal
+        proof = "".join([text async for _, text in router.stream(PROOF_PROMPT, PROOF_TOKENS)])
     except RequestError as e:
         if owns_nodes:
             raise
         log.warn("first_generation_failed", reason=e.message)
-    print(f"\n\nServing {router.model.name()} at {router.url}. Try:\n")
+    key = " -H 'Authorization: Bearer KEY'" if router.needs_key else ""
+    if proof:
+        print(f"\n{PROOF_PROMPT}{proof}")
     print(
-        f"  curl -N {router.url}/v1/completions -H 'Content-Type: application/json' \\\n"
-        """    -d '{"prompt": "def main():\\n", "max_tokens": 64, "stream": true}'\n""",
+        f"\nServing {router.model.name()} at {router.url}. Try:\n\n"
+        f"  curl -N {router.url}/v1/completions -H 'Content-Type: application/json'{key} \\\n"
+        f"    -d '{EXAMPLE_BODY}'\n",
         flush=True,
     )
 

@@ -144,7 +144,8 @@ def control_routes(
     """What an operator does to a running service."""
     router = APIRouter()
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"], response_model=None)
+    @router.get("/flush_cache", response_model=None, include_in_schema=False)
+    @router.post("/flush_cache", response_model=None)
     async def flush_cache(timeout: str | None = None) -> Response:
         """Empty every RadixCache, once nothing runs; `timeout` says how many seconds that may take."""
         deadline = time.monotonic() + _flush_timeout(timeout)

@@ -59,7 +59,8 @@ def generate_routes(generator: Generator, model: ModelSlot, limits: HttpLimits) 
     """The route."""
     router = APIRouter()
 
-    @router.api_route("/generate", methods=["POST", "PUT"], response_model=None)
+    @router.put("/generate", response_model=None, include_in_schema=False)
+    @router.post("/generate", response_model=None)
     async def generate(request: Request) -> Response:
         """Complete one prompt or several."""
         fields = parse_object(await read_body(request, limits.max_body_bytes))

@@ -77,6 +77,11 @@ class Router:
         await self._exits.aclose()
 
     @property
+    def needs_key(self) -> bool:
+        """True when clients must send the API key."""
+        return self._config.http.api_key is not None
+
+    @property
     def url(self) -> str:
         """Where clients reach it from this machine."""
         host = self._config.http.host

@@ -56,6 +56,14 @@ def fraction(minimum: float, maximum: float):  # type: ignore[no-untyped-def]
     return parse
 
 
+def retract_interval(text: str) -> int:
+    """An argparse type: 0, or at least 2; at 1 a request would be retracted before its one new token is known."""
+    value: int = whole(0)(text)
+    if value == 1:
+        raise argparse.ArgumentTypeError("1 is not 0 (never) or at least 2")
+    return value
+
+
 def add_log_flags(parser: argparse.ArgumentParser) -> None:
     """Add --log-level."""
     parser.add_argument(
@@ -197,7 +205,7 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
         ),
         add(
             "--retract-every",
-            type=whole(0),
+            type=retract_interval,
             default=schedule.retract_every,
             metavar="STEPS",
             help="test knob: force a retraction every so many decode steps; 0: never",

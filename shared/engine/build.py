@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,29 +58,27 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
     if config.model.cpu_threads is not None:
         torch.set_num_threads(config.model.cpu_threads)
     on_progress("loading weights", 0.0)
-    decoder = Decoder.load(
-        folder,
-        model_config,
-        dtype=dtype,
-        device=device,
-        on_progress=lambda f: on_progress("loading weights", f),
-    )
+    with _memory_of(device, "the model"):
+        decoder = Decoder.load(
+            folder,
+            model_config,
+            dtype=dtype,
+            device=device,
+            on_progress=lambda f: on_progress("loading weights", f),
+        )
     on_progress("allocating KV pages", 1.0)
     max_rows = config.schedule.max_running_requests
     num_pages = resolve_num_pages(config.cache, model_config, dtype, device, max_rows * context_length)
-    pool = TokenToKVPool(
-        num_pages=num_pages + 1,
-        page_size=config.cache.page_size,
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=dtype,
-        device=device,
-    )
-    if device.type == "cuda":
-        torch.cuda.synchronize(
-            device
-        )  # the forward stream does not wait for the stream that loaded the weights
+    with _memory_of(device, "the KV pool"):
+        pool = TokenToKVPool(
+            num_pages=num_pages + 1,
+            page_size=config.cache.page_size,
+            num_layers=model_config.num_layers,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
     limits = NodeLimits(
         context_length=context_length,
         max_total_num_tokens=num_pages * config.cache.page_size,
@@ -87,6 +86,9 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
     )
     progress = Progress()
     ledger = make_ledger(num_pages + 1, config.cache, max_rows, context_length)
+    runner = ModelRunner(decoder, pool, max_rows, progress)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the forward stream does not wait for the stream that made all this
     log.event(
         "engine_ready",
         model=config.model.model,
@@ -102,7 +104,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         model_config=model_config,
         pool=pool,
         ledger=ledger,
-        stream=make_forward_stream(ModelRunner(decoder, pool, max_rows, progress)),
+        stream=make_forward_stream(runner),
         layout=KVLayout(
             fingerprint=fingerprint(folder),
             dtype=dtype_name(dtype),
@@ -115,6 +117,18 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         progress=progress,
         eos_token_ids=frozenset(model_config.eos_token_ids),
     )
+
+
+@contextmanager
+def _memory_of(device: torch.device, what: str) -> Iterator[None]:
+    """Turn "out of memory" into a ConfigError that says what did not fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{what} does not fit into the memory of {device}: lower --mem-fraction-static or --max-total-tokens "
+            "(nodes that share a GPU share its memory)"
+        ) from error
 
 
 def make_ledger(num_pages: int, options: CacheOptions, num_rows: int, context_length: int) -> KVLedger:
@@ -188,7 +202,8 @@ def resolve_num_pages(
         return num_pages
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        budget = int(total * options.mem_fraction_static) - (total - free)
+        own = torch.cuda.memory_allocated(device)  # the weights; other nodes may share the GPU
+        budget = min(int(total * options.mem_fraction_static) - own, free)
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         budget = min(int(free * options.mem_fraction_static), CPU_KV_CAP_BYTES)

@@ -12,6 +12,19 @@ from shared.scheduling.commit import Committed, commit_result
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_batch import ScheduleBatch
 
+MAX_FAILED_IN_A_ROW = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FailedLaunch:
+    """The result of a forward that could not even be launched."""
+
+    error: Exception
+
+    def wait(self) -> list[int]:
+        """See GenerationBatchResult."""
+        raise self.error
+
 
 @dataclass(frozen=True, slots=True)
 class Launched:
@@ -29,6 +42,7 @@ class Launcher:
         self._ledger = ledger
         self._eos_token_ids = eos_token_ids
         self._future_writes: dict[int, int] = {}
+        self._num_failed = 0
 
     def write_future(self, row: int, token_id: int) -> None:
         """The next forward finds `token_id` as the last token of `row`; it came from a prefill node."""
@@ -38,23 +52,34 @@ class Launcher:
         """Run a decision; returns at once."""
         if batch is None:
             return None
-        inputs = snapshot(batch, self._ledger.rows, tuple(self._future_writes.items()), self._eos_token_ids)
-        self._future_writes.clear()
         self._ledger.allocator.forward_launched()
-        return Launched(batch, self._stream.submit(inputs))
+        try:
+            inputs = snapshot(
+                batch, self._ledger.rows, tuple(self._future_writes.items()), self._eos_token_ids
+            )
+            result = self._stream.submit(inputs)
+        except Exception as error:
+            return Launched(batch, FailedLaunch(error))  # `commit` fails its requests
+        self._future_writes.clear()
+        return Launched(batch, result)
 
     def commit(self, launched: Launched | None) -> tuple[Committed, list[Req]]:
         """Wait for a forward and account for it. Returns what it brought, and the requests that it failed.
 
-        A forward that raises fails its own requests, not the node.
+        A forward that raises fails its own requests, not the node; several in a row mean that the device is
+        broken, and then the error ends the node, so that somebody restarts it.
         """
         if launched is None:
             return Committed(), []
         try:
             token_ids = launched.result.wait()
         except Exception:
+            self._num_failed += 1
+            if self._num_failed == MAX_FAILED_IN_A_ROW:
+                raise
             log.crash("forward_failed", requests=len(launched.batch.items), extend=launched.batch.is_extend)
             return Committed(), [item.req for item in launched.batch.items if not item.is_stale]
         finally:
             self._ledger.allocator.forward_retired()
+        self._num_failed = 0
         return commit_result(launched.batch, token_ids, self._ledger, self._eos_token_ids), []

@@ -157,8 +157,7 @@ class StopRequest:
         self._loading = False
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self.event.set()
-        self.wake.set()
+        self.event.set()  # not `wake`: the loop may hold its lock at this very moment, and wakes up by itself
         if self._loading:
             raise SystemExit(0)
 

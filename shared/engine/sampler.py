@@ -47,11 +47,13 @@ def _filter(probs_SV: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     rank_V = torch.arange(vocab_size, device=device)
     kept_SV = torch.where(rank_V < top_k_S[:, None], sorted_SV, 0.0)
     kept_SV = kept_SV / kept_SV.sum(dim=-1, keepdim=True)
-    mass_before_SV = kept_SV.cumsum(dim=-1) - kept_SV
+    mass_before_SV = kept_SV.cumsum(dim=-1, dtype=torch.float64) - kept_SV
     top_p_S = to_device(inputs.top_ps, device, torch.float32)
     inside_SV = (mass_before_SV < top_p_S[:, None]) & (rank_V < top_k_S[:, None])
     last_S1 = (inside_SV.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
-    threshold_S1 = sorted_SV.gather(1, last_S1)
+    # A row that asks for neither must not lose its tail to rounding because another row of its batch filters.
+    unfiltered_S = (top_k_S >= vocab_size) & (top_p_S >= 1.0)
+    threshold_S1 = sorted_SV.gather(1, last_S1).masked_fill(unfiltered_S[:, None], 0.0)
     min_p_S1 = to_device(inputs.min_ps, device, torch.float32)[:, None]
     threshold_S1 = torch.maximum(threshold_S1, min_p_S1 * sorted_SV[:, :1])
     return torch.where(probs_SV >= threshold_S1, probs_SV, 0.0)

@@ -78,6 +78,10 @@ def decode_attention(
     k_BKTD = k_pages_NKSD[page_table_BP].transpose(1, 2).reshape(B, K, num_tokens, D)
     v_BKTD = v_pages_NKSD[page_table_BP].transpose(1, 2).reshape(B, K, num_tokens, D)
     visible_BT = torch.arange(num_tokens, device=q_BHD.device) < seq_lens_B[:, None]
+    # What an earlier owner left behind the end of a page may be inf or NaN, and 0 * NaN is NaN.
+    hidden_B1T1 = ~visible_BT[:, None, :, None]
+    k_BKTD.masked_fill_(hidden_B1T1, 0.0)
+    v_BKTD.masked_fill_(hidden_B1T1, 0.0)
     q_BKGD = q_BHD.view(B, K, H // K, D)
     o_BKGD = F.scaled_dot_product_attention(q_BKGD, k_BKTD, v_BKTD, attn_mask=visible_BT[:, None, None])
     return o_BKGD.reshape(B, H, D)

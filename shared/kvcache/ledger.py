@@ -86,11 +86,6 @@ class KVLedger:
         """Pages that a forward can have: free, or evictable."""
         return self.allocator.num_free + self.radix_cache.num_evictable_pages
 
-    @property
-    def num_available_tokens(self) -> int:
-        """The same in tokens."""
-        return self.num_available_pages * self.page_size
-
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
@@ -172,6 +167,11 @@ class KVLedger:
         self.rows.write(kv.row, 0, inserted.pages)
         kv.superseded += inserted.duplicates
         kv.num_tree_pages = num_full
+
+    def release_superseded(self, kv: ReqKV) -> None:
+        """Give back own pages that the tree had already, where nobody is being sent them."""
+        self.allocator.free(kv.superseded)
+        kv.superseded = []
 
     def cache_finished_req(self, kv: ReqKV, ids: Sequence[int]) -> int:
         """End a request: share its committed whole pages, give back the rest and the row. Returns pages freed.

@@ -58,6 +58,8 @@ class ReceiveFailed:
     key: ReqKey
     reason: str
     by_peer: bool
+    handed_off: bool = False
+    """True when the prefill node had sent its Handoff: from then on only the decode node speaks for the request."""
 
 
 ReceiveEvent = Received | ReceiveFailed
@@ -254,7 +256,7 @@ class ReceiveTransfer:
         if self.state is ReceiveState.ENDED:
             return False
         self.state = ReceiveState.ENDED
-        self._end = ReceiveFailed(self.key, reason, by_peer)
+        self._end = ReceiveFailed(self.key, reason, by_peer, self._handoff is not None)
         return True
 
     def take_end(self) -> Received | ReceiveFailed | None:

@@ -154,7 +154,7 @@ class ControlThread:
             if self._wake_read.fileno() in ready:
                 self._wake_read.recv(65536)
             while self._commands:
-                self._commands.popleft()()
+                self._guarded(self._commands.popleft())
             if self._server is not None and self._server in ready:
                 self._receive_server(self._server)
             for peer, dialled in list(self._dialled.items()):
@@ -206,7 +206,14 @@ class ControlThread:
             self._fleet_key.secure_client(sock)
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         monitor: zmq.Socket[bytes] = sock.get_monitor_socket(events)
-        sock.connect(address)
+        try:
+            sock.connect(address)
+        except zmq.ZMQError as error:
+            sock.disable_monitor()
+            monitor.close(linger=0)
+            sock.close(linger=0)
+            on_disconnected(peer, f"{address} cannot be dialled: {error}")
+            return
         self._dialled[peer] = _Dialled(sock, monitor, guests, on_connected, on_disconnected)
         self._poller.register(sock, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
@@ -255,12 +262,19 @@ class ControlThread:
         except FRAME_ERRORS as error:
             log.warn("message_ignored", peer=peer, error=error, nbytes=len(frame))
             return
-        guests.on_message(peer, message)
+        self._guarded(lambda: guests.on_message(peer, message))
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """One message or command that fails must not make the node mute: it is logged, and the others go on."""
+        try:
+            work()
+        except Exception:
+            log.crash("control_error")
 
     def _watch(self, peer: str, dialled: _Dialled) -> None:
         event = parse_monitor_message(dialled.monitor.recv_multipart())["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            dialled.on_connected(peer)
+            self._guarded(lambda: dialled.on_connected(peer))
         elif event == zmq.EVENT_DISCONNECTED and self._dialled.get(peer) is dialled:
             self._close_dialled(peer)
-            dialled.on_disconnected(peer, "connection closed")
+            self._guarded(lambda: dialled.on_disconnected(peer, "connection closed"))

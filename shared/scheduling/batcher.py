@@ -96,15 +96,16 @@ class Batcher:
 
     # ---------------------------------------------------------------------------------------- retract
     def _retract_decode(self) -> None:
-        """Take KV from the requests that lose least until the others fit one more step."""
+        """Take KV from the requests that lose least until the others fit one more step.
+
+        No request is half prefilled now: a `chunked_req` holds the pages of its whole prompt and goes first.
+        """
         every = self._options.retract_every
         forced = every > 0 and self._num_decode_steps % every == every - 1
         if forced and self.running_batch:
             self._num_decode_steps += 1
             self._retract(self._next_victim())
         if self.running_batch and self._num_missing_pages() > self._ledger.num_available_pages:
-            if self.chunked_req is not None:  # it holds KV and has produced nothing yet
-                self._retract(self.chunked_req)
             while (
                 len(self.running_batch) > 1 and self._num_missing_pages() > self._ledger.num_available_pages
             ):
@@ -118,10 +119,7 @@ class Batcher:
     def _retract(self, req: Req) -> None:
         """Release the request's KV (what the RadixCache keeps of it is evictable) and queue it for re-prefill."""
         assert req.kv is not None
-        if req is self.chunked_req:
-            self.chunked_req = None
-        else:
-            self.running_batch.remove(req)
+        self.running_batch.remove(req)
         freed = self._ledger.cache_finished_req(req.kv, req.ids)
         req.kv = None
         req.drop_results_in_flight()

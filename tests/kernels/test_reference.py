@@ -170,3 +170,19 @@ def cached_len(how: str, b: int, length: int) -> int:
     return {"nothing": choices[0], "all but one": choices[1], "half": choices[2], "mixed": choices[b % 3]}[
         how
     ]
+
+
+def test_what_an_earlier_owner_left_behind_a_sequence_does_not_matter() -> None:
+    """The rest of the last page, and padded page-table entries, may hold NaN: 0 * NaN would be NaN."""
+    generator = torch.Generator().manual_seed(3)
+    k_pages, v_pages = (torch.randn(6, 2, 4, 8, generator=generator) for _ in range(2))
+    q = torch.randn(2, 4, 8, generator=generator)
+    page_table = torch.tensor([[1, 2], [3, 4]])
+    seq_lens = torch.tensor([3, 6])
+    clean = decode_attention(q, k_pages, v_pages, page_table, seq_lens)
+    for pages in (k_pages, v_pages):
+        pages[1, :, 3] = torch.nan
+        pages[2] = torch.inf
+        pages[4, :, 2:] = torch.nan
+    assert torch.equal(decode_attention(q, k_pages, v_pages, page_table, seq_lens), clean)
+    assert torch.isfinite(clean).all()

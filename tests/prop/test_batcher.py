@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
-from shared.engine.launcher import Launched, Launcher
+from shared.engine.launcher import MAX_FAILED_IN_A_ROW, Launched, Launcher
+from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.kvcache.audit import audit, audit_idle
 from shared.protocol.messages import Finish, ReqKey, Role
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
 from shared.timeline import Timeline
-from tests.token_engine import reference_tokens, token_engine
+from tests.token_engine import TokenResult, reference_tokens, token_engine
 
 
 def make_req(rid: str, ids: list[int], max_new_tokens: int, role: Role = Role.DECODE) -> Req:
@@ -168,8 +169,41 @@ def test_a_forward_that_raises_fails_its_own_requests_only() -> None:
     committed, failed = driver.launcher.commit(launched)
     assert [req.key.rid for req in failed] == ["a"] and not committed.sampled
     driver.end(failed[0])
+    assert driver.engine.ledger.allocator.num_free_for_arrivals == driver.engine.ledger.allocator.num_pages
     driver.add(make_req("b", [4, 5, 6], 5))
     while driver.step():
         pass
     assert driver.done["b"].ids[3:] == reference_tokens([4, 5, 6], 5)
     audit_idle(driver.engine.ledger)
+
+
+class RefusingStream:
+    """A stream whose `submit` raises, as a CUDA forward does when it runs out of memory."""
+
+    def submit(self, batch: ModelWorkerBatch) -> TokenResult:
+        raise RuntimeError("cannot launch")
+
+    def close(self) -> None:
+        return
+
+
+def test_a_forward_that_cannot_be_launched_fails_its_requests_only() -> None:
+    driver = Driver(NodeConfig(cache=CacheOptions(max_total_tokens=320)), overlap=False)
+    driver.add(make_req("a", [1, 2, 3], 5))
+    refusing = Launcher(RefusingStream(), driver.engine.ledger, driver.engine.eos_token_ids)
+    committed, failed = refusing.commit(refusing.launch(driver.batcher.get_next_batch()))
+    assert [req.key.rid for req in failed] == ["a"] and not committed.sampled
+    driver.end(failed[0])
+    audit_idle(driver.engine.ledger)
+
+
+def test_a_device_that_is_broken_ends_the_node() -> None:
+    driver = Driver(NodeConfig(cache=CacheOptions(max_total_tokens=320)), overlap=False)
+    refusing = Launcher(RefusingStream(), driver.engine.ledger, driver.engine.eos_token_ids)
+    for i in range(MAX_FAILED_IN_A_ROW - 1):
+        driver.add(make_req(f"r{i}", [1, 2, 3], 5))
+        _, failed = refusing.commit(refusing.launch(driver.batcher.get_next_batch()))
+        driver.end(failed[0])
+    driver.add(make_req("last", [1, 2, 3], 5))
+    with pytest.raises(RuntimeError, match="cannot launch"):
+        refusing.commit(refusing.launch(driver.batcher.get_next_batch()))

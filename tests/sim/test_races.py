@@ -17,6 +17,7 @@ from shared.protocol.messages import (
     Finish,
     Grant,
     Handoff,
+    LeaseRenew,
     Offer,
     Prefill,
     Ready,
@@ -333,6 +334,52 @@ def test_random_work_with_faults_and_deaths(seed: int) -> None:
             else:
                 assert answer.token_ids == tokens[: len(answer.token_ids)], key
         assert finished > len(wanted) // 4
+        cluster.assert_idle()
+
+
+@pytest.mark.parametrize("claimed", [-1, 1000])
+def test_a_ready_that_makes_no_sense_fails_its_request_alone(claimed: int) -> None:
+    with Cluster(1, 1, token_engine, config()) as cluster:
+        cluster.network.hold(Ready)
+        key = cluster.router.submit("a", prompt(30), params(12), "p0", "d0")
+        cluster.run(lambda: cluster.network.num_held(Ready) == 1)
+        cluster.nodes["p0"].side.on_message("d0", Ready(key, claimed))
+        cluster.run(lambda: cluster.router.answers[key].ended)
+        assert "claims to hold" in cluster.router.answers[key].failures[0].message
+        cluster.network.release(Ready)
+        cluster.run_all()
+        cluster.assert_idle()
+        ids = prompt(20, seed=3)
+        again = cluster.router.submit("b", ids, params(5), "p0", "d0")
+        cluster.run_all()
+        assert cluster.tokens(again) == reference_tokens(ids, 5)
+
+
+def test_a_lease_that_ends_after_the_handoff_is_reported() -> None:
+    """The prefill node has said all it had to say; the decode node tells the router that it waits in vain."""
+    options = TransferOptions(lease_s=1.0, transfer_timeout_s=300.0)
+    with Cluster(1, 1, token_engine, config(), options=options) as cluster:
+        cluster.network.hold(Grant)
+        cluster.network.hold(LeaseRenew)
+        key = cluster.router.submit("a", prompt(30), params(12), "p0", "d0")
+        cluster.run(lambda: cluster.router.answers[key].ended, max_steps=3000)
+        assert cluster.router.answers[key].failures[0].status == 503
+        cluster.network.release(Grant)
+        cluster.network.release(LeaseRenew)
+        cluster.run_all()
+        cluster.assert_idle()
+
+
+def test_a_decode_node_keeps_no_copies_of_a_shared_prompt() -> None:
+    with Cluster(1, 1, token_engine, config(chunk=64)) as cluster:
+        ids = prompt(40)
+        for i in range(3):
+            cluster.router.submit(f"r{i}", [*ids, 100 + i], params(9), "p0", "d0")
+        cluster.run(lambda: len(cluster.nodes["d0"].scheduler.batcher.running_batch) == 3)
+        ledger = cluster.nodes["d0"].engine.ledger
+        assert not any(kv.superseded for kv in ledger.live.values())
+        assert ledger.count().protected == 10, "ten pages of four tokens, once for all three"
+        cluster.run_all(check=True)
         cluster.assert_idle()
 
 

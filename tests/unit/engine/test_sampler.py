@@ -11,7 +11,7 @@ import torch
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
 from shared.engine.model_worker_batch import SamplingInputs, snapshot, uniform
-from shared.engine.sampler import sample
+from shared.engine.sampler import _filter, sample
 from shared.protocol.messages import ReqKey, Role
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.req import Req
@@ -185,3 +185,18 @@ class TestUniform:
         """Choice i of n uses seed + i: its stream must not be the first choice's, shifted."""
         values = {uniform(seed, position) for seed in range(64) for position in range(64)}
         assert len(values) == 64 * 64
+
+
+def test_a_neighbour_that_filters_changes_nothing_for_others() -> None:
+    """A plain row of a large vocabulary keeps its whole tail, to the last bit, whoever it is batched with."""
+    logits = torch.randn(2, 150_000, generator=torch.Generator().manual_seed(0))
+    logits[0] = 0.001 * logits[0]  # nearly uniform: float32 sums of so many probabilities fall short of one
+    plain = params_of("plain", seed=0)
+    for position in range(40):
+        alone = sample(logits[:1].clone(), sampling_inputs([plain], [position]))
+        beside = sample(logits.clone(), sampling_inputs([plain, params_of("top_k")], [position, position]))
+        assert alone[0] == beside[0]
+    probs = torch.softmax(logits, dim=-1)
+    kept = _filter(probs, sampling_inputs([plain, params_of("top_k")], [0, 0]))
+    assert torch.equal(kept[0], probs[0])
+    assert (kept[1] > 0).sum() == 5

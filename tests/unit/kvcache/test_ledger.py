@@ -35,7 +35,7 @@ TEN = list(range(10))
 def test_pages_are_counted_up() -> None:
     ledger = new_ledger()
     assert [ledger.pages_for(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
-    assert ledger.num_available_tokens == NUM_PAGES * 4
+    assert ledger.num_available_pages == NUM_PAGES
 
 
 def test_a_finished_request_leaves_its_whole_committed_pages() -> None:

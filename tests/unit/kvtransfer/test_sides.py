@@ -177,7 +177,9 @@ def test_a_void_chunk_fails_a_transfer_whose_cancel_was_lost(world: World) -> No
     world.p.side.cancel(key(0), "aborted")
     world.network.release(Grant)
     world.run(0.1)
-    assert failure(world) == ReceiveFailed(key(0), "the peer sent a void chunk", by_peer=True)
+    assert failure(world) == ReceiveFailed(
+        key(0), "the peer sent a void chunk", by_peer=True, handed_off=True
+    )
 
 
 def test_a_cancel_that_comes_before_the_request_ends_it_at_once(world: World) -> None:

@@ -242,10 +242,10 @@ def test_api_key(model_folder: Path) -> None:
             joined_router(model_folder, list(nodes), http=http, wait=False) as (_, client),
         ):
             assert (await client.get("/health")).status_code in (200, 503)
+            assert (await client.get("/metrics")).status_code == 200
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "schlüssel".encode()}):
                 for path in (
                     "/server_info",
-                    "/metrics",
                     "/v1/models",
                     "/health_generate",
                     "/nowhere",

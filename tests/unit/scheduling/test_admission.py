@@ -38,13 +38,21 @@ def test_a_prefill_node_samples_one(outs: tuple[int, ...], wanted: int, expected
     assert (req.max_output_len, req.timeline.role) == (expected, "prefill")
 
 
+def test_a_prefill_node_needs_no_room_for_what_others_will_decode() -> None:
+    """Its pool may be far smaller than the decode node's, to which the router clips."""
+    assert accepted((1,) * 57, role=Prefill, max_new_tokens=1000).max_output_len == 1
+    with pytest.raises(RequestError, match="make 65"):
+        accepted((1,) * 64, role=Prefill, max_new_tokens=1000)
+
+
 @pytest.mark.parametrize(
     ("ids", "params", "param", "message"),
     [
         ((), {}, "input_ids", "the prompt is empty"),
         ((1, 50), {}, "input_ids", "token id 50 is not between 0 and 49"),
         ((-1,), {}, "input_ids", "token id -1"),
-        ((1,) * 57, {}, "max_new_tokens", "57 tokens and max_new_tokens 8 make 65"),
+        ((1,) * 57, {}, "max_new_tokens", "57 tokens and 8 of output make 65"),
+        ((1,), {"top_k": 2**63 - 1}, "top_k", "not between -1 and"),
         ((1,), {"stop_token_ids": (50,)}, "stop_token_ids", "token id 50"),
         ((1,), {"stop_token_ids": (3, -2)}, "stop_token_ids", "token id -2"),
     ],
