@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+import torch
+
+from tests.golden.references import Zoo
+from tests.processes import attach_logs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    attach_logs(item, report)
+    return report

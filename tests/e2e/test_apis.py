@@ -1,0 +1,167 @@
+"""What clients of both dialects get from a running service, streamed and not. The model's text is full of half
+characters, since it was never trained."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.golden.references import Zoo
+from tests.modelzoo import reference_greedy
+from tests.processes import FLOAT32, Router
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
+
+PROMPT = "A router takes the request and counts its words; a prefill node reads"
+STREAM_GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def folder(zoo: Zoo) -> Path:
+    return zoo.folder("llama")
+
+
+@pytest.fixture(scope="module")
+def router(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    flags = (
+        *("--local", "1P1D", "--model", str(folder), "--served-model-name", "tiny", *FLOAT32),
+        *("--max-total-tokens", "8192", "--local-prefill-tokens", "0"),
+    )
+    with Router(tmp_path_factory.mktemp("apis"), *flags) as router:
+        yield router.wait_ready()
+        router.wait_home()
+        assert router.stop() == 0
+        router.assert_clean_log()
+
+
+@pytest.fixture
+def client(router: Router) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_a_stream_adds_up_to_the_answer(router: Router) -> None:
+    whole = router.generate(PROMPT, 64).finish().answer
+    assert "�" in whole["text"]  # text to be careful with
+    for _ in range(2):  # the second time with the prefix cached
+        call = router.generate(PROMPT, 64, stream=True).finish()
+        texts = [event["text"] for event in call.events]
+        assert call.saw_done and len(texts) > 8
+        assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+        assert texts[-1] == whole["text"]
+        assert call.token_ids == whole["output_ids"]
+        unfinished = [event["meta_info"]["finish_reason"] for event in call.events[:-1]]
+        assert set(unfinished) == {None}
+        assert call.last["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
+
+
+def test_a_stop_string_is_never_shown(router: Router) -> None:
+    text = router.generate(PROMPT, 64).finish().answer["text"]
+    stop = text[len(text) // 2 :][:3]
+    expected = text[: text.index(stop)]
+    for stream in (False, True):
+        call = router.generate(PROMPT, 64, stream=stream, sampling={"stop": stop}).finish()
+        assert call.last["text"] == expected
+        assert call.last["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+        assert all(expected.startswith(event["text"]) for event in call.events)
+
+
+def test_a_batch_is_streamed_by_index(router: Router, folder: Path) -> None:
+    prompts = [[5, 6, 7] * n for n in (3, 9, 12)]
+    body = {"sampling_params": {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}}
+    streamed = router.post("/generate", {**body, "input_ids": prompts, "stream": True}).finish()
+    last = {event["index"]: event["output_ids"] for event in streamed.events}
+    whole = router.post("/generate", {**body, "input_ids": prompts}).finish().answer
+    expected = [reference_greedy(folder, ids, 12) for ids in prompts]
+    assert [last[index] for index in range(3)] == expected
+    assert [answer["output_ids"] for answer in whole] == expected
+
+
+def test_n_choices_are_drawn_with_seeds_in_a_row(router: Router) -> None:
+    sampling = {"temperature": 1.0, "top_p": 0.95, "sampling_seed": 41}
+    both = router.generate(PROMPT, 24, sampling={**sampling, "n": 2}).finish().answer
+    assert len(both) == 2 and both[0]["output_ids"] != both[1]["output_ids"]
+    for choice, answer in enumerate(both):
+        alone = router.generate(PROMPT, 24, sampling={**sampling, "sampling_seed": 41 + choice}).finish()
+        assert alone.token_ids == answer["output_ids"]
+    streamed = router.generate(PROMPT, 24, stream=True, sampling={**sampling, "n": 2}).finish()
+    last = {event["index"]: event["output_ids"] for event in streamed.events}
+    assert [last[0], last[1]] == [answer["output_ids"] for answer in both]
+
+
+def test_the_timeline_goes_through_both_fleets(router: Router) -> None:
+    call = router.generate(PROMPT, 8, return_timeline=True).finish()
+    stamps = [(stamp["role"], stamp["stage"]) for stamp in call.last["meta_info"]["timeline"]]
+    times = [stamp["time"] for stamp in call.last["meta_info"]["timeline"]]
+    assert times == sorted(times)
+    assert stamps[0] == ("router", "queued")
+    assert stamps[-1] == ("router", "finished")
+    for role, stages in {
+        "prefill": ["queued", "prefilling", "transferring"],
+        "decode": ["queued", "transferring", "decoding", "finished"],
+    }.items():
+        assert [stage for who, stage in stamps if who == role] == stages
+
+
+def test_openai_completions(router: Router, client: openai.OpenAI) -> None:
+    native = router.generate(PROMPT, 40).finish().answer
+    whole = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, **STREAM_GREEDY)
+    assert whole.choices[0].text == native["text"]
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == native["meta_info"]["prompt_tokens"]
+    assert whole.usage.completion_tokens == 40
+
+    stream = client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=40,
+        stream=True,
+        stream_options={"include_usage": True},
+        **STREAM_GREEDY,
+    )
+    events = list(stream)
+    assert "".join(event.choices[0].text for event in events if event.choices) == native["text"]
+    assert [event.usage.completion_tokens for event in events if event.usage] == [40]
+    assert not events[-1].choices
+
+
+def test_openai_chat(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Which node writes the answer?"}]
+    whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=40, **STREAM_GREEDY)
+    text = whole.choices[0].message.content
+    assert text and whole.choices[0].message.role == "assistant"
+    assert whole.choices[0].finish_reason == "length"
+    rendered = "<|im_start|>user\nWhich node writes the answer?<|im_end|>\n<|im_start|>assistant\n"
+    same = client.completions.create(model="tiny", prompt=rendered, max_tokens=40, **STREAM_GREEDY)
+    assert same.choices[0].text == text
+
+    stream = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=40, stream=True, **STREAM_GREEDY
+    )
+    deltas = [event.choices[0].delta for event in stream]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == text
+
+
+def test_openai_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="another"):
+        client.completions.create(model="another", prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="tiny", prompt=PROMPT, temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="512"):
+        client.completions.create(model="tiny", prompt=[5] * 600)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_probes_and_metrics(router: Router) -> None:
+    assert router.get("/health_generate")[0] == 200
+    assert router.get("/get_model_info")[1]["is_generation"] is True
+    _, text = router.get("/metrics")
+    assert "baton:kv_transfer_bytes_total" in text
+    assert "sglang:num_running_reqs" in text

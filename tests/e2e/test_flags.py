@@ -1,0 +1,104 @@
+"""What is refused at the start: one line that says why, exit code 2, and nothing left running."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Process, assert_gone
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`python -m module flags` must say `words`. TAKEN, EMPTY and SHORT_KEY stand for a port and paths."""
+
+    module: str
+    flags: str
+    words: str
+
+
+REFUSALS = {
+    "model folder": Refusal("prefill_node", "--port 0 --model EMPTY", "config.json"),
+    "model missing": Refusal(
+        "router", "--port 0 --control-port 0 --model /no/such/folder", "/no/such/folder"
+    ),
+    "pool too small": Refusal("decode_node", "--port 0 --max-total-tokens 1", "--max-total-tokens 1"),
+    "local pool too small": Refusal(
+        "router", "--port 0 --control-port 0 --local 1P1D --max-total-tokens 1", "--max-total-tokens 1"
+    ),
+    "context too long": Refusal("decode_node", "--port 0 --context-length 4096", "2048"),
+    "slot too small": Refusal("decode_node", "--port 0 --page-size 64 --kv-slot-bytes 4096", "staging slot"),
+    "node port taken": Refusal("decode_node", "--port TAKEN", "TAKEN"),
+    "HTTP port taken": Refusal("router", "--port TAKEN --control-port 0", "TAKEN"),
+    "control port taken": Refusal("router", "--port 0 --control-port TAKEN", "TAKEN"),
+    "node without a key": Refusal("prefill_node", "--host 0.0.0.0 --port 0", "--fleet-key"),
+    "router without a key": Refusal(
+        "router", "--control-host 0.0.0.0 --port 0 --control-port 0", "--fleet-key"
+    ),
+    "key too short": Refusal("decode_node", "--port 0 --fleet-key SHORT_KEY", "16"),
+    "both ways to get nodes": Refusal("router", "--local 1P1D --prefill localhost", "--local"),
+    "not a topology": Refusal("router", "--local 2D1P", "2D1P"),
+    "no decode node": Refusal("router", "--local 1P0D", "decode"),
+    "unknown flag": Refusal("decode_node", "--max-total-token 5", "--max-total-token"),
+    "node flag for joined nodes": Refusal("router", "--decode localhost --page-size 4", "--page-size"),
+}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Process, str]]]:
+    """All of them at once, and the words that each must say."""
+    folder = tmp_path_factory.mktemp("flags")
+    (folder / "empty").mkdir()
+    (folder / "key").write_text("too short")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        names = {
+            "TAKEN": str(taken.getsockname()[1]),
+            "EMPTY": str(folder / "empty"),
+            "SHORT_KEY": str(folder / "key"),
+        }
+        processes = {
+            name: (
+                Process(
+                    name.replace(" ", "-"),
+                    refusal.module,
+                    [names.get(flag, flag) for flag in refusal.flags.split()],
+                    folder,
+                ),
+                names.get(refusal.words, refusal.words),
+            )
+            for name, refusal in REFUSALS.items()
+        }
+        try:
+            for process, _ in processes.values():
+                process.start()
+            yield processes
+        finally:
+            for process, _ in processes.values():
+                process.close()
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_at_the_start(name: str, started: dict[str, tuple[Process, str]]) -> None:
+    process, words = started[name]
+    assert process.wait(60) == 2, process.log
+    last = process.log.rstrip().splitlines()[-1]
+    assert "error: " in last or last.startswith(("prefill-node: ", "decode-node: ")), process.log
+    assert words in last
+    assert "Traceback" not in process.log
+    assert_gone(process.family())
+
+
+def test_help_names_every_flag_with_its_default(tmp_path: Path) -> None:
+    for module in ("router", "prefill_node", "decode_node"):
+        process = Process(f"{module}-help", module, ["--help"], tmp_path)
+        process.start()
+        assert process.wait(60) == 0
+        assert "--max-total-tokens" in process.log and "(default: 512)" in process.log

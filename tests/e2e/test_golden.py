@@ -1,0 +1,176 @@
+"""Greedy tokens of real processes: 1P1D == 0P1D == a plain loop over transformers, in float32.
+
+One start of processes for each model; together they stand for page sizes, chunk sizes, overlap and forced retraction
+pairwise. In each, a second router that knows the decode node alone is the unsplit baseline; since it flushes only
+that node, it also serves to leave a prefix on one side and not on the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.model.config import load_model_config
+from tests.golden.references import Zoo
+from tests.modelzoo import random_prompt, reference_greedy
+from tests.processes import Call, Fleet, Router
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
+
+NUM_NEW = 16
+NUM_CONCURRENT = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """20 divides every prompt's length and 23 does not."""
+
+    model: str
+    page_size: int
+    chunk: int
+    overlap: bool
+    retract_every: int
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (
+            *("--page-size", str(self.page_size), "--chunked-prefill-size", str(self.chunk)),
+            *("--retract-every", str(self.retract_every), "--max-total-tokens", "16384"),
+            *(() if self.overlap else ("--disable-overlap-schedule",)),
+        )
+
+    def __str__(self) -> str:
+        overlap = "overlap" if self.overlap else "serial"
+        return f"{self.model}-page{self.page_size}-chunk{self.chunk}-{overlap}-retract{self.retract_every}"
+
+
+CASES = [
+    Case(model="builtin", page_size=16, chunk=20, overlap=True, retract_every=0),
+    Case(model="llama", page_size=1, chunk=23, overlap=False, retract_every=5),
+    Case(model="llama3", page_size=16, chunk=23, overlap=True, retract_every=0),
+    Case(model="mistral", page_size=1, chunk=20, overlap=False, retract_every=0),
+    Case(model="qwen2", page_size=16, chunk=20, overlap=False, retract_every=5),
+    Case(model="qwen3", page_size=1, chunk=23, overlap=True, retract_every=5),
+]
+
+
+def test_the_cases_cover_every_pair() -> None:
+    knobs = [(c.page_size, c.chunk, c.overlap, c.retract_every) for c in CASES]
+    for a, b in itertools.combinations(range(4), 2):
+        assert len({(knob[a], knob[b]) for knob in knobs}) == 4, (a, b)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """One fleet, as both routers see it."""
+
+    case: Case
+    folder: Path
+    prompts: list[list[int]]
+    split: Router
+    unsplit: Router
+
+    def reference(self, ids: list[int]) -> list[int]:
+        return reference_greedy(self.folder, ids, NUM_NEW)
+
+    def pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.case.page_size)
+
+    def whole_pages(self, num_tokens: int) -> int:
+        return num_tokens // self.case.page_size
+
+    def page_nbytes(self) -> int:
+        config = load_model_config(self.folder)
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+        return per_token * self.case.page_size
+
+    def split_request(self, ids: list[int], *, cached_on_prefill: int, cached_on_decode: int) -> list[int]:
+        """Tokens of a request whose prefix of so many tokens is known on either side: only the rest is moved."""
+        call = self.split.generate(ids, NUM_NEW, return_timeline=True)
+        tokens = call.tokens()
+        meta: dict[str, Any] = call.last["meta_info"]
+        moved = self.pages(len(ids)) - self.whole_pages(cached_on_decode)
+        assert meta["prompt_tokens"] == len(ids)
+        assert meta["completion_tokens"] == NUM_NEW
+        assert meta["finish_reason"] == {"type": "length", "length": NUM_NEW}
+        assert meta["cached_tokens"] == self.whole_pages(cached_on_prefill) * self.case.page_size
+        assert meta["kv_pages_transferred"] == moved
+        assert meta["kv_bytes_transferred"] == moved * self.page_nbytes()
+        return tokens
+
+    def flush(self, router: Router) -> None:
+        status, answer = router.get("/flush_cache?timeout=10")
+        assert status == 200, answer
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_golden(case: Case, zoo: Zoo, tmp_path: Path) -> None:
+    folder = zoo.folder(case.model)
+    logs = tmp_path / "logs"
+    with (
+        Fleet(logs, "builtin" if case.model == "builtin" else folder, flags=case.flags) as fleet,
+        Router(logs, "--decode", fleet.nodes["d0"].address, name="unsplit") as unsplit,
+    ):
+        unsplit.wait_ready()
+        serving = Serving(
+            case=case,
+            folder=folder,
+            prompts=zoo.prompts(case.model)[:NUM_CONCURRENT],
+            split=fleet.router,
+            unsplit=unsplit,
+        )
+        check_prefix_hits(serving)
+        check_concurrent(serving)
+        retractions = fleet.router.loads()["d0"]["num_retractions"]
+        assert retractions >= 10 if case.retract_every else retractions == 0
+        fleet.router.wait_home()
+        assert unsplit.stop() == 0
+        unsplit.assert_clean_log()
+        fleet.stop()
+
+
+def check_prefix_hits(serving: Serving) -> None:
+    """One request at a time, its prefix known to neither node, to both, to P, to D."""
+    ids, on_decode, on_prefill = serving.prompts[:3]
+    expected = serving.reference(ids)
+    assert serving.split_request(ids, cached_on_prefill=0, cached_on_decode=0) == expected
+    assert (
+        serving.split_request(ids, cached_on_prefill=len(ids) - 1, cached_on_decode=len(ids))  # all but one
+        == expected
+    )
+    longer = [*ids, *expected, *random_prompt(10, seed=7)]
+    assert serving.split_request(
+        longer, cached_on_prefill=len(ids), cached_on_decode=len(ids) + NUM_NEW - 1
+    ) == serving.reference(longer)
+
+    expected = serving.reference(on_decode)
+    call = serving.unsplit.generate(on_decode, NUM_NEW)
+    assert call.tokens() == expected
+    assert call.last["meta_info"]["cached_tokens"] == 0  # not what it finds of itself after a retraction
+    assert serving.split_request(on_decode, cached_on_prefill=0, cached_on_decode=len(on_decode)) == expected
+
+    expected = serving.reference(on_prefill)
+    assert serving.split_request(on_prefill, cached_on_prefill=0, cached_on_decode=0) == expected
+    serving.flush(serving.unsplit)
+    assert (
+        serving.split_request(on_prefill, cached_on_prefill=len(on_prefill) - 1, cached_on_decode=0)
+        == expected
+    )
+
+
+def check_concurrent(serving: Serving) -> None:
+    """32 at once, every other one streamed; through both fleets, then through the decode node alone."""
+    expected = [serving.reference(ids) for ids in serving.prompts]
+    assert len({token for output in expected for token in output}) > 100, (
+        "a model that repeats itself proves nothing"
+    )
+    for router in (serving.split, serving.unsplit):
+        serving.flush(serving.split)
+        calls: list[Call] = [
+            router.generate(ids, NUM_NEW, stream=n % 2 == 0) for n, ids in enumerate(serving.prompts)
+        ]
+        assert [call.tokens() for call in calls] == expected, router.name

@@ -1,0 +1,150 @@
+"""Starting, joining, leaving and ending, as an operator does it: exit codes, logs, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import FLOAT32, Call, Node, Router, assert_gone, wait_until
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+SMALL = (*FLOAT32, "--max-total-tokens", "4096")
+PROMPT = "import os\n\n\nclass Path:\n    def __init__(self, name):\n        "
+
+
+def expect_end(call: Call, words: str) -> None:
+    """A stream that was under way when its service ended."""
+    call.finish(15)
+    assert call.saw_done and call.error is not None and words in call.error, call.describe()
+
+
+def test_local_2p2d_ends_in_order_on_sigterm(tmp_path: Path) -> None:
+    with Router(tmp_path, "--local", "2P2D", *SMALL) as router:
+        router.wait_ready()
+        family = router.family()
+        assert len(family) == 5
+        calls = [router.generate(PROMPT, 12, return_timeline=True) for _ in range(4)]
+        outputs = [call.tokens() for call in calls]
+        assert all(output == outputs[0] for output in outputs)
+        moved = [call.last["meta_info"]["kv_pages_transferred"] for call in calls]
+        assert moved[0] > 0 < moved[1], moved
+        assert all(load["num_generated_tokens"] > 0 for load in router.loads().values())
+        under_way = router.generate(PROMPT, 1900, stream=True)
+        under_way.wait_tokens(3)
+
+        assert router.stop(signal.SIGTERM) == 0
+        expect_end(under_way, "shutting down")
+        router.assert_clean_log()
+        assert_gone(family)
+        assert f"Serving builtin at {router.url}" in router.log
+        assert "curl" in router.log
+        assert router.log.count("stopped node=") == 4
+
+
+def test_local_0p1d_ends_in_order_on_ctrl_c(tmp_path: Path) -> None:
+    with Router(tmp_path, "--local", "0P1D", *SMALL) as router:
+        router.wait_ready()
+        assert len(router.family()) == 2
+        call = router.generate(PROMPT, 12, return_timeline=True)
+        assert len(call.tokens()) == 12
+        assert {stamp["role"] for stamp in call.last["meta_info"]["timeline"]} == {"router", "decode"}
+        assert router.stop(signal.SIGINT) == 0
+        router.assert_clean_log()
+
+
+def test_ctrl_c_while_nodes_load(tmp_path: Path) -> None:
+    with Router(tmp_path, *SMALL) as router:
+        wait_until("the nodes are started", lambda: router.log.count("node_started") == 2, 30)
+        assert router.stop(signal.SIGINT) == 0
+        router.assert_clean_log()
+
+
+def test_nodes_of_a_router_that_was_killed_end_by_themselves(tmp_path: Path) -> None:
+    with Router(tmp_path, *SMALL) as router:
+        router.wait_ready()
+        family = router.family()
+        call = router.generate(PROMPT, 1900, stream=True)
+        call.wait_tokens(3)
+        started = time.monotonic()
+        router.kill()
+        assert_gone(family, 15)
+        print(f"gone after {time.monotonic() - started:.1f} s")
+        call.finish(10)
+        assert call.broken or not call.saw_done
+        assert router.log.count("stopped node=") == 2
+        router.assert_clean_log()
+
+
+def test_nodes_join_leave_and_come_back(tmp_path: Path) -> None:
+    """Nodes that were told of a router find it, whoever starts first, and a router that was restarted finds them."""
+    with Router(tmp_path, "--local", "none") as router:
+        flags = ("--router", f"127.0.0.1:{router.control_port}", *SMALL)
+        prefill, decode = (Node(tmp_path, role, f"{role[0]}0", *flags) for role in ("prefill", "decode"))
+        try:
+            prefill.start()
+            decode.start()
+            router.wait_ready()
+            wait_until("both have joined", lambda: set(router.loads()) == {"p0", "d0"}, 30)
+            expected = check_split(router)
+
+            under_way = router.generate(PROMPT, 1900, stream=True)
+            under_way.wait_tokens(3)
+            assert decode.stop(signal.SIGTERM) == 0
+            expect_end(under_way, "d0")
+            status, health = router.get("/health")
+            assert status == 503 and health["status"] == "unavailable"
+            decode.start()
+            router.wait_ready()
+            assert check_split(router) == expected
+
+            assert router.stop(signal.SIGINT) == 0
+            router.start()  # another incarnation, on the same ports
+            router.wait_ready()
+            wait_until("both have joined", lambda: set(router.loads()) == {"p0", "d0"}, 30)
+            assert check_split(router) == expected
+
+            assert prefill.stop(signal.SIGINT) == 0
+            wait_until("p0 has left", lambda: set(router.loads()) == {"d0"}, 10)
+            assert router.generate(PROMPT, 12).tokens() == expected
+            assert decode.stop(signal.SIGINT) == 0
+            assert router.stop(signal.SIGTERM) == 0
+            for process in (router, prefill, decode):
+                process.assert_clean_log()
+        finally:
+            for node in (prefill, decode):
+                print(node.log[-3000:])
+                node.close()
+
+
+def check_split(router: Router) -> list[int]:
+    """One request, through both fleets."""
+    assert router.get("/health_generate")[0] == 200
+    call = router.generate(PROMPT, 12, return_timeline=True)
+    tokens = call.tokens()
+    assert {stamp["role"] for stamp in call.last["meta_info"]["timeline"]} == {"router", "prefill", "decode"}
+    return tokens
+
+
+def test_demo() -> None:
+    """What `make demo` runs."""
+    command = [sys.executable, "-m", "router.demo", *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert set(summary) == {
+        *("text", "prompt_tokens", "completion_tokens"),
+        *("kv_pages_transferred", "kv_bytes_transferred", "ttft_s", "tpot_s"),
+    }
+    assert summary["text"] and summary["text"] in done.stdout
+    assert summary["kv_pages_transferred"] > 0 < summary["kv_bytes_transferred"]
+    assert summary["completion_tokens"] > 1 and summary["ttft_s"] > 0 < summary["tpot_s"]
+    for stage in ("queued", "prefilling", "transferring", "decoding"):
+        assert stage in done.stdout

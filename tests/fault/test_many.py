@@ -1,0 +1,178 @@
+"""Many requests at once: nodes die under them, clients leave in crowds, and the pool is far too small for all."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.modelzoo import IM_END_ID, random_prompt, reference_greedy
+from tests.processes import Call, Fleet, wait_until
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
+
+
+STORM_NEW = 200
+
+
+def prompt(number: int, length: int) -> list[int]:
+    """Prompts with different numbers share no first token, so none is a prefix hit of another."""
+    return [IM_END_ID + 1 + number, *random_prompt(length - 1, seed=number)]
+
+
+def test_64_streams_through_a_pool_a_quarter_of_what_they_need(tiny_model: Path, tmp_path: Path) -> None:
+    num_new, lengths = 48, [20 + number % 24 for number in range(64)]
+    needed = sum(length + num_new for length in lengths)
+    prompts = [prompt(number, length) for number, length in enumerate(lengths)]
+    with Fleet(
+        tmp_path / "logs",
+        tiny_model,
+        flags=("--page-size", "4", "--peer-timeout-s", "60"),
+        decode_flags=("--max-total-tokens", str(needed // 4), "--num-reserved-decode-tokens", "0"),
+        router_flags=("--node-timeout-s", "60"),
+    ) as fleet:
+        router, decode_node = fleet.router, fleet.nodes["d0"]
+        for ids in prompts:  # so that their prefill takes no time
+            router.generate(ids, 1).tokens()
+        decode_node.send(signal.SIGSTOP)  # so that all are there at once
+        calls = [router.generate(ids, num_new, stream=True) for ids in prompts]
+        router.wait_load("p0", 60, num_bootstrapping=64)
+        decode_node.send(signal.SIGCONT)
+        outputs = [call.tokens(120) for call in calls]
+        assert router.loads()["d0"]["num_retractions"] > 0, "the pool was never too small"
+        router.wait_home()
+        fleet.stop()
+    assert outputs == [reference_greedy(tiny_model, ids, num_new) for ids in prompts]
+
+
+def test_nodes_die_under_many_streams_and_the_others_go_on(tiny_model: Path, tmp_path: Path) -> None:
+    """2P2D: half of the streams lose their decode node; then a prefill node dies too, and both come back."""
+    num_new, num_compared = 460, 100
+    with Fleet(
+        tmp_path / "logs", tiny_model, "2P2D", flags=("--page-size", "4", "--max-total-tokens", "16384")
+    ) as fleet:
+        router = fleet.router
+        calls = {n: router.generate(prompt(n, 40), num_new, stream=True) for n in range(8)}
+        for call in calls.values():
+            call.wait_tokens(3)
+        under_way = [call for call in calls.values() if not call.ended]
+        fleet.nodes["d0"].kill()
+        lost = [n for n, call in calls.items() if call.finish().error is not None]
+        assert 1 <= len(lost) < len(under_way), "of those under way, d0 had some and d1 had some"
+        for n, call in calls.items():
+            compared = call.token_ids[:num_compared]
+            assert compared == reference_greedy(tiny_model, prompt(n, 40), len(compared))
+            if n in lost:
+                assert call.saw_done and "d0" in (call.error or "")
+                assert 3 <= len(call.token_ids) < num_new
+            else:
+                assert len(call.tokens()) == num_new
+        router.wait_home("p0", "p1", "d1")
+
+        fleet.nodes["p1"].kill()  # d1 and p0 serve alone, each request once they are known to be
+        wait_until("p1 is lost", lambda: "p1" not in router.loads(), 10)
+        again = [router.generate(prompt(20 + n, 40), 12, return_timeline=True) for n in range(4)]
+        for n, call in enumerate(again):
+            assert call.tokens() == reference_greedy(tiny_model, prompt(20 + n, 40), 12)
+            assert call.last["meta_info"]["kv_pages_transferred"] == 10
+
+        fleet.mend()  # restarted on their ports, they are taken up again, and used
+        generated = {name: load["num_generated_tokens"] for name, load in router.loads().items()}
+        again = [router.generate(prompt(30 + n, 40), 12) for n in range(4)]
+        for n, call in enumerate(again):
+            assert call.tokens() == reference_greedy(tiny_model, prompt(30 + n, 40), 12)
+        router.wait_home()
+        loads = router.loads()
+        assert set(loads) == {"p0", "p1", "d0", "d1"}
+        assert all(loads[name]["num_generated_tokens"] > generated[name] for name in loads)
+        fleet.stop()
+
+
+@pytest.fixture(scope="module")
+def storm_fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Every stage takes a while: small chunks, one small staging slot, a decode pool for a few of them."""
+    with Fleet(
+        tmp_path_factory.mktemp("storm"),
+        tiny_model,
+        flags=(
+            "--page-size",
+            "1",
+            "--chunked-prefill-size",
+            "4",
+            "--kv-slot-bytes",
+            "4096",
+            "--kv-slots",
+            "1",
+        ),
+        decode_flags=("--max-total-tokens", "1500"),
+    ) as fleet:
+        yield fleet
+        fleet.mend()
+        fleet.stop()
+
+
+@pytest.fixture(scope="module")
+def storm_prompts(tiny_model: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and what follows them."""
+    prompts = [prompt(number, 30 + 10 * number) for number in range(8)]
+    return prompts, [reference_greedy(tiny_model, ids, STORM_NEW) for ids in prompts]
+
+
+@pytest.mark.parametrize("by", ["abort_request", "disconnect", "both"])
+def test_abort_storm(
+    by: str, storm_fleet: Fleet, storm_prompts: tuple[list[list[int]], list[list[int]]], tiny_model: Path
+) -> None:
+    """50 requests called off at random times, while one that is not goes on."""
+    router, rng = storm_fleet.router, random.Random(by)
+    prompts, references = storm_prompts
+    kept = router.generate(prompts[0], STORM_NEW, stream=True)
+    aborted: list[tuple[int, Call]] = []
+
+    def one(number: int) -> None:
+        rid, which = f"{by}-{number}", number % len(prompts)
+        time.sleep(rng.uniform(0, 1.5))
+        call = router.generate(prompts[which], STORM_NEW, stream=number % 3 != 0, rid=rid)
+        time.sleep(rng.uniform(0, 1))
+        if by == "disconnect" or (by == "both" and number % 2):
+            call.hang_up()
+        else:
+            assert router.post("/abort_request", {"rid": rid}).finish(30).status == 200
+            aborted.append((which, call.finish(30)))
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert kept.tokens() == references[0]
+    print(f"home after {router.wait_home():.1f} s")
+    ends = [call.last["meta_info"]["finish_reason"]["type"] for _, call in aborted]
+    for which, call in aborted:
+        assert call.status == 200 and call.error is None and not call.broken, call.describe()
+        assert call.token_ids == references[which][: len(call.token_ids)]
+    if by != "disconnect":
+        assert ends.count("abort") >= 8, ends
+        assert {len(call.token_ids) == 0 for _, call in aborted} == {True, False}, (
+            "in early and in late stages"
+        )
+    after = prompt(100 + len(by), 50)
+    assert router.generate(after, 20).tokens() == reference_greedy(tiny_model, after, 20)
+
+
+def test_abort_all(storm_fleet: Fleet, tiny_model: Path) -> None:
+    router = storm_fleet.router
+    calls = [router.generate(prompt(200 + number, 60), STORM_NEW, stream=True) for number in range(12)]
+    calls[0].wait_tokens(2)
+    answer = router.post("/abort_request", {"abort_all": True}).finish(30).answer
+    assert answer["aborted"] >= 8
+    ends = [call.finish(30).last["meta_info"]["finish_reason"]["type"] for call in calls]
+    assert ends.count("abort") == answer["aborted"]
+    router.wait_home()
+    ids = prompt(220, 50)
+    assert router.generate(ids, 20).tokens() == reference_greedy(tiny_model, ids, 20)

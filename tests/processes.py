@@ -1,0 +1,477 @@
+"""Nodes and routers as real processes, started as an operator does: known ports, known pids, logs in files.
+
+A `Fleet` is nodes started by hand and a router that joins them, so that each process can be killed, stopped,
+continued and restarted at its address. A `Router` alone runs `router` with any flags. A `Call` is one HTTP request on
+a connection of its own, read by a thread, so that a test can look at it while it streams, or hang up.
+
+Everything that was started is killed when its `with` block ends, however it ends, and its log is printed when that is
+by an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+T = TypeVar("T")
+
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 30.0
+HOST = "127.0.0.1"
+FLOAT32 = ("--dtype", "float32", "--device", "cpu", "--cpu-threads", "1")
+LOG_TAIL_CHARS = 6000
+
+
+def free_port() -> int:
+    """A port that nobody has, below those that the kernel takes for outgoing connections: it can be used again."""
+    for _ in range(100):
+        port = random.SystemRandom().randrange(18000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+    raise AssertionError("no free port")
+
+
+def wait_until(what: str, check: Callable[[], T], timeout_s: float, *, every_s: float = 0.05) -> T:
+    """The first true answer of `check`; fails with its last one."""
+    deadline = time.monotonic() + timeout_s
+    while not (answer := check()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what} (last: {answer!r})"
+        time.sleep(every_s)
+    return answer
+
+
+def assert_gone(processes: Iterable[psutil.Process], timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """None of these processes runs any more."""
+    _, alive = psutil.wait_procs(list(processes), timeout=timeout_s)
+    alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not alive, f"orphans: {[(p.pid, p.cmdline()) for p in alive]}"
+
+
+class Process:
+    """One `python -m module`, in a session of its own, with its output in a file."""
+
+    def __init__(self, name: str, module: str, argv: Sequence[str], folder: Path) -> None:
+        self.name = name
+        self.argv = [sys.executable, "-X", "faulthandler", "-m", module, *argv]
+        self.log_path = folder / f"{name}.log"
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._family: dict[int, psutil.Process] = {}
+
+    def start(self) -> None:
+        """Start, or start again with the same flags; the log goes on."""
+        assert not self.alive
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "error::ResourceWarning"}
+        with self.log_path.open("ab") as log:
+            self._popen = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=environment,
+            )
+
+    @property
+    def pid(self) -> int:
+        assert self._popen is not None, "not started"
+        return self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._popen is not None and self._popen.poll() is None
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def family(self) -> list[psutil.Process]:
+        """This process and all its children that were ever seen here."""
+        if self.alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                me = psutil.Process(self.pid)
+                for process in (me, *me.children(recursive=True)):
+                    self._family.setdefault(process.pid, process)
+        return list(self._family.values())
+
+    def send(self, signum: signal.Signals) -> None:
+        """As `kill -SIGNUM`; to this process alone."""
+        self.family()
+        os.kill(self.pid, signum)
+
+    def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """The exit code."""
+        assert self._popen is not None
+        try:
+            return self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} has not ended within {timeout_s:g} s") from None
+
+    def stop(self, signum: signal.Signals = signal.SIGTERM) -> int:
+        """Ask it to end; its exit code. Nothing of it is left behind."""
+        self.send(signum)
+        code = self.wait()
+        assert_gone(self.family())
+        return code
+
+    def kill(self) -> None:
+        """kill -9, also when it is stopped."""
+        self.send(signal.SIGKILL)
+        self.wait()
+
+    def close(self) -> None:
+        """Make sure that neither it nor a child of it is left, whatever state they are in."""
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self._popen is not None:
+            self._popen.wait(STOP_TIMEOUT_S)
+        psutil.wait_procs(self.family(), timeout=STOP_TIMEOUT_S)
+
+    def assert_clean_log(self) -> None:
+        """No traceback, no leak, no bug was logged."""
+        for bad in ("Traceback", "leak", "Error:", "internal error", "Fatal Python error"):
+            assert bad not in self.log, f"{self.name}: {bad!r} in its log\n{self.log[-LOG_TAIL_CHARS:]}"
+
+
+class Call:
+    """A POST and what has come back so far. Use `finish`, or `hang_up`."""
+
+    def __init__(self, port: int, path: str, body: dict[str, Any]) -> None:
+        self.status: int | None = None
+        self.events: list[dict[str, Any]] = []
+        self.times: list[float] = []
+        self.answer: Any = None
+        self.saw_done = False
+        self.broken: str | None = None
+        self.ended_at: float | None = None
+        self._lock = threading.Condition()
+        self._connection = http.client.HTTPConnection(HOST, port, timeout=120)
+        self._connection.connect()
+        self._connection.request(
+            "POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        self._thread = threading.Thread(target=self._read, name=f"call {path}", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        return self.ended_at is not None
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last event that is not an error, or the answer."""
+        good = [event for event in self.events if "error" not in event]
+        return good[-1] if good else (self.answer or {})
+
+    @property
+    def token_ids(self) -> list[int]:
+        ids: list[int] = self.last.get("output_ids", [])
+        return ids
+
+    @property
+    def error(self) -> str | None:
+        """The message of the error, in an event or as the answer."""
+        for thing in (*self.events[-1:], self.answer):
+            if isinstance(thing, dict) and "error" in thing:
+                return str(thing["error"]["message"])
+        return None
+
+    def wait_tokens(self, count: int, timeout_s: float = 60.0) -> None:
+        """Until so many tokens have come."""
+        with self._lock:
+            came = self._lock.wait_for(lambda: self.ended or len(self.token_ids) >= count, timeout_s)
+        assert came, f"{len(self.token_ids)} of {count} tokens within {timeout_s:g} s"
+        assert len(self.token_ids) >= count, f"ended with {len(self.token_ids)} tokens: {self.error}"
+
+    def finish(self, timeout_s: float = 90.0) -> Call:
+        """Wait for the end of the answer, which must come."""
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), f"no end within {timeout_s:g} s; {len(self.events)} events so far"
+        return self
+
+    def hang_up(self) -> None:
+        """Go away in the middle of it."""
+        with contextlib.suppress(OSError):
+            if self._connection.sock is not None:
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def tokens(self, timeout_s: float = 90.0) -> list[int]:
+        """The tokens of an answer that must be complete and good."""
+        self.finish(timeout_s)
+        assert self.status == 200 and self.error is None and not self.broken, self.describe()
+        assert self.answer is not None or self.saw_done, "the stream did not end with [DONE]"
+        return self.token_ids
+
+    def describe(self) -> str:
+        return f"status {self.status}, {len(self.token_ids)} tokens, error {self.error!r}, broken {self.broken!r}"
+
+    def _read(self) -> None:
+        try:
+            response = self._connection.getresponse()
+            self.status = response.status
+            if response.headers.get_content_type() == "text/event-stream":
+                for line in response:
+                    self._line(line.decode().rstrip("\n"))
+            else:
+                self.answer = json.loads(response.read())
+            response.close()
+        except (OSError, http.client.HTTPException, json.JSONDecodeError, AttributeError) as error:
+            self.broken = f"{type(error).__name__}: {error}"
+        finally:
+            self._connection.close()
+            with self._lock:
+                self.ended_at = time.monotonic()
+                self._lock.notify_all()
+
+    def _line(self, line: str) -> None:
+        if not line.startswith("data: "):
+            assert not line, f"not an event: {line!r}"
+            return
+        with self._lock:
+            if line == "data: [DONE]":
+                self.saw_done = True
+            else:
+                assert not self.saw_done, "an event after [DONE]"
+                self.events.append(json.loads(line[6:]))
+                self.times.append(time.monotonic())
+            self._lock.notify_all()
+
+
+class Router(Process):
+    """`router` with any flags, on free ports."""
+
+    def __init__(self, folder: Path, *flags: str, name: str = "router") -> None:
+        self.port, self.control_port = free_port(), free_port()
+        self.url = f"http://{HOST}:{self.port}"
+        self._num_starts = 0
+        ports = ("--port", str(self.port), "--control-port", str(self.control_port))
+        super().__init__(name, "router", (*ports, *flags), folder)
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """Status and JSON; (0, None) when nobody answers."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=30)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            text = response.read()
+            return response.status, json.loads(text) if path != "/metrics" else text.decode()
+        except (OSError, http.client.HTTPException):
+            return 0, None
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: dict[str, Any]) -> Call:
+        return Call(self.port, path, body)
+
+    def generate(self, prompt: str | Sequence[int], max_new_tokens: int, **fields: Any) -> Call:
+        """POST /generate, greedy, with `ignore_eos`; `sampling` overrides parameters."""
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        sampling |= fields.pop("sampling", {})
+        given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+        return self.post("/generate", {**given, "sampling_params": sampling, **fields})
+
+    def start(self) -> None:
+        self._num_starts += 1
+        super().start()
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S, *, nodes: Sequence[Process] = ()) -> Router:
+        """Until /health says that all nodes are there, and the generation that proves it is over.
+
+        Neither the router nor any of `nodes` may end meanwhile.
+        """
+
+        def ready() -> bool:
+            for process in (self, *nodes):
+                assert process.alive, f"{process.name} ended with code {process.wait()}\n{process.log}"
+            code, health = self.get("/health")
+            return (
+                code == 200 and health["status"] == "ok" and self.log.count("\nServing ") == self._num_starts
+            )
+
+        wait_until("the router is ready", ready, timeout_s)
+        self.family()
+        return self
+
+    def loads(self) -> dict[str, dict[str, Any]]:
+        """The latest load of each live node, at most about a second old."""
+        _, info = self.get("/get_server_info")
+        return {} if info is None else {load["node_id"]: load for load in info["internal_states"]}
+
+    def wait_load(self, node_id: str, timeout_s: float = 30.0, **values: int) -> None:
+        """Until a node's load has these values."""
+
+        def reached() -> bool:
+            load = self.loads().get(node_id, {})
+            return all(load.get(name) == value for name, value in values.items())
+
+        wait_until(f"{node_id} has {values}: {self.loads().get(node_id)}", reached, timeout_s)
+
+    def wait_home(self, *node_ids: str, timeout_s: float = 20.0) -> float:
+        """Until the pages and slots of these nodes (all, if none is named) are back; seconds that took.
+
+        A load is up to a second old, so two different pongs in a row must say so.
+        """
+        started = time.monotonic()
+        seen: dict[str, set[int]] = {}
+
+        def home() -> bool:
+            loads = self.loads()
+            wanted = node_ids or tuple(loads)
+            for node_id in wanted:
+                load = loads.get(node_id)
+                if load is None or not is_home(load):
+                    seen.pop(node_id, None)
+                else:
+                    seen.setdefault(node_id, set()).add(load["progress"])
+            return bool(wanted) and all(len(seen.get(node_id, ())) >= 2 for node_id in wanted)
+
+        try:
+            wait_until("pages and slots are back", home, timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {json.dumps(self.loads())}") from None
+        return time.monotonic() - started
+
+    def __enter__(self) -> Router:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            print_logs(self)
+        self.close()
+
+
+def is_home(load: dict[str, Any]) -> bool:
+    """A node's load says that it holds nothing: every page is free or merely cached, no slot is taken."""
+    waiting = ("num_running", "num_waiting", "num_transferring", "num_bootstrapping", "num_held_pages")
+    free = load["num_free_pages"] + load["num_evictable_pages"]
+    return free == load["num_pages"] > 0 and not any(load[name] for name in waiting)
+
+
+class Node(Process):
+    """`prefill-node` or `decode-node`, started by hand."""
+
+    def __init__(self, folder: Path, role: str, name: str, *flags: str) -> None:
+        self.role = role
+        self.port = free_port()
+        self.address = f"{HOST}:{self.port}"
+        argv = ("--port", str(self.port), "--node-id", name, *flags)
+        super().__init__(name, f"{role}_node", argv, folder)
+
+
+class Fleet:
+    """`pPdD` nodes named p0, p1, .., d0, .., and a router that was told their addresses."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path | str,
+        topology: str = "1P1D",
+        *,
+        flags: Sequence[str] = (),
+        prefill_flags: Sequence[str] = (),
+        decode_flags: Sequence[str] = (),
+        router_flags: Sequence[str] = (),
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        num_prefill, num_decode = (int(n) for n in topology.rstrip("D").split("P"))
+        common = ("--model", str(model), *FLOAT32, *flags)
+        self.nodes = {
+            f"{role[0]}{i}": Node(folder, role, f"{role[0]}{i}", *common, *more)
+            for role, count, more in (
+                ("prefill", num_prefill, prefill_flags),
+                ("decode", num_decode, decode_flags),
+            )
+            for i in range(count)
+        }
+        joins = [part for node in self.nodes.values() for part in (f"--{node.role}", node.address)]
+        self.router = Router(folder, *joins, *router_flags)
+
+    def start(self) -> Fleet:
+        """Start all at once and wait until the router serves."""
+        for process in self.processes:
+            process.start()
+        self.wait_ready()
+        return self
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until every node serves."""
+        self.router.wait_ready(timeout_s, nodes=list(self.nodes.values()))
+
+    @property
+    def processes(self) -> list[Process]:
+        return [*self.nodes.values(), self.router]
+
+    def mend(self) -> None:
+        """Whatever a test did: every node runs again and holds nothing."""
+        for node in self.nodes.values():
+            if not node.alive:
+                node.start()
+            node.send(signal.SIGCONT)
+        self.wait_ready()
+        self.router.wait_home(*self.nodes, timeout_s=30)
+
+    def stop(self) -> None:
+        """End it as an operator would: exit codes 0, nothing left, nothing ugly in a log."""
+        codes = {process.name: process.stop() for process in reversed(self.processes)}
+        assert set(codes.values()) == {0}, codes
+        for process in self.processes:
+            process.assert_clean_log()
+
+    def close(self) -> None:
+        """Kill what is left."""
+        for process in self.processes:
+            process.close()
+
+    def __enter__(self) -> Fleet:
+        try:
+            return self.start()
+        except BaseException:
+            print_logs(*self.processes)
+            self.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            print_logs(*self.processes)
+        self.close()
+
+
+def print_logs(*processes: Process) -> None:
+    """The ends of their logs, where pytest shows them with the failure."""
+    for process in processes:
+        print(f"---------- {process.name}: {' '.join(process.argv[4:])}\n{process.log[-LOG_TAIL_CHARS:]}")
+
+
+def attach_logs(item: pytest.Item, report: pytest.TestReport) -> None:
+    """Show the logs of a failed test's fleets and routers: called by a conftest's pytest_runtest_makereport."""
+    if not report.failed or not isinstance(item, pytest.Function):
+        return
+    for value in item.funcargs.values():
+        processes = value.processes if isinstance(value, Fleet) else [value]
+        for process in processes:
+            if isinstance(process, Process):
+                report.sections.append((f"log of {process.name}", process.log[-LOG_TAIL_CHARS:]))
