@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -38,10 +38,16 @@ FLOAT32 = ("--dtype", "float32", "--device", "cpu", "--cpu-threads", "1")
 LOG_TAIL_CHARS = 6000
 
 
+_candidates = itertools.count(os.getpid() * 131)
+
+
 def free_port() -> int:
-    """A port that nobody has, below those that the kernel takes for outgoing connections: it can be used again."""
-    for _ in range(100):
-        port = random.SystemRandom().randrange(18000, 32000)
+    """A port that nobody has, below those that the kernel takes for outgoing connections: it can be used again.
+
+    None is given twice, and test runs beside each other look for theirs in different places.
+    """
+    for candidate in _candidates:
+        port = 18000 + candidate % 14000
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((HOST, port))
             return port

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 VOCAB_SIZE = 4096
-ROUNDS = 3
+ROUNDS = 2
 OUTPUT_TOKENS = 128
 PROMPT_TOKENS = 64
 LONG_PROMPT_TOKENS = 1000

@@ -20,7 +20,7 @@ from tests.fault.slow_model import (
     bring_into,
     expect_failure,
 )
-from tests.processes import Fleet
+from tests.processes import Fleet, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
@@ -72,8 +72,10 @@ def test_stop_and_continue(name: str, stage: Stage, fleet: Fleet, slow_model: Sl
         {"p0": "prefill node", "d0": "decode node"}[name],
         since=stopped_at,
         within_s=SEEN_WITHIN_S,
+        in_stage=name == "p0" or stage is not Stage.PREFILLING,  # the prefill node goes on
     )
     running.hang_up()
+    wait_until(f"{name} is lost", lambda: name not in fleet.router.loads(), SEEN_WITHIN_S)
     survivor = {"p0": "d0", "d0": "p0"}[name]
     print(f"{survivor} empty after {fleet.router.wait_home(survivor):.1f} s")
     if name == "p0":
