@@ -26,7 +26,7 @@ from router.status import VERSION, FleetStatus
 from shared.errors import RequestError
 from shared.log import crash
 
-_OPEN_PATHS = ("/health", "/metrics")
+_OPEN_PATHS = ("/health",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 class ApiKey:
-    """Refuses whoever does not send `Authorization: Bearer KEY`; /health and /metrics stay open, as in SGLang."""
+    """Refuses whoever does not send `Authorization: Bearer KEY`; /health stays open for probes."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
