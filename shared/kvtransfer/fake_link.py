@@ -15,6 +15,7 @@ import torch
 
 from shared.config import TransferOptions
 from shared.errors import LinkError
+from shared.kvtransfer.copier import Copier
 from shared.kvtransfer.fake import FakeNetwork
 from shared.kvtransfer.link import Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.staging import HEADER_NBYTES
@@ -32,6 +33,10 @@ class FakeLinkFactory:
         """See LinkFactory."""
         self._network.add_loop(self._party, loop)
         return _FakeDriver(loop)
+
+    def new_copier(self, name: str) -> Copier:
+        """See LinkFactory."""
+        return _InlineCopier()
 
     def new_buffer(self, nbytes: int) -> torch.Tensor:
         """See LinkFactory."""
@@ -213,6 +218,17 @@ class FakeOp:
         if self.left:
             raise LinkError(self._reason)
         return False
+
+
+class _InlineCopier:
+    """Copies at once."""
+
+    def submit(self, copy: Callable[[], None], /) -> None:
+        """See Copier."""
+        copy()
+
+    def shutdown(self, wait: bool = True) -> None:
+        """See Copier."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,9 @@ from torch.distributed import ProcessGroupGloo, Work
 
 from shared.config import TransferOptions
 from shared.errors import LinkError
+from shared.host_memory import new_host_buffer
 from shared.kvtransfer.challenge import NBYTES, challenge
+from shared.kvtransfer.copier import Copier, thread_copier
 from shared.kvtransfer.link import Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.thread_driver import ThreadDriver
 
@@ -52,9 +54,15 @@ class GlooLinkFactory:
         """See LinkFactory."""
         return ThreadDriver(name, loop)
 
+    def new_copier(self, name: str) -> Copier:
+        """See LinkFactory."""
+        return thread_copier(name)
+
     def new_buffer(self, nbytes: int) -> torch.Tensor:
         """See LinkFactory. Pinned when the KV pages are on a GPU."""
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._pin_memory)
+        if self._pin_memory:
+            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        return new_host_buffer(nbytes)
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         """See LinkFactory."""

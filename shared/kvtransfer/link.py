@@ -18,6 +18,7 @@ import torch
 
 from shared.config import TransferOptions
 from shared.errors import ConfigError
+from shared.kvtransfer.copier import Copier
 
 if TYPE_CHECKING:
     from shared.kvtransfer.link_store import LinkStore
@@ -91,8 +92,12 @@ class LinkFactory(Protocol):
         """Have `loop` stepped until it is finished. Must not block."""
         ...
 
+    def new_copier(self, name: str) -> Copier:
+        """Who gathers pages into the slots of one link."""
+        ...
+
     def new_buffer(self, nbytes: int) -> torch.Tensor:
-        """Staging memory, uint8. Called on the thread that steps the loop."""
+        """Staging memory, uint8. Called on the thread that is the first to use it."""
         ...
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:

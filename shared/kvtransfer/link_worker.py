@@ -95,9 +95,9 @@ class LinkWorker:
     def step(self, *, block: bool) -> bool:
         """One piece of work: build, move a chunk, or wait for the ops of a dead link to leave."""
         try:
-            if self._link is None:
-                return self._build(block=block)
             if self.death is None:
+                if self._link is None:
+                    return self._build(block=block)
                 return self.loop.step(self._link, block=block)
         except LinkError as error:
             self._report_dead(self, str(error))
@@ -108,15 +108,13 @@ class LinkWorker:
             return True
         if not self.loop.drain(block=block):
             return False
-        self._link.close()
-        self._link = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
         self.finished = True
         return True
 
     def _build(self, *, block: bool) -> bool:
-        if self.death is not None:
-            self.finished = True
-            return True
         self._link = self._factory.build(self._spec, self._on_peer_gone, block=block)
         if self._link is None:
             return False

@@ -24,6 +24,7 @@ import torch
 from shared.config import TransferOptions
 from shared.errors import ConfigError, LinkError
 from shared.kvtransfer.challenge import NBYTES, challenge
+from shared.kvtransfer.copier import Copier, thread_copier
 from shared.kvtransfer.link import RECEIVER, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.thread_driver import ThreadDriver
 
@@ -69,6 +70,11 @@ class NcclLinkFactory:
         """See LinkFactory."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return ThreadDriver(name, loop, torch.cuda.stream(stream))
+
+    def new_copier(self, name: str) -> Copier:
+        """See LinkFactory. On a stream of its own: a gather has ended before its chunk is sent."""
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return thread_copier(name, lambda: torch.cuda.set_stream(stream))
 
     def new_buffer(self, nbytes: int) -> torch.Tensor:
         """See LinkFactory."""

@@ -1,12 +1,17 @@
-"""The data thread of a link on the prefill node: takes Grants in order, gathers pages, sends them."""
+"""The data thread of a link on the prefill node: takes Grants in order, has pages gathered, sends them.
+
+While one chunk is being sent, the copier already gathers the next into another slot.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
 from shared.errors import LinkError
+from shared.kvtransfer.copier import Copier
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link import Link, Op
 from shared.kvtransfer.page_store import PageStore
@@ -26,22 +31,35 @@ class GatherGate(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    slot: Slot
+    grant: Grant
+    failure: Exception | None
+
+
 class SendLoop:
     """Serves every Grant, since a receive is posted for each: a Grant that came too late is answered void."""
 
-    def __init__(self, *, ring: SlotRing, pages: PageStore, num_layers: int, gate: GatherGate) -> None:
+    def __init__(
+        self, *, ring: SlotRing, pages: PageStore, num_layers: int, gate: GatherGate, copier: Copier
+    ) -> None:
         self._ring = ring
+        self._copier = copier
         self._pages = pages
         self._num_layers = num_layers
         self._gate = gate
         self._grants: deque[Grant] = deque()
         self._next_seq = 0
         self._kicked = threading.Event()
+        self._gathered: deque[_Gathered] = deque()
         self._sending: deque[tuple[Op, Slot]] = deque()
+        self._lock = threading.Lock()
+        """Guards the ring and the grants: the copier takes them, other threads bring them."""
 
     @property
     def num_slots_out(self) -> int:
-        """Slots that sends under way still read."""
+        """Slots that are being filled, or that sends under way still read."""
         return self._ring.num_out
 
     def accept(self, grant: Grant) -> None:
@@ -59,24 +77,19 @@ class SendLoop:
         if grant.nbytes > self._ring.message_nbytes:
             raise LinkError(f"grant of {grant.nbytes} bytes exceeds slots of {self._ring.message_nbytes}")
         self._next_seq += 1
-        self._grants.append(grant)
-        self.kick()
+        with self._lock:
+            self._grants.append(grant)
+        self._copier.submit(self._gather_granted)
 
     def kick(self) -> None:
         """Look for work again. Any thread."""
         self._kicked.set()
 
     def step(self, link: Link, *, block: bool) -> bool:
-        """Send the next granted chunk, or wait for the oldest send to leave its slot."""
+        """Send the next gathered chunk, or wait for the oldest send to leave its slot."""
         self._kicked.clear()
-        if self._grants and (slot := self._ring.take()) is not None:
-            grant = self._grants.popleft()
-            try:
-                op = self._send(link, grant, slot)
-            except BaseException:
-                self._ring.give_back(slot)
-                raise
-            self._sending.append((op, slot))
+        if self._gathered:
+            self._send(link, self._gathered[0])
             return True
         if self._sending:
             return self._reap(block=block)
@@ -86,16 +99,38 @@ class SendLoop:
 
     def drain(self, *, block: bool) -> bool:
         """See LinkLoop."""
+        with self._lock:
+            self._grants.clear()
+        self._copier.shutdown(wait=block)
+        while self._gathered:
+            self._give_back(self._gathered.popleft().slot)
         while self._sending:
             try:
                 if not self._reap(block=block):
                     return False
             except LinkError:  # expected of a dead link; what matters is that the op has left
-                _, slot = self._sending.popleft()
-                self._ring.give_back(slot)
+                self._give_back(self._sending.popleft()[1])
         return True
 
-    def _send(self, link: Link, grant: Grant, slot: Slot) -> Op:
+    # ----------------------------------------------------------------------------------- the copier
+    def _gather_granted(self) -> None:
+        while (work := self._next_gather()) is not None:
+            grant, slot = work
+            try:
+                self._gather(grant, slot)
+                failure = None
+            except Exception as error:  # kept for the link's thread, which ends the link with it
+                failure = error
+            self._gathered.append(_Gathered(slot, grant, failure))
+            self.kick()
+
+    def _next_gather(self) -> tuple[Grant, Slot] | None:
+        with self._lock:
+            if not self._grants or (slot := self._ring.take()) is None:
+                return None
+            return self._grants.popleft(), slot
+
+    def _gather(self, grant: Grant, slot: Slot) -> None:
         chunk = Chunk(grant.first_page, grant.num_pages, grant.first_layer, grant.num_layers)
         page_ids = self._gate.begin_gather(grant.key, chunk)
         if page_ids is not None:
@@ -105,12 +140,26 @@ class SendLoop:
             finally:
                 self._gate.end_gather(grant.key, payload.numel())
         slot.seal(Envelope(grant.key, chunk, grant.seq), grant.nbytes, void=page_ids is None)
-        return link.send(slot.message(grant.nbytes), grant.seq)
+
+    # ----------------------------------------------------------------------------- the link's thread
+    def _send(self, link: Link, gathered: _Gathered) -> None:
+        if gathered.failure is not None:
+            raise gathered.failure
+        op = link.send(gathered.slot.message(gathered.grant.nbytes), gathered.grant.seq)
+        self._gathered.popleft()
+        self._sending.append((op, gathered.slot))
 
     def _reap(self, *, block: bool) -> bool:
         op, slot = self._sending[0]
         if not op.wait(block=block):
             return False
         self._sending.popleft()
-        self._ring.give_back(slot)
+        self._give_back(slot)
         return True
+
+    def _give_back(self, slot: Slot) -> None:
+        with self._lock:
+            self._ring.give_back(slot)
+            waiting = bool(self._grants)
+        if waiting:
+            self._copier.submit(self._gather_granted)

@@ -352,7 +352,13 @@ class SendSide:
         peer.hello_at = self._clock()
         options = self._options
         ring = SlotRing(options.num_slots, options.slot_nbytes, self._factory.new_buffer)
-        loop = SendLoop(ring=ring, pages=self._pages, num_layers=self._layout.num_layers, gate=self)
+        loop = SendLoop(
+            ring=ring,
+            pages=self._pages,
+            num_layers=self._layout.num_layers,
+            gate=self,
+            copier=self._factory.new_copier(message.link),
+        )
         self._links.begin(peer_id, message.link, message.secret, loop)
 
     def _link_died(self, worker: LinkWorker, reason: str) -> None:

@@ -62,7 +62,7 @@ class Slot:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
-        self._on_host = buffer.device.type == "cpu"
+        self._host_bytes = buffer.numpy().data if buffer.device.type == "cpu" else None
 
     def message(self, nbytes: int) -> torch.Tensor:
         """The first `nbytes` of the slot, header included: what a Grant speaks of."""
@@ -74,30 +74,37 @@ class Slot:
 
     def seal(self, envelope: Envelope, nbytes: int, *, void: bool) -> None:
         """Write the header of a message of `nbytes` whose payload is in place."""
-        flag = Flag.VOID if void else Flag.CHECKED if self._on_host else Flag.UNCHECKED
-        fields = envelope.fields(flag)
-        digest = self._digest(fields, nbytes) if flag is Flag.CHECKED else 0
-        header = fields + _DIGEST.pack(digest)
-        self.buffer[:HEADER_NBYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        if self._host_bytes is None:
+            fields = envelope.fields(Flag.VOID if void else Flag.UNCHECKED)
+            header = torch.frombuffer(bytearray(fields + _DIGEST.pack(0)), dtype=torch.uint8)
+            self.buffer[:HEADER_NBYTES].copy_(header)
+            return
+        fields = envelope.fields(Flag.VOID if void else Flag.CHECKED)
+        digest = 0 if void else _digest(fields, self._host_bytes[HEADER_NBYTES:nbytes])
+        self._host_bytes[:HEADER_NBYTES] = fields + _DIGEST.pack(digest)
 
     def open(self, envelope: Envelope, nbytes: int) -> tuple[Flag, bool]:
         """Read the header of a message of `nbytes`: its flag, and whether the payload is intact.
 
         LinkError: this is another message than the one that was granted, so the two ends disagree on order.
         """
-        header = bytes(self.buffer[:HEADER_NBYTES].cpu().numpy())
-        for flag in Flag:
-            fields = envelope.fields(flag)
+        if self._host_bytes is not None:
+            header = bytes(self._host_bytes[:HEADER_NBYTES])
+            fields = envelope.fields(Flag.CHECKED)
             if header.startswith(fields):
-                if flag is not Flag.CHECKED:
-                    return flag, True
-                return flag, header == fields + _DIGEST.pack(self._digest(fields, nbytes))
+                digest = _digest(fields, self._host_bytes[HEADER_NBYTES:nbytes])
+                return Flag.CHECKED, header == fields + _DIGEST.pack(digest)
+        else:
+            header = self.buffer[:HEADER_NBYTES].cpu().numpy().tobytes()
+        for flag in (Flag.UNCHECKED, Flag.VOID):
+            if header.startswith(envelope.fields(flag)):
+                return flag, True
         raise LinkError(f"message {envelope.seq} is not the chunk that was granted: header {header.hex()}")
 
-    def _digest(self, fields: bytes, nbytes: int) -> int:
-        # Seeded with the header, so that a payload cannot pass under another header.
-        seed = xxhash.xxh3_64_intdigest(fields)
-        return xxhash.xxh3_64_intdigest(self.payload(nbytes).numpy().data, seed=seed)
+
+def _digest(fields: bytes, payload: memoryview) -> int:
+    # Seeded with the header, so that a payload cannot pass under another header.
+    return xxhash.xxh3_64_intdigest(payload, seed=xxhash.xxh3_64_intdigest(fields))
 
 
 class SlotRing:

@@ -17,7 +17,7 @@ def run() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    for figure in [transfer.main(), *serving.main()]:
+    for figure in [*transfer.main(), *serving.main()]:
         print(json.dumps({**figure, **machine}), flush=True)
 
 

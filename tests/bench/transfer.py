@@ -41,8 +41,8 @@ from shared.protocol.messages import (
 NUM_LAYERS, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM = 16, 8, 16, 64
 LAYOUT = KVLayout("bench", "bfloat16", PAGE_SIZE, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM)
 PAGES_PER_TRANSFER = 64
-TRANSFERS_PER_ROUND = 8
-ROUNDS = 7
+TRANSFERS_PER_ROUND = 16
+ROUNDS = 9
 MESSAGE_BYTES = 4 << 20
 IN_FLIGHT = 4
 CPU = torch.device("cpu")
@@ -107,12 +107,11 @@ class RawGloo:
         return time.perf_counter() - start
 
 
-def prefill_side(pipe: Connection, address: str, port: int) -> None:
+def prefill_side(pipe: Connection, address: str, port: int, options: TransferOptions) -> None:
     """The child: sends when told."""
     torch.set_num_threads(1)
     pool, control, wake = make_pool(), ControlThread(), threading.Event()
     pool.buffer_LSNHPD.normal_()
-    options = TransferOptions(slot_nbytes=MESSAGE_BYTES, num_slots=IN_FLIGHT)
     node = NodeRef("p", "p#1", "tcp://nowhere:0")
     sender = SendSide(
         node=node,
@@ -138,7 +137,7 @@ def prefill_side(pipe: Connection, address: str, port: int) -> None:
             sender.open(key, "d#1")
         pending = set(places)
         while pending:
-            wake.wait(0.01)
+            wake.wait(0.1)
             wake.clear()
             sender.tick()
             for event in sender.poll():
@@ -156,11 +155,17 @@ def prefill_side(pipe: Connection, address: str, port: int) -> None:
     control.close()
 
 
-def main() -> dict[str, Any]:
+def main() -> list[dict[str, Any]]:
+    """Measure with the default staging slots, and with few large ones."""
+    defaults = TransferOptions()
+    large = TransferOptions(slot_nbytes=16 << 20)
+    return [measure(options) for options in (defaults, large)]
+
+
+def measure(options: TransferOptions) -> dict[str, Any]:
     """Run both ways in turn and return the figures."""
     torch.set_num_threads(1)
     pool, control, wake = make_pool(), ControlThread(), threading.Event()
-    options = TransferOptions(slot_nbytes=MESSAGE_BYTES, num_slots=IN_FLIGHT)
     port = control.bind("127.0.0.1", 0)
     receiver = ReceiveSide(
         node=NodeRef("d", "d#1", f"tcp://127.0.0.1:{port}"),
@@ -180,7 +185,7 @@ def main() -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     child = context.Process(
-        target=prefill_side, args=(there, f"tcp://127.0.0.1:{port}", raw_port), daemon=True
+        target=prefill_side, args=(there, f"tcp://127.0.0.1:{port}", raw_port, options), daemon=True
     )
     child.start()
     raw = RawGloo(0, raw_port)
@@ -194,7 +199,7 @@ def main() -> dict[str, Any]:
             receiver.open(key, "p#1", page_ids(i), 0)
         left = TRANSFERS_PER_ROUND
         while left:
-            wake.wait(0.01)
+            wake.wait(0.1)
             wake.clear()
             receiver.tick()
             for event in receiver.poll():
@@ -211,6 +216,7 @@ def main() -> dict[str, Any]:
     ratios = [path / limit for path, limit in zip(path_gbs, raw_gbs, strict=True)]
     return {
         "bench": "transfer",
+        "slots": f"{options.num_slots} x {options.slot_nbytes >> 20} MiB",
         "mib_per_round": round_bytes() >> 20,
         "raw_gloo_gb_s": round(statistics.median(raw_gbs), 3),
         "whole_path_gb_s": round(statistics.median(path_gbs), 3),
@@ -221,4 +227,5 @@ def main() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main()))
+    for figures in main():
+        print(json.dumps(figures))

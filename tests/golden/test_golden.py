@@ -78,10 +78,10 @@ def test_the_cases_cover_every_pair() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_reference_outputs_are_diverse(zoo: Zoo, model: str) -> None:
-    """At least 10 distinct tokens in 32; mostly so for the built-in model, which likes to repeat itself."""
+    """At least 10 distinct tokens in 32; the built-in model may repeat itself after a few of its prompts."""
     outputs = [zoo.greedy(model, i) for i in range(NUM_PROMPTS)]
     num_dull = sum(len(set(tokens)) < 10 for tokens in outputs)
-    assert num_dull <= (NUM_PROMPTS // 4 if model == "builtin" else 0)
+    assert num_dull <= (NUM_PROMPTS // 8 if model == "builtin" else 0)
     assert len({tuple(tokens) for tokens in outputs}) == NUM_PROMPTS
 
 
