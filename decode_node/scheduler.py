@@ -20,7 +20,7 @@ from decode_node.transfer_queue import TransferQueue, take_over
 from shared import log
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
-from shared.engine.launcher import Launched, Launcher
+from shared.engine.launcher import Launcher
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError, TransferError
 from shared.kvtransfer.receiver import ReceiveSide
@@ -56,9 +56,12 @@ class DecodeScheduler:
         self._vitals = vitals
         self._wake = wake
         self._router_timeout_s = router_timeout_s
-        self._overlap = not options.disable_overlap_schedule
-        self._launcher = Launcher(engine.stream, engine.ledger, engine.eos_token_ids)
-        self._in_flight: Launched | None = None
+        self._launcher = Launcher(
+            engine.stream,
+            engine.ledger,
+            engine.eos_token_ids,
+            overlap=not options.disable_overlap_schedule,
+        )
         self.batcher = Batcher(engine.ledger, options)
         self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options)
         self.transfer_queue = TransferQueue(engine.ledger)
@@ -77,15 +80,14 @@ class DecodeScheduler:
         self._hear()
         self._reserve()
         batch = self.batcher.get_next_batch()
-        launched = self._launcher.launch(batch)
-        done, self._in_flight = (self._in_flight, launched) if self._overlap else (launched, None)
-        committed, failed = self._launcher.commit(done)
+        was_in_flight = self._launcher.in_flight
+        committed, failed = self._launcher.turn(batch)
         self._account(committed)
         for req in failed:
             self._fail(req, 500, "the forward of this request failed on the decode node")
         self._router_port.flush()
-        worked = launched is not None or done is not None
-        self._publish(busy=worked or self._in_flight is not None)
+        worked = batch is not None or was_in_flight is not None
+        self._publish(busy=worked)
         return worked
 
     # ------------------------------------------------------------------------------------------- hear

@@ -21,7 +21,7 @@ from prefill_node.peering import Peering
 from shared import log
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
-from shared.engine.launcher import Launched, Launcher
+from shared.engine.launcher import Launcher
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError
 from shared.kvtransfer.sender import SendSide
@@ -59,9 +59,12 @@ class PrefillScheduler:
         self._vitals = vitals
         self._wake = wake
         self._router_timeout_s = router_timeout_s
-        self._overlap = not options.disable_overlap_schedule
-        self._launcher = Launcher(engine.stream, engine.ledger, engine.eos_token_ids)
-        self._in_flight: Launched | None = None
+        self._launcher = Launcher(
+            engine.stream,
+            engine.ledger,
+            engine.eos_token_ids,
+            overlap=not options.disable_overlap_schedule,
+        )
         self.batcher = Batcher(engine.ledger, options)
         self.bootstrap_queue = BootstrapQueue()
         self.inflight_queue = InflightQueue(engine.ledger, sender)
@@ -81,15 +84,14 @@ class PrefillScheduler:
         """One turn: hear, plan, run, account, speak. False when there was nothing to compute."""
         self._hear()
         batch = self.batcher.get_next_batch()
-        launched = self._launcher.launch(batch)
-        done, self._in_flight = (self._in_flight, launched) if self._overlap else (launched, None)
-        committed, failed = self._launcher.commit(done)
+        was_in_flight = self._launcher.in_flight
+        committed, failed = self._launcher.turn(batch)
         self._account(committed)
         for req in failed:
             self._fail(req, 500, "the forward of this request failed on the prefill node")
         self._router_port.flush()
-        worked = launched is not None or done is not None
-        self._publish(busy=worked or self._in_flight is not None)
+        worked = batch is not None or was_in_flight is not None
+        self._publish(busy=worked)
         return worked
 
     # ------------------------------------------------------------------------------------------- hear
@@ -211,7 +213,7 @@ class PrefillScheduler:
 
     # ------------------------------------------------------------------------------------------ speak
     def _publish(self, *, busy: bool) -> None:
-        in_flight = len(self._in_flight.batch.items) if self._in_flight is not None else 0
+        in_flight = len(launched.batch.items) if (launched := self._launcher.in_flight) is not None else 0
         self._vitals.publish(
             idle=not self.reqs and not busy,
             busy=busy,

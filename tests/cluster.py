@@ -255,7 +255,7 @@ class Cluster:
         self.run(
             lambda: (
                 all(a.ended for a in self.router.answers.values())
-                and all(not node.scheduler.reqs and node.scheduler._in_flight is None for node in self.live)
+                and all(not node.scheduler.reqs and node.scheduler._launcher.in_flight is None for node in self.live)
             ),
             max_steps=max_steps,
             check=check,

@@ -17,6 +17,7 @@ from shared.engine.build import Engine, make_ledger
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.model.config import ModelConfig
 from shared.protocol.messages import KVLayout, NodeLimits
+from shared.scheduling.sampled import Sampled
 
 VOCAB_SIZE = 997
 EOS = 7
@@ -67,10 +68,10 @@ class TokenResult:
     stream: TokenStream
     tokens: list[int] | None = None
 
-    def wait(self) -> list[int]:
+    def wait(self) -> Sampled:
         while self.tokens is None:
             self.stream.run_one()
-        return self.tokens
+        return Sampled(self.tokens)
 
 
 class TokenStream:
@@ -87,6 +88,9 @@ class TokenStream:
         result = TokenResult(self)
         self.queue.append((batch, result))
         return result
+
+    def sample(self, forwarded: TokenResult) -> TokenResult:
+        return forwarded
 
     def run_one(self) -> None:
         batch, result = self.queue.pop(0)

@@ -1,30 +1,39 @@
-"""Where forwards run, in launch order, while the scheduler goes on: one thread on CPUs, one CUDA stream on GPUs."""
+"""Where forwards run, in launch order, while the scheduler goes on: one thread on CPUs, one CUDA stream on GPUs.
+
+A forward has two halves, each queued by itself: `submit` computes logits, `sample` draws from them. Between the
+two the scheduler may commit the step before, which is what a mask that depends on it needs.
+"""
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from shared.engine.model_runner import ModelRunner
+from shared.engine.model_runner import Forwarded, ModelRunner
 from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.scheduling.sampled import Sampled
 
 
 class GenerationBatchResult(Protocol):
-    """A forward that was launched. Whoever holds it keeps its buffers alive."""
+    """A forward that was launched and told to sample. Whoever holds it keeps its buffers alive."""
 
-    def wait(self) -> list[int]:
-        """Block until `copy_done`: the sampled tokens are on the host. Raises what the forward raised."""
+    def wait(self) -> Sampled:
+        """Block until `copy_done`: what was sampled is on the host. Raises what the forward raised."""
         ...
 
 
 class ForwardStream(Protocol):
     """First in, first out, asynchronous. Called by the scheduler thread alone."""
 
-    def submit(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
-        """Launch a forward behind all those launched before."""
+    def submit(self, batch: ModelWorkerBatch) -> Any:
+        """Launch a forward behind all those launched before. Give what it returns to `sample`, before the next."""
+        ...
+
+    def sample(self, forwarded: Any) -> GenerationBatchResult:
+        """Queue the sampling of the forward that `submit` launched last."""
         ...
 
     def close(self) -> None:
@@ -36,9 +45,9 @@ class ForwardStream(Protocol):
 class CpuResult:
     """`copy_done` of a forward that runs on the worker thread."""
 
-    future: Future[list[int]]
+    future: Future[Sampled]
 
-    def wait(self) -> list[int]:
+    def wait(self) -> Sampled:
         """See GenerationBatchResult."""
         return self.future.result()
 
@@ -50,56 +59,71 @@ class CpuForwardStream:
         self._runner = runner
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forward")
 
-    def submit(self, batch: ModelWorkerBatch) -> CpuResult:
+    def submit(self, batch: ModelWorkerBatch) -> Future[Forwarded]:
         """See ForwardStream."""
-        return CpuResult(self._worker.submit(self._forward, batch))
+        return self._worker.submit(self._runner.forward, batch)
+
+    def sample(self, forwarded: Future[Forwarded]) -> CpuResult:
+        """See ForwardStream."""
+        return CpuResult(self._worker.submit(self._sample, forwarded))
 
     def close(self) -> None:
         """See ForwardStream."""
         self._worker.shutdown()
 
-    def _forward(self, batch: ModelWorkerBatch) -> list[int]:
-        tokens: list[int] = self._runner.forward(batch).tolist()
-        return tokens
+    def _sample(self, forwarded: Future[Forwarded]) -> Sampled:
+        return Sampled(self._runner.sample(forwarded.result()).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class CudaForwarded:
+    """A queued forward; `batch` keeps its host arrays alive until `copy_done`."""
+
+    forwarded: Forwarded
+    batch: ModelWorkerBatch
 
 
 @dataclass(frozen=True, slots=True)
 class CudaResult:
-    """`copy_done` of a forward on the CUDA stream; `batch` keeps its host arrays alive until then."""
+    """`copy_done` of a forward on the CUDA stream."""
 
     host_tokens_S: torch.Tensor
     copy_done: torch.cuda.Event
-    batch: ModelWorkerBatch
+    launched: CudaForwarded
 
-    def wait(self) -> list[int]:
+    def wait(self) -> Sampled:
         """See GenerationBatchResult."""
         self.copy_done.synchronize()
-        tokens: list[int] = self.host_tokens_S.tolist()
-        return tokens
+        return Sampled(self.host_tokens_S.tolist())
 
 
 class CudaForwardStream:
-    """A CUDA stream: `submit` queues the kernels from the calling thread and returns before they have run."""
+    """A CUDA stream: kernels are queued from the calling thread, which goes on before they have run."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
 
-    def submit(self, batch: ModelWorkerBatch) -> CudaResult:
+    def submit(self, batch: ModelWorkerBatch) -> CudaForwarded:
         """See ForwardStream."""
         with torch.cuda.stream(self._stream):
-            tokens_S = self._runner.forward(batch)
+            return CudaForwarded(self._runner.forward(batch), batch)
+
+    def sample(self, forwarded: CudaForwarded) -> CudaResult:
+        """See ForwardStream."""
+        with torch.cuda.stream(self._stream):
+            tokens_S = self._runner.sample(forwarded.forwarded)
             host_S = torch.empty(tokens_S.shape, dtype=tokens_S.dtype, pin_memory=True)
             host_S.copy_(tokens_S, non_blocking=True)
             copy_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copy_done.record(self._stream)
-        return CudaResult(host_S, copy_done, batch)
+        return CudaResult(host_S, copy_done, forwarded)
 
     def close(self) -> None:
         """See ForwardStream."""
         self._stream.synchronize()
 
 
-def make_forward_stream(runner: ModelRunner) -> ForwardStream:
+def make_forward_stream(runner: ModelRunner) -> CpuForwardStream | CudaForwardStream:
     """The stream for the runner's device."""
     return CudaForwardStream(runner) if runner.device.type == "cuda" else CpuForwardStream(runner)

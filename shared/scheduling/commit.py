@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import Finish
 from shared.scheduling.req import Req
+from shared.scheduling.sampled import Sampled
 from shared.scheduling.schedule_batch import ScheduleBatch
 
 
@@ -21,15 +21,15 @@ class Committed:
 
 
 def commit_result(
-    batch: ScheduleBatch, token_ids: Sequence[int], ledger: KVLedger, eos_token_ids: frozenset[int]
+    batch: ScheduleBatch, sampled: Sampled, ledger: KVLedger, eos_token_ids: frozenset[int]
 ) -> Committed:
-    """Apply a forward's tokens (one for each item that samples, in order) to its requests.
+    """Apply what a forward sampled to its requests.
 
     Results of requests that were retracted, aborted or finished meanwhile are dropped: under overlap the step
     after an EOS has been launched before anybody has seen the EOS.
     """
     out = Committed()
-    tokens = iter(token_ids)
+    tokens = iter(sampled.token_ids)
     for item in batch.items:
         token = next(tokens) if item.position is not None else None
         req = item.req

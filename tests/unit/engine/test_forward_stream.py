@@ -50,7 +50,7 @@ class GatedRunner:
     fails_at: int | None = None
     device = torch.device("cpu")
 
-    def forward(self, batch: ModelWorkerBatch) -> torch.Tensor:
+    def forward(self, batch: ModelWorkerBatch) -> int:
         self.began.set()
         assert self.gate.wait(10)
         number = int(batch.input_ids_T[0])
@@ -58,6 +58,10 @@ class GatedRunner:
         self.threads.add(threading.get_ident())
         if number == self.fails_at:
             raise ValueError(f"forward {number}")
+        return number
+
+    def sample(self, number: int) -> torch.Tensor:
+        self.threads.add(threading.get_ident())
         return torch.tensor([number, number + 1])
 
 
@@ -75,17 +79,17 @@ def stream(runner: GatedRunner) -> Iterator[CpuForwardStream]:
 
 
 def test_submit_returns_before_the_forward_has_run(runner: GatedRunner, stream: CpuForwardStream) -> None:
-    results = [stream.submit(batch(i)) for i in range(3)]
+    results = [stream.sample(stream.submit(batch(i))) for i in range(3)]
     assert runner.began.wait(10)
     assert runner.order == []
     runner.gate.set()
-    assert [result.wait() for result in results] == [[0, 1], [1, 2], [2, 3]]
+    assert [result.wait().token_ids for result in results] == [[0, 1], [1, 2], [2, 3]]
 
 
 def test_forwards_run_in_launch_order_on_one_thread(runner: GatedRunner, stream: CpuForwardStream) -> None:
     runner.gate.set()
-    results = [stream.submit(batch(i)) for i in range(50)]
-    assert results[-1].wait() == [49, 50]
+    results = [stream.sample(stream.submit(batch(i))) for i in range(50)]
+    assert results[-1].wait().token_ids == [49, 50]
     assert runner.order == list(range(50))
     assert len(runner.threads) == 1
     assert threading.get_ident() not in runner.threads
@@ -96,20 +100,20 @@ def test_a_failure_is_raised_by_wait_and_the_stream_goes_on(
 ) -> None:
     runner.gate.set()
     runner.fails_at = 1
-    results = [stream.submit(batch(i)) for i in range(3)]
-    assert results[0].wait() == [0, 1]
+    results = [stream.sample(stream.submit(batch(i))) for i in range(3)]
+    assert results[0].wait().token_ids == [0, 1]
     with pytest.raises(ValueError, match="forward 1"):
         results[1].wait()
-    assert results[2].wait() == [2, 3]
+    assert results[2].wait().token_ids == [2, 3]
 
 
 def test_close_finishes_what_was_launched(runner: GatedRunner) -> None:
     stream = CpuForwardStream(runner)  # type: ignore[arg-type]
-    results = [stream.submit(batch(i)) for i in range(5)]
+    results = [stream.sample(stream.submit(batch(i))) for i in range(5)]
     threading.Timer(0.05, runner.gate.set).start()
     stream.close()
     assert runner.order == list(range(5))
-    assert results[4].wait() == [4, 5]
+    assert results[4].wait().token_ids == [4, 5]
     assert not any(thread.name.startswith("forward") for thread in threading.enumerate())
 
 

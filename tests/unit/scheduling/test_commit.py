@@ -8,6 +8,7 @@ from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import Finish
 from shared.scheduling.commit import Committed, commit_result, finish_reason
 from shared.scheduling.req import Req
+from shared.scheduling.sampled import Sampled
 from shared.scheduling.schedule_batch import ScheduleBatch, schedule
 from shared.timeline import ReqStage
 from tests.unit.scheduling.conftest import MakeLedger, MakeReq
@@ -27,7 +28,7 @@ def extend(req: Req, length: int, *, samples: bool = True) -> ScheduleBatch:
 
 
 def commit(ledger: KVLedger, batch: ScheduleBatch, *tokens: int) -> Committed:
-    return commit_result(batch, tokens, ledger, EOS)
+    return commit_result(batch, Sampled(tokens), ledger, EOS)
 
 
 def test_a_chunk_brings_kv_and_no_token(make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
