@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
 from shared.kvtransfer.receiver import ReceiveSide
@@ -11,11 +13,21 @@ from shared.timeline import ReqStage
 
 
 class PreallocQueue:
-    """First come first served. What is reserved here is the backpressure on the prefill fleet."""
+    """First come first served among those of the same level (see `PriorityRule`), higher levels first.
 
-    def __init__(self, ledger: KVLedger, receiver: ReceiveSide, options: ScheduleOptions) -> None:
+    What is reserved here is the backpressure on the prefill fleet.
+    """
+
+    def __init__(
+        self,
+        ledger: KVLedger,
+        receiver: ReceiveSide,
+        options: ScheduleOptions,
+        level: Callable[[Req], int],
+    ) -> None:
         self._ledger = ledger
         self._receiver = receiver
+        self._level = level
         self._headroom = options.num_reserved_decode_tokens
         self._queue: list[tuple[Req, NodeRef]] = []
 
@@ -30,18 +42,21 @@ class PreallocQueue:
         """Forget a request that ended; it holds nothing yet."""
         self._queue = [(req, prefill) for req, prefill in self._queue if req.key != key]
 
-    def reserve(self, num_admitted: int) -> list[Req]:
-        """Reserve rows and pages in order of arrival until one does not fit; returns the requests now in transfer.
+    def reserve(self, num_admitted: int, let_pass: Callable[[Sequence[Req]], Sequence[Req]]) -> list[Req]:
+        """Reserve rows and pages, one after the other, until one does not fit; returns those now in transfer.
+
+        It ends as well at one that `let_pass` holds back, since somebody has waited for pages for too long.
 
         Room for a few more tokens of each of the `num_admitted` requests that hold KV here stays free, so that an
         arrival does not force a retraction at once; the only request of a node needs no such room.
         """
         reserved: list[Req] = []
+        self._queue.sort(key=lambda waiting: -self._level(waiting[0]))
         while self._queue:
             req, prefill = self._queue[0]
-            others = num_admitted + len(reserved)
-            headroom = self._headroom * (others + 1) if others else 0
-            if not self._reserve(req, headroom):
+            if not let_pass([req]) or not self._reserve(
+                req, self._headroom_tokens(num_admitted + len(reserved))
+            ):
                 break
             del self._queue[0]
             assert req.kv is not None
@@ -51,6 +66,31 @@ class PreallocQueue:
             self._receiver.open(req.key, prefill.incarnation, pages, prefix_pages)
             reserved.append(req)
         return reserved
+
+    @property
+    def first(self) -> Req | None:
+        """Who is next, and found no room when `reserve` was last called."""
+        return self._queue[0][0] if self._queue else None
+
+    def would_fit(self, req: Req, victims: Sequence[Req]) -> bool:
+        """Whether there would be room for `req` if `victims`, who run, were retracted and their pages had cooled."""
+        ledger = self._ledger
+        if ledger.rows.num_free + len(victims) == 0:
+            return False
+        match = ledger.radix_cache.match_prefix(req.ids, req.extra_key)
+        lock = ledger.radix_cache.lock(match.node)
+        try:
+            headroom = self._headroom_tokens(len(ledger.live) - len(victims))
+            needed = ledger.pages_for(len(req.ids)) - len(match.pages) + ledger.pages_for(headroom)
+            released = ledger.num_pages_released_by(
+                [victim.kv for victim in victims if victim.kv is not None]
+            )
+            return needed <= ledger.num_available_pages + released
+        finally:
+            lock.release()
+
+    def _headroom_tokens(self, num_others: int) -> int:
+        return self._headroom * (num_others + 1) if num_others else 0
 
     def _reserve(self, req: Req, headroom_tokens: int) -> bool:
         ledger = self._ledger

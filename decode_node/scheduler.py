@@ -2,20 +2,26 @@
 
 Life of a request here:
 
+    grammar_queue      until its grammar is compiled, if it has one
     prealloc_queue     until pages and a slot are reserved for it
     transfer_queue     until its KV and its first token have come from the prefill node
     running_batch      one token each step, until it ends
-    waiting_queue      a short prompt that is prefilled here, or a retracted request on its way back
+    waiting_queue      a short prompt that is prefilled here
+    retraction         one that made room for others, until its KV is copied back or prefilled again
 
-Three kinds of work meet in one Batcher: transferred requests enter `running_batch` directly, local prompts and
-retracted requests go through `waiting_queue` and `chunked_req` first.
+Three kinds of work meet in one Batcher: transferred requests enter `running_batch` directly, local prompts go
+through `waiting_queue` and `chunked_req` first, and retracted requests come back by either way.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from functools import partial
 
+from decode_node.cache_announcer import CacheAnnouncer
 from decode_node.prealloc_queue import PreallocQueue
+from decode_node.prefill_timer import PrefillTimer
 from decode_node.transfer_queue import TransferQueue, take_over
 from shared import log
 from shared.config import ScheduleOptions
@@ -25,11 +31,24 @@ from shared.engine.vitals import Vitals
 from shared.errors import RequestError, TransferError
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.states import Received, ReceiveFailed
-from shared.protocol.messages import Cancel, Decode, Finish, Flush, ReqKey, RouterHello, Stop
+from shared.protocol.messages import (
+    CacheResync,
+    Cancel,
+    Decode,
+    Finish,
+    Flush,
+    NodeRef,
+    ReqKey,
+    RouterHello,
+    StartProfile,
+    Stop,
+    StopProfile,
+)
 from shared.protocol.router_port import RouterPort
 from shared.scheduling.admission import accept
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Committed
+from shared.scheduling.grammar_queue import GrammarQueue, stuck
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 
@@ -61,9 +80,17 @@ class DecodeScheduler:
             engine.ledger,
             engine.eos_token_ids,
             overlap=not options.disable_overlap_schedule,
+            span=engine.profiler.span,
+            debug_checks=options.debug_checks,
+        )
+        self.grammar_queue = GrammarQueue(
+            engine.grammars, options.grammar_compile_timeout_s, time.monotonic, wake.set
         )
         self.batcher = Batcher(engine.ledger, options)
-        self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options)
+        self._announcer = CacheAnnouncer(engine.ledger, router_port)
+        self._retraction = self.batcher.retraction
+        self._prefill_timer = PrefillTimer(self._retraction.costs.prefill, time.monotonic)
+        self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options, self.batcher.level)
         self.transfer_queue = TransferQueue(engine.ledger)
         self.reqs: dict[ReqKey, Req] = {}
 
@@ -79,15 +106,31 @@ class DecodeScheduler:
         """One turn: hear, reserve, plan, run, account, speak. False when there was nothing to compute."""
         self._hear()
         self._reserve()
-        batch = self.batcher.get_next_batch()
+        self.batcher.make_way_for(self.prealloc_queue.first, self.prealloc_queue.would_fit)
+        with self._engine.profiler.span("plan"):
+            batch = self.batcher.get_next_batch()
+        for req in self._retraction.take_unservable():
+            self._fail(req, 400, self._too_large(req))
+        for req in self._retraction.take_resumed():
+            assert req.kv is not None
+            self._launcher.write_future(req.kv.row, req.ids[-1])
         was_in_flight = self._launcher.in_flight
-        committed, failed = self._launcher.turn(batch)
+        self._prefill_timer.turn_begins()
+        committed, failed = self._launcher.turn(batch, self._retraction.take_copies())
+        due = was_in_flight.batch if was_in_flight else batch if self._launcher.in_flight is None else None
+        self._prefill_timer.turn_ended(batch, due)
         self._account(committed)
         for req in failed:
-            self._fail(req, 500, "the forward of this request failed on the decode node")
+            self._fail(
+                req, 500, "the forward of this request, or a copy of its KV, failed on the decode node"
+            )
+        for req in committed.stuck:
+            self._fail(req, 400, *stuck(req))
         self._router_port.flush()
+        self._announcer.tell_changes()
         worked = batch is not None or was_in_flight is not None
         self._publish(busy=worked)
+        self._engine.profiler.step_done(worked)
         return worked
 
     # ------------------------------------------------------------------------------------------- hear
@@ -97,6 +140,9 @@ class DecodeScheduler:
             match heard.message:
                 case RouterHello():  # it has given up what it sent over an earlier connection
                     self._fail_all(heard.router, "the router connected anew")
+                    self._announcer.tell_all(heard.router)
+                case CacheResync():
+                    self._announcer.tell_all(heard.router)
                 case Decode():
                     self._start(heard.message)
                 case Cancel(key) | Stop(key):
@@ -105,10 +151,19 @@ class DecodeScheduler:
                     ok = not self.reqs
                     if ok:
                         self._ledger.flush()
-                    self._router_port.flushed(heard.router, call_id, ok)
+                    self._router_port.answer(heard.router, call_id, ok)
+                case StartProfile() | StopProfile():
+                    self._router_port.answer(
+                        heard.router, heard.message.call_id, *self._engine.profiler.obey(heard.message)
+                    )
         for router in self._router_port.take_silent(self._router_timeout_s):
             log.warn("router_silent", router=router)
             self._fail_all(router, f"this node had not heard of the router for {self._router_timeout_s:g} s")
+        for over in self.grammar_queue.take():
+            if over.error is None:
+                over.go_on()
+            else:
+                self._fail(over.req, over.error.status, over.error.message, over.error.param)
         self._receiver.tick()
         for event in self._receiver.poll():
             match event:
@@ -123,17 +178,31 @@ class DecodeScheduler:
         except RequestError as error:
             self._router_port.fail(message.key, error.status, error.message, error.param)
             return
+        limit = message.local_prefill_limit
+        if limit is not None:
+            num_cached = (
+                self._ledger.peek_prefix(req.matchable_ids, req.extra_key).num_pages * self._ledger.page_size
+            )
+            if len(req.ids) - num_cached > limit:
+                self._router_port.not_cached(req.key)
+                return
         self.reqs[req.key] = req
-        if message.prefill is None:
+        enqueue = partial(self._enqueue, req, message.prefill)
+        if req.params.grammar is not None:
+            self.grammar_queue.add(req, enqueue)
+        else:
+            enqueue()
+
+    def _enqueue(self, req: Req, prefill: NodeRef | None) -> None:
+        if prefill is None:
             self.batcher.add(req)
         else:
-            self.prealloc_queue.add(req, message.prefill)
+            self.batcher.arrived(req)
+            self.prealloc_queue.add(req, prefill)
 
     def _reserve(self) -> None:
-        """Arrivals wait while retracted requests do: those came first and hold a client's open stream."""
-        if any(req.num_retractions for req in self.batcher.waiting_queue):
-            return
-        for req in self.prealloc_queue.reserve(len(self._ledger.live)):
+        """Arrivals pass retracted requests for a while; those came first and hold a client's open stream."""
+        for req in self.prealloc_queue.reserve(len(self._ledger.live), self._retraction.let_pass):
             self.transfer_queue.add(req)
 
     def _received(self, received: Received) -> None:
@@ -151,8 +220,16 @@ class DecodeScheduler:
         req.timeline.move_to(ReqStage.DECODING)
         self._launcher.write_future(req.kv.row, req.ids[-1])
         self.batcher.admit_prefilled(req)
-        tokens = received.handoff.token_ids
-        self._router_port.say_token(req.key, received.handoff.position, tokens, None, None)
+        handoff = received.handoff
+        self._router_port.say_token(
+            req.key,
+            handoff.position,
+            handoff.token_ids,
+            None,
+            None,
+            handoff.logprobs,
+            handoff.input_logprobs,
+        )
 
     def _receive_failed(self, failed: ReceiveFailed) -> None:
         req = self.transfer_queue.take(failed.key)
@@ -163,6 +240,8 @@ class DecodeScheduler:
 
     # ---------------------------------------------------------------------------------------- account
     def _account(self, committed: Committed) -> None:
+        for copy, seconds in committed.copied:
+            self._retraction.copied(copy, seconds)
         for req in committed.computed:
             assert req.kv is not None
             self._ledger.release_superseded(req.kv)  # this node sends its pages to nobody
@@ -178,15 +257,25 @@ class DecodeScheduler:
                 (req.ids[-1],),
                 req.finish,
                 req.report() if finished else None,
+                req.last_logprobs,
+                req.input_logprobs,
             )
         for req in committed.finished:
             if not req.output_len:  # max_new_tokens 0: nothing was to be sampled
-                self._router_port.say_token(req.key, 0, (), req.finish, req.report())
+                self._router_port.say_token(
+                    req.key, 0, (), req.finish, req.report(), None, req.input_logprobs
+                )
             self._end(req.key, "finished")
         self._vitals.count_generated(len(committed.sampled))
 
-    def _fail(self, req: Req, status: int, message: str) -> None:
-        self._router_port.fail(req.key, status, message)
+    def _too_large(self, req: Req) -> str:
+        return (
+            f"the sequence has {len(req.ids)} tokens and needs {self._ledger.pages_for(len(req.ids))} KV pages "
+            f"of {self._ledger.page_size}; this node has {self._ledger.allocator.num_pages} in all"
+        )
+
+    def _fail(self, req: Req, status: int, message: str, param: str | None = None) -> None:
+        self._router_port.fail(req.key, status, message, param)
         self._end(req.key, message)
 
     def _fail_all(self, router: str, reason: str) -> None:
@@ -198,6 +287,7 @@ class DecodeScheduler:
         req = self.reqs.get(key)
         if req is None:
             return
+        self.grammar_queue.remove(key)
         self.prealloc_queue.remove(key)
         self.batcher.remove(req)
         if req.finish is None:
@@ -219,11 +309,16 @@ class DecodeScheduler:
             idle=not self.reqs and not busy,
             busy=busy,
             num_running=len(self.batcher.running_batch),
-            num_waiting=len(self.batcher.waiting_queue) + (self.batcher.chunked_req is not None),
+            num_waiting=len(self.grammar_queue)
+            + len(self.batcher.waiting_queue)
+            + self._retraction.count.num_retracted
+            + (self.batcher.chunked_req is not None),
             num_transferring=len(self.transfer_queue),
             num_bootstrapping=len(self.prealloc_queue),
             num_retractions=self.batcher.num_retractions,
+            retraction=self._retraction.count,
             num_links=self._receiver.num_links,
+            schedule_policy=self.batcher.schedule_policy,
         )
 
     def close(self, reason: str) -> None:
@@ -234,3 +329,5 @@ class DecodeScheduler:
         self._router_port.leave(reason)
         self._receiver.close()
         self._engine.stream.close()
+        self._engine.grammars.close()
+        self._engine.profiler.close()

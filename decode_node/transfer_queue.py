@@ -52,6 +52,8 @@ def take_over(req: Req, received: Received, ledger: KVLedger) -> None:
     ledger.release_superseded(req.kv)
     req.ids += handoff.token_ids
     req.num_sampled = req.output_len
+    if req.grammar is not None and not req.grammar.follow(req.ids, req.num_input_ids):
+        raise TransferError(f"handoff: the grammar does not allow its tokens {handoff.token_ids}")
     req.cached_tokens = handoff.cached_tokens
     req.timeline.stamps[:0] = handoff.stamps  # should this node report first, nothing is missing
     req.kv_pages_transferred = received.pages

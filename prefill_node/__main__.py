@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from prefill_node.peering import DialledPeering
 from prefill_node.scheduler import PrefillScheduler
@@ -52,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_node_flags(parser)
     add_fleet_flags(parser)
     add_log_flags(parser)
-    return run_node(Role.PREFILL, node_config(parser.parse_args(argv)), build_role)
+    config = node_config(parser.parse_args(argv))
+    # Nothing decodes here, so nothing is retracted: no host memory is set aside for it.
+    config = replace(config, schedule=replace(config.schedule, retract_policy="recompute"))
+    return run_node(Role.PREFILL, config, build_role)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ class BootstrapQueue:
     def __len__(self) -> int:
         return len(self._reqs)
 
+    def __contains__(self, key: ReqKey) -> bool:
+        return key in self._reqs
+
     def add(self, req: Req) -> None:
         """`req` has been opened with the sender."""
         self._reqs[req.key] = req

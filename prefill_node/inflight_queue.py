@@ -51,6 +51,8 @@ class InflightQueue:
                 digest=record_digest(req.ids[: req.num_input_ids], outputs, token_ids, kv_len),
                 cached_tokens=req.cached_tokens,
                 stamps=tuple(req.timeline.stamps),
+                logprobs=req.last_logprobs,
+                input_logprobs=req.input_logprobs,
             ),
         )
 

@@ -3,6 +3,7 @@
 Life of a request here:
 
     bootstrap_queue    until the decode node has reserved pages for it (Ready)
+    grammar_queue      meanwhile, until its grammar is compiled, if it has one
     waiting_queue      until the PrefillAdder finds pages, budget and a slot
     chunked_req        while its prompt is computed chunk by chunk; whole pages are offered as chunks are committed
     (sampled)          its first token goes to the router at once, the handoff to the decode node
@@ -14,6 +15,8 @@ A request that nobody continues (`decode` is None) skips the first and the last.
 from __future__ import annotations
 
 import threading
+import time
+from functools import partial
 
 from prefill_node.bootstrap_queue import BootstrapQueue
 from prefill_node.inflight_queue import InflightQueue
@@ -26,11 +29,24 @@ from shared.engine.vitals import Vitals
 from shared.errors import RequestError
 from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.states import SendEnded
-from shared.protocol.messages import Cancel, Finish, Flush, Peers, Prefill, Ready, ReqKey, RouterHello, Stop
+from shared.protocol.messages import (
+    Cancel,
+    Finish,
+    Flush,
+    Peers,
+    Prefill,
+    Ready,
+    ReqKey,
+    RouterHello,
+    StartProfile,
+    Stop,
+    StopProfile,
+)
 from shared.protocol.router_port import RouterPort
 from shared.scheduling.admission import accept
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Committed
+from shared.scheduling.grammar_queue import GrammarQueue, stuck
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 
@@ -64,6 +80,11 @@ class PrefillScheduler:
             engine.ledger,
             engine.eos_token_ids,
             overlap=not options.disable_overlap_schedule,
+            span=engine.profiler.span,
+            debug_checks=options.debug_checks,
+        )
+        self.grammar_queue = GrammarQueue(
+            engine.grammars, options.grammar_compile_timeout_s, time.monotonic, wake.set
         )
         self.batcher = Batcher(engine.ledger, options)
         self.bootstrap_queue = BootstrapQueue()
@@ -83,15 +104,19 @@ class PrefillScheduler:
     def step(self) -> bool:
         """One turn: hear, plan, run, account, speak. False when there was nothing to compute."""
         self._hear()
-        batch = self.batcher.get_next_batch()
+        with self._engine.profiler.span("plan"):
+            batch = self.batcher.get_next_batch()
         was_in_flight = self._launcher.in_flight
         committed, failed = self._launcher.turn(batch)
         self._account(committed)
         for req in failed:
             self._fail(req, 500, "the forward of this request failed on the prefill node")
+        for req in committed.stuck:
+            self._fail(req, 400, *stuck(req))
         self._router_port.flush()
         worked = batch is not None or was_in_flight is not None
         self._publish(busy=worked)
+        self._engine.profiler.step_done(worked)
         return worked
 
     # ------------------------------------------------------------------------------------------- hear
@@ -112,10 +137,19 @@ class PrefillScheduler:
                     ok = not self.reqs
                     if ok:
                         self._ledger.flush()
-                    self._router_port.flushed(heard.router, call_id, ok)
+                    self._router_port.answer(heard.router, call_id, ok)
+                case StartProfile() | StopProfile():
+                    self._router_port.answer(
+                        heard.router, heard.message.call_id, *self._engine.profiler.obey(heard.message)
+                    )
         for router in self._router_port.take_silent(self._router_timeout_s):
             log.warn("router_silent", router=router)
             self._fail_all(router, f"this node had not heard of the router for {self._router_timeout_s:g} s")
+        for over in self.grammar_queue.take():
+            if over.error is None:
+                over.go_on()
+            else:
+                self._fail(over.req, over.error.status, over.error.message, over.error.param)
         self._sender.tick()
         for event in self._sender.poll():
             match event:
@@ -131,13 +165,19 @@ class PrefillScheduler:
             self._router_port.fail(message.key, error.status, error.message, error.param)
             return
         self.reqs[req.key] = req
-        if message.decode is None:
-            self.batcher.add(req)
-        else:
+        if message.decode is not None:
             self._peering.ensure(message.decode)
             self._opened.add(req.key)
             self.bootstrap_queue.add(req)
             self._sender.open(req.key, message.decode.incarnation)
+        if req.params.grammar is not None:
+            self.grammar_queue.add(req, partial(self._enqueue, req))
+        self._enqueue(req)
+
+    def _enqueue(self, req: Req) -> None:
+        """To be computed, once its pages are reserved elsewhere and its grammar is compiled, in either order."""
+        if req.key not in self.bootstrap_queue and req.key not in self.grammar_queue:
+            self.batcher.add(req)
 
     def _admit(self, key: ReqKey, prefix_pages: int) -> None:
         req = self.bootstrap_queue.take(key)
@@ -147,7 +187,7 @@ class PrefillScheduler:
             self._fail(req, 500, f"the decode node claims to hold {prefix_pages} pages of this prompt")
             return
         self.inflight_queue.add(req, prefix_pages)
-        self.batcher.add(req)
+        self._enqueue(req)
 
     # ---------------------------------------------------------------------------------------- account
     def _account(self, committed: Committed) -> None:
@@ -161,12 +201,26 @@ class PrefillScheduler:
                 if req.key in self.inflight_queue:
                     req.timeline.move_to(ReqStage.TRANSFERRING)
                     self.inflight_queue.hand_off(req)
-                self._router_port.say_token(req.key, req.output_len - 1, (req.ids[-1],), None, req.report())
+                self._router_port.say_token(
+                    req.key,
+                    req.output_len - 1,
+                    (req.ids[-1],),
+                    None,
+                    req.report(),
+                    req.last_logprobs,
+                    req.input_logprobs,
+                )
         for req in committed.finished:
             # The first token ended the request: this node says so, and the decode node is not needed.
             tokens = tuple(req.ids[-1:]) if req in committed.sampled else ()
             self._router_port.say_token(
-                req.key, req.output_len - len(tokens), tokens, req.finish, req.report()
+                req.key,
+                req.output_len - len(tokens),
+                tokens,
+                req.finish,
+                req.report(),
+                req.last_logprobs,
+                req.input_logprobs,
             )
             self._end(req.key, "finished")
         for req in committed.sampled:
@@ -179,14 +233,14 @@ class PrefillScheduler:
         req = self.reqs.get(ended.key)
         if req is None:
             return
-        handed_off = req.timeline.stage is ReqStage.TRANSFERRING
-        if req.finish is None and not handed_off:
-            # Nobody else can tell the router: the decode node may be gone.
+        if req.finish is None and not ended.handed_off:
+            # Nobody else can tell the router: the decode node may be gone, or think that this node tells it. The
+            # request's stage does not say: a transfer may break while the step runs that ends in its handoff.
             self._router_port.fail(req.key, 503, f"KV transfer to the decode node failed: {ended.reason}")
         self._end(ended.key, ended.reason)
 
-    def _fail(self, req: Req, status: int, message: str) -> None:
-        self._router_port.fail(req.key, status, message)
+    def _fail(self, req: Req, status: int, message: str, param: str | None = None) -> None:
+        self._router_port.fail(req.key, status, message, param)
         self._end(req.key, message)
 
     def _fail_all(self, router: str, reason: str) -> None:
@@ -199,6 +253,7 @@ class PrefillScheduler:
         if req is None:
             return
         self.bootstrap_queue.take(key)
+        self.grammar_queue.remove(key)
         self.batcher.remove(req)
         if req.finish is None:
             req.end(Finish("abort"))
@@ -218,11 +273,14 @@ class PrefillScheduler:
             idle=not self.reqs and not busy,
             busy=busy,
             num_running=in_flight,
-            num_waiting=len(self.batcher.waiting_queue) + (self.batcher.chunked_req is not None),
+            num_waiting=len(self.grammar_queue)
+            + len(self.batcher.waiting_queue)
+            + (self.batcher.chunked_req is not None),
             num_transferring=len(self.inflight_queue),
             num_bootstrapping=len(self.bootstrap_queue),
             num_retractions=self.batcher.num_retractions,
             num_links=self._sender.num_links,
+            schedule_policy=self.batcher.schedule_policy,
         )
 
     def close(self, reason: str) -> None:
@@ -233,3 +291,5 @@ class PrefillScheduler:
         self._router_port.leave(reason)
         self._sender.close()
         self._engine.stream.close()
+        self._engine.grammars.close()
+        self._engine.profiler.close()

@@ -20,6 +20,7 @@ from router.live_rids import LiveRids
 from router.membership import Membership
 from router.metrics import Metrics
 from router.openai_api import openai_routes
+from router.profile_api import profile_routes
 from router.responses import error_response
 from router.served_model import ModelSlot
 from router.status import VERSION, FleetStatus
@@ -53,6 +54,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(openai_routes(generator, model, limits, status.context_length))
     app.include_router(health_routes(status, generator, model, service.membership))
     app.include_router(info_routes(status, service.membership, model, service.metrics, limits, service.flags))
+    app.include_router(profile_routes(service.membership, limits))
     app.include_router(control_routes(service.membership, service.dispatcher, rids, limits))
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

@@ -12,7 +12,20 @@ from typing import Any, Protocol
 from router.node_link import LiveNode
 from router.running_req import Node
 from shared.errors import LinkError
-from shared.protocol.messages import Failed, Flushed, Leaving, NodeToRouter, Ping, Pong, TokenEntry, Tokens
+from shared.protocol.messages import (
+    Answered,
+    CacheEvents,
+    CacheResync,
+    Failed,
+    Leaving,
+    NodeToRouter,
+    NotCached,
+    Ping,
+    Pong,
+    ReqKey,
+    TokenEntry,
+    Tokens,
+)
 
 _MESSAGES_A_TURN = 64
 
@@ -26,6 +39,10 @@ class NodeEvents(Protocol):
 
     def on_failed(self, node: Node, failed: Failed) -> None:
         """A node gave a request up."""
+        ...
+
+    def on_not_cached(self, node: Node, key: ReqKey) -> None:
+        """A node no longer holds the prefix for which it was given a request."""
         ...
 
     def on_node_lost(self, node: Node, reason: str) -> None:
@@ -53,12 +70,12 @@ class Conversation:
     """Receives from a node and pings it, until its link is lost, it is silent, leaves, or talks nonsense."""
 
     def __init__(
-        self, node: LiveNode, events: NodeEvents, timing: Timing, on_flushed: Callable[[Flushed], None]
+        self, node: LiveNode, events: NodeEvents, timing: Timing, on_answered: Callable[[Answered], None]
     ) -> None:
         self._node = node
         self._events = events
         self._timing = timing
-        self._on_flushed = on_flushed
+        self._on_answered = on_answered
 
     async def run(self) -> None:
         """Always ends with a LinkError that says why."""
@@ -100,8 +117,13 @@ class Conversation:
                 self._events.on_failed(self._node, message)
             case Pong(_, load):
                 self._node.pong(load, time.monotonic())
-            case Flushed():
-                self._on_flushed(message)
+            case Answered():
+                self._on_answered(message)
+            case CacheEvents():
+                if not self._node.prefixes.apply(message):
+                    self._node.send(CacheResync())
+            case NotCached(key):
+                self._events.on_not_cached(self._node, key)
             case Leaving(reason):
                 raise NodeLeft(reason)
             case _:

@@ -34,6 +34,7 @@ class Vocabulary:
         self._special_ids = {i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
         self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._bytes_of: dict[int, bytes] = {}
+        self._text_of: dict[int, str] = {}
         self._byte_ids = frozenset(
             i for token, i in tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(token)
         )
@@ -58,6 +59,24 @@ class Vocabulary:
         if known is None:
             known = self._bytes_of[token_id] = _token_bytes(self._tokenizer.id_to_token(token_id))
         return known
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, special or not; a replacement character for a part of a character."""
+        known = self._text_of.get(token_id)
+        if known is None:
+            # Some decoders drop a space at the start of a text, so the token is looked at behind itself.
+            once = self.decode((token_id,), False)
+            known = self._text_of[token_id] = self.decode((token_id, token_id), False)[len(once) :]
+        return known
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token by itself, also where they are only a part of a character."""
+        if self._byte_level:
+            return self.bytes_of(token_id)
+        token = self._tokenizer.id_to_token(token_id)
+        if token is not None and token_id in self._byte_ids:
+            return bytes((int(token[3:5], 16),))
+        return self.token_text(token_id).encode()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """All ids at once."""

@@ -3,12 +3,7 @@
     start ── Prefill ─▶ P ┐                       the node that finishes it, fails it or dies decides how it ends;
        └──── Decode ──▶ D ┴─ Tokens ─▶ on_tokens  every other holder is told: Cancel, or Stop after a stop string
 
-Who gets what (P a prefill node, D a decode node):
-
-    at most one new token       P alone          nobody needs the KV afterwards
-    short prompt                D alone          computing it there is cheaper than moving its pages
-    otherwise                   P and D          D reserves pages, P computes and hands over
-    no live P                   D alone          degraded, but served
+`placement` says who gets what.
 """
 
 from __future__ import annotations
@@ -16,14 +11,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import msgspec
 
 from router.metrics import Metrics
+from router.placement import Fleet, Placement, Plan
 from router.policy import RoutingPolicy
 from router.running_req import Aborted, Node, RunningReq
+from router.scheduling_hints import SchedulingHints
 from shared.errors import RequestError
 from shared.log import event
 from shared.protocol.messages import (
@@ -38,18 +34,6 @@ from shared.protocol.messages import (
 )
 from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import Clock
-
-
-class Fleet(Protocol):
-    """The nodes there are. Real: `membership.Membership`."""
-
-    def live(self, role: Role) -> Sequence[Node]:
-        """The nodes of a role that can be sent work now."""
-        ...
-
-    def why_none(self, role: Role) -> str:
-        """Why `live(role)` is empty, for the client."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +52,7 @@ class Work:
     params: SamplingParams
     extra_key: str = ""
     split: bool = False
+    hints: SchedulingHints = field(default_factory=SchedulingHints)
 
 
 class Dispatcher:
@@ -85,16 +70,20 @@ class Dispatcher:
         metrics: Metrics,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._fleet = fleet
         self._incarnation = incarnation
-        self._prefill_policy = prefill_policy
-        self._decode_policy = decode_policy
+        self._placement = Placement(
+            fleet,
+            prefill_policy=prefill_policy,
+            decode_policy=decode_policy,
+            local_prefill_tokens=local_prefill_tokens,
+        )
         self._deadlines = deadlines
-        self._local_prefill_tokens = local_prefill_tokens
         self._metrics = metrics
         self._clock = clock
         self._rids = itertools.count(1)
         self._running: dict[str, RunningReq] = {}
+        self._works: dict[str, Work] = {}
+        """What each running sequence was asked to be, to send it again."""
         self._closed: str | None = None
 
     @property
@@ -107,31 +96,19 @@ class Dispatcher:
         """Send a sequence to its nodes. Raises RequestError when none can take it."""
         if self._closed is not None:
             raise RequestError(self._closed, status=503)
-        max_new_tokens, prefill, decode = self._plan(work)
-        params = msgspec.structs.replace(
-            work.params,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min(work.params.min_new_tokens, max_new_tokens),
-        )
-        key = ReqKey(self._incarnation, str(next(self._rids)))
+        plan = self._plan(work, split=work.split)
         req = RunningReq(
-            key,
+            ReqKey(self._incarnation, str(next(self._rids))),
             prompt_len=len(work.input_ids),
-            max_new_tokens=max_new_tokens,
-            prefill=prefill,
-            decode=decode,
+            max_new_tokens=plan.max_new_tokens,
+            nodes=plan.nodes,
             wake=wake,
             now=self._clock(),
         )
-        self._running[key.rid] = req
+        self._running[req.key.rid] = req
+        self._works[req.key.rid] = work
         self._metrics.started(req)
-        output_ids: tuple[int, ...] = ()
-        if decode is not None:
-            source = prefill.ref if prefill else None
-            decode.send(Decode(key, work.input_ids, output_ids, params, source, work.extra_key))
-        if prefill is not None:
-            target = decode.ref if decode else None
-            prefill.send(Prefill(key, work.input_ids, output_ids, params, target, work.extra_key))
+        self._send(req.key, work, plan)
         return req
 
     def stop(self, req: RunningReq, position: int) -> None:
@@ -183,6 +160,7 @@ class Dispatcher:
                 req.holders = [node]
             if entry.finish is not None:
                 req.finished_by = node
+            req.arrive_logprobs(entry)
             since = req.last_token_at
             num_new = req.arrive(entry.position, entry.token_ids, entry.finish, now)
             self._metrics.tokens(req, num_new, since, now)
@@ -198,6 +176,22 @@ class Dispatcher:
         status = failed.status if 400 <= failed.status < 600 else 500
         self._end(req, error=RequestError(failed.message, status=status, param=failed.param))
 
+    def on_not_cached(self, node: Node, key: ReqKey) -> None:
+        """`node` has lost the prefix for which it was chosen: the sequence takes the way through both fleets."""
+        req = self._running.get(key.rid)
+        if req is None or req.key != key or node not in req.holders:
+            return
+        work = self._works[key.rid]
+        try:
+            plan = self._plan(work, split=True)
+        except RequestError as error:
+            req.holders.remove(node)
+            self._end(req, error=error)
+            return
+        req.try_again(plan.nodes, plan.max_new_tokens)
+        event("not_cached", rid=key.rid, node=node.ref.node_id)
+        self._send(req.key, work, plan)
+
     def on_node_lost(self, node: Node, reason: str) -> None:
         """The connection to `node` is over; what it held is lost."""
         for req in list(self._running.values()):
@@ -207,35 +201,45 @@ class Dispatcher:
                 self._end(req, error=RequestError(message, status=503, code="node_lost"))
 
     # ------------------------------------------------------------------------------------------ inside
-    def _plan(self, work: Work) -> tuple[int, Node | None, Node | None]:
-        """How many new tokens there is room for, and who computes them. Raises RequestError when nobody can."""
-        prompt_len, wanted = len(work.input_ids), work.params.max_new_tokens
-        least = prompt_len + min(wanted, 1)
-        prefills, decodes = self._with_room(Role.PREFILL, least), self._with_room(Role.DECODE, least)
-        decode = None
-        if wanted > 1 or not prefills:
-            if not decodes:
-                raise self._nobody(prompt_len)
-            decode = self._decode_policy.choose(decodes)
-            wanted = min(wanted, _room(decode) - prompt_len)
-        short = prompt_len <= self._local_prefill_tokens and wanted > 1 and not work.split
-        prefill = self._prefill_policy.choose(prefills) if prefills and not short else None
-        if prefill is not None and wanted <= 1:
-            decode = None
-        return wanted, prefill, decode
+    def _plan(self, work: Work, *, split: bool) -> Plan:
+        return self._placement.plan(work.input_ids, work.params.max_new_tokens, work.extra_key, split=split)
 
-    def _with_room(self, role: Role, num_tokens: int) -> list[Node]:
-        return [node for node in self._fleet.live(role) if _room(node) >= num_tokens]
-
-    def _nobody(self, prompt_len: int) -> RequestError:
-        live = self._fleet.live(Role.DECODE)
-        if not live:
-            return RequestError(self._fleet.why_none(Role.DECODE), status=503, code="no_node")
-        return RequestError(
-            f"the prompt has {prompt_len} tokens, which leaves no room for output: prompt and output together "
-            f"may have at most {max(map(_room, live))} tokens here",
-            code="context_length_exceeded",
+    def _send(self, key: ReqKey, work: Work, plan: Plan) -> None:
+        params = msgspec.structs.replace(
+            work.params,
+            max_new_tokens=plan.max_new_tokens,
+            min_new_tokens=min(work.params.min_new_tokens, plan.max_new_tokens),
         )
+        output_ids: tuple[int, ...] = ()
+        if plan.decode is not None:
+            source = plan.prefill.ref if plan.prefill else None
+            plan.decode.send(
+                Decode(
+                    key,
+                    work.input_ids,
+                    output_ids,
+                    params,
+                    source,
+                    work.extra_key,
+                    work.hints.priority,
+                    work.hints.routing_key,
+                    local_prefill_limit=plan.local_prefill_limit,
+                )
+            )
+        if plan.prefill is not None:
+            target = plan.decode.ref if plan.decode else None
+            plan.prefill.send(
+                Prefill(
+                    key,
+                    work.input_ids,
+                    output_ids,
+                    params,
+                    target,
+                    work.extra_key,
+                    work.hints.priority,
+                    work.hints.routing_key,
+                )
+            )
 
     def _end(
         self,
@@ -255,10 +259,5 @@ class Dispatcher:
             if node is not req.finished_by:
                 node.send(message)
         req.holders = []
-        del self._running[req.key.rid]
+        del self._running[req.key.rid], self._works[req.key.rid]
         self._metrics.ended(req)
-
-
-def _room(node: Node) -> int:
-    """Tokens that one sequence may have on a node, prompt and output together."""
-    return min(node.limits.context_length, node.limits.max_total_num_tokens)

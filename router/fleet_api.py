@@ -21,7 +21,7 @@ from router.sampling import Sampling
 from router.served_model import ModelSlot, ServedModel
 from router.status import FleetStatus
 from shared.errors import RequestError
-from shared.protocol.messages import Role
+from shared.protocol.messages import Flush, Role
 from shared.protocol.sampling_params import MAX_SEED, SamplingParams
 
 _PROBE_TOKENS = 8
@@ -150,8 +150,8 @@ def control_routes(
         """Empty every RadixCache, once nothing runs; `timeout` says how many seconds that may take."""
         deadline = time.monotonic() + _flush_timeout(timeout)
         while True:
-            flushed = await membership.flush(timeout_s=5.0)
-            busy = sorted(node_id for node_id, ok in flushed.items() if not ok)
+            flushed = await membership.call(Flush, timeout_s=5.0)
+            busy = sorted(node_id for node_id, answer in flushed.items() if not answer.ok)
             if not busy or time.monotonic() >= deadline:
                 break
             await asyncio.sleep(_FLUSH_RETRY_S)

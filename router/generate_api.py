@@ -10,23 +10,19 @@ from fastapi import APIRouter, Request, Response
 
 from router.fields import Fields, parse_object, shown
 from router.generation import Generation, GenerationGroup, Generator, Prompt
+from router.logprobs import check_start_len, native_logprobs, read_native_logprobs
 from router.responses import json_response, read_body, stream_response, while_connected
 from router.sampling import NATIVE, Sampling, check_batch_size, read_sampling
+from router.scheduling_hints import read_hints
 from router.served_model import ModelSlot, ServedModel
+from router.tokenizer import Tokenizer
 from shared.errors import RequestError
 
 WEIGHT_VERSION = "default"
 MAX_RID_CHARS = 256
 
 _FEATURES_TO_COME: Mapping[str, Sequence[object]] = {
-    "return_logprob": (False,),
-    "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
-    "token_ids_logprob": ([],),
-    "return_text_in_logprobs": (False,),
     "return_hidden_states": (False,),
-    "priority": (0,),
-    "routing_key": (),
     "lora_path": (),
     "input_embeds": (),
     "image_data": ([],),
@@ -53,6 +49,7 @@ class GenerateRequest:
     as_list: bool
     stream: bool
     with_timeline: bool
+    with_logprob_text: bool
 
 
 def generate_routes(generator: Generator, model: ModelSlot, limits: HttpLimits) -> APIRouter:
@@ -64,16 +61,19 @@ def generate_routes(generator: Generator, model: ModelSlot, limits: HttpLimits) 
     async def generate(request: Request) -> Response:
         """Complete one prompt or several."""
         fields = parse_object(await read_body(request, limits.max_body_bytes))
-        asked = await read_generate(fields, model.get(), limits)
+        asked = await read_generate(fields, model.get(), limits, request.headers)
         group = generator.open(asked.prompts, model.get().tokenizer)
         if asked.stream:
-            return await stream_response(request, _events(group, asked))
-        return json_response(await while_connected(request.receive, _answer(group, asked)))
+            return await stream_response(request, _events(group, asked, model.get().tokenizer))
+        answer = _answer(group, asked, model.get().tokenizer)
+        return json_response(await while_connected(request.receive, answer))
 
     return router
 
 
-async def read_generate(fields: Fields, model: ServedModel, limits: HttpLimits) -> GenerateRequest:
+async def read_generate(
+    fields: Fields, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str]
+) -> GenerateRequest:
     """Check a body and tokenize it. Raises RequestError."""
     fields.refuse(_FEATURES_TO_COME, "not supported yet")
     texts, ids, batched = _read_prompts(fields, model.vocab_size)
@@ -83,19 +83,35 @@ async def read_generate(fields: Fields, model: ServedModel, limits: HttpLimits) 
     check_batch_size(sum(sampling.n for sampling in samplings), limits.max_batch_size)
     rids = read_rids(fields, num_prompts, batched)
     extra_key = read_extra_key(fields)
+    hints = read_hints(fields, headers)
     stream, with_timeline = fields.boolean("stream", False), fields.boolean("return_timeline", False)
+    with_logprob_text = fields.boolean("return_text_in_logprobs", False)
+    logprobs = read_native_logprobs(fields, num_prompts, batched, model.vocab_size)
     if texts:
         ids = await model.tokenizer.encode(texts)
     for at, input_ids in enumerate(ids):
         if not input_ids:
             where = f"prompt {at}" if batched else "the prompt"
             raise RequestError(f"{where} has no tokens", param="text" if texts else "input_ids")
+        check_start_len(logprobs[at], len(input_ids), f"prompt {at}: " if batched else "")
     prompts = [
-        Prompt(rid=rid, input_ids=tuple(input_ids), sampling=sampling, extra_key=extra_key)
-        for rid, input_ids, sampling in zip(rids, ids, samplings, strict=True)
+        Prompt(
+            rid=rid,
+            input_ids=tuple(input_ids),
+            sampling=sampling.judged(wanted),
+            extra_key=extra_key,
+            hints=hints,
+        )
+        for rid, input_ids, sampling, wanted in zip(rids, ids, samplings, logprobs, strict=True)
     ]
     as_list = batched or len(prompts) > 1 or samplings[0].n > 1
-    return GenerateRequest(prompts=prompts, as_list=as_list, stream=stream, with_timeline=with_timeline)
+    return GenerateRequest(
+        prompts=prompts,
+        as_list=as_list,
+        stream=stream,
+        with_timeline=with_timeline,
+        with_logprob_text=with_logprob_text,
+    )
 
 
 def meta_info(generation: Generation, *, with_timeline: bool) -> dict[str, object]:
@@ -118,27 +134,33 @@ def meta_info(generation: Generation, *, with_timeline: bool) -> dict[str, objec
     return known
 
 
-async def _answer(group: GenerationGroup, asked: GenerateRequest) -> object:
+async def _answer(group: GenerationGroup, asked: GenerateRequest, tokenizer: Tokenizer) -> object:
     with group:
         generations = await group.finished()
-        answers = [_output(generation, asked) for generation in generations]
+        answers = [_output(generation, asked, tokenizer) for generation in generations]
     return answers if asked.as_list else answers[0]
 
 
-async def _events(group: GenerationGroup, asked: GenerateRequest) -> AsyncGenerator[object, None]:
+async def _events(
+    group: GenerationGroup, asked: GenerateRequest, tokenizer: Tokenizer
+) -> AsyncGenerator[object, None]:
     with group:
         async for generation, _ in group.steps():
-            event = _output(generation, asked)
+            event = _output(generation, asked, tokenizer)
             if asked.as_list:
                 event["index"] = generation.index
             yield event
 
 
-def _output(generation: Generation, asked: GenerateRequest) -> dict[str, object]:
+def _output(generation: Generation, asked: GenerateRequest, tokenizer: Tokenizer) -> dict[str, object]:
+    text_of = tokenizer.token_text if asked.with_logprob_text else None
     return {
         "text": generation.text,
         "output_ids": generation.output_ids,
-        "meta_info": meta_info(generation, with_timeline=asked.with_timeline),
+        "meta_info": {
+            **meta_info(generation, with_timeline=asked.with_timeline),
+            **native_logprobs(generation, text_of),
+        },
     }
 
 

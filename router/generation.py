@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
 
 from router.detokenizer import Detokenizer
@@ -19,9 +20,11 @@ from router.dispatch import Dispatcher, Work
 from router.live_rids import LiveRids
 from router.running_req import Aborted, RunningReq
 from router.sampling import Sampling
+from router.scheduling_hints import SchedulingHints
 from router.stop_strings import StopMatcher
 from router.tokenizer import Tokenizer
 from shared.errors import RequestError
+from shared.protocol.logprobs import TokenLogprobs
 from shared.protocol.messages import Finish, Stamp
 from shared.timeline import ReqStage
 
@@ -36,6 +39,7 @@ class Prompt:
     input_ids: tuple[int, ...]
     sampling: Sampling
     extra_key: str = ""
+    hints: SchedulingHints = field(default_factory=SchedulingHints)
     split: bool = False
 
 
@@ -51,6 +55,7 @@ class Generation:
         self.index = index
         self.text = ""
         self.output_ids: list[int] = []
+        self.output_logprobs: list[TokenLogprobs] = []
         self.finish_reason: dict[str, object] | None = None
         self.finished_at: float | None = None
         self.queued_at = time.time()
@@ -79,7 +84,13 @@ class Generation:
         if self.req.error is not None:
             raise self.req.error
         pieces: list[str] = []
+        num_before = len(self.output_ids)
         matched = self._add(token_ids, pieces)
+        self.output_logprobs += self.req.take_logprobs(num_before, len(self.output_ids))
+        if self.prompt.sampling.params.logprobs is not None and len(self.output_logprobs) < len(
+            self.output_ids
+        ):
+            raise RequestError("a node sent tokens without the logprobs that were asked for", status=500)
         finish = self.req.finish
         if matched is None and finish is not None:
             matched = self._scan(self._detokenizer.flush(), pieces)
@@ -95,6 +106,16 @@ class Generation:
         added = "".join(pieces)
         self.text += added
         return added
+
+    @cached_property
+    def _unpacked_input_logprobs(self) -> list[TokenLogprobs]:
+        assert self.req.input_logprobs is not None
+        return self.req.input_logprobs.unpack()
+
+    @property
+    def input_logprobs(self) -> list[TokenLogprobs]:
+        """Of the prompt tokens behind the first that was asked for; empty until the first output token is there."""
+        return self._unpacked_input_logprobs if self.req.input_logprobs is not None else []
 
     @property
     def timeline(self) -> list[Stamp]:
@@ -208,6 +229,7 @@ class GenerationGroup:
             input_ids=prompt.input_ids,
             params=prompt.sampling.choice(generation.choice),
             extra_key=prompt.extra_key,
+            hints=prompt.hints,
             split=prompt.split,
         )
         try:

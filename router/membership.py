@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -26,8 +26,7 @@ from router.node_link import LiveNode, NodeLink, Refusal
 from shared.errors import LinkError
 from shared.log import crash, event, warn
 from shared.protocol.messages import (
-    Flush,
-    Flushed,
+    Answered,
     Join,
     KVLayout,
     LoadFailed,
@@ -37,6 +36,7 @@ from shared.protocol.messages import (
     NodeToLobby,
     Peers,
     Role,
+    RouterToNode,
 )
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Membership:
         self._members: list[Member] = []
         self._dials = itertools.count(1)
         self._calls = itertools.count(1)
-        self._flushes: dict[int, asyncio.Future[bool]] = {}
+        self._waiting: dict[int, asyncio.Future[Answered]] = {}
         self._fingerprint: str | None = None
         self._change = asyncio.Event()
         self._closed = False
@@ -170,21 +170,22 @@ class Membership:
                 self._set(member, MemberState.LOST, reason)
         self._signal()  # also for one that never got as far as to announce itself
 
-    async def flush(self, timeout_s: float) -> dict[str, bool]:
-        """Empty every node's RadixCache; False for a node that was busy or did not answer."""
-        asked: dict[str, asyncio.Future[bool]] = {}
+    async def call(self, message: Callable[[int], RouterToNode], timeout_s: float) -> dict[str, Answered]:
+        """Ask every live node for something; a node that does not answer in time counts as having refused."""
+        asked: dict[str, asyncio.Future[Answered]] = {}
         calls: list[int] = []
         for node in self.all_live():
             calls.append(next(self._calls))
-            asked[node.ref.node_id] = self._flushes[calls[-1]] = asyncio.get_running_loop().create_future()
-            node.send(Flush(calls[-1]))
+            asked[node.ref.node_id] = self._waiting[calls[-1]] = asyncio.get_running_loop().create_future()
+            node.send(message(calls[-1]))
         try:
             if asked:
                 await asyncio.wait(asked.values(), timeout=timeout_s)
-            return {name: answer.done() and answer.result() for name, answer in asked.items()}
+            silent = Answered(0, False, f"no answer within {timeout_s:g} s")
+            return {name: answer.result() if answer.done() else silent for name, answer in asked.items()}
         finally:
             for call_id in calls:
-                self._flushes.pop(call_id, None)
+                self._waiting.pop(call_id, None)
 
     async def refresh(self, timeout_s: float) -> None:
         """Ask every node for its load; one that does not answer in time keeps its last."""
@@ -248,7 +249,7 @@ class Membership:
             node = self._admit(member, hello, link)
             reason = "closed"
             try:
-                await Conversation(node, events, self._timing, self._on_flushed).run()
+                await Conversation(node, events, self._timing, self._on_answered).run()
             except LinkError as e:
                 reason = str(e)
                 raise
@@ -293,10 +294,10 @@ class Membership:
         for node in told:
             node.send(Peers(decode_nodes))
 
-    def _on_flushed(self, flushed: Flushed) -> None:
-        waiting = self._flushes.pop(flushed.call_id, None)
+    def _on_answered(self, answered: Answered) -> None:
+        waiting = self._waiting.pop(answered.call_id, None)
         if waiting is not None and not waiting.done():
-            waiting.set_result(flushed.ok)
+            waiting.set_result(answered)
 
     def _set(self, member: Member, state: MemberState, reason: str) -> None:
         news = (state, reason) != (member.state, member.reason)

@@ -54,10 +54,36 @@ _GAUGES: Sequence[NodeGauge] = (
         lambda load: load.num_evictable_pages,
     ),
     ("baton:num_held_pages", "KV pages held for a transfer.", lambda load: load.num_held_pages),
+    (
+        "baton:num_retracted_reqs",
+        "Requests that gave their KV back and wait.",
+        lambda load: load.num_retracted,
+    ),
+    (
+        "baton:num_host_pages",
+        "Pages of host memory for the KV of retracted requests.",
+        lambda load: load.num_host_pages,
+    ),
+    ("baton:num_free_host_pages", "Those that nobody holds.", lambda load: load.num_free_host_pages),
     ("baton:links_up", "Links to peers that can move KV.", lambda load: load.num_links),
 )
 _COUNTERS: Sequence[NodeGauge] = (
     ("baton:retractions", "Requests that gave their KV back.", lambda load: load.num_retractions),
+    (
+        "baton:retractions_host",
+        "Retracted requests whose KV was copied to host memory.",
+        lambda load: load.num_retractions_host,
+    ),
+    (
+        "baton:retractions_recompute",
+        "Retracted requests whose KV was dropped, to be prefilled again.",
+        lambda load: load.num_retractions_recompute,
+    ),
+    (
+        "baton:retraction_waits",
+        "Decode steps that a request sat out, keeping its KV.",
+        lambda load: load.num_retraction_waits,
+    ),
     ("baton:kv_transfer_bytes", "KV moved over links.", lambda load: load.kv_bytes_transferred),
     ("baton:kv_transfer_busy_seconds", "Time in which KV was moving.", lambda load: load.kv_transfer_s),
 )

@@ -16,6 +16,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from router.liveness import Liveness
+from router.prefix_index import PrefixIndex
 from shared.errors import LinkError
 from shared.protocol.messages import (
     FRAME_ERRORS,
@@ -160,6 +161,7 @@ class LiveNode:
         self.link = link
         self.liveness = liveness
         self.load = Load()
+        self.prefixes = PrefixIndex()
         self._pong = asyncio.Event()
 
     @property
@@ -176,6 +178,11 @@ class LiveNode:
     def limits(self) -> NodeLimits:
         """What fits."""
         return self.hello.limits
+
+    @property
+    def page_size(self) -> int:
+        """See running_req.Node."""
+        return self.hello.layout.page_size
 
     def send(self, message: RouterToNode) -> None:
         """See running_req.Node."""

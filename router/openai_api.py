@@ -12,9 +12,11 @@ from fastapi import APIRouter, Request, Response
 from router.fields import parse_object
 from router.generate_api import HttpLimits
 from router.generation import Generation, GenerationGroup, Generator
+from router.logprobs import JudgedText, chat_logprobs
 from router.openai_requests import OpenAIRequest, StreamOptions, read_chat, read_completion, unknown_model
 from router.responses import json_response, read_body, stream_response, while_connected
 from router.served_model import ModelSlot, ServedModel
+from router.tokenizer import Tokenizer
 
 Choice = dict[str, object]
 
@@ -25,16 +27,16 @@ class Shape(Protocol):
     answer_object: str
     event_object: str
 
-    def opening(self) -> Choice | None:
+    def opening(self, generation: Generation) -> Choice | None:
         """What a choice's first event holds beside its index, if there is one before any text."""
         ...
 
-    def delta(self, text: str) -> Choice:
-        """More text in an event."""
+    def delta(self, generation: Generation, text: str, num_told: int) -> Choice:
+        """More text in an event, and the logprobs of the output tokens after the first `num_told`."""
         ...
 
-    def whole(self, text: str) -> Choice:
-        """All of the text in one answer."""
+    def whole(self, generation: Generation) -> Choice:
+        """All of the text in one answer, and all logprobs."""
         ...
 
 
@@ -44,17 +46,39 @@ class CompletionShape:
     answer_object = "text_completion"
     event_object = "text_completion"
 
-    def opening(self) -> Choice | None:
-        """See Shape."""
-        return None
+    def __init__(self, tokenizer: Tokenizer, echoes: Sequence[str] | None) -> None:
+        self._tokenizer = tokenizer
+        self._echoes = echoes
+        self._judged: dict[int, JudgedText] = {}
 
-    def delta(self, text: str) -> Choice:
+    def opening(self, generation: Generation) -> Choice | None:
         """See Shape."""
-        return {"text": text}
+        if self._echoes is None:
+            return None
+        return {"text": self._echo(generation), "logprobs": self._logprobs(generation, prompt=True)}
 
-    def whole(self, text: str) -> Choice:
+    def delta(self, generation: Generation, text: str, num_told: int) -> Choice:
         """See Shape."""
-        return {"text": text}
+        return {"text": text, "logprobs": self._logprobs(generation, output_from=num_told)}
+
+    def whole(self, generation: Generation) -> Choice:
+        """See Shape."""
+        text = self._echo(generation) + generation.text
+        return {"text": text, "logprobs": self._logprobs(generation, prompt=True, output_from=0)}
+
+    def _echo(self, generation: Generation) -> str:
+        return self._echoes[generation.prompt_index] if self._echoes is not None else ""
+
+    def _logprobs(
+        self, generation: Generation, *, prompt: bool = False, output_from: int | None = None
+    ) -> dict[str, object] | None:
+        if generation.prompt.sampling.params.logprobs is None:
+            return None
+        judged = self._judged.get(generation.index)
+        if judged is None:
+            echo = self._echo(generation) if self._echoes is not None else None
+            judged = self._judged[generation.index] = JudgedText(generation, self._tokenizer, echo)
+        return judged.worded(prompt=prompt, output_from=output_from)
 
 
 class ChatShape:
@@ -63,17 +87,27 @@ class ChatShape:
     answer_object = "chat.completion"
     event_object = "chat.completion.chunk"
 
-    def opening(self) -> Choice | None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def opening(self, generation: Generation) -> Choice | None:
         """See Shape."""
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def delta(self, text: str) -> Choice:
+    def delta(self, generation: Generation, text: str, num_told: int) -> Choice:
         """See Shape."""
-        return {"delta": {"content": text} if text else {}}
+        delta = {"content": text} if text else {}
+        return {"delta": delta, "logprobs": self._logprobs(generation, num_told)}
 
-    def whole(self, text: str) -> Choice:
+    def whole(self, generation: Generation) -> Choice:
         """See Shape."""
-        return {"message": {"role": "assistant", "content": text}}
+        message = {"role": "assistant", "content": generation.text}
+        return {"message": message, "logprobs": self._logprobs(generation, 0)}
+
+    def _logprobs(self, generation: Generation, first: int) -> dict[str, object] | None:
+        if generation.prompt.sampling.params.logprobs is None:
+            return None
+        return chat_logprobs(generation, first, self._tokenizer)
 
 
 @dataclass(frozen=True)
@@ -92,7 +126,7 @@ class Reply:
 
     def answer(self, generations: Sequence[Generation]) -> dict[str, object]:
         """The one answer of a request that is not streamed."""
-        choices = [_choice(g, self.shape.whole(g.text), _finish(g)) for g in generations]
+        choices = [_choice(g, self.shape.whole(g), _finish(g)) for g in generations]
         return {**self._head(self.shape.answer_object), "choices": choices, "usage": usage(generations)}
 
     def event(self, generation: Generation, content: Choice, *, last: bool) -> dict[str, object]:
@@ -128,13 +162,16 @@ def openai_routes(
     async def completions(request: Request) -> Response:
         """Complete one prompt or several."""
         fields = parse_object(await read_body(request, limits.max_body_bytes))
-        return await respond(request, await read_completion(fields, model.get(), limits), CompletionShape())
+        asked = await read_completion(fields, model.get(), limits, request.headers)
+        shape = CompletionShape(model.get().tokenizer, asked.echoes)
+        return await respond(request, asked, shape)
 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         fields = parse_object(await read_body(request, limits.max_body_bytes))
-        return await respond(request, await read_chat(fields, model.get(), limits), ChatShape())
+        asked = await read_chat(fields, model.get(), limits, request.headers)
+        return await respond(request, asked, ChatShape(model.get().tokenizer))
 
     @router.get("/models", response_model=None)
     async def models() -> Response:
@@ -176,21 +213,25 @@ async def _events(
         return {**event, "usage": usage(group.generations)} if options.continuous_usage else event
 
     opened: set[int] = set()
+    num_told: dict[int, int] = {}
     with group:
         async for generation, text in group.steps():
-            opening = reply.shape.opening()
-            if opening is not None and generation.index not in opened:
+            if generation.index not in opened:
                 opened.add(generation.index)
-                yield with_usage(reply.event(generation, opening, last=False))
+                opening = reply.shape.opening(generation)
+                if opening is not None:
+                    yield with_usage(reply.event(generation, opening, last=False))
             last = generation.finish_reason is not None
             if text or last:
-                yield with_usage(reply.event(generation, reply.shape.delta(text), last=last))
+                delta = reply.shape.delta(generation, text, num_told.get(generation.index, 0))
+                num_told[generation.index] = len(generation.output_ids)
+                yield with_usage(reply.event(generation, delta, last=last))
         if options.usage:
             yield reply.usage_event(group.generations)
 
 
 def _choice(generation: Generation, content: Choice, end: Choice) -> Choice:
-    return {"index": generation.index, **content, "logprobs": None, **end}
+    return {"index": generation.index, "logprobs": None, **content, **end}
 
 
 def _finish(generation: Generation) -> Choice:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from router.fields import Fields, shown
 from router.generate_api import HttpLimits, read_extra_key, read_ids, read_rids
 from router.generation import Prompt
+from router.logprobs import read_chat_logprobs, read_completion_logprobs
 from router.sampling import Dialect, check_batch_size, read_sampling
+from router.scheduling_hints import read_hints
 from router.served_model import ServedModel
 from shared.errors import RequestError
 
@@ -21,25 +23,21 @@ _COMPLETIONS = Dialect(
     max_new_tokens=("max_tokens", "max_completion_tokens"),
     min_new_tokens="min_tokens",
     seed="seed",
+    has_response_format=True,
     default_max_new_tokens=16,
 )
 _CHAT = Dialect(
     max_new_tokens=("max_completion_tokens", "max_tokens"),
     min_new_tokens="min_tokens",
     seed="seed",
+    has_response_format=True,
     default_max_new_tokens=2**31 - 1,  # as much as fits
 )
 _COMPLETIONS_TO_COME: Mapping[str, Sequence[object]] = {
-    "echo": (False,),
-    "logprobs": (False,),
     "suffix": ("",),
-    "priority": (0,),
     "lora_path": (),
 }
 _CHAT_TO_COME: Mapping[str, Sequence[object]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -48,7 +46,6 @@ _CHAT_TO_COME: Mapping[str, Sequence[object]] = {
     "add_generation_prompt": (True,),
     "audio": (),
     "prediction": (),
-    "priority": (0,),
     "lora_path": (),
 }
 
@@ -63,14 +60,20 @@ class StreamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAIRequest:
-    """A checked body of either route. `id` is the client's rid or a random one; `stream` is None for one answer."""
+    """A checked body of either route. `id` is the client's rid or a random one; `stream` is None for one answer.
+
+    `echoes` are the texts of the prompts, for those who want them in front of the answer.
+    """
 
     id: str
     prompts: list[Prompt]
     stream: StreamOptions | None
+    echoes: list[str] | None = None
 
 
-async def read_completion(fields: Fields, model: ServedModel, limits: HttpLimits) -> OpenAIRequest:
+async def read_completion(
+    fields: Fields, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str]
+) -> OpenAIRequest:
     """A body of /v1/completions. Raises RequestError."""
     _check_model(fields, model)
     fields.refuse(_COMPLETIONS_TO_COME, _LATER)
@@ -81,26 +84,40 @@ async def read_completion(fields: Fields, model: ServedModel, limits: HttpLimits
     if fields.optional_integer("best_of", low=1, high=128) not in (None, samplings[0].n):
         raise fields.wrong("best_of", f"the same as n, {samplings[0].n}")
     reply_id, rids = _read_id(fields, "cmpl-", num_prompts, batched)
-    extra_key = read_extra_key(fields)
+    extra_key, hints = read_extra_key(fields), read_hints(fields, headers)
+    echo = fields.boolean("echo", False)
+    logprobs = read_completion_logprobs(fields, echo=echo)
     if texts:
         ids = await model.tokenizer.encode(texts)
     for at, input_ids in enumerate(ids):
         if not input_ids:
             raise RequestError(f"prompt {at} has no tokens", param="prompt")
     prompts = [
-        Prompt(rid=rid, input_ids=tuple(input_ids), sampling=sampling, extra_key=extra_key)
+        Prompt(
+            rid=rid,
+            input_ids=tuple(input_ids),
+            sampling=sampling.judged(logprobs),
+            extra_key=extra_key,
+            hints=hints,
+        )
         for rid, input_ids, sampling in zip(rids, ids, samplings, strict=True)
     ]
-    return OpenAIRequest(id=reply_id, prompts=prompts, stream=_read_stream(fields))
+    echoes = None
+    if echo:
+        skip = samplings[0].skip_special_tokens
+        echoes = texts or [model.tokenizer.decode(row, skip_special_tokens=skip) for row in ids]
+    return OpenAIRequest(id=reply_id, prompts=prompts, stream=_read_stream(fields), echoes=echoes)
 
 
-async def read_chat(fields: Fields, model: ServedModel, limits: HttpLimits) -> OpenAIRequest:
+async def read_chat(
+    fields: Fields, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str]
+) -> OpenAIRequest:
     """A body of /v1/chat/completions. Raises RequestError."""
     _check_model(fields, model)
     fields.refuse({"chat_template": ()}, "the server's to choose")
     fields.refuse(_CHAT_TO_COME, _LATER)
     messages = _read_messages(fields)
-    sampling = read_sampling(fields, _CHAT, model.vocab_size)
+    sampling = read_sampling(fields, _CHAT, model.vocab_size).judged(read_chat_logprobs(fields))
     check_batch_size(sampling.n, limits.max_batch_size)
     reply_id, rids = _read_id(fields, "chatcmpl-", 1, False)
     if model.chat_template is None:
@@ -113,8 +130,13 @@ async def read_chat(fields: Fields, model: ServedModel, limits: HttpLimits) -> O
     ids = (await model.tokenizer.encode([text], add_special_tokens=False))[0]
     if not ids:
         raise RequestError("the chat template made no prompt of these messages", param="messages")
-    extra_key = read_extra_key(fields)
-    prompt = Prompt(rid=rids[0], input_ids=tuple(ids), sampling=sampling, extra_key=extra_key)
+    prompt = Prompt(
+        rid=rids[0],
+        input_ids=tuple(ids),
+        sampling=sampling,
+        extra_key=read_extra_key(fields),
+        hints=read_hints(fields, headers),
+    )
     return OpenAIRequest(id=reply_id, prompts=[prompt], stream=_read_stream(fields))
 
 

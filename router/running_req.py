@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from router.prefix_index import PrefixIndex
 from router.token_order import TokenOrder
 from shared.errors import RequestError
+from shared.protocol.logprobs import Logprobs, TokenLogprobs
 from shared.protocol.messages import (
     Finish,
     Load,
@@ -18,6 +20,7 @@ from shared.protocol.messages import (
     Role,
     RouterToNode,
     Stamp,
+    TokenEntry,
 )
 
 
@@ -42,6 +45,16 @@ class Node(Protocol):
     @property
     def load(self) -> Load:
         """Its latest Pong."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page, and so in a block of its cache events."""
+        ...
+
+    @property
+    def prefixes(self) -> PrefixIndex:
+        """What its RadixCache holds."""
         ...
 
     def send(self, message: RouterToNode) -> None:
@@ -70,16 +83,15 @@ class RunningReq:
         *,
         prompt_len: int,
         max_new_tokens: int,
-        prefill: Node | None,
-        decode: Node | None,
+        nodes: tuple[Node, ...],
         wake: Callable[[], None],
         now: float,
     ) -> None:
         self.key = key
         self.prompt_len = prompt_len
         self.max_new_tokens = max_new_tokens
-        self.nodes = tuple(node for node in (prefill, decode) if node is not None)
-        self.holders = list(self.nodes)
+        self.nodes = nodes
+        self.holders = list(nodes)
         self.finished_by: Node | None = None
         self.order = TokenOrder(0, max_new_tokens)
         self.finish: Finish | Aborted | None = None
@@ -91,6 +103,8 @@ class RunningReq:
         self.ended_at: float | None = None
         self._announced: Finish | None = None
         self._untaken: list[int] = []
+        self._logprobs: dict[int, TokenLogprobs] = {}
+        self.input_logprobs: Logprobs | None = None
         self._wake = wake
 
     @property
@@ -118,6 +132,25 @@ class RunningReq:
     def kv_bytes_transferred(self) -> int:
         """See kv_pages_transferred."""
         return max((report.kv_bytes_transferred for report in self.reports.values()), default=0)
+
+    def try_again(self, nodes: tuple[Node, ...], max_new_tokens: int) -> None:
+        """Another attempt, on other nodes, of a sequence that has no token yet; the key says which attempt it is."""
+        assert self.first_token_at is None
+        self.key = ReqKey(self.key.router, self.key.rid, self.key.attempt + 1)
+        self.max_new_tokens = max_new_tokens
+        self.order = TokenOrder(0, max_new_tokens)
+        self.nodes = nodes
+        self.holders = list(nodes)
+
+    def arrive_logprobs(self, entry: TokenEntry) -> None:
+        """Take what a node says of the tokens that `arrive` is about to take; the first word on a position counts."""
+        if entry.input_logprobs is not None and self.input_logprobs is None:
+            self.input_logprobs = entry.input_logprobs
+        if entry.logprobs is not None:
+            end = min(entry.position + len(entry.token_ids), self.max_new_tokens)
+            for position, known in zip(range(entry.position, end), entry.logprobs.unpack(), strict=False):
+                if position >= self.order.next:
+                    self._logprobs.setdefault(position, known)
 
     def arrive(self, position: int, token_ids: Sequence[int], finish: Finish | None, now: float) -> int:
         """Take tokens of a node; returns how many were new and in order."""
@@ -148,3 +181,8 @@ class RunningReq:
         """The tokens that arrived since the last call, in order."""
         taken, self._untaken = self._untaken, []
         return taken
+
+    def take_logprobs(self, first: int, end: int) -> list[TokenLogprobs]:
+        """What is known of the output tokens at positions [first, end), which were taken; empty if nobody asked."""
+        known = (self._logprobs.pop(position, None) for position in range(first, end))
+        return [logprobs for logprobs in known if logprobs is not None]

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from router.fields import Fields
+from router.fields import Fields, shown
+from router.grammars import read_grammar
 from shared.errors import RequestError
-from shared.protocol.sampling_params import MAX_SEED, SamplingParams
+from shared.protocol.logprobs import LogprobParams
+from shared.protocol.sampling_params import (
+    MAX_BIASED_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_PENALTY,
+    MAX_SEED,
+    SamplingParams,
+    TokenBias,
+)
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
@@ -23,14 +32,7 @@ _SMALLEST_TEMPERATURE = 1e-6
 _LATER = "not supported yet"
 
 _FEATURES_TO_COME: Mapping[str, Sequence[object]] = {
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
     "stop_regex": ("", []),
-    "logit_bias": ({},),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
     "structural_tag": (),
     "custom_params": ({},),
 }
@@ -46,6 +48,10 @@ class Sampling:
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
 
+    def judged(self, wanted: LogprobParams | None) -> Sampling:
+        """The same, with the logprobs that are `wanted`."""
+        return replace(self, params=msgspec.structs.replace(self.params, logprobs=wanted))
+
     def choice(self, index: int) -> SamplingParams:
         """The node's part for choice `index` of n: the seeds of choices follow each other."""
         return msgspec.structs.replace(self.params, seed=(self.params.seed + index) & MAX_SEED)
@@ -59,6 +65,7 @@ class Dialect:
     min_new_tokens: str
     seed: str
     default_max_new_tokens: int
+    has_response_format: bool = False
 
 
 NATIVE = Dialect(
@@ -92,6 +99,13 @@ def read_sampling(fields: Fields, dialect: Dialect, vocab_size: int) -> Sampling
                 "stop_token_ids", low=0, high=vocab_size - 1, max_count=_MAX_STOP_IDS
             ),
             ignore_eos=fields.boolean("ignore_eos", False),
+            frequency_penalty=fields.number("frequency_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
+            presence_penalty=fields.number("presence_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
+            repetition_penalty=fields.number(
+                "repetition_penalty", 1.0, low=0.0, high=MAX_PENALTY, above_low=True
+            ),
+            logit_bias=_logit_bias(fields, vocab_size),
+            grammar=read_grammar(fields, with_response_format=dialect.has_response_format),
             seed=secrets.randbelow(MAX_SEED) if seed is None else seed & MAX_SEED,
         ),
         n=fields.integer("n", 1, low=1, high=MAX_CHOICES),
@@ -114,6 +128,30 @@ def _top_k(fields: Fields) -> int:
     if top_k == 0:
         raise fields.wrong("top_k", "-1 (all tokens) or at least 1")
     return min(top_k, _MAX_TOKENS)
+
+
+def _logit_bias(fields: Fields, vocab_size: int) -> tuple[TokenBias, ...]:
+    """An object from token ids, which JSON has as strings, to what is added to their logits; in order of ids."""
+    value = fields.raw("logit_bias")
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise fields.wrong("logit_bias", "an object that maps token ids to numbers")
+    if len(value) > MAX_BIASED_TOKENS:
+        raise fields.wrong("logit_bias", f"an object of at most {MAX_BIASED_TOKENS} token ids")
+    ids = {key: int(key) for key in value if key.isascii() and key.isdigit() and len(key) < 20}
+    outside = next((key for key in value if ids.get(key, vocab_size) >= vocab_size), None)
+    if outside is not None:
+        name = fields.name("logit_bias")
+        raise RequestError(
+            f"{name} must have token ids from 0 to {vocab_size - 1} as keys, not {shown(outside)}", param=name
+        )
+    biases = fields.nested("logit_bias")
+    by_id = {
+        token_id: biases.number(key, 0.0, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
+        for key, token_id in ids.items()
+    }
+    return tuple(TokenBias(token_id, bias) for token_id, bias in sorted(by_id.items()))
 
 
 def check_batch_size(num_sequences: int, limit: int) -> None:

@@ -53,6 +53,14 @@ class Tokenizer:
         """All ids at once."""
         return self._vocabulary.decode(token_ids, skip_special_tokens)
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself; see Vocabulary."""
+        return self._vocabulary.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token by itself; see Vocabulary."""
+        return self._vocabulary.token_bytes(token_id)
+
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental detokenizer for one sequence."""
         return self._vocabulary.detokenizer(skip_special_tokens=skip_special_tokens)

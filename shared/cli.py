@@ -155,6 +155,13 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
             help="share of the device's memory for weights and KV",
         ),
         add("--disable-radix-cache", action="store_true", help="forget every prefix when its request ends"),
+        add(
+            "--host-kv-tokens",
+            type=whole(0),
+            metavar="TOKENS",
+            help="decode nodes: host memory for the KV of retracted requests; 0: none; None: as large as the KV "
+            "pool, at most 4 GiB, and none on a CPU unless --retract-policy is host",
+        ),
     ]
     add = parser.add_argument_group("scheduling").add_argument
     actions += [
@@ -182,8 +189,57 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
         add(
             "--schedule-policy",
             default=schedule.schedule_policy,
-            choices=("fcfs",),
-            help="order of the waiting queue",
+            choices=("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"),
+            help="order of the waiting queue: first come, longest cached prefix, most wanted prefix, longest "
+            "output, random, or most common routing key among the running",
+        ),
+        add(
+            "--random-seed",
+            type=whole(0, (1 << 63) - 1),
+            default=schedule.random_seed,
+            metavar="SEED",
+            help="of --schedule-policy random",
+        ),
+        add(
+            "--in-batch-prefix-caching-check-threshold",
+            dest="in_batch_prefix_check_threshold",
+            type=whole(0),
+            default=schedule.in_batch_prefix_check_threshold,
+            metavar="TOKENS",
+            help="lpm, dfs-weight: a request with more cached tokens waits for nobody to compute a shared prefix",
+        ),
+        add(
+            "--in-batch-prefix-caching-deprioritize-threshold",
+            dest="in_batch_prefix_deprioritize_threshold",
+            type=whole(1),
+            default=schedule.in_batch_prefix_deprioritize_threshold,
+            metavar="TOKENS",
+            help="lpm, dfs-weight: others wait when a request computes at least so long a prefix of theirs",
+        ),
+        add(
+            "--enable-priority-scheduling",
+            action="store_true",
+            help="serve requests with a higher priority first; they may retract running ones with a lower",
+        ),
+        add(
+            "--schedule-low-priority-values-first",
+            action="store_true",
+            help="a lower value of priority goes first",
+        ),
+        add(
+            "--priority-scheduling-preemption-threshold",
+            type=whole(0),
+            default=schedule.priority_scheduling_preemption_threshold,
+            metavar="DIFFERENCE",
+            help="running requests whose priority is lower by more than this may be retracted for a waiting one",
+        ),
+        add(
+            "--priority-aging-steps",
+            type=whole(0),
+            default=schedule.priority_aging_steps,
+            metavar="STEPS",
+            help="forwards after which a request counts as one step of priority higher, under every policy, so "
+            "that nobody starves; 0: never",
         ),
         add(
             "--schedule-conservativeness",
@@ -202,6 +258,37 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
             "--disable-overlap-schedule",
             action="store_true",
             help="plan a step only after the last one is committed",
+        ),
+        add(
+            "--retract-policy",
+            default=schedule.retract_policy,
+            choices=("auto", "host", "recompute"),
+            help="decode nodes: where a retracted request's KV goes: copied to host memory and back, dropped and "
+            "prefilled again, or whichever is estimated to be faster",
+        ),
+        add(
+            "--retracted-wait-steps",
+            type=whole(0),
+            default=schedule.retracted_wait_steps,
+            metavar="STEPS",
+            help="decode nodes: once a retracted request has waited so many steps, it comes before every arrival",
+        ),
+        add(
+            "--grammar-backend",
+            default=schedule.grammar_backend,
+            choices=("xgrammar", "none"),
+            help="what follows json_schema, regex and ebnf; none: such requests are refused",
+        ),
+        add(
+            "--grammar-compile-timeout-s",
+            type=fraction(0.1, 3600),
+            default=schedule.grammar_compile_timeout_s,
+            help="a grammar that takes longer to compile fails its request",
+        ),
+        add(
+            "--debug-checks",
+            action="store_true",
+            help="check what each forward reads against what was launched before",
         ),
         add(
             "--retract-every",
@@ -270,6 +357,15 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
             help="silence after which a router's requests are given up",
         ),
     ]
+    add = parser.add_argument_group("profiling").add_argument
+    actions += [
+        add(
+            "--profile-dir",
+            default=NodeConfig().profile_dir,
+            metavar="DIR",
+            help="where /start_profile has nodes write their traces",
+        ),
+    ]
     return actions
 
 
@@ -300,15 +396,28 @@ def node_config(args: argparse.Namespace) -> NodeConfig:
             max_total_tokens=args.max_total_tokens,
             mem_fraction_static=args.mem_fraction_static,
             disable_radix_cache=args.disable_radix_cache,
+            host_kv_tokens=args.host_kv_tokens,
         ),
         schedule=ScheduleOptions(
             chunked_prefill_size=args.chunked_prefill_size,
             max_prefill_tokens=args.max_prefill_tokens,
             max_running_requests=args.max_running_requests,
             schedule_policy=args.schedule_policy,
+            random_seed=args.random_seed,
+            in_batch_prefix_check_threshold=args.in_batch_prefix_check_threshold,
+            in_batch_prefix_deprioritize_threshold=args.in_batch_prefix_deprioritize_threshold,
+            enable_priority_scheduling=args.enable_priority_scheduling,
+            schedule_low_priority_values_first=args.schedule_low_priority_values_first,
+            priority_scheduling_preemption_threshold=args.priority_scheduling_preemption_threshold,
+            priority_aging_steps=args.priority_aging_steps,
             schedule_conservativeness=args.schedule_conservativeness,
             num_reserved_decode_tokens=args.num_reserved_decode_tokens,
             disable_overlap_schedule=args.disable_overlap_schedule,
+            grammar_backend=args.grammar_backend,
+            grammar_compile_timeout_s=args.grammar_compile_timeout_s,
+            debug_checks=args.debug_checks,
+            retract_policy=args.retract_policy,
+            retracted_wait_steps=args.retracted_wait_steps,
             retract_every=args.retract_every,
         ),
         net=NetOptions(
@@ -333,4 +442,5 @@ def node_config(args: argparse.Namespace) -> NodeConfig:
             peer_timeout_s=args.peer_timeout_s,
         ),
         log_level=args.log_level,
+        profile_dir=args.profile_dir,
     )

@@ -24,6 +24,8 @@ class CacheOptions:
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.8
     disable_radix_cache: bool = False
+    host_kv_tokens: int | None = None
+    """Of the host memory that keeps the KV of retracted requests; None: chosen by `resolve_num_host_pages`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +36,30 @@ class ScheduleOptions:
     max_prefill_tokens: int = 16384
     max_running_requests: int = 64
     schedule_policy: str = "fcfs"
+    random_seed: int = 0
+    """Of the policy `random`."""
+    in_batch_prefix_check_threshold: int = 32
+    """A waiting request with more cached tokens than this never waits for another to compute a prefix they share."""
+    in_batch_prefix_deprioritize_threshold: int = 32
+    """It waits where they share at least so many tokens that are not cached yet."""
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
+    priority_scheduling_preemption_threshold: int = 10
+    """A waiting request may retract running ones whose priority is lower by more than this."""
+    priority_aging_steps: int = 256
+    """A request's priority rises by one for every so many forwards since its arrival; 0 is never."""
     schedule_conservativeness: float = 1.0
     num_reserved_decode_tokens: int = 32
     disable_overlap_schedule: bool = False
+    grammar_backend: str = "xgrammar"
+    grammar_compile_timeout_s: float = 30.0
+    """A grammar that takes longer to compile fails its request."""
+    debug_checks: bool = False
+    """Check what each forward reads against what was launched before; on in tests."""
+    retract_policy: str = "auto"
+    """What becomes of the KV of a decode node's retracted request: see `scheduling.retraction`."""
+    retracted_wait_steps: int = 16
+    """Arrivals pass a retracted request until it has waited for so many turns of the decode node's loop."""
     retract_every: int = 0
     """Test knob: retract a request every so many decode steps; 0 is never."""
 
@@ -121,3 +144,5 @@ class NodeConfig:
     net: NetOptions = field(default_factory=NetOptions)
     transfer: TransferOptions = field(default_factory=TransferOptions)
     log_level: str = "info"
+    profile_dir: str = "baton-profiles"
+    """Where /start_profile has traces written."""

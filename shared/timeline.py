@@ -46,7 +46,7 @@ ALLOWED_MOVES: dict[ReqStage, frozenset[ReqStage]] = {
     ),
     ReqStage.TRANSFERRING: frozenset({ReqStage.DECODING, ReqStage.FINISHED}),
     ReqStage.DECODING: frozenset({ReqStage.RETRACTED, ReqStage.FINISHED}),
-    ReqStage.RETRACTED: frozenset({ReqStage.PREFILLING, ReqStage.FINISHED}),
+    ReqStage.RETRACTED: frozenset({ReqStage.PREFILLING, ReqStage.DECODING, ReqStage.FINISHED}),
     ReqStage.FINISHED: frozenset(),
 }
 

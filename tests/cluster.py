@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
+from router.prefix_index import PrefixIndex
 from shared.config import NodeConfig, TransferOptions
 from shared.engine.build import Engine
 from shared.engine.vitals import Vitals
@@ -15,7 +17,10 @@ from shared.kvcache.audit import audit, audit_idle
 from shared.kvtransfer.fake import CorruptingPages, FakeNetwork, Faults
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
+from shared.protocol.logprobs import TokenLogprobs
 from shared.protocol.messages import (
+    CacheEvents,
+    CacheResync,
     Cancel,
     Decode,
     Failed,
@@ -23,12 +28,14 @@ from shared.protocol.messages import (
     Load,
     NodeHello,
     NodeRef,
+    NotCached,
     Ping,
     Pong,
     Prefill,
     ReqKey,
     ReqReport,
     Role,
+    TokenEntry,
     Tokens,
 )
 from shared.protocol.router_port import RouterPort
@@ -52,6 +59,13 @@ class Answer:
     failures: list[Failed] = field(default_factory=list)
     reports: list[ReqReport] = field(default_factory=list)
     ahead: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By output position."""
+    input_logprobs: list[TokenLogprobs] | None = None
+    told: list[int] = field(default_factory=list)
+    """Every output position that was told, as often as it was."""
+    judged: list[int] = field(default_factory=list)
+    """The same of those told with logprobs; -1 stands for the prompt's."""
 
     @property
     def ended(self) -> bool:
@@ -65,6 +79,8 @@ class ScriptedRouter:
         self.outbox = network.join(ROUTER, self._on_message)
         self.answers: dict[ReqKey, Answer] = {}
         self.loads: dict[str, Load] = {}
+        self.prefixes: defaultdict[str, PrefixIndex] = defaultdict(PrefixIndex)
+        self.not_cached: list[ReqKey] = []
         self._holders: dict[ReqKey, set[str]] = {}
 
     def submit(
@@ -77,15 +93,31 @@ class ScriptedRouter:
         *,
         output_ids: Sequence[int] = (),
         attempt: int = 0,
+        local_prefill_limit: int | None = None,
+        priority: int = 0,
+        routing_key: str = "",
     ) -> ReqKey:
         key = ReqKey(ROUTER, rid, attempt)
         self.answers[key] = Answer(token_ids=list(output_ids))
         self._holders[key] = {name for name in (prefill, decode) if name}
         ids, outs = tuple(input_ids), tuple(output_ids)
         if decode:
-            self.outbox.send(decode, Decode(key, ids, outs, params, ref(prefill) if prefill else None))
+            source = ref(prefill) if prefill else None
+            decode_message = Decode(
+                key,
+                ids,
+                outs,
+                params,
+                source,
+                "",
+                priority,
+                routing_key,
+                local_prefill_limit=local_prefill_limit,
+            )
+            self.outbox.send(decode, decode_message)
         if prefill:
-            self.outbox.send(prefill, Prefill(key, ids, outs, params, ref(decode) if decode else None))
+            target = ref(decode) if decode else None
+            self.outbox.send(prefill, Prefill(key, ids, outs, params, target, "", priority, routing_key))
         return key
 
     def cancel(self, key: ReqKey) -> None:
@@ -100,7 +132,9 @@ class ScriptedRouter:
                     if answer.ended:
                         continue
                     for i, token in enumerate(entry.token_ids):
+                        answer.told.append(entry.position + i)
                         self._place(answer, entry.position + i, token)
+                    self._judge(answer, entry)
                     if entry.report is not None:
                         answer.reports.append(entry.report)
                     if entry.finish is not None:
@@ -113,8 +147,25 @@ class ScriptedRouter:
                     self.answers[key].failures.append(message)
                     for other in self._holders[key] - {node}:
                         self.outbox.send(other, Cancel(key))
+            case CacheEvents():
+                if not self.prefixes[node].apply(message):
+                    self.outbox.send(node, CacheResync())
+            case NotCached(key):
+                del self.answers[key]
+                self.not_cached.append(key)
             case Pong():
                 self.loads[node] = message.load
+
+    def _judge(self, answer: Answer, entry: TokenEntry) -> None:
+        """Keep logprobs by position; what is told twice (position 0, by two nodes) is the same both times."""
+        for position, known in enumerate(entry.logprobs.unpack() if entry.logprobs else (), entry.position):
+            assert answer.logprobs.setdefault(position, known) == known, "repeated logprobs differ"
+            answer.judged.append(position)
+        if entry.input_logprobs is not None:
+            known_of_prompt = entry.input_logprobs.unpack()
+            assert answer.input_logprobs in (None, known_of_prompt), "repeated input logprobs differ"
+            answer.input_logprobs = known_of_prompt
+            answer.judged.append(-1)
 
     def _place(self, answer: Answer, position: int, token: int) -> None:
         if position < len(answer.token_ids):
@@ -255,7 +306,10 @@ class Cluster:
         self.run(
             lambda: (
                 all(a.ended for a in self.router.answers.values())
-                and all(not node.scheduler.reqs and node.scheduler._launcher.in_flight is None for node in self.live)
+                and all(
+                    not node.scheduler.reqs and node.scheduler._launcher.in_flight is None
+                    for node in self.live
+                )
             ),
             max_steps=max_steps,
             check=check,

@@ -5,7 +5,7 @@ It stands in for the model runner and the KV pool only; everything above them is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,10 @@ from shared.config import CacheOptions, NodeConfig
 from shared.engine.attention import Progress
 from shared.engine.build import Engine, make_ledger
 from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.profiler import Profiler
+from shared.engine.vocab_mask import VocabMask
+from shared.kvcache.host_pages import HostPages, PageCopy
+from shared.kvcache.host_pool import CpuHostKVPool
 from shared.model.config import ModelConfig
 from shared.protocol.messages import KVLayout, NodeLimits
 from shared.scheduling.sampled import Sampled
@@ -67,20 +71,45 @@ class TokenPool:
 class TokenResult:
     stream: TokenStream
     tokens: list[int] | None = None
+    vocab_mask: VocabMask | None = None
 
     def wait(self) -> Sampled:
         while self.tokens is None:
             self.stream.run_one()
         return Sampled(self.tokens)
 
+    def allowed_by_entry(self) -> dict[int, np.ndarray]:
+        if self.vocab_mask is None:
+            return {}
+        bits_GV = np.unpackbits(self.vocab_mask.allowed_GW.view(np.uint8), axis=1, bitorder="little")
+        return dict(zip(self.vocab_mask.entries_G.tolist(), bits_GV, strict=True))
+
+
+@dataclass(eq=False)
+class TokenCopy:
+    stream: TokenStream
+    is_done: bool = False
+    error: Exception | None = None
+
+    def wait(self) -> float:
+        while not self.is_done:
+            self.stream.run_one()
+        if self.error is not None:
+            raise self.error
+        return 0.001
+
 
 class TokenStream:
-    """Runs a forward as late as it may: when somebody waits for it. That is when a broken reuse rule bites."""
+    """Runs everything as late as it may: when somebody waits for it. That is when a broken reuse rule bites."""
 
-    def __init__(self, pool: TokenPool, num_rows: int) -> None:
+    def __init__(self, pool: TokenPool, num_rows: int, num_host_pages: int = 0) -> None:
         self.pool = pool
+        self.host_pool = CpuHostKVPool(pool, 1, num_host_pages, pool.gather_nbytes(1, 1))
+        self.num_copies = 0
+        self.fail_copies: list[bool] = []
+        """Which of the next copies fail; none, when it is empty."""
         self.future_map = np.full(num_rows, -1, dtype=np.int64)
-        self.queue: list[tuple[ModelWorkerBatch, TokenResult]] = []
+        self.queue: list[tuple[ModelWorkerBatch, TokenResult] | tuple[PageCopy, TokenCopy]] = []
         self.num_forwards = 0
         self.fail_next = False
 
@@ -89,18 +118,37 @@ class TokenStream:
         self.queue.append((batch, result))
         return result
 
-    def sample(self, forwarded: TokenResult) -> TokenResult:
+    def sample(self, forwarded: TokenResult, vocab_mask: VocabMask | None = None) -> TokenResult:
+        forwarded.vocab_mask = vocab_mask
         return forwarded
+
+    def copy(self, pages: PageCopy) -> TokenCopy:
+        result = TokenCopy(self)
+        self.queue.append((pages, result))
+        return result
+
+    def _copy(self, pages: PageCopy, result: TokenCopy) -> None:
+        self.num_copies += 1
+        result.is_done = True
+        if self.fail_copies and self.fail_copies.pop(0):
+            result.error = RuntimeError("copy told to fail")
+            return
+        self.host_pool.copy(pages)
 
     def run_one(self) -> None:
         batch, result = self.queue.pop(0)
+        if isinstance(batch, PageCopy):
+            assert isinstance(result, TokenCopy)
+            self._copy(batch, result)
+            return
+        assert isinstance(result, TokenResult)
         self.num_forwards += 1
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("forward told to fail")
-        result.tokens = self._forward(batch)
+        result.tokens = self._forward(batch, result.allowed_by_entry())
 
-    def _forward(self, batch: ModelWorkerBatch) -> list[int]:
+    def _forward(self, batch: ModelWorkerBatch, allowed: Mapping[int, np.ndarray]) -> list[int]:
         size, kv = self.pool.page_size, self.pool.kv
         for row, token in batch.future_writes:
             self.future_map[row] = token
@@ -121,7 +169,7 @@ class TokenStream:
         tokens = []
         for i, b in enumerate(batch.sampled_B):
             token = next_token(contexts[b])
-            while token in batch.sampling.masked_ids[i]:
+            while token in batch.sampling.masked_ids[i] or not (i not in allowed or allowed[i][token]):
                 token = (token + 1) % VOCAB_SIZE
             self.future_map[batch.rows_B[b]] = token
             tokens.append(token)
@@ -167,13 +215,17 @@ def token_engine(config: NodeConfig) -> Engine:
     num_rows = config.schedule.max_running_requests
     context_length = config.model.context_length or 4096
     pool = TokenPool(num_pages, cache.page_size)
+    num_host_pages = (cache.host_kv_tokens or 0) // cache.page_size
     return Engine(
         model_config=token_model_config(),
         pool=pool,  # type: ignore[arg-type]
-        ledger=make_ledger(num_pages, cache, num_rows, context_length),
-        stream=TokenStream(pool, num_rows),
+        ledger=make_ledger(
+            num_pages, cache, num_rows, context_length, HostPages(num_host_pages, pool.gather_nbytes(1, 1))
+        ),
+        stream=TokenStream(pool, num_rows, num_host_pages),
         layout=KVLayout("tokens", "int64", cache.page_size, 1, 1, 1),
         limits=NodeLimits(context_length, (num_pages - 1) * cache.page_size, num_rows),
         progress=Progress(),
         eos_token_ids=frozenset({EOS}),
+        profiler=Profiler(config.profile_dir, "tokens"),
     )

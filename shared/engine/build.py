@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,8 +16,13 @@ from shared.config import CacheOptions, ModelOptions, NodeConfig
 from shared.engine.attention import Progress
 from shared.engine.forward_stream import ForwardStream, make_forward_stream
 from shared.engine.model_runner import ModelRunner
-from shared.errors import ConfigError
+from shared.engine.profiler import Profiler
+from shared.errors import ConfigError, RequestError
+from shared.grammar.backend import GrammarBackend
+from shared.grammar.compile_pool import CompilePool
 from shared.kvcache.allocator import PageAllocator
+from shared.kvcache.host_pages import HostPages
+from shared.kvcache.host_pool import HostKVPool, make_host_pool
 from shared.kvcache.ledger import KVLedger
 from shared.kvcache.pools import ReqToTokenPool, TokenToKVPool
 from shared.kvcache.radix_cache import RadixCache
@@ -26,6 +31,8 @@ from shared.model.decoder import Decoder
 from shared.model.files import resolve_model
 from shared.protocol.messages import KVLayout, NodeLimits
 
+HOST_KV_CAP_BYTES = 4 << 30
+"""Largest host pool for retracted requests that is chosen by itself."""
 CPU_KV_CAP_BYTES = 2 << 30
 """Largest KV pool that is chosen by itself on a CPU, where other processes share the memory."""
 FINGERPRINT_SAMPLE_BYTES = 1 << 16
@@ -46,6 +53,8 @@ class Engine:
     limits: NodeLimits
     progress: Progress
     eos_token_ids: frozenset[int]
+    profiler: Profiler
+    grammars: CompilePool = field(default_factory=lambda: CompilePool(no_grammars))
 
 
 def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
@@ -85,8 +94,14 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         max_running_requests=max_rows,
     )
     progress = Progress()
-    ledger = make_ledger(num_pages + 1, config.cache, max_rows, context_length)
-    runner = ModelRunner(decoder, pool, max_rows, progress)
+    page_nbytes = pool.gather_nbytes(1, pool.num_layers)
+    num_host_pages = resolve_num_host_pages(config, num_pages, page_nbytes, device)
+    host_pool = new_host_pool(pool, num_host_pages)
+    ledger = make_ledger(
+        num_pages + 1, config.cache, max_rows, context_length, HostPages(num_host_pages, page_nbytes)
+    )
+    profiler = Profiler(config.profile_dir, config.net.node_id or "node")
+    runner = ModelRunner(decoder, pool, max_rows, progress, profiler.span)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the forward stream does not wait for the stream that made all this
     log.event(
@@ -98,13 +113,14 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         max_total_num_tokens=limits.max_total_num_tokens,
         page_size=config.cache.page_size,
         kv_mib=round(pool.buffer_LSNHPD.nbytes / 2**20),
+        host_kv_mib=round(num_host_pages * page_nbytes / 2**20),
         threads=torch.get_num_threads(),
     )
     return Engine(
         model_config=model_config,
         pool=pool,
         ledger=ledger,
-        stream=make_forward_stream(runner),
+        stream=make_forward_stream(runner, host_pool),
         layout=KVLayout(
             fingerprint=fingerprint(folder),
             dtype=dtype_name(dtype),
@@ -115,8 +131,26 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         ),
         limits=limits,
         progress=progress,
+        profiler=profiler,
+        grammars=CompilePool(make_grammar_backend(config.schedule.grammar_backend, folder, model_config)),
         eos_token_ids=frozenset(model_config.eos_token_ids),
     )
+
+
+def no_grammars() -> GrammarBackend:
+    """The backend `none`: raises RequestError for whoever asks for it."""
+    raise RequestError("this node follows no grammars (--grammar-backend none)")
+
+
+def make_grammar_backend(name: str, folder: Path, model: ModelConfig) -> Callable[[], GrammarBackend]:
+    """What makes the backend `name` for the model in `folder`, when the first grammar comes."""
+
+    def load_xgrammar() -> GrammarBackend:
+        from shared.grammar.xgrammar_backend import XGrammarBackend  # a second, and only grammars need it
+
+        return XGrammarBackend.load(folder, model.vocab_size, model.eos_token_ids)
+
+    return {"xgrammar": load_xgrammar, "none": no_grammars}[name]
 
 
 @contextmanager
@@ -131,7 +165,28 @@ def _memory_of(device: torch.device, what: str) -> Iterator[None]:
         ) from error
 
 
-def make_ledger(num_pages: int, options: CacheOptions, num_rows: int, context_length: int) -> KVLedger:
+def new_host_pool(pool: TokenToKVPool, num_host_pages: int) -> HostKVPool | None:
+    """Host memory for retracted requests. Raises ConfigError when there is not so much of it."""
+    nbytes = num_host_pages * pool.gather_nbytes(1, pool.num_layers)
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        if nbytes > have:
+            raise MemoryError
+        return make_host_pool(pool, num_host_pages)
+    except (MemoryError, OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"--host-kv-tokens {num_host_pages * pool.page_size}: {nbytes} bytes of host memory cannot be had "
+            f"(this machine has {have}); choose fewer"
+        ) from error
+
+
+def make_ledger(
+    num_pages: int,
+    options: CacheOptions,
+    num_rows: int,
+    context_length: int,
+    host: HostPages | None = None,
+) -> KVLedger:
     """The KV ledger over `num_pages` pages (the scratch page included)."""
     rows = ReqToTokenPool(num_rows, context_length, options.page_size)
     return KVLedger(
@@ -139,6 +194,7 @@ def make_ledger(num_pages: int, options: CacheOptions, num_rows: int, context_le
         rows,
         RadixCache(options.page_size),
         keep_prefixes=not options.disable_radix_cache,
+        host=host,
     )
 
 
@@ -214,6 +270,26 @@ def resolve_num_pages(
             f"page takes {page_nbytes}; raise it, or choose a smaller --page-size"
         )
     return num_pages
+
+
+def resolve_num_host_pages(config: NodeConfig, num_pages: int, page_nbytes: int, device: torch.device) -> int:
+    """Pages of the host pool: from --host-kv-tokens, or as many as the KV pool has, within a cap.
+
+    On a CPU the KV pool is in host memory already, and a larger one serves better than a second one: there it is
+    none by itself. Raises ConfigError when --retract-policy host is left without a page.
+    """
+    policy, tokens = config.schedule.retract_policy, config.cache.host_kv_tokens
+    if policy == "recompute":
+        return 0
+    if tokens is None:
+        by_itself = device.type == "cuda" or policy == "host"
+        return min(num_pages, max(HOST_KV_CAP_BYTES // page_nbytes, 1)) if by_itself else 0
+    if policy == "host" and tokens < config.cache.page_size:
+        raise ConfigError(
+            f"--host-kv-tokens {tokens}: --retract-policy host needs at least one page of "
+            f"{config.cache.page_size} tokens (--page-size)"
+        )
+    return tokens // config.cache.page_size
 
 
 def fingerprint(folder: Path) -> str:

@@ -6,14 +6,18 @@ two the scheduler may commit the step before, which is what a mask that depends 
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from shared.engine.model_runner import Forwarded, ModelRunner
+from shared.engine.model_runner import Forwarded, ModelRunner, SampledTensors
 from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.vocab_mask import VocabMask
+from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.host_pool import HostKVPool
 from shared.scheduling.sampled import Sampled
 
 
@@ -25,6 +29,14 @@ class GenerationBatchResult(Protocol):
         ...
 
 
+class CopyResult(Protocol):
+    """A copy between device and host that was launched."""
+
+    def wait(self) -> float:
+        """Block until it is done. Returns the seconds it took on the stream; raises what it raised."""
+        ...
+
+
 class ForwardStream(Protocol):
     """First in, first out, asynchronous. Called by the scheduler thread alone."""
 
@@ -32,13 +44,28 @@ class ForwardStream(Protocol):
         """Launch a forward behind all those launched before. Give what it returns to `sample`, before the next."""
         ...
 
-    def sample(self, forwarded: Any) -> GenerationBatchResult:
-        """Queue the sampling of the forward that `submit` launched last."""
+    def sample(self, forwarded: Any, vocab_mask: VocabMask | None = None) -> GenerationBatchResult:
+        """Queue the sampling of the forward that `submit` launched last, under `vocab_mask`."""
+        ...
+
+    def copy(self, pages: PageCopy) -> CopyResult:
+        """Copy KV pages to host memory or back, behind all forwards launched before and ahead of all later ones."""
         ...
 
     def close(self) -> None:
         """Finish what was launched, then end."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCopyResult:
+    """A copy that runs on the worker thread."""
+
+    future: Future[float]
+
+    def wait(self) -> float:
+        """See CopyResult."""
+        return self.future.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +82,35 @@ class CpuResult:
 class CpuForwardStream:
     """One worker thread. Right but weak as overlap: torch calls hold the GIL in between, so little Python hides."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, host_pool: HostKVPool | None = None) -> None:
         self._runner = runner
+        self._host_pool = host_pool
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forward")
 
     def submit(self, batch: ModelWorkerBatch) -> Future[Forwarded]:
         """See ForwardStream."""
         return self._worker.submit(self._runner.forward, batch)
 
-    def sample(self, forwarded: Future[Forwarded]) -> CpuResult:
+    def sample(self, forwarded: Future[Forwarded], vocab_mask: VocabMask | None = None) -> CpuResult:
         """See ForwardStream."""
-        return CpuResult(self._worker.submit(self._sample, forwarded))
+        return CpuResult(self._worker.submit(self._sample, forwarded, vocab_mask))
+
+    def copy(self, pages: PageCopy) -> CpuCopyResult:
+        """See ForwardStream."""
+        return CpuCopyResult(self._worker.submit(self._copy, pages))
 
     def close(self) -> None:
         """See ForwardStream."""
         self._worker.shutdown()
 
-    def _sample(self, forwarded: Future[Forwarded]) -> Sampled:
-        return Sampled(self._runner.sample(forwarded.result()).tolist())
+    def _copy(self, pages: PageCopy) -> float:
+        assert self._host_pool is not None, "no host pages, no copies"
+        start = time.perf_counter()
+        self._host_pool.copy(pages)
+        return time.perf_counter() - start
+
+    def _sample(self, forwarded: Future[Forwarded], vocab_mask: VocabMask | None) -> Sampled:
+        return self._runner.sample(forwarded.result(), vocab_mask).as_values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +125,36 @@ class CudaForwarded:
 class CudaResult:
     """`copy_done` of a forward on the CUDA stream."""
 
-    host_tokens_S: torch.Tensor
+    on_host: SampledTensors
     copy_done: torch.cuda.Event
     launched: CudaForwarded
+    vocab_mask: VocabMask | None
 
     def wait(self) -> Sampled:
         """See GenerationBatchResult."""
         self.copy_done.synchronize()
-        return Sampled(self.host_tokens_S.tolist())
+        return self.on_host.as_values()
+
+
+@dataclass(frozen=True, slots=True)
+class CudaCopyResult:
+    """A copy between two events of the CUDA stream."""
+
+    started: torch.cuda.Event
+    done: torch.cuda.Event
+
+    def wait(self) -> float:
+        """See CopyResult."""
+        self.done.synchronize()
+        return float(self.started.elapsed_time(self.done)) / 1000
 
 
 class CudaForwardStream:
     """A CUDA stream: kernels are queued from the calling thread, which goes on before they have run."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, host_pool: HostKVPool | None = None) -> None:
         self._runner = runner
+        self._host_pool = host_pool
         self._stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
 
     def submit(self, batch: ModelWorkerBatch) -> CudaForwarded:
@@ -109,21 +162,38 @@ class CudaForwardStream:
         with torch.cuda.stream(self._stream):
             return CudaForwarded(self._runner.forward(batch), batch)
 
-    def sample(self, forwarded: CudaForwarded) -> CudaResult:
+    def sample(self, forwarded: CudaForwarded, vocab_mask: VocabMask | None = None) -> CudaResult:
         """See ForwardStream."""
         with torch.cuda.stream(self._stream):
-            tokens_S = self._runner.sample(forwarded.forwarded)
-            host_S = torch.empty(tokens_S.shape, dtype=tokens_S.dtype, pin_memory=True)
-            host_S.copy_(tokens_S, non_blocking=True)
+            on_host = self._runner.sample(forwarded.forwarded, vocab_mask).map(_start_copy_to_host)
             copy_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copy_done.record(self._stream)
-        return CudaResult(host_S, copy_done, forwarded)
+        return CudaResult(on_host, copy_done, forwarded, vocab_mask)
+
+    def copy(self, pages: PageCopy) -> CudaCopyResult:
+        """See ForwardStream."""
+        assert self._host_pool is not None, "no host pages, no copies"
+        started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            started.record(self._stream)
+            self._host_pool.copy(pages)
+            done.record(self._stream)
+        return CudaCopyResult(started, done)
 
     def close(self) -> None:
         """See ForwardStream."""
         self._stream.synchronize()
 
 
-def make_forward_stream(runner: ModelRunner) -> CpuForwardStream | CudaForwardStream:
-    """The stream for the runner's device."""
-    return CudaForwardStream(runner) if runner.device.type == "cuda" else CpuForwardStream(runner)
+def _start_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def make_forward_stream(
+    runner: ModelRunner, host_pool: HostKVPool | None = None
+) -> CpuForwardStream | CudaForwardStream:
+    """The stream for the runner's device; `host_pool` is what it copies KV pages to, if anything."""
+    stream = CudaForwardStream if runner.device.type == "cuda" else CpuForwardStream
+    return stream(runner, host_pool)

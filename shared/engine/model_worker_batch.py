@@ -7,28 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shared.engine.sampling_inputs import (
+    CountedRows,
+    LogprobInputs,
+    SamplingInputs,
+    input_logprobs,
+    sampling_inputs,
+)
 from shared.kvcache.pools import ReqToTokenPool
-from shared.protocol.sampling_params import SamplingParams
-from shared.scheduling.schedule_batch import ScheduleBatch, ScheduledReq
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingInputs:
-    """Parameters of the S sequences that sample in this forward, as host arrays of length S.
-
-    `uniforms` in [0, 1) is what randomness there is: a function of (seed, output position) alone.
-    `masked_ids[i]` may not be sampled by sequence i (stop tokens before `min_new_tokens`).
-    """
-
-    temperatures: np.ndarray
-    top_ks: np.ndarray
-    top_ps: np.ndarray
-    min_ps: np.ndarray
-    uniforms: np.ndarray
-    masked_ids: tuple[tuple[int, ...], ...]
-    all_greedy: bool
-    needs_filter: bool
-    """True when any sequence uses top-k, top-p or min-p."""
+from shared.scheduling.schedule_batch import ScheduleBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +36,8 @@ class ModelWorkerBatch:
     sampled_B: np.ndarray
     sampling: SamplingInputs
     future_writes: tuple[tuple[int, int], ...]
+    input_logprobs: LogprobInputs | None = None
+    """Prompt tokens of this extend whose logprobs are wanted; rows are indices in T, owners are indices in B."""
 
 
 def snapshot(
@@ -56,8 +45,12 @@ def snapshot(
     rows: ReqToTokenPool,
     future_writes: Sequence[tuple[int, int]],
     eos_token_ids: frozenset[int],
+    counted_rows: CountedRows | None = None,
 ) -> ModelWorkerBatch:
-    """Copy what the forward needs out of the scheduler's own, still changing, state."""
+    """Copy what the forward needs out of the scheduler's own, still changing, state.
+
+    `counted_rows` knows which tokens earlier snapshots had the device count; None when there were none.
+    """
     items = batch.items
     kvs = [item.req.kv for item in items]
     row_ids = np.array([kv.row for kv in kvs if kv is not None], dtype=np.int64)
@@ -78,48 +71,7 @@ def snapshot(
         lengths_B=lengths,
         page_table_BP=rows.pages[row_ids, :num_pages],
         sampled_B=np.array(sampled, dtype=np.int64),
-        sampling=_sampling_inputs([items[i] for i in sampled], eos_token_ids),
+        sampling=sampling_inputs([items[i] for i in sampled], eos_token_ids, counted_rows or CountedRows()),
         future_writes=tuple(future_writes),
+        input_logprobs=input_logprobs(items) if batch.is_extend else None,
     )
-
-
-def _sampling_inputs(items: Sequence[ScheduledReq], eos_token_ids: frozenset[int]) -> SamplingInputs:
-    params = [item.req.params for item in items]
-    positions = [item.position or 0 for item in items]
-    return SamplingInputs(
-        temperatures=np.array([0.0 if p.is_greedy else p.temperature for p in params], dtype=np.float32),
-        top_ks=np.array([p.top_k for p in params], dtype=np.int64),
-        top_ps=np.array([p.top_p for p in params], dtype=np.float32),
-        min_ps=np.array([p.min_p for p in params], dtype=np.float32),
-        uniforms=np.array(
-            [uniform(p.seed, position) for p, position in zip(params, positions, strict=True)],
-            dtype=np.float64,
-        ),
-        masked_ids=tuple(
-            _masked_ids(p, position, eos_token_ids) for p, position in zip(params, positions, strict=True)
-        ),
-        all_greedy=all(p.is_greedy for p in params),
-        needs_filter=any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params if not p.is_greedy),
-    )
-
-
-def _masked_ids(params: SamplingParams, position: int, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    if position >= params.min_new_tokens:
-        return ()
-    eos = () if params.ignore_eos else sorted(eos_token_ids)
-    return (*params.stop_token_ids, *eos)
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on (seed, position) only: two rounds of SplitMix64 (Steele et al. 2014)."""
-    mask = (1 << 64) - 1
-    x = _mix(((seed & mask) + 0x9E3779B97F4A7C15) & mask)
-    x = _mix((x ^ ((position + 1) * 0xD1B54A32D192ED03)) & mask)
-    return (x >> 11) * 2.0**-53
-
-
-def _mix(x: int) -> int:
-    mask = (1 << 64) - 1
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return x ^ (x >> 31)

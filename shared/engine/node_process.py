@@ -124,6 +124,7 @@ def _parts(
         **asdict(config.schedule),
         "device": str(engine.pool.device),
         "dtype": engine.layout.dtype,
+        "host_kv_tokens": engine.ledger.host.num_pages * engine.layout.page_size,
     }
     hello = NodeHello(node, role, engine.layout, engine.limits, flags)
     return NodeParts(

@@ -10,15 +10,23 @@ from __future__ import annotations
 import torch
 
 from shared.engine.future_map import to_device
-from shared.engine.model_worker_batch import SamplingInputs
+from shared.engine.penalties import add_biases
+from shared.engine.sampling_inputs import SamplingInputs
+from shared.engine.vocab_mask import VocabMask, apply_vocab_mask
 
 
-def sample(logits_SV: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+def sample(
+    logits_SV: torch.Tensor, inputs: SamplingInputs, vocab_mask: VocabMask | None = None
+) -> torch.Tensor:
     """Next token ids, int64 [S]; `logits_SV` is float32 and may be overwritten."""
     device = logits_SV.device
+    if inputs.biases is not None:
+        add_biases(logits_SV, inputs.biases)
     for i, ids in enumerate(inputs.masked_ids):
         if ids:
             logits_SV[i, to_device(ids, device)] = -torch.inf
+    if vocab_mask is not None:
+        apply_vocab_mask(logits_SV, vocab_mask)
     greedy_S = logits_SV.argmax(dim=-1)
     if inputs.all_greedy:
         return greedy_S

@@ -11,6 +11,7 @@ from shared.engine.attention import Progress
 from shared.kvcache.audit import LeakError, audit_idle
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import Load
+from shared.scheduling.retraction import RetractionCounts
 
 THROUGHPUT_WINDOW_S = 1.0
 
@@ -58,13 +59,16 @@ class Vitals:
         num_bootstrapping: int,
         num_retractions: int,
         num_links: int,
+        schedule_policy: str,
+        retraction: RetractionCounts | None = None,
     ) -> None:
         """Renew the load after a step. A node that has just become idle (no request left) is audited."""
         elapsed = time.monotonic() - self._window_start
         if elapsed >= THROUGHPUT_WINDOW_S:
             self._gen_throughput = self._window_tokens / elapsed
             self._window_start, self._window_tokens = time.monotonic(), 0
-        count = self._ledger.count()
+        count, host = self._ledger.count(), self._ledger.host
+        retraction = retraction or RetractionCounts()
         self._load = Load(
             busy=busy,
             num_running=num_running,
@@ -83,6 +87,13 @@ class Vitals:
             kv_bytes_transferred=self.kv_bytes_transferred,
             kv_transfer_s=self.kv_transfer_s,
             num_links=num_links,
+            schedule_policy=schedule_policy,
+            num_retracted=retraction.num_retracted,
+            num_retractions_host=retraction.num_host,
+            num_retractions_recompute=retraction.num_recompute,
+            num_retraction_waits=retraction.num_waits,
+            num_host_pages=host.num_pages,
+            num_free_host_pages=host.num_free,
         )
         if not idle:
             self._audited = False

@@ -36,6 +36,9 @@ def audit(ledger: KVLedger) -> None:
         raise LeakError(
             f"{ledger.rows.num_free} free rows, {len(ledger.live)} live, {ledger.rows.num_rows} in all"
         )
+    host = ledger.host
+    if len(set(host.free_pages())) != host.num_free or host.num_free + host.num_held != host.num_pages:
+        raise LeakError(f"{host.num_free} host pages free, {host.num_held} held, {host.num_pages} in all")
 
 
 def audit_idle(ledger: KVLedger) -> None:
@@ -44,3 +47,5 @@ def audit_idle(ledger: KVLedger) -> None:
     count = ledger.count()
     if ledger.live or count.held or count.protected:
         raise LeakError(f"idle, but {len(ledger.live)} requests hold KV; {count}")
+    if ledger.host.num_held:
+        raise LeakError(f"idle, but {ledger.host.num_held} host pages are held")

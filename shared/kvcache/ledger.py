@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shared.kvcache.allocator import PageAllocator
+from shared.kvcache.host_pages import HostPages
 from shared.kvcache.pools import ReqToTokenPool
-from shared.kvcache.radix_cache import Match, PrefixLock, RadixCache
+from shared.kvcache.radix_cache import Match, Peek, PrefixLock, RadixCache
 
 
 @dataclass(eq=False, slots=True)
@@ -73,12 +74,14 @@ class KVLedger:
         radix_cache: RadixCache,
         *,
         keep_prefixes: bool = True,
+        host: HostPages | None = None,
     ) -> None:
         self.allocator = allocator
         self.rows = rows
         self.radix_cache = radix_cache
         self.page_size = rows.page_size
         self.keep_prefixes = keep_prefixes
+        self.host = host or HostPages()
         self.live: dict[int, ReqKV] = {}
 
     @property
@@ -93,6 +96,15 @@ class KVLedger:
     def match_prefix(self, ids: Sequence[int], extra_key: str) -> Match:
         """The cached prefix of `ids`, but never all of it: the last token is computed."""
         return self.radix_cache.match_prefix(ids[: len(ids) - 1], extra_key)
+
+    def peek_prefix(self, ids: Sequence[int], extra_key: str) -> Peek:
+        """What `match_prefix` would find; takes no note of it and changes nothing."""
+        return self.radix_cache.peek(ids, len(ids) - 1, extra_key)
+
+    def num_pages_released_by(self, kvs: Sequence[ReqKV]) -> int:
+        """Pages that would become available if all these requests ended now."""
+        own = sum(kv.num_pages - kv.num_tree_pages + len(kv.superseded) for kv in kvs)
+        return own + self.radix_cache.num_pages_unlocked_by(kv.lock for kv in kvs)
 
     def admit(self, match: Match, extra_key: str) -> ReqKV | None:
         """Take a row and hold the matched prefix; None when every row is taken."""

@@ -7,8 +7,12 @@ at page granularity: keys are cut into pages of `page_size` tokens, and only who
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+from shared.kvcache.cache_changes import CacheChanges
+from shared.protocol.block_hash import next_hash, root_hash
 
 Page = tuple[int | str, ...]
 """The token ids of one page; the first page of a prefix is led by its extra_key, if it has one."""
@@ -26,6 +30,8 @@ class TreeNode:
     last_access: int = 0
     queued: bool = False
     """True while the node has an entry in the eviction heap."""
+    hashes: list[int] = field(default_factory=list)
+    """The block hash of each page; empty when nobody wants to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,14 @@ class Match:
     """The longest cached prefix: `pages` in order, and the node that ends it."""
 
     pages: list[int]
+    node: TreeNode
+
+
+@dataclass(frozen=True, slots=True)
+class Peek:
+    """Where a match would end: after `num_pages` pages, in `node` (perhaps in the middle of it)."""
+
+    num_pages: int
     node: TreeNode
 
 
@@ -63,6 +77,10 @@ class PrefixLock:
         self._cache._unlock(self._node)
         self._node = node
 
+    def nodes(self) -> Iterator[TreeNode]:
+        """Every node that this holder protects, from the end of its prefix to the root."""
+        return self._cache._path(self._node)
+
     def release(self) -> None:
         """Let go. A second call is a bug."""
         assert self._node is not None, "released twice"
@@ -77,8 +95,11 @@ class RadixCache:
     Eviction order is least recently matched or inserted first, by a logical clock.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, changes: CacheChanges | None = None) -> None:
         self.page_size = page_size
+        self.changes = changes
+        self.num_changes = 0
+        """Grows whenever a `peek` may find something else than before."""
         self.num_evictable_pages = 0
         self.num_protected_pages = 0
         self._root = TreeNode(parent=None, keys=[], pages=[])
@@ -92,6 +113,30 @@ class RadixCache:
         node, _ = self._descend(self._cut(ids, extra_key))
         return Match(self._path_pages(node), node)
 
+    def peek(self, ids: Sequence[int], num_tokens: int, extra_key: str = "") -> Peek:
+        """What `match_prefix(ids[:num_tokens])` would find. Changes nothing: no node counts as used, none is split.
+
+        Costs the length of what matches, not of `ids`.
+        """
+        size, num_pages = self.page_size, num_tokens // self.page_size
+        node, at = self._root, 0
+        lead: tuple[int | str, ...] = (extra_key,) if extra_key else ()
+        while at < num_pages:
+            child = node.children.get((*lead, *ids[at * size : (at + 1) * size]))
+            if child is None:
+                break
+            node, at, lead = child, at + 1, ()
+            for key in child.keys[1 : 1 + num_pages - at]:
+                if key != tuple(ids[at * size : (at + 1) * size]):
+                    return Peek(at, node)
+                at += 1
+        return Peek(at, node)
+
+    def num_pages_unlocked_by(self, locks: Iterable[PrefixLock]) -> int:
+        """Pages that would become evictable if all of `locks` were released."""
+        released = Counter(node for lock in locks for node in lock.nodes())
+        return sum(len(node.pages) for node, count in released.items() if node.lock_ref == count)
+
     def insert(self, ids: Sequence[int], page_ids: Sequence[int], extra_key: str = "") -> Inserted:
         """Give the tree the pages of a computed prefix; `ids` and `page_ids` cover the same whole pages.
 
@@ -102,7 +147,11 @@ class RadixCache:
         node, rest = self._descend(keys)
         if rest:
             leaf = TreeNode(parent=node, keys=rest, pages=list(page_ids[len(keys) - len(rest) :]))
+            if self.changes is not None:
+                leaf.hashes = self._hashes(node, rest)
+                self.changes.stored(leaf.hashes)
             node.children[rest[0]] = leaf
+            self.num_changes += 1
             self._touch(leaf)
             self._offer(leaf)
             self.num_evictable_pages += len(rest)
@@ -129,19 +178,26 @@ class RadixCache:
                 continue
             keep = max(len(leaf.pages) - (num_pages - len(evicted)), 0)
             evicted += leaf.pages[keep:]
+            if self.changes is not None:
+                self.changes.removed(leaf.hashes[keep:])
             if keep:
-                del leaf.pages[keep:], leaf.keys[keep:]
+                del leaf.pages[keep:], leaf.keys[keep:], leaf.hashes[keep:]
                 self._offer(leaf)
                 continue
             del leaf.parent.children[leaf.keys[0]]
             self._offer(leaf.parent)
             leaf.parent = None
         self.num_evictable_pages -= len(evicted)
+        self.num_changes += 1
         return evicted
 
     def pages(self) -> list[int]:
         """Every page that the tree owns, for the audit."""
         return [page for node in self._nodes() for page in node.pages]
+
+    def hashes(self) -> list[int]:
+        """The block hash of every page of the tree. Needs `changes`."""
+        return [block for node in self._nodes() for block in node.hashes]
 
     def count_locked_pages(self) -> int:
         """Pages of locked nodes, counted by walking the tree, for the audit."""
@@ -155,6 +211,16 @@ class RadixCache:
         self._num_offered += 1
         node.queued = True
         heapq.heappush(self._heap, (node.last_access, self._num_offered, node))
+
+    def _hashes(self, parent: TreeNode, keys: Sequence[Page]) -> list[int]:
+        hashes: list[int] = []
+        last = parent.hashes[-1] if parent.hashes else root_hash("")
+        for key in keys:
+            if isinstance(key[0], str):
+                last = root_hash(key[0])
+            last = next_hash(last, (part for part in key if not isinstance(part, str)))
+            hashes.append(last)
+        return hashes
 
     def _cut(self, ids: Sequence[int], extra_key: str) -> list[Page]:
         size = self.page_size
@@ -187,6 +253,7 @@ class RadixCache:
     def _split(self, node: TreeNode, at: int) -> TreeNode:
         """Cut `node` before page `at`; the new upper half keeps the readers of the whole. Returns the upper half."""
         assert node.parent is not None
+        self.num_changes += 1
         upper = TreeNode(
             parent=node.parent,
             keys=node.keys[:at],
@@ -194,9 +261,11 @@ class RadixCache:
             children={node.keys[at]: node},
             lock_ref=node.lock_ref,
             last_access=node.last_access,
+            hashes=node.hashes[:at],
         )
         node.parent.children[upper.keys[0]] = upper
         node.parent, node.keys, node.pages = upper, node.keys[at:], node.pages[at:]
+        node.hashes = node.hashes[at:]
         return upper
 
     def _touch(self, node: TreeNode) -> None:

@@ -34,6 +34,8 @@ class SendEnded:
     reason: str
     nbytes: int
     seconds: float
+    handed_off: bool
+    """True when the Handoff was sent: from then on only the decode node speaks for the request."""
 
 
 SendEvent = Ready | SendEnded
@@ -96,7 +98,7 @@ class SendTransfer:
     nbytes: int = 0
     _started: float | None = None
     _num_gathers: int = 0
-    _end: tuple[bool, str, float] | None = None
+    _end: tuple[bool, str, float, bool] | None = None
     _taken: bool = False
 
     def ready(self, prefix_pages: int) -> bool:
@@ -151,8 +153,9 @@ class SendTransfer:
         """Decide the outcome; False when it had been decided before."""
         if self.state is SendState.ENDED:
             return False
+        handed_off = self.state is SendState.HANDED_OFF
         self.state = SendState.ENDED
-        self._end = (ok, reason, 0.0 if self._started is None else now - self._started)
+        self._end = (ok, reason, 0.0 if self._started is None else now - self._started, handed_off)
         return True
 
     def take_end(self) -> SendEnded | None:
@@ -160,8 +163,8 @@ class SendTransfer:
         if self._end is None or self._num_gathers or self._taken:
             return None
         self._taken = True
-        ok, reason, seconds = self._end
-        return SendEnded(self.key, ok, reason, self.nbytes, seconds)
+        ok, reason, seconds, handed_off = self._end
+        return SendEnded(self.key, ok, reason, self.nbytes, seconds, handed_off)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import itertools
 import logging
 import socket
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,8 @@ OnMessage = Callable[[str, Any], None]
 
 MAX_QUEUED_MESSAGES = 100_000
 MAX_MESSAGE_BYTES = 256 << 20
+MAX_DIALLERS = 4096
+"""Peers that are remembered; each restart of a peer makes a new one."""
 POLL_MS = 1000
 
 
@@ -39,6 +41,13 @@ class Guests:
 
     decoder: msgspec.msgpack.Decoder[Any]
     on_message: OnMessage
+
+
+@dataclass(eq=False, slots=True)
+class _Dialler:
+    identity: bytes
+    dial: int
+    reachable: bool = True
 
 
 @dataclass(eq=False, slots=True)
@@ -63,8 +72,8 @@ class ControlThread:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
         self._server: zmq.Socket[bytes] | None = None
-        self._identities: dict[str, bytes] = {}
-        self._newest_dial: dict[str, int] = {}
+        self._diallers: OrderedDict[str, _Dialler] = OrderedDict()
+        """Who dialled this node, the one heard longest ago first; a living peer is heard every second."""
         self._dialled: dict[str, _Dialled] = {}
         self._dials = itertools.count(1)
         self._poller = zmq.Poller()
@@ -181,13 +190,14 @@ class ControlThread:
         try:
             if dialled is not None:
                 dialled.socket.send(frame, zmq.NOBLOCK)
-            elif self._server is not None and to in self._identities:
-                self._server.send_multipart([self._identities[to], frame], zmq.NOBLOCK)
+            elif self._server is not None and (dialler := self._diallers.get(to)) and dialler.reachable:
+                self._server.send_multipart([dialler.identity, frame], zmq.NOBLOCK)
             else:
                 log.event("peer_unknown", level=logging.DEBUG, peer=to)
         except zmq.ZMQError as error:
             log.event("peer_gone", level=logging.DEBUG, peer=to, error=error)
-            self._identities.pop(to, None)
+            if dialled is None and self._server is not None:
+                self._diallers[to].reachable = False
 
     def _dial(
         self,
@@ -240,10 +250,13 @@ class ControlThread:
             if guests is None or not peer or not dial.isdecimal() or len(frames) != 2:
                 log.warn("stranger_ignored", identity=frames[0][:80], frames=len(frames))
                 continue
-            if int(dial) < self._newest_dial.get(peer, 0):
+            known = self._diallers.get(peer)
+            if known is not None and int(dial) < known.dial:
                 continue  # left over from a connection that the peer has given up, and what it said there with it
-            self._newest_dial[peer] = int(dial)
-            self._identities[peer] = frames[0]
+            self._diallers[peer] = _Dialler(frames[0], int(dial))
+            self._diallers.move_to_end(peer)
+            if len(self._diallers) > MAX_DIALLERS:
+                self._diallers.popitem(last=False)
             self._handle(peer, guests, frames[1])
 
     def _receive_dialled(self, peer: str, dialled: _Dialled) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
+from shared.protocol.logprobs import Logprobs
 from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import Role as Role
 from shared.timeline import Stamp as Stamp
@@ -96,6 +97,14 @@ class Load(Record, frozen=True):
     kv_bytes_transferred: int = 0
     kv_transfer_s: float = 0.0
     num_links: int = 0
+    num_retracted: int = 0
+    num_retractions_host: int = 0
+    num_retractions_recompute: int = 0
+    num_retraction_waits: int = 0
+    num_host_pages: int = 0
+    num_free_host_pages: int = 0
+    schedule_policy: str = ""
+    """The policy in effect, which may be a simpler one than --schedule-policy."""
 
 
 class Finish(Record, frozen=True):
@@ -116,13 +125,19 @@ class ReqReport(Record, frozen=True):
 
 
 class TokenEntry(Record, frozen=True):
-    """Tokens of one request; `position` is the output position of the first of them."""
+    """Tokens of one request; `position` is the output position of the first of them.
+
+    `logprobs` are those of `token_ids`, `input_logprobs` those of the prompt from the token after `start_len` on:
+    they come with position 0, from whoever tells it. Both only where they were asked for.
+    """
 
     key: ReqKey
     position: int
     token_ids: tuple[int, ...]
     finish: Finish | None = None
     report: ReqReport | None = None
+    logprobs: Logprobs | None = None
+    input_logprobs: Logprobs | None = None
 
 
 # ------------------------------------------------------------------------------------------- router → node
@@ -150,10 +165,15 @@ class Prefill(Struct, frozen=True):
     params: SamplingParams
     decode: NodeRef | None
     extra_key: str = ""
+    priority: int = 0
+    routing_key: str = ""
 
 
 class Decode(Struct, frozen=True):
-    """Continue a prompt after its prefill on `prefill`; None: prefill it here."""
+    """Continue a prompt after its prefill on `prefill`; None: prefill it here.
+
+    With a `local_prefill_limit`, a node that would have to compute more tokens than that answers NotCached.
+    """
 
     key: ReqKey
     input_ids: tuple[int, ...]
@@ -161,6 +181,9 @@ class Decode(Struct, frozen=True):
     params: SamplingParams
     prefill: NodeRef | None
     extra_key: str = ""
+    priority: int = 0
+    routing_key: str = ""
+    local_prefill_limit: int | None = None
 
 
 class Cancel(Struct, frozen=True):
@@ -183,7 +206,26 @@ class Ping(Struct, frozen=True):
 
 
 class Flush(Struct, frozen=True):
-    """Empty the RadixCache; answered with Flushed."""
+    """Empty the RadixCache; answered with Answered."""
+
+    call_id: int
+
+
+class CacheResync(Struct, frozen=True):
+    """Some cache events are missing; answered with all blocks anew."""
+
+
+class StartProfile(Struct, frozen=True):
+    """Begin to trace the node, for `num_steps` steps or until StopProfile; answered with Answered."""
+
+    call_id: int
+    num_steps: int | None
+    with_stack: bool
+    record_shapes: bool
+
+
+class StopProfile(Struct, frozen=True):
+    """Write the trace; answered with Answered."""
 
     call_id: int
 
@@ -227,11 +269,30 @@ class Pong(Struct, frozen=True):
     load: Load
 
 
-class Flushed(Struct, frozen=True):
-    """Answer to Flush; `ok` is False when requests were running, and then nothing was flushed."""
+class CacheEvents(Struct, frozen=True):
+    """What a decode node's RadixCache gained and lost, by block hash (see `block_hash`); `seq` has no gaps.
+
+    With `reset`, `stored` is all it holds: sent after RouterHello and CacheResync.
+    """
+
+    seq: int
+    stored: tuple[int, ...]
+    removed: tuple[int, ...]
+    reset: bool = False
+
+
+class NotCached(Struct, frozen=True):
+    """The decode node holds less of a prompt than the router thought, and would exceed `local_prefill_limit`."""
+
+    key: ReqKey
+
+
+class Answered(Struct, frozen=True):
+    """Whether a call (Flush, StartProfile, StopProfile) was carried out, and what there is to say about it."""
 
     call_id: int
     ok: bool
+    detail: str = ""
 
 
 class Leaving(Struct, frozen=True):
@@ -322,6 +383,7 @@ class Handoff(Struct, frozen=True):
     `total_pages` counts from the start of the sequence (prefix pages that the decode node already held
     included). `token_ids` are what the prefill node sampled, `position` the output position of the first;
     `kv_len` is the number of tokens whose KV is in the pages; `digest` is `record_digest` of the sequence.
+    The logprobs are those that the prefill node tells the router: the decode node repeats them with position 0.
     """
 
     key: ReqKey
@@ -332,6 +394,8 @@ class Handoff(Struct, frozen=True):
     digest: int
     cached_tokens: int
     stamps: tuple[Stamp, ...]
+    logprobs: Logprobs | None = None
+    input_logprobs: Logprobs | None = None
 
 
 # ----------------------------------------------------------------------------------------- decode → prefill
@@ -377,8 +441,20 @@ class LeaseRenew(Struct, frozen=True):
     keys: tuple[ReqKey, ...]
 
 
-RouterToNode = RouterHello | Peers | Prefill | Decode | Cancel | Stop | Ping | Flush
-NodeToRouter = NodeHello | Refused | Tokens | Failed | Pong | Flushed | Leaving
+RouterToNode = (
+    RouterHello
+    | Peers
+    | Prefill
+    | Decode
+    | Cancel
+    | Stop
+    | Ping
+    | Flush
+    | StartProfile
+    | StopProfile
+    | CacheResync
+)
+NodeToRouter = NodeHello | Refused | Tokens | Failed | Pong | Answered | CacheEvents | NotCached | Leaving
 NodeToLobby = Loading | Join | LoadFailed
 PrefillToDecode = PeerHello | Offer | Handoff | CancelTransfer | StoreSet | LinkLost | PeerPing | PeerPong
 DecodeToPrefill = (

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared import log
+from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import (
+    Answered,
+    CacheEvents,
     Decode,
     Failed,
     Finish,
-    Flushed,
     Leaving,
     Load,
     NodeHello,
+    NotCached,
     Ping,
     Pong,
     Prefill,
@@ -107,9 +110,12 @@ class RouterPort:
         token_ids: tuple[int, ...],
         finish: Finish | None,
         report: ReqReport | None,
+        logprobs: Logprobs | None = None,
+        input_logprobs: Logprobs | None = None,
     ) -> None:
         """Queue tokens for the request's router; `flush` sends them."""
-        self._entries.setdefault(key.router, []).append(TokenEntry(key, position, token_ids, finish, report))
+        entry = TokenEntry(key, position, token_ids, finish, report, logprobs, input_logprobs)
+        self._entries.setdefault(key.router, []).append(entry)
 
     def fail(self, key: ReqKey, status: int, message: str, param: str | None = None) -> None:
         """Tell the request's router that it failed, after the tokens it has had."""
@@ -122,9 +128,22 @@ class RouterPort:
             self._outbox.send(router, Tokens(tuple(entries)))
         self._entries.clear()
 
-    def flushed(self, router: str, call_id: int, ok: bool) -> None:
-        """Answer a Flush."""
-        self._outbox.send(router, Flushed(call_id, ok))
+    def not_cached(self, key: ReqKey) -> None:
+        """Tell the request's router that it is not served here this time."""
+        self._outbox.send(key.router, NotCached(key))
+
+    def tell_all(self, events: CacheEvents) -> None:
+        """Send events to every router that is there."""
+        for router in list(self._last_heard):
+            self._outbox.send(router, events)
+
+    def tell(self, router: str, events: CacheEvents) -> None:
+        """Send events to one router."""
+        self._outbox.send(router, events)
+
+    def answer(self, router: str, call_id: int, ok: bool, detail: str = "") -> None:
+        """Answer a call."""
+        self._outbox.send(router, Answered(call_id, ok, detail))
 
     def take_silent(self, timeout_s: float) -> set[str]:
         """Routers that have said nothing for `timeout_s`; each is named once, until it speaks again."""

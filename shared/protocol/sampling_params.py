@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
+from shared.protocol.logprobs import LogprobParams
+
 MAX_SEED = 2**63 - 1
+MAX_PENALTY = 2.0
+"""Frequency and presence penalty lie in [-2, 2], the repetition penalty in (0, 2], as in SGLang."""
+MAX_LOGIT_BIAS = 100.0
+MAX_BIASED_TOKENS = 1024
+MAX_GRAMMAR_CHARS = 65_536
+
+
+class TokenBias(msgspec.Struct, frozen=True, array_like=True):
+    """Added to the logit of `token_id`."""
+
+    token_id: int
+    bias: float
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What the output has to match, from its first token to its end. Two with the same text are the same."""
+
+    kind: Literal["json_schema", "regex", "ebnf"]
+    text: str
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -22,6 +45,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[TokenBias, ...] = ()
+    logprobs: LogprobParams | None = None
+    grammar: Grammar | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when a sample depends on the tokens before it by more than the model."""
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def is_greedy(self) -> bool:

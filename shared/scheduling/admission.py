@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from shared.errors import RequestError
+from shared.protocol.logprobs import MAX_TOP_LOGPROBS, OUTPUTS_ONLY, LogprobParams
 from shared.protocol.messages import Decode, NodeLimits, Prefill
+from shared.protocol.sampling_params import MAX_LOGIT_BIAS, MAX_PENALTY, SamplingParams
 from shared.scheduling.req import Req
 from shared.timeline import Role, Timeline
 
@@ -28,6 +30,8 @@ def accept(message: Prefill | Decode, limits: NodeLimits, vocab_size: int) -> Re
         max_output_len=max_output_len,
         num_sampled=len(message.output_ids),
         extra_key=message.extra_key,
+        priority=message.priority,
+        routing_key=message.routing_key,
     )
 
 
@@ -62,3 +66,41 @@ def check_request(
         )
     if not -1 <= params.top_k <= MAX_TOP_K:
         raise RequestError(f"top_k: {params.top_k} is not between -1 and {MAX_TOP_K}", param="top_k")
+    _check_penalties(params, vocab_size)
+    if params.logprobs is not None:
+        _check_logprobs(params.logprobs, len(input_ids), vocab_size)
+
+
+def _check_penalties(params: SamplingParams, vocab_size: int) -> None:
+    for name, penalty, low in (
+        ("frequency_penalty", params.frequency_penalty, -MAX_PENALTY),
+        ("presence_penalty", params.presence_penalty, -MAX_PENALTY),
+        ("repetition_penalty", params.repetition_penalty, 0.0),
+    ):
+        if not low <= penalty <= MAX_PENALTY or (name == "repetition_penalty" and penalty == 0.0):
+            raise RequestError(f"{name}: {penalty} is not between {low:g} and {MAX_PENALTY:g}", param=name)
+    for entry in params.logit_bias:
+        if not (0 <= entry.token_id < vocab_size and abs(entry.bias) <= MAX_LOGIT_BIAS):
+            raise RequestError(
+                f"logit_bias: {entry.bias} for token id {entry.token_id}; ids are between 0 and {vocab_size - 1}, "
+                f"biases between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
+                param="logit_bias",
+            )
+
+
+def _check_logprobs(wanted: LogprobParams, num_input_ids: int, vocab_size: int) -> None:
+    if not OUTPUTS_ONLY <= wanted.start_len < num_input_ids:
+        raise RequestError(
+            f"logprob_start_len: {wanted.start_len} is not between -1 and {num_input_ids - 1}, the last of "
+            f"{num_input_ids} prompt tokens",
+            param="logprob_start_len",
+        )
+    if not 0 <= wanted.top_num <= MAX_TOP_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs_num: {wanted.top_num} is not between 0 and {MAX_TOP_LOGPROBS}",
+            param="top_logprobs_num",
+        )
+    if not all(0 <= i < vocab_size for i in wanted.token_ids):
+        raise RequestError(
+            f"token_ids_logprob: ids are between 0 and {vocab_size - 1}", param="token_ids_logprob"
+        )

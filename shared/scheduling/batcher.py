@@ -2,56 +2,79 @@
 
 from __future__ import annotations
 
-from shared import log
+from collections.abc import Callable, Sequence
+
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
 from shared.scheduling.new_token_ratio import NewTokenRatio
+from shared.scheduling.preemption import choose_victims, preemptable
 from shared.scheduling.prefill_adder import AddReqResult, PrefillAdder
+from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
+from shared.scheduling.retraction import Retraction, WayOut
 from shared.scheduling.schedule_batch import ScheduleBatch, schedule
-from shared.scheduling.schedule_policy import POLICIES
+from shared.scheduling.schedule_policy import SchedulePolicy
 from shared.timeline import ReqStage
+
+WouldFit = Callable[[Req, Sequence[Req]], bool]
+"""Whether a request would find room if others, who run, were retracted."""
 
 
 class Batcher:
     """The scheduler of one node, for both roles. Decides only; nothing runs here.
 
     Every live request that holds a place is in exactly one of `waiting_queue`, `chunked_req`, `last_batch` (an
-    extend whose requests have not been merged yet) and `running_batch`. On a prefill node a request wants one
-    token, so it never reaches `running_batch`.
+    extend whose requests have not been merged yet), `running_batch` and the queue of `retraction`. On a prefill
+    node a request wants one token, so it never reaches `running_batch`.
     """
 
     def __init__(self, ledger: KVLedger, options: ScheduleOptions) -> None:
         self._ledger = ledger
         self._options = options
-        self._policy = POLICIES[options.schedule_policy]
+        self._priority = PriorityRule(options)
+        self.policy = SchedulePolicy(options, ledger, self._priority)
+        self._prefills_in_flight: list[Req] = []
+        self._blocked_arrivals: list[Req] = []
+        self.num_steps = 0
+        """Forwards decided on so far: the clock of everything that depends on time here."""
         self._new_token_ratio = NewTokenRatio(options.schedule_conservativeness)
         self._num_decode_steps = 0
         self.waiting_queue: list[Req] = []
         self.chunked_req: Req | None = None
         self.last_batch: ScheduleBatch | None = None
         self.running_batch: list[Req] = []
-        self.num_retractions = 0
+        self.retraction = Retraction(ledger, options, self._priority)
+        self._leaving: list[Req] = []
+        """Requests whose last token is in flight: their pages come home with it."""
 
     # ------------------------------------------------------------------------------------------- plan
     def get_next_batch(self) -> ScheduleBatch | None:
         """The next forward, or None when there is nothing to compute, or no page for it yet."""
         self._settle_last_batch()
+        self.retraction.begin_turn(self.num_steps)
+        self.running_batch += self.retraction.resume(
+            self.running_batch, [*self.waiting_queue, *self._blocked_arrivals]
+        )
         self.last_batch = self._next_prefill_batch() or self._next_decode_batch()
+        self.num_steps += self.last_batch is not None
         return self.last_batch
 
     def _settle_last_batch(self) -> None:
+        self._prefills_in_flight = []
         if self.last_batch is not None and self.last_batch.is_extend:
+            self._prefills_in_flight = [item.req for item in self.last_batch.items if item.is_in_flight]
             self.running_batch += [
                 item.req
                 for item in self.last_batch.items
                 if item.req is not self.chunked_req and not item.is_stale
             ]
+        leaving = [*self._leaving, *(req for req in self.running_batch if not req.wants_decode)]
+        self._leaving = [req for req in leaving if req.finish is None and req.kv is not None]
         self.running_batch = [req for req in self.running_batch if req.wants_decode]
         self.last_batch = None
 
     def _next_prefill_batch(self) -> ScheduleBatch | None:
-        if self.chunked_req is None and not self.waiting_queue:
+        if self.chunked_req is None and not self.waiting_queue and not self.retraction.waits:
             return None
         adder = PrefillAdder(
             self._ledger,
@@ -62,8 +85,17 @@ class Batcher:
         result = AddReqResult.CONTINUE
         if self.chunked_req is not None:
             result = adder.add_chunked_req(self.chunked_req)
-        for req in self._policy(self.waiting_queue) if result is AddReqResult.CONTINUE else ():
-            if adder.add_one_req(req) is not AddReqResult.CONTINUE:
+        retracted = set(self.retraction.to_prefill())
+        for req in self._offered(adder) if result is AddReqResult.CONTINUE else ():
+            was_retracted = req.timeline.stage is ReqStage.RETRACTED
+            if was_retracted and req not in retracted:
+                continue  # an older one did not fit
+            result = adder.add_one_req(req)
+            if result is not AddReqResult.CONTINUE and self._preempt_for(req, adder):
+                result = adder.add_one_req(req)
+            if result is AddReqResult.NO_TOKEN and was_retracted:
+                retracted.clear()  # those behind it wait as well; arrivals may pass for a while
+            elif result is not AddReqResult.CONTINUE:
                 break
         if not adder.can_run:
             return None
@@ -71,80 +103,120 @@ class Batcher:
         admitted = {id(req) for req in adder.can_run}
         self.waiting_queue = [req for req in self.waiting_queue if id(req) not in admitted]
         for req in adder.can_run:
+            self.retraction.remove(req)
             if req.timeline.stage is not ReqStage.PREFILLING:
                 req.timeline.move_to(ReqStage.PREFILLING)
         items = [schedule(r, r.extend_len, samples=r is not self.chunked_req) for r in adder.can_run]
         return ScheduleBatch(tuple(items), is_extend=True)
 
+    def _offered(self, adder: PrefillAdder) -> list[Req]:
+        """The waiting requests in the order of the policy; none when the batch is full for every one of them."""
+        waiting = [*self.retraction.to_prefill(), *self.retraction.let_pass(self.waiting_queue)]
+        if self._blocked_arrivals:  # what is free, or was freed for it, is not for those below it
+            least = max(map(self.level, self._blocked_arrivals))
+            waiting = [req for req in waiting if self.level(req) >= least]
+        running = self.running_batch
+        if adder.is_full and not self._priority.may_preempt_any(waiting, running, self.num_steps):
+            return []
+        being_computed = [*self._prefills_in_flight, *([self.chunked_req] if self.chunked_req else [])]
+        return self.policy.order(waiting, running, being_computed, self.num_steps)
+
+    def _preempt_for(self, req: Req, adder: PrefillAdder) -> bool:
+        """Retract running requests that count far less than `req`, if that makes room for it."""
+        if req.kv is not None:
+            return False  # it is admitted; another budget ended the round
+        victims = self._victims_of(req, adder.would_fit)
+        for victim in victims:
+            adder.forget(victim)
+            self._retract(victim)
+        return bool(victims)
+
+    def _victims_of(self, req: Req, would_fit: WouldFit) -> list[Req]:
+        candidates = preemptable(req, self.running_batch, self._priority, self.num_steps)
+        return choose_victims(candidates, lambda some: would_fit(req, some))
+
+    def make_way_for(self, arrival: Req | None, would_fit: WouldFit) -> None:
+        """Where priority counts: `arrival` found no room outside, where a transfer would write its KV.
+
+        Requests that count far less are retracted for it, and until it got its room nobody below it takes any:
+        the pages given up here cool before it can have them. To be called before every decision, with None when
+        nobody waits.
+        """
+        self._blocked_arrivals = [arrival] if arrival is not None and self._priority.enabled else []
+        for req in self._blocked_arrivals:
+            if not would_fit(req, ()):
+                for victim in self._victims_of(req, would_fit):
+                    self._retract(victim)
+
+    @property
+    def schedule_policy(self) -> str:
+        """The policy in effect; the configured one, unless that cannot be had or would cost too much now."""
+        return self.policy.acts_as(len(self.waiting_queue))
+
+    def level(self, req: Req) -> int:
+        """What `req` counts now; see `PriorityRule`."""
+        return self._priority.level(req, self.num_steps)
+
     def _next_decode_batch(self) -> ScheduleBatch | None:
-        self._retract_decode()
-        if not self.running_batch:
-            if not self.waiting_queue:
+        stepping = self._retract_decode()
+        if not stepping:
+            if not (self.running_batch or self.waiting_queue or self.retraction.waits):
                 self._new_token_ratio.reset()
-            return None
-        if self._num_missing_pages() > self._ledger.num_available_pages:
-            return None  # the last request waits for pages that cool, or that transfers hold
+            return None  # or everybody waits for pages that cool, or that transfers hold
         self._num_decode_steps += 1
         self._new_token_ratio.decay()
-        for req in self.running_batch:
+        for req in stepping:
             assert req.kv is not None
             grown = self._ledger.grow(req.kv, req.kv_len + 1)
             assert grown, "the pages were counted a moment ago"
-        return ScheduleBatch(
-            tuple(schedule(req, 1, samples=True) for req in self.running_batch), is_extend=False
-        )
+        return ScheduleBatch(tuple(schedule(req, 1, samples=True) for req in stepping), is_extend=False)
 
     # ---------------------------------------------------------------------------------------- retract
-    def _retract_decode(self) -> None:
-        """Take KV from the requests that lose least until the others fit one more step.
+    def _retract_decode(self) -> list[Req]:
+        """Take KV from running requests until the others fit one more step; returns those who take it.
 
         No request is half prefilled now: a `chunked_req` holds the pages of its whole prompt and goes first.
         """
-        every = self._options.retract_every
+        every, before = self._options.retract_every, self.num_retractions
         forced = every > 0 and self._num_decode_steps % every == every - 1
-        if forced and self.running_batch:
+        victim = self.retraction.next_forced_victim(self.running_batch) if forced else None
+        if victim is not None:
             self._num_decode_steps += 1
-            self._retract(self._next_victim())
-        if self.running_batch and self._num_missing_pages() > self._ledger.num_available_pages:
-            while (
-                len(self.running_batch) > 1 and self._num_missing_pages() > self._ledger.num_available_pages
-            ):
-                self._retract(self._next_victim())
+            self._retract(victim)
+            before += 1
+        coming = [req.kv for req in self._leaving if req.kv is not None]
+        num_coming_pages = self._ledger.num_pages_released_by(coming)
+        sits_out = self.retraction.make_room(self.running_batch, num_coming_pages)
+        if self.num_retractions > before:
             self._new_token_ratio.rise_after_retraction(self.running_batch)
-
-    def _next_victim(self) -> Req:
-        """Fewest output tokens first: least is lost. Then the longest prompt, then the key, for a fixed order."""
-        return min(self.running_batch, key=lambda req: (req.output_len, -req.num_input_ids, str(req.key)))
+        return [req for req in self.running_batch if req not in sits_out] if sits_out else self.running_batch
 
     def _retract(self, req: Req) -> None:
-        """Release the request's KV (what the RadixCache keeps of it is evictable) and queue it for re-prefill."""
-        assert req.kv is not None
+        """Have a running request give its KV up now, in the way that costs least."""
         self.running_batch.remove(req)
-        freed = self._ledger.cache_finished_req(req.kv, req.ids)
-        req.kv = None
-        req.drop_results_in_flight()
-        req.num_retractions += 1
-        req.timeline.move_to(ReqStage.RETRACTED)
-        self.waiting_queue.insert(0, req)
-        self.num_retractions += 1
-        log.event("retract", key=req.key, output_len=req.output_len, freed_pages=freed)
+        way = self.retraction.way_out(req)
+        self.retraction.retract(req, WayOut.RECOMPUTE if way is WayOut.WAIT else way)
 
-    def _num_missing_pages(self) -> int:
-        ledger = self._ledger
-        return sum(
-            ledger.pages_for(req.kv_len + 1) - req.kv.num_pages
-            for req in self.running_batch
-            if req.kv is not None
-        )
+    @property
+    def num_retractions(self) -> int:
+        """How often a request gave its KV up."""
+        return self.retraction.count.num_host + self.retraction.count.num_recompute
 
     # ----------------------------------------------------------------------------------- in and out
+    def arrived(self, req: Req) -> None:
+        """From now on the request ages; called by itself below, and before that by whoever lets it wait elsewhere."""
+        if req.arrival_step is None:
+            req.arrival_step = self.num_steps
+
     def add(self, req: Req) -> None:
         """A request whose KV is to be computed here."""
+        self.arrived(req)
         self.waiting_queue.append(req)
 
     def admit_prefilled(self, req: Req) -> None:
         """A request whose KV came from elsewhere and whose next token is known: it decodes from now on."""
         assert req.kv is not None
+        self.arrived(req)
         self.running_batch.append(req)
 
     def remove(self, req: Req) -> None:
@@ -153,3 +225,4 @@ class Batcher:
             self.chunked_req = None
         self.waiting_queue = [other for other in self.waiting_queue if other is not req]
         self.running_batch = [other for other in self.running_batch if other is not req]
+        self.retraction.remove(req)

@@ -7,6 +7,8 @@ from enum import Enum, auto
 
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
+from shared.kvcache.radix_cache import PrefixLock
+from shared.scheduling.known_ends import KnownEnd, fits_to_the_end
 from shared.scheduling.req import Req
 
 MAX_RESERVED_OUTPUT = 4096
@@ -27,7 +29,9 @@ class AddReqResult(Enum):
 class PrefillAdder:
     """Fills one extend batch within four budgets: KV pages, chunk tokens, prefill tokens, request slots.
 
-    A request is admitted with pages for its whole prompt, so a chunk of it can never lack a page later on.
+    A request is admitted with pages for its whole prompt, so a chunk of it can never lack a page later on. Room
+    for output is reserved by an estimate, `new_token_ratio`; where the request ignores EOS, whose end is known,
+    it is found by following everybody to the end.
     """
 
     def __init__(
@@ -39,6 +43,8 @@ class PrefillAdder:
     ) -> None:
         self._ledger = ledger
         self._new_token_ratio = new_token_ratio
+        self._known_share = min(options.schedule_conservativeness, 1.0)
+        self._running = list(running)
         self._reserved_tokens = sum(self._reserve(req) for req in running)
         self._rem_chunk_tokens = options.chunked_prefill_size
         self._rem_input_tokens = options.max_prefill_tokens
@@ -46,32 +52,58 @@ class PrefillAdder:
         self.chunked_req: Req | None = None
         """The request of which only a part fits into this batch."""
 
+    @property
+    def is_full(self) -> bool:
+        """True when no waiting request whatsoever could be admitted: each needs a slot, a token and a page."""
+        ledger = self._ledger
+        return ledger.rows.num_free == 0 or not self._has_tokens or ledger.num_available_pages == 0
+
+    @property
+    def _has_tokens(self) -> bool:
+        return min(self._rem_chunk_tokens, self._rem_input_tokens) > 0
+
+    def would_fit(self, req: Req, victims: Sequence[Req]) -> bool:
+        """Whether a waiting request could be admitted if `victims`, who run, were retracted."""
+        ledger = self._ledger
+        if not self._has_tokens or ledger.rows.num_free + len(victims) == 0:
+            return False
+        match = ledger.match_prefix(req.matchable_ids, req.extra_key)
+        lock = ledger.radix_cache.lock(match.node)
+        try:
+            return self._fits(req, lock, len(match.pages), victims)
+        finally:
+            lock.release()
+
+    def forget(self, victim: Req) -> None:
+        """A running request is being retracted: nothing is reserved for it any more."""
+        self._running.remove(victim)
+        self._reserved_tokens -= self._reserve(victim)
+
     def add_chunked_req(self, req: Req) -> AddReqResult:
         """Go on with the request whose last chunk was launched before."""
-        self._reserved_tokens += self._reserve(req)
         return self._take(req)
 
     def add_one_req(self, req: Req) -> AddReqResult:
         """Admit a waiting request: match its prefix, take a slot and pages, schedule its first chunk."""
         ledger = self._ledger
-        if ledger.rows.num_free == 0 or min(self._rem_chunk_tokens, self._rem_input_tokens) <= 0:
+        if ledger.rows.num_free == 0 or not self._has_tokens:
             return AddReqResult.OTHER
-        reserve = self._reserve(req)
-        with ledger.tentative(ledger.match_prefix(req.ids, req.extra_key), req.extra_key) as admission:
+        with ledger.tentative(
+            ledger.match_prefix(req.matchable_ids, req.extra_key), req.extra_key
+        ) as admission:
             kv = admission.kv
             assert kv is not None, "a row was free a moment ago"
-            missing = ledger.pages_for(len(req.ids) + reserve) - kv.num_pages
-            if missing + ledger.pages_for(self._reserved_tokens) > ledger.num_available_pages:
+            if not self._fits(req, kv.lock, kv.num_pages):
                 return AddReqResult.NO_TOKEN
             grown = ledger.grow(kv, len(req.ids))
             assert grown, "the pages were counted a moment ago"
             req.kv = admission.keep()
         if not req.num_retractions:  # what it finds of itself afterwards was computed for it
             req.cached_tokens = min(kv.kv_committed_len, req.num_input_ids)
-        self._reserved_tokens += reserve
         return self._take(req)
 
     def _take(self, req: Req) -> AddReqResult:
+        self._reserved_tokens += self._reserve(req)
         todo = len(req.ids) - req.kv_len
         req.extend_len = min(todo, self._rem_chunk_tokens, self._rem_input_tokens)
         self._rem_chunk_tokens -= req.extend_len
@@ -81,6 +113,49 @@ class PrefillAdder:
             self.chunked_req = req
             return AddReqResult.OTHER
         return AddReqResult.CONTINUE
+
+    def _fits(self, req: Req, lock: PrefixLock, num_cached_pages: int, victims: Sequence[Req] = ()) -> bool:
+        """Whether there are pages for `req`, of which `num_cached_pages` are cached and held by `lock`.
+
+        `victims` count as if they were gone.
+        """
+        ledger = self._ledger
+        released = [victim.kv for victim in victims if victim.kv is not None]
+        available = ledger.num_available_pages + ledger.num_pages_released_by(released)
+        if req.params.ignore_eos:
+            available -= ledger.pages_for(len(req.ids)) - num_cached_pages
+            return available >= 0 and self._fits_to_the_end(req, lock, num_cached_pages, victims, available)
+        missing = ledger.pages_for(len(req.ids) + self._reserve(req)) - num_cached_pages
+        reserved = self._reserved_tokens - sum(self._reserve(victim) for victim in victims)
+        return missing + ledger.pages_for(reserved) <= available
+
+    def _fits_to_the_end(
+        self, req: Req, lock: PrefixLock, num_cached_pages: int, victims: Sequence[Req], num_free_pages: int
+    ) -> bool:
+        """Follow those who ignore EOS to their ends; the others keep what is reserved for them all the time."""
+        ledger, gone = self._ledger, set(victims)
+        own_pages = ledger.pages_for(len(req.ids)) - num_cached_pages
+        ends = [self._known_end(req, len(req.ids), own_pages, lock)]
+        estimated_tokens = 0
+        running = [(other, other.kv_len) for other in self._running if other not in gone]
+        for other, kv_len in [*running, *((admitted, len(admitted.ids)) for admitted in self.can_run)]:
+            assert other.kv is not None
+            if other.params.ignore_eos:
+                own_pages = other.kv.num_pages - other.kv.num_tree_pages + len(other.kv.superseded)
+                ends.append(self._known_end(other, kv_len, own_pages, other.kv.lock))
+            else:
+                estimated_tokens += self._reserve(other)
+        released = (node for victim in victims if victim.kv for node in victim.kv.lock.nodes())
+        free = num_free_pages - ledger.pages_for(estimated_tokens)
+        return fits_to_the_end(ends, free, ledger.page_size, released)
+
+    def _known_end(self, req: Req, kv_len: int, own_pages: int, lock: PrefixLock) -> KnownEnd:
+        """Where `req`, which has `kv_len` tokens of KV by the next decode step, ends. Its last token needs no KV.
+
+        A conservativeness below 1 admits more than fits, here as elsewhere: that share of the way is followed.
+        """
+        num_steps = max(req.num_input_ids + req.max_output_len - 1 - kv_len, 0)
+        return KnownEnd(kv_len, int(num_steps * self._known_share), own_pages, tuple(lock.nodes()))
 
     def _reserve(self, req: Req) -> int:
         """Tokens of KV that `req` is expected to need beyond those known; its last token needs none."""

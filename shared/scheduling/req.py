@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shared.grammar.state import GrammarState
 from shared.kvcache.ledger import ReqKV
+from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import Finish, ReqKey, ReqReport
 from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import ReqStage, Timeline
@@ -35,17 +37,53 @@ class Req:
     """Raised whenever results in flight become worthless: by retraction, abort and finish."""
     finish: Finish | None = None
     extra_key: str = ""
+    priority: int = 0
+    routing_key: str = ""
+    """What the policy `routing-key` groups by; empty: nothing."""
+    arrival_step: int | None = None
+    """Forwards that this node had decided on when the request arrived; None until its Batcher has heard of it."""
+    grammar: GrammarState | None = None
+    """Set when `params.grammar` has been compiled here; follows the tokens known on the host."""
     cached_tokens: int = 0
     num_retractions: int = 0
+    host_pages: list[int] = field(default_factory=list)
+    """Where its KV is in host memory: while it is retracted, and until the copy back has landed."""
+    stalled_since: int = 0
+    stalled_output_len: int = -1
+    """Since when it gets no further, and how far it was: see `retraction`."""
     kv_pages_transferred: int = 0
     kv_bytes_transferred: int = 0
     extend_len: int = field(default=0)
     """Tokens that the next extend computes."""
+    last_logprobs: Logprobs | None = None
+    """Of the last token, where they are asked for."""
+    input_logprobs: Logprobs | None = None
+    """Of the prompt tokens computed so far, where they are asked for; told with output position 0, then forgotten."""
 
     @property
     def output_len(self) -> int:
         """Output tokens known on the host."""
         return len(self.ids) - self.num_input_ids
+
+    @property
+    def input_logprobs_from(self) -> int | None:
+        """The first prompt position whose logprob is wanted and not told yet; None when there is none.
+
+        They are told with output position 0, so a request that resumes after it wants none.
+        """
+        wanted = self.params.logprobs
+        if wanted is None or wanted.start_len < 0 or self.output_len:
+            return None
+        return wanted.start_len
+
+    @property
+    def matchable_ids(self) -> list[int]:
+        """The ids whose KV may come from a cache: a prompt position whose logprob is wanted has to be computed.
+
+        As `ids`, one longer than what may match.
+        """
+        wanted_from = self.input_logprobs_from
+        return self.ids if wanted_from is None else self.ids[: wanted_from + 1]
 
     @property
     def kv_len(self) -> int:

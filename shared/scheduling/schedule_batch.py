@@ -22,6 +22,12 @@ class ScheduledReq:
         """True when the request was retracted, aborted or finished after this was scheduled."""
         return self.generation != self.req.generation
 
+    @property
+    def is_in_flight(self) -> bool:
+        """True until its KV is committed, unless it is stale."""
+        kv = self.req.kv
+        return not self.is_stale and kv is not None and kv.kv_committed_len < self.start + self.length
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduleBatch:

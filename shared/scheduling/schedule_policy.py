@@ -1,18 +1,169 @@
-"""The order in which waiting requests are offered to the PrefillAdder."""
+"""The order in which waiting requests are offered to the PrefillAdder.
+
+A policy makes a sort key; smaller goes first, and arrival decides between equals. Two things lead the key of
+every policy: the request's class (priority and waiting, see `priority`), and whether it was retracted, since it
+came earlier and somebody reads its stream.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+from shared import log
+from shared.config import ScheduleOptions
+from shared.kvcache.ledger import KVLedger
+from shared.kvcache.radix_cache import Peek
+from shared.scheduling.dfs_weight import dfs_positions
+from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
+from shared.scheduling.waiting_prefixes import WaitingPrefixes
 
-SchedulePolicy = Callable[[Sequence[Req]], list[Req]]
-"""Takes the waiting queue in order of arrival, retracted requests first, and returns the order of service."""
+LPM_MAX_WAITING = 128
+"""With more requests waiting `lpm` acts as `fcfs`: matching costs O(requests * prompt length) every step."""
 
-
-def fcfs(waiting: Sequence[Req]) -> list[Req]:
-    """First come first served; a retracted request keeps its place at the head."""
-    return list(waiting)
+SortKey = Callable[[Req], Any]
 
 
-POLICIES: dict[str, SchedulePolicy] = {"fcfs": fcfs}
+class Round:
+    """What the policies look at in one scheduling decision. `waiting` is in order of arrival."""
+
+    def __init__(
+        self,
+        waiting: Sequence[Req],
+        running: Sequence[Req],
+        ledger: KVLedger,
+        rng: random.Random,
+        peeks: dict[tuple[Req, int], Peek],
+    ) -> None:
+        self.waiting = waiting
+        self.running = running
+        self.rng = rng
+        self._ledger = ledger
+        self._peeks = peeks
+
+    def cached_prefix(self, req: Req) -> Peek:
+        """The longest prefix of `req` in the RadixCache; looking is no use of it."""
+        key = req, len(req.ids)
+        peek = self._peeks.get(key)
+        if peek is None:
+            peek = self._peeks[key] = self._ledger.peek_prefix(req.ids, req.extra_key)
+        return peek
+
+    def num_cached_tokens(self, req: Req) -> int:
+        """Its length."""
+        return self.cached_prefix(req).num_pages * self._ledger.page_size
+
+
+def fcfs(round_: Round) -> SortKey:
+    """First come first served."""
+    return lambda req: 0
+
+
+def lpm(round_: Round) -> SortKey:
+    """Longest prefix match first: those who have least left to compute of their prompt's beginning."""
+    return lambda req: -round_.cached_prefix(req).num_pages
+
+
+def dfs_weight(round_: Round) -> SortKey:
+    """Depth first through the RadixCache, subtrees with most waiting requests first."""
+    position = dfs_positions(round_.waiting, round_.cached_prefix)
+    return lambda req: position[req]
+
+
+def lof(round_: Round) -> SortKey:
+    """Longest output first: by the tokens that may still be generated, on whichever node."""
+    return lambda req: req.output_len - req.params.max_new_tokens
+
+
+def shuffled(round_: Round) -> SortKey:
+    """In random order, drawn anew for every decision."""
+    return lambda req: round_.rng.random()
+
+
+def routing_key(round_: Round) -> SortKey:
+    """The routing key that is most frequent in the running batch first, ties by key; then those without a match."""
+    count = Counter(req.routing_key for req in round_.running if req.routing_key)
+    return lambda req: (0, -count[req.routing_key], req.routing_key) if req.routing_key in count else (1,)
+
+
+POLICIES: dict[str, Callable[[Round], SortKey]] = {
+    "fcfs": fcfs,
+    "lpm": lpm,
+    "dfs-weight": dfs_weight,
+    "lof": lof,
+    "random": shuffled,
+    "routing-key": routing_key,
+}
+CACHE_AWARE = frozenset({"lpm", "dfs-weight"})
+
+
+class SchedulePolicy:
+    """The configured policy, adjusted to what there is: one object for each Batcher."""
+
+    def __init__(self, options: ScheduleOptions, ledger: KVLedger, priority: PriorityRule) -> None:
+        self._options = options
+        self._ledger = ledger
+        self._priority = priority
+        self._rng = random.Random(options.random_seed)
+        self._configured = options.schedule_policy
+        self._peeks: dict[tuple[Req, int], Peek] = {}
+        """What the RadixCache was found to hold when it had changed `_peeked_at` times."""
+        self._peeked_at = -1
+        self._logged = False
+        if self._configured in CACHE_AWARE and not ledger.keep_prefixes:
+            self._configured = "fcfs"
+            self._log_once("the RadixCache is off")
+
+    def acts_as(self, num_waiting: int) -> str:
+        """The policy in effect while so many wait: the configured one, adjusted."""
+        if self._configured == "lpm" and num_waiting > LPM_MAX_WAITING:
+            self._log_once(f"more than {LPM_MAX_WAITING} requests wait")
+            return "fcfs"
+        return self._configured
+
+    def order(
+        self, waiting: Sequence[Req], running: Sequence[Req], being_computed: Iterable[Req], step: int
+    ) -> list[Req]:
+        """Who may be offered to the PrefillAdder now, in which order.
+
+        With a cache-aware policy, those for whom it is worth waiting are left out: `being_computed` are the
+        requests whose prefix is chunked or in flight, and others are before them in the order itself.
+        """
+        policy = self.acts_as(len(waiting))
+        if self._peeked_at != self._ledger.radix_cache.num_changes:
+            self._peeked_at = self._ledger.radix_cache.num_changes
+            self._peeks = {}
+        round_ = Round(waiting, running, self._ledger, self._rng, self._peeks)
+        key, level = POLICIES[policy](round_), self._priority.level
+
+        def full_key(req: Req) -> tuple[Any, ...]:
+            return (-level(req, step), 0) if req.num_retractions else (-level(req, step), 1, key(req))
+
+        ordered = sorted(waiting, key=full_key)
+        if policy in CACHE_AWARE:
+            return self._without_followers(ordered, being_computed, round_)
+        return ordered
+
+    def _without_followers(
+        self, ordered: Sequence[Req], being_computed: Iterable[Req], round_: Round
+    ) -> list[Req]:
+        soon_cached = WaitingPrefixes(self._ledger.page_size, self._options)
+        for req in being_computed:
+            soon_cached.announce(req)
+        offered: list[Req] = []
+        for req in ordered:
+            num_cached_tokens = round_.num_cached_tokens(req)
+            if soon_cached.is_worth_waiting(req, num_cached_tokens):
+                continue
+            soon_cached.announce(req, num_cached_tokens)
+            offered.append(req)
+        return offered
+
+    def _log_once(self, reason: str) -> None:
+        if not self._logged:
+            self._logged = True
+            policy = self._options.schedule_policy
+            log.event("schedule_policy_adjusted", policy=policy, acts_as="fcfs", reason=reason)

@@ -10,9 +10,11 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
-from tests.golden.references import Zoo
-from tests.modelzoo import reference_greedy
+from shared.protocol.sampling_params import SamplingParams, TokenBias
+from tests.golden.references import Zoo, reference_tokens
+from tests.modelzoo import reference_greedy, reference_logits
 from tests.processes import FLOAT32, Router
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
@@ -147,6 +149,78 @@ def test_openai_chat(client: openai.OpenAI) -> None:
     deltas = [event.choices[0].delta for event in stream]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == text
+
+
+def test_penalties_and_biases(router: Router, folder: Path) -> None:
+    """Alone and streamed beside others, as the plain loop samples."""
+    ids = [5, 6, 7] * 12
+    sampling = {
+        "frequency_penalty": 0.8,
+        "presence_penalty": 0.3,
+        "repetition_penalty": 1.2,
+        "temperature": 0.9,
+        "sampling_seed": 21,
+    }
+    native = {**sampling, "logit_bias": {"77": 9, "200": -100}}
+    params = SamplingParams(
+        max_new_tokens=20,
+        ignore_eos=True,
+        seed=21,
+        logit_bias=(TokenBias(77, 9.0), TokenBias(200, -100.0)),
+        **{name: x for name, x in sampling.items() if name != "sampling_seed"},  # type: ignore[arg-type]
+    )
+    expected = reference_tokens(folder, ids, params)
+    calls = [router.generate(ids, 20, sampling=native, stream=stream) for stream in (False, True)]
+    calls += [router.generate(PROMPT, 30)]
+    assert [call.finish().token_ids for call in calls[:2]] == [expected] * 2
+    calls[2].finish()
+
+
+def test_logprobs(router: Router, client: openai.OpenAI, folder: Path) -> None:
+    """Scored with the prefix cached and not, by /generate, and by the openai package with echo and in a chat."""
+    expected: list[float] = []
+    for _ in range(2):
+        call = router.generate(PROMPT, 6, return_logprob=True, logprob_start_len=0, top_logprobs_num=3)
+        answer = call.finish().answer
+        meta = answer["meta_info"]
+        ids = [token for _, token, _ in meta["input_token_logprobs"]]
+        all_ids = [*ids, *answer["output_ids"]]
+        logprobs = torch.log_softmax(reference_logits(folder, all_ids), dim=-1)
+        expected = [logprobs[i - 1, all_ids[i]].item() for i in range(1, len(all_ids))]
+        found = [*meta["input_token_logprobs"], *meta["output_token_logprobs"]]
+        assert found[0][0] is None
+        assert [logprob for logprob, _, _ in found[1:]] == pytest.approx(expected, abs=1e-3)
+        for (logprob, _, _), top in zip(
+            meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True
+        ):
+            assert top[0][0] == logprob  # greedy
+
+    scored = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=6, logprobs=1, echo=True, **STREAM_GREEDY
+    ).choices[0]
+    assert scored.text == PROMPT + answer["text"]
+    assert scored.logprobs is not None
+    assert scored.logprobs.token_logprobs is not None
+    assert scored.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-3)
+
+    chat: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Which?"}],
+        "max_tokens": 12,
+        "logprobs": True,
+        "top_logprobs": 2,
+        **STREAM_GREEDY,
+    }
+    whole = client.chat.completions.create(**chat).choices[0]
+    assert whole.logprobs is not None
+    assert whole.logprobs.content is not None
+    assert len(whole.logprobs.content) == 12
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in whole.logprobs.content)
+    events = [event.choices[0] for event in client.chat.completions.create(**chat, stream=True)]
+    told = [entry for event in events if event.logprobs for entry in event.logprobs.content or ()]
+    assert [entry.logprob for entry in told] == pytest.approx(
+        [entry.logprob for entry in whole.logprobs.content], abs=1e-4
+    )
 
 
 def test_openai_errors(client: openai.OpenAI) -> None:

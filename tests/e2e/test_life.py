@@ -84,7 +84,7 @@ def test_nodes_of_a_router_that_was_killed_end_by_themselves(tmp_path: Path) -> 
 
 def test_nodes_join_leave_and_come_back(tmp_path: Path) -> None:
     """Nodes that were told of a router find it, whoever starts first, and a router that was restarted finds them."""
-    with Router(tmp_path, "--local", "none") as router:
+    with Router(tmp_path, "--local", "none", "--local-prefill-tokens", "0") as router:  # d0 keeps the prompt
         flags = ("--router", f"127.0.0.1:{router.control_port}", *SMALL)
         prefill, decode = (Node(tmp_path, role, f"{role[0]}0", *flags) for role in ("prefill", "decode"))
         try:

@@ -20,7 +20,7 @@ from tests.modelzoo import (
     reference_greedy,
     reference_logits,
 )
-from tests.unit.engine.naive_sampler import naive_sample
+from tests.unit.engine.naive_sampler import naive_penalize, naive_sample
 
 MODELS = (*ARCHITECTURES, "builtin")
 EOS_IDS = (EOS_TOKEN_ID, IM_END_ID)
@@ -136,6 +136,7 @@ def reference_tokens(
     while len(output_ids) < params.max_new_tokens:
         logits_V = reference_logits(folder, [*input_ids, *output_ids])[-1].numpy()
         masked = ends if len(output_ids) < params.min_new_tokens else ()
+        logits_V = naive_penalize(logits_V, params, input_ids, output_ids)
         output_ids.append(naive_sample(logits_V, params, len(output_ids), masked))
         if output_ids[-1] in ends:
             break

@@ -38,6 +38,7 @@ def node_config(
             chunked_prefill_size=chunk,
             disable_overlap_schedule=not overlap,
             retract_every=retract_every,
+            debug_checks=True,
             **schedule,  # type: ignore[arg-type]
         ),
     )

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from shared.protocol import messages
+from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import (
     FRAME_ERRORS,
     DecodeToPrefill,
@@ -44,6 +45,9 @@ every_message = pytest.mark.parametrize(
 
 def values(annotation: object) -> st.SearchStrategy[object]:
     """Any value of a field's type."""
+    if annotation is Logprobs:
+        parts = st.tuples(*(st.integers(0, 3) for _ in range(3)))
+        return parts.map(lambda n: Logprobs(*(bytes(4 * n[0] * width) for width in (1, n[1], n[1], n[2]))))
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         return instances(annotation)
     if isinstance(annotation, type) and issubclass(annotation, messages.Role):
@@ -53,6 +57,8 @@ def values(annotation: object) -> st.SearchStrategy[object]:
         return st.one_of([values(arg) for arg in args])
     if origin is tuple:
         return st.lists(values(args[0]), max_size=3).map(tuple)
+    if origin is typing.Literal:
+        return st.sampled_from(args)
     if origin is dict:
         return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
     scalars: dict[object, st.SearchStrategy[object]] = {

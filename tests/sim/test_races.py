@@ -44,6 +44,7 @@ def config(
             chunked_prefill_size=chunk,
             max_running_requests=slots,
             retract_every=retract_every,
+            debug_checks=True,
             num_reserved_decode_tokens=4,
             disable_overlap_schedule=not overlap,
         ),

@@ -36,13 +36,26 @@ FLAGS = """\
 --max-total-tokens TOKENS
 --mem-fraction-static MEM_FRACTION_STATIC = 0.8
 --disable-radix-cache
+--host-kv-tokens TOKENS
 --chunked-prefill-size TOKENS = 512
 --max-prefill-tokens TOKENS = 16384
 --max-running-requests N = 64
---schedule-policy {fcfs} = fcfs
+--schedule-policy {fcfs,lpm,dfs-weight,lof,random,routing-key} = fcfs
+--random-seed SEED = 0
+--in-batch-prefix-caching-check-threshold TOKENS = 32
+--in-batch-prefix-caching-deprioritize-threshold TOKENS = 32
+--enable-priority-scheduling
+--schedule-low-priority-values-first
+--priority-scheduling-preemption-threshold DIFFERENCE = 10
+--priority-aging-steps STEPS = 256
 --schedule-conservativeness SCHEDULE_CONSERVATIVENESS = 1.0
 --num-reserved-decode-tokens TOKENS = 32
 --disable-overlap-schedule
+--retract-policy {auto,host,recompute} = auto
+--retracted-wait-steps STEPS = 16
+--grammar-backend {xgrammar,none} = xgrammar
+--grammar-compile-timeout-s GRAMMAR_COMPILE_TIMEOUT_S = 30.0
+--debug-checks
 --retract-every STEPS = 0
 --kv-transfer {gloo,nccl} = gloo
 --kv-slot-bytes BYTES = 4194304
@@ -53,6 +66,7 @@ FLAGS = """\
 --lease-s LEASE_S = 15.0
 --peer-timeout-s PEER_TIMEOUT_S = 5.0
 --router-timeout-s ROUTER_TIMEOUT_S = 10.0
+--profile-dir DIR = baton-profiles
 --fleet-key FILE
 --insecure
 --log-level {debug,info,warning,error} = info
@@ -68,13 +82,26 @@ VALUES = {
     "--max-total-tokens": "5000",
     "--mem-fraction-static": "0.5",
     "--disable-radix-cache": None,
+    "--host-kv-tokens": "4096",
     "--chunked-prefill-size": "100",
     "--max-prefill-tokens": "2000",
     "--max-running-requests": "9",
-    "--schedule-policy": "fcfs",
+    "--schedule-policy": "lpm",
+    "--random-seed": "77",
+    "--in-batch-prefix-caching-check-threshold": "40",
+    "--in-batch-prefix-caching-deprioritize-threshold": "48",
+    "--enable-priority-scheduling": None,
+    "--schedule-low-priority-values-first": None,
+    "--priority-scheduling-preemption-threshold": "3",
+    "--priority-aging-steps": "99",
     "--schedule-conservativeness": "0.25",
     "--num-reserved-decode-tokens": "4",
     "--disable-overlap-schedule": None,
+    "--retract-policy": "host",
+    "--retracted-wait-steps": "7",
+    "--grammar-backend": "none",
+    "--grammar-compile-timeout-s": "2.5",
+    "--debug-checks": None,
     "--retract-every": "5",
     "--kv-transfer": "nccl",
     "--kv-slot-bytes": "65536",
@@ -85,8 +112,9 @@ VALUES = {
     "--lease-s": "3.5",
     "--peer-timeout-s": "4.5",
     "--router-timeout-s": "6.5",
+    "--profile-dir": "/somewhere",
 }
-"""Of every flag that `router --local` hands on, a value that is not the default (there is one policy yet)."""
+"""Of every flag that `router --local` hands on, a value that is not the default."""
 
 
 def node_parser() -> argparse.ArgumentParser:
@@ -148,7 +176,7 @@ def test_every_node_flag_has_a_value_here() -> None:
     assert [action.option_strings[0] for action in actions(local_parser())] == list(VALUES)
 
 
-@pytest.mark.parametrize("flag", [flag for flag in VALUES if flag != "--schedule-policy"])
+@pytest.mark.parametrize("flag", VALUES)
 def test_a_node_flag_reaches_one_field_and_is_handed_on(flag: str) -> None:
     value = VALUES[flag]
     argv = [flag] if value is None else [flag, value]
@@ -204,8 +232,16 @@ def test_the_other_flags_reach_theirs(argv: list[str], changes: dict[str, object
         ("--max-running-requests", "0", "not between"),
         ("--schedule-conservativeness", "-0.1", "not between"),
         ("--schedule-policy", "lifo", "invalid choice"),
+        ("--random-seed", "-1", "not between"),
+        ("--in-batch-prefix-caching-check-threshold", "-1", "not between"),
+        ("--in-batch-prefix-caching-deprioritize-threshold", "0", "not between"),
+        ("--priority-scheduling-preemption-threshold", "-1", "not between"),
+        ("--priority-aging-steps", "-1", "not between"),
         ("--num-reserved-decode-tokens", "-1", "not between"),
         ("--retract-every", "-1", "not between"),
+        ("--host-kv-tokens", "-1", "not between"),
+        ("--retract-policy", "swap", "invalid choice"),
+        ("--retracted-wait-steps", "-1", "not between"),
         ("--dtype", "int8", "invalid choice"),
         ("--kv-transfer", "nixl", "invalid choice"),
         ("--kv-slot-bytes", "4095", "not between"),

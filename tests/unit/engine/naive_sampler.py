@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from shared.engine.model_worker_batch import uniform
+from shared.engine.sampling_inputs import uniform
 from shared.protocol.sampling_params import SamplingParams
+
+
+def naive_penalize(
+    logits_V: np.ndarray, params: SamplingParams, input_ids: Sequence[int], output_ids: Sequence[int]
+) -> np.ndarray:
+    """Token by token: repetition over prompt and output, frequency and presence over the output, then the bias."""
+    logits_V = logits_V.astype(np.float64).copy()
+    r = params.repetition_penalty
+    for token in {*input_ids, *output_ids}:
+        logits_V[token] = logits_V[token] / r if logits_V[token] > 0 else logits_V[token] * r
+    for token in output_ids:
+        logits_V[token] -= params.frequency_penalty
+    for token in set(output_ids):
+        logits_V[token] -= params.presence_penalty
+    for entry in params.logit_bias:
+        logits_V[entry.token_id] += entry.bias
+    return logits_V
+
+
+def naive_logprobs(logits_V: np.ndarray) -> np.ndarray:
+    """log_softmax, in float64."""
+    logits_V = logits_V.astype(np.float64)
+    shifted_V = logits_V - logits_V.max()
+    return shifted_V - np.log(np.exp(shifted_V).sum())
 
 
 def naive_probs(logits_V: np.ndarray, params: SamplingParams, masked_ids: Iterable[int] = ()) -> np.ndarray:

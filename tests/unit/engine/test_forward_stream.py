@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from shared.engine.forward_stream import CpuForwardStream, make_forward_stream
-from shared.engine.model_worker_batch import ModelWorkerBatch, SamplingInputs
+from shared.engine.model_runner import SampledTensors
+from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.sampling_inputs import SamplingInputs
 
 
 def batch(number: int) -> ModelWorkerBatch:
@@ -60,9 +62,9 @@ class GatedRunner:
             raise ValueError(f"forward {number}")
         return number
 
-    def sample(self, number: int) -> torch.Tensor:
+    def sample(self, number: int, vocab_mask: object) -> SampledTensors:
         self.threads.add(threading.get_ident())
-        return torch.tensor([number, number + 1])
+        return SampledTensors(torch.tensor([number, number + 1]))
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ import torch
 
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
-from shared.engine.model_worker_batch import SamplingInputs, snapshot, uniform
+from shared.engine.model_worker_batch import snapshot
 from shared.engine.sampler import _filter, sample
+from shared.engine.sampling_inputs import SamplingInputs, uniform
 from shared.protocol.messages import ReqKey, Role
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.req import Req

@@ -59,6 +59,27 @@ def test_two_diallers_are_told_apart(node: Party, router: Party, party: MakePart
     assert other.hear()[1] == Leaving("for two")
 
 
+def test_peers_that_have_been_silent_longest_are_forgotten(
+    node: Party, party: MakeParty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.protocol.channel.MAX_DIALLERS", 2)
+    address = node.listen()
+    routers = [party(f"router-{i}").start() for i in range(3)]
+    for router in routers:
+        router.dial("n", address)
+    for i in (0, 1, 0, 2):
+        routers[i].send("n", Ping(i))
+        assert node.hear() == (f"router-{i}", Ping(i))
+    for i in range(3):
+        node.send(f"router-{i}", Pong(i, NodeLoad()))
+    assert routers[0].hear() == ("n", Pong(0, NodeLoad()))
+    assert routers[2].hear() == ("n", Pong(2, NodeLoad()))
+    routers[1].send("n", Ping(9))  # it is met anew
+    assert node.hear() == ("router-1", Ping(9))
+    node.send("router-1", PONG)
+    assert routers[1].hear() == ("n", PONG)
+
+
 def test_one_dialler_of_two_nodes(node: Party, router: Party, party: MakeParty) -> None:
     second = party("second")
     router.dial("n1", node.listen())

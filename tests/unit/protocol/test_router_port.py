@@ -7,11 +7,11 @@ import threading
 import pytest
 
 from shared.protocol.messages import (
+    Answered,
     Cancel,
     Failed,
     Finish,
     Flush,
-    Flushed,
     KVLayout,
     Leaving,
     Load,
@@ -139,8 +139,8 @@ def test_a_failure_follows_the_tokens_before_it(rig: Rig) -> None:
 
 
 def test_a_flush_is_answered_to_who_asked(rig: Rig) -> None:
-    rig.port.flushed("two", 9, ok=False)
-    assert rig.outbox.take() == [("two", Flushed(9, ok=False))]
+    rig.port.answer("two", 9, ok=False)
+    assert rig.outbox.take() == [("two", Answered(9, ok=False))]
 
 
 def test_a_silent_router_is_named_once(rig: Rig) -> None:

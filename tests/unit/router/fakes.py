@@ -20,12 +20,13 @@ from router.config import DispatchOptions, FleetOptions, HttpOptions, RouterConf
 from router.server import Router, load_model
 from router.topology import LocalTopology
 from shared.protocol.messages import (
+    Answered,
+    CacheResync,
     Cancel,
     Decode,
     Failed,
     Finish,
     Flush,
-    Flushed,
     KVLayout,
     Load,
     NodeHello,
@@ -43,7 +44,9 @@ from shared.protocol.messages import (
     RouterHello,
     RouterToNode,
     Stamp,
+    StartProfile,
     Stop,
+    StopProfile,
     TokenEntry,
     Tokens,
 )
@@ -128,6 +131,8 @@ class FakeNode:
         self.silent = False
         self.refuses = ""
         self.flushes = True
+        self.profiles = True
+        self.profile_calls: list[StartProfile | StopProfile] = []
         self.identities: list[str] = []
         self.story = [*byte_level_tokenizer().encode(STORY).ids]
         self.delay_s = 0.0
@@ -200,10 +205,13 @@ class FakeNode:
                         self.send(Pong(seq, self.load))
                     continue
                 case Flush(call_id):
-                    self.send(Flushed(call_id, self.flushes))
+                    self.send(Answered(call_id, self.flushes))
+                case StartProfile(call_id) | StopProfile(call_id):
+                    self.profile_calls.append(message)
+                    self.send(Answered(call_id, self.profiles, f"/traces/{self.ref.node_id}"))
                 case Prefill() | Decode():
                     self._tasks.append(asyncio.create_task(self._run(message)))
-                case Peers() | Cancel() | Stop():
+                case Peers() | Cancel() | Stop() | CacheResync():
                     pass
             self.heard.append(message)
             self._news.set()

@@ -26,6 +26,8 @@ from shared.protocol.messages import (
     Prefill,
     Role,
     Stamp,
+    StartProfile,
+    StopProfile,
 )
 from shared.protocol.security import FleetKey
 from tests.unit.router.fakes import FakeNode, joined_router, pair
@@ -75,6 +77,31 @@ def test_flush_waits_for_its_timeout_only(model_folder: Path) -> None:
             assert not waiting.done()
             decode.flushes = True
             assert (await waiting).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_every_node_is_profiled_or_the_refusal_names_who_was_not(model_folder: Path) -> None:
+    async def run() -> None:
+        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+            begun = await client.post("/start_profile", json={"num_steps": 7, "with_stack": True})
+            assert begun.json() == {
+                "success": True,
+                "traces": {"decode-0": "/traces/decode-0", "prefill-0": "/traces/prefill-0"},
+            }
+            call = decode.profile_calls[0]
+            assert isinstance(call, StartProfile)
+            assert (call.num_steps, call.with_stack, call.record_shapes) == (7, True, False)
+            assert (await client.post("/stop_profile")).json()["success"]
+            assert isinstance(prefill.profile_calls[1], StopProfile)
+            decode.profiles = False
+            refused = await client.post("/start_profile")
+            assert refused.status_code == 400
+            assert "decode-0: /traces/decode-0" in refused.json()["error"]["message"]
+            assert "prefill-0" not in refused.json()["error"]["message"]
+            assert prefill.profile_calls[2].num_steps is None  # type: ignore[union-attr]
+            wrong = await client.post("/start_profile", json={"num_steps": -1})
+            assert wrong.status_code == 400 and "num_steps" in wrong.json()["error"]["message"]
 
     asyncio.run(run())
 

@@ -8,7 +8,6 @@ import pytest
 
 from shared.protocol.messages import Finish, Role
 from shared.scheduling.schedule_batch import ScheduleBatch, schedule
-from shared.scheduling.schedule_policy import POLICIES, fcfs
 from shared.timeline import ALLOWED_MOVES, ReqStage, Timeline
 from tests.unit.scheduling.conftest import MakeLedger, MakeReq
 
@@ -92,11 +91,3 @@ def test_every_stage_can_end_except_the_end() -> None:
         ReqStage.FINISHED in ALLOWED_MOVES[stage] for stage in ReqStage if stage is not ReqStage.FINISHED
     )
     assert not ALLOWED_MOVES[ReqStage.FINISHED]
-
-
-def test_first_come_first_served(make_req: MakeReq) -> None:
-    waiting = [make_req() for _ in range(3)]
-    ordered = fcfs(waiting)
-    assert ordered == waiting
-    assert ordered is not waiting
-    assert POLICIES["fcfs"] is fcfs

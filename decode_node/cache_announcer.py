@@ -1,0 +1,31 @@
+"""Tells routers which prefixes this node holds, so that a follow-up can come here and bring only what is new."""
+
+from __future__ import annotations
+
+from shared.kvcache.cache_changes import CacheChanges
+from shared.kvcache.ledger import KVLedger
+from shared.protocol.messages import CacheEvents
+from shared.protocol.router_port import RouterPort
+
+
+class CacheAnnouncer:
+    """Numbers the changes of the RadixCache. A router that misses a number asks for everything."""
+
+    def __init__(self, ledger: KVLedger, router_port: RouterPort) -> None:
+        self._cache = ledger.radix_cache
+        self._cache.changes = CacheChanges()
+        self._router_port = router_port
+        self._seq = 0
+
+    def tell_changes(self) -> None:
+        """What came and went in this step, to every router."""
+        assert self._cache.changes is not None
+        stored, removed = self._cache.changes.take()
+        if stored or removed:
+            self._seq += 1
+            self._router_port.tell_all(CacheEvents(self._seq, stored, removed))
+
+    def tell_all(self, router: str) -> None:
+        """Everything, to a router that has just come or has missed something."""
+        self.tell_changes()  # or it would hear of these twice
+        self._router_port.tell(router, CacheEvents(self._seq, tuple(self._cache.hashes()), (), reset=True))

@@ -1,0 +1,131 @@
+"""Who computes what of a request (P a prefill node, D a decode node).
+
+    at most one new token           P alone      nobody needs the KV afterwards
+    short prompt, or short suffix   D alone      computing it there is cheaper than moving its pages
+    otherwise                       P and D      D reserves pages, P computes, and hands over what D has not got
+    no live P                       D alone      degraded, but served
+
+The suffix of a prompt is what the decode node's RadixCache does not hold, as its cache events tell. A decode node
+that holds some of the prompt is preferred to the policy's choice, unless it is much busier than the idlest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.policy import RoutingPolicy
+from router.running_req import Node
+from shared.errors import RequestError
+from shared.protocol.block_hash import block_hashes
+from shared.protocol.messages import Role
+
+MAX_IMBALANCE = 16
+"""Requests that a node with a cached prefix may have more than the idlest, before its prefix counts for nothing."""
+
+
+class Fleet(Protocol):
+    """The nodes there are. Real: `membership.Membership`."""
+
+    def live(self, role: Role) -> Sequence[Node]:
+        """The nodes of a role that can be sent work now."""
+        ...
+
+    def why_none(self, role: Role) -> str:
+        """Why `live(role)` is empty, for the client."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """`max_new_tokens` that there is room for, and who computes them."""
+
+    max_new_tokens: int
+    prefill: Node | None
+    decode: Node | None
+    local_prefill_limit: int | None = None
+    """The decode node was chosen for what it holds, and may not compute more of the prompt than this."""
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Those who take part."""
+        return tuple(node for node in (self.prefill, self.decode) if node is not None)
+
+
+class Placement:
+    """Chooses the nodes of each request."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        prefill_policy: RoutingPolicy,
+        decode_policy: RoutingPolicy,
+        local_prefill_tokens: int,
+    ) -> None:
+        self._fleet = fleet
+        self._prefill_policy = prefill_policy
+        self._decode_policy = decode_policy
+        self._local_prefill_tokens = local_prefill_tokens
+
+    def plan(self, input_ids: Sequence[int], wanted: int, extra_key: str, *, split: bool) -> Plan:
+        """Nodes for a prompt and `wanted` new tokens; `split` wants a prefill node, if there is one.
+
+        Raises RequestError when nobody can take it.
+        """
+        prompt_len = len(input_ids)
+        least = prompt_len + min(wanted, 1)
+        prefills, decodes = self._with_room(Role.PREFILL, least), self._with_room(Role.DECODE, least)
+        if wanted <= 1 and prefills:
+            return Plan(max_new_tokens=wanted, prefill=self._prefill_policy.choose(prefills), decode=None)
+        if not decodes:
+            raise self._nobody(prompt_len)
+        decode, num_cached = self._choose_decode(decodes, input_ids, extra_key)
+        wanted = min(wanted, _room(decode) - prompt_len)
+        if wanted <= 1 and prefills:
+            return Plan(max_new_tokens=wanted, prefill=self._prefill_policy.choose(prefills), decode=None)
+        if not prefills:
+            return Plan(max_new_tokens=wanted, prefill=None, decode=decode)
+        if split or prompt_len - num_cached > self._local_prefill_tokens:
+            prefill = self._prefill_policy.choose(prefills)
+            return Plan(max_new_tokens=wanted, prefill=prefill, decode=decode)
+        limit = self._local_prefill_tokens if num_cached else None
+        return Plan(max_new_tokens=wanted, prefill=None, decode=decode, local_prefill_limit=limit)
+
+    def _choose_decode(
+        self, decodes: Sequence[Node], input_ids: Sequence[int], extra_key: str
+    ) -> tuple[Node, int]:
+        """The decode node, and how many tokens of the prompt it need not compute: never the last one."""
+        page_size = decodes[0].page_size
+        if any(len(node.prefixes) for node in decodes):
+            hashes = list(block_hashes(input_ids[: len(input_ids) - 1], page_size, extra_key))
+            idlest = min(map(_num_reqs, decodes))
+            best = max(decodes, key=lambda node: node.prefixes.num_blocks(hashes))
+            num_blocks = best.prefixes.num_blocks(hashes)
+            if num_blocks and _num_reqs(best) <= idlest + MAX_IMBALANCE:
+                return best, num_blocks * page_size
+        return self._decode_policy.choose(decodes), 0
+
+    def _with_room(self, role: Role, num_tokens: int) -> list[Node]:
+        return [node for node in self._fleet.live(role) if _room(node) >= num_tokens]
+
+    def _nobody(self, prompt_len: int) -> RequestError:
+        live = self._fleet.live(Role.DECODE)
+        if not live:
+            return RequestError(self._fleet.why_none(Role.DECODE), status=503, code="no_node")
+        return RequestError(
+            f"the prompt has {prompt_len} tokens, which leaves no room for output: prompt and output together "
+            f"may have at most {max(map(_room, live))} tokens here",
+            code="context_length_exceeded",
+        )
+
+
+def _room(node: Node) -> int:
+    """Tokens that one sequence may have on a node, prompt and output together."""
+    return min(node.limits.context_length, node.limits.max_total_num_tokens)
+
+
+def _num_reqs(node: Node) -> int:
+    load = node.load
+    return load.num_running + load.num_waiting + load.num_transferring + load.num_bootstrapping

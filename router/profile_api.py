@@ -1,0 +1,52 @@
+"""`/start_profile` and `/stop_profile`: traces of all nodes, each written on the node's own disk."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from router.fields import parse_object
+from router.generate_api import HttpLimits
+from router.membership import Membership
+from router.responses import json_response, read_body
+from shared.errors import RequestError
+from shared.protocol.messages import Answered, StartProfile, StopProfile
+
+_START_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 300.0
+_MAX_STEPS = 100_000
+
+
+def profile_routes(membership: Membership, limits: HttpLimits) -> APIRouter:
+    """The routes. Field names are SGLang's; where traces go is the node's `--profile-dir`, not the client's."""
+    router = APIRouter()
+
+    @router.post("/start_profile", response_model=None)
+    async def start_profile(request: Request) -> Response:
+        """Trace every live node for `num_steps` steps, or until /stop_profile."""
+        body = await read_body(request, limits.max_body_bytes)
+        fields = parse_object(body or b"{}")
+        num_steps = fields.integer("num_steps", 0, low=0, high=_MAX_STEPS)
+        with_stack, shapes = fields.boolean("with_stack", False), fields.boolean("record_shapes", False)
+
+        def message(call_id: int) -> StartProfile:
+            return StartProfile(call_id, num_steps or None, with_stack, shapes)
+
+        return _told(await membership.call(message, _START_TIMEOUT_S))
+
+    @router.post("/stop_profile", response_model=None)
+    async def stop_profile() -> Response:
+        """Write the traces."""
+        return _told(await membership.call(StopProfile, _STOP_TIMEOUT_S))
+
+    return router
+
+
+def _told(answers: dict[str, Answered]) -> Response:
+    if not answers:
+        raise RequestError("there is no live node to profile", status=503, code="no_node")
+    refused = {node_id: answer.detail for node_id, answer in sorted(answers.items()) if not answer.ok}
+    if refused:
+        raise RequestError("; ".join(f"{node_id}: {why}" for node_id, why in refused.items()))
+    return json_response(
+        {"success": True, "traces": {node_id: answer.detail for node_id, answer in sorted(answers.items())}}
+    )

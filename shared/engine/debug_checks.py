@@ -1,0 +1,89 @@
+"""What must hold of every forward, checked on the host when it is launched; on in tests (--debug-checks).
+
+A wrong read of the FutureMap gives a plausible token, not an error: only the books of who wrote what can show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.protocol.messages import ReqKey
+from shared.scheduling.schedule_batch import ScheduleBatch, ScheduledReq
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """The slot holds what a launched forward samples for this position."""
+
+    key: ReqKey
+    generation: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The slot holds this token, which came from a prefill node."""
+
+    token_id: int
+
+
+class LaunchChecks:
+    """Follows every slot of the FutureMap in launch order. Raises AssertionError."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, _Sampled | _Written] = {}
+
+    def launching(self, batch: ScheduleBatch, inputs: ModelWorkerBatch) -> None:
+        """Call once for each forward, in launch order, before it is launched."""
+        check_complete(batch, inputs)
+        for row, token in inputs.future_writes:
+            self._slots[row] = _Written(token)
+        for item in batch.items:
+            if not batch.is_extend:
+                self._check_read(item)
+        for item in batch.items:
+            if item.position is not None:
+                self._slots[_row(item)] = _Sampled(item.req.key, item.generation, item.position)
+
+    def _check_read(self, item: ScheduledReq) -> None:
+        """`item` reads the token before the one that it samples."""
+        req, found = item.req, self._slots.get(_row(item))
+        assert item.position is not None, f"{req.key}: a decode step that samples nothing"
+        if isinstance(found, _Written):
+            at = req.num_input_ids + item.position - 1
+            assert found.token_id == req.ids[at], f"{req.key}: reads the token of another request"
+            return
+        expected = _Sampled(req.key, item.generation, item.position - 1)
+        assert found == expected, f"{req.key}: reads {found}, not {expected}"
+
+
+def check_complete(batch: ScheduleBatch, inputs: ModelWorkerBatch) -> None:
+    """Every field of the snapshot is there, and all agree on how many sequences and tokens there are."""
+    num_seqs, num_samples = len(batch.items), sum(item.position is not None for item in batch.items)
+    assert num_seqs > 0, "an empty batch"
+    assert all(item.length > 0 for item in batch.items), "a sequence without a new token"
+    sampling = inputs.sampling
+    lengths: Mapping[str, tuple[int, int]] = {
+        "rows_B": (len(inputs.rows_B), num_seqs),
+        "distinct rows": (len(set(inputs.rows_B.tolist())), num_seqs),
+        "starts_B": (len(inputs.starts_B), num_seqs),
+        "lengths_B": (int(inputs.lengths_B.sum()), batch.num_tokens),
+        "page_table_BP": (len(inputs.page_table_BP), num_seqs),
+        "input_ids_T": (len(inputs.input_ids_T), batch.num_tokens if batch.is_extend else 0),
+        "sampled_B": (len(inputs.sampled_B), num_samples),
+        "temperatures": (len(sampling.temperatures), num_samples),
+        "top_ks": (len(sampling.top_ks), num_samples),
+        "top_ps": (len(sampling.top_ps), num_samples),
+        "min_ps": (len(sampling.min_ps), num_samples),
+        "uniforms": (len(sampling.uniforms), num_samples),
+        "masked_ids": (len(sampling.masked_ids), num_samples),
+    }
+    wrong = {name: pair for name, pair in lengths.items() if pair[0] != pair[1]}
+    assert not wrong, f"found and expected lengths of {wrong}"
+
+
+def _row(item: ScheduledReq) -> int:
+    assert item.req.kv is not None
+    return item.req.kv.row

@@ -1,0 +1,118 @@
+"""Logits to log-probabilities: of the tokens that were chosen, of the likeliest, and of ids asked for.
+
+They are the model's own: log_softmax of the raw logits, before penalties, bias, masks and temperature, so that they
+say the same of a token whoever asks, and of prompt and output tokens alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from shared.engine.future_map import to_device
+from shared.engine.sampling_inputs import LogprobInputs
+from shared.protocol.logprobs import Logprobs
+
+MAX_LOGITS_AT_ONCE = 16 << 20
+"""Prompt logprobs are computed in blocks of so many float32 logits (64 MiB), however long the chunk is."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredLogprobs:
+    """Logprobs of N rows, on one device. `inputs` says whose they are."""
+
+    inputs: LogprobInputs
+    chosen_N: torch.Tensor
+    top_ids_NK: torch.Tensor
+    top_NK: torch.Tensor
+    of_token_ids_NM: torch.Tensor
+
+    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> GatheredLogprobs:
+        """Every tensor replaced by `move` of it."""
+        return GatheredLogprobs(
+            self.inputs,
+            move(self.chosen_N),
+            move(self.top_ids_NK),
+            move(self.top_NK),
+            move(self.of_token_ids_NM),
+        )
+
+    def by_owner(self) -> dict[int, Logprobs]:
+        """Each sequence's share. The tensors must be on the host."""
+        chosen = self.chosen_N.numpy().astype("<f4", copy=False)
+        top_ids = self.top_ids_NK.numpy().astype("<i4", copy=False)
+        top = self.top_NK.numpy().astype("<f4", copy=False)
+        of_token_ids = self.of_token_ids_NM.numpy().astype("<f4", copy=False)
+        shares: dict[int, Logprobs] = {}
+        first = 0
+        for share in self.inputs.shares:
+            rows = slice(first, first + share.num_rows)
+            shares[share.owner] = Logprobs(
+                chosen[rows].tobytes(),
+                np.ascontiguousarray(top_ids[rows, : share.top_num]).tobytes(),
+                np.ascontiguousarray(top[rows, : share.top_num]).tobytes(),
+                np.ascontiguousarray(of_token_ids[rows, : share.num_token_ids]).tobytes(),
+            )
+            first += share.num_rows
+        return shares
+
+
+def gather(logprobs_NV: torch.Tensor, targets_N: torch.Tensor, inputs: LogprobInputs) -> GatheredLogprobs:
+    """What is asked of rows of which all logprobs are there."""
+    top = logprobs_NV.topk(min(inputs.top_num, logprobs_NV.shape[1]), dim=1)
+    token_ids_NM = to_device(inputs.token_ids_NM, logprobs_NV.device)
+    return GatheredLogprobs(
+        inputs,
+        logprobs_NV.gather(1, targets_N[:, None])[:, 0],
+        top.indices.int(),
+        top.values,
+        logprobs_NV.gather(1, token_ids_NM),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RawLogprobs:
+    """Logprobs of sequences that are about to sample, taken before the sampler changes their logits."""
+
+    inputs: LogprobInputs
+    rows_N: torch.Tensor
+    logprobs_NV: torch.Tensor
+
+    @classmethod
+    def of(cls, logits_SV: torch.Tensor, inputs: LogprobInputs) -> RawLogprobs:
+        """Of the rows that `inputs` names; a copy."""
+        rows_N = to_device(inputs.rows_N, logits_SV.device)
+        return cls(inputs, rows_N, torch.log_softmax(logits_SV[rows_N], dim=-1))
+
+    def gather(self, token_ids_S: torch.Tensor) -> GatheredLogprobs:
+        """What is asked of them, now that they have sampled."""
+        return gather(self.logprobs_NV, token_ids_S[self.rows_N], self.inputs)
+
+
+def prompt_logprobs(
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    hidden_TD: torch.Tensor,
+    inputs: LogprobInputs,
+    vocab_size: int,
+) -> GatheredLogprobs:
+    """Logprobs of prompt tokens; `logits` maps rows of `hidden_TD` to float32 logits over `vocab_size` tokens."""
+    assert inputs.targets_N is not None, "the tokens of a prompt are known"
+    device = hidden_TD.device
+    rows_N, targets_N = to_device(inputs.rows_N, device), to_device(inputs.targets_N, device)
+    step = max(1, MAX_LOGITS_AT_ONCE // vocab_size)
+    blocks: list[GatheredLogprobs] = []
+    for first in range(0, len(rows_N), step):
+        block = slice(first, first + step)
+        logprobs_NV = torch.log_softmax(logits(hidden_TD[rows_N[block]]), dim=-1)
+        part = replace(inputs, token_ids_NM=inputs.token_ids_NM[block])
+        blocks.append(gather(logprobs_NV, targets_N[block], part))
+    return GatheredLogprobs(
+        inputs,
+        torch.cat([block.chosen_N for block in blocks]),
+        torch.cat([block.top_ids_NK for block in blocks]),
+        torch.cat([block.top_NK for block in blocks]),
+        torch.cat([block.of_token_ids_NM for block in blocks]),
+    )

@@ -1,0 +1,67 @@
+"""Which tokens grammars allow: filled on the host once the step before is committed, applied on the stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shared.engine.future_map import to_device
+from shared.scheduling.schedule_batch import ScheduleBatch
+
+
+@dataclass(frozen=True, slots=True)
+class VocabMask:
+    """Bits for G of the S sequences that sample; `entries_G` is their place among the S.
+
+    Bit i % 32 of word i // 32 of `allowed_GW` (int32) says whether token i may be sampled.
+    """
+
+    entries_G: np.ndarray
+    allowed_GW: np.ndarray
+
+
+def must_wait_for_commit(batch: ScheduleBatch) -> bool:
+    """True while a token that decides what a grammar of `batch` allows next is still in flight."""
+    return any(
+        item.req.grammar is not None and item.position is not None and item.position > item.req.output_len
+        for item in batch.items
+    )
+
+
+def fill_vocab_mask(batch: ScheduleBatch) -> VocabMask | None:
+    """The mask of a batch whose sampled positions come next on the host; None where no grammar has a say.
+
+    A request that has ended since it was scheduled, or whose step before has failed, is left out: what it samples
+    is dropped.
+    """
+    sampling = [item for item in batch.items if item.position is not None]
+    masked = [
+        (entry, item.req.grammar)
+        for entry, item in enumerate(sampling)
+        if item.req.grammar is not None and not item.is_stale and item.position == item.req.output_len
+    ]
+    if not masked:
+        return None
+    vocab_size = masked[0][1].vocab_size
+    allowed_GW = np.full((len(masked), -(-vocab_size // 32)), -1, dtype=np.int32)
+    for row, (_, grammar) in enumerate(masked):
+        grammar.fill_mask(allowed_GW, row)
+    return VocabMask(np.array([entry for entry, _ in masked], dtype=np.int64), allowed_GW)
+
+
+def apply_vocab_mask(logits_SV: torch.Tensor, mask: VocabMask) -> None:
+    """Set the logits of tokens that are not allowed to -inf, in place.
+
+    Where something else (`min_new_tokens`, a bias) has excluded all that is allowed, any allowed token will do: the
+    grammar is what the client relies on.
+    """
+    device, vocab_size = logits_SV.device, logits_SV.shape[1]
+    entries_G = to_device(mask.entries_G, device)
+    words_GW = to_device(mask.allowed_GW, device, torch.int32)
+    bits_32 = torch.arange(32, dtype=torch.int32, device=device)
+    allowed_GV = ((words_GW[:, :, None] >> bits_32) & 1).flatten(1)[:, :vocab_size].bool()
+    logits_GV = logits_SV[entries_G].masked_fill(~allowed_GV, -torch.inf)
+    nothing_left_G1 = logits_GV.amax(dim=-1, keepdim=True) == -torch.inf
+    logits_SV[entries_G] = torch.where(nothing_left_G1 & allowed_GV, 0.0, logits_GV)

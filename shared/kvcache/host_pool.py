@@ -1,0 +1,116 @@
+"""The memory behind `HostPages`, and the copies between it and the KV pages of the device.
+
+One host page is contiguous and holds all layers of one device page, K before V. On a GPU the memory is pinned and
+copies are queued on the current stream; on a CPU they are done when `copy` returns. Either way `copy` is called on
+the forward stream only, behind the forwards that were launched before: that is what makes a page complete when it
+is read, and free of readers when it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from shared.host_memory import new_host_buffer
+from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.pools import TokenToKVPool
+
+MAX_CHUNK_BYTES = 32 << 20
+"""Device memory that one copy on a GPU may take for itself, since it is scarce whenever somebody is retracted."""
+
+
+class WholePages(Protocol):
+    """What a copy on a CPU needs of the KV pages."""
+
+    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
+        """Copy pages into the uint8 tensor `out`, layer-major, K before V."""
+        ...
+
+    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+        """The inverse of `gather`."""
+        ...
+
+
+class HostKVPool(Protocol):
+    """Host memory for KV pages."""
+
+    def copy(self, pages: PageCopy) -> None:
+        """Copy pages out or back, on the forward stream."""
+        ...
+
+
+class CpuHostKVPool:
+    """For KV pages that are in host memory themselves, where the pool is small by choice."""
+
+    def __init__(self, pages: WholePages, num_layers: int, num_host_pages: int, page_nbytes: int) -> None:
+        self._pages = pages
+        self._num_layers = num_layers
+        self._host_NB = new_host_buffer(num_host_pages * page_nbytes).view(num_host_pages, page_nbytes)
+
+    def copy(self, pages: PageCopy) -> None:
+        """See HostKVPool."""
+        move = self._pages.gather if pages.to_host else self._pages.scatter
+        for device_page, host_page in zip(pages.device_pages, pages.host_pages, strict=True):
+            move([device_page], 0, self._num_layers, self._host_NB[host_page])
+
+
+class CudaHostKVPool:
+    """For KV pages on a GPU. Pages are packed on the device, and runs of neighbours cross the bus as one copy."""
+
+    def __init__(self, pool: TokenToKVPool, num_host_pages: int) -> None:
+        self._pool = pool
+        self._page_nbytes = pool.gather_nbytes(1, pool.num_layers)
+        nbytes = num_host_pages * self._page_nbytes
+        self._host_NB = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).view(
+            num_host_pages, self._page_nbytes
+        )
+
+    def copy(self, pages: PageCopy) -> None:
+        """See HostKVPool. Returns when the copies are queued on the current stream."""
+        chunk = max(MAX_CHUNK_BYTES // self._page_nbytes, 1)
+        for first in range(0, len(pages.host_pages), chunk):
+            part = slice(first, first + chunk)
+            ids_N = (
+                torch.tensor(pages.device_pages[part]).pin_memory().to(self._pool.device, non_blocking=True)
+            )
+            if pages.to_host:
+                self._out(ids_N, pages.host_pages[part])
+            else:
+                self._back(ids_N, pages.host_pages[part])
+
+    def _out(self, ids_N: torch.Tensor, host_pages: Sequence[int]) -> None:
+        packed_NB = self._device_pages().index_select(0, ids_N).view(len(ids_N), -1).view(torch.uint8)
+        for at, host, length in runs(host_pages):
+            self._host_NB[host : host + length].copy_(packed_NB[at : at + length], non_blocking=True)
+
+    def _back(self, ids_N: torch.Tensor, host_pages: Sequence[int]) -> None:
+        packed_NB = torch.empty((len(ids_N), self._page_nbytes), dtype=torch.uint8, device=self._pool.device)
+        for at, host, length in runs(host_pages):
+            packed_NB[at : at + length].copy_(self._host_NB[host : host + length], non_blocking=True)
+        device_pages = self._device_pages()
+        shape = (len(ids_N), *device_pages.shape[1:])
+        device_pages.index_copy_(0, ids_N, packed_NB.view(self._pool.dtype).view(shape))
+
+    def _device_pages(self) -> torch.Tensor:
+        """[pages, layers * 2, num_kv_heads, page_size, head_dim], a view."""
+        return self._pool.buffer_LSNHPD.flatten(0, 1).transpose(0, 1)
+
+
+def runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Maximal runs of neighbours in `ids`, as (index of the first, the first, length)."""
+    start = 0
+    for i in range(1, len(ids) + 1):
+        if i == len(ids) or ids[i] != ids[i - 1] + 1:
+            yield start, ids[start], i - start
+            start = i
+
+
+def make_host_pool(pool: TokenToKVPool, num_host_pages: int) -> HostKVPool | None:
+    """Memory for `num_host_pages` pages of `pool`; None for none. Raises RuntimeError when it cannot be pinned."""
+    if num_host_pages == 0:
+        return None
+    if pool.device.type == "cuda":
+        return CudaHostKVPool(pool, num_host_pages)
+    return CpuHostKVPool(pool, pool.num_layers, num_host_pages, pool.gather_nbytes(1, pool.num_layers))

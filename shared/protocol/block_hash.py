@@ -1,0 +1,26 @@
+"""How nodes and routers name cached prefixes: one hash for each page, chained over the pages before it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
+import xxhash
+
+
+def root_hash(extra_key: str) -> int:
+    """What the chain of a prefix begins with; requests with different `extra_key` share nothing."""
+    return xxhash.xxh3_64_intdigest(extra_key.encode())
+
+
+def next_hash(parent: int, token_ids: Iterable[int]) -> int:
+    """The hash of the page with `token_ids` after the page with hash `parent`; no proof against malice."""
+    return xxhash.xxh3_64_intdigest(array("q", token_ids).tobytes(), seed=parent)
+
+
+def block_hashes(ids: Sequence[int], page_size: int, extra_key: str = "") -> Iterator[int]:
+    """The hash of every whole page of `ids`, in order; as vLLM names the blocks of its prefix cache."""
+    last = root_hash(extra_key)
+    for at in range(0, len(ids) - page_size + 1, page_size):
+        last = next_hash(last, ids[at : at + page_size])
+        yield last

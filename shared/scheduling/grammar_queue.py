@@ -1,0 +1,104 @@
+"""Requests that wait until their grammar is compiled, beside those that need none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from shared.errors import RequestError
+from shared.grammar.backend import CompiledGrammar
+from shared.grammar.compile_pool import CompilePool
+from shared.grammar.state import GrammarState
+from shared.protocol.messages import ReqKey
+from shared.scheduling.req import Req
+from shared.timeline import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    req: Req
+    go_on: Callable[[], None]
+    future: Future[CompiledGrammar]
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOver:
+    """A request that left the queue: without `error` its grammar is set, and `go_on` is to be called."""
+
+    req: Req
+    go_on: Callable[[], None]
+    error: RequestError | None
+
+
+class GrammarQueue:
+    """In order of arrival; a request here holds no page and no row."""
+
+    def __init__(
+        self, pool: CompilePool, timeout_s: float, clock: Clock, on_compiled: Callable[[], None]
+    ) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._on_compiled = on_compiled
+        self._waiting: dict[ReqKey, _Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, key: ReqKey) -> bool:
+        return key in self._waiting
+
+    def add(self, req: Req, go_on: Callable[[], None]) -> None:
+        """Have the grammar of `req` compiled; `take` gives both back. `on_compiled` is called by any thread."""
+        assert req.params.grammar is not None
+        future = self._pool.compile(req.params.grammar)
+        self._waiting[req.key] = _Waiting(req, go_on, future, self._clock() + self._timeout_s)
+        future.add_done_callback(lambda _: self._on_compiled())
+
+    def remove(self, key: ReqKey) -> None:
+        """Forget a request that ended."""
+        self._waiting.pop(key, None)
+
+    def take(self) -> list[WaitOver]:
+        """Those whose grammar is compiled and follows their known outputs, and those that nothing will come of."""
+        over: list[WaitOver] = []
+        now = self._clock()
+        for waiting in self._waiting.values():
+            if waiting.future.done():
+                error = _start(waiting.req, waiting.future)
+            elif now >= waiting.deadline:
+                error = self._too_late(waiting)
+            else:
+                continue
+            over.append(WaitOver(waiting.req, waiting.go_on, error))
+        for done in over:
+            del self._waiting[done.req.key]
+        return over
+
+    def _too_late(self, waiting: _Waiting) -> RequestError:
+        assert waiting.req.params.grammar is not None
+        kind, limit = waiting.req.params.grammar.kind, f"{self._timeout_s:g} s (--grammar-compile-timeout-s)"
+        if waiting.future.running():
+            return RequestError(f"{kind}: not compiled within {limit}; make it simpler", param=kind)
+        return RequestError(f"other grammars kept the compiler busy for {limit}", status=503)
+
+
+def _start(req: Req, future: Future[CompiledGrammar]) -> RequestError | None:
+    error = future.exception()
+    if error is not None:
+        assert isinstance(error, RequestError)
+        return error
+    req.grammar = GrammarState(future.result())
+    if not req.grammar.follow(req.ids, req.num_input_ids) or req.grammar.is_terminated:
+        message, kind = stuck(req)
+        return RequestError(message, param=kind)
+    return None
+
+
+def stuck(req: Req) -> tuple[str, str]:
+    """Message and parameter for a request whose grammar allows no token of this model after its known outputs."""
+    assert req.params.grammar is not None
+    kind = req.params.grammar.kind
+    return f"{kind}: no token of this model goes on after {req.output_len} output tokens", kind

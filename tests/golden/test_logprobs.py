@@ -1,0 +1,219 @@
+"""Logprobs of 1 prefill + 1 decode == of one node == of transformers, of prompt and output, each told once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from shared.protocol.logprobs import LogprobParams, TokenLogprobs
+from shared.protocol.messages import ReqKey
+from shared.protocol.sampling_params import SamplingParams, TokenBias
+from tests.cluster import Answer, Cluster
+from tests.golden.references import Zoo, reference_tokens
+from tests.golden.serving import Client, node_config, split, unsplit
+from tests.modelzoo import reference_logits
+
+TOLERANCE = 2e-4
+"""Of a float32 logprob, computed in blocks of another shape. Logits reach 20, and one bit of those is 2e-6."""
+PROMPT = 4
+NUM_NEW = 16
+TOP, IDS = 5, (3, 400, 77)
+topologies = pytest.mark.parametrize("topology", [split, unsplit], ids=["1P1D", "0P1D"])
+Topology = Callable[..., Cluster]
+
+
+def wanted(start_len: int = -1) -> LogprobParams:
+    return LogprobParams(start_len=start_len, top_num=TOP, token_ids=IDS)
+
+
+def greedy(start_len: int = -1, **params: object) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=NUM_NEW,
+        temperature=0.0,
+        ignore_eos=True,
+        logprobs=wanted(start_len),
+        **params,  # type: ignore[arg-type]
+    )
+
+
+def of_transformers(folder: Path, ids: Sequence[int]) -> torch.Tensor:
+    """Logprobs [T, V]: row i judges the token at position i + 1."""
+    return torch.log_softmax(reference_logits(folder, ids).double(), dim=-1)
+
+
+def check_token(found: TokenLogprobs, expected_V: torch.Tensor, token_id: int) -> None:
+    assert found.logprob == pytest.approx(expected_V[token_id].item(), abs=TOLERANCE)
+    values = [x for x, _ in found.top]
+    assert values == sorted(values, reverse=True)
+    assert values == pytest.approx(expected_V.topk(TOP).values.tolist(), abs=TOLERANCE)
+    assert values == pytest.approx([expected_V[i].item() for _, i in found.top], abs=TOLERANCE)
+    assert len({i for _, i in found.top}) == TOP
+    assert found.of_token_ids == pytest.approx([expected_V[i].item() for i in IDS], abs=TOLERANCE)
+
+
+def check(
+    folder: Path, ids: Sequence[int], tokens: Sequence[int], answer: Answer, params: SamplingParams
+) -> None:
+    """Everything that was asked for is there, and right."""
+    assert answer.token_ids == list(tokens)
+    expected = of_transformers(folder, [*ids, *tokens])
+    assert params.logprobs is not None
+    start = params.logprobs.start_len
+    assert sorted(answer.logprobs) == list(range(len(tokens)))
+    for position, token_id in enumerate(tokens):
+        check_token(answer.logprobs[position], expected[len(ids) + position - 1], token_id)
+    of_prompt = answer.input_logprobs or []
+    assert len(of_prompt) == (len(ids) - 1 - start if start >= 0 else 0)
+    for position, found in enumerate(of_prompt, start=start):
+        check_token(found, expected[position], ids[position + 1])
+
+
+def submit_beside_others(zoo: Zoo, client: Client, params: SamplingParams) -> ReqKey:
+    """Among requests that ask for nothing, less, and more."""
+    plain = msgspec.structs.replace(params, logprobs=None)
+    others = [
+        plain,
+        msgspec.structs.replace(params, logprobs=LogprobParams()),
+        msgspec.structs.replace(params, logprobs=LogprobParams(start_len=5, top_num=20)),
+    ]
+    for i, ids in enumerate(zoo.prompts("llama")[10:13]):
+        client.submit(ids, others[i])
+    return client.submit(zoo.prompts("llama")[PROMPT], params)
+
+
+@pytest.fixture(scope="module")
+def tokens(zoo: Zoo) -> list[int]:
+    return zoo.greedy("llama", PROMPT)[:NUM_NEW]
+
+
+@topologies
+@pytest.mark.parametrize("start_len", [-1, 0, 33, 138, 139])
+@pytest.mark.parametrize("chunk", [20, 23, 512])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+def test_prompt_and_output(
+    zoo: Zoo, llama: Path, tokens: list[int], topology: Topology, start_len: int, chunk: int, overlap: bool
+) -> None:
+    ids = zoo.prompts("llama")[PROMPT]
+    assert len(ids) == 140
+    with topology(node_config(llama, chunk=chunk, overlap=overlap)) as cluster:
+        key = submit_beside_others(zoo, Client(cluster), greedy(start_len))
+        cluster.run_all()
+        check(llama, ids, tokens, cluster.router.answers[key], greedy(start_len))
+        cluster.assert_idle()
+
+
+@topologies
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("start_len", [0, 70, 139])
+def test_a_cached_prompt_is_computed_as_far_as_asked(
+    zoo: Zoo, llama: Path, tokens: list[int], topology: Topology, start_len: int, page_size: int
+) -> None:
+    """Both nodes hold the whole prompt; the one that prefills may use it only up to `logprob_start_len`."""
+    ids = zoo.prompts("llama")[PROMPT]
+    with topology(node_config(llama, page_size=page_size)) as cluster:
+        client = Client(cluster)
+        client.tokens([ids], greedy())
+        if "p0" in cluster.nodes:
+            client.leave_prefix("d0", ids)
+        key = client.submit(ids, greedy(start_len))
+        cluster.run_all()
+        answer = cluster.router.answers[key]
+        check(llama, ids, tokens, answer, greedy(start_len))
+        assert answer.reports[0].cached_tokens == start_len // page_size * page_size
+        cluster.assert_idle()
+
+
+@topologies
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+def test_retraction_tells_no_position_twice(
+    zoo: Zoo, llama: Path, tokens: list[int], topology: Topology, overlap: bool
+) -> None:
+    """What is computed again after a retraction is not told again, and the prompt is not judged again."""
+    config = node_config(llama, overlap=overlap, retract_every=3)
+    with topology(config) as cluster:
+        key = submit_beside_others(zoo, Client(cluster), greedy(0))
+        cluster.run_all()
+        answer = cluster.router.answers[key]
+        check(llama, zoo.prompts("llama")[PROMPT], tokens, answer, greedy(0))
+        assert cluster.nodes["d0"].scheduler.batcher.num_retractions > 3
+        told = Counter(answer.told)
+        assert Counter(answer.judged) == told + Counter({-1: told[0]})  # whoever tells a token judges it
+        assert told.pop(0) == (
+            2 if "p0" in cluster.nodes else 1
+        )  # the decode node repeats the prefill node's
+        assert set(told.values()) == {1}
+        cluster.assert_idle()
+
+
+@topologies
+def test_resumed_in_the_middle(zoo: Zoo, llama: Path, tokens: list[int], topology: Topology) -> None:
+    """A new attempt judges the tokens that it samples; the prompt and the others were told by the first."""
+    ids = zoo.prompts("llama")[PROMPT]
+    with topology(node_config(llama)) as cluster:
+        key = Client(cluster).submit(ids, greedy(0), output_ids=tokens[:6])
+        cluster.run_all()
+        answer = cluster.router.answers[key]
+        assert answer.token_ids == tokens
+        assert sorted(answer.logprobs) == list(range(6, NUM_NEW))
+        assert answer.input_logprobs is None
+        expected = of_transformers(llama, [*ids, *tokens])
+        for position, found in answer.logprobs.items():
+            check_token(found, expected[len(ids) + position - 1], tokens[position])
+
+
+@pytest.mark.parametrize("max_new_tokens", [0, 1])
+@pytest.mark.parametrize("node", ["p0", "d0"])
+def test_score_only(zoo: Zoo, llama: Path, tokens: list[int], max_new_tokens: int, node: str) -> None:
+    ids = zoo.prompts("llama")[PROMPT]
+    params = msgspec.structs.replace(greedy(0), max_new_tokens=max_new_tokens)
+    with split(node_config(llama)) as cluster:
+        key = Client(cluster).submit_to(node, ids, params)
+        cluster.run_all()
+        check(llama, ids, tokens[:max_new_tokens], cluster.router.answers[key], params)
+        cluster.assert_idle()
+
+
+@topologies
+def test_they_are_the_models_own_whatever_is_sampled(zoo: Zoo, llama: Path, topology: Topology) -> None:
+    """Penalties, bias, temperature and filters change what is drawn, not what the model thought of it."""
+    ids = zoo.prompts("llama")[PROMPT]
+    params = SamplingParams(
+        max_new_tokens=NUM_NEW,
+        temperature=1.3,
+        top_k=30,
+        seed=9,
+        frequency_penalty=1.0,
+        repetition_penalty=1.2,
+        logit_bias=(TokenBias(77, 12.0),),
+        ignore_eos=True,
+        logprobs=wanted(100),
+    )
+    tokens = reference_tokens(llama, ids, params)
+    with topology(node_config(llama)) as cluster:
+        key = submit_beside_others(zoo, Client(cluster), params)
+        cluster.run_all()
+        check(llama, ids, tokens, cluster.router.answers[key], params)
+
+
+def test_split_and_unsplit_agree(zoo: Zoo, llama: Path) -> None:
+    """Within rounding of each other, over a page size that cuts the prompt unevenly."""
+    answers: list[Answer] = []
+    config = node_config(llama, chunk=23)
+    for topology in (split, unsplit):
+        with topology(config) as cluster:
+            key = submit_beside_others(zoo, Client(cluster), greedy(0))
+            cluster.run_all()
+            answers.append(cluster.router.answers[key])
+    one, other = answers
+    assert one.input_logprobs is not None
+    assert other.input_logprobs is not None
+    for a, b in [
+        *zip(one.input_logprobs, other.input_logprobs, strict=True),
+        *((one.logprobs[i], other.logprobs[i]) for i in range(NUM_NEW)),
+    ]:
+        assert a.logprob == pytest.approx(b.logprob, abs=TOLERANCE)

@@ -1,0 +1,199 @@
+"""Grammars through whole schedulers: replayed after transfer, retraction and retry; failures at both ends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from shared.config import NodeConfig
+from shared.engine.build import Engine
+from shared.grammar.compile_pool import CompilePool
+from shared.protocol.messages import Finish, ReqKey
+from shared.protocol.sampling_params import Grammar, SamplingParams
+from tests.cluster import Cluster
+from tests.sim.test_races import config, prompt
+from tests.token_engine import EOS, reference_tokens, token_engine
+from tests.token_grammar import TokenGrammarBackend, constrained_tokens, token_grammar
+
+
+class InlinePool(CompilePool):
+    """Compiles when asked: these tests are on a virtual clock."""
+
+    def compile(self, grammar: Grammar):  # type: ignore[no-untyped-def]
+        future = super().compile(grammar)
+        future.exception(10)
+        return future
+
+
+def grammar_engine(node_config: NodeConfig) -> Engine:
+    return replace(token_engine(node_config), grammars=InlinePool(TokenGrammarBackend))
+
+
+def params(n: int, modulus: int, length: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=n, temperature=0.0, grammar=token_grammar(modulus, length))
+
+
+def start(topology: str, **options: object) -> Cluster:
+    return Cluster(int(topology[0]), int(topology[2]), grammar_engine, config(**options))  # type: ignore[arg-type]
+
+
+def submit(cluster: Cluster, rid: str, ids: list[int], wanted: SamplingParams, **more: object) -> ReqKey:
+    prefill = "p0" if "p0" in cluster.nodes else None
+    return cluster.router.submit(rid, ids, wanted, prefill, "d0", **more)  # type: ignore[arg-type]
+
+
+topologies = pytest.mark.parametrize("topology", ["1P1D", "0P1D"])
+
+
+@topologies
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("retract_every", [0, 3])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_every_schedule_gives_the_same(
+    topology: str, overlap: bool, retract_every: int, page_size: int
+) -> None:
+    shapes = [(3, 9), (5, 0), (1, 6), (2, 30)]  # modulus, length
+    wanted: dict[ReqKey, list[int]] = {}
+    options = {"overlap": overlap, "retract_every": retract_every, "page_size": page_size}
+    with start(topology, **options) as cluster:
+        for i in range(10):
+            ids = prompt(5 + 6 * (i % 4), seed=i)
+            if i % 5 == 4:
+                key = submit(cluster, f"r{i}", ids, SamplingParams(max_new_tokens=12, temperature=0.0))
+                wanted[key] = reference_tokens(ids, 12)
+            else:
+                modulus, length = shapes[i % 4]
+                key = submit(cluster, f"r{i}", ids, params(14, modulus, length))
+                wanted[key] = constrained_tokens(ids, 14, modulus, length)
+        cluster.run_all(check=True)
+        assert {key: cluster.tokens(key) for key in wanted} == wanted
+        assert any(tokens[-1] == EOS and len(tokens) > 1 for tokens in wanted.values())
+        if retract_every:
+            assert cluster.nodes["d0"].scheduler.batcher.num_retractions > 3
+        cluster.assert_idle()
+
+
+@topologies
+@pytest.mark.parametrize("seen", [1, 4, 8])
+def test_a_retry_goes_on_where_the_first_attempt_stopped(topology: str, seen: int) -> None:
+    ids, expected = prompt(9), constrained_tokens(prompt(9), 14, 3, 9)
+    with start(topology) as cluster:
+        key = submit(cluster, "r", ids, params(14, 3, 9), output_ids=expected[:seen], attempt=1)
+        cluster.run_all(check=True)
+        assert cluster.tokens(key) == expected
+        cluster.assert_idle()
+
+
+@topologies
+@pytest.mark.parametrize("output_ids", [(4,), (3, 3, EOS)])
+def test_a_retry_with_tokens_of_another_grammar_is_refused(
+    topology: str, output_ids: tuple[int, ...]
+) -> None:
+    with start(topology) as cluster:
+        key = submit(cluster, "r", prompt(9), params(14, 3, 2), output_ids=output_ids)
+        good = submit(cluster, "good", prompt(7), params(14, 3, 2))
+        cluster.run_all(check=True)
+        assert cluster.router.answers[key].failures[0].status == 400
+        assert cluster.tokens(good) == constrained_tokens(prompt(7), 14, 3, 2)
+        cluster.assert_idle()
+
+
+@topologies
+def test_a_bad_grammar_is_told_once_and_leaves_nothing(topology: str) -> None:
+    bad = SamplingParams(grammar=Grammar("ebnf", "nonsense"))
+    with start(topology) as cluster:
+        keys = [submit(cluster, f"r{i}", prompt(9, seed=i), bad) for i in range(5)]
+        cluster.run_all(check=True)
+        for key in keys:
+            first = cluster.router.answers[key].failures[0]
+            assert (first.status, first.param) == (400, "ebnf")
+            assert first.message == "ebnf: not two numbers"
+        cluster.assert_idle()
+
+
+class Late(CompilePool):
+    """Compiles nothing by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(TokenGrammarBackend, num_threads=0)
+
+    def go(self) -> None:
+        self._num_threads = 1
+        self._start_threads()
+        for future in list(self._cache.values()):
+            future.exception(10)
+
+
+def late_cluster() -> tuple[Cluster, list[Late]]:
+    pools: list[Late] = []
+
+    def engine(node_config: NodeConfig) -> Engine:
+        pools.append(Late())
+        return replace(token_engine(node_config), grammars=pools[-1])
+
+    return Cluster(1, 1, engine, config()), pools
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["decode first", "prefill first"])
+def test_a_grammar_that_takes_long_holds_up_nobody_else(order: tuple[int, int]) -> None:
+    cluster, pools = late_cluster()
+    with cluster:
+        slow = submit(cluster, "slow", prompt(9), params(14, 3, 9))
+        quick = submit(cluster, "quick", prompt(7), SamplingParams(max_new_tokens=9, temperature=0.0))
+        cluster.run(lambda: cluster.router.answers[quick].ended, check=True)
+        for which in order:
+            assert not cluster.router.answers[slow].token_ids
+            pools[which].go()
+            for _ in range(30):
+                cluster.step()
+        cluster.run_all(check=True)
+        assert cluster.tokens(slow) == constrained_tokens(prompt(9), 14, 3, 9)
+        cluster.assert_idle()
+
+
+@pytest.mark.parametrize("compiled", [(), (0,), (1,)], ids=["neither", "decode", "prefill"])
+def test_a_request_is_cancelled_while_it_is_compiled(compiled: tuple[int, ...]) -> None:
+    cluster, pools = late_cluster()
+    with cluster:
+        key = submit(cluster, "r", prompt(9), params(14, 3, 9))
+        cluster.step()
+        for which in compiled:
+            pools[which].go()
+        for _ in range(20):
+            cluster.step()
+        cluster.router.cancel(key)
+        cluster.run(lambda: not any(node.scheduler.reqs for node in cluster.live), check=True)
+        for pool in pools:
+            pool.go()
+        cluster.assert_idle()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_cancelled_at_any_step(seed: int) -> None:
+    """Also between the launch of a step and its sampling: what it brings is dropped."""
+    rng = random.Random(seed)
+    with start("1P1D", retract_every=rng.choice([0, 3]), overlap=rng.random() < 0.8) as cluster:
+        kept: dict[ReqKey, Callable[[], list[int]]] = {}
+        dropped: list[tuple[int, ReqKey]] = []
+        for i in range(8):
+            ids = prompt(5 + 5 * (i % 4), seed=i)
+            key = submit(cluster, f"r{i}", ids, params(14, 3, 9))
+            if rng.random() < 0.5:
+                dropped.append((rng.randrange(40), key))
+            else:
+                kept[key] = lambda ids=ids: constrained_tokens(ids, 14, 3, 9)  # type: ignore[misc]
+        for step in range(41):
+            for at, key in dropped:
+                if at == step:
+                    cluster.router.cancel(key)
+            cluster.step()
+        for _, key in dropped:
+            answer = cluster.router.answers[key]
+            answer.finish = answer.finish or Finish("abort")  # nobody tells a router what it cancelled itself
+        cluster.run_all(check=True)
+        for key, expected in kept.items():
+            assert cluster.tokens(key) == expected()
+        cluster.assert_idle()

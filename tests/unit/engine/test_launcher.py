@@ -1,0 +1,187 @@
+"""One turn of the launcher: what is queued before what, with grammars and without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from shared.config import CacheOptions, NodeConfig, ScheduleOptions
+from shared.engine.launcher import Launcher
+from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.vocab_mask import VocabMask
+from shared.grammar.state import GrammarState
+from shared.protocol.messages import ReqKey
+from shared.protocol.sampling_params import SamplingParams
+from shared.scheduling.batcher import Batcher
+from shared.scheduling.req import Req
+from shared.scheduling.sampled import Sampled
+from shared.timeline import Role, Timeline
+from tests.token_engine import EOS, VOCAB_SIZE, token_engine
+from tests.token_grammar import TokenCompiled
+
+CONFIG = NodeConfig(
+    cache=CacheOptions(page_size=4, max_total_tokens=400),
+    schedule=ScheduleOptions(max_running_requests=4),
+)
+
+
+@dataclass
+class Result:
+    stream: SteppedStream
+    number: int
+    tokens: list[int]
+
+    def wait(self) -> Sampled:
+        self.stream.calls.append(f"wait {self.number}")
+        if self.number == self.stream.fails_at:
+            raise RuntimeError(f"forward {self.number}")
+        return Sampled(self.tokens)
+
+
+@dataclass
+class SteppedStream:
+    """Notes every call. Samples the lowest token that is allowed, or 10."""
+
+    calls: list[str] = field(default_factory=list)
+    fails_at: int | None = None
+    refuses_at: int | None = None
+    num_submitted: int = 0
+
+    def submit(self, batch: ModelWorkerBatch) -> tuple[int, int]:
+        self.num_submitted += 1
+        self.calls.append(f"submit {self.num_submitted}")
+        if self.num_submitted == self.refuses_at:
+            raise RuntimeError("refused")
+        return self.num_submitted, len(batch.sampled_B)
+
+    def sample(self, forwarded: tuple[int, int], vocab_mask: VocabMask | None) -> Result:
+        number, num_samples = forwarded
+        tokens = [10] * num_samples
+        if vocab_mask is not None:
+            bits = np.unpackbits(vocab_mask.allowed_GW.view(np.uint8), axis=1, bitorder="little")
+            for entry, row in zip(vocab_mask.entries_G, bits, strict=True):
+                tokens[entry] = int(row.argmax())
+        self.calls.append(f"sample {number}" + (" masked" if vocab_mask is not None else ""))
+        return Result(self, number, tokens)
+
+    def close(self) -> None: ...
+
+
+class World:
+    def __init__(self, *, overlap: bool, stream: SteppedStream | None = None) -> None:
+        self.engine = token_engine(CONFIG)
+        self.stream = stream or SteppedStream()
+        self.launcher = Launcher(
+            self.stream,  # type: ignore[arg-type]
+            self.engine.ledger,
+            self.engine.eos_token_ids,
+            overlap=overlap,
+            debug_checks=True,
+        )
+        self.batcher = Batcher(self.engine.ledger, CONFIG.schedule)
+
+    def add(self, rid: str, grammar: TokenCompiled | None, max_new_tokens: int = 20) -> Req:
+        req = Req(
+            ReqKey("router", rid),
+            [20, 21, 22],
+            3,
+            SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
+            Timeline(Role.DECODE),
+            max_new_tokens,
+        )
+        req.grammar = GrammarState(grammar) if grammar else None
+        self.batcher.add(req)
+        return req
+
+    def turn(self) -> tuple[list[Req], list[Req], list[Req]]:
+        committed, failed = self.launcher.turn(self.batcher.get_next_batch())
+        for req in [*committed.finished, *committed.stuck, *failed]:
+            self.batcher.remove(req)
+        return committed.finished, committed.stuck, failed
+
+
+def test_without_grammars_a_forward_samples_at_once() -> None:
+    world = World(overlap=True)
+    world.add("a", None)
+    for _ in range(3):
+        world.turn()
+    assert world.stream.calls == [
+        "submit 1", "sample 1", "submit 2", "sample 2", "wait 1", "submit 3", "sample 3", "wait 2",
+    ]  # fmt: skip
+
+
+def test_with_a_grammar_the_forward_is_ahead_and_its_sampling_behind_the_commit() -> None:
+    world = World(overlap=True)
+    world.add("a", TokenCompiled(3, 9))
+    world.add("b", None)
+    for _ in range(3):
+        world.turn()
+    assert world.stream.calls == [
+        "submit 1", "sample 1 masked",
+        "submit 2", "wait 1", "sample 2 masked",
+        "submit 3", "wait 2", "sample 3 masked",
+    ]  # fmt: skip
+
+
+def test_without_overlap_nothing_is_in_flight() -> None:
+    world = World(overlap=False)
+    world.add("a", TokenCompiled(3, 9))
+    for _ in range(2):
+        world.turn()
+    assert world.stream.calls == [
+        "submit 1", "sample 1 masked", "wait 1", "submit 2", "sample 2 masked", "wait 2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_finished_grammar_stops_even_with_ignore_eos(overlap: bool) -> None:
+    world = World(overlap=overlap)
+    req = world.add("a", TokenCompiled(3, 2))
+    finished: list[Req] = []
+    while not finished:
+        finished = world.turn()[0]
+    assert req.ids[3:] == [0, 0, EOS]
+    assert req.finish is not None
+    assert (req.finish.type, req.finish.matched) == ("stop", EOS)
+    world.turn()  # what was launched before its end was seen is dropped
+    assert req.ids[3:] == [0, 0, EOS]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_grammar_without_a_next_token_ends_its_request_alone(overlap: bool) -> None:
+    class Stuck(TokenCompiled):
+        def __init__(self) -> None:
+            super().__init__(VOCAB_SIZE * 1000, 9)  # after 10, no token makes the sum divisible
+
+    world = World(overlap=overlap)
+    req, other = world.add("a", Stuck()), world.add("b", None)
+    assert req.grammar is not None
+    req.grammar._matcher.accepted.append(1)  # type: ignore[attr-defined]
+    stuck: list[Req] = []
+    while not stuck:
+        _, stuck, failed = world.turn()
+        assert failed == []
+    assert stuck == [req]
+    assert req.output_len == 0
+    assert other.output_len > 0
+
+
+def test_after_a_failed_forward_the_next_one_is_sampled_without_its_requests() -> None:
+    world = World(overlap=True, stream=SteppedStream(fails_at=2))
+    req = world.add("a", TokenCompiled(3, 9))
+    failed: list[Req] = []
+    while not failed:
+        failed = world.turn()[2]
+    assert failed == [req]
+    assert world.stream.calls[-3:] == ["submit 3", "wait 2", "sample 3"]
+
+
+def test_a_forward_that_was_not_launched_does_not_sample() -> None:
+    world = World(overlap=True, stream=SteppedStream(refuses_at=2))
+    req = world.add("a", TokenCompiled(3, 9))
+    world.turn()
+    world.turn()
+    assert world.turn()[2] == [req]
+    assert "sample 2" not in " ".join(world.stream.calls)

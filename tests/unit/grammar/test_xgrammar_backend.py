@@ -1,0 +1,146 @@
+"""The backend on two real tokenizers: what it allows, what it refuses, and how it says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from shared.errors import RequestError
+from shared.grammar.xgrammar_backend import MAX_SCHEMA_DEPTH, MAX_WHITESPACE, XGrammarBackend
+from shared.model.files import resolve_model
+from shared.protocol.sampling_params import Grammar
+from tests.modelzoo import EOS_TOKEN_ID, IM_END_ID, IM_START, IM_START_ID, write_tokenizer
+
+VOCAB_SIZE = 512
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, vocab_size=400)  # fewer than the model has
+    return folder
+
+
+@pytest.fixture(scope="module")
+def backend(folder: Path) -> XGrammarBackend:
+    return XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID, IM_END_ID))
+
+
+@pytest.fixture(scope="module")
+def encode(folder: Path) -> Callable[[str], list[int]]:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda text: list(tokenizer.encode(text).ids)
+
+
+def allowed(matcher: object) -> set[int]:
+    mask = np.zeros((2, VOCAB_SIZE // 32), dtype=np.int32)
+    matcher.fill_mask(mask, 1)  # type: ignore[attr-defined]
+    assert not mask[0].any()
+    return {i for i in range(VOCAB_SIZE) if mask[1].view(np.uint32)[i // 32] >> (i % 32) & 1}
+
+
+def accepts(backend: XGrammarBackend, grammar: Grammar, ids: list[int]) -> bool:
+    matcher = backend.compile(grammar).new_matcher()
+    return all(matcher.accept(i) for i in ids) and matcher.accept(EOS_TOKEN_ID)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (Grammar("regex", "[a-c]{2}x"), "abx", "abd"),
+        (Grammar("ebnf", 'root ::= "yes" | "no"'), "no", "maybe"),
+        (Grammar("json_schema", '{"type": "object"}'), '{"a": [1, {"b": null}]}', "[1]"),
+        (Grammar("json_schema", '{"enum": ["é", 3]}'), '"é"', '"e"'),
+        (Grammar("json_schema", '{"type": "integer"}'), "-12", "1.5"),
+    ],
+    ids=str,
+)
+def test_a_grammar_takes_what_it_says(
+    backend: XGrammarBackend, encode: Callable[[str], list[int]], grammar: Grammar, good: str, bad: str
+) -> None:
+    assert accepts(backend, grammar, encode(good))
+    assert not accepts(backend, grammar, encode(bad))
+
+
+def test_only_the_ends_of_sequence_come_after_the_end(backend: XGrammarBackend) -> None:
+    matcher = backend.compile(Grammar("regex", "")).new_matcher()
+    assert allowed(matcher) == {EOS_TOKEN_ID, IM_END_ID}
+    assert not matcher.is_terminated
+    assert matcher.accept(IM_END_ID)
+    assert matcher.is_terminated
+    assert not matcher.accept(IM_END_ID)
+
+
+def test_special_tokens_and_ids_without_a_token_are_no_text(backend: XGrammarBackend) -> None:
+    """A string may hold their text, letter by letter, but not the token that the detokenizer leaves out."""
+    matcher = backend.compile(Grammar("regex", ".*")).new_matcher()
+    found = allowed(matcher)
+    assert len(found) > 300
+    assert IM_START_ID not in found
+    assert max(found) < 400
+    assert accepts(backend, Grammar("regex", "<.*"), [ord(c) - 33 + 3 for c in IM_START])
+
+
+def test_whitespace_is_bounded(backend: XGrammarBackend, encode: Callable[[str], list[int]]) -> None:
+    grammar = Grammar("json_schema", '{"type": "array", "items": {"type": "integer"}}')
+    spaces = " " * MAX_WHITESPACE
+    assert accepts(backend, grammar, encode(f"[{spaces}1]"))
+    assert not accepts(backend, grammar, encode(f"[{spaces} 1]"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("json_schema", '{"type": "thing"}', 'Unsupported type "thing"'),
+        ("json_schema", '{"type": ', "Failed to parse JSON"),
+        ("json_schema", "[]", "Schema should be an object or bool"),
+        ("json_schema", '{"$ref": "#/nowhere"}', "Cannot find field nowhere"),
+        ("regex", "(a", "The parenthesis is not closed"),
+        ("regex", "a(?=b)", "Lookahead is not supported"),
+        ("ebnf", "root ::= other", 'Rule "other" is not defined'),
+        ("ebnf", 'start ::= "a"', "root rule"),
+    ],
+)
+def test_a_bad_grammar_is_refused_with_the_compilers_words(
+    backend: XGrammarBackend, kind: str, text: str, message: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        backend.compile(Grammar(kind, text))  # type: ignore[arg-type]
+    error = caught.value
+    assert (error.status, error.param) == (400, kind)
+    assert error.message.startswith(f"{kind}: ")
+    assert message in error.message
+    assert ".cc" not in error.message
+    assert len(error.message) < 600
+
+
+@pytest.mark.parametrize("levels", [MAX_SCHEMA_DEPTH + 2, 20_000])
+def test_a_deep_schema_is_refused_before_it_is_compiled(backend: XGrammarBackend, levels: int) -> None:
+    schema = '{"items":' * (levels - 1) + "{}" + "}" * (levels - 1)
+    with pytest.raises(RequestError, match="nested deeper"):
+        backend.compile(Grammar("json_schema", schema))
+
+
+def test_a_schema_as_deep_as_allowed_compiles(backend: XGrammarBackend) -> None:
+    levels = MAX_SCHEMA_DEPTH // 2
+    schema = '{"type":"array","items":' * levels + "{}" + "}" * levels
+    assert backend.compile(Grammar("json_schema", schema)).nbytes > 0
+
+
+def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"no tokenizer\.json"):
+        XGrammarBackend.load(tmp_path, VOCAB_SIZE, (0,))
+
+
+def test_the_builtin_model_writes_json() -> None:
+    folder = resolve_model("builtin")
+    backend = XGrammarBackend.load(folder, 4096, (0,))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    text = json.dumps({"name": 'a "quoted" é'})
+    assert accepts(backend, Grammar("json_schema", json.dumps(schema)), tokenizer.encode(text).ids)

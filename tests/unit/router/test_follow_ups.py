@@ -1,0 +1,138 @@
+"""Where a prompt goes whose beginning a decode node holds."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+
+from router.config import DispatchOptions
+from shared.protocol.block_hash import block_hashes
+from shared.protocol.messages import CacheEvents, CacheResync, Decode, Load, NotCached, Prefill, Role
+from tests.unit.router.fakes import LAYOUT, FakeNode, joined_router, pair, tell_story
+
+SIZE = LAYOUT.page_size
+IDS = [3 + i % 50 for i in range(5 * SIZE)]
+SHORT = DispatchOptions(local_prefill_tokens=SIZE)
+
+
+async def holds(client: httpx.AsyncClient, node: FakeNode, num_pages: int) -> None:
+    blocks = tuple(block_hashes(IDS[: num_pages * SIZE], SIZE))
+    node.send(CacheEvents(0, blocks, (), reset=True))
+    await settle(client)
+
+
+async def settle(client: httpx.AsyncClient) -> None:
+    """The router asks every node for its load, and what they said before has been heard when they answer."""
+    await client.get("/server_info")
+
+
+async def ask(client: httpx.AsyncClient, **fields: object) -> list[int]:
+    body = {"input_ids": IDS, "sampling_params": {"max_new_tokens": 4}, **fields}
+    response = await client.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    tokens: list[int] = response.json()["output_ids"]
+    return tokens
+
+
+def test_a_short_suffix_is_prefilled_where_the_prefix_is(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            joined_router(model_folder, [prefill, decode], dispatch=SHORT) as (_, client),
+        ):
+            for num_pages in (3, 4):  # the last page is computed in any case, so 5 pages are no more than 4
+                await holds(client, decode, num_pages)
+                await ask(client)
+            with_prefill, alone = decode.all(Decode)
+            assert (with_prefill.prefill, with_prefill.local_prefill_limit) == (prefill.ref, None)
+            assert (alone.prefill, alone.local_prefill_limit) == (None, SIZE)
+            assert len(prefill.all(Prefill)) == 1
+            await ask(client, extra_key="tenant")
+            assert decode.all(Decode)[2].prefill == prefill.ref, "another tenant's prefix"
+
+    asyncio.run(run())
+
+
+def test_the_decode_node_that_holds_most_is_chosen_unless_it_is_much_busier(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            FakeNode(Role.PREFILL) as prefill,
+            FakeNode(Role.DECODE, "d0") as one,
+            FakeNode(Role.DECODE, "d1") as two,
+            joined_router(model_folder, [prefill, one, two], dispatch=SHORT) as (_, client),
+        ):
+            await holds(client, one, 1)
+            await holds(client, two, 4)
+            for _ in range(3):
+                await ask(client)
+            assert (len(one.all(Decode)), len(two.all(Decode))) == (0, 3)
+            two.load = Load(num_running=1000)
+            await settle(client)
+            for _ in range(2):
+                await ask(client)
+            assert len(one.all(Decode)) > 0
+
+    asyncio.run(run())
+
+
+def test_a_node_that_has_lost_the_prefix_gets_it_from_a_prefill_node(model_folder: Path) -> None:
+    async def not_cached_once(node: FakeNode, work: Prefill | Decode) -> None:
+        assert isinstance(work, Decode)
+        if work.local_prefill_limit is not None:
+            node.send(NotCached(work.key))
+            node.tokens(work.key, 0, [1])  # of the attempt that is given up: nobody's
+        else:
+            await tell_story(node, work)
+
+    async def run() -> None:
+        async with (
+            pair(decode=not_cached_once) as (prefill, decode),
+            joined_router(model_folder, [prefill, decode], dispatch=SHORT) as (_, client),
+        ):
+            await holds(client, decode, 4)
+            assert await ask(client) == decode.story[:4]
+            first, second = decode.all(Decode)
+            assert (first.key.attempt, first.prefill) == (0, None)
+            assert (second.key.attempt, second.prefill, second.local_prefill_limit) == (1, prefill.ref, None)
+            assert prefill.all(Prefill)[0].key == second.key
+            assert second.key.rid == first.key.rid
+
+    asyncio.run(run())
+
+
+def test_without_a_prefill_node_there_is_no_limit(model_folder: Path) -> None:
+    async def run() -> None:
+        async with FakeNode(Role.DECODE) as decode:
+
+            async def not_cached_once(node: FakeNode, work: Prefill | Decode) -> None:
+                assert isinstance(work, Decode)
+                assert work.local_prefill_limit is None
+                await tell_story(node, work)
+
+            decode.script = not_cached_once
+            async with joined_router(model_folder, [decode], dispatch=SHORT) as (_, client):
+                await holds(client, decode, 4)
+                assert await ask(client) == decode.story[:4]
+
+    asyncio.run(run())
+
+
+def test_missing_events_are_asked_for(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            joined_router(model_folder, [prefill, decode], dispatch=SHORT) as (_, client),
+        ):
+            await holds(client, decode, 4)
+            decode.send(CacheEvents(2, (5,), ()))
+            await decode.wait_for(CacheResync)
+            await settle(client)
+            await ask(client)
+            assert decode.all(Decode)[0].prefill == prefill.ref, "nothing is known until all has come"
+            await holds(client, decode, 4)
+            await ask(client)
+            assert decode.all(Decode)[1].prefill is None
+
+    asyncio.run(run())

@@ -1,0 +1,344 @@
+"""Logprobs, penalties and biases over HTTP: what is sent to scripted nodes, and how their answers are worded."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.tokenizer import Tokenizer
+from shared.protocol.logprobs import LogprobParams, Logprobs
+from shared.protocol.messages import Decode, Finish, Prefill, ReqReport, TokenEntry, Tokens
+from shared.protocol.sampling_params import TokenBias
+from tests.unit.router.fakes import (
+    FakeNode,
+    byte_level_tokenizer,
+    events,
+    joined_router,
+    pair,
+    tell_first_token,
+)
+
+PROMPT_IDS = [10, 11, 12, 13, 14]
+NUM_NEW = 4
+
+
+def value(position: int, rank: int = 0) -> float:
+    """A logprob that names its position, exact in float32; prompt positions are negative."""
+    return -1.0 - position / 64 - rank / 8
+
+
+def packed(positions: Sequence[int], wanted: LogprobParams) -> Logprobs:
+    """Top tokens are ids 100, 101, .. at every position."""
+    top = [(value(p, rank), 100 + rank) for p in positions for rank in range(wanted.top_num)]
+    of_ids = [value(p, 20 + i) for p in positions for i in range(len(wanted.token_ids))]
+    return Logprobs(
+        struct.pack(f"<{len(positions)}f", *map(value, positions)),
+        struct.pack(f"<{len(top)}i", *(i for _, i in top)),
+        struct.pack(f"<{len(top)}f", *(x for x, _ in top)),
+        struct.pack(f"<{len(of_ids)}f", *of_ids),
+    )
+
+
+def entry(node: FakeNode, work: Prefill | Decode, position: int, finish: Finish | None = None) -> TokenEntry:
+    wanted = work.params.logprobs
+    assert wanted is not None
+    of_prompt = None
+    if position == 0 and wanted.start_len >= 0:
+        of_prompt = packed([i - 1000 for i in range(wanted.start_len + 1, len(work.input_ids))], wanted)
+    told = position < work.params.max_new_tokens
+    return TokenEntry(
+        work.key,
+        position,
+        (node.story[position],) if told else (),
+        finish,
+        ReqReport(),
+        packed([position], wanted) if told else None,
+        of_prompt,
+    )
+
+
+async def judged_first_token(node: FakeNode, work: Prefill | Decode) -> None:
+    finish = Finish("length") if work.params.max_new_tokens <= 1 else None
+    node.send(Tokens((entry(node, work, 0, finish),)))
+
+
+async def judged_story(node: FakeNode, work: Prefill | Decode) -> None:
+    last = work.params.max_new_tokens - 1
+    for position in range(last + 1):
+        node.send(Tokens((entry(node, work, position, Finish("length") if position == last else None),)))
+
+
+async def silent_first_token(node: FakeNode, work: Prefill | Decode) -> None:
+    """A prefill node whose messages are lost: position 0 comes from the decode node alone."""
+
+
+def run(folder: Path, path: str, body: dict[str, Any], **scripts: object) -> tuple[Any, FakeNode]:
+    """The answer (parsed, or a list of events), and the prefill node."""
+
+    async def go() -> tuple[Any, FakeNode]:
+        nodes = pair(**{"prefill": judged_first_token, "decode": judged_story, **scripts})
+        async with nodes as (prefill, decode), joined_router(folder, [prefill, decode]) as (_, client):
+            response = await client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            if body.get("stream"):
+                *seen, done = events(response.text)
+                assert done == "[DONE]"
+                return seen, prefill
+            return response.json(), prefill
+
+    return asyncio.run(go())
+
+
+@pytest.fixture(scope="module")
+def story() -> list[int]:
+    return FakeNode("prefill").story[:NUM_NEW]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return Tokenizer.load(model_folder)
+
+
+def native(**fields: object) -> dict[str, Any]:
+    return {
+        "input_ids": PROMPT_IDS,
+        "return_logprob": True,
+        "sampling_params": {"max_new_tokens": NUM_NEW},
+        **fields,
+    }
+
+
+def test_outputs_only_is_the_default(model_folder: Path, story: list[int]) -> None:
+    answer, prefill = run(model_folder, "/generate", native())
+    meta = answer["meta_info"]
+    assert meta["input_token_logprobs"] == []
+    assert meta["output_token_logprobs"] == [[value(i), token, None] for i, token in enumerate(story)]
+    assert not [name for name in meta if "top" in name or "ids_logprobs" in name]
+    assert prefill.all(Prefill)[0].params.logprobs == LogprobParams()
+
+
+def test_nobody_asks(model_folder: Path) -> None:
+    body = native(return_logprob=False, top_logprobs_num=3, logprob_start_len=0)
+
+    async def go() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            meta = (await client.post("/generate", json=body)).json()["meta_info"]
+            assert not [name for name in meta if "logprob" in name]
+            assert nodes[0].all(Prefill)[0].params.logprobs is None
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("prefill", [judged_first_token, silent_first_token], ids=["p_first", "d_alone"])
+def test_everything_at_once(
+    model_folder: Path, story: list[int], tokenizer: Tokenizer, prefill: object
+) -> None:
+    body = native(
+        logprob_start_len=2, top_logprobs_num=2, token_ids_logprob=[7, 8, 9], return_text_in_logprobs=True
+    )
+    answer, _ = run(model_folder, "/generate", body, prefill=prefill)
+    meta = answer["meta_info"]
+    text = tokenizer.token_text
+    assert meta["input_token_logprobs"] == [
+        [None, 12, text(12)],
+        [value(3 - 1000), 13, text(13)],
+        [value(4 - 1000), 14, text(14)],
+    ]
+    assert meta["output_token_logprobs"] == [[value(i), t, text(t)] for i, t in enumerate(story)]
+    top = lambda p: [[value(p), 100, text(100)], [value(p, 1), 101, text(101)]]  # noqa: E731
+    assert meta["input_top_logprobs"] == [None, top(3 - 1000), top(4 - 1000)]
+    assert meta["output_top_logprobs"] == [top(i) for i in range(NUM_NEW)]
+    of_ids = lambda p: [[value(p, 20 + n), i, text(i)] for n, i in enumerate([7, 8, 9])]  # noqa: E731
+    assert meta["input_token_ids_logprobs"] == [None, of_ids(3 - 1000), of_ids(4 - 1000)]
+    assert meta["output_token_ids_logprobs"] == [of_ids(i) for i in range(NUM_NEW)]
+
+
+def test_the_last_prompt_token_has_nothing_to_be_judged_by(model_folder: Path) -> None:
+    answer, _ = run(model_folder, "/generate", native(logprob_start_len=4, top_logprobs_num=1))
+    assert answer["meta_info"]["input_token_logprobs"] == [[None, 14, None]]
+    assert answer["meta_info"]["input_top_logprobs"] == [None]
+
+
+def test_score_only(model_folder: Path) -> None:
+    body = native(logprob_start_len=0, sampling_params={"max_new_tokens": 0})
+    answer, _ = run(model_folder, "/generate", body)
+    meta = answer["meta_info"]
+    assert meta["output_token_logprobs"] == []
+    expected = [[None, 10, None], *([value(i - 1000), 10 + i, None] for i in range(1, 5))]
+    assert meta["input_token_logprobs"] == expected
+
+
+def test_a_stream_is_cumulative(model_folder: Path, story: list[int]) -> None:
+    seen, _ = run(model_folder, "/generate", native(logprob_start_len=3, stream=True))
+    for event in seen:
+        meta = event["meta_info"]
+        assert meta["input_token_logprobs"] == [[None, 13, None], [value(4 - 1000), 14, None]]
+        assert [token for _, token, _ in meta["output_token_logprobs"]] == event["output_ids"]
+    assert seen[-1]["output_ids"] == story
+
+
+def test_a_stop_string_ends_the_logprobs_with_the_tokens(model_folder: Path, story: list[int]) -> None:
+    text = byte_level_tokenizer().decode(story)
+    stop = text[len(byte_level_tokenizer().decode(story[:2])) :][:1]
+    body = native(sampling_params={"max_new_tokens": NUM_NEW, "stop": stop})
+    answer, _ = run(model_folder, "/generate", body)
+    assert answer["output_ids"] == story[: len(answer["output_ids"])]
+    assert 0 < len(answer["output_ids"]) < NUM_NEW
+    assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"])
+
+
+def test_a_batch_asks_for_each_prompt(model_folder: Path) -> None:
+    body = native(
+        input_ids=[[1, 2, 3], [4, 5, 6], [7, 8]],
+        return_logprob=[True, False, True],
+        logprob_start_len=[0, 0, -1],
+        top_logprobs_num=[1, 0, 2],
+        token_ids_logprob=[[5], None, [6, 7]],
+    )
+
+    async def silent(node: FakeNode, work: Prefill | Decode) -> None:
+        if work.params.logprobs is None:
+            await tell_first_token(node, work)
+        else:
+            await judged_first_token(node, work)
+
+    body["sampling_params"] = {"max_new_tokens": 1}
+    answers, prefill = run(model_folder, "/generate", body, prefill=silent)
+    wanted = {work.input_ids[0]: work.params.logprobs for work in prefill.all(Prefill)}
+    assert wanted == {1: LogprobParams(0, 1, (5,)), 4: None, 7: LogprobParams(-1, 2, (6, 7))}
+    lengths = [len(a["meta_info"].get("input_token_logprobs", "no")) for a in answers]
+    assert lengths == [3, 2, 0]
+
+
+def test_one_list_of_ids_is_for_every_prompt(model_folder: Path) -> None:
+    body = native(input_ids=[[1, 2], [3, 4]], token_ids_logprob=[5, 6], sampling_params={"max_new_tokens": 1})
+    _, prefill = run(model_folder, "/generate", body)
+    assert [work.params.logprobs for work in prefill.all(Prefill)] == [LogprobParams(-1, 0, (5, 6))] * 2
+
+
+def test_tokens_without_their_logprobs_are_an_error(model_folder: Path) -> None:
+    async def go() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            response = await client.post("/generate", json=native())
+            assert response.status_code == 500
+            assert "without the logprobs" in response.json()["error"]["message"]
+
+    asyncio.run(go())
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": NUM_NEW, "logprobs": True}
+COMPLETION = {"prompt": "The quick", "max_tokens": NUM_NEW, "logprobs": 2}
+
+
+class TestChat:
+    def test_one_answer(self, model_folder: Path, story: list[int], tokenizer: Tokenizer) -> None:
+        answer, prefill = run(model_folder, "/v1/chat/completions", {**CHAT, "top_logprobs": 2})
+        logprobs = answer["choices"][0]["logprobs"]
+        assert logprobs["refusal"] is None
+        for i, (entry, token) in enumerate(zip(logprobs["content"], story, strict=True)):
+            assert entry["token"] == tokenizer.token_text(token)
+            assert bytes(entry["bytes"]) == tokenizer.token_bytes(token)
+            assert entry["logprob"] == value(i)
+            assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == [
+                (tokenizer.token_text(100 + rank), value(i, rank)) for rank in range(2)
+            ]
+        joined = b"".join(bytes(entry["bytes"]) for entry in logprobs["content"]).decode()
+        assert joined == answer["choices"][0]["message"]["content"]
+        assert prefill.all(Prefill)[0].params.logprobs == LogprobParams(top_num=2)
+
+    def test_a_stream_tells_each_token_once(self, model_folder: Path, story: list[int]) -> None:
+        seen, _ = run(model_folder, "/v1/chat/completions", {**CHAT, "stream": True})
+        told = [e["choices"][0]["logprobs"]["content"] for e in seen if e["choices"][0]["logprobs"]]
+        assert [entry["logprob"] for entry in itertools.chain(*told)] == [value(i) for i in range(NUM_NEW)]
+
+    def test_nobody_asks(self, model_folder: Path) -> None:
+        async def go() -> None:
+            async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+                body = {**CHAT, "logprobs": False}
+                answer = (await client.post("/v1/chat/completions", json=body)).json()
+                assert answer["choices"][0]["logprobs"] is None
+
+        asyncio.run(go())
+
+
+class TestCompletions:
+    def test_one_answer(self, model_folder: Path, story: list[int], tokenizer: Tokenizer) -> None:
+        answer, prefill = run(model_folder, "/v1/completions", COMPLETION)
+        choice = answer["choices"][0]
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == [tokenizer.token_text(token) for token in story]
+        assert logprobs["token_logprobs"] == [value(i) for i in range(NUM_NEW)]
+        for i, top in enumerate(logprobs["top_logprobs"]):
+            assert top == {
+                tokenizer.token_text(100): value(i),
+                tokenizer.token_text(101): value(i, 1),
+                tokenizer.token_text(story[i]): value(i),
+            }
+        for offset, text in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+            assert choice["text"][offset:].startswith(text)
+        assert prefill.all(Prefill)[0].params.logprobs == LogprobParams(top_num=2)
+
+    @pytest.mark.parametrize("as_ids", [False, True])
+    def test_echo(self, model_folder: Path, story: list[int], tokenizer: Tokenizer, as_ids: bool) -> None:
+        prompt_ids = byte_level_tokenizer().encode("The quick").ids
+        body = {**COMPLETION, "echo": True, "logprobs": 0, "prompt": prompt_ids if as_ids else "The quick"}
+        answer, prefill = run(model_folder, "/v1/completions", body)
+        choice = answer["choices"][0]
+        logprobs = choice["logprobs"]
+        assert choice["text"] == tokenizer.decode([*prompt_ids, *story])
+        assert logprobs["tokens"] == [tokenizer.token_text(token) for token in [*prompt_ids, *story]]
+        of_prompt = [value(i - 1000) for i in range(1, len(prompt_ids))]
+        assert logprobs["token_logprobs"] == [None, *of_prompt, *(value(i) for i in range(NUM_NEW))]
+        assert logprobs["top_logprobs"][0] is None
+        for offset, text in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+            assert choice["text"][offset:].startswith(text)
+        assert prefill.all(Prefill)[0].params.logprobs == LogprobParams(start_len=0)
+
+    def test_a_streamed_echo_comes_first(self, model_folder: Path) -> None:
+        whole, _ = run(model_folder, "/v1/completions", {**COMPLETION, "echo": True})
+        seen, _ = run(model_folder, "/v1/completions", {**COMPLETION, "echo": True, "stream": True})
+        choices = [event["choices"][0] for event in seen]
+        assert choices[0]["text"] == "The quick"
+        assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+        for name, expected in whole["choices"][0]["logprobs"].items():
+            assert list(itertools.chain(*(choice["logprobs"][name] for choice in choices))) == expected
+
+    def test_echo_without_logprobs(self, model_folder: Path) -> None:
+        async def go() -> None:
+            async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+                body = {"prompt": ["ab", "cd"], "max_tokens": 2, "echo": True, "n": 2}
+                answer = (await client.post("/v1/completions", json=body)).json()
+                assert [choice["text"][:2] for choice in answer["choices"]] == ["ab", "ab", "cd", "cd"]
+                assert {choice["logprobs"] for choice in answer["choices"]} == {None}
+
+        asyncio.run(go())
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_penalties_and_biases_reach_the_nodes(model_folder: Path, path: str) -> None:
+    async def go() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            sampling = {
+                "frequency_penalty": 0.5,
+                "presence_penalty": -2,
+                "repetition_penalty": 1.25,
+                "logit_bias": {"17": -100, "3": 2.5},
+            }
+            max_tokens = {"max_new_tokens": 2}
+            native_body = {"text": "a", "sampling_params": {**sampling, **max_tokens}}
+            body = native_body if path == "/generate" else {"prompt": "a", "max_tokens": 2, **sampling}
+            assert (await client.post(path, json=body)).status_code == 200
+            params = nodes[0].all(Prefill)[0].params
+            assert params == nodes[1].all(Decode)[0].params
+            assert params.frequency_penalty == 0.5
+            assert params.presence_penalty == -2.0
+            assert params.repetition_penalty == 1.25
+            assert params.logit_bias == (TokenBias(3, 2.5), TokenBias(17, -100.0))
+
+    asyncio.run(go())

@@ -1,0 +1,62 @@
+"""Priority and routing key reach both nodes, from body and header, through both APIs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.fields import Fields
+from router.scheduling_hints import SchedulingHints, read_hints
+from shared.errors import RequestError
+from shared.protocol.messages import Decode, Prefill
+from tests.unit.router.fakes import joined_router, pair
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": ["a b c", "d"]}),
+        ("/v1/completions", {"prompt": ["a b c", "d"]}),
+        ("/v1/chat/completions", CHAT),
+    ],
+)
+@pytest.mark.parametrize("way", ["body", "header"])
+def test_they_reach_both_nodes(model_folder: Path, path: str, body: dict[str, Any], way: str) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
+            headers = {"X-SMG-Routing-Key": "red"} if way == "header" else {}
+            key = {"routing_key": "red"} if way == "body" else {}
+            answer = await http.post(path, json={**body, "priority": -7, **key}, headers=headers)
+            assert answer.status_code == 200
+            sent = [*nodes[0].all(Prefill), *nodes[1].all(Decode)]
+            assert {type(message) for message in sent} == {Prefill, Decode}
+            assert {(message.priority, message.routing_key) for message in sent} == {(-7, "red")}
+            await http.post(path, json=body)
+            assert (nodes[1].all(Decode)[-1].priority, nodes[1].all(Decode)[-1].routing_key) == (0, "")
+
+    asyncio.run(run())
+
+
+def test_the_body_counts_before_the_header() -> None:
+    headers = {"x-smg-routing-key": "blue"}
+    assert read_hints(Fields({"routing_key": "red"}), headers).routing_key == "red"
+    assert read_hints(Fields({"routing_key": ""}), headers).routing_key == ""
+    assert read_hints(Fields({"priority": 5}), headers) == SchedulingHints(priority=5, routing_key="blue")
+    assert read_hints(Fields({"priority": None, "routing_key": None}), {}) == SchedulingHints()
+
+
+def test_a_header_is_bounded_too() -> None:
+    with pytest.raises(RequestError, match="routing_key must be at most 256"):
+        read_hints(Fields({}), {"x-smg-routing-key": "x" * 257})
+
+
+@pytest.mark.parametrize("priority", [-1000, 1000])
+def test_the_bounds_of_a_priority_are_taken(priority: int) -> None:
+    assert read_hints(Fields({"priority": priority}), {}).priority == priority
+    with pytest.raises(RequestError, match="priority must be at"):
+        read_hints(Fields({"priority": priority * 1001 // 1000}), {})
