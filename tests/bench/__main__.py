@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from tests.bench import serving, transfer
+from tests.bench import scheduling, serving, transfer
 
 
 def run() -> None:
@@ -17,7 +17,7 @@ def run() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    for figure in [*transfer.main(), *serving.main()]:
+    for figure in [*scheduling.main(), *transfer.main(), *serving.main()]:
         print(json.dumps({**figure, **machine}), flush=True)
 
 

@@ -1,0 +1,49 @@
+"""How long a forward takes: the shape of DistServe's and Splitwise's latency models, fitted to a measured run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+FITTED = Path(__file__).parents[2] / "bench" / "cost_model.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Seconds of one forward.
+
+    prefill of n tokens: a + b n + c n^2. The square is attention; a chunk [start, start + length) costs its share,
+    c ((start + length)^2 - start^2), so that chunks of a prompt cost together what the whole does, plus a each.
+
+    decode: d + e batch + f kv_tokens, over the batch and the tokens of KV that it reads.
+
+    step_s: the scheduler's own work before each launch, in which overlap hides the device's time and vice versa.
+    """
+
+    a: float
+    b: float
+    c: float
+    d: float
+    e: float
+    f: float
+    step_s: float = 0.0
+
+    def extend_s(self, spans: Iterable[tuple[int, int]]) -> float:
+        """One forward over (start, length) spans of several prompts."""
+        seconds = self.a
+        for start, length in spans:
+            end = start + length
+            seconds += self.b * length + self.c * (end * end - start * start)
+        return seconds
+
+    def decode_s(self, batch: int, kv_tokens: int) -> float:
+        """One decode step."""
+        return self.d + self.e * batch + self.f * kv_tokens
+
+
+def load_cost_model(path: Path = FITTED) -> CostModel:
+    """The fitted model; see `tests/bench/fit_cost_model.py`."""
+    fitted = json.loads(path.read_text())
+    return CostModel(**fitted["prefill"], **fitted["decode"])

@@ -1,0 +1,232 @@
+"""A router and its nodes under one virtual clock: the real dispatcher and routing policy over simulated nodes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.dispatch import Deadlines, Dispatcher, Work
+from router.metrics import Metrics
+from router.policy import RoundRobin
+from router.running_req import Aborted, RunningReq
+from shared.errors import RequestError
+from shared.protocol.messages import CacheEvents, CacheResync, Failed, Finish, NotCached, Role, Tokens
+from shared.protocol.sampling_params import SamplingParams
+from tests.sim.simulator.cost_model import CostModel
+from tests.sim.simulator.events import EventLoop
+from tests.sim.simulator.node import NodeShape, OnLaunch, OnStep, SimNode
+from tests.sim.simulator.runner import token_at
+from tests.sim.simulator.trace import SimRequest
+from tests.sim.simulator.transport import NetworkModel, Transport
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the client of one request saw. Times are seconds of the virtual clock."""
+
+    rid: str
+    request: SimRequest
+    started_at: float
+    req: RunningReq | None
+    """None once it has ended."""
+    num_tokens: int = 0
+    num_ends: int = 0
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    finish: Finish | Aborted | None = None
+    error: RequestError | None = None
+
+    @property
+    def ok(self) -> bool:
+        """It has had every token of its output."""
+        return self.finish is not None and self.num_tokens == self.request.output_len
+
+    @property
+    def ttft_s(self) -> float:
+        """From dispatch to the first token."""
+        assert self.first_token_at is not None
+        return self.first_token_at - self.started_at
+
+
+class _QuietMetrics(Metrics):
+    """No histograms: the simulation keeps what it needs itself."""
+
+    def started(self, req: RunningReq) -> None:
+        """See Metrics."""
+
+    def tokens(self, req: RunningReq, num_new: int, since: float | None, now: float) -> None:
+        """See Metrics."""
+
+    def ended(self, req: RunningReq) -> None:
+        """See Metrics."""
+
+
+class _Nodes:
+    """The dispatcher's Fleet."""
+
+    def __init__(self) -> None:
+        self.of: dict[Role, list[SimNode]] = {Role.PREFILL: [], Role.DECODE: []}
+
+    def live(self, role: Role) -> Sequence[SimNode]:
+        """See Fleet."""
+        return self.of[role]
+
+    def why_none(self, role: Role) -> str:
+        """See Fleet."""
+        return f"every {role} node is gone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetShape:
+    """How many nodes of what. The decode nodes may differ from the prefill nodes."""
+
+    num_prefill: int = 1
+    num_decode: int = 1
+    prefill: NodeShape = field(default_factory=NodeShape)
+    decode: NodeShape = field(default_factory=NodeShape)
+    network: NetworkModel = field(default_factory=NetworkModel)
+    local_prefill_tokens: int = 0
+
+
+class SimFleet:
+    """Send requests, let virtual time pass, look at `outcomes`."""
+
+    def __init__(
+        self,
+        shape: FleetShape,
+        costs: CostModel,
+        *,
+        seed: int = 0,
+        on_launch: OnLaunch | None = None,
+        on_step: OnStep | None = None,
+        audits: bool = False,
+    ) -> None:
+        self.loop = EventLoop()
+        self.random = random.Random(seed)
+        page_nbytes = shape.prefill.page_size * shape.prefill.kv_bytes_per_token
+        self.transport = Transport(self.loop, shape.network, page_nbytes, seed)
+        self.outcomes: dict[str, Outcome] = {}
+        self.num_refused = 0
+        self.nodes: dict[str, SimNode] = {}
+        self._shape = shape
+        self._costs = costs
+        self._on_launch = on_launch
+        self._on_step = on_step
+        self._audits = audits
+        self._live = _Nodes()
+        self._output_lens: dict[str, int] = {}
+        self.dispatcher = Dispatcher(
+            self._live,
+            incarnation="router",
+            prefill_policy=RoundRobin(),
+            decode_policy=RoundRobin(),
+            deadlines=Deadlines(first_token_s=1e9, stall_s=1e9),
+            local_prefill_tokens=shape.local_prefill_tokens,
+            metrics=_QuietMetrics(lambda: "sim"),
+            clock=self.loop,
+        )
+        for i in range(shape.num_prefill):
+            self.start(f"p{i:04d}", Role.PREFILL)
+        for i in range(shape.num_decode):
+            self.start(f"d{i:04d}", Role.DECODE)
+
+    # ------------------------------------------------------------------------------------------ nodes
+    def start(self, name: str, role: Role) -> SimNode:
+        """A new node joins."""
+        node = SimNode(
+            name,
+            role,
+            self._shape.prefill if role is Role.PREFILL else self._shape.decode,
+            self._costs,
+            self.loop,
+            self.transport,
+            self._token,
+            self._on_message,
+            on_launch=self._on_launch,
+            on_step=self._on_step,
+            audits=self._audits,
+        )
+        self.nodes[name] = node
+        self._live.of[role].append(node)
+        return node
+
+    def kill(self, name: str) -> None:
+        """A node dies; the router and its peers notice a little later."""
+        node = self.nodes.pop(name)
+        node.kill()
+        notice = self.transport.draw(self.transport.model.notice_s)
+        self.loop.at(self.loop.now + notice, self._lost, node)
+
+    def _lost(self, node: SimNode) -> None:
+        self._live.of[node.role].remove(node)
+        self.dispatcher.on_node_lost(node, "killed")
+
+    # --------------------------------------------------------------------------------------- requests
+    def submit(self, requests: Iterable[SimRequest]) -> None:
+        """Send each at its time; `requests` are in order of time and are taken one by one."""
+        self._submit_next(iter(requests))
+
+    def _submit_next(self, requests: Any) -> None:
+        request = next(requests, None)
+        if request is not None:
+            self.loop.at(request.at_s, self._send_and_go_on, request, requests)
+
+    def _send_and_go_on(self, request: SimRequest, requests: Any) -> None:
+        self.send(request)
+        self._submit_next(requests)
+
+    def send(self, request: SimRequest) -> Outcome | None:
+        """Dispatch one request now; None when no node can take it. The client allows twice the output it will get."""
+        params = SamplingParams(max_new_tokens=2 * request.output_len, temperature=0.0)
+        work = Work(input_ids=request.input_ids(), params=params)
+        try:
+            req = self.dispatcher.start(work, lambda: self._take(outcome))
+        except RequestError:
+            self.num_refused += 1
+            return None
+        rid = req.key.rid
+        outcome = Outcome(rid, request, self.loop.now, req)
+        self.outcomes[rid] = outcome
+        self._output_lens[rid] = request.output_len
+        return outcome
+
+    def _take(self, outcome: Outcome) -> None:
+        req, length = outcome.req, outcome.request.output_len
+        assert req is not None, f"{outcome.rid}: something came after the end"
+        for token in req.take():
+            wanted = token_at(outcome.rid, outcome.num_tokens, length)
+            assert token == wanted, f"{outcome.rid}: {token} at position {outcome.num_tokens}, not {wanted}"
+            outcome.num_tokens += 1
+        if req.ended:
+            outcome.num_ends += 1
+            outcome.first_token_at, outcome.ended_at = req.first_token_at, req.ended_at
+            outcome.finish, outcome.error, outcome.req = req.finish, req.error, None
+
+    def _token(self, rid: str, position: int) -> int:
+        return token_at(rid, position, self._output_lens[rid])
+
+    def _on_message(self, node: SimNode, message: Any) -> None:
+        match message:
+            case Tokens(entries):
+                self.dispatcher.on_tokens(node, entries)
+            case Failed():
+                self.dispatcher.on_failed(node, message)
+            case NotCached(key):
+                self.dispatcher.on_not_cached(node, key)
+            case CacheEvents():
+                if not node.prefixes.apply(message):
+                    node.send(CacheResync())
+
+    # ------------------------------------------------------------------------------------------- time
+    def run(self, until: float = float("inf"), *, max_events: int = 1 << 62) -> None:
+        """Until every request has ended and nothing moves any more, or `until`."""
+        self.loop.run(until, max_events=max_events)
+
+    def hit_ratio(self) -> float:
+        """Share of prompt tokens that prefill nodes (decode nodes, without any) found in their RadixCache."""
+        nodes = self._live.of[Role.PREFILL] or self._live.of[Role.DECODE]
+        return sum(n.vitals.num_cached_tokens for n in nodes) / max(
+            sum(n.vitals.num_prompt_tokens for n in nodes), 1
+        )

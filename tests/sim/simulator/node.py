@@ -1,0 +1,226 @@
+"""One node: the real scheduler of its role over a real ledger, with a simulated runner and transport below."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from decode_node.scheduler import DecodeScheduler
+from prefill_node.scheduler import PrefillScheduler
+from router.prefix_index import PrefixIndex
+from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.engine.vitals import Vitals
+from shared.kvcache.audit import audit_idle
+from shared.protocol.messages import Load, NodeHello, NodeRef, Role, RouterHello, RouterToNode
+from shared.protocol.router_port import RouterPort
+from shared.scheduling.schedule_batch import ScheduleBatch
+from tests.sim.simulator.cost_model import CostModel
+from tests.sim.simulator.events import EventLoop, NodeClock
+from tests.sim.simulator.runner import EOS, VOCAB_SIZE, SimStream, TokenOf
+from tests.sim.simulator.transport import SimReceiver, SimSender, Transport
+from tests.token_engine import token_engine, token_model_config
+
+ROUTER = "router"
+PONG_S = 1.0
+OnMessage = Callable[["SimNode", Any], None]
+OnLaunch = Callable[["SimNode", ScheduleBatch], None]
+OnStep = Callable[["SimNode"], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeShape:
+    """What a simulated node is made of. Tokens are those of the scaled trace."""
+
+    pool_tokens: int = 32_768
+    page_size: int = 32
+    context_length: int = 8_192
+    schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
+    disable_radix_cache: bool = False
+    kv_bytes_per_token: int = 16_384
+    """Of the network model: the built-in model in bfloat16 has 8 layers x K and V x 4 heads x 32."""
+    forward_fault: float = 0.0
+    """Of a forward that raises."""
+    poll_s: float = 0.05
+    """How often a node that waits for time to pass looks again; the schedulers' IDLE_WAIT_S."""
+
+
+class SimVitals(Vitals):
+    """Audits an idle node only where the simulation asks for it, and then lets a leak end it."""
+
+    def _audit(self) -> None:
+        if self.audits:
+            audit_idle(self._ledger)
+
+    audits = False
+
+
+class _Wake:
+    """The `threading.Event` of a node: setting it schedules a step."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.set = wake
+
+
+class _Outbox:
+    """Everything that a node says to the router."""
+
+    def __init__(self, node: SimNode) -> None:
+        self._node = node
+
+    def send(self, to: str, message: Any) -> None:
+        """See Outbox."""
+        self._node.say(message)
+
+
+class _NoPeering:
+    """Any prefill node can reach any decode node; see Peering."""
+
+    def ensure(self, node: NodeRef) -> None:
+        """See Peering."""
+
+
+class SimNode:
+    """Stands for a node on both ends: it runs the scheduler, and the dispatcher sees it as its `Node`."""
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        shape: NodeShape,
+        costs: CostModel,
+        loop: EventLoop,
+        transport: Transport,
+        token_of: TokenOf,
+        on_message: OnMessage,
+        *,
+        on_launch: OnLaunch | None = None,
+        on_step: OnStep | None = None,
+        audits: bool = False,
+    ) -> None:
+        self.ref = NodeRef(name, name, "sim")
+        self.role = role
+        self.alive = True
+        self.clock = NodeClock(loop)
+        self.num_steps = 0
+        self._loop = loop
+        self._transport = transport
+        self.page_size = shape.page_size
+        self.prefixes = PrefixIndex()
+        self._pong_at = -PONG_S
+        self._pong = Load()
+        self._on_message = on_message
+        self._on_step = on_step
+        self._poll_s = shape.poll_s
+        self._next_step_at: float | None = None
+        wake = _Wake(self.wake)
+        config = _config(shape)
+        self.stream = SimStream(
+            self.clock,
+            costs,
+            token_of,
+            self._launching,
+            on_launch=None if on_launch is None else lambda batch: on_launch(self, batch),
+            fail=shape.forward_fault,
+            rng=transport.random,
+        )
+        engine = dataclasses.replace(
+            token_engine(config),
+            model_config=dataclasses.replace(token_model_config(), vocab_size=VOCAB_SIZE),
+            pool=None,  # type: ignore[arg-type]
+            stream=self.stream,
+            eos_token_ids=frozenset({EOS}),
+        )
+        self.ledger, self.limits = engine.ledger, engine.limits
+        self.vitals = SimVitals(self.ledger, engine.progress)
+        self.vitals.audits = audits
+        hello = NodeHello(self.ref, role, engine.layout, self.limits, {})
+        self._port = RouterPort(_Outbox(self), hello, self.vitals.load, wake, self.clock)  # type: ignore[arg-type]
+        self.side: SimSender | SimReceiver
+        self.scheduler: Any
+        common = (self._port, self.vitals, wake, float("inf"))
+        if role is Role.PREFILL:
+            self.side = SimSender(name, transport, self.clock, self.wake)
+            self.scheduler = PrefillScheduler(engine, config.schedule, self.side, _NoPeering(), *common)  # type: ignore[arg-type]
+        else:
+            self.side = SimReceiver(name, transport, self.clock, self.wake, shape.page_size)
+            self.scheduler = DecodeScheduler(engine, config.schedule, self.side, *common)  # type: ignore[arg-type]
+        transport.join(name, self.side)
+        self.send(RouterHello(ROUTER))
+
+    # ------------------------------------------------------------------------------------- the thread
+    def wake(self) -> None:
+        """There is something to hear: step as soon as the scheduler thread is free."""
+        self._step_at(max(self._loop.now, self.clock.free_at))
+
+    def kill(self) -> None:
+        """It is gone at once, in the middle of whatever it did."""
+        self.alive = False
+        self._transport.kill(self.ref.node_id)
+
+    @property
+    def is_empty(self) -> bool:
+        """It holds no request and no transfer."""
+        return not self.scheduler.reqs and not self.side.num_transfers
+
+    def _step_at(self, time: float) -> None:
+        if self._next_step_at is None or time < self._next_step_at:
+            self._next_step_at = time
+            self._loop.at(time, self._step, time)
+
+    def _step(self, planned: float) -> None:
+        if not self.alive or planned != self._next_step_at:
+            return
+        self._next_step_at = None
+        self.num_steps += 1
+        self.clock.in_step = True
+        worked = self.scheduler.step()
+        now = self.clock()
+        self.clock.in_step = False
+        if worked:
+            self._step_at(now)
+        elif self.scheduler.reqs:
+            self._step_at(now + self._poll_s)
+        if self._on_step is not None:
+            self._on_step(self)
+
+    def _launching(self) -> ScheduleBatch:
+        batch = self.scheduler.batcher.last_batch
+        assert batch is not None
+        return batch
+
+    # ------------------------------------------------------------------------------------- the router
+    @property
+    def load(self) -> Load:
+        """What its latest Pong said; routers ping every `PONG_S`."""
+        if self._loop.now >= self._pong_at + PONG_S:
+            self._pong_at = self._loop.now
+            self._pong = self.vitals.load()
+        return self._pong
+
+    def send(self, message: RouterToNode) -> None:
+        """See Node: queue a message of the router."""
+        self._transport.deliver(self._loop.now, ROUTER, self.ref.node_id, self._hear, message)
+
+    def say(self, message: Any) -> None:
+        """Tell the router something."""
+        self._transport.deliver(self.clock(), self.ref.node_id, ROUTER, self._said, message)
+
+    def _hear(self, message: RouterToNode) -> None:
+        if self.alive:
+            self._port.on_message(ROUTER, message)
+
+    def _said(self, message: Any) -> None:
+        if self.alive:
+            self._on_message(self, message)
+
+
+def _config(shape: NodeShape) -> NodeConfig:
+    cache = CacheOptions(
+        page_size=shape.page_size,
+        max_total_tokens=shape.pool_tokens,
+        disable_radix_cache=shape.disable_radix_cache,
+    )
+    model = ModelOptions(context_length=shape.context_length)
+    return NodeConfig(model=model, cache=cache, schedule=shape.schedule)

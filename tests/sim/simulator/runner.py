@@ -1,0 +1,113 @@
+"""Stands where the forward stream stands: no tensors, only the time a forward takes and cheap tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.scheduling.sampled import Sampled
+from shared.scheduling.schedule_batch import ScheduleBatch
+from tests.sim.simulator.cost_model import CostModel
+from tests.sim.simulator.events import NodeClock
+
+EOS = 0
+FIRST_OUTPUT_TOKEN = 2
+NUM_OUTPUT_TOKENS = 50_000
+VOCAB_SIZE = 1 << 40
+"""Token ids of prompts count blocks of traces up to here; see `trace`."""
+
+TokenOf = Callable[[str, int], int]
+"""(rid, output position) -> token. Whoever computes it, wherever, whenever: the same."""
+OnLaunch = Callable[[ScheduleBatch], None]
+
+
+class ForwardFailed(RuntimeError):
+    """A fault: this forward raises."""
+
+
+def token_at(rid: str, position: int, output_len: int) -> int:
+    """A token that tells its request and its position, and EOS as the last of `output_len`."""
+    if position + 1 >= output_len:
+        return EOS
+    return FIRST_OUTPUT_TOKEN + (int(rid) * 1009 + position) % NUM_OUTPUT_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class SimResult:
+    """`copy_done` of a simulated forward: waiting for it moves the node's clock."""
+
+    clock: NodeClock
+    done_at: float
+    token_ids: list[int]
+    failed: bool
+
+    def wait(self) -> Sampled:
+        """See GenerationBatchResult."""
+        self.clock.wait_until(self.done_at)
+        if self.failed:
+            raise ForwardFailed("forward told to fail")
+        return Sampled(self.token_ids)
+
+
+class SimStream:
+    """A ForwardStream: forwards run one after the other, each as long as the cost model says.
+
+    `launching` names the decision that is being launched: tokens are a function of (rid, position), and a
+    ModelWorkerBatch, being values for a device, names neither.
+    """
+
+    def __init__(
+        self,
+        clock: NodeClock,
+        costs: CostModel,
+        token_of: TokenOf,
+        launching: Callable[[], ScheduleBatch],
+        *,
+        on_launch: OnLaunch | None = None,
+        fail: float = 0.0,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._clock = clock
+        self._costs = costs
+        self._token_of = token_of
+        self._launching = launching
+        self._on_launch = on_launch
+        self._fail = fail
+        self._random = rng or random.Random(0)
+        self._free_at = 0.0
+        self.busy_s = 0.0
+        self.num_forwards = 0
+        self.fail_next = False
+
+    def submit(self, batch: ModelWorkerBatch) -> SimResult:
+        """See ForwardStream."""
+        scheduled = self._launching()
+        if self._on_launch is not None:
+            self._on_launch(scheduled)
+        seconds = self._seconds(scheduled)
+        self._clock.wait_until(self._clock() + self._costs.step_s)
+        self._free_at = max(self._free_at, self._clock()) + seconds
+        self.busy_s += seconds
+        self.num_forwards += 1
+        tokens = [
+            self._token_of(item.req.key.rid, item.position)
+            for item in scheduled.items
+            if item.position is not None
+        ]
+        failed = self.fail_next or (self._fail > 0 and self._random.random() < self._fail)
+        self.fail_next = False
+        return SimResult(self._clock, self._free_at, tokens, failed)
+
+    def sample(self, forwarded: SimResult, vocab_mask: object = None) -> SimResult:
+        """See ForwardStream. Nothing is drawn, so nothing is masked."""
+        return forwarded
+
+    def close(self) -> None:
+        """See ForwardStream."""
+
+    def _seconds(self, batch: ScheduleBatch) -> float:
+        if batch.is_extend:
+            return self._costs.extend_s((item.start, item.length) for item in batch.items)
+        return self._costs.decode_s(len(batch.items), sum(item.start + item.length for item in batch.items))

@@ -1,0 +1,144 @@
+"""Whatever goes wrong, wherever a request is: it ends exactly once, and every page comes home."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shared.config import ScheduleOptions
+from shared.kvcache.audit import LeakError, audit_idle
+from tests.sim.simulator.cost_model import CostModel
+from tests.sim.simulator.faults import Fault, Place, Saboteur
+from tests.sim.simulator.fleet import FleetShape, Outcome, SimFleet
+from tests.sim.simulator.node import NodeShape, OnStep
+from tests.sim.simulator.transport import NetworkModel
+from tests.sim.simulator.workloads import chats
+
+COSTS = CostModel(a=0.004, b=2e-4, c=1e-8, d=0.008, e=2e-4, f=1e-6)
+MAX_EVENTS = 200_000
+BLOCK_TOKENS = 4
+NOTICED_S = 0.1
+"""By then everybody knows of a death, and the forward that was told to fail has failed."""
+
+
+def small(
+    *, pool_tokens: int = 128, retract_every: int = 0, forward_fault: float = 0.0, overlap: bool = True
+) -> NodeShape:
+    """Three or four requests fill such a node."""
+    return NodeShape(
+        pool_tokens=pool_tokens,
+        page_size=BLOCK_TOKENS,
+        context_length=96,
+        forward_fault=forward_fault,
+        schedule=ScheduleOptions(
+            chunked_prefill_size=12,
+            max_running_requests=6,
+            num_reserved_decode_tokens=2,
+            retract_every=retract_every,
+            disable_overlap_schedule=not overlap,
+        ),
+    )
+
+
+def fleet_2p2d(
+    node: NodeShape, *, network: NetworkModel | None = None, seed: int = 0, on_step: OnStep | None = None
+) -> SimFleet:
+    shape = FleetShape(
+        num_prefill=2, num_decode=2, prefill=node, decode=node, network=network or NetworkModel()
+    )
+    return SimFleet(shape, COSTS, seed=seed, on_step=on_step, audits=True)
+
+
+def assert_all_ended_and_empty(fleet: SimFleet) -> None:
+    assert fleet.dispatcher.num_running == 0
+    for outcome in fleet.outcomes.values():
+        assert outcome.num_ends == 1, f"{outcome.rid} ended {outcome.num_ends} times"
+        assert outcome.finish is None or outcome.error is None
+    for node in fleet.nodes.values():
+        assert node.is_empty, f"{node.ref.node_id} still holds {list(node.scheduler.reqs)}"
+        audit_idle(node.ledger)
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+@pytest.mark.parametrize("place", list(Place))
+def test_one_fault_at_each_place(place: Place, fault: Fault) -> None:
+    saboteur = Saboteur(place, fault, nth=2)
+    shape = small(retract_every=3 if place is Place.RETRACTED else 0)
+    fleet = fleet_2p2d(shape, on_step=saboteur.look)
+    saboteur.fleet = fleet
+    fleet.submit(chats(random.Random(3), 120, gap_s=0.004, block_tokens=BLOCK_TOKENS))
+    fleet.run(max_events=MAX_EVENTS)
+    assert saboteur.victim is not None, f"no request was ever in {place}"
+    assert_all_ended_and_empty(fleet)
+    hurt = [outcome for outcome in fleet.outcomes.values() if not outcome.ok]
+    if fault in (Fault.ABORT, Fault.STOP, Fault.BREAK):
+        assert len(hurt) <= 1
+    later = [o for o in fleet.outcomes.values() if o.started_at > saboteur.struck_at + NOTICED_S]
+    assert later and all(outcome.ok for outcome in later), "the fleet did not go on"
+    check_end_of_victim(fault, fleet.outcomes[saboteur.victim.rid])
+
+
+def check_end_of_victim(fault: Fault, outcome: Outcome) -> None:
+    """How the client of the victim sees it, unless it had its last token already."""
+    if outcome.ok:
+        return
+    if fault is Fault.STOP:
+        assert outcome.error is None
+        return
+    assert outcome.error is not None
+    wanted = {Fault.ABORT: {499}, Fault.BREAK: {503}, Fault.FORWARD: {500}, Fault.KILL: {503}}
+    assert outcome.error.status in wanted[fault], outcome.error
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_many_faults_at_random(seed: int) -> None:
+    rng = random.Random(seed)
+    node = small(
+        pool_tokens=rng.choice([96, 128, 400]),
+        retract_every=rng.choice([0, 3, 7]),
+        forward_fault=rng.choice([0.0, 0.02]),
+        overlap=rng.random() < 0.7,
+    )
+    network = NetworkModel(
+        latency_s=(0.0001, rng.choice([0.0001, 0.02])),
+        bandwidth_bytes_s=rng.choice([1e7, 1e9]),
+        transfer_fault=rng.choice([0.0, 0.01, 0.05]),
+    )
+    fleet = fleet_2p2d(node, network=network, seed=seed)
+    requests = chats(rng, 80, gap_s=rng.choice([0.005, 0.05]), block_tokens=BLOCK_TOKENS, output_len=(1, 24))
+    fleet.submit(requests)
+    end_s = requests[-1].at_s
+    for i in range(rng.randrange(4)):
+        fleet.loop.at(rng.uniform(0, end_s), kill_and_replace, fleet, f"again{i}")
+    for _ in range(12):
+        fleet.loop.at(rng.uniform(0, end_s), hang_up_or_stop, fleet)
+    fleet.run(max_events=MAX_EVENTS)
+    assert len(fleet.outcomes) + fleet.num_refused == len(requests)
+    assert_all_ended_and_empty(fleet)
+
+
+def kill_and_replace(fleet: SimFleet, name: str) -> None:
+    victim = fleet.nodes[fleet.random.choice(sorted(fleet.nodes))]
+    fleet.kill(victim.ref.node_id)
+    fleet.start(f"{victim.ref.node_id[0]}-{name}", victim.role)
+
+
+def hang_up_or_stop(fleet: SimFleet) -> None:
+    live = [outcome for outcome in fleet.outcomes.values() if outcome.req is not None]
+    if not live:
+        return
+    outcome = fleet.random.choice(live)
+    assert outcome.req is not None
+    if fleet.random.random() < 0.5:
+        fleet.dispatcher.release(outcome.req)
+    else:
+        fleet.dispatcher.stop(outcome.req, outcome.num_tokens)
+
+
+def test_a_leak_would_be_noticed() -> None:
+    fleet = fleet_2p2d(small())
+    fleet.submit(chats(random.Random(0), 5, gap_s=0.01, block_tokens=BLOCK_TOKENS))
+    fleet.loop.at(0.05, fleet.nodes["p0000"].ledger.allocator.alloc, 1)
+    with pytest.raises(LeakError, match="with none"):
+        fleet.run(max_events=MAX_EVENTS)
