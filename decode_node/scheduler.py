@@ -107,7 +107,7 @@ class DecodeScheduler:
         self._hear()
         self._reserve()
         self.batcher.make_way_for(self.prealloc_queue.first, self.prealloc_queue.would_fit)
-        with self._engine.profiler.span("plan"):
+        with self._launcher.planning():
             batch = self.batcher.get_next_batch()
         for req in self._retraction.take_unservable():
             self._fail(req, 400, self._too_large(req))

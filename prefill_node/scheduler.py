@@ -104,7 +104,7 @@ class PrefillScheduler:
     def step(self) -> bool:
         """One turn: hear, plan, run, account, speak. False when there was nothing to compute."""
         self._hear()
-        with self._engine.profiler.span("plan"):
+        with self._launcher.planning():
             batch = self.batcher.get_next_batch()
         was_in_flight = self._launcher.in_flight
         committed, failed = self._launcher.turn(batch)

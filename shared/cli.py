@@ -194,6 +194,12 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
             "output, random, or most common routing key among the running",
         ),
         add(
+            "--enable-mixed-chunk",
+            action="store_true",
+            help="decode nodes: a prompt that is prefilled there goes through the forward together with a decode "
+            "step of all that run, so that it does not stall them",
+        ),
+        add(
             "--random-seed",
             type=whole(0, (1 << 63) - 1),
             default=schedule.random_seed,
@@ -403,6 +409,7 @@ def node_config(args: argparse.Namespace) -> NodeConfig:
             max_prefill_tokens=args.max_prefill_tokens,
             max_running_requests=args.max_running_requests,
             schedule_policy=args.schedule_policy,
+            enable_mixed_chunk=args.enable_mixed_chunk,
             random_seed=args.random_seed,
             in_batch_prefix_check_threshold=args.in_batch_prefix_check_threshold,
             in_batch_prefix_deprioritize_threshold=args.in_batch_prefix_deprioritize_threshold,

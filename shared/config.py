@@ -36,6 +36,8 @@ class ScheduleOptions:
     max_prefill_tokens: int = 16384
     max_running_requests: int = 64
     schedule_policy: str = "fcfs"
+    enable_mixed_chunk: bool = False
+    """On decode nodes: a step of the running requests is part of the forward that prefills a prompt there."""
     random_seed: int = 0
     """Of the policy `random`."""
     in_batch_prefix_check_threshold: int = 32

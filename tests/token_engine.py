@@ -152,7 +152,8 @@ class TokenStream:
         size, kv = self.pool.page_size, self.pool.kv
         for row, token in batch.future_writes:
             self.future_map[row] = token
-        inputs = batch.input_ids_T.tolist() if batch.is_extend else self.future_map[batch.rows_B].tolist()
+        decoding = batch.rows_B[len(batch.rows_B) - batch.num_decodes :]
+        inputs = batch.input_ids.tolist() + self.future_map[decoding].tolist()
         at, contexts = 0, []
         for b, (start, length) in enumerate(zip(batch.starts_B, batch.lengths_B, strict=True)):
             table = batch.page_table_BP[b]

@@ -21,14 +21,29 @@ class Progress:
 
 
 def make_attend(batch: ForwardBatch, pool: TokenToKVPool, progress: Progress) -> Attend:
-    """Attention for one forward."""
+    """Attention for one forward; extends and a decode step beside them each by the kernel made for them."""
+    num_extends = len(batch.lengths) - batch.num_decodes
+    num_extend_tokens = sum(batch.lengths[:num_extends])
+
+    def extend(q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
+        e = num_extends
+        return extend_attention(
+            q_THD, k_pages, v_pages, batch.page_table_BP[:e], batch.starts[:e], batch.lengths[:e]
+        )
+
+    def decode(q_BHD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
+        e = num_extends
+        return decode_attention(q_BHD, k_pages, v_pages, batch.page_table_BP[e:], batch.seq_lens_B[e:])
 
     def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         progress.count += 1
         k_pages, v_pages = pool.layer_kv(layer)
         write_kv(k_pages, v_pages, k_TKD, v_TKD, batch.out_pages_T, batch.out_offsets_T)
-        if batch.is_extend:
-            return extend_attention(q_THD, k_pages, v_pages, batch.page_table_BP, batch.starts, batch.lengths)
-        return decode_attention(q_THD, k_pages, v_pages, batch.page_table_BP, batch.seq_lens_B)
+        if batch.num_decodes == 0:
+            return extend(q_THD, k_pages, v_pages)
+        if num_extends == 0:
+            return decode(q_THD, k_pages, v_pages)
+        extended = extend(q_THD[:num_extend_tokens], k_pages, v_pages)
+        return torch.cat([extended, decode(q_THD[num_extend_tokens:], k_pages, v_pages)])
 
     return attend

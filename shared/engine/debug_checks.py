@@ -1,12 +1,17 @@
 """What must hold of every forward, checked on the host when it is launched; on in tests (--debug-checks).
 
 A wrong read of the FutureMap gives a plausible token, not an error: only the books of who wrote what can show it.
+Likewise a plan that waits for the device gives right tokens, only later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.protocol.messages import ReqKey
@@ -29,20 +34,41 @@ class _Written:
     token_id: int
 
 
+class _NoTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Any operation on a tensor may wait for the device; here, on this thread, there is none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} while planning: it may wait for the device")
+
+
 class LaunchChecks:
     """Follows every slot of the FutureMap in launch order. Raises AssertionError."""
 
     def __init__(self) -> None:
         self._slots: dict[int, _Sampled | _Written] = {}
+        self._is_planning = False
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Around a decision: no tensor is touched in it, and no result waited for."""
+        self._is_planning = True
+        try:
+            with _NoTensors():  # type: ignore[no-untyped-call]
+                yield
+        finally:
+            self._is_planning = False
+
+    def waiting(self) -> None:
+        """Call before the scheduler waits for the device."""
+        assert not self._is_planning, "the plan waits for the device"
 
     def launching(self, batch: ScheduleBatch, inputs: ModelWorkerBatch) -> None:
         """Call once for each forward, in launch order, before it is launched."""
         check_complete(batch, inputs)
         for row, token in inputs.future_writes:
             self._slots[row] = _Written(token)
-        for item in batch.items:
-            if not batch.is_extend:
-                self._check_read(item)
+        for item in batch.decodes:
+            self._check_read(item)
         for item in batch.items:
             if item.position is not None:
                 self._slots[_row(item)] = _Sampled(item.req.key, item.generation, item.position)
@@ -71,7 +97,8 @@ def check_complete(batch: ScheduleBatch, inputs: ModelWorkerBatch) -> None:
         "starts_B": (len(inputs.starts_B), num_seqs),
         "lengths_B": (int(inputs.lengths_B.sum()), batch.num_tokens),
         "page_table_BP": (len(inputs.page_table_BP), num_seqs),
-        "input_ids_T": (len(inputs.input_ids_T), batch.num_tokens if batch.is_extend else 0),
+        "input_ids": (len(inputs.input_ids), sum(item.length for item in batch.extends)),
+        "num_decodes": (inputs.num_decodes, len(batch.decodes)),
         "sampled_B": (len(inputs.sampled_B), num_samples),
         "temperatures": (len(sampling.temperatures), num_samples),
         "top_ks": (len(sampling.top_ks), num_samples),

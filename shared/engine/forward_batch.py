@@ -15,7 +15,8 @@ from shared.engine.model_worker_batch import ModelWorkerBatch
 class ForwardBatch:
     """B sequences, T new tokens. Sequence b computes tokens [starts[b], starts[b] + lengths[b]) of itself."""
 
-    is_extend: bool
+    num_decodes: int
+    """The last sequences; each computes one token. Those before them are extends."""
     input_ids_T: torch.Tensor
     positions_T: torch.Tensor
     out_pages_T: torch.Tensor
@@ -39,7 +40,7 @@ class ForwardBatch:
         positions = np.arange(ends[-1]) - np.repeat(ends - batch.lengths_B, batch.lengths_B)
         positions += np.repeat(batch.starts_B, batch.lengths_B)
         return cls(
-            is_extend=batch.is_extend,
+            num_decodes=batch.num_decodes,
             input_ids_T=resolve_forward_inputs(batch, future_map, device),
             positions_T=to_device(positions, device),
             out_pages_T=to_device(batch.page_table_BP[sequence_T, positions // page_size], device),

@@ -31,14 +31,17 @@ def resolve_forward_inputs(
     """The token ids that this forward computes, int64 [T], on the device.
 
     Runs at forward entry, on the forward stream: prompt ids are copied only now (the deferred host-to-device
-    copy), tokens from prefill nodes enter the FutureMap, and decode inputs are read from it.
+    copy), tokens from prefill nodes enter the FutureMap, and the inputs of a decode step are read from it.
     """
     if batch.future_writes:
         rows, tokens = zip(*batch.future_writes, strict=True)
         future_map.store(to_device(rows, device), to_device(tokens, device))
-    if batch.is_extend:
-        return to_device(batch.input_ids_T, device)
-    return future_map.load(to_device(batch.rows_B, device))
+    if batch.num_decodes == 0:
+        return to_device(batch.input_ids, device)
+    last_sampled = future_map.load(to_device(batch.rows_B[-batch.num_decodes :], device))
+    if len(batch.input_ids) == 0:
+        return last_sampled
+    return torch.cat([to_device(batch.input_ids, device), last_sampled])
 
 
 def to_device(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,12 @@ class Launcher:
         """The next forward finds `token_id` as the last token of `row`; it came from a prefill node."""
         self._future_writes[row] = token_id
 
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Around every decision that is given to `turn`."""
+        with self._span("plan"), self._checks.planning() if self._checks is not None else nullcontext():
+            yield
+
     def turn(self, batch: ScheduleBatch | None, copies: Sequence[KVCopy] = ()) -> tuple[Committed, list[Req]]:
         """Launch a decision, and account for the forward that is due: the one before, or without overlap this one.
 
@@ -146,6 +152,8 @@ class Launcher:
         Several in a row mean that the device is broken; then the error ends the node, so that somebody restarts it.
         """
         assert launched.result is not None, "a turn leaves nothing behind that does not sample"
+        if self._checks is not None:
+            self._checks.waiting()
         try:
             sampled = launched.result.wait()
         except Exception:

@@ -22,13 +22,14 @@ from shared.scheduling.schedule_batch import ScheduleBatch
 class ModelWorkerBatch:
     """B sequences with T tokens in all.
 
-    An extend carries its prompt tokens in `input_ids_T`; a decode step carries none: it reads the last sampled
-    token of `rows_B` from the FutureMap. `future_writes` are (row, token) pairs that arrived from prefill nodes
-    and enter the FutureMap before this forward reads it. `sampled_B` lists which sequences sample.
+    Extends come first and carry their prompt tokens in `input_ids`. The last `num_decodes` sequences are a decode
+    step and carry nothing: each computes the last sampled token of its row, read from the FutureMap.
+    `future_writes` are (row, token) pairs that arrived from prefill nodes and enter the FutureMap before this
+    forward reads it. `sampled_B` lists which sequences sample.
     """
 
-    is_extend: bool
-    input_ids_T: np.ndarray
+    num_decodes: int
+    input_ids: np.ndarray
     rows_B: np.ndarray
     starts_B: np.ndarray
     lengths_B: np.ndarray
@@ -37,7 +38,7 @@ class ModelWorkerBatch:
     sampling: SamplingInputs
     future_writes: tuple[tuple[int, int], ...]
     input_logprobs: LogprobInputs | None = None
-    """Prompt tokens of this extend whose logprobs are wanted; rows are indices in T, owners are indices in B."""
+    """Prompt tokens computed here whose logprobs are wanted; rows are indices in T, owners are indices in B."""
 
 
 def snapshot(
@@ -59,13 +60,12 @@ def snapshot(
     lengths = np.array([item.length for item in items], dtype=np.int64)
     num_pages = -(-int((starts + lengths).max()) // rows.page_size)
     input_ids: list[int] = []
-    if batch.is_extend:
-        for item in items:
-            input_ids += item.req.ids[item.start : item.start + item.length]
+    for item in batch.extends:
+        input_ids += item.req.ids[item.start : item.start + item.length]
     sampled = [i for i, item in enumerate(items) if item.position is not None]
     return ModelWorkerBatch(
-        is_extend=batch.is_extend,
-        input_ids_T=np.array(input_ids, dtype=np.int64),
+        num_decodes=len(batch.decodes),
+        input_ids=np.array(input_ids, dtype=np.int64),
         rows_B=row_ids,
         starts_B=starts,
         lengths_B=lengths,
@@ -73,5 +73,5 @@ def snapshot(
         sampled_B=np.array(sampled, dtype=np.int64),
         sampling=sampling_inputs([items[i] for i in sampled], eos_token_ids, counted_rows or CountedRows()),
         future_writes=tuple(future_writes),
-        input_logprobs=input_logprobs(items) if batch.is_extend else None,
+        input_logprobs=input_logprobs(batch.extends),
     )

@@ -12,7 +12,7 @@ from shared.scheduling.prefill_adder import AddReqResult, PrefillAdder
 from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
 from shared.scheduling.retraction import Retraction, WayOut
-from shared.scheduling.schedule_batch import ScheduleBatch, schedule
+from shared.scheduling.schedule_batch import ScheduleBatch, ScheduledReq, schedule
 from shared.scheduling.schedule_policy import SchedulePolicy
 from shared.timeline import ReqStage
 
@@ -62,10 +62,10 @@ class Batcher:
     def _settle_last_batch(self) -> None:
         self._prefills_in_flight = []
         if self.last_batch is not None and self.last_batch.is_extend:
-            self._prefills_in_flight = [item.req for item in self.last_batch.items if item.is_in_flight]
+            self._prefills_in_flight = [item.req for item in self.last_batch.extends if item.is_in_flight]
             self.running_batch += [
                 item.req
-                for item in self.last_batch.items
+                for item in self.last_batch.extends
                 if item.req is not self.chunked_req and not item.is_stale
             ]
         leaving = [*self._leaving, *(req for req in self.running_batch if not req.wants_decode)]
@@ -81,6 +81,7 @@ class Batcher:
             self._options,
             self.running_batch,
             self._new_token_ratio.value,
+            num_decodes=len(self.running_batch) if self._options.enable_mixed_chunk else 0,
         )
         result = AddReqResult.CONTINUE
         if self.chunked_req is not None:
@@ -106,8 +107,20 @@ class Batcher:
             self.retraction.remove(req)
             if req.timeline.stage is not ReqStage.PREFILLING:
                 req.timeline.move_to(ReqStage.PREFILLING)
-        items = [schedule(r, r.extend_len, samples=r is not self.chunked_req) for r in adder.can_run]
-        return ScheduleBatch(tuple(items), is_extend=True)
+        extends = [schedule(r, r.extend_len, samples=r is not self.chunked_req) for r in adder.can_run]
+        return ScheduleBatch(tuple(extends), self._decodes_beside_prefill())
+
+    def _decodes_beside_prefill(self) -> tuple[ScheduledReq, ...]:
+        """With mixed chunks, a step of all that run, if each of them finds its page without anybody giving way.
+
+        Piggybacked decodes of Sarathi-Serve (Agrawal et al. 2024): a long prompt does not stall the streams.
+        """
+        running = self.running_batch
+        if not (self._options.enable_mixed_chunk and running):
+            return ()
+        if self.retraction.num_missing_pages(running) > self._ledger.num_available_pages:
+            return ()
+        return self._step(running)
 
     def _offered(self, adder: PrefillAdder) -> list[Req]:
         """The waiting requests in the order of the policy; none when the batch is full for every one of them."""
@@ -163,13 +176,17 @@ class Batcher:
             if not (self.running_batch or self.waiting_queue or self.retraction.waits):
                 self._new_token_ratio.reset()
             return None  # or everybody waits for pages that cool, or that transfers hold
+        return ScheduleBatch(decodes=self._step(stepping))
+
+    def _step(self, reqs: Sequence[Req]) -> tuple[ScheduledReq, ...]:
+        """The next token of each; there are pages for it."""
         self._num_decode_steps += 1
         self._new_token_ratio.decay()
-        for req in stepping:
+        for req in reqs:
             assert req.kv is not None
             grown = self._ledger.grow(req.kv, req.kv_len + 1)
             assert grown, "the pages were counted a moment ago"
-        return ScheduleBatch(tuple(schedule(req, 1, samples=True) for req in stepping), is_extend=False)
+        return tuple(schedule(req, 1, samples=True) for req in reqs)
 
     # ---------------------------------------------------------------------------------------- retract
     def _retract_decode(self) -> list[Req]:

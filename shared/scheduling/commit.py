@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import Finish
+from shared.scheduling.jump_forward import jump_forward
 from shared.scheduling.req import Req
 from shared.scheduling.retraction import KVCopy
 from shared.scheduling.sampled import Sampled
@@ -43,7 +44,7 @@ def commit_result(
             continue
         assert req.kv is not None
         req.kv.kv_committed_len = item.start + item.length
-        if batch.is_extend:
+        if b < len(batch.extends):
             ledger.cache_unfinished_req(req.kv, req.ids)
         out.computed.append(req)
         _keep_input_logprobs(item, sampled.input_logprobs.get(b))
@@ -57,9 +58,13 @@ def commit_result(
                 out.stuck.append(req)
                 continue
             req.ids.append(token)
+            req.num_jumped = 0
             req.last_logprobs = sampled.logprobs.get(entry)
             out.sampled.append(req)
         finish = finish_reason(req, eos_token_ids)
+        if finish is None:
+            jump_forward(req, eos_token_ids)
+            finish = finish_reason(req, eos_token_ids)
         if finish is not None:
             req.end(finish)
             out.finished.append(req)

@@ -36,9 +36,16 @@ class GrammarQueue:
     """In order of arrival; a request here holds no page and no row."""
 
     def __init__(
-        self, pool: CompilePool, timeout_s: float, clock: Clock, on_compiled: Callable[[], None]
+        self,
+        pool: CompilePool,
+        timeout_s: float,
+        clock: Clock,
+        on_compiled: Callable[[], None],
+        *,
+        jump_forward: bool = False,
     ) -> None:
         self._pool = pool
+        self._jump_forward = jump_forward
         self._timeout_s = timeout_s
         self._clock = clock
         self._on_compiled = on_compiled
@@ -67,7 +74,7 @@ class GrammarQueue:
         now = self._clock()
         for waiting in self._waiting.values():
             if waiting.future.done():
-                error = _start(waiting.req, waiting.future)
+                error = self._start(waiting.req, waiting.future)
             elif now >= waiting.deadline:
                 error = self._too_late(waiting)
             else:
@@ -84,17 +91,16 @@ class GrammarQueue:
             return RequestError(f"{kind}: not compiled within {limit}; make it simpler", param=kind)
         return RequestError(f"other grammars kept the compiler busy for {limit}", status=503)
 
-
-def _start(req: Req, future: Future[CompiledGrammar]) -> RequestError | None:
-    error = future.exception()
-    if error is not None:
-        assert isinstance(error, RequestError)
-        return error
-    req.grammar = GrammarState(future.result())
-    if not req.grammar.follow(req.ids, req.num_input_ids) or req.grammar.is_terminated:
-        message, kind = stuck(req)
-        return RequestError(message, param=kind)
-    return None
+    def _start(self, req: Req, future: Future[CompiledGrammar]) -> RequestError | None:
+        error = future.exception()
+        if error is not None:
+            assert isinstance(error, RequestError)
+            return error
+        req.grammar = GrammarState(future.result(), jump_forward=self._jump_forward)
+        if not req.grammar.follow(req.ids, req.num_input_ids) or req.grammar.is_terminated:
+            message, kind = stuck(req)
+            return RequestError(message, param=kind)
+        return None
 
 
 def stuck(req: Req) -> tuple[str, str]:

@@ -40,14 +40,17 @@ class PrefillAdder:
         options: ScheduleOptions,
         running: Sequence[Req],
         new_token_ratio: float,
+        *,
+        num_decodes: int = 0,
     ) -> None:
+        """`num_decodes` tokens of the same forward are a decode step: they leave fewer for prompts, at least half."""
         self._ledger = ledger
         self._new_token_ratio = new_token_ratio
         self._known_share = min(options.schedule_conservativeness, 1.0)
         self._running = list(running)
         self._reserved_tokens = sum(self._reserve(req) for req in running)
-        self._rem_chunk_tokens = options.chunked_prefill_size
-        self._rem_input_tokens = options.max_prefill_tokens
+        self._rem_chunk_tokens = _beside(num_decodes, options.chunked_prefill_size)
+        self._rem_input_tokens = _beside(num_decodes, options.max_prefill_tokens)
         self.can_run: list[Req] = []
         self.chunked_req: Req | None = None
         """The request of which only a part fits into this batch."""
@@ -161,3 +164,7 @@ class PrefillAdder:
         """Tokens of KV that `req` is expected to need beyond those known; its last token needs none."""
         future = min(req.num_wanted - 1, MAX_RESERVED_OUTPUT)
         return int(max(future, 0) * self._new_token_ratio)
+
+
+def _beside(num_decodes: int, budget: int) -> int:
+    return budget - min(num_decodes, budget // 2)

@@ -44,6 +44,8 @@ class Req:
     """Forwards that this node had decided on when the request arrived; None until its Batcher has heard of it."""
     grammar: GrammarState | None = None
     """Set when `params.grammar` has been compiled here; follows the tokens known on the host."""
+    num_jumped: int = 0
+    """How many of the last tokens were not sampled but jumped over, behind the one that was: see `jump_forward`."""
     cached_tokens: int = 0
     num_retractions: int = 0
     host_pages: list[int] = field(default_factory=list)
@@ -64,6 +66,11 @@ class Req:
     def output_len(self) -> int:
         """Output tokens known on the host."""
         return len(self.ids) - self.num_input_ids
+
+    @property
+    def newest_ids(self) -> tuple[int, ...]:
+        """The token that was sampled last, and those jumped over behind it."""
+        return tuple(self.ids[-1 - self.num_jumped :])
 
     @property
     def input_logprobs_from(self) -> int | None:

@@ -31,10 +31,21 @@ class ScheduledReq:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleBatch:
-    """One forward, on the host: an extend over prompt tokens, or a decode step of one token each."""
+    """One forward, on the host: an extend over prompt tokens, a decode step of one token each, or both at once."""
 
-    items: tuple[ScheduledReq, ...]
-    is_extend: bool
+    extends: tuple[ScheduledReq, ...] = ()
+    decodes: tuple[ScheduledReq, ...] = ()
+    """Each computes the token that was sampled last, which the host need not know yet."""
+
+    @property
+    def items(self) -> tuple[ScheduledReq, ...]:
+        """All of them, in the order of the forward."""
+        return self.extends + self.decodes
+
+    @property
+    def is_extend(self) -> bool:
+        """True when prompt tokens are computed, alone or with a decode step beside them."""
+        return bool(self.extends)
 
     @property
     def num_tokens(self) -> int:

@@ -28,13 +28,14 @@ class Case:
     prefix: str
     retract_every: int
     num_reqs: int
+    mixed: bool
 
     def __str__(self) -> str:
         overlap = "overlap" if self.overlap else "serial"
         retract = f"-retract{self.retract_every}" if self.retract_every else ""
         return (
             f"{self.model}-page{self.page_size}-chunk{self.chunk}-{overlap}-hit_{self.prefix}"
-            f"{retract}-reqs{self.num_reqs}"
+            f"{retract}-reqs{self.num_reqs}{'-mixed' if self.mixed else ''}"
         )
 
 
@@ -46,6 +47,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "prefix": ("none", "p", "d", "both"),
     "retract_every": (0, 3),
     "num_reqs": (1, NUM_PROMPTS),
+    "mixed": (False, True),
 }
 
 
@@ -128,7 +130,12 @@ def config_of(zoo: Zoo, case: Case) -> NodeConfig:
     options = {
         name: value for name, value in asdict(case).items() if name in ("page_size", "chunk", "overlap")
     }
-    return node_config(zoo.folder(case.model), retract_every=case.retract_every, **options)
+    return node_config(
+        zoo.folder(case.model),
+        retract_every=case.retract_every,
+        enable_mixed_chunk=case.mixed,
+        **options,
+    )
 
 
 def leave_prefixes(client: Client, node: str, prompts: list[list[int]], length: int) -> int:

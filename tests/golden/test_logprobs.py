@@ -178,6 +178,24 @@ def test_score_only(zoo: Zoo, llama: Path, tokens: list[int], max_new_tokens: in
         cluster.assert_idle()
 
 
+def test_beside_a_decode_step(zoo: Zoo, llama: Path, tokens: list[int]) -> None:
+    """Chunks of a prompt that is judged, each in one forward with a step of a stream that is judged too."""
+    other = 10
+    with unsplit(node_config(llama, chunk=20, enable_mixed_chunk=True)) as cluster:
+        client = Client(cluster)
+        stream = client.submit(zoo.prompts("llama")[other], greedy())
+        cluster.run(lambda: len(cluster.router.answers[stream].token_ids) > 3)
+        scored = client.submit(zoo.prompts("llama")[PROMPT], greedy(33))
+        cluster.run(lambda: bool(cluster.router.answers[scored].token_ids))
+        assert 8 < len(cluster.router.answers[stream].token_ids) < NUM_NEW
+        cluster.run_all()
+        expected = zoo.greedy("llama", other)[:NUM_NEW]
+        answers = cluster.router.answers
+        check(llama, zoo.prompts("llama")[other], expected, answers[stream], greedy())
+        check(llama, zoo.prompts("llama")[PROMPT], tokens, answers[scored], greedy(33))
+        cluster.assert_idle()
+
+
 @topologies
 def test_they_are_the_models_own_whatever_is_sampled(zoo: Zoo, llama: Path, topology: Topology) -> None:
     """Penalties, bias, temperature and filters change what is drawn, not what the model thought of it."""

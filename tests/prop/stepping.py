@@ -57,7 +57,9 @@ class Stepping:
         self.engine = token_engine(config)
         self.ledger = self.engine.ledger
         self.batcher = Batcher(self.ledger, options)
-        self.launcher = Launcher(self.engine.stream, self.ledger, frozenset({EOS}), overlap=overlap)
+        self.launcher = Launcher(
+            self.engine.stream, self.ledger, frozenset({EOS}), overlap=overlap, debug_checks=True
+        )
         self.live: dict[str, Req] = {}
         self.done: dict[str, Req] = {}
         self.admitted_at: dict[str, int] = {}
@@ -71,7 +73,8 @@ class Stepping:
 
     def step(self) -> ScheduleBatch | None:
         """One turn of a role's loop; returns what was launched."""
-        batch = self.batcher.get_next_batch()
+        with self.launcher.planning():
+            batch = self.batcher.get_next_batch()
         self.check_places()
         self.num_steps += 1
         for item in batch.items if batch else ():
@@ -86,7 +89,7 @@ class Stepping:
     def check_places(self) -> None:
         """Every live request is in exactly one place, and holds KV exactly where it should."""
         b = self.batcher
-        in_last = [i.req for i in b.last_batch.items] if b.last_batch and b.last_batch.is_extend else []
+        in_last = [item.req for item in b.last_batch.extends] if b.last_batch else []
         without_kv = [*b.waiting_queue, *b.retraction.to_prefill()]
         with_kv = [*([b.chunked_req] if b.chunked_req else []), *b.running_batch]
         with_kv += [

@@ -27,6 +27,7 @@ def test_every_output_is_right_and_every_page_comes_home(policy: str, seed: int)
         schedule_policy=policy,
         random_seed=seed,
         chunked_prefill_size=rng.choice([3, 7, 16, 100]),
+        enable_mixed_chunk=rng.random() < 0.5,
         max_running_requests=rng.choice([2, 5, 12]),
         retract_every=rng.choice([0, 0, 2, 5]),
         schedule_conservativeness=rng.choice([0.0, 0.3, 1.0]),

@@ -41,6 +41,7 @@ FLAGS = """\
 --max-prefill-tokens TOKENS = 16384
 --max-running-requests N = 64
 --schedule-policy {fcfs,lpm,dfs-weight,lof,random,routing-key} = fcfs
+--enable-mixed-chunk
 --random-seed SEED = 0
 --in-batch-prefix-caching-check-threshold TOKENS = 32
 --in-batch-prefix-caching-deprioritize-threshold TOKENS = 32
@@ -87,6 +88,7 @@ VALUES = {
     "--max-prefill-tokens": "2000",
     "--max-running-requests": "9",
     "--schedule-policy": "lpm",
+    "--enable-mixed-chunk": None,
     "--random-seed": "77",
     "--in-batch-prefix-caching-check-threshold": "40",
     "--in-batch-prefix-caching-deprioritize-threshold": "48",

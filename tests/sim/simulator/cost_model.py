@@ -17,7 +17,8 @@ class CostModel:
     prefill of n tokens: a + b n + c n^2. The square is attention; a chunk [start, start + length) costs its share,
     c ((start + length)^2 - start^2), so that chunks of a prompt cost together what the whole does, plus a each.
 
-    decode: d + e batch + f kv_tokens, over the batch and the tokens of KV that it reads.
+    decode: d + e batch + f kv_tokens, over the batch and the tokens of KV that it reads; without d when it is part
+    of a prefill's forward, which reads the weights anyway.
 
     step_s: the scheduler's own work before each launch, in which overlap hides the device's time and vice versa.
     """
@@ -38,9 +39,9 @@ class CostModel:
             seconds += self.b * length + self.c * (end * end - start * start)
         return seconds
 
-    def decode_s(self, batch: int, kv_tokens: int) -> float:
+    def decode_s(self, batch: int, kv_tokens: int, *, beside_prefill: bool = False) -> float:
         """One decode step."""
-        return self.d + self.e * batch + self.f * kv_tokens
+        return (0.0 if beside_prefill else self.d) + self.e * batch + self.f * kv_tokens
 
 
 def load_cost_model(path: Path = FITTED) -> CostModel:

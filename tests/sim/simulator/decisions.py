@@ -13,6 +13,7 @@ class DecisionLog:
 
     extend 3[0:12) 4[0:9)*        tokens [0, 12) of request 3, all of request 4, of which a token is sampled
     decode 1 2 x5                 five decode steps of requests 1 and 2
+    extend 3[0:12) decode 1 2     both in one forward
     """
 
     def __init__(self) -> None:
@@ -20,10 +21,12 @@ class DecisionLog:
 
     def on_launch(self, node: SimNode, batch: ScheduleBatch) -> None:
         """A batch goes to the forward stream."""
-        if batch.is_extend:
-            text = " ".join(["extend", *map(_span, batch.items)])
-        else:
-            text = " ".join(["decode", *(item.req.key.rid for item in batch.items)])
+        words: list[str] = []
+        if batch.extends:
+            words += ["extend", *map(_span, batch.extends)]
+        if batch.decodes:
+            words += ["decode", *(item.req.key.rid for item in batch.decodes)]
+        text = " ".join(words)
         lines = self._lines[node.ref.node_id]
         if lines and lines[-1][0] == text:
             lines[-1] = (text, lines[-1][1] + 1)

@@ -108,6 +108,10 @@ class SimStream:
         """See ForwardStream."""
 
     def _seconds(self, batch: ScheduleBatch) -> float:
-        if batch.is_extend:
-            return self._costs.extend_s((item.start, item.length) for item in batch.items)
-        return self._costs.decode_s(len(batch.items), sum(item.start + item.length for item in batch.items))
+        seconds = 0.0
+        if batch.extends:
+            seconds = self._costs.extend_s((item.start, item.length) for item in batch.extends)
+        if batch.decodes:
+            kv_tokens = sum(item.start + item.length for item in batch.decodes)
+            seconds += self._costs.decode_s(len(batch.decodes), kv_tokens, beside_prefill=bool(batch.extends))
+        return seconds

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from shared.config import CacheOptions, NodeConfig, ScheduleOptions
 from shared.engine.debug_checks import LaunchChecks, check_complete
@@ -54,7 +55,7 @@ class World:
 
 def changed(batch: ScheduleBatch, **fields: object) -> ScheduleBatch:
     first, *others = batch.items
-    return dataclasses.replace(batch, items=(dataclasses.replace(first, **fields), *others))  # type: ignore[arg-type]
+    return dataclasses.replace(batch, decodes=(dataclasses.replace(first, **fields), *others))  # type: ignore[arg-type]
 
 
 def test_steps_in_order_are_fine() -> None:
@@ -98,7 +99,7 @@ def test_a_token_from_elsewhere_is_read_by_its_request_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["rows_B", "starts_B", "lengths_B", "page_table_BP", "input_ids_T", "sampled_B"]
+    "field", ["rows_B", "starts_B", "lengths_B", "page_table_BP", "input_ids", "sampled_B"]
 )
 def test_a_field_that_is_too_short(field: str) -> None:
     world = World()
@@ -127,4 +128,20 @@ def test_an_item_without_tokens_is_a_defect() -> None:
     item = world.decode.items[0]
     empty = ScheduledReq(item.req, item.generation, item.start, 0, item.position)
     with pytest.raises(AssertionError, match="without a new token"):
-        check_complete(ScheduleBatch((empty,), is_extend=False), world.launch(world.decode))
+        check_complete(ScheduleBatch(decodes=(empty,)), world.launch(world.decode))
+
+
+def test_a_plan_that_touches_a_tensor_is_found() -> None:
+    lengths = torch.tensor([3, 4])
+    checks = LaunchChecks()
+    with pytest.raises(AssertionError, match="while planning"), checks.planning():
+        lengths.sum().item()
+    assert lengths.sum().item() == 7
+
+
+def test_a_plan_that_waits_for_a_result_is_found() -> None:
+    checks = LaunchChecks()
+    checks.waiting()
+    with pytest.raises(AssertionError, match="waits for the device"), checks.planning():
+        checks.waiting()
+    checks.waiting()

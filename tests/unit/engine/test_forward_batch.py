@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -39,11 +41,17 @@ class World:
         return req
 
     def snapshot(
-        self, *items: tuple[int, int, bool], extend: bool = True, writes: tuple[tuple[int, int], ...] = ()
+        self,
+        *extends: tuple[int, int, bool],
+        decodes: Sequence[int] = (),
+        writes: tuple[tuple[int, int], ...] = (),
     ) -> ModelWorkerBatch:
-        """Items are (request, length, samples)."""
-        scheduled = tuple(schedule(self.reqs[i], n, samples=s) for i, n, s in items)
-        return snapshot(ScheduleBatch(scheduled, is_extend=extend), self.ledger.rows, writes, frozenset())
+        """Extends are (request, length, samples)."""
+        batch = ScheduleBatch(
+            tuple(schedule(self.reqs[i], n, samples=s) for i, n, s in extends),
+            tuple(schedule(self.reqs[i], 1, samples=True) for i in decodes),
+        )
+        return snapshot(batch, self.ledger.rows, writes, frozenset())
 
     def forward_batch(self, batch: ModelWorkerBatch) -> ForwardBatch:
         return ForwardBatch.from_model_worker_batch(batch, self.future_map, 4, CPU)
@@ -61,7 +69,7 @@ def test_an_extend_concatenates_its_requests() -> None:
     world = World()
     world.snapshot((0, 6, False))
     fb = world.forward_batch(world.snapshot((0, 4, True), (1, 7, True), (2, 3, False)))
-    assert fb.is_extend
+    assert fb.num_decodes == 0
     assert fb.input_ids_T.tolist() == [106, 107, 108, 109, *range(200, 207), 300, 301, 302]
     assert fb.positions_T.tolist() == [6, 7, 8, 9, *range(7), 0, 1, 2]
     assert (fb.starts, fb.lengths) == ((6, 0, 0), (4, 7, 3))
@@ -92,19 +100,33 @@ def test_a_decode_step_reads_the_last_sampled_tokens_of_its_rows() -> None:
     world = World()
     world.snapshot((0, 10, True), (1, 7, True), (2, 5, True))
     world.future_map.store(torch.tensor([world.row(i) for i in range(3)]), torch.tensor([11, 12, 13]))
-    batch = world.snapshot((2, 1, True), (0, 1, True), extend=False)
-    assert len(batch.input_ids_T) == 0
+    batch = world.snapshot(decodes=(2, 0))
+    assert len(batch.input_ids) == 0
     fb = world.forward_batch(batch)
     assert fb.input_ids_T.tolist() == [13, 11]
     assert fb.positions_T.tolist() == [5, 10]
-    assert not fb.is_extend
+    assert fb.num_decodes == 2
+
+
+def test_a_decode_step_beside_an_extend_comes_behind_it() -> None:
+    world = World()
+    world.snapshot((0, 10, True), (2, 5, True))
+    world.future_map.store(torch.tensor([world.row(0), world.row(2)]), torch.tensor([11, 13]))
+    batch = world.snapshot((1, 4, False), decodes=(2, 0))
+    assert batch.input_ids.tolist() == [200, 201, 202, 203]
+    fb = world.forward_batch(batch)
+    assert fb.num_decodes == 2
+    assert fb.input_ids_T.tolist() == [200, 201, 202, 203, 13, 11]
+    assert fb.positions_T.tolist() == [0, 1, 2, 3, 5, 10]
+    assert fb.rows_S.tolist() == [world.row(2), world.row(0)]
+    assert fb.last_token_S.tolist() == [4, 5]
 
 
 def test_tokens_of_prefill_nodes_enter_before_the_step_reads() -> None:
     world = World()
     world.snapshot((0, 10, True), (1, 7, True))
     world.future_map.store(torch.tensor([world.row(0), world.row(1)]), torch.tensor([11, 12]))
-    batch = world.snapshot((0, 1, True), (1, 1, True), extend=False, writes=((world.row(1), 77),))
+    batch = world.snapshot(decodes=(0, 1), writes=((world.row(1), 77),))
     assert resolve_forward_inputs(batch, world.future_map, CPU).tolist() == [11, 77]
 
 
@@ -114,7 +136,7 @@ def test_tokens_of_prefill_nodes_enter_with_an_extend_too() -> None:
     world.snapshot((0, 10, True))
     batch = world.snapshot((1, 7, True), writes=((world.row(0), 55),))
     assert resolve_forward_inputs(batch, world.future_map, CPU).tolist() == list(range(200, 207))
-    step = world.snapshot((0, 1, True), extend=False)
+    step = world.snapshot(decodes=(0,))
     assert resolve_forward_inputs(step, world.future_map, CPU).tolist() == [55]
 
 
@@ -131,11 +153,11 @@ def test_the_snapshot_does_not_see_later_changes() -> None:
     """The scheduler goes on while the forward waits: rows move, pages are appended, ids grow."""
     world = World()
     batch = world.snapshot((0, 6, False), (1, 7, True))
-    before = (batch.page_table_BP.copy(), batch.input_ids_T.copy(), batch.starts_B.copy())
+    before = (batch.page_table_BP.copy(), batch.input_ids.copy(), batch.starts_B.copy())
     world.ledger.rows.write(world.row(0), 0, [31, 30, 29])
     world.reqs[0].ids[0] = 999
     world.snapshot((0, 4, True))
-    for old, new in zip(before, (batch.page_table_BP, batch.input_ids_T, batch.starts_B), strict=True):
+    for old, new in zip(before, (batch.page_table_BP, batch.input_ids, batch.starts_B), strict=True):
         np.testing.assert_array_equal(old, new)
 
 
@@ -143,7 +165,7 @@ def test_the_forward_batch_is_frozen() -> None:
     world = World()
     fb = world.forward_batch(world.snapshot((0, 6, False)))
     with pytest.raises(AttributeError):
-        fb.is_extend = False  # type: ignore[misc]
+        fb.num_decodes = 1  # type: ignore[misc]
 
 
 def test_the_future_map_keeps_one_token_for_each_row() -> None:

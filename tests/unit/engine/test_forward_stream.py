@@ -20,8 +20,8 @@ def batch(number: int) -> ModelWorkerBatch:
     """Its number is its only input token."""
     empty = np.zeros(0)
     return ModelWorkerBatch(
-        is_extend=True,
-        input_ids_T=np.array([number]),
+        num_decodes=0,
+        input_ids=np.array([number]),
         rows_B=np.zeros(1, dtype=np.int64),
         starts_B=np.zeros(1, dtype=np.int64),
         lengths_B=np.ones(1, dtype=np.int64),
@@ -55,7 +55,7 @@ class GatedRunner:
     def forward(self, batch: ModelWorkerBatch) -> int:
         self.began.set()
         assert self.gate.wait(10)
-        number = int(batch.input_ids_T[0])
+        number = int(batch.input_ids[0])
         self.order.append(number)
         self.threads.add(threading.get_ident())
         if number == self.fails_at:

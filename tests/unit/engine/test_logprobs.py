@@ -54,7 +54,7 @@ class World:
             schedule(req, length, samples=req.kv_len + length == len(req.ids))
             for req, length in zip(self.reqs, lengths, strict=True)
         )
-        return snapshot(ScheduleBatch(items, is_extend=True), self.ledger.rows, (), frozenset())
+        return snapshot(ScheduleBatch(extends=items), self.ledger.rows, (), frozenset())
 
 
 def check(found: TokenLogprobs, expected_V: np.ndarray, token_id: int, wanted: LogprobParams | None) -> None:

@@ -109,7 +109,7 @@ class World:
         chosen = self.rng.sample(self.reqs, self.rng.randint(1, len(self.reqs)))
         items = tuple(schedule(req, 1, samples=True) for req in chosen)
         inputs = snapshot(
-            ScheduleBatch(items, is_extend=False), self.ledger.rows, (), frozenset(), self.counted_rows
+            ScheduleBatch(decodes=items), self.ledger.rows, (), frozenset(), self.counted_rows
         ).sampling
         logits = 4 * torch.randn(len(items), V, generator=self.generator)
         expected = [
@@ -177,7 +177,7 @@ def test_nobody_asks_and_nothing_is_there() -> None:
     world = World(2, late=False)
     world.arrive("none")
     items = (schedule(world.reqs[0], 1, samples=True),)
-    inputs = snapshot(ScheduleBatch(items, is_extend=False), world.ledger.rows, (), frozenset()).sampling
+    inputs = snapshot(ScheduleBatch(decodes=items), world.ledger.rows, (), frozenset()).sampling
     assert (inputs.penalties, inputs.biases, inputs.logprobs) == (None, None, None)
     assert world.table._num_output_NV.numel() == 0
 
@@ -203,7 +203,7 @@ def test_a_row_is_penalized_alike_alone_and_in_a_batch(name: str) -> None:
     outcomes = []
     for world in (alone, together):
         items = tuple(schedule(req, 1, samples=True) for req in world.reqs)
-        inputs = snapshot(ScheduleBatch(items, is_extend=False), world.ledger.rows, (), frozenset()).sampling
+        inputs = snapshot(ScheduleBatch(decodes=items), world.ledger.rows, (), frozenset()).sampling
         batch = logits.expand(len(items), V).clone()
         world.run(batch, inputs)
         outcomes.append(batch[0])

@@ -48,7 +48,7 @@ def sampling_inputs(params: list[SamplingParams], positions: list[int]) -> Sampl
         req = Req(ReqKey("router", f"r{i}"), [1], 1, p, Timeline(Role.DECODE), 1000, num_sampled=position)
         req.kv = ledger.admit(ledger.match_prefix([1], ""), "")
         items.append(schedule(req, 1, samples=True))
-    return snapshot(ScheduleBatch(tuple(items), is_extend=False), ledger.rows, (), EOS).sampling
+    return snapshot(ScheduleBatch(decodes=tuple(items)), ledger.rows, (), EOS).sampling
 
 
 def params_of(name: str, **more: object) -> SamplingParams:

@@ -33,7 +33,7 @@ def item(req: Req, position: int | None) -> ScheduledReq:
 
 
 def decode(*items: ScheduledReq) -> ScheduleBatch:
-    return ScheduleBatch(items, is_extend=False)
+    return ScheduleBatch(decodes=items)
 
 
 def allowed(mask: VocabMask, row: int) -> set[int]:

@@ -24,7 +24,7 @@ def admit(ledger: KVLedger, req: Req) -> Req:
 
 
 def extend(req: Req, length: int, *, samples: bool = True) -> ScheduleBatch:
-    return ScheduleBatch((schedule(req, length, samples=samples),), is_extend=True)
+    return ScheduleBatch(extends=(schedule(req, length, samples=samples),))
 
 
 def commit(ledger: KVLedger, batch: ScheduleBatch, *tokens: int) -> Committed:
@@ -54,7 +54,7 @@ def test_a_decode_step_shares_nothing(make_kv_ledger: MakeLedger, make_req: Make
     commit(ledger, extend(admit(ledger, req), 11), 55)
     assert req.kv is not None
     before = req.kv.num_tree_pages
-    commit(ledger, ScheduleBatch((schedule(req, 1, samples=True),), is_extend=False), 56)
+    commit(ledger, ScheduleBatch(decodes=(schedule(req, 1, samples=True),)), 56)
     assert (req.kv.num_tree_pages, req.kv.kv_committed_len) == (before, 12)
     assert req.ids[11:] == [55, 56]
 
@@ -67,7 +67,7 @@ def test_tokens_go_to_those_who_sample_in_order(make_kv_ledger: MakeLedger, make
         schedule(reqs[1], 4, samples=False),
         schedule(reqs[2], 6, samples=True),
     )
-    out = commit(ledger, ScheduleBatch(items, is_extend=True), 51, 52)
+    out = commit(ledger, ScheduleBatch(extends=items), 51, 52)
     assert out.sampled == [reqs[0], reqs[2]]
     assert [req.ids[6:] for req in reqs] == [[51], [], [52]]
 
@@ -79,7 +79,7 @@ def test_results_in_flight_of_a_request_that_is_gone_are_dropped(
     """Its neighbour in the batch still gets its own token, not the stale one's."""
     ledger = make_kv_ledger()
     gone, stays = admit(ledger, make_req(6)), admit(ledger, make_req(6))
-    batch = ScheduleBatch((schedule(gone, 6, samples=True), schedule(stays, 6, samples=True)), is_extend=True)
+    batch = ScheduleBatch(extends=(schedule(gone, 6, samples=True), schedule(stays, 6, samples=True)))
     gone.drop_results_in_flight() if drop == "retracted" else gone.end(Finish("abort"))
     out = commit(ledger, batch, 51, 52)
     assert (out.computed, out.sampled) == ([stays], [stays])
@@ -94,7 +94,7 @@ def test_a_step_launched_before_the_eos_was_seen_is_dropped(
 ) -> None:
     ledger, req = make_kv_ledger(), make_req(6)
     first = extend(admit(ledger, req), 6)
-    second = ScheduleBatch((schedule(req, 1, samples=True),), is_extend=False)
+    second = ScheduleBatch(decodes=(schedule(req, 1, samples=True),))
     assert commit(ledger, first, 7).finished == [req]
     assert req.timeline.stage is ReqStage.FINISHED
     out = commit(ledger, second, 99)

@@ -24,7 +24,7 @@ def test_scheduling_moves_the_arithmetic_at_once(make_kv_ledger: MakeLedger, mak
         (10, 1, 1),
     ]
     assert (req.kv_len, req.num_sampled, req.output_len, req.num_wanted) == (11, 2, 0, 1)
-    assert ScheduleBatch((first, second, third), is_extend=True).num_tokens == 11
+    assert ScheduleBatch(extends=(first, second, third)).num_tokens == 11
 
 
 def test_a_request_wants_decode_until_its_last_token_is_asked_for(make_req: MakeReq) -> None:
