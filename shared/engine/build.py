@@ -280,6 +280,10 @@ def resolve_num_host_pages(config: NodeConfig, num_pages: int, page_nbytes: int,
     """
     policy, tokens = config.schedule.retract_policy, config.cache.host_kv_tokens
     if policy == "recompute":
+        if tokens:
+            raise ConfigError(
+                f"--host-kv-tokens {tokens}: --retract-policy recompute copies nothing to the host"
+            )
         return 0
     if tokens is None:
         by_itself = device.type == "cuda" or policy == "host"

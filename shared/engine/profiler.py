@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shared import log
 from shared.errors import RequestError
 from shared.protocol.messages import StartProfile, StopProfile
 
@@ -33,6 +34,8 @@ class Profiler:
         self._profile: Any = None
         self._steps_left: int | None = None
         self._traces = 0
+        self._written: str | None = None
+        """Where the last trace is that ended by itself, until somebody asks."""
 
     def span(self, name: str) -> AbstractContextManager[object]:
         """Names what runs inside it in a trace; costs next to nothing while there is none."""
@@ -48,6 +51,7 @@ class Profiler:
             raise RequestError(f"--profile-dir {self._folder}: {error.strerror}") from None
         if not os.access(self._folder, os.W_OK):
             raise RequestError(f"--profile-dir {self._folder}: not writable")
+        self._written = None
         self._traces += 1
         self._steps_left = num_steps
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -84,22 +88,38 @@ class Profiler:
             return
         self._steps_left -= 1
         if self._steps_left <= 0:
-            self.stop()
+            self._stop_by_itself()
 
     def stop(self) -> str:
-        """Write the trace, in Chrome's format; returns where it is. Raises RequestError when none is running."""
+        """Write the trace, in Chrome's format; returns where it is.
+
+        One that has ended by itself, after `num_steps`, is told once. Raises RequestError when there is none, or
+        when it cannot be written.
+        """
         if self._profile is None:
-            raise RequestError("no profile is running")
+            written, self._written = self._written, None
+            if written is None:
+                raise RequestError("no profile is running")
+            return written
         profile, self._profile = self._profile, None
-        profile.stop()
         path = self._path()
-        profile.export_chrome_trace(str(path))
+        try:
+            profile.stop()
+            profile.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            raise RequestError(f"{path}: the trace cannot be written: {error}") from error
         return str(path)
 
     def close(self) -> None:
         """Write what is running."""
         if self._profile is not None:
-            self.stop()
+            self._stop_by_itself()
+
+    def _stop_by_itself(self) -> None:
+        try:
+            self._written = self.stop()
+        except RequestError as error:
+            log.warn("profile_lost", reason=error.message)
 
     def _path(self) -> Path:
         return (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared import log
@@ -34,22 +34,25 @@ class Round:
         self,
         waiting: Sequence[Req],
         running: Sequence[Req],
+        being_computed: Sequence[Req],
         ledger: KVLedger,
         rng: random.Random,
         peeks: dict[tuple[Req, int], Peek],
     ) -> None:
         self.waiting = waiting
         self.running = running
+        self.being_computed = being_computed
         self.rng = rng
         self._ledger = ledger
         self._peeks = peeks
 
     def cached_prefix(self, req: Req) -> Peek:
-        """The longest prefix of `req` in the RadixCache; looking is no use of it."""
-        key = req, len(req.ids)
+        """The longest prefix in the RadixCache that `req` could use; looking is no use of it."""
+        ids = req.matchable_ids
+        key = req, len(ids)
         peek = self._peeks.get(key)
         if peek is None:
-            peek = self._peeks[key] = self._ledger.peek_prefix(req.ids, req.extra_key)
+            peek = self._peeks[key] = self._ledger.peek_prefix(ids, req.extra_key)
         return peek
 
     def num_cached_tokens(self, req: Req) -> int:
@@ -84,8 +87,12 @@ def shuffled(round_: Round) -> SortKey:
 
 
 def routing_key(round_: Round) -> SortKey:
-    """The routing key that is most frequent in the running batch first, ties by key; then those without a match."""
-    count = Counter(req.routing_key for req in round_.running if req.routing_key)
+    """The routing key that is most frequent among the running first, ties by key; then those without a match.
+
+    Who is being prefilled runs as well: a prefill node has no other running requests.
+    """
+    running = [*round_.running, *round_.being_computed]
+    count = Counter(req.routing_key for req in running if req.routing_key)
     return lambda req: (0, -count[req.routing_key], req.routing_key) if req.routing_key in count else (1,)
 
 
@@ -125,7 +132,7 @@ class SchedulePolicy:
         return self._configured
 
     def order(
-        self, waiting: Sequence[Req], running: Sequence[Req], being_computed: Iterable[Req], step: int
+        self, waiting: Sequence[Req], running: Sequence[Req], being_computed: Sequence[Req], step: int
     ) -> list[Req]:
         """Who may be offered to the PrefillAdder now, in which order.
 
@@ -136,7 +143,7 @@ class SchedulePolicy:
         if self._peeked_at != self._ledger.radix_cache.num_changes:
             self._peeked_at = self._ledger.radix_cache.num_changes
             self._peeks = {}
-        round_ = Round(waiting, running, self._ledger, self._rng, self._peeks)
+        round_ = Round(waiting, running, being_computed, self._ledger, self._rng, self._peeks)
         key, level = POLICIES[policy](round_), self._priority.level
 
         def full_key(req: Req) -> tuple[Any, ...]:
@@ -148,7 +155,7 @@ class SchedulePolicy:
         return ordered
 
     def _without_followers(
-        self, ordered: Sequence[Req], being_computed: Iterable[Req], round_: Round
+        self, ordered: Sequence[Req], being_computed: Sequence[Req], round_: Round
     ) -> list[Req]:
         soon_cached = WaitingPrefixes(self._ledger.page_size, self._options)
         for req in being_computed:

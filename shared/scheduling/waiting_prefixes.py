@@ -38,5 +38,6 @@ class WaitingPrefixes:
         """Whether enough of what `req` lacks has been announced by another."""
         if num_cached_tokens > self._check:
             return False
-        announced = self._tree.peek(req.ids, min(len(req.ids) - 1, self._depth), req.extra_key)
+        ids = req.matchable_ids
+        announced = self._tree.peek(ids, min(len(ids) - 1, self._depth), req.extra_key)
         return announced.num_pages * self._page_size - num_cached_tokens >= self._deprioritize

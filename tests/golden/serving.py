@@ -27,12 +27,16 @@ def node_config(
     retract_every: int = 0,
     max_total_tokens: int = 16384,
     disable_radix_cache: bool = False,
+    host_kv_tokens: int = 0,
     **schedule: float,
 ) -> NodeConfig:
     return NodeConfig(
         model=ModelOptions(model=str(folder), dtype="float32", device="cpu", cpu_threads=1),
         cache=CacheOptions(
-            page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=disable_radix_cache
+            page_size=page_size,
+            max_total_tokens=max_total_tokens,
+            disable_radix_cache=disable_radix_cache,
+            host_kv_tokens=host_kv_tokens,
         ),
         schedule=ScheduleOptions(
             chunked_prefill_size=chunk,

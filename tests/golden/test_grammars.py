@@ -144,7 +144,7 @@ def test_alone(
 
 @topologies
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-@pytest.mark.parametrize("retract_every", [0, 3])
+@pytest.mark.parametrize(("retract_every", "way"), [(0, "recompute"), (3, "recompute"), (3, "host")])
 def test_all_at_once_beside_requests_without_a_grammar(
     zoo: Zoo,
     expected: dict[str, list[int]],
@@ -152,8 +152,15 @@ def test_all_at_once_beside_requests_without_a_grammar(
     topology: object,
     overlap: bool,
     retract_every: int,
+    way: str,
 ) -> None:
-    client: Client = client_of(topology, overlap=overlap, retract_every=retract_every)  # type: ignore[operator]
+    client: Client = client_of(  # type: ignore[operator]
+        topology,
+        overlap=overlap,
+        retract_every=retract_every,
+        retract_policy=way,
+        host_kv_tokens=8192 if way == "host" else 0,
+    )
     cluster = client.cluster
     plain = [6, 7, 8]
     plain_keys = [client.submit(zoo.prompts(MODEL)[i], GREEDY) for i in plain]
@@ -162,7 +169,9 @@ def test_all_at_once_beside_requests_without_a_grammar(
     cluster.run_all()
     assert {name: cluster.tokens(key) for name, key in keys.items()} == expected
     assert [cluster.tokens(key) for key in plain_keys] == [zoo.greedy(MODEL, i) for i in plain]
-    assert bool(cluster.nodes["d0"].scheduler.batcher.num_retractions) == bool(retract_every)
+    count = cluster.nodes["d0"].scheduler.batcher.retraction.count
+    assert bool(count.num_recompute) == (retract_every > 0 and way == "recompute")
+    assert bool(count.num_host) == (way == "host")
     cluster.assert_idle()
 
 

@@ -130,17 +130,26 @@ def test_a_cached_prompt_is_computed_as_far_as_asked(
 
 @topologies
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@pytest.mark.parametrize("host_kv_tokens", [0, 4096], ids=["recompute", "host"])
 def test_retraction_tells_no_position_twice(
-    zoo: Zoo, llama: Path, tokens: list[int], topology: Topology, overlap: bool
+    zoo: Zoo, llama: Path, tokens: list[int], topology: Topology, overlap: bool, host_kv_tokens: int
 ) -> None:
     """What is computed again after a retraction is not told again, and the prompt is not judged again."""
-    config = node_config(llama, overlap=overlap, retract_every=3)
+    way = "host" if host_kv_tokens else "recompute"
+    config = node_config(
+        llama,
+        overlap=overlap,
+        retract_every=3,
+        host_kv_tokens=host_kv_tokens,
+        retract_policy=way,  # type: ignore[arg-type]
+    )
     with topology(config) as cluster:
         key = submit_beside_others(zoo, Client(cluster), greedy(0))
         cluster.run_all()
         answer = cluster.router.answers[key]
         check(llama, zoo.prompts("llama")[PROMPT], tokens, answer, greedy(0))
-        assert cluster.nodes["d0"].scheduler.batcher.num_retractions > 3
+        count = cluster.nodes["d0"].scheduler.batcher.retraction.count
+        assert getattr(count, f"num_{way}") > 3
         told = Counter(answer.told)
         assert Counter(answer.judged) == told + Counter({-1: told[0]})  # whoever tells a token judges it
         assert told.pop(0) == (

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from shared.config import CacheOptions, ScheduleOptions
 from shared.engine.build import make_ledger
 from shared.kvcache.ledger import KVLedger
+from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import ReqKey, Role
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.priority import PriorityRule
@@ -36,6 +37,7 @@ class World:
         count = rng.randrange(12) if num_waiting is None else num_waiting
         self.waiting = [self.req(f"w{i}") for i in range(count)]
         self.running = [self.req(f"r{i}") for i in range(rng.randrange(6))]
+        self.prefilling = [self.req(f"p{i}") for i in range(rng.randrange(3))]
 
     def tokens(self) -> tuple[str, list[int]]:
         """Of a small alphabet, so that many share a beginning."""
@@ -46,11 +48,16 @@ class World:
         rng = self.rng
         extra_key, ids = self.tokens()
         output_len = rng.randrange(3)
+        judged_from = rng.choice([None, None, -1, rng.randrange(len(ids))])
         return Req(
             key=ReqKey("router", rid),
             ids=ids + [rng.randrange(2) for _ in range(output_len)],
             num_input_ids=len(ids),
-            params=SamplingParams(max_new_tokens=rng.randint(3, 9), temperature=0.0),
+            params=SamplingParams(
+                max_new_tokens=rng.randint(3, 9),
+                temperature=0.0,
+                logprobs=None if judged_from is None else LogprobParams(start_len=judged_from),
+            ),
             timeline=Timeline(Role.DECODE),
             max_output_len=9,
             num_sampled=output_len,
@@ -62,10 +69,10 @@ class World:
         )
 
     def cached_len(self, req: Req) -> int:
-        """The longest whole-page prefix, short of the last token, that some computed sequence begins with."""
+        """The longest whole-page prefix of what may be cached that some computed sequence begins with."""
         return max(
             (
-                shared_len(req.ids[:-1], ids, self.page_size)
+                shared_len(cacheable(req), ids, self.page_size)
                 for key, ids in self.cached
                 if key == req.extra_key
             ),
@@ -78,7 +85,9 @@ class World:
             **{"in_batch_prefix_deprioritize_threshold": NEVER, **options},  # type: ignore[arg-type]
         )
         rule = PriorityRule(schedule)
-        return SchedulePolicy(schedule, self.ledger, rule).order(self.waiting, self.running, (), step)
+        return SchedulePolicy(schedule, self.ledger, rule).order(
+            self.waiting, self.running, self.prefilling, step
+        )
 
 
 def compute(ledger: KVLedger, ids: Sequence[int], extra_key: str) -> None:
@@ -87,6 +96,14 @@ def compute(ledger: KVLedger, ids: Sequence[int], extra_key: str) -> None:
     assert ledger.grow(kv, len(ids))
     kv.kv_committed_len = len(ids)
     ledger.cache_finished_req(kv, ids)
+
+
+def cacheable(req: Req) -> list[int]:
+    """All but the last token; of a prompt that is judged, what comes before that."""
+    wanted = req.params.logprobs
+    if wanted is not None and wanted.start_len >= 0 and len(req.ids) == req.num_input_ids:
+        return req.ids[: wanted.start_len]
+    return req.ids[:-1]
 
 
 def shared_len(a: Sequence[int], b: Sequence[int], page_size: int) -> int:
@@ -120,8 +137,9 @@ def by_dfs_weight(world: World, reqs: list[Req]) -> list[Req]:
 
 
 def by_routing_key(world: World, reqs: list[Req]) -> list[Req]:
-    keys = {req.routing_key for req in world.running} - {""}
-    often = {key: sum(req.routing_key == key for req in world.running) for key in keys}
+    running = [*world.running, *world.prefilling]
+    keys = {req.routing_key for req in running} - {""}
+    often = {key: sum(req.routing_key == key for req in running) for key in keys}
     ranked = sorted(sorted(keys), key=lambda key: often[key], reverse=True)
     matched = [req for key in ranked for req in reqs if req.routing_key == key]
     return matched + [req for req in reqs if req not in matched]
@@ -198,11 +216,11 @@ def test_a_peek_sees_what_a_match_finds_and_changes_nothing(seed: int) -> None:
         return [(id(n), n.last_access, n.lock_ref, len(n.pages)) for n in cache._nodes()]
 
     before = state()
-    peeks = [world.ledger.peek_prefix(req.ids, req.extra_key) for req in world.waiting]
+    peeks = [world.ledger.peek_prefix(req.matchable_ids, req.extra_key) for req in world.waiting]
     assert state() == before
     for req, peek in zip(world.waiting, peeks, strict=True):
         assert peek.num_pages * world.page_size == world.cached_len(req)
-        match = world.ledger.match_prefix(req.ids, req.extra_key)
+        match = world.ledger.match_prefix(req.matchable_ids, req.extra_key)
         assert len(match.pages) == peek.num_pages
 
 
@@ -221,8 +239,8 @@ def test_who_waits_for_a_prefix(policy: str, seed: int, check: int, worth: int) 
         cached = world.cached_len(req)
         shared = max(
             (
-                shared_len(req.ids[:-1], other.ids, world.page_size)
-                for other in expected
+                shared_len(cacheable(req), other.ids, world.page_size)
+                for other in (*world.prefilling, *expected)
                 if other.extra_key == req.extra_key
             ),
             default=0,

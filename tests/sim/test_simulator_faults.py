@@ -23,11 +23,17 @@ NOTICED_S = 0.1
 
 
 def small(
-    *, pool_tokens: int = 128, retract_every: int = 0, forward_fault: float = 0.0, overlap: bool = True
+    *,
+    pool_tokens: int = 128,
+    host_kv_tokens: int = 0,
+    retract_every: int = 0,
+    forward_fault: float = 0.0,
+    overlap: bool = True,
 ) -> NodeShape:
     """Three or four requests fill such a node."""
     return NodeShape(
         pool_tokens=pool_tokens,
+        host_kv_tokens=host_kv_tokens,
         page_size=BLOCK_TOKENS,
         context_length=96,
         forward_fault=forward_fault,
@@ -36,6 +42,7 @@ def small(
             max_running_requests=6,
             num_reserved_decode_tokens=2,
             retract_every=retract_every,
+            retract_policy="host" if host_kv_tokens else "recompute",
             disable_overlap_schedule=not overlap,
         ),
     )
@@ -64,7 +71,10 @@ def assert_all_ended_and_empty(fleet: SimFleet) -> None:
 @pytest.mark.parametrize("place", list(Place))
 def test_one_fault_at_each_place(place: Place, fault: Fault) -> None:
     saboteur = Saboteur(place, fault, nth=2)
-    shape = small(retract_every=3 if place is Place.RETRACTED else 0)
+    on_host = place in (Place.ON_HOST, Place.COPIED_BACK)
+    shape = small(
+        retract_every=3 if on_host or place is Place.RETRACTED else 0, host_kv_tokens=256 if on_host else 0
+    )
     fleet = fleet_2p2d(shape, on_step=saboteur.look)
     saboteur.fleet = fleet
     fleet.submit(chats(random.Random(3), 120, gap_s=0.004, block_tokens=BLOCK_TOKENS))
@@ -96,6 +106,7 @@ def test_many_faults_at_random(seed: int) -> None:
     rng = random.Random(seed)
     node = small(
         pool_tokens=rng.choice([96, 128, 400]),
+        host_kv_tokens=rng.choice([0, 16, 256]),
         retract_every=rng.choice([0, 3, 7]),
         forward_fault=rng.choice([0.0, 0.02]),
         overlap=rng.random() < 0.7,
@@ -109,13 +120,19 @@ def test_many_faults_at_random(seed: int) -> None:
     requests = chats(rng, 80, gap_s=rng.choice([0.005, 0.05]), block_tokens=BLOCK_TOKENS, output_len=(1, 24))
     fleet.submit(requests)
     end_s = requests[-1].at_s
-    for i in range(rng.randrange(4)):
+    num_kills = rng.randrange(4)
+    for i in range(num_kills):
         fleet.loop.at(rng.uniform(0, end_s), kill_and_replace, fleet, f"again{i}")
+    ended_by_us: set[str] = set()
     for _ in range(12):
-        fleet.loop.at(rng.uniform(0, end_s), hang_up_or_stop, fleet)
+        fleet.loop.at(rng.uniform(0, end_s), hang_up_or_stop, fleet, ended_by_us)
     fleet.run(max_events=MAX_EVENTS)
     assert len(fleet.outcomes) + fleet.num_refused == len(requests)
     assert_all_ended_and_empty(fleet)
+    others = [outcome for outcome in fleet.outcomes.values() if outcome.rid not in ended_by_us]
+    if num_kills == 0 and network.transfer_fault == node.forward_fault == 0.0:
+        assert all(outcome.ok for outcome in others)
+    assert sum(outcome.ok for outcome in others) > len(others) // 10, "faults are rarer than that"
 
 
 def kill_and_replace(fleet: SimFleet, name: str) -> None:
@@ -124,11 +141,12 @@ def kill_and_replace(fleet: SimFleet, name: str) -> None:
     fleet.start(f"{victim.ref.node_id[0]}-{name}", victim.role)
 
 
-def hang_up_or_stop(fleet: SimFleet) -> None:
+def hang_up_or_stop(fleet: SimFleet, ended_by_us: set[str]) -> None:
     live = [outcome for outcome in fleet.outcomes.values() if outcome.req is not None]
     if not live:
         return
     outcome = fleet.random.choice(live)
+    ended_by_us.add(outcome.rid)
     assert outcome.req is not None
     if fleet.random.random() < 0.5:
         fleet.dispatcher.release(outcome.req)

@@ -55,8 +55,7 @@ def test_decisions_are_those_of_the_golden_trace(policy: str) -> None:
 def test_policies_decide_differently() -> None:
     golden: Decisions = json.loads(GOLDEN.read_text())
     assert set(golden) == set(POLICIES)
-    assert golden["routing-key"] == golden["fcfs"], "no request has a routing key"
-    assert len({json.dumps(decisions) for decisions in golden.values()}) == len(POLICIES) - 1
+    assert len({json.dumps(decisions) for decisions in golden.values()}) == len(POLICIES)
 
 
 def test_the_golden_burst_retracts() -> None:

@@ -22,6 +22,8 @@ class Place(StrEnum):
     TRANSFER = "transfer_queue"
     RUNNING = "running_batch"
     RETRACTED = "retracted"
+    ON_HOST = "retracted, its KV on the host"
+    COPIED_BACK = "running_batch, its KV coming back from the host"
 
 
 class Fault(StrEnum):
@@ -49,9 +51,9 @@ def places(node: SimNode) -> Iterator[tuple[Place, ReqKey]]:
             case ReqStage.TRANSFERRING:
                 yield (Place.INFLIGHT if node.role is Role.PREFILL else Place.TRANSFER), key
             case ReqStage.DECODING:
-                yield Place.RUNNING, key
+                yield (Place.COPIED_BACK if req.host_pages else Place.RUNNING), key
             case ReqStage.RETRACTED:
-                yield Place.RETRACTED, key
+                yield (Place.ON_HOST if req.host_pages else Place.RETRACTED), key
 
 
 class Saboteur:

@@ -11,6 +11,7 @@ from router.dispatch import Deadlines, Dispatcher, Work
 from router.metrics import Metrics
 from router.policy import RoundRobin
 from router.running_req import Aborted, RunningReq
+from router.scheduling_hints import SchedulingHints
 from shared.errors import RequestError
 from shared.protocol.messages import CacheEvents, CacheResync, Failed, Finish, NotCached, Role, Tokens
 from shared.protocol.sampling_params import SamplingParams
@@ -180,7 +181,8 @@ class SimFleet:
     def send(self, request: SimRequest) -> Outcome | None:
         """Dispatch one request now; None when no node can take it. The client allows twice the output it will get."""
         params = SamplingParams(max_new_tokens=2 * request.output_len, temperature=0.0)
-        work = Work(input_ids=request.input_ids(), params=params)
+        hints = SchedulingHints(routing_key=request.routing_key)
+        work = Work(input_ids=request.input_ids(), params=params, hints=hints)
         try:
             req = self.dispatcher.start(work, lambda: self._take(outcome))
         except RequestError:

@@ -38,6 +38,7 @@ class NodeShape:
     context_length: int = 8_192
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
     disable_radix_cache: bool = False
+    host_kv_tokens: int = 0
     kv_bytes_per_token: int = 16_384
     """Of the network model: the built-in model in bfloat16 has 8 layers x K and V x 4 heads x 32."""
     forward_fault: float = 0.0
@@ -221,6 +222,7 @@ def _config(shape: NodeShape) -> NodeConfig:
         page_size=shape.page_size,
         max_total_tokens=shape.pool_tokens,
         disable_radix_cache=shape.disable_radix_cache,
+        host_kv_tokens=shape.host_kv_tokens,
     )
     model = ModelOptions(context_length=shape.context_length)
     return NodeConfig(model=model, cache=cache, schedule=shape.schedule)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.kvcache.host_pages import PageCopy
 from shared.scheduling.sampled import Sampled
 from shared.scheduling.schedule_batch import ScheduleBatch
 from tests.sim.simulator.cost_model import CostModel
@@ -17,6 +18,9 @@ FIRST_OUTPUT_TOKEN = 2
 NUM_OUTPUT_TOKENS = 50_000
 VOCAB_SIZE = 1 << 40
 """Token ids of prompts count blocks of traces up to here; see `trace`."""
+
+PAGE_COPY_S = 2e-5
+"""512 KiB, a page of 32 tokens of the built-in model, over PCIe 4."""
 
 TokenOf = Callable[[str, int], int]
 """(rid, output position) -> token. Whoever computes it, wherever, whenever: the same."""
@@ -49,6 +53,20 @@ class SimResult:
         if self.failed:
             raise ForwardFailed("forward told to fail")
         return Sampled(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SimCopyResult:
+    """A copy between device and host."""
+
+    clock: NodeClock
+    done_at: float
+    seconds: float
+
+    def wait(self) -> float:
+        """See CopyResult."""
+        self.clock.wait_until(self.done_at)
+        return self.seconds
 
 
 class SimStream:
@@ -103,6 +121,12 @@ class SimStream:
     def sample(self, forwarded: SimResult, vocab_mask: object = None) -> SimResult:
         """See ForwardStream. Nothing is drawn, so nothing is masked."""
         return forwarded
+
+    def copy(self, pages: PageCopy) -> SimCopyResult:
+        """See ForwardStream."""
+        seconds = PAGE_COPY_S * len(pages.host_pages)
+        self._free_at = max(self._free_at, self._clock()) + seconds
+        return SimCopyResult(self._clock, self._free_at, seconds)
 
     def close(self) -> None:
         """See ForwardStream."""

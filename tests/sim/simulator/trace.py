@@ -41,6 +41,7 @@ class SimRequest:
     output_len: int
     blocks: tuple[int, ...]
     block_tokens: int
+    routing_key: str = ""
 
     def input_ids(self) -> tuple[int, ...]:
         """Its made-up prompt. Built when it is sent: a fleet's prompts would not fit into memory at once."""

@@ -17,7 +17,10 @@ def chats(
     prompt_blocks: tuple[int, int] = (1, 8),
     output_len: tuple[int, int] = (1, 16),
 ) -> list[SimRequest]:
-    """`num` requests, on average `gap_s` apart, over `num_prompts` shared beginnings of four blocks each."""
+    """`num` requests, on average `gap_s` apart, over `num_prompts` shared beginnings of four blocks each.
+
+    The beginning is also the routing key.
+    """
     at_s, own, requests = 0.0, 1000, []
     for _ in range(num):
         at_s += rng.expovariate(1 / gap_s)
@@ -27,7 +30,11 @@ def chats(
         blocks += range(own, own + length - len(blocks))
         own += length
         input_len = length * block_tokens - rng.randrange(block_tokens)
-        requests.append(SimRequest(at_s, input_len, rng.randint(*output_len), tuple(blocks), block_tokens))
+        requests.append(
+            SimRequest(
+                at_s, input_len, rng.randint(*output_len), tuple(blocks), block_tokens, f"prompt {first}"
+            )
+        )
     return requests
 
 

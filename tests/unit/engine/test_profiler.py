@@ -64,6 +64,7 @@ def test_it_ends_by_itself_after_so_many_steps_that_worked(tmp_path: Path) -> No
     assert not path.exists()
     profiler.step_done(True)
     assert path.exists()
+    assert profiler.stop() == str(path), "told once"
     with pytest.raises(RequestError, match="no profile is running"):
         profiler.stop()
 
@@ -85,6 +86,22 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(RequestError, match=r"--profile-dir .*file"):
         start(Profiler(str(file), "d0"))
+
+
+def test_a_trace_that_cannot_be_written_ends_nothing_but_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    profiler = Profiler(str(folder), "d0")
+    for num_steps in (None, 1):
+        start(profiler, num_steps)
+        folder.rmdir()
+        if num_steps is None:
+            ok, why = profiler.obey(StopProfile(1))
+            assert not ok
+            assert "cannot be written" in why
+        else:
+            profiler.step_done(True)
+    start(profiler)
+    assert Path(profiler.stop()).exists()
 
 
 @pytest.mark.parametrize("node", ["p0", "d0"])
