@@ -48,9 +48,9 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# One JSON line for each figure in the README.
+# Tables of the figures in the README on stderr, one JSON line for each on stdout. ARGS name some of the benches.
 bench: $(INSTALLED)
-	@$(BIN)/python -m tests.bench
+	@$(BIN)/python -m tests.bench $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

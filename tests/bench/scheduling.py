@@ -8,7 +8,6 @@ waiting queue is put in order and its first request is tried and found too large
 from __future__ import annotations
 
 import gc
-import json
 import random
 import statistics
 import time
@@ -26,6 +25,7 @@ from shared.scheduling.req import Req
 from shared.scheduling.schedule_batch import ScheduleBatch
 from shared.scheduling.schedule_policy import LPM_MAX_WAITING, POLICIES
 from shared.timeline import Timeline
+from tests.bench.table import report
 
 PAGE_SIZE = 16
 NUM_PAGES = 16_000
@@ -148,11 +148,10 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def main() -> list[dict[str, Any]]:
+def main() -> Iterator[dict[str, Any]]:
     """All rows."""
-    return [measure(case) for case in cases()]
+    return map(measure, cases())
 
 
 if __name__ == "__main__":
-    for row in main():
-        print(json.dumps(row), flush=True)
+    report(main())

@@ -21,6 +21,8 @@ from typing import Any
 
 import httpx
 
+from tests.bench.table import report
+
 VOCAB_SIZE = 4096
 ROUNDS = 2
 OUTPUT_TOKENS = 128
@@ -163,5 +165,4 @@ def main() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    for figure in main():
-        print(json.dumps(figure))
+    report(main())

@@ -2,7 +2,8 @@
 
 policy   hit ratio and TTFT of each `--schedule-policy` on one prefill node whose KV pool is small for its traffic:
          a public trace of conversations, which share little, and few-shot prompts, which share much
-fleet    100,000 requests over 1,000 nodes: the minutes that takes here
+fleet    100,000 requests over 1,000 nodes: the minutes that takes here. They are many, so it runs only when asked
+         for: `python -m tests.bench.simulation fleet`
 
 Everything above the device and the network is the real code; see tests/sim/README.md. Times are virtual seconds of
 the cost model in cost_model.json, except the wall minutes.
@@ -13,16 +14,16 @@ from __future__ import annotations
 import gc
 import heapq
 import itertools
-import json
 import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shared.config import ScheduleOptions
 from shared.scheduling.schedule_policy import POLICIES
+from tests.bench.table import report
 from tests.sim.simulator.cost_model import CostModel, load_cost_model
 from tests.sim.simulator.fleet import FleetShape, SimFleet
 from tests.sim.simulator.node import NodeShape
@@ -149,15 +150,13 @@ def percentile(ordered: list[float], percent: int) -> float:
     return ordered[max(-(-len(ordered) * percent // 100) - 1, 0)]
 
 
-def main() -> list[dict[str, Any]]:
-    """Run everything and return the figures."""
+def main() -> Iterator[dict[str, Any]]:
+    """Every policy on both workloads."""
     costs = load_cost_model()
-    figures = [
-        run_policy(workload, policy, costs) for workload in (MOONCAKE, "few_shot") for policy in POLICIES
-    ]
-    return [*figures, run_fleet()]
+    for workload in (MOONCAKE, "few_shot"):
+        for policy in POLICIES:
+            yield run_policy(workload, policy, costs)
 
 
 if __name__ == "__main__":
-    for figure in [run_fleet()] if "fleet" in sys.argv[1:] else main():
-        print(json.dumps(figure), flush=True)
+    report([run_fleet()] if "fleet" in sys.argv[1:] else main())

@@ -7,7 +7,6 @@ flight, nothing but send and recv) and the whole path (offers, grants, gather, d
 from __future__ import annotations
 
 import datetime
-import json
 import multiprocessing
 import statistics
 import threading
@@ -37,6 +36,7 @@ from shared.protocol.messages import (
     Ready,
     ReqKey,
 )
+from tests.bench.table import report
 
 NUM_LAYERS, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM = 16, 8, 16, 64
 LAYOUT = KVLayout("bench", "bfloat16", PAGE_SIZE, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM)
@@ -227,5 +227,4 @@ def measure(options: TransferOptions) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for figures in main():
-        print(json.dumps(figures))
+    report(main())

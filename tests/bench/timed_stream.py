@@ -1,0 +1,62 @@
+"""A device that needs no GIL: forwards that are nothing but a time, as a GPU's are to the scheduler's thread."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.scheduling.sampled import Sampled
+
+VOCAB_SIZE = 4096
+SPIN_S = 2e-4
+"""A sleep ends about so much too late; the last of a wait is therefore spun, as CUDA does."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedResult:
+    """`copy_done` of a forward that ends at `done_at`, whatever Python does meanwhile."""
+
+    done_at: float
+    token_ids: list[int]
+
+    def wait(self) -> Sampled:
+        """See GenerationBatchResult."""
+        left = self.done_at - time.perf_counter()
+        if left > SPIN_S:
+            time.sleep(left - SPIN_S)
+        while time.perf_counter() < self.done_at:
+            pass
+        return Sampled(self.token_ids)
+
+
+class TimedStream:
+    """A ForwardStream whose forwards run one after the other, each for a given time of the wall clock.
+
+    There is no worker thread on purpose: it would need the GIL to begin the next forward, and a device does not.
+    Queueing a forward is free, as it nearly is with a CUDA graph. A token is a function of (seed, output position),
+    so that a request's output is the same whatever it is batched with, and ends where its seed says.
+    """
+
+    def __init__(self, *, step_s: float, prompt_token_s: float = 0.0) -> None:
+        self._step_s = step_s
+        self._prompt_token_s = prompt_token_s
+        self._free_at = 0.0
+
+    def submit(self, batch: ModelWorkerBatch) -> TimedResult:
+        """See ForwardStream. Every token beyond one of each sequence costs `prompt_token_s`."""
+        num_more = int(batch.lengths_B.sum()) - len(batch.rows_B)
+        self._free_at = max(self._free_at, time.perf_counter())
+        self._free_at += self._step_s + num_more * self._prompt_token_s
+        return TimedResult(self._free_at, (batch.sampling.uniforms * VOCAB_SIZE).astype(int).tolist())
+
+    def sample(self, forwarded: TimedResult, vocab_mask: object = None) -> TimedResult:
+        """See ForwardStream."""
+        return forwarded
+
+    def copy(self, pages: object) -> TimedResult:
+        """See ForwardStream."""
+        raise NotImplementedError("there is no KV to copy")
+
+    def close(self) -> None:
+        """See ForwardStream."""
