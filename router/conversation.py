@@ -115,8 +115,8 @@ class Conversation:
                 self._events.on_tokens(self._node, entries)
             case Failed():
                 self._events.on_failed(self._node, message)
-            case Pong(_, load):
-                self._node.pong(load, time.monotonic())
+            case Pong():
+                self._node.pong(message, time.monotonic())
             case Answered():
                 self._on_answered(message)
             case CacheEvents():

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from router.metrics import Metrics
+from router.node_counts import NodeCounts
 from router.placement import Fleet, Placement, Plan
 from router.policy import RoutingPolicy
 from router.running_req import Aborted, Node, RunningReq
@@ -71,11 +72,13 @@ class Dispatcher:
         clock: Clock = time.monotonic,
     ) -> None:
         self._incarnation = incarnation
+        self._counts = NodeCounts()
         self._placement = Placement(
             fleet,
             prefill_policy=prefill_policy,
             decode_policy=decode_policy,
             local_prefill_tokens=local_prefill_tokens,
+            counts=self._counts,
         )
         self._deadlines = deadlines
         self._metrics = metrics
@@ -188,6 +191,7 @@ class Dispatcher:
             req.holders.remove(node)
             self._end(req, error=error)
             return
+        self._leave_decode(req)
         req.try_again(plan.nodes, plan.max_new_tokens)
         event("not_cached", rid=key.rid, node=node.ref.node_id)
         self._send(req.key, work, plan)
@@ -199,10 +203,18 @@ class Dispatcher:
                 req.holders.remove(node)
                 message = f"{node.role} node {node.ref.node_id} was lost: {reason}"
                 self._end(req, error=RequestError(message, status=503, code="node_lost"))
+        self._counts.lost(node)
 
     # ------------------------------------------------------------------------------------------ inside
     def _plan(self, work: Work, *, split: bool) -> Plan:
-        return self._placement.plan(work.input_ids, work.params.max_new_tokens, work.extra_key, split=split)
+        judged, num_input_ids = work.params.logprobs, len(work.input_ids)
+        return self._placement.plan(
+            work.input_ids,
+            work.params.max_new_tokens,
+            work.extra_key,
+            num_matchable=judged.num_matchable(num_input_ids) if judged else num_input_ids - 1,
+            split=split,
+        )
 
     def _send(self, key: ReqKey, work: Work, plan: Plan) -> None:
         params = msgspec.structs.replace(
@@ -213,6 +225,7 @@ class Dispatcher:
         output_ids: tuple[int, ...] = ()
         if plan.decode is not None:
             source = plan.prefill.ref if plan.prefill else None
+            self._counts.sent(plan.decode)
             plan.decode.send(
                 Decode(
                     key,
@@ -259,5 +272,11 @@ class Dispatcher:
             if node is not req.finished_by:
                 node.send(message)
         req.holders = []
+        self._leave_decode(req)
         del self._running[req.key.rid], self._works[req.key.rid]
         self._metrics.ended(req)
+
+    def _leave_decode(self, req: RunningReq) -> None:
+        for node in req.nodes:
+            if node.role is Role.DECODE:
+                self._counts.ended(node)

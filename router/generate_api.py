@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from router.fields import Fields, parse_object, shown
 from router.generation import Generation, GenerationGroup, Generator, Prompt
-from router.logprobs import check_start_len, native_logprobs, read_native_logprobs
+from router.logprobs import NativeLogprobs, check_num_native, check_start_len, read_native_logprobs
 from router.responses import json_response, read_body, stream_response, while_connected
 from router.sampling import NATIVE, Sampling, check_batch_size, read_sampling
 from router.scheduling_hints import read_hints
@@ -104,6 +104,7 @@ async def read_generate(
         )
         for rid, input_ids, sampling, wanted in zip(rids, ids, samplings, logprobs, strict=True)
     ]
+    check_num_native(prompts)
     as_list = batched or len(prompts) > 1 or samplings[0].n > 1
     return GenerateRequest(
         prompts=prompts,
@@ -137,31 +138,42 @@ def meta_info(generation: Generation, *, with_timeline: bool) -> dict[str, objec
 async def _answer(group: GenerationGroup, asked: GenerateRequest, tokenizer: Tokenizer) -> object:
     with group:
         generations = await group.finished()
-        answers = [_output(generation, asked, tokenizer) for generation in generations]
+        answers = [await _Output(generation, asked, tokenizer).so_far() for generation in generations]
     return answers if asked.as_list else answers[0]
 
 
 async def _events(
     group: GenerationGroup, asked: GenerateRequest, tokenizer: Tokenizer
 ) -> AsyncGenerator[object, None]:
+    outputs = [_Output(generation, asked, tokenizer) for generation in group.generations]
     with group:
         async for generation, _ in group.steps():
-            event = _output(generation, asked, tokenizer)
+            event = await outputs[generation.index].so_far()
             if asked.as_list:
                 event["index"] = generation.index
             yield event
 
 
-def _output(generation: Generation, asked: GenerateRequest, tokenizer: Tokenizer) -> dict[str, object]:
-    text_of = tokenizer.token_text if asked.with_logprob_text else None
-    return {
-        "text": generation.text,
-        "output_ids": generation.output_ids,
-        "meta_info": {
-            **meta_info(generation, with_timeline=asked.with_timeline),
-            **native_logprobs(generation, text_of),
-        },
-    }
+class _Output:
+    """What the client sees of one sequence."""
+
+    def __init__(self, generation: Generation, asked: GenerateRequest, tokenizer: Tokenizer) -> None:
+        self._generation = generation
+        self._with_timeline = asked.with_timeline
+        text_of = tokenizer.token_text if asked.with_logprob_text else None
+        self._logprobs = NativeLogprobs(generation, text_of)
+
+    async def so_far(self) -> dict[str, object]:
+        """To be encoded before the next call."""
+        generation = self._generation
+        return {
+            "text": generation.text,
+            "output_ids": generation.output_ids,
+            "meta_info": {
+                **meta_info(generation, with_timeline=self._with_timeline),
+                **await self._logprobs.so_far(),
+            },
+        }
 
 
 def _read_prompts(fields: Fields, vocab_size: int) -> tuple[list[str], list[list[int]], bool]:

@@ -82,7 +82,7 @@ class Generation:
         """Take what has arrived; returns the text it adds. Raises the RequestError that ended the sequence."""
         token_ids = self.req.take()
         if self.req.error is not None:
-            raise self.req.error
+            raise self.prompt.sampling.in_terms_of_request(self.req.error)
         pieces: list[str] = []
         num_before = len(self.output_ids)
         matched = self._add(token_ids, pieces)

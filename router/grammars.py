@@ -33,6 +33,24 @@ def read_grammar(fields: Fields, *, with_response_format: bool) -> Grammar | Non
     return next(iter(found.values()), None)
 
 
+def grammar_field(fields: Fields, grammar: Grammar) -> str:
+    """What the client calls the field that `read_grammar` found `grammar` in."""
+    if fields.raw(grammar.kind) is not None:
+        return fields.name(grammar.kind)
+    asked = fields.nested("response_format")
+    if asked.raw("json_schema") is None:
+        return fields.name("response_format")
+    return asked.nested("json_schema").name("schema")
+
+
+def in_terms_of(field: str, kind: str, error: RequestError) -> RequestError:
+    """A node's error about its grammar, which it knows by its kind, with the client's `field` in its place."""
+    if error.param != kind:
+        return error
+    message = f"{field}: {error.message.removeprefix(f'{kind}: ')}"
+    return RequestError(message, status=error.status, param=field, code=error.code)
+
+
 def _response_format(fields: Fields) -> Grammar | None:
     if fields.raw("response_format") is None:
         return None

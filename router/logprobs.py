@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from router.detokenizer import Detokenizer
 from router.fields import Fields
-from router.generation import Generation
+from router.generation import Generation, Prompt
 from router.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.logprobs import (
+    MAX_INPUT_LOGPROBS,
     MAX_TOKEN_IDS_LOGPROB,
     MAX_TOP_LOGPROBS,
     OUTPUTS_ONLY,
@@ -18,6 +22,11 @@ from shared.protocol.logprobs import (
     TokenLogprobs,
 )
 
+MAX_ANSWER_LOGPROBS = 4 * MAX_INPUT_LOGPROBS
+"""Numbers about all prompts of one HTTP request, once for each choice: its answer is made in one go."""
+_WORDED_AT_ONCE = 4096
+"""Numbers about a prompt that are worded on the router's loop; more, on a thread of their own, so that other streams
+go on."""
 _MAX_START_LEN = 2**31 - 1
 _FIELDS = ("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob")
 
@@ -74,6 +83,46 @@ def check_start_len(wanted: LogprobParams | None, num_input_ids: int, where: str
         )
 
 
+def check_num_native(prompts: Sequence[Prompt]) -> None:
+    """Refuse more numbers about the prompts of /generate than can be told."""
+    _check_num(
+        prompts,
+        lambda w: (
+            f"logprob_start_len {w.start_len} with top_logprobs_num {w.top_num} and {len(w.token_ids)} "
+            "token_ids_logprob"
+        ),
+        "logprob_start_len",
+    )
+
+
+def check_num_completion(prompts: Sequence[Prompt]) -> None:
+    """Refuse more numbers about the prompts of /v1/completions than can be told."""
+    _check_num(prompts, lambda w: f"echo with logprobs {w.top_num}", "logprobs")
+
+
+def _check_num(prompts: Sequence[Prompt], named: Callable[[LogprobParams], str], param: str) -> None:
+    total = 0
+    for at, prompt in enumerate(prompts):
+        wanted = prompt.sampling.params.logprobs
+        if wanted is None:
+            continue
+        number = wanted.num_input_logprobs(len(prompt.input_ids))
+        if number > MAX_INPUT_LOGPROBS:
+            where = f"prompt {at}: " if len(prompts) > 1 else ""
+            raise RequestError(
+                f"{where}{named(wanted)} asks for {number} numbers, {wanted.numbers_per_token} for each of "
+                f"{number // wanted.numbers_per_token} prompt tokens; at most {MAX_INPUT_LOGPROBS}",
+                param=param,
+            )
+        total += number * prompt.sampling.n
+        if total > MAX_ANSWER_LOGPROBS:
+            raise RequestError(
+                f"{named(wanted)} asks for {total} numbers about prompt tokens, up to prompt {at} of "
+                f"{len(prompts)} with n {prompt.sampling.n}; at most {MAX_ANSWER_LOGPROBS} in one answer",
+                param=param,
+            )
+
+
 def read_chat_logprobs(fields: Fields) -> LogprobParams | None:
     """`logprobs` and `top_logprobs` of /v1/chat/completions."""
     top_num = fields.integer("top_logprobs", 0, low=0, high=MAX_TOP_LOGPROBS)
@@ -95,24 +144,47 @@ def read_completion_logprobs(fields: Fields, *, echo: bool) -> LogprobParams | N
 
 
 # ---------------------------------------------------------------------------------------------- answers
-def native_logprobs(generation: Generation, text_of: TextOf | None) -> dict[str, object]:
-    """The logprob fields of `meta_info` so far; `text_of` fills in texts, for those who want them."""
-    wanted = generation.prompt.sampling.params.logprobs
-    if wanted is None:
-        return {}
-    prompt = _Judged.prompt(generation, wanted)
-    output = _Judged(generation.output_ids, generation.output_logprobs)
-    answer: dict[str, object] = {
-        "input_token_logprobs": prompt.own(text_of),
-        "output_token_logprobs": output.own(text_of),
-    }
-    if wanted.top_num:
-        answer["input_top_logprobs"] = prompt.top(text_of)
-        answer["output_top_logprobs"] = output.top(text_of)
-    if wanted.token_ids:
-        answer["input_token_ids_logprobs"] = prompt.of_token_ids(wanted.token_ids, text_of)
-        answer["output_token_ids_logprobs"] = output.of_token_ids(wanted.token_ids, text_of)
-    return answer
+class NativeLogprobs:
+    """The logprob fields of `meta_info`, for a sequence that grows; with texts, where there is a `text_of`.
+
+    A stream repeats all of them in every event. They are worded once: the prompt's to JSON, which may be megabytes.
+    """
+
+    def __init__(self, generation: Generation, text_of: TextOf | None) -> None:
+        self._generation = generation
+        self._text_of = text_of
+        self._of_input: dict[str, msgspec.Raw] | None = None
+        self._num_worded = 0
+        self._of_output: dict[str, list[object]] = {}
+
+    async def so_far(self) -> dict[str, object]:
+        """To be encoded before the next call: lists grow."""
+        wanted = self._generation.prompt.sampling.params.logprobs
+        if wanted is None:
+            return {}
+        of_input = self._of_input
+        if of_input is None:
+            all_there = wanted.start_len < 0 or self._generation.req.input_logprobs is not None
+            num_input_ids = len(self._generation.prompt.input_ids)
+            if wanted.num_input_logprobs(num_input_ids) > _WORDED_AT_ONCE:
+                of_input = await asyncio.to_thread(self._input, wanted)
+            else:
+                of_input = self._input(wanted)
+            if all_there:
+                self._of_input = of_input
+        return {**of_input, **self._output(wanted)}
+
+    def _input(self, wanted: LogprobParams) -> dict[str, msgspec.Raw]:
+        worded = _Judged.prompt(self._generation, wanted).worded("input", wanted, self._text_of)
+        return {name: msgspec.Raw(msgspec.json.encode(rows)) for name, rows in worded.items()}
+
+    def _output(self, wanted: LogprobParams) -> dict[str, list[object]]:
+        first, generation = self._num_worded, self._generation
+        new = _Judged(generation.output_ids[first:], generation.output_logprobs[first:])
+        for name, rows in new.worded("output", wanted, self._text_of).items():
+            self._of_output.setdefault(name, []).extend(rows)
+        self._num_worded = len(generation.output_ids)
+        return self._of_output
 
 
 @dataclass(frozen=True)
@@ -128,6 +200,15 @@ class _Judged:
             return cls((), ())
         logprobs = (None, *generation.input_logprobs)
         return cls(generation.prompt.input_ids[wanted.start_len :][: len(logprobs)], logprobs)
+
+    def worded(self, side: str, wanted: LogprobParams, text_of: TextOf | None) -> dict[str, Sequence[object]]:
+        """The fields of `side`, "input" or "output"."""
+        fields: dict[str, Sequence[object]] = {f"{side}_token_logprobs": self.own(text_of)}
+        if wanted.top_num:
+            fields[f"{side}_top_logprobs"] = self.top(text_of)
+        if wanted.token_ids:
+            fields[f"{side}_token_ids_logprobs"] = self.of_token_ids(wanted.token_ids, text_of)
+        return fields
 
     def own(self, text_of: TextOf | None) -> list[Entry]:
         judged = zip(self.token_ids, self.logprobs, strict=True)

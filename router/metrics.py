@@ -80,6 +80,11 @@ _COUNTERS: Sequence[NodeGauge] = (
         lambda load: load.num_retractions_recompute,
     ),
     (
+        "baton:jump_forward_tokens",
+        "Output tokens that a grammar forced and nobody sampled.",
+        lambda load: load.num_jumped_tokens,
+    ),
+    (
         "baton:retraction_waits",
         "Decode steps that a request sat out, keeping its KV.",
         lambda load: load.num_retraction_waits,

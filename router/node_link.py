@@ -20,12 +20,14 @@ from router.prefix_index import PrefixIndex
 from shared.errors import LinkError
 from shared.protocol.messages import (
     FRAME_ERRORS,
+    CacheResync,
     Load,
     NodeHello,
     NodeLimits,
     NodeRef,
     NodeToRouter,
     Ping,
+    Pong,
     Refused,
     Role,
     RouterHello,
@@ -35,7 +37,7 @@ from shared.protocol.messages import (
 if TYPE_CHECKING:
     from shared.protocol.security import FleetKey
 
-_MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 64 << 20
 _MAX_QUEUED_MESSAGES = 20_000
 _CONNECT_TIMEOUT_MS = 5000
 # Turning libzmq's reconnecting off (-1) would also drop what arrived just before the connection closed.
@@ -70,7 +72,7 @@ class NodeLink:
         self._socket.reconnect_ivl = _NEVER_MS
         self._socket.connect_timeout = _CONNECT_TIMEOUT_MS
         self._socket.handshake_ivl = _CONNECT_TIMEOUT_MS
-        self._socket.maxmsgsize = _MAX_MESSAGE_BYTES
+        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
         self._socket.sndhwm = self._socket.rcvhwm = _MAX_QUEUED_MESSAGES
         if fleet_key is not None:
             fleet_key.secure_client(self._socket)
@@ -102,9 +104,13 @@ class NodeLink:
             yield _decode(frames.result())
 
     async def hello(self, incarnation: str, timeout_s: float) -> NodeHello:
-        """Introduce this router and learn what the node is. Raises LinkError."""
+        """Introduce this router and learn what the node is. Raises LinkError.
+
+        What comes before the answer was meant for an earlier connection of this router, which the node knows by
+        the same name, and ended with it.
+        """
         self.send(RouterHello(incarnation))
-        answer = asyncio.ensure_future(self.receive())
+        answer = asyncio.ensure_future(self._answer_to_hello())
         try:
             either: set[asyncio.Future[Any]] = {answer, self.lost}
             await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -112,16 +118,18 @@ class NodeLink:
                 raise LinkError(
                     self.lost.result() if self.lost.done() else f"no hello within {timeout_s:g} s"
                 )
-            message = answer.result()
+            return answer.result()
         finally:
             answer.cancel()
-        match message:
-            case NodeHello():
-                return message
-            case Refused(reason):
-                raise Refusal(f"the node refused: {reason}")
-            case _:
-                raise LinkError(f"began with {type(message).__name__} instead of NodeHello")
+
+    async def _answer_to_hello(self) -> NodeHello:
+        while True:
+            match await self.receive():
+                case NodeHello() as hello:
+                    return hello
+                case Refused(reason):
+                    raise Refusal(f"the node refused: {reason}")
+            await asyncio.sleep(0)  # receive() does not suspend while messages are waiting
 
     def lose(self, reason: str) -> None:
         """Give the link up."""
@@ -188,10 +196,12 @@ class LiveNode:
         """See running_req.Node."""
         self.link.send(message)
 
-    def pong(self, load: Load, now: float) -> None:
+    def pong(self, pong: Pong, now: float) -> None:
         """The node has answered a Ping."""
-        self.load = load
-        self.liveness.pong(now, load)
+        self.load = pong.load
+        self.liveness.pong(now, pong.load)
+        if not self.prefixes.compare(pong.cache_seq):
+            self.send(CacheResync())
         self._pong.set()
 
     async def refresh(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from router.fields import Fields, shown
 from router.generate_api import HttpLimits, read_extra_key, read_ids, read_rids
 from router.generation import Prompt
-from router.logprobs import read_chat_logprobs, read_completion_logprobs
+from router.logprobs import check_num_completion, read_chat_logprobs, read_completion_logprobs
 from router.sampling import Dialect, check_batch_size, read_sampling
 from router.scheduling_hints import read_hints
 from router.served_model import ServedModel
@@ -102,6 +102,7 @@ async def read_completion(
         )
         for rid, input_ids, sampling in zip(rids, ids, samplings, strict=True)
     ]
+    check_num_completion(prompts)
     echoes = None
     if echo:
         skip = samplings[0].skip_special_tokens

@@ -6,6 +6,13 @@ from collections.abc import Sequence
 
 from shared.protocol.messages import CacheEvents
 
+ASK_AGAIN_AFTER_EVENTS = 64
+"""Events that pass by while everything is on its way, before it is asked for again: it may have been lost."""
+ASK_AFTER_PONGS = 2
+MAX_PONGS_BEFORE_ASKING = 64
+"""Pongs in a row that tell of more than has come, before everything is asked for; twice as many each time that no
+answer comes, since a node in a long step answers pings, but not this."""
+
 
 class PrefixIndex:
     """The block hashes of one node's RadixCache. Empty while events are missing, until the node has sent them all.
@@ -16,30 +23,66 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._blocks: set[int] = set()
         self._seq: int | None = None
+        self._num_ignored = 0
+        self._num_pongs_behind = 0
+        self._patience = ASK_AFTER_PONGS
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
 
     def apply(self, events: CacheEvents) -> bool:
         """Take in events in the order of their arrival. False: some are missing, so ask the node for all."""
         if events.reset:
             self._blocks = set(events.stored)
-            self._seq = events.seq
+            self._heard(events.seq)
             return True
-        if self._seq is None:
-            return True  # all has been asked for and is on its way
+        if self._seq is None:  # all has been asked for
+            self._num_ignored += 1
+            return self._num_ignored % ASK_AGAIN_AFTER_EVENTS != 0
         if events.seq != self._seq + 1:
-            self._blocks.clear()
-            self._seq = None
+            self._forget()
             return False
         self._blocks.difference_update(events.removed)
         self._blocks.update(events.stored)
-        self._seq = events.seq
+        self._heard(events.seq)
         return True
 
-    def num_blocks(self, hashes: Sequence[int]) -> int:
-        """How many blocks from the start of a sequence the node holds."""
-        for at, block in enumerate(hashes):
-            if block not in self._blocks:
+    def compare(self, seq: int | None) -> bool:
+        """Compare with the last `seq` that the node has told, as its Pong says. False as `apply`.
+
+        So it is noticed that the last events were lost, or all of them, though no others follow.
+        """
+        if seq is None or (self._seq is not None and self._seq >= seq):
+            self._num_pongs_behind = 0
+            return True
+        self._num_pongs_behind += 1
+        if self._num_pongs_behind < self._patience:
+            return True
+        self._forget()
+        self._patience = min(2 * self._patience, MAX_PONGS_BEFORE_ASKING)
+        return False
+
+    def num_blocks(self, hashes: Sequence[int], at_least: int = 0) -> int:
+        """How many blocks from the start of a sequence the node holds; 0 if they are not even `at_least` so many.
+
+        A node that holds a block holds those before it, so the first `at_least` cost one look.
+        """
+        if at_least and hashes[at_least - 1] not in self._blocks:
+            return 0
+        for at in range(at_least, len(hashes)):
+            if hashes[at] not in self._blocks:
                 return at
         return len(hashes)
+
+    def _heard(self, seq: int) -> None:
+        self._seq = seq
+        self._num_ignored = self._num_pongs_behind = 0
+        self._patience = ASK_AFTER_PONGS
+
+    def _forget(self) -> None:
+        self._blocks.clear()
+        self._seq = None
+        self._num_ignored = self._num_pongs_behind = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from router.fields import Fields, shown
-from router.grammars import read_grammar
+from router.grammars import grammar_field, in_terms_of, read_grammar
 from shared.errors import RequestError
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.sampling_params import (
@@ -47,6 +47,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
+    grammar_field: str | None = None
+    """Where in the request the grammar was."""
 
     def judged(self, wanted: LogprobParams | None) -> Sampling:
         """The same, with the logprobs that are `wanted`."""
@@ -55,6 +57,12 @@ class Sampling:
     def choice(self, index: int) -> SamplingParams:
         """The node's part for choice `index` of n: the seeds of choices follow each other."""
         return msgspec.structs.replace(self.params, seed=(self.params.seed + index) & MAX_SEED)
+
+    def in_terms_of_request(self, error: RequestError) -> RequestError:
+        """A node's error, naming the field that the client used."""
+        if self.params.grammar is None or self.grammar_field is None:
+            return error
+        return in_terms_of(self.grammar_field, self.params.grammar.kind, error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +93,7 @@ def read_sampling(fields: Fields, dialect: Dialect, vocab_size: int) -> Sampling
     if min_new_tokens > max_new_tokens:
         raise fields.wrong(dialect.min_new_tokens, f"at most the maximum of new tokens, {max_new_tokens}")
     seed = fields.optional_integer(dialect.seed, low=-MAX_SEED - 1, high=MAX_SEED)
+    grammar = read_grammar(fields, with_response_format=dialect.has_response_format)
     # Whether spaces go between special tokens only mattered to slow tokenizers; both values are served alike.
     fields.boolean("spaces_between_special_tokens", True)
     return Sampling(
@@ -105,13 +114,14 @@ def read_sampling(fields: Fields, dialect: Dialect, vocab_size: int) -> Sampling
                 "repetition_penalty", 1.0, low=0.0, high=MAX_PENALTY, above_low=True
             ),
             logit_bias=_logit_bias(fields, vocab_size),
-            grammar=read_grammar(fields, with_response_format=dialect.has_response_format),
+            grammar=grammar,
             seed=secrets.randbelow(MAX_SEED) if seed is None else seed & MAX_SEED,
         ),
         n=fields.integer("n", 1, low=1, high=MAX_CHOICES),
         stop=fields.strings("stop", max_count=MAX_STOPS, max_chars=MAX_STOP_CHARS),
         no_stop_trim=fields.boolean("no_stop_trim", False),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        grammar_field=None if grammar is None else grammar_field(fields, grammar),
     )
 
 

@@ -155,6 +155,8 @@ class ScriptedRouter:
                 self.not_cached.append(key)
             case Pong():
                 self.loads[node] = message.load
+                if not self.prefixes[node].compare(message.cache_seq):
+                    self.outbox.send(node, CacheResync())
 
     def _judge(self, answer: Answer, entry: TokenEntry) -> None:
         """Keep logprobs by position; what is told twice (position 0, by two nodes) is the same both times."""

@@ -15,6 +15,9 @@ import msgspec
 MAX_TOP_LOGPROBS = 20
 MAX_TOKEN_IDS_LOGPROB = 1024
 OUTPUTS_ONLY = -1
+MAX_INPUT_LOGPROBS = 1 << 19
+"""Numbers (4 bytes each) about one prompt. They come in one entry of a message, and the router words them: half a
+second's work, and 15 MiB of JSON, for 511 tokens with 1,024 ids each."""
 
 
 class LogprobParams(msgspec.Struct, frozen=True, array_like=True):
@@ -26,6 +29,20 @@ class LogprobParams(msgspec.Struct, frozen=True, array_like=True):
     start_len: int = OUTPUTS_ONLY
     top_num: int = 0
     token_ids: tuple[int, ...] = ()
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Its own logprob, the likeliest with their ids, and those of `token_ids`; each takes 4 bytes."""
+        return 1 + 2 * self.top_num + len(self.token_ids)
+
+    def num_matchable(self, num_input_ids: int) -> int:
+        """How many tokens of a prompt may come from a cache: a position that is judged has to be computed."""
+        return num_input_ids - 1 if self.start_len < 0 else min(self.start_len, num_input_ids - 1)
+
+    def num_input_logprobs(self, num_input_ids: int) -> int:
+        """Numbers about a prompt; at most MAX_INPUT_LOGPROBS of them are served."""
+        num_judged = 0 if self.start_len < 0 else max(num_input_ids - 1 - self.start_len, 0)
+        return num_judged * self.numbers_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +78,11 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     def num_tokens(self) -> int:
         """N."""
         return len(self.chosen) // 4
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parts."""
+        return len(self.chosen) + len(self.top_ids) + len(self.top) + len(self.of_token_ids)
 
     def unpack(self) -> list[TokenLogprobs]:
         """One record for each token."""

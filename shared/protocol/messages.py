@@ -105,6 +105,8 @@ class Load(Record, frozen=True):
     num_free_host_pages: int = 0
     schedule_policy: str = ""
     """The policy in effect, which may be a simpler one than --schedule-policy."""
+    num_jumped_tokens: int = 0
+    """Output tokens that a grammar forced and nobody sampled; `num_generated_tokens` counts them as well."""
 
 
 class Finish(Record, frozen=True):
@@ -263,10 +265,11 @@ class Failed(Struct, frozen=True):
 
 
 class Pong(Struct, frozen=True):
-    """Answer to Ping."""
+    """Answer to Ping. `cache_seq` is that of the last CacheEvents sent before it; None: none have been sent."""
 
     seq: int
     load: Load
+    cache_seq: int | None = None
 
 
 class CacheEvents(Struct, frozen=True):
@@ -381,8 +384,9 @@ class Handoff(Struct, frozen=True):
     """The end of a prefill: with it and all pages, the decode node can go on by itself.
 
     `total_pages` counts from the start of the sequence (prefix pages that the decode node already held
-    included). `token_ids` are what the prefill node sampled, `position` the output position of the first;
-    `kv_len` is the number of tokens whose KV is in the pages; `digest` is `record_digest` of the sequence.
+    included). `token_ids` are what the prefill node sampled, and jumped over after it; `position` is the
+    output position of the first; `kv_len` is the number of tokens whose KV is in the pages; `digest` is
+    `record_digest` of the sequence.
     The logprobs are those that the prefill node tells the router: the decode node repeats them with position 0.
     """
 

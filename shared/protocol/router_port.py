@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shared import log
@@ -34,6 +34,8 @@ from shared.protocol.outbox import Outbox
 from shared.timeline import Clock
 
 MAX_REMEMBERED_KEYS = 65_536
+MAX_TOKENS_NBYTES = 16 << 20
+"""Of the logprobs in one Tokens message, unless it has a single entry: routers take messages of up to 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,9 @@ class RouterPort:
         self._clock = clock
         self._inbox: deque[FromRouter] = deque()
         self._last_heard: dict[str, float] = {}
+        self._followers: dict[str, None] = {}
+        """Routers that know what this node is and how its cache began; used by the scheduler thread only."""
+        self._cache_seq: int | None = None
         self._dispatched: OrderedDict[ReqKey, None] = OrderedDict()
         self._entries: dict[str, list[TokenEntry]] = {}
 
@@ -76,7 +81,7 @@ class RouterPort:
                 self._outbox.send(router, self._hello)
                 self._queue(router, message)
             case Ping():
-                self._outbox.send(router, Pong(message.seq, self._load()))
+                self._outbox.send(router, Pong(message.seq, self._load(), self._cache_seq))
             case _:
                 self._queue(router, message)
 
@@ -123,9 +128,10 @@ class RouterPort:
         self._outbox.send(key.router, Failed(key, status, message, param))
 
     def flush(self) -> None:
-        """Send the tokens of this step, one message to each router."""
+        """Send the tokens of this step, one message to each router, or several where logprobs make it large."""
         for router, entries in self._entries.items():
-            self._outbox.send(router, Tokens(tuple(entries)))
+            for part in _parts(entries):
+                self._outbox.send(router, Tokens(part))
         self._entries.clear()
 
     def not_cached(self, key: ReqKey) -> None:
@@ -133,13 +139,16 @@ class RouterPort:
         self._outbox.send(key.router, NotCached(key))
 
     def tell_all(self, events: CacheEvents) -> None:
-        """Send events to every router that is there."""
-        for router in list(self._last_heard):
+        """Send events to every router that follows them."""
+        for router in self._followers:
             self._outbox.send(router, events)
+        self._cache_seq = events.seq  # not before they are queued: a Pong never runs ahead of them
 
     def tell(self, router: str, events: CacheEvents) -> None:
-        """Send events to one router."""
+        """Send all there is to one router, which follows what comes from now on until it falls silent."""
+        self._followers[router] = None
         self._outbox.send(router, events)
+        self._cache_seq = events.seq
 
     def answer(self, router: str, call_id: int, ok: bool, detail: str = "") -> None:
         """Answer a call."""
@@ -151,6 +160,7 @@ class RouterPort:
         silent = {router for router, heard in list(self._last_heard.items()) if now - heard > timeout_s}
         for router in silent:
             self._last_heard.pop(router, None)
+            self._followers.pop(router, None)
         return silent
 
     def leave(self, reason: str) -> None:
@@ -158,3 +168,17 @@ class RouterPort:
         self.flush()
         for router in list(self._last_heard):
             self._outbox.send(router, Leaving(reason))
+
+
+def _parts(entries: list[TokenEntry]) -> Iterator[tuple[TokenEntry, ...]]:
+    """The same entries in the same order, in runs that fit into a message."""
+    part: list[TokenEntry] = []
+    nbytes = 0
+    for entry in entries:
+        added = sum(known.nbytes for known in (entry.logprobs, entry.input_logprobs) if known is not None)
+        if part and nbytes + added > MAX_TOKENS_NBYTES:
+            yield tuple(part)
+            part, nbytes = [], 0
+        part.append(entry)
+        nbytes += added
+    yield tuple(part)

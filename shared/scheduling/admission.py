@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from shared.errors import RequestError
-from shared.protocol.logprobs import MAX_TOP_LOGPROBS, OUTPUTS_ONLY, LogprobParams
+from shared.protocol.logprobs import (
+    MAX_INPUT_LOGPROBS,
+    MAX_TOKEN_IDS_LOGPROB,
+    MAX_TOP_LOGPROBS,
+    OUTPUTS_ONLY,
+    LogprobParams,
+)
 from shared.protocol.messages import Decode, NodeLimits, Prefill
 from shared.protocol.sampling_params import MAX_LOGIT_BIAS, MAX_PENALTY, SamplingParams
 from shared.scheduling.req import Req
@@ -100,7 +106,18 @@ def _check_logprobs(wanted: LogprobParams, num_input_ids: int, vocab_size: int) 
             f"top_logprobs_num: {wanted.top_num} is not between 0 and {MAX_TOP_LOGPROBS}",
             param="top_logprobs_num",
         )
-    if not all(0 <= i < vocab_size for i in wanted.token_ids):
+    if len(wanted.token_ids) > MAX_TOKEN_IDS_LOGPROB or not all(
+        0 <= i < vocab_size for i in wanted.token_ids
+    ):
         raise RequestError(
-            f"token_ids_logprob: ids are between 0 and {vocab_size - 1}", param="token_ids_logprob"
+            f"token_ids_logprob: at most {MAX_TOKEN_IDS_LOGPROB} ids between 0 and {vocab_size - 1}",
+            param="token_ids_logprob",
+        )
+    num_logprobs = wanted.num_input_logprobs(num_input_ids)
+    if num_logprobs > MAX_INPUT_LOGPROBS:
+        raise RequestError(
+            f"logprob_start_len {wanted.start_len}, top_logprobs_num {wanted.top_num} and {len(wanted.token_ids)} "
+            f"token_ids_logprob ask for {num_logprobs} numbers about {num_input_ids} prompt tokens; at most "
+            f"{MAX_INPUT_LOGPROBS}",
+            param="logprob_start_len",
         )

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from shared.protocol.block_hash import block_hashes
-from shared.protocol.messages import CacheEvents, ReqKey, RouterHello
+from shared.protocol.messages import CacheEvents, Ping, ReqKey, RouterHello
 from shared.protocol.sampling_params import SamplingParams
 from tests.cluster import ROUTER, Cluster
 from tests.sim.test_races import config
@@ -99,6 +99,27 @@ def test_a_router_that_missed_something_asks_for_everything() -> None:
         assert len(index) == 0
         follower_is_exact(cluster, "d0")
         assert len(index) > 0
+
+
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_a_router_that_missed_the_last_event_sees_so_in_a_pong(num_lost: int) -> None:
+    """It cannot see a gap before the next event, which may never come; the first answer to it may be lost too."""
+    with pair_that_has_met() as cluster:
+        served(cluster, "a", PROMPT, "p0")
+        follower_is_exact(cluster, "d0")
+        cluster.network.drop_next(CacheEvents, num_lost)
+        cluster.nodes["d0"].engine.ledger.flush()
+        cluster.step()
+        cluster.step()
+        assert len(cluster.router.prefixes["d0"]) > 0, "nobody has told it"
+        for n in range(10):
+            cluster.router.outbox.send("d0", Ping(n))
+            cluster.step()
+            cluster.step()
+        assert len(cluster.router.prefixes["d0"]) == 0
+        served(cluster, "b", PROMPT, "p0")
+        follower_is_exact(cluster, "d0")
+        assert len(cluster.router.prefixes["d0"]) > 0
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -98,6 +98,7 @@ def test_what_happened_is_told_with_every_pong() -> None:
         assert load.num_host_pages == 64 and load.num_free_host_pages < 64
         cluster.run_all(check=True)
         cluster.assert_idle()
+        cluster.step()  # the answer to its last Ping is on its way
         load = cluster.router.loads["d0"]
         assert load.num_free_host_pages == 64 and load.num_retracted == 0
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
+import msgspec
 import pytest
 
+from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, Logprobs
 from shared.protocol.messages import (
     Answered,
+    CacheEvents,
+    CacheResync,
     Cancel,
     Failed,
     Finish,
@@ -30,7 +35,7 @@ from shared.protocol.messages import (
     TokenEntry,
     Tokens,
 )
-from shared.protocol.router_port import FromRouter, RouterPort
+from shared.protocol.router_port import MAX_TOKENS_NBYTES, FromRouter, RouterPort
 
 HELLO = NodeHello(
     NodeRef("p0", "p0#1", "tcp://127.0.0.1:7100"),
@@ -45,7 +50,13 @@ class RecordingOutbox:
     def __init__(self) -> None:
         self.sent: list[tuple[str, Struct]] = []
 
+        self.before: Callable[[], None] | None = None
+        """What another thread does just before the next message is queued."""
+
     def send(self, to: str, message: Struct) -> None:
+        if self.before is not None:
+            before, self.before = self.before, None
+            before()
         self.sent.append((to, message))
 
     def take(self) -> list[tuple[str, Struct]]:
@@ -189,3 +200,87 @@ def test_every_router_is_told_that_the_node_leaves(rig: Rig) -> None:
         ("one", Leaving("maintenance")),
         ("two", Leaving("maintenance")),
     ]
+
+
+ALL = CacheEvents(3, (1, 2), (), reset=True)
+MORE = CacheEvents(4, (5,), (2,))
+
+
+def test_a_router_hears_of_the_cache_after_what_the_node_is(rig: Rig) -> None:
+    """The scheduler thread tells of a step just when the control thread is about to answer the greeting."""
+    rig.outbox.before = lambda: rig.port.tell_all(MORE)
+    rig.port.on_message("one", RouterHello("one"))
+    rig.port.tell_all(MORE)
+    assert rig.outbox.take() == [("one", HELLO)], "it does not know yet what these events follow"
+    (heard,) = rig.port.take()
+    rig.port.tell(heard.router, ALL)
+    rig.port.tell_all(MORE)
+    assert rig.outbox.take() == [("one", ALL), ("one", MORE)]
+
+
+def test_who_was_refused_or_only_pings_hears_nothing_of_the_cache(rig: Rig) -> None:
+    rig.port.on_message("one", RouterHello("two"))
+    rig.port.on_message("two", Ping(1))
+    rig.port.take()
+    rig.outbox.take()
+    rig.port.tell_all(MORE)
+    assert rig.outbox.take() == []
+
+
+def test_a_silent_router_is_told_of_the_cache_again_when_it_asks(rig: Rig) -> None:
+    for router in ("one", "two"):
+        rig.port.on_message(router, RouterHello(router))
+        rig.port.tell(router, ALL)
+    rig.now += 11
+    rig.port.on_message("two", Ping(1))
+    assert rig.port.take_silent(10) == {"one"}
+    rig.outbox.take()
+    rig.port.tell_all(MORE)
+    assert rig.outbox.take() == [("two", MORE)]
+    rig.port.on_message("one", Ping(2))  # it was only asleep, and sees that it has missed something
+    assert rig.outbox.take() == [("one", Pong(2, rig.load, MORE.seq))]
+    rig.port.on_message("one", CacheResync())
+    rig.port.tell("one", CacheEvents(4, (1, 5), (), reset=True))
+    rig.outbox.take()
+    rig.port.tell_all(CacheEvents(5, (), (1,)))
+    assert {to for to, _ in rig.outbox.take()} == {"one", "two"}
+
+
+def test_a_pong_never_runs_ahead_of_the_events(rig: Rig) -> None:
+    """Else a router that has missed nothing would ask for everything."""
+    rig.port.on_message("one", Ping(1))
+    assert rig.outbox.take() == [("one", Pong(1, rig.load, None))]
+    rig.port.tell("one", ALL)
+    rig.outbox.take()
+    rig.outbox.before = lambda: rig.port.on_message("one", Ping(2))
+    rig.port.tell_all(MORE)
+    rig.port.on_message("one", Ping(3))
+    assert rig.outbox.take() == [
+        ("one", Pong(2, rig.load, ALL.seq)),
+        ("one", MORE),
+        ("one", Pong(3, rig.load, MORE.seq)),
+    ]
+
+
+def test_tokens_with_many_logprobs_are_several_messages_in_order(rig: Rig) -> None:
+    largest = Logprobs(bytes(4 * MAX_INPUT_LOGPROBS))
+    for i in range(20):
+        rig.port.say_token(key(str(i)), 0, (5,), None, None, Logprobs(bytes(4)), largest if i % 4 else None)
+    rig.port.flush()
+    sent = [message for _, message in rig.outbox.take()]
+    entries = []
+    for message in sent:
+        assert isinstance(message, Tokens)
+        assert len(msgspec.msgpack.encode(message)) < MAX_TOKENS_NBYTES + 10_000
+        entries += message.entries
+    assert [entry.key.rid for entry in entries] == [str(i) for i in range(20)]
+    assert len(sent) == 3, "no more messages than needed"
+
+
+def test_an_entry_that_is_too_large_goes_alone(rig: Rig) -> None:
+    huge = Logprobs(bytes(MAX_TOKENS_NBYTES + 4))
+    for rid, known in (("a", None), ("b", huge), ("c", huge), ("d", None)):
+        rig.port.say_token(key(rid), 0, (5,), None, None, None, known)
+    rig.port.flush()
+    rids = [[e.key.rid for e in m.entries] for _, m in rig.outbox.take() if isinstance(m, Tokens)]
+    assert rids == [["a"], ["b"], ["c"], ["d"]]

@@ -128,6 +128,8 @@ class FakeNode:
         self.flags = flags or {}
         self.heard: list[RouterToNode] = []
         self.load = Load()
+        self.cache_seq: int | None = None
+        self.before_hello: list[NodeToRouter] = []
         self.silent = False
         self.refuses = ""
         self.flushes = True
@@ -196,13 +198,15 @@ class FakeNode:
             match message:
                 case RouterHello():
                     self.identities.append(self._router.decode())
+                    for message_before in self.before_hello:
+                        self.send(message_before)
                     if self.refuses:
                         self.send(Refused(self.refuses))
                         continue
                     self.send(NodeHello(self.ref, self.role, self.layout, self.limits, self.flags))
                 case Ping(seq):
                     if not self.silent:
-                        self.send(Pong(seq, self.load))
+                        self.send(Pong(seq, self.load, self.cache_seq))
                     continue
                 case Flush(call_id):
                     self.send(Answered(call_id, self.flushes))

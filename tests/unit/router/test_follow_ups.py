@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import struct
 from pathlib import Path
 
 import httpx
+import pytest
 
 from router.config import DispatchOptions
+from router.prefix_index import ASK_AFTER_PONGS
 from shared.protocol.block_hash import block_hashes
-from shared.protocol.messages import CacheEvents, CacheResync, Decode, Load, NotCached, Prefill, Role
-from tests.unit.router.fakes import LAYOUT, FakeNode, joined_router, pair, tell_story
+from shared.protocol.logprobs import Logprobs
+from shared.protocol.messages import (
+    CacheEvents,
+    CacheResync,
+    Decode,
+    Failed,
+    Finish,
+    Load,
+    NotCached,
+    Prefill,
+    ReqKey,
+    Role,
+    TokenEntry,
+    Tokens,
+)
+from tests.unit.router.fakes import LAYOUT, FakeNode, joined_router, pair, say_nothing, tell_story
 
 SIZE = LAYOUT.page_size
 IDS = [3 + i % 50 for i in range(5 * SIZE)]
@@ -115,6 +133,83 @@ def test_without_a_prefill_node_there_is_no_limit(model_folder: Path) -> None:
             async with joined_router(model_folder, [decode], dispatch=SHORT) as (_, client):
                 await holds(client, decode, 4)
                 assert await ask(client) == decode.story[:4]
+
+    asyncio.run(run())
+
+
+def test_a_burst_is_shared_by_those_that_hold_the_same(model_folder: Path) -> None:
+    """No pong comes in between, so no load tells the router what it has just sent."""
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            prefill = await stack.enter_async_context(FakeNode(Role.PREFILL))
+            decodes = [await stack.enter_async_context(FakeNode(Role.DECODE, f"d{i}")) for i in range(4)]
+            for node in decodes:
+                node.delay_s = 0.02
+            joined = joined_router(model_folder, [prefill, *decodes], dispatch=SHORT)
+            _, client = await stack.enter_async_context(joined)
+            for node in decodes:
+                await holds(client, node, 4)
+            await asyncio.gather(*(ask(client) for _ in range(40)))
+            assert [len(node.all(Decode)) for node in decodes] == [10] * 4
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_is_judged_is_not_sent_to_who_would_decline(model_folder: Path) -> None:
+    async def judged(node: FakeNode, work: Prefill | Decode) -> None:
+        known = Logprobs(struct.pack("<f", -1.0))
+        entry = TokenEntry(work.key, 0, (5,), Finish("length"), logprobs=known, input_logprobs=known)
+        node.send(Tokens((entry,)))
+
+    async def run() -> None:
+        async with (
+            pair(prefill=say_nothing, decode=judged) as (prefill, decode),
+            joined_router(model_folder, [prefill, decode], dispatch=SHORT) as (_, client),
+        ):
+            await holds(client, decode, 5)
+            for start_len, alone in ((0, False), (3 * SIZE, False), (4 * SIZE, True), (-1, True)):
+                await ask(client, return_logprob=True, logprob_start_len=start_len)
+                assert (decode.all(Decode)[-1].prefill is None) == alone, start_len
+
+    asyncio.run(run())
+
+
+def test_what_an_earlier_connection_left_does_not_disturb_the_greeting(model_folder: Path) -> None:
+    """A node knows a router by name: what it said to the connection before may come over this one."""
+    key = ReqKey("router", "1")
+    left = [CacheEvents(7, (1, 2), (3,)), Tokens((TokenEntry(key, 0, (1,)),)), Failed(key, 503, "gone")]
+
+    async def run() -> None:
+        async with FakeNode(Role.DECODE) as decode:
+            decode.before_hello = list(left)
+            async with joined_router(model_folder, [decode]) as (_, client):
+                await ask(client)
+                assert len(decode.identities) == 1, "the first dial was the only one"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("what", ["the first answer", "the last event"])
+def test_what_was_lost_is_noticed_though_nothing_follows(model_folder: Path, what: str) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            joined_router(model_folder, [prefill, decode], dispatch=SHORT) as (_, client),
+        ):
+            if what == "the last event":
+                await holds(client, decode, 4)
+            decode.cache_seq = 1
+            for _ in range(ASK_AFTER_PONGS):
+                await settle(client)
+            await decode.wait_for(CacheResync)
+            blocks = tuple(block_hashes(IDS[: 4 * SIZE], SIZE))
+            decode.send(CacheEvents(1, blocks, (), reset=True))
+            for _ in range(3 * ASK_AFTER_PONGS):
+                await settle(client)
+            await ask(client)
+            assert decode.all(Decode)[0].prefill is None
+            assert len(decode.all(CacheResync)) == 1
 
     asyncio.run(run())
 

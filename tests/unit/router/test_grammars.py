@@ -10,9 +10,9 @@ import pytest
 
 from router.fields import Fields
 from router.grammars import read_grammar
-from shared.protocol.messages import Decode, Prefill
+from shared.protocol.messages import Decode, Failed, Prefill
 from shared.protocol.sampling_params import Grammar
-from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.fakes import FakeNode, joined_router, pair, say_nothing
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 
@@ -74,5 +74,44 @@ def test_both_nodes_are_told_by_every_route(model_folder: Path) -> None:
             told = [*nodes[0].all(Prefill), *nodes[1].all(Decode)]
             assert len(told) == 6
             assert {message.params.grammar for message in told} == {Grammar("json_schema", '{"type":"null"}')}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind", "field"),
+    [
+        ("/generate", {"text": "a", "sampling_params": {"regex": "("}}, "regex", "sampling_params.regex"),
+        ("/generate", {"text": ["a"], "sampling_params": [{"ebnf": "x"}]}, "ebnf", "sampling_params[0].ebnf"),
+        ("/v1/completions", {"prompt": "a", "regex": "("}, "regex", "regex"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "json_schema",
+            "response_format.json_schema.schema",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "response_format": {"type": "json_object"}},
+            "json_schema",
+            "response_format",
+        ),
+    ],
+)
+def test_a_nodes_error_names_the_clients_field(
+    model_folder: Path, path: str, body: dict[str, object], kind: str, field: str
+) -> None:
+    async def run() -> None:
+        async def refuse(node: FakeNode, work: Prefill | Decode) -> None:
+            node.send(Failed(work.key, 400, f"{kind}: no such {kind}: thing", kind))
+
+        async with (
+            pair(prefill=refuse, decode=say_nothing) as nodes,
+            joined_router(model_folder, list(nodes)) as (_, client),
+        ):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert (error["param"], error["message"]) == (field, f"{field}: no such {kind}: thing")
 
     asyncio.run(run())

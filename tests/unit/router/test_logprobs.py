@@ -9,12 +9,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from router.generation import Generation, Prompt
+from router.logprobs import MAX_ANSWER_LOGPROBS, NativeLogprobs
+from router.node_link import MAX_MESSAGE_BYTES
+from router.running_req import RunningReq
+from router.sampling import Sampling
 from router.tokenizer import Tokenizer
-from shared.protocol.logprobs import LogprobParams, Logprobs
-from shared.protocol.messages import Decode, Finish, Prefill, ReqReport, TokenEntry, Tokens
-from shared.protocol.sampling_params import TokenBias
+from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams, Logprobs
+from shared.protocol.messages import (
+    Decode,
+    Finish,
+    NodeLimits,
+    Prefill,
+    ReqKey,
+    ReqReport,
+    TokenEntry,
+    Tokens,
+)
+from shared.protocol.router_port import MAX_TOKENS_NBYTES
+from shared.protocol.sampling_params import SamplingParams, TokenBias
 from tests.unit.router.fakes import (
     FakeNode,
     byte_level_tokenizer,
@@ -234,6 +250,136 @@ def test_tokens_without_their_logprobs_are_an_error(model_folder: Path) -> None:
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": NUM_NEW, "logprobs": True}
 COMPLETION = {"prompt": "The quick", "max_tokens": NUM_NEW, "logprobs": 2}
+
+
+@pytest.fixture(scope="module")
+def roomy() -> NodeLimits:
+    return NodeLimits(context_length=300_000, max_total_num_tokens=300_000, max_running_requests=8)
+
+
+WIDE = {"top_logprobs_num": 20, "token_ids_logprob": [7] * 983}  # 1024 numbers a token
+MOST = MAX_INPUT_LOGPROBS // 1024
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            "/generate",
+            native(input_ids=[1] * (MOST + 2), logprob_start_len=0, **WIDE),
+            f"logprob_start_len 0 with top_logprobs_num 20 and 983 token_ids_logprob asks for {1024 * (MOST + 1)} "
+            f"numbers, 1024 for each of {MOST + 1} prompt tokens; at most {MAX_INPUT_LOGPROBS}",
+        ),
+        (
+            "/generate",
+            native(input_ids=[[1], [1] * (MOST + 3)], logprob_start_len=[0, 1], **WIDE),
+            f"prompt 1: logprob_start_len 1 with top_logprobs_num 20 and 983 token_ids_logprob asks for "
+            f"{1024 * (MOST + 1)} numbers",
+        ),
+        (
+            "/generate",
+            native(input_ids=[[1] * (MOST + 1)] * 5, logprob_start_len=0, **WIDE),
+            f"asks for {5 * MAX_INPUT_LOGPROBS} numbers about prompt tokens, up to prompt 4 of 5 with n 1; "
+            f"at most {MAX_ANSWER_LOGPROBS} in one answer",
+        ),
+        (
+            "/generate",
+            native(input_ids=[1] * (MOST + 1), logprob_start_len=0, sampling_params={"n": 5}, **WIDE),
+            f"up to prompt 0 of 1 with n 5; at most {MAX_ANSWER_LOGPROBS} in one answer",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": [1] * (MAX_INPUT_LOGPROBS // 41 + 2), "echo": True, "logprobs": 20},
+            f"echo with logprobs 20 asks for {41 * (MAX_INPUT_LOGPROBS // 41 + 1)} numbers, 41 for each of",
+        ),
+    ],
+)
+def test_more_numbers_than_can_be_told_are_refused_here(
+    model_folder: Path, roomy: NodeLimits, path: str, body: dict[str, Any], message: str
+) -> None:
+    async def go() -> None:
+        async with pair() as nodes:
+            for node in nodes:
+                node.limits = roomy
+            async with joined_router(model_folder, list(nodes)) as (_, client):
+                response = await client.post(path, json=body)
+                assert response.status_code == 400, response.text
+                assert message in response.json()["error"]["message"]
+                assert not nodes[0].all(Prefill), "no node was asked"
+
+    asyncio.run(go())
+
+
+def test_the_most_numbers_fit_into_a_message_and_an_answer(model_folder: Path, roomy: NodeLimits) -> None:
+    """They come from both nodes, four times 2 MiB from each, and are told in one event for each choice."""
+    body = native(
+        input_ids=[1] * (MOST + 1),
+        logprob_start_len=0,
+        sampling_params={"max_new_tokens": 1, "n": 4},
+        **WIDE,
+    )
+
+    async def go() -> None:
+        async with pair(prefill=judged_first_token, decode=judged_story) as nodes:
+            for node in nodes:
+                node.limits = roomy
+            async with joined_router(model_folder, list(nodes)) as (_, client):
+                response = await client.post("/generate", json=body, timeout=60)
+                assert response.status_code == 200, response.text
+                for answer in response.json():
+                    meta = answer["meta_info"]
+                    assert len(meta["input_token_logprobs"]) == MOST + 1
+                    assert {len(row) for row in meta["input_token_ids_logprobs"][1:]} == {983}
+                    assert meta["input_token_logprobs"][-1][0] == value(MOST - 1000)
+
+    asyncio.run(go())
+
+
+def test_a_message_is_at_most_what_a_router_takes() -> None:
+    """One entry may be larger than the share of a message that many may fill, but not by itself."""
+    assert 4 * MAX_INPUT_LOGPROBS < MAX_TOKENS_NBYTES < MAX_MESSAGE_BYTES // 2
+
+
+def test_a_stream_words_the_prompt_once() -> None:
+    params = SamplingParams(logprobs=LogprobParams(0, 2, (7,)), max_new_tokens=NUM_NEW)
+    prompt = Prompt(rid="a", input_ids=tuple(PROMPT_IDS), sampling=Sampling(params=params))
+    key = ReqKey("router", "1")
+    req = RunningReq(key, prompt_len=5, max_new_tokens=NUM_NEW, nodes=(), wake=lambda: None, now=0.0)
+    generation = Generation(prompt, 0, 0, 0, Tokenizer(byte_level_tokenizer()).detokenizer())
+    generation.dispatched(req)
+    words: list[int] = []
+
+    def text_of(token_id: int) -> str:
+        words.append(token_id)
+        return str(token_id)
+
+    async def go() -> list[dict[str, object]]:
+        logprobs = NativeLogprobs(generation, text_of)
+        seen = []
+        for position in range(NUM_NEW):
+            assert params.logprobs is not None
+            req.arrive_logprobs(
+                TokenEntry(
+                    key,
+                    position,
+                    (20 + position,),
+                    logprobs=packed([position], params.logprobs),
+                    input_logprobs=None if position else packed([1, 2, 3, 4], params.logprobs),
+                )
+            )
+            req.arrive(position, (20 + position,), None, 0.0)
+            generation.advance()
+            seen.append(msgspec.json.decode(msgspec.json.encode(await logprobs.so_far())))
+        return seen
+
+    seen = asyncio.run(go())
+    of_prompt = [event["input_token_logprobs"] for event in seen]
+    assert all(rows == of_prompt[0] for rows in of_prompt)
+    assert [row[1] for row in of_prompt[0]] == PROMPT_IDS
+    assert [len(event["output_top_logprobs"]) for event in seen] == [1, 2, 3, 4]
+    assert seen[-1]["output_token_logprobs"] == [[value(i), 20 + i, str(20 + i)] for i in range(NUM_NEW)]
+    assert [words.count(token_id) for token_id in PROMPT_IDS] == [1] * len(PROMPT_IDS)
+    assert [words.count(20 + i) for i in range(NUM_NEW)] == [1] * NUM_NEW
 
 
 class TestChat:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.errors import RequestError
+from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams
 from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.admission import accept
@@ -79,3 +80,34 @@ def test_a_small_pool_limits_as_the_context_does() -> None:
     accepted((1,) * 12, limits=small)
     with pytest.raises(RequestError, match="leave room for 20"):
         accepted((1,) * 13, limits=small)
+
+
+ROOM = NodeLimits(context_length=10**6, max_total_num_tokens=10**6, max_running_requests=4)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_input_ids"),
+    [
+        (LogprobParams(0, 0, (7,) * 1023), MAX_INPUT_LOGPROBS // 1024 + 1),
+        (LogprobParams(0, 3, (7,)), MAX_INPUT_LOGPROBS // 8 + 1),
+        (LogprobParams(1000, 3, (7,)), MAX_INPUT_LOGPROBS // 8 + 1001),
+    ],
+)
+def test_so_many_numbers_about_a_prompt_are_the_most(wanted: LogprobParams, num_input_ids: int) -> None:
+    accepted((1,) * num_input_ids, limits=ROOM, logprobs=wanted)
+    with pytest.raises(
+        RequestError, match=f"ask for .* prompt tokens; at most {MAX_INPUT_LOGPROBS}"
+    ) as caught:
+        accepted((1,) * (num_input_ids + 1), limits=ROOM, logprobs=wanted)
+    assert (caught.value.status, caught.value.param) == (400, "logprob_start_len")
+    assert f"logprob_start_len {wanted.start_len}, top_logprobs_num {wanted.top_num}" in caught.value.message
+
+
+def test_outputs_alone_are_not_limited_by_the_prompt() -> None:
+    accepted((1,) * 100_000, limits=ROOM, logprobs=LogprobParams(-1, 20, (7,) * 1024))
+
+
+@pytest.mark.parametrize("token_ids", [(50,), (-1,), (7,) * 1025])
+def test_ids_to_judge_are_checked(token_ids: tuple[int, ...]) -> None:
+    with pytest.raises(RequestError, match="token_ids_logprob: at most 1024 ids between 0 and 49"):
+        accepted((1,), logprobs=LogprobParams(-1, 0, token_ids))

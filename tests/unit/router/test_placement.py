@@ -1,0 +1,241 @@
+"""Which decode node gets a prompt, with nodes whose pongs and caches the test decides."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from router.dispatch import Deadlines, Dispatcher, Work
+from router.metrics import Metrics
+from router.node_counts import NodeCounts
+from router.placement import MAX_IMBALANCE, MIN_SAVED_TOKENS
+from router.policy import RoundRobin
+from router.prefix_index import PrefixIndex
+from router.running_req import RunningReq
+from shared.protocol.block_hash import block_hashes
+from shared.protocol.logprobs import LogprobParams
+from shared.protocol.messages import (
+    CacheEvents,
+    Decode,
+    Failed,
+    Finish,
+    Load,
+    NodeLimits,
+    NodeRef,
+    Role,
+    RouterToNode,
+    TokenEntry,
+)
+from shared.protocol.sampling_params import SamplingParams
+
+PAGE = 16
+IDS = tuple(range(100, 100 + 5 * PAGE))
+
+
+class FakeNode:
+    """A node as the dispatcher sees it."""
+
+    def __init__(self, name: str, role: Role) -> None:
+        self.ref = NodeRef(name, f"{name}#1", "nowhere")
+        self.role = role
+        self.limits = NodeLimits(65_536, 65_536, 64)
+        self.load = Load()
+        self.page_size = PAGE
+        self.prefixes = PrefixIndex()
+        self.sent: list[RouterToNode] = []
+
+    def send(self, message: RouterToNode) -> None:
+        self.sent.append(message)
+
+    def holds(self, num_pages: int, ids: Sequence[int] = IDS) -> None:
+        blocks = tuple(block_hashes(ids[: num_pages * PAGE], PAGE))
+        self.prefixes.apply(CacheEvents(0, blocks, (), reset=True))
+
+
+class Fleet:
+    """A prefill node, some decode nodes, and a dispatcher of its own."""
+
+    def __init__(self, num_decode: int, local_prefill_tokens: int = PAGE) -> None:
+        self.decodes = [FakeNode(f"d{i:03}", Role.DECODE) for i in range(num_decode)]
+        self.prefills = [FakeNode("p0", Role.PREFILL)]
+        self.dispatcher = Dispatcher(
+            self,
+            incarnation="router",
+            prefill_policy=RoundRobin(),
+            decode_policy=RoundRobin(),
+            deadlines=Deadlines(first_token_s=60, stall_s=60),
+            local_prefill_tokens=local_prefill_tokens,
+            metrics=Metrics(lambda: "tiny"),
+        )
+
+    @property
+    def counts(self) -> NodeCounts:
+        return self.dispatcher._counts
+
+    def live(self, role: Role) -> Sequence[FakeNode]:
+        return self.decodes if role is Role.DECODE else self.prefills
+
+    def why_none(self, role: Role) -> str:
+        return "gone"
+
+    def start(self, ids: tuple[int, ...] = IDS, **params: object) -> RunningReq:
+        sampling = SamplingParams(**{"max_new_tokens": 8, **params})  # type: ignore[arg-type]
+        return self.dispatcher.start(Work(input_ids=ids, params=sampling), lambda: None)
+
+    def burst(self, count: int) -> Counter[str]:
+        """Requests of one prompt, none of which ends, by the decode node that got them."""
+        return Counter(self.start().nodes[-1].ref.node_id for _ in range(count))
+
+
+def test_nodes_that_hold_the_same_take_turns() -> None:
+    fleet = Fleet(4)
+    for node in fleet.decodes:
+        node.holds(4)
+    assert set(fleet.burst(200).values()) == {50}
+
+
+def test_a_page_that_every_prompt_begins_with_draws_nobody() -> None:
+    fleet = Fleet(4)
+    fleet.decodes[0].holds(1)
+    assert set(fleet.burst(200).values()) == {50}
+
+
+def test_a_burst_between_two_pongs_spills_over() -> None:
+    """Nobody's load changes: what this router has sent is all it knows, and it is enough."""
+    fleet = Fleet(4)
+    fleet.decodes[0].holds(4)
+    sent = fleet.burst(200)
+    assert max(sent.values()) - min(sent.values()) <= MAX_IMBALANCE + 1
+    assert sent["d000"] == max(sent.values())
+
+
+def test_a_second_choice_holds_more_than_the_rest() -> None:
+    fleet = Fleet(4)
+    for node, num_pages in zip(fleet.decodes, (4, 3, 0, 0), strict=True):
+        node.holds(num_pages)
+    assert fleet.burst(2 * (MAX_IMBALANCE + 1)) == {"d000": MAX_IMBALANCE + 1, "d001": MAX_IMBALANCE + 1}
+
+
+@pytest.mark.parametrize("num_pages", [MIN_SAVED_TOKENS // PAGE - 1, MIN_SAVED_TOKENS // PAGE])
+def test_a_small_share_of_a_long_prompt_counts_when_it_is_many_tokens(num_pages: int) -> None:
+    fleet = Fleet(2)
+    ids = tuple(range(10 * MIN_SAVED_TOKENS))
+    fleet.decodes[0].holds(num_pages, ids)
+    chosen = [fleet.start(ids).nodes[-1].ref.node_id for _ in range(4)]
+    drawn = num_pages * PAGE >= MIN_SAVED_TOKENS
+    assert chosen == (["d000"] * 4 if drawn else ["d000", "d001", "d000", "d001"])
+
+
+def test_what_the_chosen_node_happens_to_hold_need_not_be_computed() -> None:
+    """A page is not worth going there for, but whoever is sent there has it."""
+    fleet = Fleet(1, local_prefill_tokens=4 * PAGE)
+    fleet.decodes[0].holds(1)
+    fleet.start()
+    (sent,) = fleet.decodes[0].sent
+    assert isinstance(sent, Decode)
+    assert (sent.prefill, sent.local_prefill_limit) == (None, 4 * PAGE)
+
+
+@pytest.mark.parametrize(
+    ("start_len", "alone"),
+    [(-1, True), (5 * PAGE - 1, True), (4 * PAGE, True), (4 * PAGE - 1, False), (0, False)],
+)
+def test_a_judged_position_is_not_cached(start_len: int, alone: bool) -> None:
+    """The node computes whatever is to be judged, so it would decline what it was promised to hold."""
+    fleet = Fleet(1)
+    fleet.decodes[0].holds(5)
+    fleet.start(logprobs=LogprobParams(start_len=start_len))
+    (sent,) = fleet.decodes[0].sent
+    assert isinstance(sent, Decode)
+    assert (sent.prefill is None, sent.local_prefill_limit) == (alone, PAGE if alone else None)
+
+
+class TestCounts:
+    """A node's sequences, when pongs and dispatches mix."""
+
+    def test_every_way_to_end_is_counted(self) -> None:
+        fleet = Fleet(1)
+        (node,) = fleet.decodes
+        node.holds(4)
+        reqs = [fleet.start() for _ in range(6)]
+        assert fleet.counts.num_seqs(node) == 6
+        dispatcher = fleet.dispatcher
+        dispatcher.on_tokens(node, [TokenEntry(reqs[0].key, 0, (1,), Finish("length"))])
+        assert fleet.counts.num_seqs(node) == 5
+        dispatcher.on_failed(node, Failed(reqs[1].key, 500, "x"))
+        dispatcher.release(reqs[2])
+        dispatcher.release(reqs[2])
+        assert fleet.counts.num_seqs(node) == 3
+        dispatcher.on_not_cached(node, reqs[3].key)
+        assert reqs[3].key.attempt == 1
+        assert fleet.counts.num_seqs(node) == 3, "sent to it once more"
+        dispatcher.on_not_cached(fleet.prefills[0], reqs[3].key)
+        assert fleet.counts.num_seqs(node) == 3
+        for req in reqs[3:]:
+            dispatcher.release(req)
+        assert fleet.counts.num_seqs(node) == 0
+
+    def test_a_sequence_that_moves_leaves_the_node_it_was_on(self) -> None:
+        fleet = Fleet(2)
+        one, two = fleet.decodes
+        one.holds(4)
+        req = fleet.start()
+        one.prefixes = PrefixIndex()
+        fleet.dispatcher.on_not_cached(one, req.key)
+        assert req.nodes[-1] is two
+        assert [fleet.counts.num_seqs(node) for node in (one, two)] == [0, 1]
+
+    def test_a_lost_node_is_forgotten(self) -> None:
+        fleet = Fleet(1)
+        (node,) = fleet.decodes
+        fleet.start()
+        fleet.dispatcher.on_node_lost(node, "killed")
+        assert fleet.counts.num_seqs(node) == 0
+        assert fleet.counts._counts == {}
+
+    def test_other_routers_sequences_are_added(self) -> None:
+        fleet = Fleet(1)
+        (node,) = fleet.decodes
+        node.load = Load(num_running=90, num_waiting=5, num_transferring=3, num_bootstrapping=2)
+        reqs = [fleet.start() for _ in range(10)]
+        assert fleet.counts.num_seqs(node) == 110
+        node.load = Load(num_running=108)  # it has heard of 8 of the ten
+        assert fleet.counts.num_seqs(node) == 108
+        for req in reqs[:4]:
+            fleet.dispatcher.release(req)
+        assert fleet.counts.num_seqs(node) == 104
+
+    def test_what_was_sent_counts_when_the_node_has_not_heard_of_it(self) -> None:
+        fleet = Fleet(1)
+        (node,) = fleet.decodes
+        fleet.burst(10)
+        node.load = Load()  # of a Ping that overtook them all
+        assert fleet.counts.num_seqs(node) == 10
+
+
+class CountingIndex(PrefixIndex):
+    """Counts the looks at it."""
+
+    num_looks = 0
+
+    def __contains__(self, block: int) -> bool:
+        self.num_looks += 1
+        return super().__contains__(block)
+
+    def num_blocks(self, hashes: Sequence[int], at_least: int = 0) -> int:
+        self.num_looks += 1
+        return super().num_blocks(hashes, at_least)
+
+
+def test_a_large_fleet_is_looked_through_once() -> None:
+    fleet = Fleet(1000)
+    for node in fleet.decodes:
+        node.prefixes = CountingIndex()
+        node.holds(0)
+    fleet.decodes[123].holds(4)
+    fleet.decodes[456].holds(3)
+    assert fleet.start().nodes[-1] is fleet.decodes[123]
+    looks = [node.prefixes.num_looks for node in fleet.decodes if isinstance(node.prefixes, CountingIndex)]
+    assert sum(looks) == 1000 + 2
