@@ -22,7 +22,7 @@ class PrefillTimer:
     def turn_ended(self, launched: ScheduleBatch | None, done: ScheduleBatch | None) -> None:
         """`done` was accounted for, `launched` went to the stream before; they are the same without overlap."""
         now = self._clock()
-        if done is not None and done.is_extend:
+        if done is not None and any(item.start < item.req.num_input_ids for item in done.extends):
             began = self._turn_began if done is launched else self._in_flight_began
             self._rate.observe(done.num_tokens, now - began)
         self._in_flight_began = self._turn_began if done is None else now

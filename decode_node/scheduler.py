@@ -5,7 +5,7 @@ Life of a request here:
     grammar_queue      until its grammar is compiled, if it has one
     prealloc_queue     until pages and a slot are reserved for it
     transfer_queue     until its KV and its first token have come from the prefill node
-    running_batch      one token each step, until it ends
+    running_batch      one token each step (after a jump, all that it jumped over), until it ends
     waiting_queue      a short prompt that is prefilled here
     retraction         one that made room for others, until its KV is copied back or prefilled again
 
@@ -84,7 +84,11 @@ class DecodeScheduler:
             debug_checks=options.debug_checks,
         )
         self.grammar_queue = GrammarQueue(
-            engine.grammars, options.grammar_compile_timeout_s, time.monotonic, wake.set
+            engine.grammars,
+            options.grammar_compile_timeout_s,
+            time.monotonic,
+            wake.set,
+            jump_forward=options.enable_jump_forward,
         )
         self.batcher = Batcher(engine.ledger, options)
         self._announcer = CacheAnnouncer(engine.ledger, router_port)
@@ -251,10 +255,14 @@ class DecodeScheduler:
                 if not req.num_retractions:
                     self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
             finished = req.finish is not None
+            if req.num_jumped and not finished:
+                assert req.kv is not None
+                self._launcher.write_future(req.kv.row, req.ids[-1])
+                self.batcher.jumped(req)
             self._router_port.say_token(
                 req.key,
-                req.output_len - 1,
-                (req.ids[-1],),
+                req.output_len - len(req.newest_ids),
+                req.newest_ids,
                 req.finish,
                 req.report() if finished else None,
                 req.last_logprobs,
@@ -266,7 +274,7 @@ class DecodeScheduler:
                     req.key, 0, (), req.finish, req.report(), None, req.input_logprobs
                 )
             self._end(req.key, "finished")
-        self._vitals.count_generated(len(committed.sampled))
+        self._vitals.count_generated(len(committed.sampled), sum(req.num_jumped for req in committed.sampled))
 
     def _too_large(self, req: Req) -> str:
         return (

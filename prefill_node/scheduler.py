@@ -6,7 +6,8 @@ Life of a request here:
     grammar_queue      meanwhile, until its grammar is compiled, if it has one
     waiting_queue      until the PrefillAdder finds pages, budget and a slot
     chunked_req        while its prompt is computed chunk by chunk; whole pages are offered as chunks are committed
-    (sampled)          its first token goes to the router at once, the handoff to the decode node
+    (sampled)          its first token goes to the router at once, the handoff to the decode node; with them go
+                       the tokens jumped over behind it, if any
     inflight_queue     until the decode node has every page, or the transfer has ended otherwise
 
 A request that nobody continues (`decode` is None) skips the first and the last.
@@ -84,7 +85,11 @@ class PrefillScheduler:
             debug_checks=options.debug_checks,
         )
         self.grammar_queue = GrammarQueue(
-            engine.grammars, options.grammar_compile_timeout_s, time.monotonic, wake.set
+            engine.grammars,
+            options.grammar_compile_timeout_s,
+            time.monotonic,
+            wake.set,
+            jump_forward=options.enable_jump_forward,
         )
         self.batcher = Batcher(engine.ledger, options)
         self.bootstrap_queue = BootstrapQueue()
@@ -194,7 +199,7 @@ class PrefillScheduler:
         for req in committed.computed:
             if req.finish is None and req.key in self.inflight_queue:
                 self.inflight_queue.offer_computed(req)
-        self._vitals.count_generated(len(committed.sampled))
+        self._vitals.count_generated(len(committed.sampled), sum(req.num_jumped for req in committed.sampled))
         for req in committed.sampled:
             self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
             if req.finish is None:
@@ -203,16 +208,16 @@ class PrefillScheduler:
                     self.inflight_queue.hand_off(req)
                 self._router_port.say_token(
                     req.key,
-                    req.output_len - 1,
-                    (req.ids[-1],),
+                    req.output_len - len(req.newest_ids),
+                    req.newest_ids,
                     None,
                     req.report(),
                     req.last_logprobs,
                     req.input_logprobs,
                 )
         for req in committed.finished:
-            # The first token ended the request: this node says so, and the decode node is not needed.
-            tokens = tuple(req.ids[-1:]) if req in committed.sampled else ()
+            # The first token, or a jump after it, ended it: this node says so, and the decode node is not needed.
+            tokens = req.newest_ids if req in committed.sampled else ()
             self._router_port.say_token(
                 req.key,
                 req.output_len - len(tokens),

@@ -292,6 +292,12 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
             help="a grammar that takes longer to compile fails its request",
         ),
         add(
+            "--enable-jump-forward",
+            action="store_true",
+            help="append text that a grammar forces at once, instead of token by token: faster, but it is spelled in "
+            "the tokenizer's way, not in the tokens that the model prefers; for all nodes of a fleet, or for none",
+        ),
+        add(
             "--debug-checks",
             action="store_true",
             help="check what each forward reads against what was launched before",
@@ -422,6 +428,7 @@ def node_config(args: argparse.Namespace) -> NodeConfig:
             disable_overlap_schedule=args.disable_overlap_schedule,
             grammar_backend=args.grammar_backend,
             grammar_compile_timeout_s=args.grammar_compile_timeout_s,
+            enable_jump_forward=args.enable_jump_forward,
             debug_checks=args.debug_checks,
             retract_policy=args.retract_policy,
             retracted_wait_steps=args.retracted_wait_steps,

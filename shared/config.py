@@ -56,6 +56,8 @@ class ScheduleOptions:
     grammar_backend: str = "xgrammar"
     grammar_compile_timeout_s: float = 30.0
     """A grammar that takes longer to compile fails its request."""
+    enable_jump_forward: bool = False
+    """Text that a grammar forces is appended at once, in the tokenizer's spelling: see `scheduling.jump_forward`."""
     debug_checks: bool = False
     """Check what each forward reads against what was launched before; on in tests."""
     retract_policy: str = "auto"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,15 +11,20 @@ from shared.protocol.sampling_params import Grammar
 from tests.token_engine import EOS, VOCAB_SIZE, next_token
 
 
-def token_grammar(modulus: int, length: int) -> Grammar:
-    """`length` tokens, each of which makes the sum of all divisible by `modulus`; then EOS."""
-    return Grammar("regex", f"{modulus} {length}")
+def token_grammar(modulus: int, length: int, run: int = 0) -> Grammar:
+    """`length` tokens, each of which makes the sum of all divisible by `modulus`; then EOS.
+
+    Here and there a text is forced that the "tokenizer" spells in `run` tokens. As with real grammars, other tokens
+    would be allowed there as well.
+    """
+    return Grammar("regex", f"{modulus} {length} {run}")
 
 
 class TokenMatcher:
-    def __init__(self, modulus: int, length: int) -> None:
+    def __init__(self, modulus: int, length: int, run: int = 0) -> None:
         self.modulus = modulus
         self.length = length
+        self.run = run
         self.accepted: list[int] = []
         self.is_terminated = False
 
@@ -43,35 +48,108 @@ class TokenMatcher:
         for token_id in filter(self.allows, range(VOCAB_SIZE)):
             mask_GW[row].view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
 
+    def forced_tokens(self) -> list[int]:
+        if next_token(self.accepted) % 2:
+            return []
+        at = len(self.accepted)
+        places = range(at, min(at + self.run, self.length))
+        return [self.modulus * (8 + (sum(self.accepted) + 31 * i) % 90) for i in places]
+
 
 class TokenCompiled:
     vocab_size = VOCAB_SIZE
 
-    def __init__(self, modulus: int, length: int, nbytes: int = 1) -> None:
+    def __init__(self, modulus: int, length: int, run: int = 0, *, nbytes: int = 1) -> None:
         self.modulus = modulus
         self.length = length
+        self.run = run
         self.nbytes = nbytes
 
     def new_matcher(self) -> TokenMatcher:
-        return TokenMatcher(self.modulus, self.length)
+        return TokenMatcher(self.modulus, self.length, self.run)
+
+
+class CpuTime:
+    """Stands in for `step_budget.cpu_clock`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class CostlyMatcher(TokenMatcher):
+    """Takes so many seconds of `cpu` for what comes after so many tokens."""
+
+    def __init__(self, compiled: CostlyCompiled) -> None:
+        super().__init__(compiled.modulus, compiled.length)
+        self.costs = compiled
+
+    def accept(self, token_id: int) -> bool:
+        self.costs.cpu.seconds += self.costs.accept_s(len(self.accepted))
+        return super().accept(token_id)
+
+    def fill_mask(self, mask_GW: np.ndarray, row: int) -> None:
+        self.costs.cpu.seconds += self.costs.mask_s(len(self.accepted))
+        super().fill_mask(mask_GW, row)
+
+    def forced_tokens(self) -> list[int]:
+        self.costs.cpu.seconds += self.costs.forced_s
+        return []
+
+
+class CostlyCompiled(TokenCompiled):
+    def __init__(
+        self,
+        cpu: CpuTime,
+        *,
+        length: int = 1000,
+        accept_s: Callable[[int], float] = lambda _: 0.0,
+        mask_s: Callable[[int], float] = lambda _: 0.0,
+        forced_s: float = 0.0,
+    ) -> None:
+        super().__init__(3, length)
+        self.cpu = cpu
+        self.accept_s = accept_s
+        self.mask_s = mask_s
+        self.forced_s = forced_s
+
+    def new_matcher(self) -> CostlyMatcher:
+        return CostlyMatcher(self)
 
 
 class TokenGrammarBackend:
     def compile(self, grammar: Grammar) -> TokenCompiled:
         try:
-            modulus, length = map(int, grammar.text.split())
+            modulus, length, run = map(int, grammar.text.split())
         except ValueError:
-            raise RequestError(f"{grammar.kind}: not two numbers", param=grammar.kind) from None
-        return TokenCompiled(modulus, length)
+            raise RequestError(f"{grammar.kind}: not three numbers", param=grammar.kind) from None
+        return TokenCompiled(modulus, length, run)
 
 
-def constrained_tokens(input_ids: Sequence[int], max_new_tokens: int, modulus: int, length: int) -> list[int]:
-    """What any schedule must produce."""
-    ids, matcher = list(input_ids), TokenMatcher(modulus, length)
+def constrained_tokens(
+    input_ids: Sequence[int], max_new_tokens: int, modulus: int, length: int, run: int = 0
+) -> list[int]:
+    """What any schedule must produce; with `run`, where jump-forward is enabled."""
+    entries = constrained_entries(input_ids, max_new_tokens, modulus, length, run)
+    return [token for entry in entries for token in entry]
+
+
+def constrained_entries(
+    input_ids: Sequence[int], max_new_tokens: int, modulus: int, length: int, run: int
+) -> list[list[int]]:
+    """The same: each token that is sampled, with those jumped over after it."""
+    ids, matcher = list(input_ids), TokenMatcher(modulus, length, run)
+    entries: list[list[int]] = []
     while len(ids) - len(input_ids) < max_new_tokens and not matcher.is_terminated:
         token = next_token(ids)
         while not matcher.allows(token):
             token = (token + 1) % VOCAB_SIZE
         matcher.accept(token)
-        ids.append(token)
-    return ids[len(input_ids) :]
+        room = max_new_tokens - (len(ids) - len(input_ids)) - 1
+        forced = [] if matcher.is_terminated else matcher.forced_tokens()[:-1][:room]
+        entries.append([token, *(forced if len(forced) >= 3 else [])])
+        assert all(map(matcher.accept, entries[-1][1:]))
+        ids += entries[-1]
+    return entries

@@ -75,7 +75,7 @@ class Launcher:
         self.in_flight: Launched | None = None
 
     def write_future(self, row: int, token_id: int) -> None:
-        """The next forward finds `token_id` as the last token of `row`; it came from a prefill node."""
+        """The next forward finds `token_id` as the last token of `row`; it was not sampled here, or not last."""
         self._future_writes[row] = token_id
 
     @contextmanager

@@ -30,6 +30,7 @@ class Vitals:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
+        self.num_jumped_tokens = 0
         self.kv_bytes_transferred = 0
         self.kv_transfer_s = 0.0
 
@@ -38,10 +39,11 @@ class Vitals:
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached
 
-    def count_generated(self, num_tokens: int) -> None:
-        """Tokens were committed."""
-        self.num_generated_tokens += num_tokens
-        self._window_tokens += num_tokens
+    def count_generated(self, num_sampled: int, num_jumped: int) -> None:
+        """Tokens were committed: sampled, or jumped over where a grammar forced them."""
+        self.num_generated_tokens += num_sampled + num_jumped
+        self.num_jumped_tokens += num_jumped
+        self._window_tokens += num_sampled + num_jumped
 
     def count_transfer(self, nbytes: int, seconds: float) -> None:
         """A transfer has ended."""
@@ -83,6 +85,7 @@ class Vitals:
             num_cached_tokens=self.num_cached_tokens,
             num_prompt_tokens=self.num_prompt_tokens,
             num_generated_tokens=self.num_generated_tokens,
+            num_jumped_tokens=self.num_jumped_tokens,
             gen_throughput=self._gen_throughput,
             kv_bytes_transferred=self.kv_bytes_transferred,
             kv_transfer_s=self.kv_transfer_s,

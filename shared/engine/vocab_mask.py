@@ -33,14 +33,17 @@ def must_wait_for_commit(batch: ScheduleBatch) -> bool:
 def fill_vocab_mask(batch: ScheduleBatch) -> VocabMask | None:
     """The mask of a batch whose sampled positions come next on the host; None where no grammar has a say.
 
-    A request that has ended since it was scheduled, or whose step before has failed, is left out: what it samples
-    is dropped.
+    A request that has ended since it was scheduled, whose step before has failed, or whose grammar is too slow is
+    left out: what it samples is dropped.
     """
     sampling = [item for item in batch.items if item.position is not None]
     masked = [
         (entry, item.req.grammar)
         for entry, item in enumerate(sampling)
-        if item.req.grammar is not None and not item.is_stale and item.position == item.req.output_len
+        if item.req.grammar is not None
+        and not item.is_stale
+        and not item.req.grammar.is_too_slow
+        and item.position == item.req.output_len
     ]
     if not masked:
         return None

@@ -25,6 +25,13 @@ class GrammarMatcher(Protocol):
         """Write which tokens may come next: bit i % 32 of int32 word i // 32 is token i. Not once terminated."""
         ...
 
+    def forced_tokens(self) -> list[int]:
+        """The text that must come next, as the tokenizer spells it; empty where more than one text may follow.
+
+        A function of the accepted tokens, and changes nothing. `accept` may still refuse any of them.
+        """
+        ...
+
 
 class CompiledGrammar(Protocol):
     """A grammar, worked out for one tokenizer. Shared by all requests that name it, on any thread."""

@@ -81,7 +81,7 @@ class Batcher:
             self._options,
             self.running_batch,
             self._new_token_ratio.value,
-            num_decodes=len(self.running_batch) if self._options.enable_mixed_chunk else 0,
+            num_decodes=sum(map(_num_behind, self.running_batch)) if self._options.enable_mixed_chunk else 0,
         )
         result = AddReqResult.CONTINUE
         if self.chunked_req is not None:
@@ -108,18 +108,19 @@ class Batcher:
             if req.timeline.stage is not ReqStage.PREFILLING:
                 req.timeline.move_to(ReqStage.PREFILLING)
         extends = [schedule(r, r.extend_len, samples=r is not self.chunked_req) for r in adder.can_run]
-        return ScheduleBatch(tuple(extends), self._decodes_beside_prefill())
+        beside = self._step_beside_prefill()
+        return ScheduleBatch((*extends, *beside.extends), beside.decodes)
 
-    def _decodes_beside_prefill(self) -> tuple[ScheduledReq, ...]:
+    def _step_beside_prefill(self) -> ScheduleBatch:
         """With mixed chunks, a step of all that run, if each of them finds its page without anybody giving way.
 
         Piggybacked decodes of Sarathi-Serve (Agrawal et al. 2024): a long prompt does not stall the streams.
         """
         running = self.running_batch
         if not (self._options.enable_mixed_chunk and running):
-            return ()
+            return ScheduleBatch()
         if self.retraction.num_missing_pages(running) > self._ledger.num_available_pages:
-            return ()
+            return ScheduleBatch()
         return self._step(running)
 
     def _offered(self, adder: PrefillAdder) -> list[Req]:
@@ -176,17 +177,35 @@ class Batcher:
             if not (self.running_batch or self.waiting_queue or self.retraction.waits):
                 self._new_token_ratio.reset()
             return None  # or everybody waits for pages that cool, or that transfers hold
-        return ScheduleBatch(decodes=self._step(stepping))
+        return self._step(stepping)
 
-    def _step(self, reqs: Sequence[Req]) -> tuple[ScheduledReq, ...]:
-        """The next token of each; there are pages for it."""
+    def _step(self, reqs: Sequence[Req]) -> ScheduleBatch:
+        """The next token of each; there are pages for it. Those who jumped ahead compute what they jumped over."""
         self._num_decode_steps += 1
         self._new_token_ratio.decay()
-        for req in reqs:
-            assert req.kv is not None
-            grown = self._ledger.grow(req.kv, req.kv_len + 1)
-            assert grown, "the pages were counted a moment ago"
-        return tuple(schedule(req, 1, samples=True) for req in reqs)
+        behind = [req for req in reqs if len(req.ids) > req.kv_len + 1]
+        extends = self._catch_up(behind) if behind else ()
+        stepping = [req for req in reqs if req not in behind] if behind else reqs
+        return ScheduleBatch(extends, tuple(self._take(req, 1, samples=True) for req in stepping))
+
+    def _catch_up(self, behind: Sequence[Req]) -> tuple[ScheduledReq, ...]:
+        """Known tokens of each, half a chunk in all at most, so that the step of the others stays short."""
+        extends: list[ScheduledReq] = []
+        rem_tokens = max(self._options.chunked_prefill_size // 2, 1)
+        for req in behind:
+            length = min(_num_behind(req), rem_tokens)
+            if length > 0:  # else its turn comes with the next step
+                extends.append(self._take(req, length, samples=length == _num_behind(req)))
+                rem_tokens -= length
+        gone = {id(item.req) for item in extends}  # they come back as every extend does
+        self.running_batch = [req for req in self.running_batch if id(req) not in gone]
+        return tuple(extends)
+
+    def _take(self, req: Req, length: int, *, samples: bool) -> ScheduledReq:
+        assert req.kv is not None
+        grown = self._ledger.grow(req.kv, req.kv.kv_allocated_len + length)
+        assert grown, "the pages were counted a moment ago"
+        return schedule(req, length, samples=samples)
 
     # ---------------------------------------------------------------------------------------- retract
     def _retract_decode(self) -> list[Req]:
@@ -236,6 +255,15 @@ class Batcher:
         self.arrived(req)
         self.running_batch.append(req)
 
+    def jumped(self, req: Req) -> None:
+        """Tokens of `req` became known that nobody computes, nothing of it is in flight: its next step takes them.
+
+        The FutureMap must be told its last token, which a step reads that leaves only that one to compute.
+        """
+        assert req not in self._leaving, "with its last token in flight there was no room for a jump"
+        if req not in self.running_batch:
+            self.running_batch.append(req)
+
     def remove(self, req: Req) -> None:
         """Forget a request that ended, wherever it is. Its KV is the caller's to release."""
         if req is self.chunked_req:
@@ -243,3 +271,8 @@ class Batcher:
         self.waiting_queue = [other for other in self.waiting_queue if other is not req]
         self.running_batch = [other for other in self.running_batch if other is not req]
         self.retraction.remove(req)
+
+
+def _num_behind(req: Req) -> int:
+    """Known tokens that the next step of a running request has to compute: one, or more after a jump."""
+    return max(len(req.ids) - req.kv_len, 1)

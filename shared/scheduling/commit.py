@@ -22,7 +22,7 @@ class Committed:
     sampled: list[Req] = field(default_factory=list)
     finished: list[Req] = field(default_factory=list)
     stuck: list[Req] = field(default_factory=list)
-    """Their grammar allows no token that this model has; what was sampled instead is dropped."""
+    """Their grammar allows no token that this model has, or is too slow; what was sampled is dropped."""
     copied: list[tuple[KVCopy, float]] = field(default_factory=list)
     """Copies of KV that have landed before this forward, and the seconds each took."""
 
@@ -54,7 +54,7 @@ def commit_result(
             assert item.position == req.output_len, (
                 f"{req.key}: position {item.position}, {req.output_len} known"
             )
-            if req.grammar is not None and not req.grammar.accept(token):
+            if req.grammar is not None and not (req.grammar.accept(token) and not req.grammar.is_too_slow):
                 out.stuck.append(req)
                 continue
             req.ids.append(token)

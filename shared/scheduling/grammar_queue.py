@@ -10,6 +10,7 @@ from shared.errors import RequestError
 from shared.grammar.backend import CompiledGrammar
 from shared.grammar.compile_pool import CompilePool
 from shared.grammar.state import GrammarState
+from shared.grammar.step_budget import too_slow
 from shared.protocol.messages import ReqKey
 from shared.scheduling.req import Req
 from shared.timeline import Clock
@@ -66,12 +67,16 @@ class GrammarQueue:
 
     def remove(self, key: ReqKey) -> None:
         """Forget a request that ended."""
-        self._waiting.pop(key, None)
+        waiting = self._waiting.pop(key, None)
+        if waiting is not None:
+            self._release(waiting)
 
     def take(self) -> list[WaitOver]:
         """Those whose grammar is compiled and follows their known outputs, and those that nothing will come of."""
         over: list[WaitOver] = []
         now = self._clock()
+        if self._waiting:
+            self._pool.tend()
         for waiting in self._waiting.values():
             if waiting.future.done():
                 error = self._start(waiting.req, waiting.future)
@@ -81,8 +86,12 @@ class GrammarQueue:
                 continue
             over.append(WaitOver(waiting.req, waiting.go_on, error))
         for done in over:
-            del self._waiting[done.req.key]
+            self._release(self._waiting.pop(done.req.key))
         return over
+
+    def _release(self, waiting: _Waiting) -> None:
+        assert waiting.req.params.grammar is not None
+        self._pool.release(waiting.req.params.grammar, waiting.future)
 
     def _too_late(self, waiting: _Waiting) -> RequestError:
         assert waiting.req.params.grammar is not None
@@ -97,14 +106,17 @@ class GrammarQueue:
             assert isinstance(error, RequestError)
             return error
         req.grammar = GrammarState(future.result(), jump_forward=self._jump_forward)
-        if not req.grammar.follow(req.ids, req.num_input_ids) or req.grammar.is_terminated:
+        followed = req.grammar.follow(req.ids, req.num_input_ids)
+        if not followed or req.grammar.is_too_slow or req.grammar.is_terminated:
             message, kind = stuck(req)
             return RequestError(message, param=kind)
         return None
 
 
 def stuck(req: Req) -> tuple[str, str]:
-    """Message and parameter for a request whose grammar allows no token of this model after its known outputs."""
+    """Message and parameter for a request that cannot go on: its grammar is too slow, or allows no token any more."""
     assert req.params.grammar is not None
     kind = req.params.grammar.kind
+    if req.grammar is not None and req.grammar.is_too_slow:
+        return too_slow(kind).message, kind
     return f"{kind}: no token of this model goes on after {req.output_len} output tokens", kind

@@ -34,7 +34,7 @@ class Req:
     num_sampled: int = 0
     kv: ReqKV | None = None
     generation: int = 0
-    """Raised whenever results in flight become worthless: by retraction, abort and finish."""
+    """Raised whenever results in flight become worthless: by retraction, jump, abort and finish."""
     finish: Finish | None = None
     extra_key: str = ""
     priority: int = 0

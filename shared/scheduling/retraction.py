@@ -217,6 +217,7 @@ class Retraction:
         lack = self.num_missing_pages(running) - ledger.num_available_pages
         if lack > 0:
             self._set_unservable_apart(running)
+            lack = self.num_missing_pages(running) - ledger.num_available_pages
         sits_out: list[Req] = []
         while lack > 0 and len(running) > 1 and lack > num_coming_pages:
             victim = self.next_victim(running)
@@ -304,7 +305,11 @@ class Retraction:
 
     # ------------------------------------------------------------------------------------------ inside
     def _missing(self, req: Req) -> int:
-        return self._ledger.pages_for(req.kv_len + 1) - req.kv.num_pages if req.kv is not None else 0
+        return self._pages_after_step(req) - req.kv.num_pages if req.kv is not None else 0
+
+    def _pages_after_step(self, req: Req) -> int:
+        known, after = len(req.ids), req.kv_len + 1
+        return self._ledger.pages_for(known if known > after else after)  # after a jump, more are known
 
     def _level(self, req: Req) -> int:
         return self._priority.level(req, self._num_forwards)
@@ -325,7 +330,7 @@ class Retraction:
 
     def _set_unservable_apart(self, running: list[Req]) -> None:
         total = self._ledger.allocator.num_pages
-        unservable = [req for req in running if self._ledger.pages_for(req.kv_len + 1) > total]
+        unservable = [req for req in running if self._pages_after_step(req) > total]
         for req in unservable:
             running.remove(req)
         self._unservable += unservable

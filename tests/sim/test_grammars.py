@@ -110,7 +110,7 @@ def test_a_bad_grammar_is_told_once_and_leaves_nothing(topology: str) -> None:
         for key in keys:
             first = cluster.router.answers[key].failures[0]
             assert (first.status, first.param) == (400, "ebnf")
-            assert first.message == "ebnf: not two numbers"
+            assert first.message == "ebnf: not three numbers"
         cluster.assert_idle()
 
 
@@ -122,9 +122,9 @@ class Late(CompilePool):
 
     def go(self) -> None:
         self._num_threads = 1
-        self._start_threads()
-        for future in list(self._cache.values()):
-            future.exception(10)
+        self.tend()
+        for job in list(self._cache.values()):
+            job.future.exception(10)
 
 
 def late_cluster() -> tuple[Cluster, list[Late]]:

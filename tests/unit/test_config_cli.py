@@ -56,6 +56,7 @@ FLAGS = """\
 --retracted-wait-steps STEPS = 16
 --grammar-backend {xgrammar,none} = xgrammar
 --grammar-compile-timeout-s GRAMMAR_COMPILE_TIMEOUT_S = 30.0
+--enable-jump-forward
 --debug-checks
 --retract-every STEPS = 0
 --kv-transfer {gloo,nccl} = gloo
@@ -103,6 +104,7 @@ VALUES = {
     "--retracted-wait-steps": "7",
     "--grammar-backend": "none",
     "--grammar-compile-timeout-s": "2.5",
+    "--enable-jump-forward": None,
     "--debug-checks": None,
     "--retract-every": "5",
     "--kv-transfer": "nccl",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,15 +12,17 @@ from shared.config import CacheOptions, NodeConfig, ScheduleOptions
 from shared.engine.launcher import Launcher
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.vocab_mask import VocabMask
+from shared.grammar import step_budget
 from shared.grammar.state import GrammarState
-from shared.protocol.messages import ReqKey
-from shared.protocol.sampling_params import SamplingParams
+from shared.protocol.messages import Finish, ReqKey
+from shared.protocol.sampling_params import Grammar, SamplingParams
 from shared.scheduling.batcher import Batcher
+from shared.scheduling.grammar_queue import stuck
 from shared.scheduling.req import Req
 from shared.scheduling.sampled import Sampled
 from shared.timeline import Role, Timeline
 from tests.token_engine import EOS, VOCAB_SIZE, token_engine
-from tests.token_grammar import TokenCompiled
+from tests.token_grammar import CostlyCompiled, CpuTime, TokenCompiled
 
 CONFIG = NodeConfig(
     cache=CacheOptions(page_size=4, max_total_tokens=400),
@@ -185,3 +188,28 @@ def test_a_forward_that_was_not_launched_does_not_sample() -> None:
     world.turn()
     assert world.turn()[2] == [req]
     assert "sample 2" not in " ".join(world.stream.calls)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_grammar_that_becomes_slow_ends_its_own_request_only(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = CpuTime()
+    monkeypatch.setattr(step_budget, "cpu_clock", cpu)
+    world = World(overlap=overlap)
+    slow = world.add("slow", CostlyCompiled(cpu, mask_s=lambda step: 0.001 * 2**step))
+    slow.params = msgspec.structs.replace(slow.params, grammar=Grammar("ebnf", "x"))
+    other = world.add("other", TokenCompiled(3, 20))
+    ended: list[Req] = []
+    while other not in ended:
+        finished, stopped, failed = world.turn()
+        assert failed == []
+        if slow in stopped:
+            message, kind = stuck(slow)
+            assert (kind, message.startswith("ebnf: following this grammar takes too long")) == ("ebnf", True)
+            slow.end(Finish("abort"))  # as schedulers do
+        ended += finished + stopped
+    assert ended == [slow, other]
+    assert 0 < slow.output_len < 12
+    assert other.output_len == 20
+    assert cpu.seconds < 1

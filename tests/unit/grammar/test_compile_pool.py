@@ -9,28 +9,31 @@ from concurrent.futures import wait
 import pytest
 
 from shared.errors import RequestError
+from shared.grammar import step_budget
 from shared.grammar.backend import GrammarBackend
-from shared.grammar.compile_pool import CompilePool
+from shared.grammar.compile_pool import SLOW_S, CompilePool
 from shared.protocol.sampling_params import Grammar
-from tests.token_grammar import TokenCompiled
+from tests.token_grammar import CostlyCompiled, CpuTime, TokenCompiled
 
 
 class CountingBackend:
-    """`hang` waits for the gate; `bad` and `broken` raise; a number is that many bytes."""
+    """`hang...` waits for the gate; `bad` and `broken` raise; a number is that many bytes."""
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
         self.gate = threading.Event()
+        self.began = threading.Event()
 
     def compile(self, grammar: Grammar) -> TokenCompiled:
         self.compiled.append(grammar.text)
-        if grammar.text == "hang":
+        self.began.set()
+        if grammar.text.startswith("hang"):
             assert self.gate.wait(10)
         if grammar.text == "bad":
             raise RequestError("bad grammar", param="ebnf")
         if grammar.text == "broken":
             raise MemoryError("too much")
-        return TokenCompiled(1, 1, int(grammar.text) if grammar.text.isdigit() else 1)
+        return TokenCompiled(1, 1, nbytes=int(grammar.text) if grammar.text.isdigit() else 1)
 
 
 @pytest.fixture
@@ -124,3 +127,118 @@ def test_a_hanging_compiler_holds_up_neither_others_nor_the_end(
     pool.close()
     assert not hanging.done()
     assert all(t.daemon for t in threading.enumerate() if t.name.startswith("grammar-"))
+
+
+def only_one_thread(backend: CountingBackend, **limits: int) -> CompilePool:
+    pool = CompilePool(lambda: backend, num_threads=1, max_slow_threads=0, **limits)
+    pool.compile(ebnf("hang"))
+    assert backend.began.wait(10)
+    return pool
+
+
+def test_what_nobody_waits_for_is_not_begun(backend: CountingBackend) -> None:
+    pool = only_one_thread(backend)
+    abandoned = [pool.compile(ebnf(f"a{i}")) for i in range(40)]
+    shared = [pool.compile(ebnf("shared")) for _ in range(2)]
+    for i, future in enumerate(abandoned):
+        pool.release(ebnf(f"a{i}"), future)
+    pool.release(ebnf("shared"), shared[0])
+    assert all(future.cancelled() for future in abandoned)
+    again = pool.compile(ebnf("a7"))
+    backend.gate.set()
+    shared[1].result(10), again.result(10)
+    assert backend.compiled == ["hang", "shared", "a7"]
+    pool.close()
+
+
+def test_what_has_begun_or_is_done_is_remembered(backend: CountingBackend) -> None:
+    pool = only_one_thread(backend)
+    hanging = pool.compile(ebnf("hang"))
+    for _ in range(2):
+        pool.release(ebnf("hang"), hanging)
+    assert not hanging.cancelled()
+    assert pool.compile(ebnf("hang")) is hanging
+    backend.gate.set()
+    hanging.result(10)
+    pool.release(ebnf("hang"), hanging)
+    assert pool.compile(ebnf("hang")) is hanging
+    pool.close()
+
+
+def test_an_earlier_try_is_not_a_later_one(backend: CountingBackend) -> None:
+    """Who waited for a try that failed lets go of that one only."""
+    pool = CompilePool(lambda: backend, num_threads=1, max_slow_threads=0)
+    first = pool.compile(ebnf("broken"))
+    assert first.exception(10) is not None
+    pool.compile(ebnf("hang"))
+    second = pool.compile(ebnf("broken"))
+    assert second is not first
+    pool.release(ebnf("broken"), first)
+    assert not second.cancelled()
+    backend.gate.set()
+    assert second.exception(10) is not None
+    pool.close()
+
+
+def test_a_full_queue_is_told_at_once_and_not_remembered(backend: CountingBackend) -> None:
+    pool = only_one_thread(backend, max_queued=2)
+    queued = [pool.compile(ebnf(text)) for text in "ab"]
+    with pytest.raises(RequestError, match="2 grammars wait to be compiled") as caught:
+        pool.compile(ebnf("c")).result(0)
+    assert caught.value.status == 503
+    assert pool.compile(ebnf("a")) is queued[0]  # needs no place
+    pool.release(ebnf("b"), queued[1])
+    third = pool.compile(ebnf("c"))
+    backend.gate.set()
+    third.result(10)
+    pool.close()
+
+
+def test_slow_grammars_hold_up_others_only_for_a_moment(backend: CountingBackend) -> None:
+    now = 0.0
+    pool = CompilePool(lambda: backend, num_threads=1, max_slow_threads=2, clock=lambda: now)
+    slow = []
+    for i in range(3):
+        slow.append(pool.compile(ebnf(f"hang{i}")))
+        assert backend.began.wait(10)
+        backend.began.clear()
+        waiting = pool.compile(ebnf(f"{i}"))
+        pool.tend()
+        assert not slow[-1].done() and not waiting.running()  # its time is not over
+        now += SLOW_S
+        pool.tend()
+        if i < 2:
+            waiting.result(10)
+            backend.began.clear()
+    assert not waiting.done()  # no more threads than that
+    backend.gate.set()
+    waiting.result(10)
+    assert all(future.result(10) for future in slow)
+    after = [pool.compile(ebnf(text)) for text in "xyz"]
+    wait(after, 10)
+    assert pool.num_threads == 1  # those that came in addition have ended
+    pool.close()
+
+
+def test_a_closed_pool_compiles_nothing(backend: CountingBackend) -> None:
+    pool = only_one_thread(backend)
+    queued = pool.compile(ebnf("a"))
+    pool.close()
+    assert queued.cancelled()
+    with pytest.raises(RequestError) as caught:
+        pool.compile(ebnf("b")).result(0)
+    assert caught.value.status == 503
+
+
+def test_a_grammar_that_is_slow_to_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = CpuTime()
+    monkeypatch.setattr(step_budget, "cpu_clock", cpu)
+
+    class Costly:
+        def compile(self, grammar: Grammar) -> TokenCompiled:
+            return CostlyCompiled(cpu, mask_s=lambda _: 1.0)
+
+    pool = CompilePool(Costly)
+    with pytest.raises(RequestError, match="regex: following this grammar takes too long"):
+        pool.compile(Grammar("regex", "a")).result(10)
+    pool.close()

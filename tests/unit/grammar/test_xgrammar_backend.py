@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from shared.errors import RequestError
-from shared.grammar.xgrammar_backend import MAX_SCHEMA_DEPTH, MAX_WHITESPACE, XGrammarBackend
+from shared.grammar.nesting import MAX_SCHEMA_DEPTH
+from shared.grammar.xgrammar_backend import MAX_WHITESPACE, XGrammarBackend
 from shared.model.files import resolve_model
 from shared.protocol.sampling_params import Grammar
 from tests.modelzoo import EOS_TOKEN_ID, IM_END_ID, IM_START, IM_START_ID, write_tokenizer

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
+from shared.grammar import step_budget
 from shared.grammar.compile_pool import CompilePool
 from shared.protocol.messages import ReqKey
 from shared.protocol.sampling_params import Grammar, SamplingParams
@@ -23,8 +25,10 @@ class GatedBackend(TokenGrammarBackend):
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.began = threading.Event()
+        self.compiled: list[str] = []
 
     def compile(self, grammar: Grammar) -> TokenCompiled:
+        self.compiled.append(grammar.text)
         self.began.set()
         assert self.gate.wait(10)
         return super().compile(grammar)
@@ -33,7 +37,7 @@ class GatedBackend(TokenGrammarBackend):
 class World:
     def __init__(self) -> None:
         self.backend = GatedBackend()
-        self.pool = CompilePool(lambda: self.backend, num_threads=1)
+        self.pool = CompilePool(lambda: self.backend, num_threads=1, max_slow_threads=0)
         self.now = 0.0
         self.woken = threading.Event()
         self.queue = GrammarQueue(self.pool, TIMEOUT_S, lambda: self.now, self.woken.set)
@@ -97,7 +101,7 @@ def test_a_bad_grammar_says_so(world: World) -> None:
     world.add("b", token_grammar(3, 9))
     world.compile_all()
     a, b = world.queue.take()
-    assert a.error is not None and (a.error.status, a.error.message) == (400, "ebnf: not two numbers")
+    assert a.error is not None and (a.error.status, a.error.message) == (400, "ebnf: not three numbers")
     assert b.error is None
 
 
@@ -123,3 +127,39 @@ def test_a_request_that_ended_does_not_come_back(world: World) -> None:
     world.queue.remove(req.key)
     world.compile_all()
     assert world.queue.take() == []
+
+
+def test_abandoned_grammars_keep_nobody_waiting(world: World) -> None:
+    world.add("running", token_grammar(2, 9))
+    assert world.backend.began.wait(10)
+    for i in range(40):
+        world.queue.remove(world.add(f"gone{i}", token_grammar(3, i)).key)
+    req = world.add("a", token_grammar(5, 9))
+    world.compile_all()
+    assert req in [over.req for over in world.queue.take() if over.error is None]
+    assert world.backend.compiled == [
+        token_grammar(2, 9).text,
+        token_grammar(5, 9).text,
+        token_grammar(1, 0).text,
+    ]
+
+
+def test_past_the_deadline_a_grammar_is_not_begun(world: World) -> None:
+    world.add("running", token_grammar(2, 9))
+    assert world.backend.began.wait(10)
+    world.add("late", token_grammar(3, 9))
+    world.now = TIMEOUT_S
+    assert len(world.queue.take()) == 2
+    world.compile_all()
+    assert token_grammar(3, 9).text not in world.backend.compiled
+
+
+def test_outputs_that_are_slow_to_replay_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.compile_all()
+    world.pool.compile(token_grammar(3, 9)).result(10)
+    seconds = count(0.0, 1.0)
+    monkeypatch.setattr(step_budget, "cpu_clock", lambda: next(seconds))
+    world.add("a", token_grammar(3, 9), output_ids=(3, 6))
+    (over,) = world.queue.take()
+    assert over.error is not None and "takes too long" in over.error.message
+    assert (over.error.status, over.error.param) == (400, "regex")

@@ -1,0 +1,309 @@
+"""Jump-forward through whole schedulers: outputs and entries are the same for every schedule and every topology."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.protocol.messages import Finish, NodeToRouter, ReqKey, TokenEntry, Tokens
+from shared.protocol.sampling_params import SamplingParams, TokenBias
+from tests.cluster import Cluster
+from tests.sim.test_grammars import grammar_engine, submit
+from tests.sim.test_races import prompt
+from tests.token_engine import reference_tokens
+from tests.token_grammar import constrained_entries, constrained_tokens, token_grammar
+
+NUM_NEW = 40
+SHAPES = [(3, 36, 7), (5, 60, 9), (2, 20, 4), (1, 30, 20)]
+"""Of grammars: modulus, length, length of what is forced."""
+
+
+def config(
+    *,
+    tokens: int = 600,
+    page_size: int = 4,
+    chunk: int = 16,
+    overlap: bool = True,
+    slots: int = 8,
+    disable_radix_cache: bool = False,
+    host_tokens: int = 0,
+    **schedule: object,
+) -> NodeConfig:
+    return NodeConfig(
+        cache=CacheOptions(
+            page_size=page_size,
+            max_total_tokens=tokens,
+            disable_radix_cache=disable_radix_cache,
+            host_kv_tokens=host_tokens,
+        ),
+        schedule=ScheduleOptions(
+            chunked_prefill_size=chunk,
+            max_running_requests=slots,
+            debug_checks=True,
+            num_reserved_decode_tokens=4,
+            disable_overlap_schedule=not overlap,
+            enable_jump_forward=True,
+            **schedule,  # type: ignore[arg-type]
+        ),
+        model=ModelOptions(context_length=200),
+    )
+
+
+class Listening(Cluster):
+    """Remembers every entry, as the nodes told them."""
+
+    def __init__(
+        self, topology: str, node_config: NodeConfig, decode_config: NodeConfig | None = None
+    ) -> None:
+        self.entries: list[tuple[str, TokenEntry]] = []
+        super().__init__(
+            int(topology[0]), int(topology[2]), grammar_engine, node_config, decode_config=decode_config
+        )
+        on_message = self.router._on_message
+
+        def listen(node: str, message: NodeToRouter) -> None:
+            if isinstance(message, Tokens):
+                self.entries += [(node, entry) for entry in message.entries]
+            on_message(node, message)
+
+        self.network._parties["router"].on_message = listen
+
+    def told(self, key: ReqKey, node: str) -> dict[int, list[int]]:
+        """The tokens of each entry of one node by its position."""
+        told = [(e.position, list(e.token_ids)) for name, e in self.entries if (name, e.key) == (node, key)]
+        assert len(dict(told)) == len(told)
+        return dict(told)
+
+
+def wanted_params(
+    shape: tuple[int, int, int], *, max_new_tokens: int = NUM_NEW, **more: object
+) -> SamplingParams:
+    grammar = token_grammar(*shape)
+    return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, grammar=grammar, **more)  # type: ignore[arg-type]
+
+
+def crowd(cluster: Cluster, num: int = 10) -> dict[ReqKey, list[int]]:
+    """Requests with grammars, and every fifth without; what each must get."""
+    wanted = {}
+    for i in range(num):
+        ids = prompt(5 + 6 * (i % 4), seed=i)
+        if i % 5 == 4:
+            key = submit(cluster, f"r{i}", ids, SamplingParams(max_new_tokens=12, temperature=0.0))
+            wanted[key] = reference_tokens(ids, 12)
+        else:
+            shape = SHAPES[i % 4]
+            key = submit(cluster, f"r{i}", ids, wanted_params(shape))
+            wanted[key] = constrained_tokens(ids, NUM_NEW, *shape)
+    return wanted
+
+
+def num_jumped(cluster: Cluster) -> int:
+    return sum(node.vitals.num_jumped_tokens for node in cluster.nodes.values())
+
+
+topologies = pytest.mark.parametrize("topology", ["1P1D", "0P1D"])
+overlaps = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+
+
+@topologies
+@overlaps
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"page_size": 1},
+        {"retract_every": 3},
+        {"retract_every": 2, "page_size": 1, "enable_mixed_chunk": True},
+        {"enable_mixed_chunk": True},
+        {"chunk": 1},
+        {"chunk": 4},
+        {"chunk": 6, "enable_mixed_chunk": True},
+        {"disable_radix_cache": True},
+        {"disable_radix_cache": True, "retract_every": 3},
+    ],
+    ids=str,
+)
+def test_every_schedule_gives_the_same(topology: str, overlap: bool, options: dict[str, object]) -> None:
+    with Listening(topology, config(overlap=overlap, **options)) as cluster:  # type: ignore[arg-type]
+        wanted = crowd(cluster)
+        cluster.run_all(check=True)
+        assert {key: cluster.tokens(key) for key in wanted} == wanted
+        assert num_jumped(cluster) > 50
+        num_retractions = cluster.nodes["d0"].scheduler.batcher.num_retractions
+        assert num_retractions > 3 if options.get("retract_every") else num_retractions == 0
+        cluster.assert_idle()
+
+
+@topologies
+@overlaps
+@pytest.mark.parametrize("policy", ["host", "recompute", "auto"])
+def test_a_pool_that_is_too_small_for_the_jumps(topology: str, overlap: bool, policy: str) -> None:
+    small = config(
+        tokens=100, overlap=overlap, retract_policy=policy, host_tokens=200, schedule_conservativeness=0.0
+    )
+    with Listening(topology, config(), small) as cluster:
+        wanted = crowd(cluster)
+        cluster.run_all(check=True)
+        assert {key: cluster.tokens(key) for key in wanted} == wanted
+        count = cluster.nodes["d0"].scheduler.batcher.retraction.count
+        assert count.num_host + count.num_recompute + count.num_waits > 0
+        cluster.assert_idle()
+
+
+@topologies
+@overlaps
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_sampled_token_and_those_jumped_over_are_told_in_one_entry(
+    topology: str, overlap: bool, shape: tuple[int, int, int]
+) -> None:
+    with Listening(topology, config(overlap=overlap)) as cluster:
+        for seed in range(12):
+            ids = prompt(9, seed=seed)
+            key = submit(cluster, f"r{seed}", ids, wanted_params(shape))
+            cluster.run_all(check=True)
+            told = cluster.told(key, "d0")
+            entries = constrained_entries(ids, NUM_NEW, *shape)
+            assert [told[at] for at in sorted(told)] == entries
+            if topology == "1P1D":
+                assert cluster.told(key, "p0") == {0: entries[0]}
+            finish = cluster.router.answers[key].finish
+            num_tokens = sum(map(len, entries))
+            assert finish == (Finish("length") if num_tokens == NUM_NEW else Finish("stop", entries[-1][-1]))
+        assert num_jumped(cluster) > 12
+        cluster.assert_idle()
+
+
+def test_the_prefill_node_jumps_after_the_first_token() -> None:
+    """It hands all of them over; where the jump ends the request, nothing is handed over at all."""
+    with Listening("1P1D", config()) as cluster:
+        first = {seed: constrained_entries(prompt(9, seed=seed), NUM_NEW, 3, 36, 7)[0] for seed in range(40)}
+        seed = next(seed for seed, entry in first.items() if len(entry) > 3)
+        key = submit(cluster, "goes on", prompt(9, seed=seed), wanted_params((3, 36, 7)))
+        enough = wanted_params((3, 36, 7), max_new_tokens=len(first[seed]))
+        ends = submit(cluster, "ends", prompt(9, seed=seed), enough)
+        cluster.run_all(check=True)
+        assert cluster.nodes["p0"].vitals.num_jumped_tokens == 2 * (len(first[seed]) - 1)
+        assert cluster.tokens(key) == constrained_tokens(prompt(9, seed=seed), NUM_NEW, 3, 36, 7)
+        assert cluster.tokens(ends) == first[seed]
+        assert cluster.router.answers[ends].finish == Finish("length")
+        assert cluster.told(ends, "d0") == {}
+        cluster.assert_idle()
+
+
+@topologies
+def test_a_retry_goes_on_behind_any_entry(topology: str) -> None:
+    shape = SHAPES[0]
+    entries = constrained_entries(prompt(9), NUM_NEW, *shape)
+    expected = [token for entry in entries for token in entry]
+    assert len(entries) < len(expected)
+    with Listening(topology, config()) as cluster:
+        for num in range(1, len(entries)):
+            seen = [token for entry in entries[:num] for token in entry]
+            key = submit(cluster, "r", prompt(9), wanted_params(shape), output_ids=seen, attempt=num)
+            cluster.run_all(check=True)
+            assert cluster.tokens(key) == expected
+        cluster.assert_idle()
+
+
+@topologies
+@pytest.mark.parametrize("room", range(1, NUM_NEW))
+def test_a_jump_ends_where_the_request_ends(topology: str, room: int) -> None:
+    shape = SHAPES[3]
+    with Listening(topology, config()) as cluster:
+        key = submit(cluster, "r", prompt(9), wanted_params(shape, max_new_tokens=room))
+        cluster.run_all(check=True)
+        tokens = cluster.tokens(key)
+        assert tokens == constrained_tokens(prompt(9), room, *shape)
+        assert len(tokens) <= room
+        cluster.assert_idle()
+
+
+def test_fewer_forwards_than_tokens() -> None:
+    """Alone, a jump costs one forward, and with overlap one more, whose sample is dropped."""
+    ids, shape = prompt(9), SHAPES[1]
+    entries = constrained_entries(ids, NUM_NEW, *shape)
+    num_jumps = sum(len(entry) > 1 for entry in entries[:-1])
+    assert num_jumps > 1
+    for overlap in (False, True):
+        with Listening("0P1D", config(overlap=overlap, chunk=64)) as cluster:
+            submit(cluster, "r", ids, wanted_params(shape))
+            cluster.run_all(check=True)
+            in_vain = overlap * (
+                num_jumps + (len(entries[-1]) > 1 or cluster.entries[-1][1].finish is not None)
+            )
+            num_forwards = cluster.nodes["d0"].engine.stream.num_forwards
+            assert len(entries) <= num_forwards <= len(entries) + in_vain < NUM_NEW
+
+
+@topologies
+def test_requests_that_want_to_know_of_every_token_do_not_jump(topology: str) -> None:
+    with Listening(topology, config()) as cluster:
+        biased = wanted_params((3, 36, 7), logit_bias=(TokenBias(999 - 8, -1.0),))
+        key = submit(cluster, "r", prompt(9), biased)
+        cluster.run_all(check=True)
+        assert cluster.tokens(key) == constrained_tokens(prompt(9), NUM_NEW, 3, 36)
+        assert num_jumped(cluster) == 0
+
+
+def test_jumped_tokens_are_counted_in_every_pong() -> None:
+    with Listening("0P1D", config()) as cluster:
+        wanted = crowd(cluster)
+        cluster.run_all()
+        cluster.assert_idle()  # asks for a Pong
+        cluster.step()
+        load = cluster.router.loads["d0"]
+        assert load.num_generated_tokens == sum(map(len, wanted.values()))
+        assert load.num_jumped_tokens == num_jumped(cluster) > 0
+
+
+def test_a_step_that_was_in_flight_and_fails_does_not_matter_after_a_jump() -> None:
+    """What it wrote is not relied on."""
+    with Listening("0P1D", config()) as cluster:
+        key = submit(cluster, "r", prompt(9), wanted_params(SHAPES[1]))
+        d0 = cluster.nodes["d0"]
+        cluster.run(lambda: any(req.num_jumped for req in d0.scheduler.reqs.values()))
+        assert d0.scheduler._launcher.in_flight is not None
+        d0.engine.stream.fail_next = True
+        cluster.run_all(check=True)
+        assert not d0.engine.stream.fail_next
+        assert cluster.tokens(key) == constrained_tokens(prompt(9), NUM_NEW, *SHAPES[1])
+        cluster.assert_idle()
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_cancelled_at_any_step(data: st.DataObject) -> None:
+    """Whatever is cancelled when, in whatever configuration: the others get what they must, all pages come home."""
+    draw = data.draw
+    options = {
+        "overlap": draw(st.booleans()),
+        "page_size": draw(st.sampled_from([1, 3, 8])),
+        "chunk": draw(st.sampled_from([2, 7, 64])),
+        "retract_every": draw(st.sampled_from([0, 0, 2, 5])),
+        "retract_policy": draw(st.sampled_from(["host", "recompute", "auto"])),
+        "host_tokens": draw(st.sampled_from([48, 240])),
+        "enable_mixed_chunk": draw(st.booleans()),
+        "tokens": draw(st.sampled_from([96, 168, 600])),
+    }
+    topology = draw(st.sampled_from(["1P1D", "0P1D"]))
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    with Listening(topology, config(page_size=options["page_size"]), config(**options)) as cluster:
+        wanted = crowd(cluster)
+        dropped = {key: rng.randrange(60) for key in wanted if rng.random() < 0.4}
+        for step in range(60):
+            for key, at in dropped.items():
+                if at == step:
+                    cluster.router.cancel(key)
+            cluster.step()
+        for key in dropped:
+            answer = cluster.router.answers[key]
+            answer.finish = answer.finish or Finish("abort")  # nobody tells a router what it cancelled itself
+        cluster.run_all(check=True)
+        for key, tokens in wanted.items():
+            if key not in dropped:
+                assert cluster.tokens(key) == tokens
+        cluster.assert_idle()
