@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from router.topology import LocalTopology
+from shared.errors import ConfigError
 from shared.protocol.messages import Role
 from shared.protocol.security import require_key_beyond_loopback
 
@@ -58,6 +59,8 @@ class RouterConfig:
 
     def check(self) -> None:
         """Refuse what is dangerous. Raises ConfigError."""
+        if self.http.api_key == "":
+            raise ConfigError("--api-key is empty: nobody could log in; leave it out, or give a key")
         fleet = self.fleet
         require_key_beyond_loopback(
             "--control-host", fleet.control_host, has_key=fleet.fleet_key is not None, insecure=fleet.insecure

@@ -124,7 +124,7 @@ class Membership:
             for member in self._members
             if member.role is role
         ]
-        return f"no {role} node can serve this now: {'; '.join(states) or 'none has joined'}"
+        return f"no {role} node can serve this now: {'; '.join(states) or 'there is none'}"
 
     async def changed(self) -> None:
         """Until a member's state changes."""

@@ -25,6 +25,7 @@ def profile_routes(membership: Membership, limits: HttpLimits) -> APIRouter:
         """Trace every live node for `num_steps` steps, or until /stop_profile."""
         body = await read_body(request, limits.max_body_bytes)
         fields = parse_object(body or b"{}")
+        fields.refuse({"output_dir": ()}, "the node's --profile-dir to say")
         num_steps = fields.integer("num_steps", 0, low=0, high=_MAX_STEPS)
         with_stack, shapes = fields.boolean("with_stack", False), fields.boolean("record_shapes", False)
 
@@ -45,8 +46,8 @@ def _told(answers: dict[str, Answered]) -> Response:
     if not answers:
         raise RequestError("there is no live node to profile", status=503, code="no_node")
     refused = {node_id: answer.detail for node_id, answer in sorted(answers.items()) if not answer.ok}
+    traces = {node_id: answer.detail for node_id, answer in sorted(answers.items()) if answer.ok}
     if refused:
-        raise RequestError("; ".join(f"{node_id}: {why}" for node_id, why in refused.items()))
-    return json_response(
-        {"success": True, "traces": {node_id: answer.detail for node_id, answer in sorted(answers.items())}}
-    )
+        others = f"; done on {', '.join(traces)}" if traces else ""
+        raise RequestError("; ".join(f"{node_id}: {why}" for node_id, why in refused.items()) + others)
+    return json_response({"success": True, "traces": traces})

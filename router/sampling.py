@@ -35,6 +35,12 @@ _FEATURES_TO_COME: Mapping[str, Sequence[object]] = {
     "stop_regex": ("", []),
     "structural_tag": (),
     "custom_params": ({},),
+    # vLLM's names for grammars: ignored, they would give an answer that looks constrained.
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
 }
 
 

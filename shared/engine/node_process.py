@@ -98,11 +98,15 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
         lobby.start()
         log.event("listening", role=role, node=node.incarnation, address=node.address)
         stop.loaded()
+        reason = f"{role} node {node_id} is shutting down"
         try:
             scheduler.run(stop.event)
+        except Exception as error:
+            reason = f"{role} node {node_id} failed: {type(error).__name__}: {error}"
+            raise
         finally:
             lobby.stop()
-            scheduler.close(f"{role} node {node_id} is shutting down")
+            scheduler.close(reason)
         log.event("stopped", node=node.incarnation)
         return 0
     finally:

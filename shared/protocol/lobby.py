@@ -6,6 +6,7 @@ import threading
 
 import msgspec
 
+from shared import log
 from shared.errors import ConfigError
 from shared.protocol.channel import ControlThread, Guests
 from shared.protocol.messages import Join, Loading, NodeRef, NodeToLobby, Refused, Role
@@ -33,6 +34,9 @@ class LobbyCaller:
         self._node = node
         self._role = role
         self._lobbies = {f"lobby {router}": lobby_address(router) for router in routers}
+        self._closed: set[str] = set()
+        """Those that hung up: they are dialled again when there is something to say, not before."""
+        self._greeted: set[str] = set()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lobby", daemon=True)
         for peer in self._lobbies:
@@ -45,6 +49,9 @@ class LobbyCaller:
     def say(self, message: NodeToLobby) -> None:
         """Send a message to every router given."""
         for peer in self._lobbies:
+            if peer in self._closed:
+                self._closed.discard(peer)
+                self._dial(peer)
             self._control.send(peer, message)
 
     def start(self) -> None:
@@ -70,6 +77,13 @@ class LobbyCaller:
             self._lobbies[peer],
             f"node|{self._node.incarnation}",
             Guests(msgspec.msgpack.Decoder(Refused), lambda peer, message: None),
-            on_connected=lambda peer: None,
-            on_disconnected=lambda peer, reason: self._dial(peer),
+            on_connected=self._greeted.add,
+            on_disconnected=self._on_closed,
         )
+
+    def _on_closed(self, peer: str, reason: str) -> None:
+        if peer not in self._greeted:
+            self._greeted.add(peer)  # said once
+            hint = "is that a router's control port, and --fleet-key the same there?"
+            log.warn("router_hangs_up", router=self._lobbies[peer], reason=reason, hint=hint)
+        self._closed.add(peer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +83,25 @@ def test_a_restarted_router_is_asked_again(control: ControlThread) -> None:
     finally:
         caller.stop()
         lobby.control.close()
+
+
+def test_who_hangs_up_is_named_and_not_dialled_again_and_again(
+    control: ControlThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A router with another fleet key closes every connection."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.settimeout(10)
+        caller = LobbyCaller(control, NODE, Role.DECODE, (f"127.0.0.1:{stranger.getsockname()[1]}",))
+        for _ in range(2):
+            stranger.accept()[0].close()
+            stranger.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                stranger.accept()
+            stranger.settimeout(10)
+            caller.loading("loading weights", 0.5)
+        stranger.accept()[0].close()
+    assert sum("router_hangs_up" in record.getMessage() for record in caplog.records) == 1
+    assert "--fleet-key" in caplog.text
 
 
 def test_a_node_that_could_not_start_says_why(control: ControlThread) -> None:

@@ -98,7 +98,7 @@ def test_every_node_is_profiled_or_the_refusal_names_who_was_not(model_folder: P
             refused = await client.post("/start_profile")
             assert refused.status_code == 400
             assert "decode-0: /traces/decode-0" in refused.json()["error"]["message"]
-            assert "prefill-0" not in refused.json()["error"]["message"]
+            assert refused.json()["error"]["message"] == "decode-0: /traces/decode-0; done on prefill-0"
             assert prefill.profile_calls[2].num_steps is None  # type: ignore[union-attr]
             wrong = await client.post("/start_profile", json={"num_steps": -1})
             assert wrong.status_code == 400 and "num_steps" in wrong.json()["error"]["message"]
