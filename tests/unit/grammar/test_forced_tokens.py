@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from shared.grammar.state import GrammarState
-from shared.grammar.xgrammar_backend import XGrammarBackend, continuation_encoder, tokenizer_info
+from shared.grammar.xgrammar_backend import (
+    MAX_FORCED_BYTES,
+    XGrammarBackend,
+    XGrammarMatcher,
+    continuation_encoder,
+    tokenizer_info,
+)
 from shared.model.config import load_model_config
 from shared.model.files import resolve_model
 from shared.protocol.sampling_params import Grammar
@@ -121,3 +128,61 @@ def test_tokenizers_that_put_a_space_before_a_text() -> None:
     forced = state.forced_tokens()
     assert [tokenizer.id_to_token(i) for i in forced] == ["de", "l", "i", "v", "e"]
     assert all(map(state.accept, forced))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("ebnf", 'root ::= "ab" root'),
+        Grammar("regex", "(ab){70000}"),
+        Grammar(
+            "ebnf",
+            "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(40)) + 'r40 ::= "ab"',
+        ),
+    ],
+    ids=["endless", "repeated", "doubled 40 times"],
+)
+def test_a_text_without_an_end_is_forced_in_parts(
+    tokenizer: Tokenizer, state_of: Callable[[Grammar, str], GrammarState], grammar: Grammar
+) -> None:
+    state = state_of(grammar, "a")
+    for _ in range(3):
+        forced = state.forced_tokens()
+        text = tokenizer.decode(forced)
+        assert (
+            text == ("ba" * MAX_FORCED_BYTES)[: len(text)] or text == ("ab" * MAX_FORCED_BYTES)[: len(text)]
+        )
+        assert MAX_FORCED_BYTES // 2 < len(text) <= MAX_FORCED_BYTES
+        assert all(state.accept(token) for token in forced)
+
+
+def test_looking_ahead_changes_no_mask(state_of: Callable[[Grammar, str], GrammarState]) -> None:
+    for text in ("", "{", '{"', '{"cust', '{"customer_identification_number": 1'):
+        looked, plain = state_of(SCHEMA, text), state_of(SCHEMA, text)
+        masks = np.zeros((2, 128), dtype=np.int32)
+        looked.forced_tokens()
+        looked.fill_mask(masks, 0)
+        plain.fill_mask(masks, 1)
+        assert masks.any() and (masks[0] == masks[1]).all()
+        token = int(np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))[-1])
+        assert looked.accept(token) and plain.accept(token)
+        looked.fill_mask(masks, 0)
+        plain.fill_mask(masks, 1)
+        assert (masks[0] == masks[1]).all()
+
+
+def test_it_is_the_text_that_xgrammar_finds(
+    tokenizer: Tokenizer, state_of: Callable[[Grammar, str], GrammarState]
+) -> None:
+    state = state_of(SCHEMA, "")
+    num_forced = 0
+    for token in tokenizer.encode(
+        '{"customer_identification_number": 12, "preferred_delivery_address": "x"}'
+    ).ids:
+        matcher = state._matcher
+        assert isinstance(matcher, XGrammarMatcher)
+        expected = matcher._matcher.find_jump_forward_string()
+        assert tokenizer.decode(matcher.forced_tokens()) == expected
+        num_forced += bool(expected)
+        assert state.accept(token)
+    assert num_forced > 5
