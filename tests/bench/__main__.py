@@ -1,6 +1,7 @@
 """`make bench`: every figure of the README, as tables on stderr and one JSON object a line on stdout.
 
-`make bench ARGS="overlap multi_step"` runs these alone. `fleet` runs only when it is named: it takes many minutes.
+`make bench ARGS="overlap multi_step"` runs these alone. `fleet` runs only when it is named: it takes both cores for
+minutes.
 """
 
 from __future__ import annotations

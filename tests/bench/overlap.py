@@ -4,6 +4,8 @@ The real Batcher and Launcher in one process, no network. `num_running` requests
 overlap off and on alternate over the same requests.
 
 wall_off_ms, wall_on_ms   one step; medians of all steps
+added_ms                  pure Python added to every plan, as it takes undisturbed: where the real cost is too small
+                          beside the forward to tell what becomes of it
 cost_ms                   what the host does for a step when overlap is off: plan, launch, commit; all but waiting
 cost_on_ms                the same with overlap on; more than `cost_ms` where the host waits for the GIL
 hidden                    share of `cost_ms` that overlap hides: (wall_off - wall_on) / cost; with its standard error
@@ -41,6 +43,7 @@ from tests.bench.table import report
 BUILTIN_RUNNING = (1, 8, 32)
 TIMED_RUNNING = (32, 256)
 TIMED_STEP_MS = (2, 5, 10)
+ADDED_MS = 4
 PROMPT_LEN = 32
 MAX_NEW_TOKENS = 512
 WARM_UP, STEPS, ROUNDS, BLOCKS = 10, 10, 6, 5
@@ -85,7 +88,8 @@ class _Waiting:
 class Steps:
     """`num_running` requests that decode for as long as they are asked to."""
 
-    def __init__(self, device: Device, num_running: int) -> None:
+    def __init__(self, device: Device, num_running: int, added: range) -> None:
+        self._added = added
         self._ledger = device.ledger
         self._clock = WaitClock(device.stream)
         self._batcher = Batcher(device.ledger, ScheduleOptions(max_running_requests=num_running))
@@ -123,18 +127,32 @@ class Steps:
             release(req, self._batcher, self._ledger)
 
     def _turn(self, *, overlap: bool) -> None:
+        for _ in self._added:
+            pass
         batch = self._batcher.get_next_batch()
         assert batch is not None and (not batch.is_extend or not overlap)
         _, failed = self._launchers[overlap].turn(batch)
         assert not failed
 
 
-def measure(device: Device, num_running: int) -> dict[str, Any]:
+def python_for(milliseconds: float) -> range:
+    """So many turns of an empty loop take so long, undisturbed."""
+    turns, quickest_s = 100_000, float("inf")
+    for _ in range(30):
+        start = time.perf_counter()
+        for _ in range(turns):
+            pass
+        quickest_s = min(quickest_s, time.perf_counter() - start)
+    return range(int(turns * milliseconds / 1e3 / quickest_s))
+
+
+def measure(device: Device, num_running: int, added_ms: float = 0) -> dict[str, Any]:
     """One row of the table."""
+    added = python_for(added_ms)
     times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     gains: list[float] = []
     for _ in range(BLOCKS):
-        steps = Steps(device, num_running)
+        steps = Steps(device, num_running, added)
         gc.collect()
         gc.disable()  # a collection belongs to no step in particular
         try:
@@ -154,6 +172,7 @@ def measure(device: Device, num_running: int) -> dict[str, Any]:
         "bench": "overlap",
         "device": device.name,
         "num_running": num_running,
+        "added_ms": added_ms,
         "forward_ms": round(off - cost, 2),
         "wall_off_ms": round(off, 3),
         "wall_on_ms": round(on, 3),
@@ -180,6 +199,7 @@ def main() -> Iterator[dict[str, Any]]:
     device = builtin_device(max(BUILTIN_RUNNING))
     for num_running in BUILTIN_RUNNING:
         yield measure(device, num_running)
+    yield measure(device, 1, added_ms=ADDED_MS)
     device.stream.close()
     for num_running in TIMED_RUNNING:
         for step_ms in TIMED_STEP_MS:

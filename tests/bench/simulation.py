@@ -2,7 +2,7 @@
 
 policy   hit ratio and TTFT of each `--schedule-policy` on one prefill node whose KV pool is small for its traffic:
          a public trace of conversations, which share little, and few-shot prompts, which share much
-fleet    100,000 requests over 1,000 nodes: the minutes that takes here. They are many, so it runs only when asked
+fleet    100,000 requests over 1,000 nodes: the minutes that takes here. As they are several, it runs only when asked
          for: `python -m tests.bench.simulation fleet`
 
 Everything above the device and the network is the real code; see tests/sim/README.md. Times are virtual seconds of

@@ -144,4 +144,4 @@ def test_in_a_batch_the_bad_one_is_named(router: Router) -> None:
     params = [{"max_new_tokens": 5}, {"max_new_tokens": 5, "ebnf": "root ::= other"}]
     call = router.post("/generate", {"text": [PROMPT, PROMPT], "sampling_params": params}).finish()
     assert call.status == 400
-    assert "prompt 1: ebnf" in str(call.error)
+    assert "prompt 1: sampling_params[1].ebnf" in str(call.error)
