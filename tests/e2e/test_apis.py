@@ -53,7 +53,7 @@ def test_a_stream_adds_up_to_the_answer(router: Router) -> None:
     for _ in range(2):  # the second time with the prefix cached
         call = router.generate(PROMPT, 64, stream=True).finish()
         texts = [event["text"] for event in call.events]
-        assert call.saw_done and len(texts) > 8
+        assert call.saw_done and len(texts) > 1
         assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
         assert texts[-1] == whole["text"]
         assert call.token_ids == whole["output_ids"]
