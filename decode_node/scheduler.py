@@ -250,11 +250,12 @@ class DecodeScheduler:
             assert req.kv is not None
             self._ledger.release_superseded(req.kv)  # this node sends its pages to nobody
         for req in committed.sampled:
+            finished = req.finish is not None
             if req.timeline.stage is ReqStage.PREFILLING:
                 req.timeline.move_to(ReqStage.DECODING)
-                if not req.num_retractions:
-                    self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
-            finished = req.finish is not None
+                self._count_prompt(req)
+            elif finished and req.timeline.left_prefilling:
+                self._count_prompt(req)  # its first token was its last
             if req.num_jumped and not finished:
                 assert req.kv is not None
                 self._launcher.write_future(req.kv.row, req.ids[-1])
@@ -270,11 +271,17 @@ class DecodeScheduler:
             )
         for req in committed.finished:
             if not req.output_len:  # max_new_tokens 0: nothing was to be sampled
+                self._count_prompt(req)
                 self._router_port.say_token(
                     req.key, 0, (), req.finish, req.report(), None, req.input_logprobs
                 )
             self._end(req.key, "finished")
         self._vitals.count_generated(len(committed.sampled), sum(req.num_jumped for req in committed.sampled))
+
+    def _count_prompt(self, req: Req) -> None:
+        """Once for each prompt that was prefilled here; what a retraction prefills again is not a new prompt."""
+        if not req.num_retractions:
+            self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
 
     def _too_large(self, req: Req) -> str:
         return (

@@ -218,6 +218,8 @@ class PrefillScheduler:
         for req in committed.finished:
             # The first token, or a jump after it, ended it: this node says so, and the decode node is not needed.
             tokens = req.newest_ids if req in committed.sampled else ()
+            if not req.output_len:  # max_new_tokens 0
+                self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
             self._router_port.say_token(
                 req.key,
                 req.output_len - len(tokens),

@@ -62,6 +62,11 @@ class Timeline:
     def __post_init__(self) -> None:
         self.stamps.append(Stamp(self.role, self.stage, time.time()))
 
+    @property
+    def left_prefilling(self) -> bool:
+        """True while the latest move was out of PREFILLING: into decoding, or to the end."""
+        return len(self.stamps) > 1 and self.stamps[-2].stage is ReqStage.PREFILLING
+
     def move_to(self, stage: ReqStage) -> None:
         """Enter `stage`; a move that the life of a request does not allow is a bug."""
         assert stage in ALLOWED_MOVES[self.stage], f"{self.stage} -> {stage}"

@@ -137,3 +137,20 @@ def test_under_pressure_the_router_still_knows_exactly(seed: int) -> None:
         cluster.run_all()
         follower_is_exact(cluster, "d0")
         cluster.assert_idle()
+
+
+@pytest.mark.parametrize("prefill", ["p0", None])
+@pytest.mark.parametrize("max_new_tokens", [0, 1, 2])
+def test_every_prompt_is_counted_by_whoever_prefilled_it(prefill: str | None, max_new_tokens: int) -> None:
+    with pair_that_has_met() as cluster:
+        params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
+        for rid in ("a", "b"):
+            cluster.router.submit(
+                rid, PROMPT, params, prefill, None if prefill and max_new_tokens < 2 else "d0"
+            )
+            cluster.run_all()
+        cluster.assert_idle()
+        cluster.step()
+        load = cluster.router.loads[prefill or "d0"]
+        cached = (len(PROMPT) - 1) // PAGE * PAGE
+        assert (load.num_prompt_tokens, load.num_cached_tokens) == (2 * len(PROMPT), cached)
