@@ -17,6 +17,7 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 
+from router.api_keys import keys_from_environment
 from router.config import DispatchOptions, FleetOptions, HttpOptions, RouterConfig
 from router.served_model import ServedModel
 from router.server import Router, load_model
@@ -117,6 +118,8 @@ def _stop_on_signals(router: Router) -> asyncio.Event:
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, on_signal, signum.name)
+    if router.keys.has_files:  # else SIGHUP ends the process, as it should when its terminal is closed
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.keys.reload)
     return stop
 
 
@@ -125,6 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = cli.make_parser("router", "Serve a model: start nodes on this machine, or join running ones.")
     _add_topology_flags(parser)
     _add_http_flags(parser)
+    _add_key_flags(parser)
     _add_dispatch_flags(parser)
     cli.add_fleet_flags(parser)
     cli.add_log_flags(parser)
@@ -160,7 +164,10 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
         http=HttpOptions(
             host=args.host,
             port=args.port,
-            api_key=args.api_key,
+            api_keys=(*args.api_key, *keys_from_environment("BATON_API_KEYS")),
+            api_key_file=args.api_key_file,
+            admin_api_keys=(*args.admin_api_key, *keys_from_environment("BATON_ADMIN_API_KEYS")),
+            admin_api_key_file=args.admin_api_key_file,
             served_model_name=args.served_model_name,
             chat_template=args.chat_template,
             max_body_bytes=args.max_body_bytes,
@@ -240,13 +247,27 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         default=default.port,
         help="port that clients reach; 0: a free one",
     )
-    add("--api-key", metavar="KEY", help="clients must send it as a bearer token, except to /health")
     add("--served-model-name", metavar="NAME", help="what clients call the model; None: as --model")
     add("--chat-template", type=Path, metavar="FILE", help="jinja template; None: the model's own")
     add("--max-body-bytes", type=cli.whole(1024), default=default.max_body_bytes, metavar="BYTES",
         help="larger request bodies are refused")  # fmt: skip
     add("--max-batch-size", type=cli.whole(1), default=default.max_batch_size, metavar="N",
         help="most sequences in one request")  # fmt: skip
+
+
+def _add_key_flags(parser: argparse.ArgumentParser) -> None:
+    """Other users of this machine can see its command lines: files and the environment are the better places."""
+    group = parser.add_argument_group("API keys (also $BATON_API_KEYS, $BATON_ADMIN_API_KEYS: KEY,KEY)")
+    for flag, what in (
+        ("--api-key", "clients must send one of these as a bearer token, except to /health"),
+        ("--admin-api-key", "routes that change the service need one of these instead"),
+    ):
+        group.add_argument(
+            flag, action="extend", nargs="+", default=[], metavar="KEY", help=f"{what}; may repeat"
+        )
+        group.add_argument(
+            f"{flag}-file", type=Path, metavar="FILE", help="the same, one a line; read again on SIGHUP"
+        )
 
 
 def _add_dispatch_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,7 @@
-"""The ASGI application: routes, the API key, and one JSON shape for every error."""
+"""The ASGI application: routes, who may call them, and one JSON shape for every error."""
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,8 +9,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.api_keys import ApiKeyCheck, ApiKeys
 from router.dispatch import Dispatcher
 from router.fleet_api import control_routes, health_routes, info_routes
 from router.generate_api import HttpLimits, generate_routes
@@ -27,8 +26,6 @@ from router.status import VERSION, FleetStatus
 from shared.errors import RequestError
 from shared.log import crash
 
-_OPEN_PATHS = ("/health",)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
@@ -40,7 +37,7 @@ class Service:
     metrics: Metrics
     status: FleetStatus
     limits: HttpLimits
-    api_key: str | None
+    keys: ApiKeys
     flags: Mapping[str, object]
 
 
@@ -61,27 +58,8 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
-    if service.api_key is not None:
-        app.add_middleware(ApiKey, api_key=service.api_key)
+    app.add_middleware(ApiKeyCheck, keys=service.keys)
     return app
-
-
-class ApiKey:
-    """Refuses whoever does not send `Authorization: Bearer KEY`; /health stays open for probes."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 401."""
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(given, self._expected):
-                refusal = RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
-                await error_response(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 async def _on_request_error(_: Request, error: Exception) -> Response:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from router.topology import LocalTopology
-from shared.errors import ConfigError
 from shared.protocol.messages import Role
 from shared.protocol.security import require_key_beyond_loopback
 
@@ -17,7 +16,10 @@ class HttpOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: Path | None = None
+    admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_api_key_file: Path | None = None
     served_model_name: str | None = None
     chat_template: Path | None = None
     max_body_bytes: int = 32 << 20
@@ -59,8 +61,6 @@ class RouterConfig:
 
     def check(self) -> None:
         """Refuse what is dangerous. Raises ConfigError."""
-        if self.http.api_key == "":
-            raise ConfigError("--api-key is empty: nobody could log in; leave it out, or give a key")
         fleet = self.fleet
         require_key_beyond_loopback(
             "--control-host", fleet.control_host, has_key=fleet.fleet_key is not None, insecure=fleet.insecure

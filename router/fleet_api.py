@@ -7,8 +7,9 @@ import secrets
 import time
 from collections.abc import Mapping
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
+from router.api_keys import admin_only
 from router.dispatch import Dispatcher
 from router.fields import Fields, parse_object
 from router.generate_api import HttpLimits, read_ids
@@ -144,8 +145,10 @@ def control_routes(
     """What an operator does to a running service."""
     router = APIRouter()
 
-    @router.get("/flush_cache", response_model=None, include_in_schema=False)
-    @router.post("/flush_cache", response_model=None)
+    @router.get(
+        "/flush_cache", response_model=None, include_in_schema=False, dependencies=[Depends(admin_only)]
+    )
+    @router.post("/flush_cache", response_model=None, dependencies=[Depends(admin_only)])
     async def flush_cache(timeout: str | None = None) -> Response:
         """Empty every RadixCache, once nothing runs; `timeout` says how many seconds that may take."""
         deadline = time.monotonic() + _flush_timeout(timeout)
@@ -167,6 +170,8 @@ def control_routes(
         rid = fields.string("rid", max_chars=1024)
         if rid is None and not everything:
             raise RequestError("give rid, or abort_all: true", param="rid")
+        if everything:
+            await admin_only(request)
         found = rids.all() if everything else rids.find(rid or "")
         running = [req for req in found if not req.ended]
         for req in running:

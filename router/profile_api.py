@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
+from router.api_keys import admin_only
 from router.fields import parse_object
 from router.generate_api import HttpLimits
 from router.membership import Membership
@@ -18,7 +19,7 @@ _MAX_STEPS = 100_000
 
 def profile_routes(membership: Membership, limits: HttpLimits) -> APIRouter:
     """The routes. Field names are SGLang's; where traces go is the node's `--profile-dir`, not the client's."""
-    router = APIRouter()
+    router = APIRouter(dependencies=[Depends(admin_only)])
 
     @router.post("/start_profile", response_model=None)
     async def start_profile(request: Request) -> Response:

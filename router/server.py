@@ -19,6 +19,7 @@ from typing import Any
 import zmq.asyncio
 from rich.console import Console
 
+from router.api_keys import Access, ApiKeys, KeySource
 from router.app import Service, create_app
 from router.config import RouterConfig
 from router.conversation import Timing
@@ -79,7 +80,7 @@ class Router:
     @property
     def needs_key(self) -> bool:
         """True when clients must send the API key."""
-        return self._config.http.api_key is not None
+        return self.keys.access(b"") is Access.NOTHING
 
     @property
     def url(self) -> str:
@@ -130,6 +131,7 @@ class Router:
     async def _start(self) -> None:
         config, exits = self._config, self._exits
         config.check()
+        self.keys = api_keys(config)
         fleet_key = FleetKey.load(config.fleet.fleet_key) if config.fleet.fleet_key else None
         http_socket = bind_http(config.http.host, config.http.port)
         exits.callback(http_socket.close)
@@ -204,7 +206,7 @@ class Router:
                 metrics=metrics,
                 status=self._status,
                 limits=HttpLimits(max_body_bytes=http.max_body_bytes, max_batch_size=http.max_batch_size),
-                api_key=http.api_key,
+                keys=self.keys,
                 flags=self._config.shown(),
             )
         )
@@ -284,3 +286,12 @@ def load_model(name: str, config: RouterConfig) -> ServedModel:
     http = config.http
     path = resolve_model(name, with_weights=False)
     return ServedModel.load(name, path, served_name=http.served_model_name, chat_template=http.chat_template)
+
+
+def api_keys(config: RouterConfig) -> ApiKeys:
+    """The keys that clients and administrators may use. Raises ConfigError."""
+    http = config.http
+    return ApiKeys(
+        clients=KeySource(flag="--api-key", given=http.api_keys, file=http.api_key_file),
+        admins=KeySource(flag="--admin-api-key", given=http.admin_api_keys, file=http.admin_api_key_file),
+    )

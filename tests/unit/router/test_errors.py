@@ -293,34 +293,6 @@ def test_body_size_and_batch_size_are_bounded(model_folder: Path) -> None:
     asyncio.run(run())
 
 
-def test_api_key(model_folder: Path) -> None:
-    async def run() -> None:
-        http = HttpOptions(port=0, api_key="schlüssel")
-        async with (
-            pair() as nodes,
-            joined_router(model_folder, list(nodes), http=http, wait=False) as (_, client),
-        ):
-            assert (await client.get("/health")).status_code in (200, 503)
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "schlüssel".encode()}):
-                for path in (
-                    "/server_info",
-                    "/metrics",
-                    "/v1/models",
-                    "/health_generate",
-                    "/nowhere",
-                    "/docs",
-                ):
-                    refused = await client.get(path, headers=headers)
-                    assert (
-                        refused.status_code == 401
-                        and refused.json()["error"]["type"] == "authentication_error"
-                    )
-            right = {"Authorization": "Bearer schlüssel".encode()}
-            assert (await client.get("/v1/models", headers=right)).status_code == 200
-
-    asyncio.run(run())
-
-
 def test_nothing_is_alive(model_folder: Path) -> None:
     async def run() -> None:
         async with joined_router(model_folder, [], wait=False) as (_, client):

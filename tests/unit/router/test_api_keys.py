@@ -1,0 +1,196 @@
+"""Who gets in: client and admin keys from flags, files and the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from router.__main__ import build_parser, router_config
+from router.api_keys import Access, ApiKeys, KeySource, keys_from_environment
+from router.config import HttpOptions
+from shared.errors import ConfigError
+from tests.unit.router.fakes import joined_router, pair
+
+
+def keys(clients: tuple[str, ...] = (), admins: tuple[str, ...] = ()) -> ApiKeys:
+    return ApiKeys(
+        clients=KeySource(flag="--api-key", given=clients),
+        admins=KeySource(flag="--admin-api-key", given=admins),
+    )
+
+
+def bearer(key: str) -> dict[str, bytes]:
+    return {"Authorization": f"Bearer {key}".encode()}
+
+
+@pytest.mark.parametrize(
+    ("clients", "admins", "nobody", "client", "admin"),
+    [
+        ((), (), Access.ADMIN, Access.ADMIN, Access.ADMIN),
+        (("c",), (), Access.NOTHING, Access.ADMIN, Access.NOTHING),
+        ((), ("a",), Access.CLIENT, Access.CLIENT, Access.ADMIN),
+        (("c",), ("a",), Access.NOTHING, Access.CLIENT, Access.ADMIN),
+        (("x", "c", "y"), ("z", "a"), Access.NOTHING, Access.CLIENT, Access.ADMIN),
+    ],
+)
+def test_who_may_do_what(
+    clients: tuple[str, ...], admins: tuple[str, ...], nobody: Access, client: Access, admin: Access
+) -> None:
+    known = keys(clients, admins)
+    assert known.access(b"Bearer c") is client and known.access(b"bearer  c ") is client
+    assert known.access(b"Bearer a") is admin
+    for wrong in (
+        b"",
+        b"Bearer",
+        b"Bearer ",
+        b"Bearer w",
+        b"Bearer cc",
+        b"c",
+        b"Basic c",
+        b"Bearer c c",
+        b"\xff",
+    ):
+        assert known.access(wrong) is nobody, wrong
+
+
+def test_keys_of_files_and_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# who\n\n  one  \ntwo\n#three\n")
+    source = KeySource(flag="--api-key", given=("zero",), file=file)
+    known = ApiKeys(clients=source, admins=KeySource(flag="--admin-api-key"))
+    assert [known.access(f"Bearer {key}".encode()) for key in ("zero", "one", "two", "three", "#three")] == [
+        *[Access.ADMIN] * 3,
+        *[Access.NOTHING] * 2,
+    ]
+    assert keys_from_environment("K", {"K": "a, b"}) == ("a", "b")
+    assert keys_from_environment("K", {}) == ()
+
+
+def test_reloading_replaces_the_keys_of_the_file_or_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("old-key")
+    known = ApiKeys(
+        clients=KeySource(flag="--api-key", file=file), admins=KeySource(flag="--admin-api-key", given=("a",))
+    )
+    with caplog.at_level(logging.INFO, "baton"):
+        for text in ("# none yet\n", "two words", "\xff"):
+            file.write_text(text, encoding="latin-1")
+            known.reload()
+            assert known.access(b"Bearer old-key") is Access.CLIENT
+        file.unlink()
+        known.reload()
+        assert known.access(b"Bearer old-key") is Access.CLIENT
+        file.write_text("new-key")
+        known.reload()
+    assert known.access(b"Bearer old-key") is Access.NOTHING
+    assert known.access(b"Bearer new-key") is Access.CLIENT
+    told = [record.message for record in caplog.records]
+    assert [line.split()[0] for line in told] == [*["api_keys_not_read"] * 4, "api_keys_read"]
+    assert not any("-key" in line.replace("--api-key", "") for line in told)
+
+
+def test_keys_that_nobody_could_send_are_refused(tmp_path: Path) -> None:
+    for bad in ("", "two words", "tab\t", "line\n"):
+        with pytest.raises(ConfigError, match="--api-key: a key is empty, or has spaces"):
+            keys((bad,))
+    with pytest.raises(ConfigError, match=r"--admin-api-key-file .* cannot be read"):
+        ApiKeys(
+            clients=KeySource(flag="--api-key"),
+            admins=KeySource(flag="--admin-api-key", file=tmp_path / "none"),
+        )
+    for empty in ("", "a,", " , b"):
+        with pytest.raises(ConfigError, match="K is set, but a key in it is empty"):
+            keys_from_environment("K", {"K": empty})
+
+
+def test_flags_and_environment_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_API_KEYS", "e1,e2")
+    monkeypatch.setenv("BATON_ADMIN_API_KEYS", "root")
+    argv = ["--api-key", "f1", "f2", "--api-key", "f3", "--api-key-file", "k", "--admin-api-key", "boss"]
+    config = router_config(build_parser().parse_args(argv))
+    assert config.http.api_keys == ("f1", "f2", "f3", "e1", "e2")
+    assert config.http.admin_api_keys == ("boss", "root")
+    assert config.http.api_key_file == Path("k") and config.http.admin_api_key_file is None
+    told = f"{config!r} {config.shown()}"
+    assert not any(key in told for key in (*config.http.api_keys, *config.http.admin_api_keys))
+
+
+def check_refused(response: httpx.Response) -> None:
+    assert response.status_code == 401, response.text
+    assert response.headers["www-authenticate"] == "Bearer"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "code", "param"}
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+
+
+def test_routes_need_a_key(model_folder: Path) -> None:
+    async def run() -> None:
+        http = HttpOptions(port=0, api_keys=("other", "schlüssel"))
+        async with (
+            pair() as nodes,
+            joined_router(model_folder, list(nodes), http=http, wait=False) as (router, client),
+        ):
+            assert router.needs_key
+            assert (await client.get("/health")).status_code in (200, 503)
+            for headers in ({}, bearer("wrong"), {"Authorization": "schlüssel".encode()}):
+                for path in (
+                    "/server_info",
+                    "/metrics",
+                    "/v1/models",
+                    "/health_generate",
+                    "/nowhere",
+                    "/docs",
+                ):
+                    check_refused(await client.get(path, headers=headers))
+                check_refused(await client.post("/generate", json={"text": "a"}, headers=headers))
+                check_refused(await client.post("/flush_cache", headers=headers))
+            info = await client.get("/server_info", headers=bearer("schlüssel"))
+            assert info.status_code == 200
+            assert "schlüssel" not in info.text and "other" not in info.text
+            assert (await client.post("/flush_cache", headers=bearer("other"))).status_code == 200
+            async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="no", max_retries=0) as sdk:
+                with pytest.raises(openai.AuthenticationError) as caught:
+                    await sdk.models.list()
+            assert caught.value.code == "invalid_api_key"
+
+    asyncio.run(run())
+
+
+ADMIN_ROUTES = [
+    ("POST", "/flush_cache", {}),
+    ("GET", "/flush_cache", {}),
+    ("POST", "/abort_request", {"abort_all": True}),
+    ("POST", "/start_profile", {"num_steps": 1}),
+    ("POST", "/stop_profile", {}),
+]
+
+
+@pytest.mark.parametrize("client_keys", [(), ("c",)])
+def test_admin_routes_need_the_admin_key(model_folder: Path, client_keys: tuple[str, ...]) -> None:
+    async def run() -> None:
+        http = HttpOptions(port=0, api_keys=client_keys, admin_api_keys=("a",))
+        async with (
+            pair() as nodes,
+            joined_router(model_folder, list(nodes), http=http, wait=False) as (router, client),
+        ):
+            assert router.needs_key == bool(client_keys)
+            for key in ("a", "c"):
+                aborted = await client.post("/abort_request", json={"rid": "x"}, headers=bearer(key))
+                assert aborted.status_code == 200
+            for method, path, body in ADMIN_ROUTES:
+                for headers in ({}, bearer("c"), bearer("wrong")):
+                    check_refused(await client.request(method, path, json=body, headers=headers))
+            while not (await client.get("/server_info", headers=bearer("a"))).json()["nodes"]:
+                await asyncio.sleep(0.01)
+            for method, path, body in ADMIN_ROUTES:
+                done = await client.request(method, path, json=body, headers=bearer("a"))
+                assert done.status_code == 200, done.text
+
+    asyncio.run(run())
