@@ -230,7 +230,7 @@ class DecodeScheduler:
             handoff.position,
             handoff.token_ids,
             None,
-            None,
+            req.report(),  # its way here; the rest comes with the finish
             handoff.logprobs,
             handoff.input_logprobs,
         )
@@ -265,7 +265,7 @@ class DecodeScheduler:
                 req.output_len - len(req.newest_ids),
                 req.newest_ids,
                 req.finish,
-                req.report() if finished else None,
+                req.report() if finished or prefilled else None,
                 req.last_logprobs,
                 req.input_logprobs,
             )

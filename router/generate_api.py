@@ -128,11 +128,18 @@ def meta_info(generation: Generation, *, with_timeline: bool) -> dict[str, objec
     }
     if req.ended_at is not None:
         known["e2e_latency"] = req.ended_at - req.started_at
-    if with_timeline and generation.finish_reason is not None:
-        known["timeline"] = [{"role": s.role, "stage": s.stage, "time": s.time} for s in generation.timeline]
-        known["kv_pages_transferred"] = req.kv_pages_transferred
-        known["kv_bytes_transferred"] = req.kv_bytes_transferred
+    if with_timeline:
+        known |= timeline_fields(generation)
     return known
+
+
+def timeline_fields(generation: Generation) -> dict[str, object]:
+    """The stages known so far, in order of time. A node tells them with its first token and with its last."""
+    return {
+        "timeline": [{"role": s.role, "stage": s.stage, "time": s.time} for s in generation.timeline],
+        "kv_pages_transferred": generation.req.kv_pages_transferred,
+        "kv_bytes_transferred": generation.req.kv_bytes_transferred,
+    }
 
 
 async def _answer(group: GenerationGroup, asked: GenerateRequest, tokenizer: Tokenizer) -> object:

@@ -117,7 +117,7 @@ class Finish(Record, frozen=True):
 
 
 class ReqReport(Record, frozen=True):
-    """What a node knows of a request: sent with its first token (prefill) and with its finish."""
+    """What a node knows of a request: sent with its first token and with its finish."""
 
     cached_tokens: int = 0
     stamps: tuple[Stamp, ...] = ()
