@@ -251,7 +251,8 @@ class DecodeScheduler:
             self._ledger.release_superseded(req.kv)  # this node sends its pages to nobody
         for req in committed.sampled:
             finished = req.finish is not None
-            if req.timeline.stage is ReqStage.PREFILLING:
+            prefilled = req.timeline.stage is ReqStage.PREFILLING
+            if prefilled:
                 req.timeline.move_to(ReqStage.DECODING)
                 self._count_prompt(req)
             elif finished and req.timeline.left_prefilling:

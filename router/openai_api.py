@@ -10,7 +10,7 @@ from typing import Protocol
 from fastapi import APIRouter, Request, Response
 
 from router.fields import parse_object
-from router.generate_api import HttpLimits
+from router.generate_api import HttpLimits, timeline_fields
 from router.generation import Generation, GenerationGroup, Generator
 from router.logprobs import JudgedText, chat_logprobs
 from router.openai_requests import OpenAIRequest, StreamOptions, read_chat, read_completion, unknown_model
@@ -118,25 +118,30 @@ class Reply:
     id: str
     created: int
     model: str
+    with_timeline: bool
 
     @classmethod
     def begin(cls, shape: Shape, asked: OpenAIRequest, model: ServedModel) -> Reply:
         """The reply to a request that is about to be dispatched."""
-        return cls(shape, asked.id, int(time.time()), model.name)
+        return cls(shape, asked.id, int(time.time()), model.name, asked.with_timeline)
 
     def answer(self, generations: Sequence[Generation]) -> dict[str, object]:
         """The one answer of a request that is not streamed."""
-        choices = [_choice(g, self.shape.whole(g), _finish(g)) for g in generations]
+        choices = [self._choice(g, self.shape.whole(g), _finish(g)) for g in generations]
         return {**self._head(self.shape.answer_object), "choices": choices, "usage": usage(generations)}
 
     def event(self, generation: Generation, content: Choice, *, last: bool) -> dict[str, object]:
         """One event with something new of one choice."""
-        choice = _choice(generation, content, _finish(generation) if last else _UNFINISHED)
+        choice = self._choice(generation, content, _finish(generation) if last else _UNFINISHED)
         return {**self._head(self.shape.event_object), "choices": [choice]}
 
     def usage_event(self, generations: Sequence[Generation]) -> dict[str, object]:
         """The last event, for those who asked for it."""
         return {**self._head(self.shape.event_object), "choices": [], "usage": usage(generations)}
+
+    def _choice(self, generation: Generation, content: Choice, end: Choice) -> Choice:
+        timeline = timeline_fields(generation) if self.with_timeline else {}
+        return {"index": generation.index, "logprobs": None, **content, **end, **timeline}
 
     def _head(self, kind: str) -> dict[str, object]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -228,10 +233,6 @@ async def _events(
                 yield with_usage(reply.event(generation, delta, last=last))
         if options.usage:
             yield reply.usage_event(group.generations)
-
-
-def _choice(generation: Generation, content: Choice, end: Choice) -> Choice:
-    return {"index": generation.index, "logprobs": None, **content, **end}
 
 
 def _finish(generation: Generation) -> Choice:

@@ -68,6 +68,7 @@ class OpenAIRequest:
     id: str
     prompts: list[Prompt]
     stream: StreamOptions | None
+    with_timeline: bool
     echoes: list[str] | None = None
 
 
@@ -107,7 +108,13 @@ async def read_completion(
     if echo:
         skip = samplings[0].skip_special_tokens
         echoes = texts or [model.tokenizer.decode(row, skip_special_tokens=skip) for row in ids]
-    return OpenAIRequest(id=reply_id, prompts=prompts, stream=_read_stream(fields), echoes=echoes)
+    return OpenAIRequest(
+        id=reply_id,
+        prompts=prompts,
+        stream=_read_stream(fields),
+        with_timeline=_wants_timeline(fields),
+        echoes=echoes,
+    )
 
 
 async def read_chat(
@@ -138,7 +145,9 @@ async def read_chat(
         extra_key=read_extra_key(fields),
         hints=read_hints(fields, headers),
     )
-    return OpenAIRequest(id=reply_id, prompts=[prompt], stream=_read_stream(fields))
+    return OpenAIRequest(
+        id=reply_id, prompts=[prompt], stream=_read_stream(fields), with_timeline=_wants_timeline(fields)
+    )
 
 
 def _check_model(fields: Fields, model: ServedModel) -> None:
@@ -164,6 +173,10 @@ def _read_stream(fields: Fields) -> StreamOptions | None:
     if not fields.boolean("stream", False):
         return None
     return StreamOptions(usage=usage, continuous_usage=continuous)
+
+
+def _wants_timeline(fields: Fields) -> bool:
+    return fields.boolean("return_timeline", False)
 
 
 def _read_id(fields: Fields, prefix: str, num_prompts: int, batched: bool) -> tuple[str, list[str]]:

@@ -115,7 +115,8 @@ class RunningReq:
     @property
     def stamps(self) -> list[Stamp]:
         """What nodes have stamped, in order of time; a stamp that travelled with the handoff counts once."""
-        return sorted({s for r in self.reports.values() for s in r.stamps}, key=lambda s: s.time)
+        reported = dict.fromkeys(stamp for report in self.reports.values() for stamp in report.stamps)
+        return sorted(reported, key=lambda stamp: stamp.time)
 
     @property
     def cached_tokens(self) -> int:
