@@ -19,8 +19,9 @@ from rich.console import Console
 
 from router.api_keys import keys_from_environment
 from router.config import DispatchOptions, FleetOptions, HttpOptions, RouterConfig
+from router.one_process import RouterProcess
 from router.served_model import ServedModel
-from router.server import Router, load_model
+from router.server import load_model
 from router.topology import LocalTopology, parse_address, parse_local
 from shared import cli, log
 from shared.errors import ConfigError, RequestError
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve(config: RouterConfig, model: ServedModel | None) -> int:
     """Start, prove that it works, and serve until a signal comes."""
     console = Console(stderr=True)
-    async with Router(config, console, model) as router:
+    async with RouterProcess(config, console, model) as router:
         stop = _stop_on_signals(router)
         if await _unless(stop, _start(router, owns_nodes=bool(config.fleet.local.node_ids()))):
             await _unless(stop, router.broken())
@@ -70,7 +71,7 @@ async def serve(config: RouterConfig, model: ServedModel | None) -> int:
     return 0
 
 
-async def _start(router: Router, *, owns_nodes: bool) -> None:
+async def _start(router: RouterProcess, *, owns_nodes: bool) -> None:
     """Wait for the fleet and show that it works. A joined fleet may come right later; one's own must work now."""
     await router.ready()
     log.event("router_ready", url=router.url, http_port=router.http_port)
@@ -106,7 +107,7 @@ async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
         await asyncio.gather(working, stopping, return_exceptions=True)
 
 
-def _stop_on_signals(router: Router) -> asyncio.Event:
+def _stop_on_signals(router: RouterProcess) -> asyncio.Event:
     """Set by the first SIGTERM or Ctrl-C; the second does not wait for the nodes."""
     stop = asyncio.Event()
 

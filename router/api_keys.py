@@ -76,6 +76,16 @@ class ApiKeys:
         self._clients, self._admins = clients.digests(), admins.digests()
 
     @property
+    def has_clients(self) -> bool:
+        """True when clients need a key."""
+        return bool(self._clients)
+
+    @property
+    def has_admins(self) -> bool:
+        """True when administrators need a key of their own."""
+        return bool(self._admins)
+
+    @property
     def has_files(self) -> bool:
         """True when `reload` can change something."""
         return any(source.file is not None for source in self._sources)

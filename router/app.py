@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response, params
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from router.api_keys import ApiKeyCheck, ApiKeys
 from router.dispatch import Dispatcher
+from router.fleet_admin_api import fleet_admin_routes
 from router.fleet_api import control_routes, health_routes, info_routes
+from router.fleet_changes import FleetChanges
 from router.generate_api import HttpLimits, generate_routes
 from router.generation import Generator
 from router.live_rids import LiveRids
@@ -33,11 +35,13 @@ class Service:
 
     model: ModelSlot
     membership: Membership
+    changes: FleetChanges
     dispatcher: Dispatcher
     metrics: Metrics
     status: FleetStatus
     limits: HttpLimits
     keys: ApiKeys
+    fleet_guards: Sequence[params.Depends]
     flags: Mapping[str, object]
 
 
@@ -51,6 +55,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(openai_routes(generator, model, limits, status.context_length))
     app.include_router(health_routes(status, generator, model, service.membership))
     app.include_router(info_routes(status, service.membership, model, service.metrics, limits, service.flags))
+    app.include_router(fleet_admin_routes(service.membership, service.changes, limits, service.fleet_guards))
     app.include_router(profile_routes(service.membership, limits))
     app.include_router(control_routes(service.membership, service.dispatcher, rids, limits))
     app.add_exception_handler(RequestError, _on_request_error)

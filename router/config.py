@@ -25,6 +25,11 @@ class HttpOptions:
     max_body_bytes: int = 32 << 20
     max_batch_size: int = 1024
 
+    def url(self, port: int) -> str:
+        """Where clients on this machine reach it, when it listens on `port`."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class FleetOptions:

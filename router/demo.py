@@ -18,8 +18,9 @@ from rich.table import Table
 from router.__main__ import build_parser, router_config
 from router.config import RouterConfig
 from router.generation import Generation
+from router.one_process import RouterProcess
 from router.served_model import ServedModel
-from router.server import Router, load_model
+from router.server import load_model
 from shared import log
 from shared.errors import ConfigError, RequestError
 
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def demo(config: RouterConfig, model: ServedModel) -> int:
     """One completion, from the start of the nodes to their end."""
     console = Console()
-    async with Router(config, Console(stderr=True), model) as router:
+    async with RouterProcess(config, Console(stderr=True), model) as router:
         await router.ready()
         console.print(PROMPT, end="", style="dim", markup=False, highlight=False)
         pace = Pace()
@@ -103,7 +104,7 @@ async def demo(config: RouterConfig, model: ServedModel) -> int:
     return 0
 
 
-async def _stream(router: Router, console: Console, pace: Pace) -> Generation:
+async def _stream(router: RouterProcess, console: Console, pace: Pace) -> Generation:
     started = asyncio.get_running_loop().time()
     async for generation, text in router.stream(PROMPT, MAX_NEW_TOKENS):
         pace.arrivals.append(asyncio.get_running_loop().time() - started)

@@ -205,6 +205,19 @@ class Dispatcher:
                 self._end(req, error=RequestError(message, status=503, code="node_lost"))
         self._counts.lost(node)
 
+    # --------------------------------------------------------------------- towards who removes a node
+    def num_held(self, node: Node) -> int:
+        """Sequences that `node` has a part in."""
+        return sum(node in req.holders for req in self._running.values())
+
+    def give_up(self, node: Node, reason: str) -> int:
+        """Fail what `node` has a part in, and tell it so; how many those were."""
+        held = [req for req in self._running.values() if node in req.holders]
+        for req in held:
+            message = f"{node.role} node {node.ref.node_id} was removed: {reason}"
+            self._end(req, error=RequestError(message, status=503, code="node_removed"))
+        return len(held)
+
     # ------------------------------------------------------------------------------------------ inside
     def _plan(self, work: Work, *, split: bool) -> Plan:
         judged, num_input_ids = work.params.logprobs, len(work.input_ids)

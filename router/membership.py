@@ -1,10 +1,12 @@
 """Which nodes there are: dials them, checks that they fit together, notices when they are gone.
 
     Member (an address)   DIALLING ──hello──▶ ALIVE ──closed, silent──▶ LOST ──1 s──▶ dialled again
-                             └──layout differs──▶ REFUSED ──5 s──▶ dialled again          (new identity)
+                             │                  └──removed──▶ DRAINING ──▶ hung up, forgotten   (new identity)
+                             └──layout differs──▶ REFUSED ──5 s──▶ dialled again
 
 A node that announced itself (`Join`) and is lost for long is forgotten: it will announce itself again. One that
-was named on the command line is dialled for ever. A restarted node is a new incarnation, that is a new node.
+the operator named is dialled for ever. A restarted node is a new incarnation, that is a new node: what was removed
+is not let in again when it announces itself, but its next incarnation is.
 """
 
 from __future__ import annotations
@@ -14,21 +16,19 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import zmq.asyncio
 
 from router.conversation import Conversation, NodeEvents, NodeLeft, Timing
 from router.liveness import Liveness
+from router.member import Member, MemberState, raise_if_different
 from router.node_link import LiveNode, NodeLink, Refusal
 from shared.errors import LinkError
 from shared.log import crash, event, warn
 from shared.protocol.messages import (
     Answered,
     Join,
-    KVLayout,
     LoadFailed,
     Loading,
     NodeHello,
@@ -43,32 +43,7 @@ if TYPE_CHECKING:
     from shared.protocol.security import FleetKey
 
 _MAX_MEMBERS = 1024
-
-
-class MemberState(StrEnum):
-    """How a member stands with this router."""
-
-    DIALLING = "dialling"
-    ALIVE = "alive"
-    LOST = "lost"
-    REFUSED = "refused"
-    LEFT = "left"
-
-
-@dataclass(eq=False)
-class Member:
-    """An address that is dialled. `pinned` ones were named by the operator and are never forgotten."""
-
-    address: str
-    role: Role
-    pinned: bool
-    state: MemberState = MemberState.DIALLING
-    reason: str = ""
-    retired: str = ""
-    node_id: str = ""
-    node: LiveNode | None = None
-    since: float = 0.0
-    task: asyncio.Task[None] | None = None
+_MAX_REMOVED = 4096
 
 
 class Membership:
@@ -89,6 +64,8 @@ class Membership:
         self._events: NodeEvents | None = None
         self.loading: dict[str, Loading] = {}
         self._members: list[Member] = []
+        self._removed: dict[str, None] = {}
+        """Incarnations that the operator removed, the oldest first: they are not let in when they ask."""
         self._dials = itertools.count(1)
         self._calls = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answered]] = {}
@@ -103,14 +80,13 @@ class Membership:
         return self._members
 
     def live(self, role: Role) -> list[LiveNode]:
-        """The nodes of a role that can be sent work now."""
-        return [node for node in self.all_live() if node.role is role]
+        """The nodes of a role that can be sent work now, longest-lived first."""
+        alive = [m for m in self._connected() if m.role is role and m.state is MemberState.ALIVE]
+        return [member.node for member in alive if member.node is not None]
 
     def all_live(self) -> list[LiveNode]:
-        """The nodes of both roles that can be sent work now, longest-lived first."""
-        alive = [member for member in self._members if member.node is not None]
-        alive.sort(key=lambda member: member.since)
-        return [member.node for member in alive if member.node is not None]
+        """The nodes of both roles that are connected, longest-lived first; also those that are being drained."""
+        return [member.node for member in self._connected() if member.node is not None]
 
     def expects(self, role: Role) -> bool:
         """True when the fleet has members of a role, even if none is alive."""
@@ -119,8 +95,7 @@ class Membership:
     def why_none(self, role: Role) -> str:
         """Why no node of `role` is alive, in one sentence."""
         states = [
-            f"{member.node_id or member.address} is {member.state}"
-            + (f" ({member.reason})" if member.reason else "")
+            f"{member.name} is {member.state}" + (f" ({member.reason})" if member.reason else "")
             for member in self._members
             if member.role is role
         ]
@@ -135,16 +110,51 @@ class Membership:
         """Tell `events` what nodes say; before the first `dial`."""
         self._events = events
 
-    def dial(self, address: str, role: Role, *, pinned: bool, node_id: str = "") -> None:
-        """Keep a connection to `address` from now on."""
-        if self._closed or any(member.address == address for member in self._members):
-            return
+    def dial(self, address: str, role: Role, *, pinned: bool, node_id: str = "") -> Member | None:
+        """Keep a connection to `address` from now on. None when there are too many already, or it is too late."""
+        known = next((member for member in self._members if member.address == address), None)
+        if known is not None:
+            return known
+        if self._closed:
+            return None
         if len(self._members) >= _MAX_MEMBERS:
             warn("member_ignored", address=address, members=len(self._members))
-            return
+            return None
         member = Member(address, role, pinned, node_id=node_id, since=time.monotonic())
-        member.task = asyncio.create_task(self._keep_dialled(member), name=f"member {address}")
         self._members.append(member)
+        self._begin(member)
+        return member
+
+    def redial(self, member: Member) -> None:
+        """Do not wait until its turn comes: dial a member anew that is not connected."""
+        assert member.node is None and member.task is not None
+        member.task.cancel()
+        member.retired = ""
+        self._set(member, MemberState.DIALLING, "")
+        self._begin(member)
+
+    def drain(self, member: Member) -> None:
+        """Send a member no new work from now on, and do not dial it again."""
+        member.leaving = True
+        if member.node is not None:
+            self._set(member, MemberState.DRAINING, "removed by the operator")
+
+    async def remove(self, member: Member) -> None:
+        """Hang up and forget a member."""
+        if member in self._members:
+            self._forget(member)
+        if member.task is not None:
+            await asyncio.gather(member.task, return_exceptions=True)
+
+    def turn_away(self, incarnation: str) -> None:
+        """Ignore it when this incarnation of a node announces itself."""
+        self._removed[incarnation] = None
+        if len(self._removed) > _MAX_REMOVED:
+            del self._removed[next(iter(self._removed))]
+
+    def let_in(self, incarnation: str) -> None:
+        """The operator wants it back."""
+        self._removed.pop(incarnation, None)
 
     def on_lobby(self, message: NodeToLobby) -> None:
         """A node arrives by itself (this is a `lobby.LobbyListener`); `loading` is kept for /health."""
@@ -205,8 +215,16 @@ class Membership:
         self._members.clear()
 
     # ------------------------------------------------------------------------------------- one member
+    def _connected(self) -> list[Member]:
+        return sorted((m for m in self._members if m.node is not None), key=lambda member: member.since)
+
+    def _begin(self, member: Member) -> None:
+        member.task = asyncio.create_task(self._keep_dialled(member), name=f"member {member.address}")
+
     def _join(self, ref: NodeRef, role: Role) -> None:
         """Joins are repeated until the node is dialled, so this is usually no news."""
+        if ref.incarnation in self._removed:
+            return
         for member in self._members:
             moved = member.node_id == ref.node_id and member.address != ref.address
             if moved and member.node is None and not member.pinned:
@@ -231,6 +249,8 @@ class Membership:
                 self._set(member, MemberState.LOST, "internal error")
             if member.retired:
                 self._set(member, MemberState.LOST, member.retired)
+                return
+            if member.leaving:
                 return
             if not member.pinned and self._is_stale(member):
                 self._forget(member)
@@ -260,7 +280,7 @@ class Membership:
 
     def _check(self, member: Member, hello: NodeHello) -> None:
         """Refuse what does not fit, by the name of the field."""
-        member.node_id = hello.node.node_id
+        member.node_id, member.incarnation = hello.node.node_id, hello.node.incarnation
         if hello.role is not member.role:
             raise Refusal(f"role: expected a {member.role} node, it is a {hello.role} node")
         live = self.all_live()
@@ -288,9 +308,11 @@ class Membership:
         self._announce_peers(node.role, None)
 
     def _announce_peers(self, changed: Role, joined: LiveNode | None) -> None:
-        """Prefill nodes hold links to all live decode nodes: tell them when that set changes, or they are new."""
-        decode_nodes: tuple[NodeRef, ...] = tuple(node.ref for node in self.live(Role.DECODE))
-        told = self.live(Role.PREFILL) if changed is Role.DECODE else [joined] if joined else []
+        """Prefill nodes hold links to all connected decode nodes: tell them when those change, or they are new."""
+        connected = self.all_live()
+        decode_nodes: tuple[NodeRef, ...] = tuple(node.ref for node in connected if node.role is Role.DECODE)
+        prefills = [node for node in connected if node.role is Role.PREFILL]
+        told = prefills if changed is Role.DECODE else [joined] if joined else []
         for node in told:
             node.send(Peers(decode_nodes))
 
@@ -308,7 +330,8 @@ class Membership:
             fields: dict[str, object] = {"node": member.node_id or "?", "address": member.address}
             if reason:
                 fields["reason"] = reason
-            level = logging.INFO if state is MemberState.ALIVE else logging.WARNING
+            calm = state in (MemberState.ALIVE, MemberState.DIALLING, MemberState.DRAINING)
+            level = logging.INFO if calm else logging.WARNING
             event(f"{member.role}_node_{state}", level=level, **fields)
         self._signal()
 
@@ -325,11 +348,3 @@ class Membership:
     def _signal(self) -> None:
         self._change.set()
         self._change = asyncio.Event()
-
-
-def raise_if_different(ours: KVLayout, theirs: KVLayout) -> None:
-    """Refuse a layout that differs, by the name of the first such field."""
-    for field in KVLayout.__struct_fields__:
-        mine, other = getattr(ours, field), getattr(theirs, field)
-        if mine != other:
-            raise Refusal(f"{field}: the fleet has {mine!r}, this node has {other!r}")

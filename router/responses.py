@@ -21,6 +21,7 @@ BODY_TIMEOUT_S = 60.0
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "method_not_allowed",
     408: "timeout_error",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from router.membership import Member, Membership, MemberState
+from router.member import Member, MemberState
+from router.membership import Membership
 from router.served_model import ModelSlot
 from shared.protocol.messages import Role
 
@@ -38,7 +39,7 @@ class FleetStatus:
         if reason:
             body["reason"] = reason
         for role in Role:
-            body[role] = [_member(m) for m in self._membership.members if m.role is role] + [
+            body[role] = [describe_member(m) for m in self._membership.members if m.role is role] + [
                 {
                     "node_id": loading.node_id,
                     "state": "loading",
@@ -52,9 +53,10 @@ class FleetStatus:
 
     def server_info(self) -> dict[str, object]:
         """Sizes, and per node its flags, limits and latest load."""
-        live = self._membership.all_live()
+        connected = [(m, m.node) for m in self._membership.members if m.node is not None]
+        live = [node for _, node in connected]
         layout = live[0].hello.layout if live else None
-        decode = [node for node in live if node.role is Role.DECODE]
+        decode = self._membership.live(Role.DECODE)
         return {
             "version": VERSION,
             "status": self._state()[0],
@@ -73,12 +75,13 @@ class FleetStatus:
                 {
                     "node_id": node.ref.node_id,
                     "role": node.role,
+                    "state": member.state,
                     "incarnation": node.ref.incarnation,
                     "address": node.ref.address,
                     "limits": msgspec.structs.asdict(node.limits),
                     "flags": node.hello.flags,
                 }
-                for node in live
+                for member, node in connected
             ],
         }
 
@@ -95,11 +98,12 @@ class FleetStatus:
             return "degraded", f"decode nodes prefill by themselves: {membership.why_none(Role.PREFILL)}"
         gone = [m for m in membership.members if m.node is None]
         if gone:
-            return "degraded", "; ".join(f"{m.node_id or m.address} is {m.state}" for m in gone)
+            return "degraded", "; ".join(f"{m.name} is {m.state}" for m in gone)
         return "ok", ""
 
 
-def _member(member: Member) -> dict[str, object]:
+def describe_member(member: Member) -> dict[str, object]:
+    """How a member stands, and how much it has to do."""
     body: dict[str, object] = {
         "node_id": member.node_id or None,
         "address": member.address,

@@ -47,9 +47,17 @@ def parse_local(text: str) -> LocalTopology:
 
 
 def parse_address(role: Role, text: str) -> str:
-    """`tcp://host:port` of HOST[:PORT]; an IPv6 address stands in brackets."""
+    """An argparse type: see `address_of`."""
+    try:
+        return address_of(role, text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
+
+
+def address_of(role: Role, text: str) -> str:
+    """`tcp://host:port` of HOST[:PORT]; an IPv6 address stands in brackets. Raises ValueError."""
     match = _ADDRESS.fullmatch(text.removeprefix("tcp://"))
     port = int(match["port"] or DEFAULT_PORTS[role]) if match else 0
     if match is None or not 1 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST[:PORT]")
+        raise ValueError(f"{text!r} is not HOST[:PORT]")
     return f"tcp://{match['host']}:{port}"

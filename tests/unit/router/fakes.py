@@ -17,7 +17,8 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from router.config import DispatchOptions, FleetOptions, HttpOptions, RouterConfig
-from router.server import Router, load_model
+from router.one_process import RouterProcess
+from router.server import load_model
 from router.topology import LocalTopology
 from shared.protocol.messages import (
     Answered,
@@ -283,7 +284,7 @@ async def joined_router(
     dispatch: DispatchOptions | None = None,
     wait: bool = True,
     base: Path | None = None,
-) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
+) -> AsyncIterator[tuple[RouterProcess, httpx.AsyncClient]]:
     """A real router on free ports, joined to `nodes`, and a client for it."""
     config = RouterConfig(
         model=str(model_folder) if model_folder else None,
@@ -295,7 +296,7 @@ async def joined_router(
     )
     model = load_model(config.model, config) if config.model else None
     async with (
-        Router(config, Console(stderr=True), model) as router,
+        RouterProcess(config, Console(stderr=True), model) as router,
         httpx.AsyncClient(base_url=router.url, timeout=10) as client,
     ):
         if wait:

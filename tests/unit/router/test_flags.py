@@ -12,7 +12,8 @@ from rich.console import Console
 
 from router.__main__ import build_parser, router_config
 from router.config import FleetOptions, HttpOptions, RouterConfig
-from router.server import Router, load_model
+from router.one_process import RouterProcess
+from router.server import load_model
 from router.topology import LocalTopology, parse_address
 from shared.errors import ConfigError
 from shared.protocol.messages import Role
@@ -116,7 +117,7 @@ def test_no_such_chat_template(model_folder: Path) -> None:
 
 def test_ports_in_use_and_keys_that_are_not_there() -> None:
     async def start(config: RouterConfig) -> None:
-        async with Router(config, Console(stderr=True), None):
+        async with RouterProcess(config, Console(stderr=True), None):
             pytest.fail("it started")
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

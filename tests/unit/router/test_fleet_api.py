@@ -14,7 +14,8 @@ from rich.console import Console
 
 from router.config import FleetOptions, HttpOptions, RouterConfig
 from router.metrics import stage_durations
-from router.server import Router, load_model
+from router.one_process import RouterProcess
+from router.server import load_model
 from router.topology import LocalTopology
 from shared.protocol.messages import (
     Decode,
@@ -172,13 +173,15 @@ async def say(socket: zmq.asyncio.Socket, message: NodeToLobby) -> None:
     await socket.send(msgspec.msgpack.encode(message))
 
 
-def lobby_router(model_folder: Path | None, fleet_key: str | None = None) -> Router:
+def lobby_router(model_folder: Path | None, fleet_key: str | None = None) -> RouterProcess:
     config = RouterConfig(
         model=str(model_folder) if model_folder else None,
         fleet=FleetOptions(local=LocalTopology(0, 0), control_port=0, fleet_key=fleet_key),
         http=HttpOptions(port=0, served_model_name="tiny"),
     )
-    return Router(config, Console(stderr=True), load_model(config.model, config) if config.model else None)
+    return RouterProcess(
+        config, Console(stderr=True), load_model(config.model, config) if config.model else None
+    )
 
 
 def test_a_node_joins_by_itself(model_folder: Path) -> None:

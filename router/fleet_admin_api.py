@@ -1,0 +1,120 @@
+"""`/fleet`: who the nodes are, and letting them in and out while requests run. For holders of the admin key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response, params
+from pydantic import Field
+
+from router.api_keys import ApiKeys, admin_only
+from router.body import Body, parse, validate
+from router.fleet_changes import FleetChanges, Removed
+from router.generate_api import HttpLimits
+from router.member import Member
+from router.membership import Membership
+from router.responses import json_response, read_body
+from router.status import describe_member
+from router.topology import address_of
+from shared.errors import RequestError
+from shared.protocol.messages import Role
+from shared.protocol.security import is_loopback
+
+ADD_WAIT_S = 10.0
+DEFAULT_DRAIN_TIMEOUT_S = 60.0
+_MAX_DRAIN_TIMEOUT_S = 86400.0
+_REFRESH_S = 0.25
+
+
+class AddNode(Body):
+    """A running node to be dialled."""
+
+    role: Literal["prefill", "decode"]
+    address: Annotated[str, Field(min_length=1, max_length=512, description="HOST[:PORT], as --prefill")]
+
+
+class DrainQuery(Body):
+    """How a node is let go."""
+
+    drain_timeout_s: Annotated[float, Field(ge=0, le=_MAX_DRAIN_TIMEOUT_S)] = DEFAULT_DRAIN_TIMEOUT_S
+
+
+def fleet_admin_routes(
+    membership: Membership, changes: FleetChanges, limits: HttpLimits, guards: Sequence[params.Depends]
+) -> APIRouter:
+    """The routes; `guards` raise for whoever may not use them."""
+    router = APIRouter(prefix="/fleet", dependencies=guards)
+
+    @router.get("", response_model=None)
+    async def fleet() -> Response:
+        """Every node that is dialled, with its load asked for now."""
+        await membership.refresh(_REFRESH_S)
+        return json_response({"nodes": [describe_in_full(member) for member in membership.members]})
+
+    @router.post("/nodes", response_model=None)
+    async def add_node(request: Request) -> Response:
+        """Dial a running node; answers when it has been taken in or refused, or after ten seconds."""
+        asked = parse(AddNode, await read_body(request, limits.max_body_bytes))
+        role = Role(asked.role)
+        member = await changes.add(role, _address(role, asked.address), ADD_WAIT_S)
+        return json_response({"success": True, "node": describe_in_full(member)})
+
+    @router.delete("/nodes/{node_id:path}", response_model=None)
+    async def remove_node(node_id: str, drain_timeout_s: str | None = None) -> Response:
+        """Send a node nothing new, and hang up when its requests have ended or the time is up."""
+        query = validate(DrainQuery, {"drain_timeout_s": _number(drain_timeout_s)})
+        return json_response(described_removal(await changes.remove(node_id, query.drain_timeout_s)))
+
+    return router
+
+
+def fleet_guards(keys: ApiKeys, host: str) -> Sequence[params.Depends]:
+    """Who may use the routes of a router that listens on `host`.
+
+    Whoever may add a node may read every prompt. Without an admin key that is nobody, unless there are no keys at
+    all and only this machine can reach the router.
+    """
+
+    async def must_be_told_apart() -> None:
+        if not keys.has_admins and (keys.has_clients or not is_loopback(host)):
+            raise RequestError(
+                "/fleet needs an admin key: start the router with --admin-api-key or --admin-api-key-file",
+                status=403,
+                code="no_admin_key",
+            )
+
+    return [Depends(must_be_told_apart), Depends(admin_only)]
+
+
+def described_removal(removed: Removed) -> dict[str, object]:
+    """The body of an answer to DELETE."""
+    return {
+        "success": True,
+        "node_id": removed.node_id or None,
+        "address": removed.address,
+        "num_ended_requests": removed.num_ended,
+    }
+
+
+def describe_in_full(member: Member) -> dict[str, object]:
+    """A member as `GET /fleet` tells it."""
+    body: dict[str, object] = {"role": member.role, **describe_member(member), "pinned": member.pinned}
+    if member.node is not None:
+        body["load"] = msgspec.structs.asdict(member.node.load)
+    return body
+
+
+def _address(role: Role, text: str) -> str:
+    try:
+        return address_of(role, text)
+    except ValueError as e:
+        raise RequestError(f"address: {e}", param="address") from e
+
+
+def _number(text: str | None) -> Any:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
