@@ -36,6 +36,8 @@ from shared.protocol.sampling_params import (
 MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_STOP_REGEXES = 16
+MAX_STOP_REGEX_CHARS = 1024
 _MAX_STOP_IDS = 1024
 _MAX_TOKENS = 2**31 - 1
 _ANY_COUNT = 10**30
@@ -50,6 +52,7 @@ Seed = Annotated[
     Field(ge=-MAX_SEED - 1, le=MAX_SEED, description="Same seed, same sample; a random one by default."),
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopPattern = Annotated[str, Field(min_length=1, max_length=MAX_STOP_REGEX_CHARS)]
 BiasedTokenId = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[0-9]{1,19}$"})]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 
@@ -61,6 +64,7 @@ class Sampling:
     params: SamplingParams
     n: int = 1
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     grammar_field: str | None = None
@@ -139,7 +143,17 @@ class SamplingBody(Body):
         TokenIds | None,
         Field(max_length=_MAX_STOP_IDS, description="Token ids that end it, beside the model's."),
     ] = None
-    stop_regex: Annotated[Any, Refused(("", []))] = None
+    stop_regex: Annotated[
+        str | list[str] | None,
+        OneOf(
+            "a pattern or a list of patterns",
+            {
+                "str": StopPattern,
+                "list": Annotated[list[StopPattern], FailFast(), Field(max_length=MAX_STOP_REGEXES)],
+            },
+        ),
+        Field(description="And before the first match of one of these."),
+    ] = None
     ignore_eos: Annotated[bool, Field(description="The model's own end tokens do not end it.")] = False
     no_stop_trim: Annotated[bool, Field(description="What matched stays in the text.")] = False
     skip_special_tokens: Annotated[bool, Field(description="Leaves them out of the text.")] = True
@@ -192,6 +206,8 @@ def read_sampling(body: SamplingBody, vocab_size: int, path: str = "") -> Sampli
         raise wrong(at + own.min_new_tokens_name, bound, own.min_new_tokens)
     stop_token_ids = body.stop_token_ids or []
     check_token_ids(f"{at}stop_token_ids", stop_token_ids, vocab_size)
+    if body.stop_regex:
+        raise RequestError(f"{at}stop_regex is not supported yet; leave it out", param=f"{at}stop_regex")
     asked = only_grammar(
         (
             schema_grammar(f"{at}json_schema", body.json_schema),
@@ -218,11 +234,16 @@ def read_sampling(body: SamplingBody, vocab_size: int, path: str = "") -> Sampli
             seed=secrets.randbelow(MAX_SEED) if own.seed is None else own.seed & MAX_SEED,
         ),
         n=body.n,
-        stop=tuple([body.stop] if isinstance(body.stop, str) else body.stop or ()),
+        stop=_as_tuple(body.stop),
+        stop_regex=_as_tuple(body.stop_regex),
         no_stop_trim=body.no_stop_trim,
         skip_special_tokens=body.skip_special_tokens,
         grammar_field=asked.field if asked else None,
     )
+
+
+def _as_tuple(one_or_more: str | list[str] | None) -> tuple[str, ...]:
+    return (one_or_more,) if isinstance(one_or_more, str) else tuple(one_or_more or ())
 
 
 def _biases(name: str, biases: Mapping[str, float], vocab_size: int) -> tuple[TokenBias, ...]:

@@ -122,6 +122,10 @@ SAMPLING = [
     ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
     ({"repetition_penalty": 2.1}, "repetition_penalty must be at most 2"),
     ({"stop_regex": "a"}, "stop_regex is not supported yet"),
+    ({"stop_regex": 5}, "sampling_params.stop_regex must be a pattern or a list of patterns, not 5"),
+    ({"stop_regex": [""]}, "sampling_params.stop_regex[0] must be 1 or more characters long"),
+    ({"stop_regex": "a" * 1025}, "sampling_params.stop_regex must be at most 1024 characters long"),
+    ({"stop_regex": ["a"] * 17}, "sampling_params.stop_regex must be a list of at most 16"),
 ]
 COMPLETIONS = [
     ({}, "prompt is missing"),
