@@ -15,10 +15,11 @@ from router.dispatch import Dispatcher
 from router.fleet_admin_api import fleet_admin_routes
 from router.fleet_api import control_routes, health_routes, info_routes
 from router.fleet_changes import FleetChanges
-from router.generate_api import generate_routes
+from router.generate_api import HttpLimits, generate_routes
 from router.generation import Generator
-from router.limits import HttpLimits
+from router.live_api import live_routes
 from router.live_rids import LiveRids
+from router.live_state import LiveState
 from router.membership import Membership
 from router.metrics import Metrics
 from router.openai_api import openai_routes
@@ -40,6 +41,7 @@ class Service:
     dispatcher: Dispatcher
     metrics: Metrics
     status: FleetStatus
+    live: LiveState
     limits: HttpLimits
     keys: ApiKeys
     fleet_guards: Sequence[params.Depends]
@@ -57,6 +59,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(health_routes(status, generator, model, service.membership))
     app.include_router(info_routes(status, service.membership, model, service.metrics, limits, service.flags))
     app.include_router(fleet_admin_routes(service.membership, service.changes, limits, service.fleet_guards))
+    app.include_router(live_routes(service.live))
     app.include_router(profile_routes(service.membership, limits))
     app.include_router(control_routes(service.membership, service.dispatcher, rids, limits))
     app.add_exception_handler(RequestError, _on_request_error)

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from router.recent_traffic import RecentTraffic
 from router.running_req import Aborted, Node, RunningReq
 from shared.protocol.messages import Load, Role, Stamp
 from shared.timeline import ReqStage
@@ -101,6 +102,7 @@ class Metrics:
     """
 
     def __init__(self, model_name: Callable[[], str]) -> None:
+        self.traffic = RecentTraffic()
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self._prompt_tokens = self._counter("sglang:prompt_tokens", "Prompt tokens of ended requests.")
@@ -148,6 +150,7 @@ class Metrics:
     def started(self, req: RunningReq) -> None:
         """A sequence was sent to its nodes."""
         self._own(self._requests).inc()
+        self.traffic.started()
 
     def tokens(self, req: RunningReq, num_new: int, since: float | None, now: float) -> None:
         """`num_new` tokens came in order; `since` is when the one before them did."""
@@ -156,8 +159,11 @@ class Metrics:
         self._own(self._generation_tokens).inc(num_new)
         if since is None:
             self._own(self._ttft).observe(now - req.started_at)
+            self.traffic.first_tokens(num_new, now - req.started_at)
         else:
-            self._own(self._itl).observe((now - since) / num_new)
+            itl_s = (now - since) / num_new
+            self._own(self._itl).observe(itl_s)
+            self.traffic.more_tokens(num_new, itl_s)
 
     def ended(self, req: RunningReq) -> None:
         """A sequence is over, in whatever way."""

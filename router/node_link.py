@@ -169,6 +169,7 @@ class LiveNode:
         self.link = link
         self.liveness = liveness
         self.load = Load()
+        self.load_at = 0.0
         self.prefixes = PrefixIndex()
         self._pong = asyncio.Event()
 
@@ -198,7 +199,7 @@ class LiveNode:
 
     def pong(self, pong: Pong, now: float) -> None:
         """The node has answered a Ping."""
-        self.load = pong.load
+        self.load, self.load_at = pong.load, now
         self.liveness.pong(now, pong.load)
         if not self.prefixes.compare(pong.cache_seq):
             self.send(CacheResync())

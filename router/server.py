@@ -26,10 +26,11 @@ from router.conversation import Timing
 from router.dispatch import Deadlines, Dispatcher
 from router.fleet_admin_api import fleet_guards
 from router.fleet_changes import FleetChanges
+from router.generate_api import HttpLimits
 from router.generation import Generation, Generator, Prompt
 from router.http_server import HttpServer, http_server
-from router.limits import HttpLimits
 from router.live_rids import LiveRids
+from router.live_state import LiveState
 from router.member import MemberState
 from router.membership import Membership
 from router.metrics import Metrics
@@ -91,6 +92,7 @@ class Router:
                 dispatcher=self._dispatcher,
                 metrics=self._metrics,
                 status=self._status,
+                live=self._live,
                 limits=HttpLimits(max_body_bytes=http.max_body_bytes, max_batch_size=http.max_batch_size),
                 keys=self.keys,
                 fleet_guards=fleet_guards(self.keys, http.host),
@@ -99,11 +101,13 @@ class Router:
         )
         self._server = http_server(app)
         self._spawn(self._server.serve(sockets=[http_socket]), "http")
+        self._spawn(self._live.run(), "live state")
 
     async def stop_serving(self) -> None:
         """First of all: nothing new is taken, what runs ends with an answer, and nodes hear that it ended."""
         self._status.stopping = True
         self._dispatcher.close(STOPPING)
+        self._live.close()
         if self._server is not None:
             self._server.should_exit = True
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -175,6 +179,9 @@ class Router:
         self._changes = FleetChanges(self._membership, self._dispatcher)
         exits.push_async_callback(self._changes.close)
         self._status = FleetStatus(self._membership, self.model)
+        self._live = LiveState(
+            self._membership, self._dispatcher, self._metrics.traffic, self._status, self.model
+        )
         exits.callback(self._close_model)
         for role, address in config.fleet.join:
             self._membership.dial(address, role, pinned=True)

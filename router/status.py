@@ -34,7 +34,7 @@ class FleetStatus:
 
     def describe(self) -> dict[str, object]:
         """The body of /health."""
-        state, reason = self._state()
+        state, reason = self.state()
         body: dict[str, object] = {"status": state, "model": self._model.name()}
         if reason:
             body["reason"] = reason
@@ -59,7 +59,7 @@ class FleetStatus:
         decode = self._membership.live(Role.DECODE)
         return {
             "version": VERSION,
-            "status": self._state()[0],
+            "status": self.state()[0],
             "model_path": self._model.get().model,
             "served_model_name": self._model.name(),
             "context_length": self.context_length(),
@@ -85,7 +85,8 @@ class FleetStatus:
             ],
         }
 
-    def _state(self) -> tuple[str, str]:
+    def state(self) -> tuple[str, str]:
+        """In one word, and why it is not `ok`."""
         membership = self._membership
         if self.stopping:
             return "stopping", "the router is shutting down"
