@@ -15,8 +15,9 @@ from router.dispatch import Dispatcher
 from router.fleet_admin_api import fleet_admin_routes
 from router.fleet_api import control_routes, health_routes, info_routes
 from router.fleet_changes import FleetChanges
-from router.generate_api import HttpLimits, generate_routes
+from router.generate_api import generate_routes
 from router.generation import Generator
+from router.limits import HttpLimits
 from router.live_api import live_routes
 from router.live_rids import LiveRids
 from router.live_state import LiveState

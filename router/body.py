@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WrapValidator,
-    model_validator,
-)
-from pydantic_core import ErrorDetails, PydanticCustomError
+import pydantic
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from shared.errors import RequestError
 
+T = TypeVar("T")
 B = TypeVar("B", bound="Body")
 
 _SHOWN_CHARS = 60
@@ -38,6 +35,7 @@ _EXPECTED: Mapping[str, str] = {
     "int_type": "an integer",
     "int_from_float": "an integer",
     "float_type": "a number",
+    "float_parsing": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "a string",
@@ -45,14 +43,14 @@ _EXPECTED: Mapping[str, str] = {
     "dict_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
-    "greater_than": "above {gt:g}",
+    "greater_than": "above {gt}",
     "greater_than_equal": "at least {ge}",
-    "less_than": "below {lt:g}",
+    "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
     "string_too_long": "at most {max_length} characters long",
-    "string_too_short": "at least {min_length} characters long",
-    "too_long": "a list of at most {max_length}",
-    "too_short": "a list of at least {min_length}",
+    "string_too_short": "{min_length} or more characters long",
+    "too_long": "{field_type} of at most {max_length}",
+    "too_short": "{field_type} of {min_length} or more",
     "literal_error": "{expected}",
     "string_unicode": "valid Unicode text",
     "string_pattern_mismatch": "text that matches {pattern}",
@@ -70,6 +68,18 @@ class Body(BaseModel):
         if not isinstance(values, dict):
             return values
         return {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """As pydantic says it, and that whatever may be left out may be null."""
+        described = handler(schema)
+        whole = handler.resolve_ref_schema(described)
+        for name, field in whole.get("properties", {}).items():
+            if name not in whole.get("required", ()):
+                whole["properties"][name] = _or_null(field)
+        return described
 
 
 def parse(kind: type[B], body: bytes) -> B:
@@ -100,35 +110,86 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
-def expecting(phrase: str) -> WrapValidator:
-    """Whatever is wrong inside is worded as `phrase`, such as "a string or a list of strings"."""
+def must(expected: str, holds: Callable[[Any], bool]) -> AfterValidator:
+    """A bound that types cannot say: the value, `expected` in words, has to satisfy `holds`."""
 
-    def check(value: Any, inner: Callable[[Any], Any]) -> Any:
-        try:
-            return inner(value)
-        except ValidationError:
-            raise PydanticCustomError("expected", "{phrase}", {"phrase": phrase}) from None
+    def check(value: T) -> T:
+        if not holds(value):
+            raise PydanticCustomError("expected", "{phrase}", {"phrase": expected})
+        return value
 
-    return WrapValidator(check)
+    return AfterValidator(check)
 
 
-def refused(*harmless: object, why: str = "not supported yet") -> Any:
-    """The type of a known field that cannot be served: anything but a `harmless` value is refused by name.
+class FailFast(pydantic.FailFast):
+    """Ends the check of a list at its first wrong item. Hashable, as whatever stands in a union has to be."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+class OneOf:
+    """Chooses the type of a field by the JSON type of its value: `Annotated[str | list[str], OneOf(phrase, {...})]`.
+
+    Keys of `branches` are "str", "int", "bool", "dict", "list", or "list[str]" and so on, by the first item of a
+    list; a list that begins with null counts as one of lists. `phrase` says what is expected when none fits.
+    """
+
+    def __init__(self, phrase: str, branches: Mapping[str, Any]) -> None:
+        self._phrase = phrase
+        self._branches = branches
+        self._empty_list = next((kind for kind in branches if kind.startswith("list")), "list")
+
+    def __get_pydantic_core_schema__(self, _: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """A union whose branch is known, so that only that branch's complaint is told."""
+        return core_schema.tagged_union_schema(
+            {_BRANCH + kind: handler.generate_schema(branch) for kind, branch in self._branches.items()},
+            lambda value: _BRANCH + self._kind(value),
+            custom_error_type="expected",
+            custom_error_message="{phrase}",
+            custom_error_context={"phrase": self._phrase},
+        )
+
+    def _kind(self, value: Any) -> str:
+        if not isinstance(value, list) or "list" in self._branches:
+            return type(value).__name__
+        if not value:
+            return self._empty_list
+        return f"list[{'list' if value[0] is None else type(value[0]).__name__}]"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Marks a known field that cannot be served: anything but a `harmless` value is refused by name.
 
     A feature that is not there must not be ignored in silence: its user would believe in the answer.
     """
 
-    def check(value: Any) -> Any:
-        if any(type(value) is type(h) and value == h for h in harmless):
+    harmless: tuple[object, ...] = ()
+    why: str = "not supported yet"
+
+    def __get_pydantic_core_schema__(self, _: object, __: GetCoreSchemaHandler) -> CoreSchema:
+        """Any value, and then the check."""
+        return core_schema.no_info_after_validator_function(self._check, core_schema.any_schema())
+
+    def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The harmless values."""
+        return {"enum": [None, *self.harmless], "description": f"Refused: {self.why}."}
+
+    def _check(self, value: object) -> object:
+        if any(type(value) is type(h) and value == h for h in self.harmless):
             return value
-        raise PydanticCustomError("refused", "{why}", {"why": why})
-
-    return Annotated[Any, AfterValidator(check), Field(description=f"Refused: {why}.")]
+        raise PydanticCustomError("refused", "{why}", {"why": self.why})
 
 
-def branch(name: str) -> str:
-    """The tag of one branch of a union."""
-    return f"{_BRANCH}{name}"
+def _or_null(field: JsonSchemaValue) -> JsonSchemaValue:
+    null = {"type": "null"}
+    if None in field.get("enum", ()) or null in field.get("anyOf", ()):
+        return field
+    about = {key: field[key] for key in ("title", "description", "default", "examples") if key in field}
+    bare = {key: value for key, value in field.items() if key not in about}
+    branches: list[JsonSchemaValue] = bare["anyOf"] if set(bare) == {"anyOf"} else [bare]
+    return about | {"anyOf": [*branches, null]}
 
 
 def _refusal(error: ErrorDetails, path: str) -> RequestError:
@@ -149,7 +210,15 @@ def _refusal(error: ErrorDetails, path: str) -> RequestError:
             expected = _EXPECTED.get(kind)
             if expected is None:
                 return RequestError(f"{name}: {error['msg']} (it was {shown(value)})", param=name)
-            return wrong(name, expected.format(**context), value)
+            return wrong(name, expected.format(**{key: _bound(key, v) for key, v in context.items()}), value)
+
+
+def _bound(key: str, value: object) -> object:
+    if key == "expected":  # the values of a Literal, as pydantic quotes them
+        return str(value).replace("'", "")
+    if key == "field_type":
+        return "a list" if value == "List" else "an object"
+    return f"{value:g}" if isinstance(value, float) else value
 
 
 def _dotted(loc: Sequence[int | str], path: str) -> str:

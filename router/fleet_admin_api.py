@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response, params
@@ -12,7 +12,7 @@ from pydantic import Field
 from router.api_keys import ApiKeys, admin_only
 from router.body import Body, parse, validate
 from router.fleet_changes import FleetChanges, Removed
-from router.generate_api import HttpLimits
+from router.limits import HttpLimits
 from router.member import Member
 from router.membership import Membership
 from router.responses import json_response, read_body
@@ -31,14 +31,19 @@ _REFRESH_S = 0.25
 class AddNode(Body):
     """A running node to be dialled."""
 
-    role: Literal["prefill", "decode"]
+    role: Annotated[Literal["prefill", "decode"], Field(description="Which fleet it joins.")]
     address: Annotated[str, Field(min_length=1, max_length=512, description="HOST[:PORT], as --prefill")]
 
 
 class DrainQuery(Body):
     """How a node is let go."""
 
-    drain_timeout_s: Annotated[float, Field(ge=0, le=_MAX_DRAIN_TIMEOUT_S)] = DEFAULT_DRAIN_TIMEOUT_S
+    drain_timeout_s: Annotated[
+        float,
+        Field(
+            ge=0, le=_MAX_DRAIN_TIMEOUT_S, strict=False, description="Its requests may run on for so long."
+        ),
+    ] = DEFAULT_DRAIN_TIMEOUT_S
 
 
 def fleet_admin_routes(
@@ -64,7 +69,7 @@ def fleet_admin_routes(
     @router.delete("/nodes/{node_id:path}", response_model=None)
     async def remove_node(node_id: str, drain_timeout_s: str | None = None) -> Response:
         """Send a node nothing new, and hang up when its requests have ended or the time is up."""
-        query = validate(DrainQuery, {"drain_timeout_s": _number(drain_timeout_s)})
+        query = validate(DrainQuery, {"drain_timeout_s": drain_timeout_s})
         return json_response(described_removal(await changes.remove(node_id, query.drain_timeout_s)))
 
     return router
@@ -111,10 +116,3 @@ def _address(role: Role, text: str) -> str:
         return address_of(role, text)
     except ValueError as e:
         raise RequestError(f"address: {e}", param="address") from e
-
-
-def _number(text: str | None) -> Any:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return text

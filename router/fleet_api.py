@@ -6,17 +6,20 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
+from pydantic import Field
 
 from router.api_keys import admin_only
+from router.body import Body, OneOf, parse, validate
 from router.dispatch import Dispatcher
-from router.fields import Fields, parse_object
-from router.generate_api import HttpLimits, read_ids
 from router.generation import Generator, Prompt
+from router.limits import HttpLimits
 from router.live_rids import LiveRids
 from router.membership import Membership
 from router.metrics import CONTENT_TYPE, Metrics
+from router.prompts import IdPrompts, Texts, id_rows
 from router.responses import json_response, read_body, while_connected
 from router.sampling import Sampling
 from router.served_model import ModelSlot, ServedModel
@@ -30,6 +33,44 @@ _PROBE_TIMEOUT_S = 30.0
 _REFRESH_S = 0.25
 _FLUSH_RETRY_S = 0.05
 _MAX_FLUSH_WAIT_S = 600.0
+_MAX_ABORTED_CHARS = 1024
+"""Of a rid, or of the number behind that of a batch."""
+
+
+class TokenizeBody(Body):
+    """Texts to token ids."""
+
+    prompt: Annotated[
+        str | list[str],
+        OneOf("a string or a list of strings", {"str": str, "list": Texts}),
+        Field(description="One text, or several."),
+    ]
+    add_special_tokens: Annotated[bool, Field(description="As a prompt gets them.")] = True
+
+
+class DetokenizeBody(Body):
+    """Token ids to text."""
+
+    tokens: Annotated[IdPrompts, Field(description="One list of token ids, or several.")]
+    skip_special_tokens: Annotated[bool, Field(description="Leaves them out of the text.")] = True
+
+
+class AbortBody(Body):
+    """What is to end."""
+
+    rid: Annotated[
+        str | None, Field(max_length=_MAX_ABORTED_CHARS, description="A request, or a batch, by its name.")
+    ] = None
+    abort_all: Annotated[bool, Field(description="Every request.")] = False
+
+
+class FlushQuery(Body):
+    """The query of /flush_cache, where numbers are text."""
+
+    timeout: Annotated[
+        float,
+        Field(ge=0, le=_MAX_FLUSH_WAIT_S, strict=False, description="Seconds to wait for running requests."),
+    ] = 0.0
 
 
 def health_routes(
@@ -109,15 +150,11 @@ def info_routes(
     @router.post("/tokenize", response_model=None)
     async def tokenize(request: Request) -> Response:
         """Text to token ids, as a prompt would be."""
-        fields = parse_object(await read_body(request, limits.max_body_bytes))
-        served, prompt = model.get(), fields.raw("prompt")
-        given = prompt if isinstance(prompt, list) else [prompt]
-        texts = [text for text in given if isinstance(text, str)]
-        if len(texts) < max(1, len(given)):
-            raise fields.wrong("prompt", "a string or a list of strings")
-        special = fields.boolean("add_special_tokens", True)
-        ids = await served.tokenizer.encode(texts, add_special_tokens=special)
+        body = parse(TokenizeBody, await read_body(request, limits.max_body_bytes))
+        served, prompt = model.get(), body.prompt
         many = isinstance(prompt, list)
+        texts = prompt if isinstance(prompt, list) else [prompt]
+        ids = await served.tokenizer.encode(texts, add_special_tokens=body.add_special_tokens)
         return json_response(
             {
                 "tokens": ids if many else ids[0],
@@ -129,10 +166,10 @@ def info_routes(
     @router.post("/detokenize", response_model=None)
     async def detokenize(request: Request) -> Response:
         """Token ids to text."""
-        fields = parse_object(await read_body(request, limits.max_body_bytes))
+        body = parse(DetokenizeBody, await read_body(request, limits.max_body_bytes))
         served = model.get()
-        rows, many = read_ids(fields, "tokens", served.vocab_size)
-        skip = fields.boolean("skip_special_tokens", True)
+        rows, many = id_rows("tokens", body.tokens, served.vocab_size)
+        skip = body.skip_special_tokens
         texts = [served.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
         return json_response({"text": texts if many else texts[0]})
 
@@ -151,7 +188,7 @@ def control_routes(
     @router.post("/flush_cache", response_model=None, dependencies=[Depends(admin_only)])
     async def flush_cache(timeout: str | None = None) -> Response:
         """Empty every RadixCache, once nothing runs; `timeout` says how many seconds that may take."""
-        deadline = time.monotonic() + _flush_timeout(timeout)
+        deadline = time.monotonic() + validate(FlushQuery, {"timeout": timeout}).timeout
         while True:
             flushed = await membership.call(Flush, timeout_s=5.0)
             busy = sorted(node_id for node_id, answer in flushed.items() if not answer.ok)
@@ -165,32 +202,18 @@ def control_routes(
     @router.post("/abort_request", response_model=None)
     async def abort_request(request: Request) -> Response:
         """End a request by its rid, or all; each answers with what it has, finished by `abort`."""
-        fields = parse_object(await read_body(request, limits.max_body_bytes))
-        everything = fields.boolean("abort_all", False)
-        rid = fields.string("rid", max_chars=1024)
-        if rid is None and not everything:
+        body = parse(AbortBody, await read_body(request, limits.max_body_bytes))
+        if body.rid is None and not body.abort_all:
             raise RequestError("give rid, or abort_all: true", param="rid")
-        if everything:
+        if body.abort_all:
             await admin_only(request)
-        found = rids.all() if everything else rids.find(rid or "")
+        found = rids.all() if body.abort_all else rids.find(body.rid or "")
         running = [req for req in found if not req.ended]
         for req in running:
             dispatcher.abort(req, "aborted by /abort_request")
         return json_response({"success": True, "aborted": len(running)})
 
     return router
-
-
-def _flush_timeout(text: str | None) -> float:
-    fields = Fields({"timeout": _number(text)})
-    return fields.number("timeout", 0.0, low=0.0, high=_MAX_FLUSH_WAIT_S)
-
-
-def _number(text: str | None) -> object:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return text
 
 
 def _probe(model: ServedModel) -> Prompt:

@@ -2,45 +2,91 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from router.fields import Fields
+import msgspec
+from pydantic import Field
+
+from router.body import Body, OneOf, wrong
 from shared.errors import RequestError
 from shared.protocol.sampling_params import MAX_GRAMMAR_CHARS, Grammar
 
 _ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
 
+GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
+JsonSchema = Annotated[
+    str | dict[str, Any] | None,
+    OneOf("a JSON schema, as an object or as a string", {"str": GrammarText, "dict": dict[str, Any]}),
+]
 
-def read_grammar(fields: Fields, *, with_response_format: bool) -> Grammar | None:
-    """What the output has to match: `json_schema`, `regex`, `ebnf`, or OpenAI's `response_format`; one of them."""
-    found: dict[str, Grammar] = {}
-    if fields.raw("json_schema") is not None:
-        found["json_schema"] = _schema(fields, "json_schema")
-    regex = fields.string("regex", max_chars=MAX_GRAMMAR_CHARS)
-    if regex is not None:
-        found["regex"] = Grammar("regex", regex)
-    ebnf = fields.string("ebnf", max_chars=MAX_GRAMMAR_CHARS)
-    if ebnf is not None:
-        found["ebnf"] = Grammar("ebnf", ebnf)
-    wanted = _response_format(fields) if with_response_format else None
-    if wanted is not None:
-        found["response_format"] = wanted
-    if len(found) > 1:
-        first, second = list(found)[:2]
+
+class NamedSchema(Body):
+    """`response_format.json_schema`."""
+
+    name: Annotated[str | None, Field(max_length=256, description="Has no effect.")] = None
+    description: Annotated[str | None, Field(max_length=65_536, description="Has no effect.")] = None
+    strict: Annotated[bool, Field(description="Has no effect: a schema is always kept to.")] = True
+    json_schema: Annotated[JsonSchema, Field(alias="schema", description="The JSON schema.")] = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's way of asking for JSON."""
+
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"],
+        Field(description="Anything, some JSON object, or what `json_schema` describes."),
+    ]
+    json_schema: Annotated[
+        NamedSchema | None, Field(description="The schema, where `type` is json_schema.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class AskedGrammar:
+    """A grammar, and where in the request it was."""
+
+    field: str
+    grammar: Grammar
+
+
+def text_grammar(field: str, kind: Literal["regex", "ebnf"], text: str | None) -> AskedGrammar | None:
+    """A regular expression or a grammar in EBNF."""
+    return None if text is None else AskedGrammar(field, Grammar(kind, text))
+
+
+def schema_grammar(field: str, schema: str | dict[str, Any] | None) -> AskedGrammar | None:
+    """A JSON schema; given as an object, its size as JSON is bounded too."""
+    if schema is None:
+        return None
+    text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+    if len(text) > MAX_GRAMMAR_CHARS:
         raise RequestError(
-            f"{fields.name(first)} and {fields.name(second)} exclude each other", param=fields.name(second)
+            f"{field} must be at most {MAX_GRAMMAR_CHARS} characters of JSON, not {len(text)}", param=field
         )
-    return next(iter(found.values()), None)
+    return AskedGrammar(field, Grammar("json_schema", text))
 
 
-def grammar_field(fields: Fields, grammar: Grammar) -> str:
-    """What the client calls the field that `read_grammar` found `grammar` in."""
-    if fields.raw(grammar.kind) is not None:
-        return fields.name(grammar.kind)
-    asked = fields.nested("response_format")
-    if asked.raw("json_schema") is None:
-        return fields.name("response_format")
-    return asked.nested("json_schema").name("schema")
+def format_grammar(field: str, asked: ResponseFormat | None) -> AskedGrammar | None:
+    """What OpenAI's `response_format` asks for."""
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return AskedGrammar(field, _ANY_OBJECT)
+    field = f"{field}.json_schema.schema"
+    found = schema_grammar(field, asked.json_schema.json_schema if asked.json_schema else None)
+    if found is None:
+        raise wrong(field, "a JSON schema", None)
+    return found
+
+
+def only_grammar(asked: Iterable[AskedGrammar | None]) -> AskedGrammar | None:
+    """The one that was given. Raises RequestError for two."""
+    found = [grammar for grammar in asked if grammar is not None]
+    if len(found) > 1:
+        raise RequestError(f"{found[0].field} and {found[1].field} exclude each other", param=found[1].field)
+    return found[0] if found else None
 
 
 def in_terms_of(field: str, kind: str, error: RequestError) -> RequestError:
@@ -49,33 +95,3 @@ def in_terms_of(field: str, kind: str, error: RequestError) -> RequestError:
         return error
     message = f"{field}: {error.message.removeprefix(f'{kind}: ')}"
     return RequestError(message, status=error.status, param=field, code=error.code)
-
-
-def _response_format(fields: Fields) -> Grammar | None:
-    if fields.raw("response_format") is None:
-        return None
-    asked = fields.nested("response_format")
-    match asked.raw("type"):
-        case "text":
-            return None
-        case "json_object":
-            return _ANY_OBJECT
-        case "json_schema":
-            return _schema(asked.nested("json_schema"), "schema")
-    raise asked.wrong("type", "text, json_object or json_schema")
-
-
-def _schema(fields: Fields, field: str) -> Grammar:
-    value = fields.raw(field)
-    if isinstance(value, dict):
-        text = msgspec.json.encode(value).decode()
-        if len(text) > MAX_GRAMMAR_CHARS:
-            raise RequestError(
-                f"{fields.name(field)} must be at most {MAX_GRAMMAR_CHARS} characters of JSON, not {len(text)}",
-                param=fields.name(field),
-            )
-        return Grammar("json_schema", text)
-    found = fields.string(field, max_chars=MAX_GRAMMAR_CHARS)
-    if found is None:
-        raise fields.wrong(field, "a JSON schema")
-    return Grammar("json_schema", found)

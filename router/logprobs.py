@@ -1,4 +1,4 @@
-"""The logprob fields of requests, and how each API words the answer."""
+"""How each API words the logprobs of an answer."""
 
 from __future__ import annotations
 
@@ -9,141 +9,19 @@ from dataclasses import dataclass
 import msgspec
 
 from router.detokenizer import Detokenizer
-from router.fields import Fields
-from router.generation import Generation, Prompt
+from router.generation import Generation
 from router.tokenizer import Tokenizer
-from shared.errors import RequestError
-from shared.protocol.logprobs import (
-    MAX_INPUT_LOGPROBS,
-    MAX_TOKEN_IDS_LOGPROB,
-    MAX_TOP_LOGPROBS,
-    OUTPUTS_ONLY,
-    LogprobParams,
-    TokenLogprobs,
-)
+from shared.protocol.logprobs import LogprobParams, TokenLogprobs
 
-MAX_ANSWER_LOGPROBS = 4 * MAX_INPUT_LOGPROBS
-"""Numbers about all prompts of one HTTP request, once for each choice: its answer is made in one go."""
 _WORDED_AT_ONCE = 4096
 """Numbers about a prompt that are worded on the router's loop; more, on a thread of their own, so that other streams
 go on."""
-_MAX_START_LEN = 2**31 - 1
-_FIELDS = ("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob")
 
 TextOf = Callable[[int], str]
 Entry = tuple[float | None, int, str | None]
 """(logprob, token id, text), as SGLang lists them; there is no logprob of a token that nothing comes before."""
 
 
-# --------------------------------------------------------------------------------------------- requests
-def read_native_logprobs(
-    fields: Fields, num_prompts: int, batched: bool, vocab_size: int
-) -> list[LogprobParams | None]:
-    """What /generate asks for each prompt; a value, or in a batch a list of them. None where nothing is asked."""
-    rows = [
-        Fields({name: _value_at(fields, name, at, num_prompts, batched) for name in _FIELDS})
-        for at in range(num_prompts)
-    ]
-    return [_read_row(row, vocab_size) for row in rows]
-
-
-def _value_at(fields: Fields, name: str, at: int, num_prompts: int, batched: bool) -> object:
-    value = fields.raw(name)
-    # The ids of one prompt are a list already.
-    is_list = isinstance(value, list) and (
-        name != "token_ids_logprob" or any(isinstance(v, list) for v in value)
-    )
-    if not is_list:
-        return value
-    assert isinstance(value, list)
-    if not batched or len(value) != num_prompts:
-        expected = f"one value, or a list of {num_prompts}, one for each prompt" if batched else "one value"
-        raise fields.wrong(name, expected)
-    return value[at]
-
-
-def _read_row(row: Fields, vocab_size: int) -> LogprobParams | None:
-    wanted = LogprobParams(
-        start_len=row.integer("logprob_start_len", OUTPUTS_ONLY, low=OUTPUTS_ONLY, high=_MAX_START_LEN),
-        top_num=row.integer("top_logprobs_num", 0, low=0, high=MAX_TOP_LOGPROBS),
-        token_ids=row.integers(
-            "token_ids_logprob", low=0, high=vocab_size - 1, max_count=MAX_TOKEN_IDS_LOGPROB
-        ),
-    )
-    return wanted if row.boolean("return_logprob", False) else None
-
-
-def check_start_len(wanted: LogprobParams | None, num_input_ids: int, where: str) -> None:
-    """Refuse a `logprob_start_len` behind the prompt; `where` names the prompt in a batch."""
-    if wanted is not None and wanted.start_len >= num_input_ids:
-        raise RequestError(
-            f"{where}logprob_start_len must be at most {num_input_ids - 1}, the last of {num_input_ids} prompt "
-            f"tokens, not {wanted.start_len}",
-            param="logprob_start_len",
-        )
-
-
-def check_num_native(prompts: Sequence[Prompt]) -> None:
-    """Refuse more numbers about the prompts of /generate than can be told."""
-    _check_num(
-        prompts,
-        lambda w: (
-            f"logprob_start_len {w.start_len} with top_logprobs_num {w.top_num} and {len(w.token_ids)} "
-            "token_ids_logprob"
-        ),
-        "logprob_start_len",
-    )
-
-
-def check_num_completion(prompts: Sequence[Prompt]) -> None:
-    """Refuse more numbers about the prompts of /v1/completions than can be told."""
-    _check_num(prompts, lambda w: f"echo with logprobs {w.top_num}", "logprobs")
-
-
-def _check_num(prompts: Sequence[Prompt], named: Callable[[LogprobParams], str], param: str) -> None:
-    total = 0
-    for at, prompt in enumerate(prompts):
-        wanted = prompt.sampling.params.logprobs
-        if wanted is None:
-            continue
-        number = wanted.num_input_logprobs(len(prompt.input_ids))
-        if number > MAX_INPUT_LOGPROBS:
-            where = f"prompt {at}: " if len(prompts) > 1 else ""
-            raise RequestError(
-                f"{where}{named(wanted)} asks for {number} numbers, {wanted.numbers_per_token} for each of "
-                f"{number // wanted.numbers_per_token} prompt tokens; at most {MAX_INPUT_LOGPROBS}",
-                param=param,
-            )
-        total += number * prompt.sampling.n
-        if total > MAX_ANSWER_LOGPROBS:
-            raise RequestError(
-                f"{named(wanted)} asks for {total} numbers about prompt tokens, up to prompt {at} of "
-                f"{len(prompts)} with n {prompt.sampling.n}; at most {MAX_ANSWER_LOGPROBS} in one answer",
-                param=param,
-            )
-
-
-def read_chat_logprobs(fields: Fields) -> LogprobParams | None:
-    """`logprobs` and `top_logprobs` of /v1/chat/completions."""
-    top_num = fields.integer("top_logprobs", 0, low=0, high=MAX_TOP_LOGPROBS)
-    if fields.boolean("logprobs", False):
-        return LogprobParams(top_num=top_num)
-    if top_num:
-        raise fields.wrong("top_logprobs", "left out, or logprobs be true")
-    return None
-
-
-def read_completion_logprobs(fields: Fields, *, echo: bool) -> LogprobParams | None:
-    """`logprobs` of /v1/completions: how many of the likeliest. With `echo` the prompt's tokens are judged too."""
-    if fields.raw("logprobs") is False:
-        return None
-    top_num = fields.optional_integer("logprobs", low=0, high=MAX_TOP_LOGPROBS)
-    if top_num is None:
-        return None
-    return LogprobParams(start_len=0 if echo else OUTPUTS_ONLY, top_num=top_num)
-
-
-# ---------------------------------------------------------------------------------------------- answers
 class NativeLogprobs:
     """The logprob fields of `meta_info`, for a sequence that grows; with texts, where there is a `text_of`.
 

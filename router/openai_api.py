@@ -9,11 +9,13 @@ from typing import Protocol
 
 from fastapi import APIRouter, Request, Response
 
-from router.fields import parse_object
-from router.generate_api import HttpLimits, timeline_fields
+from router.body import parse
+from router.generate_api import timeline_fields
 from router.generation import Generation, GenerationGroup, Generator
+from router.limits import HttpLimits
 from router.logprobs import JudgedText, chat_logprobs
-from router.openai_requests import OpenAIRequest, StreamOptions, read_chat, read_completion, unknown_model
+from router.openai_bodies import ChatBody, CompletionBody, StreamOptions
+from router.openai_requests import OpenAIRequest, read_chat, read_completion, unknown_model
 from router.responses import json_response, read_body, stream_response, while_connected
 from router.served_model import ModelSlot, ServedModel
 from router.tokenizer import Tokenizer
@@ -166,16 +168,16 @@ def openai_routes(
     @router.post("/completions", response_model=None)
     async def completions(request: Request) -> Response:
         """Complete one prompt or several."""
-        fields = parse_object(await read_body(request, limits.max_body_bytes))
-        asked = await read_completion(fields, model.get(), limits, request.headers)
+        body = parse(CompletionBody, await read_body(request, limits.max_body_bytes))
+        asked = await read_completion(body, model.get(), limits, request.headers)
         shape = CompletionShape(model.get().tokenizer, asked.echoes)
         return await respond(request, asked, shape)
 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        fields = parse_object(await read_body(request, limits.max_body_bytes))
-        asked = await read_chat(fields, model.get(), limits, request.headers)
+        body = parse(ChatBody, await read_body(request, limits.max_body_bytes))
+        asked = await read_chat(body, model.get(), limits, request.headers)
         return await respond(request, asked, ChatShape(model.get().tokenizer))
 
     @router.get("/models", response_model=None)
@@ -215,7 +217,7 @@ async def _events(
     group: GenerationGroup, reply: Reply, options: StreamOptions
 ) -> AsyncGenerator[object, None]:
     def with_usage(event: dict[str, object]) -> dict[str, object]:
-        return {**event, "usage": usage(group.generations)} if options.continuous_usage else event
+        return {**event, "usage": usage(group.generations)} if options.continuous_usage_stats else event
 
     opened: set[int] = set()
     num_told: dict[int, int] = {}
@@ -231,7 +233,7 @@ async def _events(
                 delta = reply.shape.delta(generation, text, num_told.get(generation.index, 0))
                 num_told[generation.index] = len(generation.output_ids)
                 yield with_usage(reply.event(generation, delta, last=last))
-        if options.usage:
+        if options.include_usage:
             yield reply.usage_event(group.generations)
 
 

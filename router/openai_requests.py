@@ -1,4 +1,4 @@
-"""Checks the bodies of OpenAI's routes and turns them into prompts."""
+"""Turns the bodies of OpenAI's routes into prompts."""
 
 from __future__ import annotations
 
@@ -6,56 +6,16 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from router.fields import Fields, shown
-from router.generate_api import HttpLimits, read_extra_key, read_ids, read_rids
+from router.body import shown, wrong
 from router.generation import Prompt
-from router.logprobs import check_num_completion, read_chat_logprobs, read_completion_logprobs
-from router.sampling import Dialect, check_batch_size, read_sampling
+from router.limits import HttpLimits
+from router.logprob_fields import chat_logprobs, check_num_completion, completion_logprobs
+from router.openai_bodies import ChatBody, ChatMessage, CompletionBody, OpenAIBody, StreamOptions
+from router.prompts import id_rows, read_rids
+from router.sampling import read_sampling
 from router.scheduling_hints import read_hints
 from router.served_model import ServedModel
 from shared.errors import RequestError
-
-_LATER = "not supported yet"
-_MAX_MESSAGES = 4096
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
-_COMPLETIONS = Dialect(
-    max_new_tokens=("max_tokens", "max_completion_tokens"),
-    min_new_tokens="min_tokens",
-    seed="seed",
-    has_response_format=True,
-    default_max_new_tokens=16,
-)
-_CHAT = Dialect(
-    max_new_tokens=("max_completion_tokens", "max_tokens"),
-    min_new_tokens="min_tokens",
-    seed="seed",
-    has_response_format=True,
-    default_max_new_tokens=2**31 - 1,  # as much as fits
-)
-_COMPLETIONS_TO_COME: Mapping[str, Sequence[object]] = {
-    "suffix": ("",),
-    "lora_path": (),
-}
-_CHAT_TO_COME: Mapping[str, Sequence[object]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "audio": (),
-    "prediction": (),
-    "lora_path": (),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamOptions:
-    """`usage` asks for a last event with it, `continuous_usage` for it in every event."""
-
-    usage: bool
-    continuous_usage: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +33,19 @@ class OpenAIRequest:
 
 
 async def read_completion(
-    fields: Fields, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str]
+    body: CompletionBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str]
 ) -> OpenAIRequest:
-    """A body of /v1/completions. Raises RequestError."""
-    _check_model(fields, model)
-    fields.refuse(_COMPLETIONS_TO_COME, _LATER)
-    texts, ids, batched = _read_prompt(fields, model.vocab_size)
+    """Check what the types of /v1/completions cannot, and tokenize. Raises RequestError."""
+    _check_model(body.model, model)
+    texts, ids, batched = _prompts(body, model.vocab_size)
     num_prompts = len(texts or ids)
-    samplings = [read_sampling(fields, _COMPLETIONS, model.vocab_size) for _ in range(num_prompts)]
-    check_batch_size(num_prompts * samplings[0].n, limits.max_batch_size)
-    if fields.optional_integer("best_of", low=1, high=128) not in (None, samplings[0].n):
-        raise fields.wrong("best_of", f"the same as n, {samplings[0].n}")
-    reply_id, rids = _read_id(fields, "cmpl-", num_prompts, batched)
-    extra_key, hints = read_extra_key(fields), read_hints(fields, headers)
-    echo = fields.boolean("echo", False)
-    logprobs = read_completion_logprobs(fields, echo=echo)
+    limits.check_batch_size(num_prompts * body.n)
+    samplings = [read_sampling(body, model.vocab_size) for _ in range(num_prompts)]
+    if body.best_of not in (None, body.n):
+        raise wrong("best_of", f"the same as n, {body.n}", body.best_of)
+    reply_id, rids = _ids(body.rid, "cmpl-", num_prompts, batched=batched)
+    hints = read_hints(body.priority, body.routing_key, headers)
+    logprobs = completion_logprobs(body.logprobs, echo=body.echo)
     if texts:
         ids = await model.tokenizer.encode(texts)
     for at, input_ids in enumerate(ids):
@@ -98,62 +56,49 @@ async def read_completion(
             rid=rid,
             input_ids=tuple(input_ids),
             sampling=sampling.judged(logprobs),
-            extra_key=extra_key,
+            extra_key=body.extra_key,
             hints=hints,
         )
         for rid, input_ids, sampling in zip(rids, ids, samplings, strict=True)
     ]
     check_num_completion(prompts)
     echoes = None
-    if echo:
-        skip = samplings[0].skip_special_tokens
+    if body.echo:
+        skip = body.skip_special_tokens
         echoes = texts or [model.tokenizer.decode(row, skip_special_tokens=skip) for row in ids]
     return OpenAIRequest(
         id=reply_id,
         prompts=prompts,
-        stream=_read_stream(fields),
-        with_timeline=_wants_timeline(fields),
+        stream=_stream(body),
+        with_timeline=body.return_timeline,
         echoes=echoes,
     )
 
 
 async def read_chat(
-    fields: Fields, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str]
+    body: ChatBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str]
 ) -> OpenAIRequest:
-    """A body of /v1/chat/completions. Raises RequestError."""
-    _check_model(fields, model)
-    fields.refuse({"chat_template": ()}, "the server's to choose")
-    fields.refuse(_CHAT_TO_COME, _LATER)
-    messages = _read_messages(fields)
-    sampling = read_sampling(fields, _CHAT, model.vocab_size).judged(read_chat_logprobs(fields))
-    check_batch_size(sampling.n, limits.max_batch_size)
-    reply_id, rids = _read_id(fields, "chatcmpl-", 1, False)
+    """Check what the types of /v1/chat/completions cannot, and tokenize. Raises RequestError."""
+    _check_model(body.model, model)
+    messages = [_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)]
+    wanted = chat_logprobs(body.logprobs, body.top_logprobs)
+    sampling = read_sampling(body, model.vocab_size).judged(wanted)
+    limits.check_batch_size(sampling.n)
+    reply_id, rids = _ids(body.rid, "chatcmpl-", 1, batched=False)
+    hints = read_hints(body.priority, body.routing_key, headers)
     if model.chat_template is None:
         raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
-    variables = fields.raw("chat_template_kwargs") or {}
-    if not isinstance(variables, dict):
-        raise fields.wrong("chat_template_kwargs", "an object")
-    text = model.chat_template.render(messages, variables)
+    text = model.chat_template.render(messages, body.chat_template_kwargs or {})
     # The template writes the special tokens itself.
     ids = (await model.tokenizer.encode([text], add_special_tokens=False))[0]
     if not ids:
         raise RequestError("the chat template made no prompt of these messages", param="messages")
     prompt = Prompt(
-        rid=rids[0],
-        input_ids=tuple(ids),
-        sampling=sampling,
-        extra_key=read_extra_key(fields),
-        hints=read_hints(fields, headers),
+        rid=rids[0], input_ids=tuple(ids), sampling=sampling, extra_key=body.extra_key, hints=hints
     )
     return OpenAIRequest(
-        id=reply_id, prompts=[prompt], stream=_read_stream(fields), with_timeline=_wants_timeline(fields)
+        id=reply_id, prompts=[prompt], stream=_stream(body), with_timeline=body.return_timeline
     )
-
-
-def _check_model(fields: Fields, model: ServedModel) -> None:
-    name = fields.string("model", max_chars=1024)
-    if name not in (None, "", "default", model.name, model.model):
-        raise unknown_model(name or "", model)
 
 
 def unknown_model(name: str, model: ServedModel) -> RequestError:
@@ -166,73 +111,39 @@ def unknown_model(name: str, model: ServedModel) -> RequestError:
     )
 
 
-def _read_stream(fields: Fields) -> StreamOptions | None:
-    options = fields.nested("stream_options")
-    usage = options.boolean("include_usage", False)
-    continuous = options.boolean("continuous_usage_stats", False)
-    if not fields.boolean("stream", False):
-        return None
-    return StreamOptions(usage=usage, continuous_usage=continuous)
+def _check_model(name: str | None, model: ServedModel) -> None:
+    if name not in (None, "", "default", model.name, model.model):
+        raise unknown_model(name or "", model)
 
 
-def _wants_timeline(fields: Fields) -> bool:
-    return fields.boolean("return_timeline", False)
+def _stream(body: OpenAIBody) -> StreamOptions | None:
+    return (body.stream_options or StreamOptions()) if body.stream else None
 
 
-def _read_id(fields: Fields, prefix: str, num_prompts: int, batched: bool) -> tuple[str, list[str]]:
+def _ids(
+    given: str | list[str] | None, prefix: str, num_prompts: int, *, batched: bool
+) -> tuple[str, Sequence[str]]:
     """The reply's id, and a rid for each prompt that /abort_request finds by that id."""
-    given = fields.raw("rid")
-    if isinstance(given, list):
-        return prefix + uuid.uuid4().hex, read_rids(fields, num_prompts, batched)
-    if given is None:
-        fields = Fields({"rid": prefix + uuid.uuid4().hex})
-    return str(fields.raw("rid")), read_rids(fields, num_prompts, batched)
+    reply_id = given if isinstance(given, str) else prefix + uuid.uuid4().hex
+    names = given if isinstance(given, list) else reply_id
+    return reply_id, read_rids(names, num_prompts, batched=batched)
 
 
-def _read_prompt(fields: Fields, vocab_size: int) -> tuple[list[str], list[list[int]], bool]:
-    value = fields.raw("prompt")
-    if isinstance(value, str):
-        return [value], [], False
-    if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
-        return value, [], True
-    if isinstance(value, list) and value and all(type(item) in (int, list) for item in value):
-        rows, batched = read_ids(fields, "prompt", vocab_size)
-        return [], rows, batched
-    raise fields.wrong("prompt", "a string, a list of strings, token ids, or a list of lists of token ids")
+def _prompts(body: CompletionBody, vocab_size: int) -> tuple[list[str], list[list[int]], bool]:
+    """Texts or ids, whichever was given, and whether as a list of prompts."""
+    if isinstance(body.prompt, str):
+        return [body.prompt], [], False
+    if isinstance(body.prompt[0], str):
+        return body.prompt, [], True
+    rows, batched = id_rows("prompt", body.prompt, vocab_size)
+    return [], rows, batched
 
 
-def _read_messages(fields: Fields) -> list[dict[str, object]]:
-    value = fields.raw("messages")
-    if not isinstance(value, list) or not value:
-        raise fields.wrong("messages", "a list of at least one message")
-    if len(value) > _MAX_MESSAGES:
-        raise RequestError(f"messages has {len(value)} entries; at most {_MAX_MESSAGES}", param="messages")
-    return [_read_message(message, f"messages[{at}]") for at, message in enumerate(value)]
-
-
-def _read_message(message: object, where: str) -> dict[str, object]:
-    if not isinstance(message, dict):
-        raise RequestError(f"{where} must be an object, not {shown(message)}", param="messages")
-    role, content = message.get("role"), message.get("content")
-    if role not in _ROLES:
-        raise RequestError(
-            f"{where}.role must be one of {', '.join(_ROLES)}, not {shown(role)}", param="messages"
-        )
-    if content is None and role == "assistant":
-        content = ""  # a message that only calls tools
+def _message(message: ChatMessage, where: str) -> dict[str, object]:
+    """As the chat template is to see it."""
+    content = message.content
     if isinstance(content, list):
-        content = "".join(_read_part(part, f"{where}.content[{at}]") for at, part in enumerate(content))
-    if not isinstance(content, str):
-        raise RequestError(
-            f"{where}.content must be a string or a list of parts, not {shown(content)}", param="messages"
-        )
-    return {**message, "content": content}
-
-
-def _read_part(part: object, where: str) -> str:
-    kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-    if kind != "text" or not isinstance(text, str):
-        raise RequestError(
-            f"{where} must be {{'type': 'text', 'text': ...}}, not {shown(part)}", param="messages"
-        )
-    return text
+        content = "".join(part.text for part in content)
+    if content is None and message.role != "assistant":  # an assistant's may only call tools
+        raise wrong(f"{where}.content", "a string or a list of parts", None)
+    return {**(message.model_extra or {}), "role": message.role, "content": content or ""}

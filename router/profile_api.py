@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 from fastapi import APIRouter, Depends, Request, Response
+from pydantic import Field
 
 from router.api_keys import admin_only
-from router.fields import parse_object
-from router.generate_api import HttpLimits
+from router.body import Body, Refused, parse
+from router.limits import HttpLimits
 from router.membership import Membership
 from router.responses import json_response, read_body
 from shared.errors import RequestError
@@ -17,21 +20,28 @@ _STOP_TIMEOUT_S = 300.0
 _MAX_STEPS = 100_000
 
 
+class StartProfileBody(Body):
+    """Field names are SGLang's; where traces go is the node's `--profile-dir`, not the client's."""
+
+    num_steps: Annotated[
+        int, Field(ge=0, le=_MAX_STEPS, description="So many forwards; 0: until /stop_profile.")
+    ] = 0
+    with_stack: Annotated[bool, Field(description="With the Python stack of each operation.")] = False
+    record_shapes: Annotated[bool, Field(description="With the shapes of each operation's inputs.")] = False
+    output_dir: Annotated[Any, Refused(why="the node's --profile-dir to say")] = None
+
+
 def profile_routes(membership: Membership, limits: HttpLimits) -> APIRouter:
-    """The routes. Field names are SGLang's; where traces go is the node's `--profile-dir`, not the client's."""
+    """The routes."""
     router = APIRouter(dependencies=[Depends(admin_only)])
 
     @router.post("/start_profile", response_model=None)
     async def start_profile(request: Request) -> Response:
         """Trace every live node for `num_steps` steps, or until /stop_profile."""
-        body = await read_body(request, limits.max_body_bytes)
-        fields = parse_object(body or b"{}")
-        fields.refuse({"output_dir": ()}, "the node's --profile-dir to say")
-        num_steps = fields.integer("num_steps", 0, low=0, high=_MAX_STEPS)
-        with_stack, shapes = fields.boolean("with_stack", False), fields.boolean("record_shapes", False)
+        body = parse(StartProfileBody, await read_body(request, limits.max_body_bytes) or b"{}")
 
         def message(call_id: int) -> StartProfile:
-            return StartProfile(call_id, num_steps or None, with_stack, shapes)
+            return StartProfile(call_id, body.num_steps or None, body.with_stack, body.record_shapes)
 
         return _told(await membership.call(message, _START_TIMEOUT_S))
 

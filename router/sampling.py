@@ -1,15 +1,27 @@
-"""The sampling fields of a request, native and OpenAI names alike, checked and split between node and router."""
+"""The sampling fields of a request, as both dialects have them, and their split between node and router."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import msgspec
+from pydantic import Field, WithJsonSchema
 
-from router.fields import Fields, shown
-from router.grammars import grammar_field, in_terms_of, read_grammar
+from router.body import Body, FailFast, OneOf, Refused, must, shown, wrong
+from router.grammars import (
+    AskedGrammar,
+    GrammarText,
+    JsonSchema,
+    in_terms_of,
+    only_grammar,
+    schema_grammar,
+    text_grammar,
+)
+from router.prompts import TokenIds, check_token_ids
 from shared.errors import RequestError
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.sampling_params import (
@@ -24,24 +36,25 @@ from shared.protocol.sampling_params import (
 MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_STOP_REGEXES = 16
+MAX_STOP_REGEX_CHARS = 1024
 _MAX_STOP_IDS = 1024
 _MAX_TOKENS = 2**31 - 1
 _ANY_COUNT = 10**30
 # Below this, dividing logits by the temperature overflows; the most likely token is what was meant.
 _SMALLEST_TEMPERATURE = 1e-6
-_LATER = "not supported yet"
 
-_FEATURES_TO_COME: Mapping[str, Sequence[object]] = {
-    "stop_regex": ("", []),
-    "structural_tag": (),
-    "custom_params": ({},),
-    # vLLM's names for grammars: ignored, they would give an answer that looks constrained.
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-}
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+NewTokens = Annotated[int, Field(ge=0, le=_ANY_COUNT)]
+"""Clients ask for as much as there is by a number without meaning; it is clipped to context and pool."""
+Seed = Annotated[
+    int | None,
+    Field(ge=-MAX_SEED - 1, le=MAX_SEED, description="Same seed, same sample; a random one by default."),
+]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopPattern = Annotated[str, Field(min_length=1, max_length=MAX_STOP_REGEX_CHARS)]
+BiasedTokenId = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[0-9]{1,19}$"})]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +64,7 @@ class Sampling:
     params: SamplingParams
     n: int = 1
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     grammar_field: str | None = None
@@ -72,105 +86,173 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dialect:
-    """What an API calls the fields whose names differ, and its default length."""
+class Spelled:
+    """What the dialects call by different names; `min_new_tokens_name` is that name."""
 
-    max_new_tokens: Sequence[str]
-    min_new_tokens: str
-    seed: str
-    default_max_new_tokens: int
-    has_response_format: bool = False
-
-
-NATIVE = Dialect(
-    max_new_tokens=("max_new_tokens",),
-    min_new_tokens="min_new_tokens",
-    seed="sampling_seed",
-    default_max_new_tokens=128,
-)
+    max_new_tokens: int
+    min_new_tokens: int
+    min_new_tokens_name: str
+    seed: int | None
+    response_format: AskedGrammar | None = None
 
 
-def read_sampling(fields: Fields, dialect: Dialect, vocab_size: int) -> Sampling:
-    """Check every field. A missing seed is drawn here, so that whichever node samples, samples the same."""
-    fields.refuse(_FEATURES_TO_COME, _LATER)
-    temperature = fields.number("temperature", 1.0, low=0.0, high=1e6)
-    max_new_tokens = _max_new_tokens(fields, dialect)
-    min_new_tokens = fields.integer(dialect.min_new_tokens, 0, low=0, high=_ANY_COUNT)
-    if min_new_tokens > max_new_tokens:
-        raise fields.wrong(dialect.min_new_tokens, f"at most the maximum of new tokens, {max_new_tokens}")
-    seed = fields.optional_integer(dialect.seed, low=-MAX_SEED - 1, high=MAX_SEED)
-    grammar = read_grammar(fields, with_response_format=dialect.has_response_format)
-    # Whether spaces go between special tokens only mattered to slow tokenizers; both values are served alike.
-    fields.boolean("spaces_between_special_tokens", True)
+class SamplingBody(Body):
+    """The fields that have one name in both dialects."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="Answers to each prompt.")] = 1
+    temperature: Annotated[
+        float, Field(ge=0, le=1e6, description="Divides the logits; 0 takes the most likely token.")
+    ] = 1.0
+    top_p: Annotated[
+        float, Field(gt=0, le=1, description="Samples from the likeliest tokens that have this share.")
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Field(ge=-1, le=_ANY_COUNT, description="Samples from this many of the likeliest tokens; -1: all."),
+        must("-1 (all tokens) or at least 1", lambda top_k: top_k != 0),
+    ] = -1
+    min_p: Annotated[
+        float, Field(ge=0, le=1, description="Drops tokens below this share of the likeliest one's.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        Penalty, Field(description="Taken off a logit for each time its token was generated.")
+    ] = 0.0
+    presence_penalty: Annotated[
+        Penalty, Field(description="Taken off a logit once its token was generated.")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Field(gt=0, le=MAX_PENALTY, description="Makes tokens of prompt and output less likely above 1."),
+    ] = 1.0
+    logit_bias: Annotated[
+        dict[BiasedTokenId, Bias] | None,
+        Field(max_length=MAX_BIASED_TOKENS, description="From token ids to what is added to their logits."),
+    ] = None
+    stop: Annotated[
+        str | list[str] | None,
+        OneOf(
+            "a string or a list of strings",
+            {
+                "str": StopString,
+                "list": Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOPS)],
+            },
+        ),
+        Field(description="The text ends before the first of these that comes."),
+    ] = None
+    stop_token_ids: Annotated[
+        TokenIds | None,
+        Field(max_length=_MAX_STOP_IDS, description="Token ids that end it, beside the model's."),
+    ] = None
+    stop_regex: Annotated[
+        str | list[str] | None,
+        OneOf(
+            "a pattern or a list of patterns",
+            {
+                "str": StopPattern,
+                "list": Annotated[list[StopPattern], FailFast(), Field(max_length=MAX_STOP_REGEXES)],
+            },
+        ),
+        Field(description="And before the first match of one of these."),
+    ] = None
+    ignore_eos: Annotated[bool, Field(description="The model's own end tokens do not end it.")] = False
+    no_stop_trim: Annotated[bool, Field(description="What matched stays in the text.")] = False
+    skip_special_tokens: Annotated[bool, Field(description="Leaves them out of the text.")] = True
+    spaces_between_special_tokens: Annotated[
+        bool, Field(description="Only mattered to slow tokenizers: both values are served alike.")
+    ] = True
+    json_schema: Annotated[JsonSchema, Field(description="The text is JSON of this schema.")] = None
+    regex: Annotated[GrammarText | None, Field(description="The text matches this.")] = None
+    ebnf: Annotated[GrammarText | None, Field(description="The text matches this, from `root`.")] = None
+    structural_tag: Annotated[Any, Refused()] = None
+    custom_params: Annotated[Any, Refused(({},))] = None
+    # vLLM's names for grammars: ignored, they would give an answer that looks constrained.
+    guided_json: Annotated[Any, Refused()] = None
+    guided_regex: Annotated[Any, Refused()] = None
+    guided_choice: Annotated[Any, Refused()] = None
+    guided_grammar: Annotated[Any, Refused()] = None
+    structured_outputs: Annotated[Any, Refused()] = None
+
+    @abstractmethod
+    def spelled(self) -> Spelled:
+        """The fields whose names differ."""
+
+
+class NativeSampling(SamplingBody):
+    """`sampling_params` of /generate, with SGLang's names."""
+
+    max_new_tokens: Annotated[NewTokens, Field(description="0 only scores the prompt.")] = 128
+    min_new_tokens: Annotated[NewTokens, Field(description="Nothing ends it before.")] = 0
+    sampling_seed: Seed = None
+
+    def spelled(self) -> Spelled:
+        """See SamplingBody."""
+        return Spelled(
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+            min_new_tokens_name="min_new_tokens",
+            seed=self.sampling_seed,
+        )
+
+
+def read_sampling(body: SamplingBody, vocab_size: int, path: str = "") -> Sampling:
+    """What `body`, at `path` in the request, asks for. Raises RequestError for what its types do not check.
+
+    A missing seed is drawn here, so that whichever node samples, samples the same.
+    """
+    at = f"{path}." if path else ""
+    own = body.spelled()
+    if own.min_new_tokens > own.max_new_tokens:
+        bound = f"at most the maximum of new tokens, {own.max_new_tokens}"
+        raise wrong(at + own.min_new_tokens_name, bound, own.min_new_tokens)
+    stop_token_ids = body.stop_token_ids or []
+    check_token_ids(f"{at}stop_token_ids", stop_token_ids, vocab_size)
+    if body.stop_regex:
+        raise RequestError(f"{at}stop_regex is not supported yet; leave it out", param=f"{at}stop_regex")
+    asked = only_grammar(
+        (
+            schema_grammar(f"{at}json_schema", body.json_schema),
+            text_grammar(f"{at}regex", "regex", body.regex),
+            text_grammar(f"{at}ebnf", "ebnf", body.ebnf),
+            own.response_format,
+        )
+    )
     return Sampling(
         params=SamplingParams(
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            temperature=0.0 if temperature < _SMALLEST_TEMPERATURE else temperature,
-            top_p=fields.number("top_p", 1.0, low=0.0, high=1.0, above_low=True),
-            top_k=_top_k(fields),
-            min_p=fields.number("min_p", 0.0, low=0.0, high=1.0),
-            stop_token_ids=fields.integers(
-                "stop_token_ids", low=0, high=vocab_size - 1, max_count=_MAX_STOP_IDS
-            ),
-            ignore_eos=fields.boolean("ignore_eos", False),
-            frequency_penalty=fields.number("frequency_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
-            presence_penalty=fields.number("presence_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
-            repetition_penalty=fields.number(
-                "repetition_penalty", 1.0, low=0.0, high=MAX_PENALTY, above_low=True
-            ),
-            logit_bias=_logit_bias(fields, vocab_size),
-            grammar=grammar,
-            seed=secrets.randbelow(MAX_SEED) if seed is None else seed & MAX_SEED,
+            max_new_tokens=min(own.max_new_tokens, _MAX_TOKENS),
+            min_new_tokens=min(own.min_new_tokens, _MAX_TOKENS),
+            temperature=0.0 if body.temperature < _SMALLEST_TEMPERATURE else body.temperature,
+            top_p=body.top_p,
+            top_k=min(body.top_k, _MAX_TOKENS),
+            min_p=body.min_p,
+            stop_token_ids=tuple(stop_token_ids),
+            ignore_eos=body.ignore_eos,
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=_biases(f"{at}logit_bias", body.logit_bias or {}, vocab_size),
+            grammar=asked.grammar if asked else None,
+            seed=secrets.randbelow(MAX_SEED) if own.seed is None else own.seed & MAX_SEED,
         ),
-        n=fields.integer("n", 1, low=1, high=MAX_CHOICES),
-        stop=fields.strings("stop", max_count=MAX_STOPS, max_chars=MAX_STOP_CHARS),
-        no_stop_trim=fields.boolean("no_stop_trim", False),
-        skip_special_tokens=fields.boolean("skip_special_tokens", True),
-        grammar_field=None if grammar is None else grammar_field(fields, grammar),
+        n=body.n,
+        stop=_as_tuple(body.stop),
+        stop_regex=_as_tuple(body.stop_regex),
+        no_stop_trim=body.no_stop_trim,
+        skip_special_tokens=body.skip_special_tokens,
+        grammar_field=asked.field if asked else None,
     )
 
 
-def _max_new_tokens(fields: Fields, dialect: Dialect) -> int:
-    for name in dialect.max_new_tokens:
-        asked = fields.optional_integer(name, low=0, high=_ANY_COUNT)
-        if asked is not None:
-            return min(asked, _MAX_TOKENS)  # clipped to context and pool where it is dispatched
-    return dialect.default_max_new_tokens
+def _as_tuple(one_or_more: str | list[str] | None) -> tuple[str, ...]:
+    return (one_or_more,) if isinstance(one_or_more, str) else tuple(one_or_more or ())
 
 
-def _top_k(fields: Fields) -> int:
-    top_k = fields.integer("top_k", -1, low=-1, high=_ANY_COUNT)
-    if top_k == 0:
-        raise fields.wrong("top_k", "-1 (all tokens) or at least 1")
-    return min(top_k, _MAX_TOKENS)
-
-
-def _logit_bias(fields: Fields, vocab_size: int) -> tuple[TokenBias, ...]:
-    """An object from token ids, which JSON has as strings, to what is added to their logits; in order of ids."""
-    value = fields.raw("logit_bias")
-    if value is None:
-        return ()
-    if not isinstance(value, dict):
-        raise fields.wrong("logit_bias", "an object that maps token ids to numbers")
-    if len(value) > MAX_BIASED_TOKENS:
-        raise fields.wrong("logit_bias", f"an object of at most {MAX_BIASED_TOKENS} token ids")
-    ids = {key: int(key) for key in value if key.isascii() and key.isdigit() and len(key) < 20}
-    outside = next((key for key in value if ids.get(key, vocab_size) >= vocab_size), None)
+def _biases(name: str, biases: Mapping[str, float], vocab_size: int) -> tuple[TokenBias, ...]:
+    """In order of ids, which JSON has as strings."""
+    ids = {key: int(key) for key in biases if key.isascii() and key.isdigit() and len(key) < 20}
+    outside = next((key for key in biases if ids.get(key, vocab_size) >= vocab_size), None)
     if outside is not None:
-        name = fields.name("logit_bias")
         raise RequestError(
             f"{name} must have token ids from 0 to {vocab_size - 1} as keys, not {shown(outside)}", param=name
         )
-    biases = fields.nested("logit_bias")
-    by_id = {
-        token_id: biases.number(key, 0.0, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
-        for key, token_id in ids.items()
-    }
+    by_id = {token_id: biases[key] for key, token_id in ids.items()}
     return tuple(TokenBias(token_id, bias) for token_id, bias in sorted(by_id.items()))
-
-
-def check_batch_size(num_sequences: int, limit: int) -> None:
-    """Refuse a request that stands for too many sequences."""
-    if num_sequences > limit:
-        raise RequestError(f"{num_sequences} sequences in one request; at most {limit} are taken")

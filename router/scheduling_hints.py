@@ -4,14 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
-from router.fields import Fields
+from pydantic import Field
+
+from router.body import wrong
 
 MAX_PRIORITY = 1000
 """Either way. Ageing lifts a request by one for so many forwards: a bound on priorities is one on waiting."""
 MAX_ROUTING_KEY_CHARS = 256
 ROUTING_KEY_HEADER = "x-smg-routing-key"
 """SGLang's name; proxies in front of a fleet set it, since they do not rewrite bodies."""
+
+Priority = Annotated[
+    int,
+    Field(
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="Higher is served first, where the nodes have --enable-priority-scheduling.",
+    ),
+]
+RoutingKey = Annotated[
+    str | None,
+    Field(
+        max_length=MAX_ROUTING_KEY_CHARS,
+        description="Requests with one key are grouped under --schedule-policy routing-key. "
+        "The header X-SMG-Routing-Key counts where this is left out.",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +42,10 @@ class SchedulingHints:
     routing_key: str = ""
 
 
-def read_hints(fields: Fields, headers: Mapping[str, str]) -> SchedulingHints:
-    """`priority` and `routing_key` of a body; the header counts where the body has no key. Raises RequestError."""
-    if fields.raw("routing_key") is None and ROUTING_KEY_HEADER in headers:
-        fields = Fields({"priority": fields.raw("priority"), "routing_key": headers[ROUTING_KEY_HEADER]})
-    return SchedulingHints(
-        priority=fields.integer("priority", 0, low=-MAX_PRIORITY, high=MAX_PRIORITY),
-        routing_key=fields.string("routing_key", max_chars=MAX_ROUTING_KEY_CHARS) or "",
-    )
+def read_hints(priority: int, routing_key: str | None, headers: Mapping[str, str]) -> SchedulingHints:
+    """The hints of a body; the header counts where the body has no key. Raises RequestError."""
+    if routing_key is None:
+        routing_key = headers.get(ROUTING_KEY_HEADER, "")
+        if len(routing_key) > MAX_ROUTING_KEY_CHARS:
+            raise wrong("routing_key", f"at most {MAX_ROUTING_KEY_CHARS} characters long", routing_key)
+    return SchedulingHints(priority=priority, routing_key=routing_key)

@@ -26,9 +26,9 @@ from router.conversation import Timing
 from router.dispatch import Deadlines, Dispatcher
 from router.fleet_admin_api import fleet_guards
 from router.fleet_changes import FleetChanges
-from router.generate_api import HttpLimits
 from router.generation import Generation, Generator, Prompt
 from router.http_server import HttpServer, http_server
+from router.limits import HttpLimits
 from router.live_rids import LiveRids
 from router.live_state import LiveState
 from router.member import MemberState

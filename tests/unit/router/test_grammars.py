@@ -8,13 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from router.fields import Fields
-from router.grammars import read_grammar
+from router.body import validate
+from router.openai_bodies import CompletionBody
+from router.sampling import read_sampling
 from shared.protocol.messages import Decode, Failed, Prefill
 from shared.protocol.sampling_params import Grammar
 from tests.unit.router.fakes import FakeNode, joined_router, pair, say_nothing
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
+
+
+def grammar_of(body: dict[str, object]) -> Grammar | None:
+    return read_sampling(validate(CompletionBody, {"prompt": "a", **body}), vocab_size=100).params.grammar
 
 
 @pytest.mark.parametrize(
@@ -32,7 +37,7 @@ SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
     ids=str,
 )
 def test_each_way(body: dict[str, object], expected: Grammar | None) -> None:
-    assert read_grammar(Fields(body), with_response_format=True) == expected
+    assert grammar_of(body) == expected
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ def test_each_way(body: dict[str, object], expected: Grammar | None) -> None:
     ids=["object", "response_format"],
 )
 def test_a_schema_may_be_an_object(body: dict[str, object]) -> None:
-    grammar = read_grammar(Fields(body), with_response_format=True)
+    grammar = grammar_of(body)
     assert grammar is not None
     assert grammar.kind == "json_schema"
     assert json.loads(grammar.text) == SCHEMA

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from router.generation import Generation, Prompt
-from router.logprobs import MAX_ANSWER_LOGPROBS, NativeLogprobs
+from router.logprob_fields import MAX_ANSWER_LOGPROBS
+from router.logprobs import NativeLogprobs
 from router.node_link import MAX_MESSAGE_BYTES
 from router.running_req import RunningReq
 from router.sampling import Sampling

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from router.fields import Fields
+from router.body import Body, validate
+from router.generate_requests import GenerateBody
+from router.openai_bodies import ChatBody, CompletionBody
 from router.scheduling_hints import SchedulingHints, read_hints
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
@@ -44,19 +46,21 @@ def test_they_reach_both_nodes(model_folder: Path, path: str, body: dict[str, An
 
 def test_the_body_counts_before_the_header() -> None:
     headers = {"x-smg-routing-key": "blue"}
-    assert read_hints(Fields({"routing_key": "red"}), headers).routing_key == "red"
-    assert read_hints(Fields({"routing_key": ""}), headers).routing_key == ""
-    assert read_hints(Fields({"priority": 5}), headers) == SchedulingHints(priority=5, routing_key="blue")
-    assert read_hints(Fields({"priority": None, "routing_key": None}), {}) == SchedulingHints()
+    assert read_hints(0, "red", headers).routing_key == "red"
+    assert read_hints(0, "", headers).routing_key == ""
+    assert read_hints(5, None, headers) == SchedulingHints(priority=5, routing_key="blue")
+    assert read_hints(0, None, {}) == SchedulingHints()
 
 
 def test_a_header_is_bounded_too() -> None:
     with pytest.raises(RequestError, match="routing_key must be at most 256"):
-        read_hints(Fields({}), {"x-smg-routing-key": "x" * 257})
+        read_hints(0, None, {"x-smg-routing-key": "x" * 257})
 
 
+@pytest.mark.parametrize("kind", [GenerateBody, CompletionBody, ChatBody])
 @pytest.mark.parametrize("priority", [-1000, 1000])
-def test_the_bounds_of_a_priority_are_taken(priority: int) -> None:
-    assert read_hints(Fields({"priority": priority}), {}).priority == priority
+def test_the_bounds_of_a_priority_are_taken(kind: type[Body], priority: int) -> None:
+    needed = {"prompt": "a", **CHAT}
+    assert validate(kind, {**needed, "priority": priority}).priority == priority  # type: ignore[attr-defined]
     with pytest.raises(RequestError, match="priority must be at"):
-        read_hints(Fields({"priority": priority * 1001 // 1000}), {})
+        validate(kind, {**needed, "priority": priority * 1001 // 1000})

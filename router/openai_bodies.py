@@ -1,0 +1,173 @@
+"""The bodies of OpenAI's routes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from router.body import Body, FailFast, OneOf, Refused
+from router.grammars import ResponseFormat, format_grammar
+from router.logprob_fields import TopNum
+from router.prompts import ExtraKey, IdRows, ReturnTimeline, Rids, Texts, TokenIds
+from router.sampling import MAX_CHOICES, NewTokens, SamplingBody, Seed, Spelled
+from router.scheduling_hints import Priority, RoutingKey
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+_AS_MUCH_AS_FITS = 2**31 - 1
+
+
+class StreamOptions(Body):
+    """What a stream tells beside the text."""
+
+    include_usage: Annotated[bool, Field(description="A last event with the usage.")] = False
+    continuous_usage_stats: Annotated[bool, Field(description="The usage so far in every event.")] = False
+
+
+class OpenAIBody(SamplingBody):
+    """What both routes take; beside OpenAI's fields, those of SGLang and vLLM."""
+
+    model: Annotated[
+        str | None, Field(max_length=1024, description="The served one; it may be left out.")
+    ] = None
+    max_tokens: Annotated[NewTokens | None, Field(description="Longest answer.")] = None
+    max_completion_tokens: Annotated[NewTokens | None, Field(description="Newer name of `max_tokens`.")] = (
+        None
+    )
+    min_tokens: Annotated[NewTokens, Field(description="Nothing ends it before.")] = 0
+    seed: Seed = None
+    response_format: Annotated[ResponseFormat | None, Field(description="Asks for JSON.")] = None
+    stream: Annotated[bool, Field(description="Send events, each with what is new.")] = False
+    stream_options: Annotated[StreamOptions | None, Field(description="For a stream.")] = None
+    return_timeline: ReturnTimeline = False
+    rid: Rids = None
+    priority: Priority = 0
+    routing_key: RoutingKey = None
+    extra_key: Annotated[ExtraKey, Field(description="Requests with different keys share no cache.")] = ""
+    lora_path: Annotated[Any, Refused()] = None
+
+    def max_new_tokens(self) -> int:
+        """The longest answer that is wanted."""
+        raise NotImplementedError
+
+    def spelled(self) -> Spelled:
+        """See SamplingBody."""
+        return Spelled(
+            max_new_tokens=self.max_new_tokens(),
+            min_new_tokens=self.min_tokens,
+            min_new_tokens_name="min_tokens",
+            seed=self.seed,
+            response_format=format_grammar("response_format", self.response_format),
+        )
+
+
+class CompletionBody(OpenAIBody):
+    """One prompt or several, to be completed."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
+                {"prompt": ["One,", "Two,"], "n": 2, "logprobs": 3, "echo": True},
+            ]
+        }
+    )
+
+    prompt: Annotated[
+        str | list[str] | list[int] | list[list[int]],
+        OneOf(
+            "a string, a list of strings, token ids, or a list of lists of token ids",
+            {
+                "str": str,
+                "list[str]": Texts,
+                "list[int]": Annotated[TokenIds, Field(min_length=1)],
+                "list[list]": IdRows,
+            },
+        ),
+        Field(description="Text or token ids, one prompt or several."),
+    ]
+    echo: Annotated[bool, Field(description="The answer begins with the prompt.")] = False
+    logprobs: Annotated[
+        TopNum | None,
+        BeforeValidator(lambda value: None if value is False else value),
+        Field(description="Tell the logprobs of tokens, and of so many of the likeliest at each position."),
+    ] = None
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES, description="The same as `n`.")] = None
+    suffix: Annotated[Any, Refused(("",))] = None
+
+    def max_new_tokens(self) -> int:
+        """See OpenAIBody; OpenAI's default is 16."""
+        given = (self.max_tokens, self.max_completion_tokens)
+        return next((number for number in given if number is not None), 16)
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Annotated[Literal["text"], Field(description="Only text is served.")]
+    text: Annotated[str, Field(description="Follows the part before it without a gap.")]
+
+
+class ChatMessage(Body):
+    """One message. What else it holds is for the chat template."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool", "function"],
+        Field(description="Whose message it is."),
+    ]
+    content: Annotated[
+        str | list[TextPart] | None,
+        OneOf(
+            "a string or a list of parts",
+            {"str": str, "list": Annotated[list[TextPart], FailFast(), Field(max_length=MAX_PARTS)]},
+        ),
+        Field(description="Text, or parts of it; an assistant's message may have none."),
+    ] = None
+
+
+class ChatBody(OpenAIBody):
+    """A conversation, to be continued by the assistant."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "messages": [
+                        {"role": "system", "content": "Answer in one sentence."},
+                        {"role": "user", "content": "Why is the sky blue?"},
+                    ],
+                    "max_completion_tokens": 64,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                }
+            ]
+        }
+    )
+
+    messages: Annotated[
+        list[ChatMessage],
+        FailFast(),
+        Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation so far."),
+    ]
+    logprobs: Annotated[bool, Field(description="Tell the logprobs of tokens.")] = False
+    top_logprobs: Annotated[TopNum, Field(description="And of so many of the likeliest.")] = 0
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(description="Variables for the chat template.")
+    ] = None
+    chat_template: Annotated[Any, Refused(why="the server's to choose")] = None
+    tools: Annotated[Any, Refused(([],))] = None
+    tool_choice: Annotated[Any, Refused(("none", "auto"))] = None
+    functions: Annotated[Any, Refused(([],))] = None
+    function_call: Annotated[Any, Refused(("none", "auto"))] = None
+    continue_final_message: Annotated[Any, Refused((False,))] = None
+    add_generation_prompt: Annotated[Any, Refused((True,))] = None
+    audio: Annotated[Any, Refused()] = None
+    prediction: Annotated[Any, Refused()] = None
+
+    def max_new_tokens(self) -> int:
+        """See OpenAIBody; without a bound, as much as fits."""
+        given = (self.max_completion_tokens, self.max_tokens)
+        return next((number for number in given if number is not None), _AS_MUCH_AS_FITS)

@@ -1,0 +1,190 @@
+"""Typed request bodies: what they refuse and how they say it, what null means, and the schema they publish."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field, create_model
+
+from router.body import Body, FailFast, OneOf, Refused, must, parse, validate
+from router.fleet_admin_api import AddNode, DrainQuery
+from router.fleet_api import AbortBody, DetokenizeBody, FlushQuery, TokenizeBody
+from router.generate_requests import GenerateBody
+from router.openai_bodies import ChatBody, CompletionBody
+from router.profile_api import StartProfileBody
+from shared.errors import RequestError
+
+BODIES = (
+    GenerateBody,
+    CompletionBody,
+    ChatBody,
+    TokenizeBody,
+    DetokenizeBody,
+    AbortBody,
+    FlushQuery,
+    StartProfileBody,
+    AddNode,
+    DrainQuery,
+)
+Word = Annotated[str, Field(min_length=1, max_length=5)]
+Even = Annotated[int, must("even", lambda number: number % 2 == 0)]
+
+
+class Wheel(Body):
+    size: Annotated[int, Field(ge=1, le=10**30)]
+    kind: Literal["front", "rear"] = "front"
+
+
+class Car(Body):
+    price: Annotated[float, Field(gt=0, lt=1e6, description="In money.")] = 1.0
+    doors: Even = 4
+    names: Annotated[
+        str | list[str] | None,
+        OneOf(
+            "a name or names", {"str": Word, "list": Annotated[list[Word], FailFast(), Field(max_length=3)]}
+        ),
+    ] = None
+    ids: Annotated[
+        list[int] | list[list[int] | None] | None,
+        OneOf("ids or rows of ids", {"list[int]": list[int], "list[list]": list[list[int] | None]}),
+    ] = None
+    wheel: Annotated[Wheel | list[Wheel], OneOf("a wheel or wheels", {"dict": Wheel, "list": list[Wheel]})]
+    sold: bool = False
+    flies: Annotated[Any, Refused((False,))] = None
+
+
+RIGHT: dict[str, Any] = {"wheel": {"size": 3}}
+
+
+@pytest.mark.parametrize(
+    ("values", "param", "message"),
+    [
+        ({"price": True}, "price", "price must be a number, not True"),
+        ({"price": "1"}, "price", "price must be a number, not '1'"),
+        ({"price": 0}, "price", "price must be above 0, not 0"),
+        ({"price": 10**7}, "price", "price must be below 1e+06, not 10000000"),
+        ({"price": math.nan}, "price", "price must be a finite number, not nan"),
+        ({"doors": 3}, "doors", "doors must be even, not 3"),
+        ({"doors": 4.0}, "doors", "doors must be an integer, not 4.0"),
+        ({"names": 5}, "names", "names must be a name or names, not 5"),
+        ({"names": ""}, "names", "names must be 1 or more characters long, not ''"),
+        ({"names": ["a", "abcdef"]}, "names[1]", "names[1] must be at most 5 characters long, not 'abcdef'"),
+        ({"names": ["a", None]}, "names[1]", "names[1] must be a string, not null"),
+        ({"names": list("abcd")}, "names", "names must be a list of at most 3, not ['a', 'b', 'c', 'd']"),
+        ({"ids": [1, [2]]}, "ids[1]", "ids[1] must be an integer, not [2]"),
+        ({"ids": [[1], 2]}, "ids[1]", "ids[1] must be a list, not 2"),
+        ({"ids": [[1], [True]]}, "ids[1][0]", "ids[1][0] must be an integer, not True"),
+        ({"ids": [True]}, "ids", "ids must be ids or rows of ids, not [True]"),
+        ({"ids": {}}, "ids", "ids must be ids or rows of ids, not {}"),
+        ({"wheel": {}}, "wheel.size", "wheel.size is missing"),
+        ({"wheel": {"size": 0}}, "wheel.size", "wheel.size must be at least 1, not 0"),
+        ({"wheel": [{"size": 1}, {"size": None}]}, "wheel[1].size", "wheel[1].size is missing"),
+        ({"wheel": {"size": 1, "kind": "x"}}, "wheel.kind", "wheel.kind must be front or rear, not 'x'"),
+        ({"wheel": None}, "wheel", "wheel is missing"),
+        ({"sold": 1}, "sold", "sold must be true or false, not 1"),
+        ({"flies": True}, "flies", "flies is not supported yet; leave it out (it was True)"),
+        ({"flies": 0}, "flies", "flies is not supported yet; leave it out (it was 0)"),
+    ],
+)
+def test_what_is_refused(values: dict[str, object], param: str, message: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        validate(Car, {**RIGHT, **values})
+    assert (refusal.value.message, refusal.value.param, refusal.value.status) == (message, param, 400)
+
+
+def test_a_path_goes_before_the_field() -> None:
+    with pytest.raises(RequestError, match=r"cars\[3\]\.wheel\.size is missing") as refusal:
+        validate(Car, {"wheel": {}}, "cars[3]")
+    assert refusal.value.param == "cars[3].wheel.size"
+
+
+def test_what_is_taken() -> None:
+    assert validate(Car, RIGHT) == validate(Car, {**RIGHT, **dict.fromkeys(("price", "names", "flies"))})
+    car = validate(Car, {**RIGHT, "price": 3, "flies": False, "unknown": {"x": [1]}, "ids": []})
+    assert type(car.price) is float and not hasattr(car, "unknown") and car.ids == []
+    assert validate(Car, {**RIGHT, "ids": [None, [1]]}).ids == [None, [1]]
+    assert validate(Car, {"wheel": [{"size": 10**30}]}).wheel == [Wheel(size=10**30)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[1]", b'"x"', b"null", b"1", b'{"sold": nan}', b'{"\xff": 1}', b'{"wheel": "\\ud800"}',
+     b"[" * 100_000, b'{"price": ' + b"9" * 5000 + b"}", b'{"price": 1e999}', b'{"sold": "\x00"}'],
+)  # fmt: skip
+def test_what_is_no_json_object(body: bytes) -> None:
+    with pytest.raises(RequestError, match="the body") as refusal:
+        parse(Car, body)
+    assert refusal.value.status == 400 and len(refusal.value.message) < 200
+
+
+def test_a_message_never_repeats_a_whole_prompt() -> None:
+    with pytest.raises(RequestError) as refusal:
+        validate(GenerateBody, {"text": ["x" * 10_000, 1], "sampling_params": {}})
+    assert len(refusal.value.message) < 200
+    with pytest.raises(RequestError) as refusal:
+        validate(GenerateBody, {"text": {"x" * 10_000: "y" * 10_000}})
+    assert len(refusal.value.message) < 200
+
+
+def test_a_list_is_not_checked_further_than_its_first_fault() -> None:
+    seen: list[int] = []
+    small = must("small", lambda number: seen.append(number) or number < 2)
+    numbers = create_model("Numbers", __base__=Body, ids=Annotated[list[Annotated[int, small]], FailFast()])
+    with pytest.raises(RequestError, match=r"ids\[2\] must be small, not 2"):
+        validate(numbers, {"ids": list(range(100))})
+    assert seen == [0, 1, 2]
+
+
+def test_the_schema_says_what_null_and_bounds_are() -> None:
+    schema = Car.model_json_schema()
+    assert schema["required"] == ["wheel"]
+    assert schema["properties"]["price"] == {
+        "anyOf": [{"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e6}, {"type": "null"}],
+        "default": 1.0,
+        "description": "In money.",
+        "title": "Price",
+    }
+    assert schema["properties"]["flies"]["enum"] == [None, False]
+    assert {"type": "null"} not in schema["properties"]["wheel"].get("anyOf", [])
+    kind = schema["$defs"]["Wheel"]["properties"]["kind"]["anyOf"]
+    assert kind == [{"enum": ["front", "rear"], "type": "string"}, {"type": "null"}]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_every_field_is_described_bounded_and_may_be_null(body: type[Body]) -> None:
+    schema = body.model_json_schema()
+    for model in (schema, *schema.get("$defs", {}).values()):
+        for name, field in model["properties"].items():
+            where = f"{model['title']}.{name}"
+            assert field.get("description"), where
+            optional = name not in model.get("required", ())
+            assert optional == any(_is_null(branch) for branch in _branches(field)), where
+            for branch in _branches(field):
+                if branch.get("type") in ("integer", "number"):
+                    assert {"minimum", "exclusiveMinimum"} & set(branch), where
+                    assert {"maximum", "exclusiveMaximum"} & set(branch), where
+
+
+def _branches(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    nested = [*field.get("anyOf", ()), *field.get("oneOf", ())]
+    if "items" in field:
+        nested.append({key: value for key, value in field["items"].items() if key != "anyOf"})
+    yield field
+    for branch in nested:
+        yield from _branches(branch)
+
+
+def _is_null(branch: dict[str, Any]) -> bool:
+    return branch.get("type") == "null" or None in branch.get("enum", ())
+
+
+@pytest.mark.parametrize("body", [GenerateBody, CompletionBody, ChatBody], ids=lambda body: body.__name__)
+def test_examples_are_right(body: type[Body]) -> None:
+    examples = body.model_json_schema()["examples"]
+    assert examples
+    for example in examples:
+        known = validate(body, example).model_fields_set
+        assert known == set(example)
