@@ -176,6 +176,7 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
         ),
         dispatch=DispatchOptions(
             local_prefill_tokens=args.local_prefill_tokens,
+            max_queued_requests=args.max_queued_requests,
             queue_timeout_s=args.queue_timeout_s,
             stall_timeout_s=args.stall_timeout_s,
             node_timeout_s=args.node_timeout_s,
@@ -276,6 +277,8 @@ def _add_dispatch_flags(parser: argparse.ArgumentParser) -> None:
     seconds = cli.fraction(0.1, 86400.0)
     add("--local-prefill-tokens", type=cli.whole(0), default=default.local_prefill_tokens, metavar="TOKENS",
         help="prompts of at most this length are prefilled on their decode node")  # fmt: skip
+    add("--max-queued-requests", type=cli.whole(1), default=default.max_queued_requests, metavar="N",
+        help="most sequences without a first token, nodes' own queues included; others get a 429")  # fmt: skip
     add("--queue-timeout-s", type=seconds, default=default.queue_timeout_s,
         help="longest wait for a first token")  # fmt: skip
     add("--stall-timeout-s", type=seconds, default=default.stall_timeout_s,

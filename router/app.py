@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from router.admission import Admission
 from router.api_keys import ApiKeyCheck, ApiKeys
 from router.dispatch import Dispatcher
 from router.fleet_admin_api import fleet_admin_routes
@@ -44,6 +45,7 @@ class Service:
     status: FleetStatus
     live: LiveState
     limits: HttpLimits
+    max_queued_requests: int
     keys: ApiKeys
     fleet_guards: Sequence[params.Depends]
     flags: Mapping[str, object]
@@ -55,8 +57,10 @@ def create_app(service: Service) -> FastAPI:
     rids = LiveRids()
     generator = Generator(service.dispatcher, rids)
     model, limits, status = service.model, service.limits, service.status
-    app.include_router(generate_routes(generator, model, limits))
-    app.include_router(openai_routes(generator, model, limits, status.context_length))
+    admission = Admission(service.dispatcher.queue, service.max_queued_requests, service.metrics.rejected)
+    service.metrics.watch_queue(lambda: admission.num_queued)
+    app.include_router(generate_routes(generator, model, limits, admission))
+    app.include_router(openai_routes(generator, model, limits, status.context_length, admission))
     app.include_router(health_routes(status, generator, model, service.membership))
     app.include_router(info_routes(status, service.membership, model, service.metrics, limits, service.flags))
     app.include_router(fleet_admin_routes(service.membership, service.changes, limits, service.fleet_guards))

@@ -49,6 +49,7 @@ class DispatchOptions:
     """How requests are placed, and how long things may take, in seconds."""
 
     local_prefill_tokens: int = 16
+    max_queued_requests: int = 4096
     queue_timeout_s: float = 600.0
     stall_timeout_s: float = 120.0
     node_timeout_s: float = 10.0
@@ -80,6 +81,7 @@ class RouterConfig:
             "max_body_bytes": self.http.max_body_bytes,
             "max_batch_size": self.http.max_batch_size,
             "local_prefill_tokens": self.dispatch.local_prefill_tokens,
+            "max_queued_requests": self.dispatch.max_queued_requests,
             "queue_timeout_s": self.dispatch.queue_timeout_s,
             "stall_timeout_s": self.dispatch.stall_timeout_s,
             "node_timeout_s": self.dispatch.node_timeout_s,

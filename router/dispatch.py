@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from router.first_token_queue import FirstTokenQueue
 from router.metrics import Metrics
 from router.node_counts import NodeCounts
 from router.placement import Fleet, Placement, Plan
@@ -27,6 +28,7 @@ from shared.protocol.messages import (
     Cancel,
     Decode,
     Failed,
+    Finish,
     Prefill,
     ReqKey,
     Role,
@@ -83,6 +85,7 @@ class Dispatcher:
         self._deadlines = deadlines
         self._metrics = metrics
         self._clock = clock
+        self.queue = FirstTokenQueue(clock)
         self._rids = itertools.count(1)
         self._running: dict[str, RunningReq] = {}
         self._works: dict[str, Work] = {}
@@ -115,6 +118,7 @@ class Dispatcher:
         )
         self._running[req.key.rid] = req
         self._works[req.key.rid] = work
+        self.queue.join(req.key.rid)
         self._metrics.started(req)
         self._send(req.key, work, plan)
         return req
@@ -172,6 +176,8 @@ class Dispatcher:
             since = req.last_token_at
             num_new = req.arrive(entry.position, entry.token_ids, entry.finish, now)
             self._metrics.tokens(req, num_new, since, now)
+            if since is None and num_new:
+                self.queue.leave(req.key.rid, served=True)
             if req.ended:
                 self._tell_and_forget(req, Cancel(req.key))
 
@@ -198,6 +204,7 @@ class Dispatcher:
             return
         self._leave_decode(req)
         req.try_again(plan.nodes, plan.max_new_tokens)
+        self._metrics.failed_over()
         event("not_cached", rid=key.rid, node=node.ref.node_id)
         self._send(req.key, work, plan)
 
@@ -292,6 +299,7 @@ class Dispatcher:
         req.holders = []
         self._leave_decode(req)
         del self._running[req.key.rid], self._works[req.key.rid]
+        self.queue.leave(req.key.rid, served=isinstance(req.finish, Finish))
         self._metrics.ended(req)
 
     def _leave_decode(self, req: RunningReq) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request, Response
 
+from router.admission import Admission
 from router.body import parse
 from router.generate_requests import GenerateBody, GenerateRequest, read_generate
 from router.generation import Generation, GenerationGroup, Generator
@@ -18,7 +19,9 @@ from router.tokenizer import Tokenizer
 WEIGHT_VERSION = "default"
 
 
-def generate_routes(generator: Generator, model: ModelSlot, limits: HttpLimits) -> APIRouter:
+def generate_routes(
+    generator: Generator, model: ModelSlot, limits: HttpLimits, admission: Admission
+) -> APIRouter:
     """The route."""
     router = APIRouter()
 
@@ -26,13 +29,14 @@ def generate_routes(generator: Generator, model: ModelSlot, limits: HttpLimits) 
     @router.post("/generate", response_model=None)
     async def generate(request: Request) -> Response:
         """Complete one prompt or several."""
-        body = parse(GenerateBody, await read_body(request, limits.max_body_bytes))
-        asked = await read_generate(body, model.get(), limits, request.headers)
-        group = generator.open(asked.prompts, model.get().tokenizer)
-        if asked.stream:
-            return await stream_response(request, _events(group, asked, model.get().tokenizer))
-        answer = _answer(group, asked, model.get().tokenizer)
-        return json_response(await while_connected(request.receive, answer))
+        with admission.ticket() as ticket:
+            body = parse(GenerateBody, await read_body(request, limits.max_body_bytes))
+            asked = await read_generate(body, model.get(), limits, request.headers, ticket)
+            group = generator.open(asked.prompts, model.get().tokenizer, ticket)
+            if asked.stream:
+                return await stream_response(request, _events(group, asked, model.get().tokenizer))
+            answer = _answer(group, asked, model.get().tokenizer)
+            return json_response(await while_connected(request.receive, answer))
 
     return router
 

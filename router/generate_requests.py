@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from router.admission import Ticket
 from router.body import Body, FailFast, OneOf, Refused
 from router.generation import Prompt
 from router.limits import HttpLimits
@@ -106,9 +107,9 @@ class GenerateRequest:
 
 
 async def read_generate(
-    body: GenerateBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str]
+    body: GenerateBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str], ticket: Ticket
 ) -> GenerateRequest:
-    """Check what types cannot, and tokenize. Raises RequestError."""
+    """Check what types cannot, take places in the queue, and tokenize. Raises RequestError."""
     texts, ids, batched = _prompts(body, model.vocab_size)
     num_prompts = len(texts or ids)
     limits.check_batch_size(num_prompts)
@@ -118,6 +119,7 @@ async def read_generate(
     extra_keys = per_prompt("extra_key", body.extra_key, "", num_prompts, batched=batched)
     hints = read_hints(body.priority, body.routing_key, headers)
     logprobs = _logprobs(body, num_prompts, model.vocab_size, batched=batched)
+    ticket.take(sum(sampling.n for sampling in samplings))
     if texts:
         ids = await model.tokenizer.encode(texts)
     for at, input_ids in enumerate(ids):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
 
+from router.admission import Ticket
 from router.detokenizer import Detokenizer
 from router.dispatch import Dispatcher, Work
 from router.live_rids import LiveRids
@@ -170,10 +171,16 @@ class GenerationGroup:
     """All sequences of one request; `open` it in a with block."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], tokenizer: Tokenizer, dispatcher: Dispatcher, rids: LiveRids
+        self,
+        prompts: Sequence[Prompt],
+        tokenizer: Tokenizer,
+        dispatcher: Dispatcher,
+        rids: LiveRids,
+        ticket: Ticket | None,
     ) -> None:
         self._dispatcher = dispatcher
         self._rids = rids
+        self._ticket = ticket
         self._num_prompts = len(prompts)
         self._ready: dict[Generation, None] = {}
         self._bell = asyncio.Event()
@@ -192,6 +199,8 @@ class GenerationGroup:
         try:
             for generation in self.generations:
                 self._start(generation)
+            if self._ticket is not None:
+                self._ticket.let_go()
         except BaseException:
             self._release()
             raise
@@ -289,6 +298,8 @@ class Generator:
         self._dispatcher = dispatcher
         self._rids = rids
 
-    def open(self, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> GenerationGroup:
-        """The sequences of `prompts`, to be entered as a context."""
-        return GenerationGroup(prompts, tokenizer, self._dispatcher, self._rids)
+    def open(
+        self, prompts: Sequence[Prompt], tokenizer: Tokenizer, ticket: Ticket | None = None
+    ) -> GenerationGroup:
+        """The sequences of `prompts`, to be entered as a context; `ticket` holds their places until then."""
+        return GenerationGroup(prompts, tokenizer, self._dispatcher, self._rids, ticket)

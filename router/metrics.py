@@ -111,6 +111,12 @@ class Metrics:
         self._requests = self._counter("sglang:num_requests", "Sequences started.")
         self._aborted = self._counter("sglang:num_aborted_requests", "Sequences aborted or abandoned.")
         self._failed = self._counter("baton:num_failed_requests", "Sequences that ended with an error.")
+        self._failovers = self._counter(
+            "baton:num_failovers", "Sequences sent to other nodes, since the first could not go on."
+        )
+        self._rejected = self._counter(
+            "baton:num_rejected_requests", "HTTP requests refused with a 429, since the queue was full."
+        )
         self._ttft = self._histogram(
             "sglang:time_to_first_token_seconds", "From dispatch to the first token.", _TTFT_BUCKETS
         )
@@ -125,7 +131,7 @@ class Metrics:
         )
         self._families: tuple[Counter | Histogram, ...] = (
             *(self._prompt_tokens, self._generation_tokens, self._cached_tokens),
-            *(self._requests, self._aborted, self._failed),
+            *(self._requests, self._aborted, self._failed, self._failovers, self._rejected),
             *(self._ttft, self._itl, self._e2e, self._kv_transfer),
         )
         self._stages = Histogram(
@@ -139,6 +145,18 @@ class Metrics:
     def watch(self, nodes: Callable[[], Iterable[Node]]) -> None:
         """Export the load of these nodes from now on."""
         self._registry.register(_NodeCollector(nodes, self._model_name))
+
+    def watch_queue(self, num_queued: Callable[[], int]) -> None:
+        """Export the length of this router's queue from now on."""
+        self._registry.register(_QueueCollector(num_queued, self._model_name))
+
+    def rejected(self) -> None:
+        """An HTTP request was refused, because the queue was full."""
+        self._own(self._rejected).inc()
+
+    def failed_over(self) -> None:
+        """A sequence was sent to other nodes."""
+        self._own(self._failovers).inc()
 
     def export(self) -> bytes:
         """Everything, in Prometheus' text format; what has not happened yet is a zero, not absent."""
@@ -211,6 +229,21 @@ class _NodeCollector(Collector):
 
     def _labels(self, node: Node) -> tuple[str, str, str]:
         return self._model_name(), node.role.value, node.ref.node_id
+
+
+class _QueueCollector(Collector):
+    def __init__(self, num_queued: Callable[[], int], model_name: Callable[[], str]) -> None:
+        self._num_queued = num_queued
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        gauge = GaugeMetricFamily(
+            "baton:num_queued_reqs",
+            "Sequences that wait for their first token, in all queues.",
+            labels=("model_name", "role"),
+        )
+        gauge.add_metric((self._model_name(), "router"), self._num_queued())
+        yield gauge
 
 
 def stage_durations(stamps: Sequence[Stamp]) -> list[tuple[str, str, float]]:

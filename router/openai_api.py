@@ -9,6 +9,7 @@ from typing import Protocol
 
 from fastapi import APIRouter, Request, Response
 
+from router.admission import Admission, Ticket
 from router.body import parse
 from router.generate_api import timeline_fields
 from router.generation import Generation, GenerationGroup, Generator
@@ -153,14 +154,18 @@ _UNFINISHED: Choice = {"finish_reason": None, "matched_stop": None}
 
 
 def openai_routes(
-    generator: Generator, model: ModelSlot, limits: HttpLimits, context_length: Callable[[], int]
+    generator: Generator,
+    model: ModelSlot,
+    limits: HttpLimits,
+    context_length: Callable[[], int],
+    admission: Admission,
 ) -> APIRouter:
     """The routes. `context_length` is what the fleet can serve now."""
     router = APIRouter(prefix="/v1")
 
-    async def respond(request: Request, asked: OpenAIRequest, shape: Shape) -> Response:
+    async def respond(request: Request, asked: OpenAIRequest, shape: Shape, ticket: Ticket) -> Response:
         reply = Reply.begin(shape, asked, model.get())
-        group = generator.open(asked.prompts, model.get().tokenizer)
+        group = generator.open(asked.prompts, model.get().tokenizer, ticket)
         if asked.stream is not None:
             return await stream_response(request, _events(group, reply, asked.stream))
         return json_response(await while_connected(request.receive, _answer(group, reply)))
@@ -168,17 +173,19 @@ def openai_routes(
     @router.post("/completions", response_model=None)
     async def completions(request: Request) -> Response:
         """Complete one prompt or several."""
-        body = parse(CompletionBody, await read_body(request, limits.max_body_bytes))
-        asked = await read_completion(body, model.get(), limits, request.headers)
-        shape = CompletionShape(model.get().tokenizer, asked.echoes)
-        return await respond(request, asked, shape)
+        with admission.ticket() as ticket:
+            body = parse(CompletionBody, await read_body(request, limits.max_body_bytes))
+            asked = await read_completion(body, model.get(), limits, request.headers, ticket)
+            shape = CompletionShape(model.get().tokenizer, asked.echoes)
+            return await respond(request, asked, shape, ticket)
 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        body = parse(ChatBody, await read_body(request, limits.max_body_bytes))
-        asked = await read_chat(body, model.get(), limits, request.headers)
-        return await respond(request, asked, ChatShape(model.get().tokenizer))
+        with admission.ticket() as ticket:
+            body = parse(ChatBody, await read_body(request, limits.max_body_bytes))
+            asked = await read_chat(body, model.get(), limits, request.headers, ticket)
+            return await respond(request, asked, ChatShape(model.get().tokenizer), ticket)
 
     @router.get("/models", response_model=None)
     async def models() -> Response:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from router.admission import Ticket
 from router.body import shown, wrong
 from router.generation import Prompt
 from router.limits import HttpLimits
@@ -33,9 +34,9 @@ class OpenAIRequest:
 
 
 async def read_completion(
-    body: CompletionBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str]
+    body: CompletionBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str], ticket: Ticket
 ) -> OpenAIRequest:
-    """Check what the types of /v1/completions cannot, and tokenize. Raises RequestError."""
+    """Check what the types of /v1/completions cannot, take places in the queue, and tokenize. Raises RequestError."""
     _check_model(body.model, model)
     texts, ids, batched = _prompts(body, model.vocab_size)
     num_prompts = len(texts or ids)
@@ -46,6 +47,7 @@ async def read_completion(
     reply_id, rids = _ids(body.rid, "cmpl-", num_prompts, batched=batched)
     hints = read_hints(body.priority, body.routing_key, headers)
     logprobs = completion_logprobs(body.logprobs, echo=body.echo)
+    ticket.take(num_prompts * body.n)
     if texts:
         ids = await model.tokenizer.encode(texts)
     for at, input_ids in enumerate(ids):
@@ -76,9 +78,9 @@ async def read_completion(
 
 
 async def read_chat(
-    body: ChatBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str]
+    body: ChatBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str], ticket: Ticket
 ) -> OpenAIRequest:
-    """Check what the types of /v1/chat/completions cannot, and tokenize. Raises RequestError."""
+    """Check what the types of /v1/chat/completions cannot, take a place in the queue, and tokenize. Raises RequestError."""
     _check_model(body.model, model)
     messages = [_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)]
     wanted = chat_logprobs(body.logprobs, body.top_logprobs)
@@ -88,6 +90,7 @@ async def read_chat(
     hints = read_hints(body.priority, body.routing_key, headers)
     if model.chat_template is None:
         raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
+    ticket.take(sampling.n)
     text = model.chat_template.render(messages, body.chat_template_kwargs or {})
     # The template writes the special tokens itself.
     ids = (await model.tokenizer.encode([text], add_special_tokens=False))[0]

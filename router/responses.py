@@ -29,11 +29,6 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-_ERROR_HEADERS: Mapping[int, Mapping[str, str]] = {
-    401: {"WWW-Authenticate": "Bearer"},
-    429: {"Retry-After": "1"},
-    503: {"Retry-After": "1"},
-}
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -58,7 +53,12 @@ def error_body(error: RequestError) -> dict[str, object]:
 
 def error_response(error: RequestError) -> Response:
     """A refusal or failure as an HTTP response."""
-    return json_response(error_body(error), error.status, _ERROR_HEADERS.get(error.status))
+    headers: dict[str, str] = {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status in (429, 503):
+        headers["Retry-After"] = str(error.retry_after_s or 1)
+    return json_response(error_body(error), error.status, headers)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

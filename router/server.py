@@ -94,6 +94,7 @@ class Router:
                 status=self._status,
                 live=self._live,
                 limits=HttpLimits(max_body_bytes=http.max_body_bytes, max_batch_size=http.max_batch_size),
+                max_queued_requests=self._config.dispatch.max_queued_requests,
                 keys=self.keys,
                 fleet_guards=fleet_guards(self.keys, http.host),
                 flags=self._config.shown(),

@@ -27,17 +27,25 @@ class ModelError(ConfigError):
 class RequestError(BatonError):
     """A request that is refused or has failed.
 
-    `status` is the HTTP status, `param` the request field at fault (None when it is no single field).
+    `status` is the HTTP status, `param` the request field at fault (None when it is no single field),
+    `retry_after_s` when to try again, where that is known.
     """
 
     def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class TransferError(BatonError):

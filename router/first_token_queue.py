@@ -1,0 +1,66 @@
+"""Sequences that wait for their first token, wherever they are: on the way, or in a queue of a node."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from shared.timeline import Clock
+
+WINDOW_S = 30.0
+"""How far back the rate is measured. Longer than a step, shorter than a change of load."""
+_BUCKET_S = 1.0
+
+
+@dataclass
+class _Bucket:
+    since: float
+    num_served: int
+
+
+class FirstTokenQueue:
+    """Who waits, by rid, and how fast they are served. Joining and leaving twice are the same as once."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waiting: set[str] = set()
+        self._busy_since = 0.0
+        self._served: deque[_Bucket] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def join(self, rid: str) -> None:
+        """A sequence was dispatched. The rate is measured anew whenever the queue has been empty."""
+        if not self._waiting:
+            self._busy_since = self._clock()
+            self._served.clear()
+        self._waiting.add(rid)
+
+    def leave(self, rid: str, *, served: bool) -> None:
+        """It has its first token or has finished without one (`served`); or it was aborted, or has failed."""
+        if rid not in self._waiting:
+            return
+        self._waiting.remove(rid)
+        if served:
+            self._count(self._clock())
+
+    def wait_s(self, num_queued: int) -> float:
+        """How long someone behind `num_queued` others will wait, in seconds.
+
+        num_queued / rate, where the rate is what was served within the last WINDOW_S seconds, or since the queue
+        was last empty, whichever is shorter. While nothing was served yet, as if one were about to be.
+        """
+        if not self._waiting:
+            return 0.0
+        now = self._clock()
+        since = max(self._busy_since, now - WINDOW_S)
+        num_served = sum(bucket.num_served for bucket in self._served if bucket.since >= since - _BUCKET_S)
+        return num_queued * (now - since) / max(1, num_served)
+
+    def _count(self, now: float) -> None:
+        if not self._served or now - self._served[-1].since >= _BUCKET_S:
+            self._served.append(_Bucket(now, 0))
+        self._served[-1].num_served += 1
+        while now - self._served[0].since > WINDOW_S + _BUCKET_S:
+            self._served.popleft()

@@ -1,0 +1,254 @@
+"""The bounded queue, as clients meet it, and the estimate of how long it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from router.admission import MAX_RETRY_AFTER_S, Admission
+from router.config import DispatchOptions
+from router.first_token_queue import WINDOW_S, FirstTokenQueue
+from router.server import Router
+from shared.errors import RequestError
+from shared.protocol.messages import Cancel, Decode, Failed, Finish, NodeLimits, Prefill
+from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair, say_nothing
+
+OWN = '{model_name="tiny",role="router"}'
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+ROUTES: Sequence[tuple[str, dict[str, object]]] = (
+    ("/generate", {"text": "a"}),
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/chat/completions", CHAT),
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_wait_is_what_is_queued_over_the_rate() -> None:
+    clock = Clock()
+    queue = FirstTokenQueue(clock)
+    assert queue.wait_s(0) == 0
+    for i in range(100):
+        queue.join(f"a{i}")
+    clock.now += 2
+    assert queue.wait_s(100) == 200  # nobody was served in 2 s: as if one were about to be
+    for i in range(10):
+        queue.leave(f"a{i}", served=True)
+        queue.leave(f"a{i}", served=True)
+    for i in range(10, 30):
+        queue.leave(f"a{i}", served=False)  # a place is free, but nobody was served
+    assert len(queue) == 70
+    assert queue.wait_s(70) == 70 / (10 / 2)
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    clock = Clock()
+    queue = FirstTokenQueue(clock)
+    for i in range(2000):
+        queue.join(f"{i}")
+    for second in range(100):  # ten a second, later one a second
+        for i in range(10 if second < 50 else 1):
+            queue.leave(f"{second * 10 + i}", served=True)
+        clock.now += 1
+    assert queue.wait_s(60) == pytest.approx(60, rel=2 / WINDOW_S)
+
+
+def test_idle_time_is_not_slow_time() -> None:
+    clock = Clock()
+    queue = FirstTokenQueue(clock)
+    queue.join("a")
+    clock.now += 20
+    queue.leave("a", served=True)
+    clock.now += 20
+    queue.join("b")
+    queue.join("c")
+    clock.now += 1
+    queue.leave("b", served=True)
+    assert queue.wait_s(3) == 3
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(1000, 1), (2, 5), (0.1, MAX_RETRY_AFTER_S)])
+def test_retry_after_is_bounded(rate: float, expected: int) -> None:
+    clock = Clock()
+    queue = FirstTokenQueue(clock)
+    for i in range(20):
+        queue.join(f"{i}")
+    for i in range(10):
+        clock.now += 1 / rate
+        queue.leave(f"{i}", served=True)
+    with pytest.raises(RequestError) as caught:
+        Admission(queue, 10, lambda: None).ticket()
+    assert (caught.value.status, caught.value.retry_after_s) == (429, expected)
+
+
+@contextlib.asynccontextmanager
+async def full(
+    model_folder: Path, limit: int, script: Callable[..., object] = say_nothing
+) -> AsyncIterator[tuple[Router, httpx.AsyncClient, list[FakeNode]]]:
+    """A router with a queue of `limit`, and nodes that follow a script."""
+    dispatch = DispatchOptions(local_prefill_tokens=0, max_queued_requests=limit)
+    async with pair(prefill=script, decode=script) as nodes:
+        for node in nodes:
+            node.limits = NodeLimits(context_length=5000, max_total_num_tokens=5000, max_running_requests=8)
+        async with joined_router(model_folder, list(nodes), dispatch=dispatch) as (router, client):
+            yield router, client, list(nodes)
+
+
+async def figure(client: httpx.AsyncClient, name: str) -> float:
+    found = re.search(rf"^{re.escape(name + OWN)} (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
+    assert found, name
+    return float(found[1])
+
+
+async def until_queued(client: httpx.AsyncClient, count: int) -> None:
+    async with asyncio.timeout(3):
+        while await figure(client, "baton:num_queued_reqs") != count:
+            await asyncio.sleep(0.01)
+
+
+def check_rejected(response: httpx.Response) -> None:
+    assert response.status_code == 429, response.text
+    assert 1 <= int(response.headers["retry-after"]) <= 60
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+    assert "the queue is full" in error["message"]
+
+
+def test_beyond_the_bound_every_route_refuses(model_folder: Path) -> None:
+    async def run() -> None:
+        async with full(model_folder, 3) as (router, client, nodes):
+            waiting = [asyncio.create_task(client.post(path, json=body)) for path, body in ROUTES]
+            await nodes[1].wait_for(Decode, 3)
+            await until_queued(client, 3)
+            for path, body in ROUTES:
+                for stream in (False, True):
+                    check_rejected(await client.post(path, json={**body, "stream": stream}))
+            check_rejected(await client.post("/generate", content=b"never looked at"))
+            assert await figure(client, "baton:num_rejected_requests_total") == 7
+            assert len(nodes[1].all(Decode)) == 3
+            async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="x", max_retries=0) as sdk:
+                with pytest.raises(openai.RateLimitError) as caught:
+                    await sdk.completions.create(model="tiny", prompt="a")
+                assert caught.value.type == "rate_limit_error"
+            for path in ("/health", "/v1/models", "/server_info"):
+                assert (await client.get(path)).status_code == 200
+            assert (await client.post("/tokenize", json={"prompt": "a"})).status_code == 200
+            aborted = await client.post("/abort_request", json={"abort_all": True})
+            assert aborted.json()["aborted"] == 3
+            assert [response.status_code for response in await asyncio.gather(*waiting)] == [200] * 3
+            await until_queued(client, 0)
+
+    asyncio.run(run())
+
+
+def test_running_requests_are_not_counted(model_folder: Path) -> None:
+    async def run() -> None:
+        async with full(model_folder, 1, one_then_nothing) as (_, client, nodes):
+            running = []
+            for count in range(1, 6):
+                running.append(asyncio.create_task(client.post("/generate", json={"text": "a"})))
+                await nodes[1].wait_for(Decode, count)
+                await until_queued(client, 0)
+            await client.post("/abort_request", json={"abort_all": True})
+            answers = [response.json() for response in await asyncio.gather(*running)]
+            assert all(answer["output_ids"] == nodes[1].story[:1] for answer in answers)
+            assert await figure(client, "baton:num_rejected_requests_total") == 0
+
+    asyncio.run(run())
+
+
+def test_a_batch_is_let_in_whole_or_not_at_all(model_folder: Path) -> None:
+    async def run() -> None:
+        async with full(model_folder, 4) as (_, client, nodes):
+            two = {"text": "a", "sampling_params": {"n": 2}}
+            first = asyncio.create_task(client.post("/generate", json=two))
+            await nodes[1].wait_for(Decode, 2)
+            check_rejected(await client.post("/generate", json={"text": ["a", "b", "c"]}))
+            check_rejected(await client.post("/v1/completions", json={"prompt": ["a", "b", "c"]}))
+            check_rejected(await client.post("/v1/chat/completions", json={**CHAT, "n": 3}))
+            assert len(nodes[1].all(Decode)) == 2
+            never = await client.post("/generate", json={"text": ["a"] * 5})
+            assert never.status_code == 400 and "at most 4 may wait" in never.json()["error"]["message"]
+            second = asyncio.create_task(client.post("/generate", json={"text": ["a", "b"]}))
+            await nodes[1].wait_for(Decode, 4)
+            await client.post("/abort_request", json={"abort_all": True})
+            assert {response.status_code for response in (await first, await second)} == {200}
+            await until_queued(client, 0)
+
+    asyncio.run(run())
+
+
+def test_a_burst_is_counted_exactly(model_folder: Path) -> None:
+    """Long prompts are tokenized in a thread: their places are taken before that, and no more than there are."""
+
+    async def run() -> None:
+        async with full(model_folder, 8) as (_, client, nodes):
+            text = "The quick brown fox " * 150
+            burst = [asyncio.create_task(client.post("/generate", json={"text": text})) for _ in range(30)]
+            rejected = [await next_done for next_done in itertools.islice(asyncio.as_completed(burst), 22)]
+            for response in rejected:
+                check_rejected(response)
+            await nodes[1].wait_for(Decode, 8)
+            assert await figure(client, "baton:num_rejected_requests_total") == 22
+            await client.post("/abort_request", json={"abort_all": True})
+            answers = await asyncio.gather(*burst)
+            assert sorted(response.status_code for response in answers) == [200] * 8 + [429] * 22
+            await until_queued(client, 0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["fails", "ends at once", "disconnects", "bad body", "node dies"])
+def test_places_come_back(model_folder: Path, how: str) -> None:
+    async def fail(node: FakeNode, work: Prefill | Decode) -> None:
+        node.send(Failed(work.key, 500, "broken"))
+
+    async def end(node: FakeNode, work: Prefill | Decode) -> None:
+        node.tokens(work.key, 0, [], Finish("length"))
+
+    script = {"fails": fail, "ends at once": end}.get(how, say_nothing)
+
+    async def run() -> None:
+        async with full(model_folder, 2, script) as (router, client, nodes):
+            if how == "bad body":
+                for path, body in ROUTES:
+                    wrong = {**body, "stop": 5, "sampling_params": {"stop": 5}}
+                    assert (await client.post(path, json=wrong)).status_code == 400
+                for path, body in (("/generate", {"text": ["a", ""]}), ("/v1/completions", {"prompt": ""})):
+                    assert (
+                        await client.post(path, json=body)
+                    ).status_code == 400  # seen when it is tokenized
+            elif how == "disconnects":
+                body = json.dumps({"text": ["a", "b"]}).encode()
+                _, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
+                writer.write(
+                    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+                )
+                await nodes[1].wait_for(Decode, 2)
+                writer.close()
+                await nodes[1].wait_for(Cancel, 2)
+            else:
+                asked = asyncio.create_task(client.post("/generate", json={"text": ["a", "b"]}))
+                await nodes[1].wait_for(Decode, 2)
+                if how == "node dies":
+                    await nodes[1].stop()
+                assert (await asked).status_code == {"ends at once": 200, "fails": 500}.get(how, 503)
+            await until_queued(client, 0)
+            assert await figure(client, "baton:num_rejected_requests_total") == 0
+
+    asyncio.run(run())
