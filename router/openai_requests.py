@@ -36,7 +36,7 @@ class OpenAIRequest:
 async def read_completion(
     body: CompletionBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str], ticket: Ticket
 ) -> OpenAIRequest:
-    """Check what the types of /v1/completions cannot, take places in the queue, and tokenize. Raises RequestError."""
+    """Check what the types of /v1/completions cannot, take places and tokenize. Raises RequestError."""
     _check_model(body.model, model)
     texts, ids, batched = _prompts(body, model.vocab_size)
     num_prompts = len(texts or ids)
@@ -80,7 +80,7 @@ async def read_completion(
 async def read_chat(
     body: ChatBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str], ticket: Ticket
 ) -> OpenAIRequest:
-    """Check what the types of /v1/chat/completions cannot, take a place in the queue, and tokenize. Raises RequestError."""
+    """Check what the types of /v1/chat/completions cannot, take places and tokenize. Raises RequestError."""
     _check_model(body.model, model)
     messages = [_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)]
     wanted = chat_logprobs(body.logprobs, body.top_logprobs)
