@@ -19,6 +19,7 @@ from rich.console import Console
 
 from router.api_keys import keys_from_environment
 from router.config import DispatchOptions, FleetOptions, HttpOptions, RouterConfig
+from router.limits import add_limit_flags, limits_of
 from router.one_process import RouterProcess
 from router.served_model import ServedModel
 from router.server import load_model
@@ -129,6 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = cli.make_parser("router", "Serve a model: start nodes on this machine, or join running ones.")
     _add_topology_flags(parser)
     _add_http_flags(parser)
+    add_limit_flags(parser)
     _add_key_flags(parser)
     _add_dispatch_flags(parser)
     cli.add_fleet_flags(parser)
@@ -171,8 +173,7 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
             admin_api_key_file=args.admin_api_key_file,
             served_model_name=args.served_model_name,
             chat_template=args.chat_template,
-            max_body_bytes=args.max_body_bytes,
-            max_batch_size=args.max_batch_size,
+            limits=limits_of(args),
         ),
         dispatch=DispatchOptions(
             local_prefill_tokens=args.local_prefill_tokens,
@@ -251,10 +252,6 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--served-model-name", metavar="NAME", help="what clients call the model; None: as --model")
     add("--chat-template", type=Path, metavar="FILE", help="jinja template; None: the model's own")
-    add("--max-body-bytes", type=cli.whole(1024), default=default.max_body_bytes, metavar="BYTES",
-        help="larger request bodies are refused")  # fmt: skip
-    add("--max-batch-size", type=cli.whole(1), default=default.max_batch_size, metavar="N",
-        help="most sequences in one request")  # fmt: skip
 
 
 def _add_key_flags(parser: argparse.ArgumentParser) -> None:

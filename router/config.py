@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from router.limits import HttpLimits
 from router.topology import LocalTopology
 from shared.protocol.messages import Role
 from shared.protocol.security import require_key_beyond_loopback
@@ -22,8 +24,7 @@ class HttpOptions:
     admin_api_key_file: Path | None = None
     served_model_name: str | None = None
     chat_template: Path | None = None
-    max_body_bytes: int = 32 << 20
-    max_batch_size: int = 1024
+    limits: HttpLimits = field(default_factory=HttpLimits)
 
     def url(self, port: int) -> str:
         """Where clients on this machine reach it, when it listens on `port`."""
@@ -78,8 +79,7 @@ class RouterConfig:
             "host": self.http.host,
             "port": self.http.port,
             "local": str(self.fleet.local),
-            "max_body_bytes": self.http.max_body_bytes,
-            "max_batch_size": self.http.max_batch_size,
+            **dataclasses.asdict(self.http.limits),
             "local_prefill_tokens": self.dispatch.local_prefill_tokens,
             "max_queued_requests": self.dispatch.max_queued_requests,
             "queue_timeout_s": self.dispatch.queue_timeout_s,

@@ -113,19 +113,18 @@ async def read_generate(
     texts, ids, batched = _prompts(body, model.vocab_size)
     num_prompts = len(texts or ids)
     limits.check_batch_size(num_prompts)
-    samplings = _samplings(body, num_prompts, model.vocab_size, batched=batched)
+    samplings = _samplings(body, num_prompts, model.vocab_size, limits, batched=batched)
     limits.check_batch_size(sum(sampling.n for sampling in samplings))
     rids = read_rids(body.rid, num_prompts, batched=batched)
     extra_keys = per_prompt("extra_key", body.extra_key, "", num_prompts, batched=batched)
     hints = read_hints(body.priority, body.routing_key, headers)
-    logprobs = _logprobs(body, num_prompts, model.vocab_size, batched=batched)
+    logprobs = _logprobs(body, num_prompts, model.vocab_size, limits, batched=batched)
     ticket.take(sum(sampling.n for sampling in samplings))
     if texts:
         ids = await model.tokenizer.encode(texts)
     for at, input_ids in enumerate(ids):
-        if not input_ids:
-            where = f"prompt {at}" if batched else "the prompt"
-            raise RequestError(f"{where} has no tokens", param="text" if texts else "input_ids")
+        where = f"prompt {at}" if batched else "the prompt"
+        limits.check_prompt(input_ids, where, "text" if texts else "input_ids")
         check_start_len(logprobs[at], len(input_ids), f"prompt {at}: " if batched else "")
     prompts = [
         Prompt(
@@ -160,19 +159,23 @@ def _prompts(body: GenerateBody, vocab_size: int) -> tuple[list[str], list[list[
     return ([body.text], [], False) if isinstance(body.text, str) else (body.text, [], True)
 
 
-def _samplings(body: GenerateBody, num_prompts: int, vocab_size: int, *, batched: bool) -> list[Sampling]:
+def _samplings(
+    body: GenerateBody, num_prompts: int, vocab_size: int, limits: HttpLimits, *, batched: bool
+) -> list[Sampling]:
     bodies = per_prompt(
         "sampling_params", body.sampling_params, NativeSampling(), num_prompts, batched=batched
     )
     one_by_one = isinstance(body.sampling_params, list)
     return [
-        read_sampling(params, vocab_size, f"sampling_params[{at}]" if one_by_one else "sampling_params")
+        read_sampling(
+            params, vocab_size, limits, f"sampling_params[{at}]" if one_by_one else "sampling_params"
+        )
         for at, params in enumerate(bodies)
     ]
 
 
 def _logprobs(
-    body: GenerateBody, num_prompts: int, vocab_size: int, *, batched: bool
+    body: GenerateBody, num_prompts: int, vocab_size: int, limits: HttpLimits, *, batched: bool
 ) -> list[LogprobParams | None]:
     """What is asked about each prompt; None where nothing is."""
     wanted = per_prompt("return_logprob", body.return_logprob, False, num_prompts, batched=batched)
@@ -182,5 +185,6 @@ def _logprobs(
     top_nums = per_prompt("top_logprobs_num", body.top_logprobs_num, 0, num_prompts, batched=batched)
     token_ids = ids_of_prompts(body.token_ids_logprob, num_prompts, batched=batched)
     return [
-        native_logprobs(*row, vocab_size) for row in zip(wanted, starts, top_nums, token_ids, strict=True)
+        native_logprobs(*row, vocab_size, limits)
+        for row in zip(wanted, starts, top_nums, token_ids, strict=True)
     ]

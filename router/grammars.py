@@ -10,6 +10,7 @@ import msgspec
 from pydantic import Field
 
 from router.body import Body, OneOf, wrong
+from router.limits import HttpLimits
 from shared.errors import RequestError
 from shared.protocol.sampling_params import MAX_GRAMMAR_CHARS, Grammar
 
@@ -57,14 +58,10 @@ def text_grammar(field: str, kind: Literal["regex", "ebnf"], text: str | None) -
 
 
 def schema_grammar(field: str, schema: str | dict[str, Any] | None) -> AskedGrammar | None:
-    """A JSON schema; given as an object, its size as JSON is bounded too."""
+    """A JSON schema."""
     if schema is None:
         return None
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise RequestError(
-            f"{field} must be at most {MAX_GRAMMAR_CHARS} characters of JSON, not {len(text)}", param=field
-        )
     return AskedGrammar(field, Grammar("json_schema", text))
 
 
@@ -81,12 +78,15 @@ def format_grammar(field: str, asked: ResponseFormat | None) -> AskedGrammar | N
     return found
 
 
-def only_grammar(asked: Iterable[AskedGrammar | None]) -> AskedGrammar | None:
-    """The one that was given. Raises RequestError for two."""
+def only_grammar(asked: Iterable[AskedGrammar | None], limits: HttpLimits) -> AskedGrammar | None:
+    """The one that was given. Raises RequestError for two, and for one that is too long."""
     found = [grammar for grammar in asked if grammar is not None]
     if len(found) > 1:
         raise RequestError(f"{found[0].field} and {found[1].field} exclude each other", param=found[1].field)
-    return found[0] if found else None
+    if not found:
+        return None
+    limits.check_grammar(found[0].field, found[0].grammar.text)
+    return found[0]
 
 
 def in_terms_of(field: str, kind: str, error: RequestError) -> RequestError:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from router.body import FailFast, OneOf, wrong
 from router.generation import Prompt
+from router.limits import HttpLimits
 from router.prompts import TokenIds, check_token_ids, per_prompt
 from shared.errors import RequestError
 from shared.protocol.logprobs import (
@@ -70,24 +71,27 @@ def ids_of_prompts(
 
 
 def native_logprobs(
-    wanted: bool, start_len: int, top_num: int, token_ids: Sequence[int], vocab_size: int
+    wanted: bool, start_len: int, top_num: int, token_ids: Sequence[int], vocab_size: int, limits: HttpLimits
 ) -> LogprobParams | None:
     """What /generate asks for one prompt. Raises RequestError."""
+    limits.check_top_logprobs("top_logprobs_num", top_num)
     check_token_ids("token_ids_logprob", token_ids, vocab_size)
     return LogprobParams(start_len=start_len, top_num=top_num, token_ids=tuple(token_ids)) if wanted else None
 
 
-def chat_logprobs(wanted: bool, top_num: int) -> LogprobParams | None:
+def chat_logprobs(wanted: bool, top_num: int, limits: HttpLimits) -> LogprobParams | None:
     """`logprobs` and `top_logprobs` of /v1/chat/completions. Raises RequestError."""
+    limits.check_top_logprobs("top_logprobs", top_num)
     if top_num and not wanted:
         raise wrong("top_logprobs", "left out, or logprobs be true", top_num)
     return LogprobParams(top_num=top_num) if wanted else None
 
 
-def completion_logprobs(top_num: int | None, *, echo: bool) -> LogprobParams | None:
+def completion_logprobs(top_num: int | None, limits: HttpLimits, *, echo: bool) -> LogprobParams | None:
     """`logprobs` of /v1/completions: how many of the likeliest. With `echo` the prompt's tokens are judged too."""
     if top_num is None:
         return None
+    limits.check_top_logprobs("logprobs", top_num)
     return LogprobParams(start_len=0 if echo else OUTPUTS_ONLY, top_num=top_num)
 
 

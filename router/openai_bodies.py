@@ -8,9 +8,10 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from router.body import Body, FailFast, OneOf, Refused
 from router.grammars import ResponseFormat, format_grammar
+from router.limits import MAX_CHOICES
 from router.logprob_fields import TopNum
 from router.prompts import ExtraKey, IdRows, ReturnTimeline, Rids, Texts, TokenIds
-from router.sampling import MAX_CHOICES, NewTokens, SamplingBody, Seed, Spelled
+from router.sampling import NewTokens, SamplingBody, Seed, Spelled
 from router.scheduling_hints import Priority, RoutingKey
 
 MAX_MESSAGES = 4096

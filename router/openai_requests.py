@@ -41,18 +41,17 @@ async def read_completion(
     texts, ids, batched = _prompts(body, model.vocab_size)
     num_prompts = len(texts or ids)
     limits.check_batch_size(num_prompts * body.n)
-    samplings = [read_sampling(body, model.vocab_size) for _ in range(num_prompts)]
+    samplings = [read_sampling(body, model.vocab_size, limits) for _ in range(num_prompts)]
     if body.best_of not in (None, body.n):
         raise wrong("best_of", f"the same as n, {body.n}", body.best_of)
     reply_id, rids = _ids(body.rid, "cmpl-", num_prompts, batched=batched)
     hints = read_hints(body.priority, body.routing_key, headers)
-    logprobs = completion_logprobs(body.logprobs, echo=body.echo)
+    logprobs = completion_logprobs(body.logprobs, limits, echo=body.echo)
     ticket.take(num_prompts * body.n)
     if texts:
         ids = await model.tokenizer.encode(texts)
     for at, input_ids in enumerate(ids):
-        if not input_ids:
-            raise RequestError(f"prompt {at} has no tokens", param="prompt")
+        limits.check_prompt(input_ids, f"prompt {at}" if batched else "the prompt", "prompt")
     prompts = [
         Prompt(
             rid=rid,
@@ -83,8 +82,8 @@ async def read_chat(
     """Check what the types of /v1/chat/completions cannot, take places and tokenize. Raises RequestError."""
     _check_model(body.model, model)
     messages = [_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)]
-    wanted = chat_logprobs(body.logprobs, body.top_logprobs)
-    sampling = read_sampling(body, model.vocab_size).judged(wanted)
+    wanted = chat_logprobs(body.logprobs, body.top_logprobs, limits)
+    sampling = read_sampling(body, model.vocab_size, limits).judged(wanted)
     limits.check_batch_size(sampling.n)
     reply_id, rids = _ids(body.rid, "chatcmpl-", 1, batched=False)
     hints = read_hints(body.priority, body.routing_key, headers)
@@ -94,8 +93,7 @@ async def read_chat(
     text = model.chat_template.render(messages, body.chat_template_kwargs or {})
     # The template writes the special tokens itself.
     ids = (await model.tokenizer.encode([text], add_special_tokens=False))[0]
-    if not ids:
-        raise RequestError("the chat template made no prompt of these messages", param="messages")
+    limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
     prompt = Prompt(
         rid=rids[0], input_ids=tuple(ids), sampling=sampling, extra_key=body.extra_key, hints=hints
     )

@@ -21,6 +21,7 @@ from router.grammars import (
     schema_grammar,
     text_grammar,
 )
+from router.limits import MAX_CHOICES, MAX_STOPS, HttpLimits
 from router.prompts import TokenIds, check_token_ids
 from shared.errors import RequestError
 from shared.protocol.logprobs import LogprobParams
@@ -33,8 +34,6 @@ from shared.protocol.sampling_params import (
     TokenBias,
 )
 
-MAX_CHOICES = 128
-MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_REGEXES = 16
 MAX_STOP_REGEX_CHARS = 1024
@@ -99,7 +98,7 @@ class Spelled:
 class SamplingBody(Body):
     """The fields that have one name in both dialects."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="Answers to each prompt.")] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="Answers to each prompt; at most --max-n.")] = 1
     temperature: Annotated[
         float, Field(ge=0, le=1e6, description="Divides the logits; 0 takes the most likely token.")
     ] = 1.0
@@ -137,7 +136,7 @@ class SamplingBody(Body):
                 "list": Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOPS)],
             },
         ),
-        Field(description="The text ends before the first of these that comes."),
+        Field(description="The text ends before the first of these that comes; at most --max-stops."),
     ] = None
     stop_token_ids: Annotated[
         TokenIds | None,
@@ -194,7 +193,7 @@ class NativeSampling(SamplingBody):
         )
 
 
-def read_sampling(body: SamplingBody, vocab_size: int, path: str = "") -> Sampling:
+def read_sampling(body: SamplingBody, vocab_size: int, limits: HttpLimits, path: str = "") -> Sampling:
     """What `body`, at `path` in the request, asks for. Raises RequestError for what its types do not check.
 
     A missing seed is drawn here, so that whichever node samples, samples the same.
@@ -206,7 +205,11 @@ def read_sampling(body: SamplingBody, vocab_size: int, path: str = "") -> Sampli
         raise wrong(at + own.min_new_tokens_name, bound, own.min_new_tokens)
     stop_token_ids = body.stop_token_ids or []
     check_token_ids(f"{at}stop_token_ids", stop_token_ids, vocab_size)
-    if body.stop_regex:
+    limits.check_n(f"{at}n", body.n)
+    stop, stop_regex = _as_tuple(body.stop), _as_tuple(body.stop_regex)
+    limits.check_stops(f"{at}stop", stop)
+    limits.check_stops(f"{at}stop_regex", stop_regex)
+    if stop_regex:
         raise RequestError(f"{at}stop_regex is not supported yet; leave it out", param=f"{at}stop_regex")
     asked = only_grammar(
         (
@@ -214,7 +217,8 @@ def read_sampling(body: SamplingBody, vocab_size: int, path: str = "") -> Sampli
             text_grammar(f"{at}regex", "regex", body.regex),
             text_grammar(f"{at}ebnf", "ebnf", body.ebnf),
             own.response_format,
-        )
+        ),
+        limits,
     )
     return Sampling(
         params=SamplingParams(
@@ -234,8 +238,8 @@ def read_sampling(body: SamplingBody, vocab_size: int, path: str = "") -> Sampli
             seed=secrets.randbelow(MAX_SEED) if own.seed is None else own.seed & MAX_SEED,
         ),
         n=body.n,
-        stop=_as_tuple(body.stop),
-        stop_regex=_as_tuple(body.stop_regex),
+        stop=stop,
+        stop_regex=stop_regex,
         no_stop_trim=body.no_stop_trim,
         skip_special_tokens=body.skip_special_tokens,
         grammar_field=asked.field if asked else None,

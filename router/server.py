@@ -28,7 +28,6 @@ from router.fleet_admin_api import fleet_guards
 from router.fleet_changes import FleetChanges
 from router.generation import Generation, Generator, Prompt
 from router.http_server import HttpServer, http_server
-from router.limits import HttpLimits
 from router.live_rids import LiveRids
 from router.live_state import LiveState
 from router.member import MemberState
@@ -93,7 +92,7 @@ class Router:
                 metrics=self._metrics,
                 status=self._status,
                 live=self._live,
-                limits=HttpLimits(max_body_bytes=http.max_body_bytes, max_batch_size=http.max_batch_size),
+                limits=http.limits,
                 max_queued_requests=self._config.dispatch.max_queued_requests,
                 keys=self.keys,
                 fleet_guards=fleet_guards(self.keys, http.host),

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from router.config import HttpOptions
+from router.limits import HttpLimits
 from shared.protocol.messages import Decode, Prefill
 from tests.unit.router.fakes import joined_router, pair
 
@@ -86,11 +87,11 @@ SAMPLING = [
         "min_new_tokens must be at most the maximum of new tokens, 4",
     ),
     ({"n": 0}, "n must be at least 1"),
-    ({"n": 1000}, "n must be at most 128"),
+    ({"n": 1000}, "n must be at most 128 (--max-n), not 1000"),
     ({"stop": 5}, "stop must be a string or a list of strings"),
     ({"stop": [""]}, "sampling_params.stop[0] must be 1 or more characters long, not ''"),
     ({"stop": ["a", 1]}, "stop[1] must be a string, not 1"),
-    ({"stop": ["a"] * 1000}, "stop must be a list of at most 64"),
+    ({"stop": ["a"] * 1000}, "stop must be a list of at most 64 (--max-stops)"),
     ({"stop_token_ids": 5}, "stop_token_ids must be a list, not 5"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0] must be at least 0, not -1"),
     ({"stop_token_ids": [10**6]}, "sampling_params.stop_token_ids must hold token ids from 0 to"),
@@ -104,7 +105,10 @@ SAMPLING = [
         {"json_schema": 5},
         "sampling_params.json_schema must be a JSON schema, as an object or as a string, not 5",
     ),
-    ({"json_schema": {"enum": ["a" * 70_000]}}, "json_schema must be at most 65536 characters of JSON"),
+    (
+        {"json_schema": {"enum": ["a" * 70_000]}},
+        "json_schema must be at most 65536 characters long (--max-grammar-chars), not",
+    ),
     ({"regex": "a", "ebnf": "b"}, "sampling_params.regex and sampling_params.ebnf exclude each other"),
     ({"structural_tag": "a"}, "structural_tag is not supported yet"),
     ({"logit_bias": [1]}, "logit_bias must be an object, not [1]"),
@@ -296,7 +300,7 @@ def test_routes_and_methods(model_folder: Path) -> None:
 
 def test_body_size_and_batch_size_are_bounded(model_folder: Path) -> None:
     async def run() -> None:
-        http = HttpOptions(port=0, max_body_bytes=2000, max_batch_size=4)
+        http = HttpOptions(port=0, limits=HttpLimits(max_body_bytes=2000, max_batch_size=4))
         async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
             declared = await client.post("/generate", json={"text": "x" * 3000})
             assert declared.status_code == 413 and "2000" in declared.json()["error"]["message"]
@@ -309,6 +313,76 @@ def test_body_size_and_batch_size_are_bounded(model_folder: Path) -> None:
             assert (await client.post("/generate", json={"text": ["a"] * 5})).status_code == 400
             many = {"text": ["a", "b"], "sampling_params": {"n": 3}}
             check_refusal(await client.post("/generate", json=many), "6 sequences in one request; at most 4")
+
+    asyncio.run(run())
+
+
+LIMITED = [
+    (
+        "/generate",
+        {"text": "a", "sampling_params": {"n": 3}},
+        "sampling_params.n must be at most 2 (--max-n)",
+    ),
+    ("/v1/completions", {"prompt": "a", "n": 3}, "n must be at most 2 (--max-n), not 3"),
+    (
+        "/generate",
+        {"text": ["a"], "sampling_params": [{"stop": ["a", "b"]}]},
+        "sampling_params[0].stop must be a list of at most 1 (--max-stops), not ('a', 'b')",
+    ),
+    (
+        "/generate",
+        {"text": "a", "top_logprobs_num": 5},
+        "top_logprobs_num must be at most 4 (--max-logprobs)",
+    ),
+    ("/v1/completions", {"prompt": "a", "logprobs": 5}, "logprobs must be at most 4 (--max-logprobs)"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 5},
+        "top_logprobs must be at most 4 (--max-logprobs)",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": "a", "regex": "x" * 11},
+        "regex must be at most 10 characters long (--max-grammar-chars), not 11",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": "a", "json_schema": {"type": "null"}},
+        "json_schema must be at most 10 characters long (--max-grammar-chars), not 15",
+    ),
+    (
+        "/generate",
+        {"input_ids": [[1], [1] * 41]},
+        "prompt 1 has 41 tokens; at most 40 are taken (--max-prompt-tokens)",
+    ),
+    ("/generate", {"text": "x " * 90}, "tokens; at most 40 are taken (--max-prompt-tokens)"),
+    ("/v1/completions", {"prompt": [1] * 41}, "the prompt has 41 tokens; at most 40 are taken"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x " * 90}]},
+        "tokens; at most 40 are taken (--max-prompt-tokens)",
+    ),
+]
+
+
+def test_limits_that_the_operator_set(model_folder: Path) -> None:
+    limits = HttpLimits(
+        max_n=2, max_stops=1, max_logprobs=4, max_grammar_chars=10, max_prompt_tokens=40, max_batch_size=3
+    )
+
+    async def run() -> None:
+        http = HttpOptions(port=0, limits=limits)
+        async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
+            for path, body, part in LIMITED:
+                check_refusal(await client.post(path, json=body), part)
+            at_the_limits = {
+                "input_ids": [1] * 40,
+                "sampling_params": {"n": 2, "stop": "x", "regex": "x" * 10, "max_new_tokens": 1},
+                "top_logprobs_num": 4,
+            }
+            assert (await client.post("/generate", json=at_the_limits)).status_code == 200
+            shown = (await client.get("/server_info")).json()
+            assert (shown["max_prompt_tokens"], shown["max_n"], shown["max_grammar_chars"]) == (40, 2, 10)
 
     asyncio.run(run())
 

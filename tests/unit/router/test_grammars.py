@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from router.body import validate
+from router.limits import HttpLimits
 from router.openai_bodies import CompletionBody
 from router.sampling import read_sampling
 from shared.protocol.messages import Decode, Failed, Prefill
@@ -19,7 +20,7 @@ SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 
 
 def grammar_of(body: dict[str, object]) -> Grammar | None:
-    return read_sampling(validate(CompletionBody, {"prompt": "a", **body}), vocab_size=100).params.grammar
+    return read_sampling(validate(CompletionBody, {"prompt": "a", **body}), 100, HttpLimits()).params.grammar
 
 
 @pytest.mark.parametrize(
