@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Awaitable, Sequence
@@ -171,6 +173,8 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
             api_key_file=args.api_key_file,
             admin_api_keys=(*args.admin_api_key, *keys_from_environment("BATON_ADMIN_API_KEYS")),
             admin_api_key_file=args.admin_api_key_file,
+            allowed_origins=tuple(dict.fromkeys(o for some in args.allowed_origins for o in some)),
+            log_requests=args.log_requests,
             served_model_name=args.served_model_name,
             chat_template=args.chat_template,
             limits=limits_of(args),
@@ -184,6 +188,15 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
             stop_timeout_s=args.stop_timeout_s,
         ),
     )
+
+
+def origins(text: str) -> tuple[str, ...]:
+    """An argparse type: one origin, or a JSON list of them, as in vLLM."""
+    given = json.loads(text) if text.startswith("[") else [text]
+    for origin in given:
+        if not isinstance(origin, str) or not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+            raise argparse.ArgumentTypeError(f"{origin!r} is not like https://HOST[:PORT], and not *")
+    return tuple(given)
 
 
 def _node_flags(args: argparse.Namespace) -> list[str]:
@@ -250,6 +263,10 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         default=default.port,
         help="port that clients reach; 0: a free one",
     )
+    add("--allowed-origins", type=origins, action="append", default=[], metavar="ORIGIN",
+        help="pages that browsers let in: https://HOST[:PORT], a JSON list of those, or *; may repeat")  # fmt: skip
+    add("--log-requests", action="store_true",
+        help="log an event for each request, when it has ended: ids, counts and times, never text")  # fmt: skip
     add("--served-model-name", metavar="NAME", help="what clients call the model; None: as --model")
     add("--chat-template", type=Path, metavar="FILE", help="jinja template; None: the model's own")
 

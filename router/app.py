@@ -1,4 +1,13 @@
-"""The ASGI application: routes, who may call them, and one JSON shape for every error."""
+"""The ASGI application: routes, what stands before them, and one JSON shape for every error.
+
+    RequestIds          first, so that every answer has its id, whoever gives it
+    RequestLog          sees what all others answer (--log-requests)
+    CORSMiddleware      answers preflights, which carry no key, and marks refusals too (--allowed-origins)
+    ApiKeyCheck         nobody reads a body for someone without a key
+    FastAPI             routes, and errors as JSON, those of bugs included
+
+All are plain ASGI: starlette's BaseHTTPMiddleware would stand between a stream and its client's disconnect.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +17,9 @@ from dataclasses import dataclass
 from fastapi import FastAPI, Request, Response, params
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
 from router.admission import Admission
 from router.api_keys import ApiKeyCheck, ApiKeys
@@ -26,6 +37,8 @@ from router.membership import Membership
 from router.metrics import Metrics
 from router.openai_api import openai_routes
 from router.profile_api import profile_routes
+from router.request_ids import HEADER, RequestIds
+from router.request_log import RequestLog, note_error
 from router.responses import error_response
 from router.served_model import ModelSlot
 from router.status import VERSION, FleetStatus
@@ -47,12 +60,30 @@ class Service:
     limits: HttpLimits
     max_queued_requests: int
     keys: ApiKeys
+    allowed_origins: Sequence[str]
+    log_requests: bool
     fleet_guards: Sequence[params.Depends]
     flags: Mapping[str, object]
 
 
-def create_app(service: Service) -> FastAPI:
-    """All routes over one set of parts."""
+def create_app(service: Service) -> ASGIApp:
+    """All routes over one set of parts, and what stands before them."""
+    app: ASGIApp = ApiKeyCheck(create_api(service), service.keys)
+    if service.allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=service.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[HEADER, "retry-after"],
+        )
+    if service.log_requests:
+        app = RequestLog(app)
+    return RequestIds(app)
+
+
+def create_api(service: Service) -> FastAPI:
+    """The routes."""
     app = FastAPI(title="Baton", version=VERSION)
     rids = LiveRids()
     generator = Generator(service.dispatcher, rids)
@@ -72,12 +103,12 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(ApiKeyCheck, keys=service.keys)
     return app
 
 
-async def _on_request_error(_: Request, error: Exception) -> Response:
+async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
+    note_error(request, error)
     return error_response(error)
 
 

@@ -22,6 +22,8 @@ class HttpOptions:
     api_key_file: Path | None = None
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_key_file: Path | None = None
+    allowed_origins: tuple[str, ...] = ()
+    log_requests: bool = False
     served_model_name: str | None = None
     chat_template: Path | None = None
     limits: HttpLimits = field(default_factory=HttpLimits)
@@ -76,6 +78,8 @@ class RouterConfig:
     def shown(self) -> dict[str, object]:
         """For /server_info: without secrets."""
         return {
+            "allowed_origins": list(self.http.allowed_origins),
+            "log_requests": self.http.log_requests,
             "host": self.http.host,
             "port": self.http.port,
             "local": str(self.fleet.local),

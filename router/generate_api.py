@@ -12,6 +12,7 @@ from router.generate_requests import GenerateBody, GenerateRequest, read_generat
 from router.generation import Generation, GenerationGroup, Generator
 from router.limits import HttpLimits
 from router.logprobs import NativeLogprobs
+from router.request_log import note_group
 from router.responses import json_response, read_body, stream_response, while_connected
 from router.served_model import ModelSlot
 from router.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ def generate_routes(
             body = parse(GenerateBody, await read_body(request, limits.max_body_bytes))
             asked = await read_generate(body, model.get(), limits, request.headers, ticket)
             group = generator.open(asked.prompts, model.get().tokenizer, ticket)
+            note_group(request, group)
             if asked.stream:
                 return await stream_response(request, _events(group, asked, model.get().tokenizer))
             answer = _answer(group, asked, model.get().tokenizer)

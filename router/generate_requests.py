@@ -23,6 +23,7 @@ from router.logprob_fields import (
     native_logprobs,
 )
 from router.prompts import ExtraKey, IdPrompts, ReturnTimeline, Rids, Texts, id_rows, per_prompt, read_rids
+from router.request_ids import requested_rid
 from router.sampling import NativeSampling, Sampling, read_sampling
 from router.scheduling_hints import Priority, RoutingKey, read_hints
 from router.served_model import ServedModel
@@ -115,7 +116,7 @@ async def read_generate(
     limits.check_batch_size(num_prompts)
     samplings = _samplings(body, num_prompts, model.vocab_size, limits, batched=batched)
     limits.check_batch_size(sum(sampling.n for sampling in samplings))
-    rids = read_rids(body.rid, num_prompts, batched=batched)
+    rids = read_rids(requested_rid(body.rid, headers), num_prompts, batched=batched)
     extra_keys = per_prompt("extra_key", body.extra_key, "", num_prompts, batched=batched)
     hints = read_hints(body.priority, body.routing_key, headers)
     logprobs = _logprobs(body, num_prompts, model.vocab_size, limits, batched=batched)
@@ -129,6 +130,7 @@ async def read_generate(
     prompts = [
         Prompt(
             rid=rid,
+            shared_rid=body.rid is None,
             input_ids=tuple(input_ids),
             sampling=sampling.judged(wanted),
             extra_key=extra_key,

@@ -34,11 +34,15 @@ ABORTED_STATUS = 499
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt of a request; it becomes `sampling.n` sequences. `rid` is the client's name for it."""
+    """One prompt of a request; it becomes `sampling.n` sequences. `rid` is the client's name for it.
+
+    Other running requests may have a `shared_rid` too; see request_ids.
+    """
 
     rid: str
     input_ids: tuple[int, ...]
     sampling: Sampling
+    shared_rid: bool = False
     extra_key: str = ""
     hints: SchedulingHints = field(default_factory=SchedulingHints)
     split: bool = False
@@ -195,7 +199,8 @@ class GenerationGroup:
 
     def __enter__(self) -> GenerationGroup:
         """Send every sequence. Raises RequestError; then none is left running."""
-        self._rids.claim([prompt.rid for prompt in self._prompts])
+        shared = all(prompt.shared_rid for prompt in self._prompts)
+        self._rids.claim([prompt.rid for prompt in self._prompts], shared=shared)
         try:
             for generation in self.generations:
                 self._start(generation)

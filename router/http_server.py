@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from shared.errors import ConfigError
 
@@ -24,7 +24,7 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def http_server(app: FastAPI) -> HttpServer:
+def http_server(app: ASGIApp) -> HttpServer:
     """A server for `app`, to be run on a socket of `bind_http`."""
     config = uvicorn.Config(
         app,

@@ -17,6 +17,7 @@ from router.limits import HttpLimits
 from router.logprobs import JudgedText, chat_logprobs
 from router.openai_bodies import ChatBody, CompletionBody, StreamOptions
 from router.openai_requests import OpenAIRequest, read_chat, read_completion, unknown_model
+from router.request_log import note_group
 from router.responses import json_response, read_body, stream_response, while_connected
 from router.served_model import ModelSlot, ServedModel
 from router.tokenizer import Tokenizer
@@ -166,6 +167,7 @@ def openai_routes(
     async def respond(request: Request, asked: OpenAIRequest, shape: Shape, ticket: Ticket) -> Response:
         reply = Reply.begin(shape, asked, model.get())
         group = generator.open(asked.prompts, model.get().tokenizer, ticket)
+        note_group(request, group)
         if asked.stream is not None:
             return await stream_response(request, _events(group, reply, asked.stream))
         return json_response(await while_connected(request.receive, _answer(group, reply)))

@@ -13,6 +13,7 @@ from router.limits import HttpLimits
 from router.logprob_fields import chat_logprobs, check_num_completion, completion_logprobs
 from router.openai_bodies import ChatBody, ChatMessage, CompletionBody, OpenAIBody, StreamOptions
 from router.prompts import id_rows, read_rids
+from router.request_ids import requested_rid
 from router.sampling import read_sampling
 from router.scheduling_hints import read_hints
 from router.served_model import ServedModel
@@ -44,7 +45,7 @@ async def read_completion(
     samplings = [read_sampling(body, model.vocab_size, limits) for _ in range(num_prompts)]
     if body.best_of not in (None, body.n):
         raise wrong("best_of", f"the same as n, {body.n}", body.best_of)
-    reply_id, rids = _ids(body.rid, "cmpl-", num_prompts, batched=batched)
+    reply_id, rids = _ids(requested_rid(body.rid, headers), "cmpl-", num_prompts, batched=batched)
     hints = read_hints(body.priority, body.routing_key, headers)
     logprobs = completion_logprobs(body.logprobs, limits, echo=body.echo)
     ticket.take(num_prompts * body.n)
@@ -55,6 +56,7 @@ async def read_completion(
     prompts = [
         Prompt(
             rid=rid,
+            shared_rid=body.rid is None,
             input_ids=tuple(input_ids),
             sampling=sampling.judged(logprobs),
             extra_key=body.extra_key,
@@ -85,7 +87,7 @@ async def read_chat(
     wanted = chat_logprobs(body.logprobs, body.top_logprobs, limits)
     sampling = read_sampling(body, model.vocab_size, limits).judged(wanted)
     limits.check_batch_size(sampling.n)
-    reply_id, rids = _ids(body.rid, "chatcmpl-", 1, batched=False)
+    reply_id, rids = _ids(requested_rid(body.rid, headers), "chatcmpl-", 1, batched=False)
     hints = read_hints(body.priority, body.routing_key, headers)
     if model.chat_template is None:
         raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
@@ -95,7 +97,12 @@ async def read_chat(
     ids = (await model.tokenizer.encode([text], add_special_tokens=False))[0]
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
     prompt = Prompt(
-        rid=rids[0], input_ids=tuple(ids), sampling=sampling, extra_key=body.extra_key, hints=hints
+        rid=rids[0],
+        shared_rid=body.rid is None,
+        input_ids=tuple(ids),
+        sampling=sampling,
+        extra_key=body.extra_key,
+        hints=hints,
     )
     return OpenAIRequest(
         id=reply_id, prompts=[prompt], stream=_stream(body), with_timeline=body.return_timeline

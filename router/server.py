@@ -95,6 +95,8 @@ class Router:
                 limits=http.limits,
                 max_queued_requests=self._config.dispatch.max_queued_requests,
                 keys=self.keys,
+                allowed_origins=http.allowed_origins,
+                log_requests=http.log_requests,
                 fleet_guards=fleet_guards(self.keys, http.host),
                 flags=self._config.shown(),
             )

@@ -1,0 +1,191 @@
+"""--log-requests: one line for each request, with what an operator needs and nothing of what was said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from router.config import DispatchOptions, HttpOptions
+from shared.protocol.messages import Decode, Failed, Prefill, Role
+from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair, say_nothing
+
+LOGGED = HttpOptions(port=0, served_model_name="tiny", log_requests=True)
+SECRET = "xyzzy"
+BODY = {"text": SECRET, "sampling_params": {"max_new_tokens": 5}}
+
+
+class Told:
+    """The request events so far, as dicts."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    @property
+    def events(self) -> list[dict[str, str]]:
+        lines = [record.message for record in self._caplog.records if record.message.startswith("request ")]
+        return [dict(word.split("=", 1) for word in shlex.split(line)[1:]) for line in lines]
+
+    async def last(self, count: int) -> dict[str, str]:
+        """The `count`-th event: a client has its answer a moment before the event is written."""
+        async with asyncio.timeout(3):
+            while len(self.events) < count:
+                await asyncio.sleep(0.01)
+        assert len(self.events) == count
+        return self.events[-1]
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
+    with caplog.at_level(logging.INFO, "baton"):
+        yield Told(caplog)
+    assert SECRET not in caplog.text and "brown" not in caplog.text  # neither prompts nor outputs
+
+
+def test_what_is_told_of_a_generation(model_folder: Path, told: Told) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes), http=LOGGED) as (_, client):
+            before = len(told.events)
+            await client.post("/generate", json=BODY, headers={"x-request-id": "trace"})
+            event = await told.last(before + 1)
+            times = {name: float(event.pop(name)) for name in ("ttft_s", "e2e_s", "queue_s")}
+            assert 0 < times["ttft_s"] <= times["e2e_s"] < 10
+            assert times["queue_s"] == 0.5  # as the prefill node has stamped it
+            assert event.pop("prompt_tokens") > "0"
+            assert event == {
+                "request_id": "trace",
+                "route": "POST /generate",
+                "status": "200",
+                "rid": "trace",
+                "sequences": "1",
+                "completion_tokens": "5",
+                "cached_tokens": "2",
+                "finish": "length",
+                "nodes": "decode-0,prefill-0",
+            }
+            chat = {
+                "messages": [{"role": "user", "content": SECRET}],
+                "n": 2,
+                "max_tokens": 3,
+                "stream": True,
+            }
+            response = await client.post("/v1/chat/completions", json=chat)
+            event = await told.last(before + 2)
+            assert event["route"] == "POST /v1/chat/completions" and event["rid"].startswith("chatcmpl-")
+            assert (event["sequences"], event["completion_tokens"], event["cached_tokens"]) == ("2", "6", "2")
+            assert event["request_id"] == response.headers["x-request-id"]
+
+    asyncio.run(run())
+
+
+def test_refusals_and_probes(model_folder: Path, told: Told) -> None:
+    async def run() -> None:
+        http = HttpOptions(port=0, log_requests=True, api_keys=(f"key-{SECRET}",))
+        known = {"Authorization": f"Bearer key-{SECRET}"}
+        dispatch = DispatchOptions(max_queued_requests=1)
+        async with joined_router(model_folder, [], http=http, dispatch=dispatch, wait=False) as (_, client):
+            for path in ("/metrics", "/live/state"):
+                assert (await client.get(path, headers=known)).status_code == 200
+            requests: Sequence[tuple[str, str, dict[str, str], object, list[str]]] = (
+                ("GET", "/health", {}, None, ["GET /health", "503"]),
+                ("GET", f"/v1/models?key={SECRET}", {}, None, ["GET /v1/models", "401"]),
+                ("GET", "/v1/models/other", known, None, ["GET /v1/models/{model_id:path}", "404", "model"]),
+                ("GET", "/no/where", known, None, ["GET /no/where", "404"]),
+                ("GET", "/no" + "o" * 500, known, None, ["GET /no" + "o" * 97, "404"]),
+                ("POST", "/generate", known, {**BODY, "stream": SECRET}, ["POST /generate", "400", "stream"]),
+                ("POST", "/generate", known, BODY, ["POST /generate", "503"]),
+                (
+                    "POST",
+                    "/v1/chat/completions",
+                    known,
+                    {"messages": []},
+                    ["POST /v1/chat/completions", "400", "messages"],
+                ),
+            )
+            for count, (method, path, headers, body, expected) in enumerate(requests, 1):
+                await client.request(method, path, headers=headers, json=body)
+                event = await told.last(count)
+                told_of = [event[name] for name in ("route", "status", "param") if name in event]
+                assert told_of == expected, event
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_is_told(model_folder: Path, told: Told) -> None:
+    async def run() -> None:
+        dispatch = DispatchOptions(local_prefill_tokens=0, max_queued_requests=1)
+        async with (
+            pair(prefill=say_nothing, decode=say_nothing) as nodes,
+            joined_router(model_folder, list(nodes), http=LOGGED, dispatch=dispatch) as (_, client),
+        ):
+            before = len(told.events)
+            waiting = asyncio.create_task(client.post("/generate", json=BODY))
+            await nodes[1].wait_for(Decode)
+            await client.post("/generate", json=BODY)
+            event = await told.last(before + 1)
+            assert (event["status"], event["code"]) == ("429", "queue_full") and "rid" not in event
+            await client.post("/abort_request", json={"abort_all": True})
+            assert (await waiting).status_code == 200
+            async with asyncio.timeout(3):
+                while len(told.events) < before + 3:
+                    await asyncio.sleep(0.01)
+            (ended,) = [event for event in told.events[before:] if "finish" in event]
+            assert (ended["finish"], ended["completion_tokens"]) == ("abort", "0") and "ttft_s" not in ended
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_and_a_node_that_fails(model_folder: Path, told: Told, stream: bool) -> None:
+    may_fail = asyncio.Event()
+
+    async def fail(node: FakeNode, work: Prefill | Decode) -> None:
+        await one_then_nothing(node, work)
+        if node.role is Role.DECODE and len(node.all(Decode)) > 1:
+            await may_fail.wait()
+            node.send(Failed(work.key, 500, SECRET))
+
+    async def run() -> None:
+        async with (
+            pair(prefill=fail, decode=fail) as nodes,
+            joined_router(model_folder, list(nodes), http=LOGGED) as (router, client),
+        ):
+            before = len(told.events)
+            body = json.dumps({**BODY, "stream": stream}).encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
+            writer.write(
+                b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            )
+            if stream:
+                await reader.readuntil(b"data: ")
+            await nodes[1].wait_for(Decode)
+            writer.close()
+            event = await told.last(before + 1)
+            assert event["disconnected"] == "True" and event["finish"] == "error:499"
+            assert event["status"] == ("200" if stream else "499")
+            if not stream:
+                may_fail.set()
+            async with client.stream("POST", "/generate", json={**BODY, "stream": stream}) as response:
+                if stream:
+                    assert await anext(response.aiter_lines())
+                may_fail.set()
+            event = await told.last(before + 2)
+            assert "disconnected" not in event and event["finish"] == "error:500"
+            assert event["status"] == ("200" if stream else "500")
+
+    asyncio.run(run())
+
+
+def test_it_is_off_by_default(model_folder: Path, told: Told) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            assert (await client.post("/generate", json=BODY)).status_code == 200
+            assert (await client.get("/nowhere")).status_code == 404
+
+    asyncio.run(run())
+    assert told.events == []
