@@ -1,16 +1,35 @@
-"""Token ids to text, a few at a time: the pieces put together equal the text of all ids decoded at once."""
+"""Token ids to text, a few at a time. A character (a Unicode code point) is shown as soon as it is complete.
+
+The pieces put together are the text of all ids, whatever messages the ids came in:
+
+    byte-level vocabularies    the tokenizer's own decode of the output ids. Bytes that are no UTF-8 are U+FFFD, one
+                               for each sequence that breaks off, also at the end.
+    all others                 what the tokenizer's decode of context and output ids has beyond that of the context.
+                               The context is the end of the prompt, so that the first word after it keeps its space
+                               (prompt and output put together read as the model meant them), as in SGLang and vLLM.
+    with byte tokens `<0xNN>`  a run of byte tokens that is no UTF-8 keeps the characters it has, and each other byte
+                               is a U+FFFD. (The tokenizer's decode makes every byte of such a run a U+FFFD, which
+                               could not be known before the run ends, so that text in a script without tokens of its
+                               own would not be streamed at all.)
+
+Special tokens are text only with skip_special_tokens false, and then as the tokenizer's decoder words them. It has
+its own way with spaces, so that spaces_between_special_tokens changes nothing. An id without a token is nothing.
+"""
 
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Sequence
 from typing import Protocol
 
-import tokenizers
-from tokenizers import decoders
+from router.vocabulary import Vocabulary
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+CONTEXT_TOKENS = 5
+"""Of a prompt, that a detokenizer looks at; as in SGLang and vLLM."""
+_MAX_HALF_TOKENS = 3
+"""Half a character has so many bytes at most."""
+_MAX_HELD_TOKENS = 8
+"""Without text, until they are taken to be none: some decoders show a space only when more text follows."""
 _REPLACEMENT = "\ufffd"
 
 
@@ -26,61 +45,16 @@ class Detokenizer(Protocol):
         ...
 
 
-class Vocabulary:
-    """What decoding needs to know of a tokenizer, read once and shared by all sequences."""
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._special_ids = {i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
-        self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
-        self._bytes_of: dict[int, bytes] = {}
-        self._text_of: dict[int, str] = {}
-        self._byte_ids = frozenset(
-            i for token, i in tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(token)
-        )
-
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """A fresh detokenizer for one sequence."""
-        if self._byte_level:
-            return ByteLevelDetokenizer(self, skip_special_tokens)
-        return WindowDetokenizer(self, skip_special_tokens)
-
-    def is_special(self, token_id: int) -> bool:
-        """True for tokens such as an end-of-text marker."""
-        return token_id in self._special_ids
-
-    def is_byte(self, token_id: int) -> bool:
-        """True for `<0xNN>`, a byte of a character that has no token of its own (sentencepiece)."""
-        return token_id in self._byte_ids
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token of a byte-level vocabulary stands for; nothing for an id it does not have."""
-        known = self._bytes_of.get(token_id)
-        if known is None:
-            known = self._bytes_of[token_id] = _token_bytes(self._tokenizer.id_to_token(token_id))
-        return known
-
-    def token_text(self, token_id: int) -> str:
-        """The text of one token by itself, special or not; a replacement character for a part of a character."""
-        known = self._text_of.get(token_id)
-        if known is None:
-            # Some decoders drop a space at the start of a text, so the token is looked at behind itself.
-            once = self.decode((token_id,), False)
-            known = self._text_of[token_id] = self.decode((token_id, token_id), False)[len(once) :]
-        return known
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token by itself, also where they are only a part of a character."""
-        if self._byte_level:
-            return self.bytes_of(token_id)
-        token = self._tokenizer.id_to_token(token_id)
-        if token is not None and token_id in self._byte_ids:
-            return bytes((int(token[3:5], 16),))
-        return self.token_text(token_id).encode()
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """All ids at once."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+def make_detokenizer(
+    vocabulary: Vocabulary, *, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+) -> Detokenizer:
+    """A fresh detokenizer for the output that follows `prompt_ids`, of which the last CONTEXT_TOKENS count."""
+    context = prompt_ids[-CONTEXT_TOKENS:]
+    if vocabulary.is_byte_level:
+        return ByteLevelDetokenizer(vocabulary, skip_special_tokens)
+    if vocabulary.byte_of:
+        return ByteFallbackDetokenizer(vocabulary, skip_special_tokens, context)
+    return WindowDetokenizer(vocabulary, skip_special_tokens, context)
 
 
 class ByteLevelDetokenizer:
@@ -106,58 +80,123 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For all other tokenizers, whose decoders look at neighbours (spaces at the start, runs of byte tokens).
+    """For decoders that look at neighbours, as by joining words or dropping a space at the start.
 
-    Text is the difference between decoding [prefix, end) and decoding [prefix, shown), where `prefix` trails
-    by one piece of text, so that the decoder sees the same left context in both. A run of byte tokens is
-    decoded as a whole or not at all, so it is held back until another token ends it.
+    Text is the difference between decoding [context, new) and decoding the context, which trails by one piece of
+    text, so that the decoder sees the same on the left in both. Neither grows with the output.
     """
 
-    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, skip_special_tokens: bool, context: Sequence[int] = ()
+    ) -> None:
         self._vocabulary = vocabulary
         self._skip_special_tokens = skip_special_tokens
-        self._ids: list[int] = []
-        self._shown = 0
+        self._new: list[int] = []
+        self._num_told = 0
+        self._take_context(vocabulary.visible(context, skip_special_tokens))
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """See Detokenizer."""
-        # A skipped token does not end a run of byte tokens, so it is as if it had not been there.
-        skip = self._skip_special_tokens
-        self._ids += (i for i in token_ids if not (skip and self._vocabulary.is_special(i)))
-        if len(self._ids) == self._shown or self._vocabulary.is_byte(self._ids[-1]):
-            return ""
-        text = self._new_text()
-        if not text or text.endswith(_REPLACEMENT):
-            return ""
-        del self._ids[: self._shown]
-        self._shown = len(self._ids)
-        return text
+        self._new += self._vocabulary.visible(token_ids, self._skip_special_tokens)
+        return self._text(final=False)
 
     def flush(self) -> str:
         """See Detokenizer."""
-        text = self._new_text()
-        self._shown = len(self._ids)
-        return text
+        return self._text(final=True)
 
-    def _new_text(self) -> str:
-        shown = self._vocabulary.decode(self._ids[: self._shown], self._skip_special_tokens)
-        return self._vocabulary.decode(self._ids, self._skip_special_tokens)[len(shown) :]
+    def _text(self, *, final: bool) -> str:
+        if not self._new:
+            return ""
+        text = self._text_of(self._new)
+        if text.endswith(_REPLACEMENT) and self._vocabulary.may_show_half_characters and not final:
+            return self._all_but_half(text)
+        if not text and not final and len(self._new) <= _MAX_HELD_TOKENS:
+            return ""
+        shown, self._new = self._new, []
+        num_told, self._num_told = self._num_told, 0
+        if text:
+            self._take_context(shown)
+        return text[num_told:]
+
+    def _all_but_half(self, text: str) -> str:
+        """`text` without the last U+FFFD, which may be a half character; the tokens behind it are kept."""
+        text, num_told = text[:-1], self._num_told
+        self._num_told = len(text)
+        for num_kept in range(1, min(_MAX_HALF_TOKENS, len(self._new) - 1) + 1):
+            shown = self._new[:-num_kept]
+            if text and self._text_of(shown) == text:
+                self._take_context(shown)
+                self._new, self._num_told = self._new[-num_kept:], 0
+                break
+        return text[num_told:]
+
+    def _text_of(self, new: Sequence[int]) -> str:
+        return self._decode([*self._context, *new])[len(self._context_text) :]
+
+    def _take_context(self, shown: list[int]) -> None:
+        """The next piece follows `shown`: the last few of them tell as much, unless they are no text."""
+        start = max(0, len(shown) - CONTEXT_TOKENS)
+        while start and self._vocabulary.continues_character(shown[start]):
+            start -= 1
+        self._context = shown[start:]
+        self._context_text = self._decode(self._context)
+        if not self._context_text:
+            self._context, self._context_text = shown, self._decode(shown)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._vocabulary.decode(token_ids, self._skip_special_tokens)
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for characters from U+0100 on."""
-    themselves = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = (byte for byte in range(256) if byte not in themselves)
-    return {chr(byte): byte for byte in themselves} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+class ByteFallbackDetokenizer:
+    """For sentencepiece vocabularies (Llama 2, Mistral, Gemma), where `<0xNN>` is a byte of what has no token."""
 
+    def __init__(
+        self, vocabulary: Vocabulary, skip_special_tokens: bool, context: Sequence[int] = ()
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._skip_special_tokens = skip_special_tokens
+        self._half: list[int] = []
+        whole = [*self._whole_characters(context), *self._broken()]
+        self._window = WindowDetokenizer(vocabulary, skip_special_tokens, whole)
 
-_BYTE_OF = _byte_alphabet()
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """See Detokenizer."""
+        return self._window.feed(self._whole_characters(token_ids))
 
+    def flush(self) -> str:
+        """See Detokenizer."""
+        return self._window.feed(self._broken()) + self._window.flush()
 
-def _token_bytes(token: str | None) -> bytes:
-    """As tokenizers' ByteLevel decoder does: a token with any other character in it stands for its own text."""
-    if token is None:
-        return b""
-    if all(char in _BYTE_OF for char in token):
-        return bytes(_BYTE_OF[char] for char in token)
-    return token.encode()
+    def _whole_characters(self, token_ids: Sequence[int]) -> list[int]:
+        """Ids whose runs of bytes are UTF-8; bytes that may be the beginning of a character are kept for later."""
+        byte_of, whole = self._vocabulary.byte_of, list[int]()
+        for token_id in self._vocabulary.visible(token_ids, self._skip_special_tokens):
+            if token_id in byte_of:
+                self._half.append(token_id)
+                whole += self._completed()
+            else:
+                whole += self._broken()
+                whole.append(token_id)
+        return whole
+
+    def _completed(self) -> list[int]:
+        """What the last byte has settled: a character, or that the bytes before it are none."""
+        settled: list[int] = []
+        while self._half:
+            try:
+                _, num_bytes = codecs.utf_8_decode(
+                    bytes(map(self._vocabulary.byte_of.__getitem__, self._half))
+                )
+                settled += self._half[:num_bytes]
+            except UnicodeDecodeError as e:
+                num_bytes = e.end
+                settled += [*self._vocabulary.replacement_ids] * num_bytes
+            if not num_bytes:
+                break
+            del self._half[:num_bytes]
+        return settled
+
+    def _broken(self) -> list[int]:
+        """The bytes that are waiting, when the rest of their character will not come."""
+        half, self._half = self._half, []
+        return [*self._vocabulary.replacement_ids] * len(half)

@@ -16,17 +16,17 @@ from functools import cached_property
 from types import TracebackType
 
 from router.admission import Ticket
-from router.detokenizer import Detokenizer
 from router.dispatch import Dispatcher, Work
 from router.live_rids import LiveRids
+from router.output_text import OutputText
 from router.running_req import Aborted, RunningReq
 from router.sampling import Sampling
 from router.scheduling_hints import SchedulingHints
-from router.stop_strings import StopMatcher
+from router.stop_matcher import StopConditions
 from router.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.logprobs import TokenLogprobs
-from shared.protocol.messages import Finish, Stamp
+from shared.protocol.messages import Stamp
 from shared.timeline import ReqStage
 
 ABORTED_STATUS = 499
@@ -52,21 +52,28 @@ class Generation:
     """One sequence: what it has produced so far, and how it ended (`finish_reason`, as in the native API)."""
 
     def __init__(
-        self, prompt: Prompt, prompt_index: int, choice: int, index: int, detokenizer: Detokenizer
+        self, prompt: Prompt, prompt_index: int, choice: int, index: int, output: OutputText
     ) -> None:
         self.prompt = prompt
         self.prompt_index = prompt_index
         self.choice = choice
         self.index = index
-        self.text = ""
-        self.output_ids: list[int] = []
         self.output_logprobs: list[TokenLogprobs] = []
         self.finish_reason: dict[str, object] | None = None
         self.finished_at: float | None = None
         self.queued_at = time.time()
         self._req: RunningReq | None = None
-        self._detokenizer = detokenizer
-        self._matcher = StopMatcher(prompt.sampling.stop, keep=prompt.sampling.no_stop_trim)
+        self._output = output
+
+    @property
+    def text(self) -> str:
+        """What it says so far, without what is held back."""
+        return self._output.text
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Its tokens so far."""
+        return self._output.token_ids
 
     @property
     def started(self) -> bool:
@@ -88,28 +95,21 @@ class Generation:
         token_ids = self.req.take()
         if self.req.error is not None:
             raise self.prompt.sampling.in_terms_of_request(self.req.error)
-        pieces: list[str] = []
-        num_before = len(self.output_ids)
-        matched = self._add(token_ids, pieces)
+        finish, num_before = self.req.finish, len(self.output_ids)
+        added = self._output.add(token_ids, finish)
         self.output_logprobs += self.req.take_logprobs(num_before, len(self.output_ids))
         if self.prompt.sampling.params.logprobs is not None and len(self.output_logprobs) < len(
             self.output_ids
         ):
             raise RequestError("a node sent tokens without the logprobs that were asked for", status=500)
-        finish = self.req.finish
-        if matched is None and finish is not None:
-            matched = self._scan(self._detokenizer.flush(), pieces)
-            pieces.append(self._matcher.flush())
-        if matched is not None:
-            self._finish({"type": "stop", "matched": matched})
+        if self._output.matched is not None:
+            self._finish({"type": "stop", "matched": self._output.matched})
         elif isinstance(finish, Aborted):
             self._finish({"type": "abort", "message": finish.message, "status_code": ABORTED_STATUS})
         elif finish is not None and finish.type == "stop":
             self._finish({"type": "stop", "matched": finish.matched})
         elif finish is not None:
             self._finish({"type": finish.type, "length": len(self.output_ids)})
-        added = "".join(pieces)
-        self.text += added
         return added
 
     @cached_property
@@ -134,42 +134,6 @@ class Generation:
         self.finish_reason = reason
         self.finished_at = time.time()
 
-    def _add(self, token_ids: Sequence[int], pieces: list[str]) -> str | None:
-        """Decode, token by token where a stop string may end it between two of them."""
-        shown = self._without_stop_token(token_ids)
-        if not self.prompt.sampling.stop:
-            self.output_ids += token_ids
-            pieces.append(self._detokenizer.feed(shown))
-            return None
-        for token_id in shown:
-            self.output_ids.append(token_id)
-            matched = self._scan(self._detokenizer.feed((token_id,)), pieces)
-            if matched is not None:
-                return matched
-        self.output_ids += token_ids[len(shown) :]
-        return None
-
-    def _scan(self, text: str, pieces: list[str]) -> str | None:
-        if len(self.output_ids) <= self.prompt.sampling.params.min_new_tokens and text:
-            pieces.append(text)  # too early to stop
-            return None
-        scan = self._matcher.feed(text)
-        pieces.append(scan.text)
-        return scan.matched
-
-    def _without_stop_token(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """The id that stopped the sequence is an output id, but not text, unless the client wants it."""
-        finish = self.req.finish
-        if (
-            isinstance(finish, Finish)
-            and finish.type == "stop"
-            and token_ids
-            and token_ids[-1] == finish.matched
-            and not self.prompt.sampling.no_stop_trim
-        ):
-            return token_ids[:-1]
-        return token_ids
-
 
 class GenerationGroup:
     """All sequences of one request; `open` it in a with block."""
@@ -190,11 +154,11 @@ class GenerationGroup:
         self._bell = asyncio.Event()
         self.generations: list[Generation] = []
         for prompt_index, prompt in enumerate(prompts):
+            conditions = StopConditions(prompt.sampling.stop)
             for choice in range(prompt.sampling.n):
-                skip = prompt.sampling.skip_special_tokens
-                detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
+                output = OutputText(tokenizer, prompt.sampling, prompt.input_ids, conditions)
                 index = len(self.generations)
-                self.generations.append(Generation(prompt, prompt_index, choice, index, detokenizer))
+                self.generations.append(Generation(prompt, prompt_index, choice, index, output))
         self._prompts = prompts
 
     def __enter__(self) -> GenerationGroup:

@@ -153,7 +153,8 @@ class JudgedText:
         self._tokenizer = tokenizer
         self._echo = echo
         self._in_prompt = TextOffsets(tokenizer.detokenizer(skip_special_tokens=skip), 0)
-        self._in_output = TextOffsets(tokenizer.detokenizer(skip_special_tokens=skip), len(echo or ""))
+        after = tokenizer.detokenizer(skip_special_tokens=skip, prompt_ids=generation.prompt.input_ids)
+        self._in_output = TextOffsets(after, len(echo or ""))
 
     def worded(self, *, prompt: bool, output_from: int | None) -> dict[str, object]:
         """`choices[].logprobs` of the prompt, and of output tokens from `output_from` on (None: of none)."""

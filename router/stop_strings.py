@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces."""
+"""Finds stop strings in text that arrives in pieces, at a bounded cost for each character."""
 
 from __future__ import annotations
 
@@ -6,50 +6,92 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
-class StopScan:
-    """What one piece of text led to: text that is safe to show, and the stop string that was completed."""
+@dataclass(frozen=True, order=True)
+class Stop:
+    """A stop that is complete: where it ends and begins in the text, and what the client gave, string or pattern.
 
-    text: str
-    matched: str | None = None
-
-
-class StopMatcher:
-    """Holds back a tail that may still become a stop string.
-
-    The stop that is completed first wins; of two completed by the same character, the one that began first.
-    So the outcome does not depend on how the text was cut into pieces. What was shown can never be part of a
-    later match, since every possible beginning of a stop is held back. `keep` leaves the stop in the text.
+    The least of several wins: what is completed first, and of two with the same end, what began first. So it does not
+    depend on how the text was cut into pieces.
     """
 
-    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+    end: int
+    start: int
+    matched: str
+
+
+class StopStrings:
+    """An automaton (Aho-Corasick's) over the stops of one request, made state by state as texts need it.
+
+    Many long stops would take long to compile, and of their states texts see next to none.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string would match everywhere"
-        self._stops = tuple(stops)
-        self._keep = keep
-        self._longest = max(map(len, stops), default=0)
-        self._held = ""
+        self.root = State(depth=0, longer=tuple(stops), fail=None, stop=None)
+        self.first_chars = frozenset(stop[0] for stop in stops)
 
-    def feed(self, piece: str) -> StopScan:
-        """Take the next piece of text. Not to be called after a match."""
-        if not self._stops:
-            return StopScan(piece)
-        text = self._held + piece
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            end, start, stop = min(found)
-            self._held = ""
-            return StopScan(text[: end if self._keep else start], stop)
-        split = self._start_of_possible_stop(text)
-        self._held = text[split:]
-        return StopScan(text[:split])
+    def step(self, state: State, char: str) -> State:
+        """The state after one more character."""
+        while True:
+            after = state.children.get(char) or self._child(state, char)
+            if after is not None:
+                return after
+            if state.fail is None:
+                return state
+            state = state.fail
 
-    def flush(self) -> str:
-        """The text that was held back, when no more will come."""
-        held, self._held = self._held, ""
-        return held
+    def _child(self, state: State, char: str) -> State | None:
+        """Recurses once for each stop at most: along suffixes that other stops continue by `char`."""
+        depth = state.depth + 1
+        stops = [stop for stop in state.longer if stop[state.depth] == char]
+        if not stops:
+            return None
+        fail = self.root if state.fail is None else self.step(state.fail, char)
+        whole = next((stop for stop in stops if len(stop) == depth), fail.stop)
+        longer = tuple(stop for stop in stops if len(stop) > depth)
+        child = state.children[char] = State(depth=depth, longer=longer, fail=fail, stop=whole)
+        return child
 
-    def _start_of_possible_stop(self, text: str) -> int:
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if any(len(stop) > len(text) - start and stop.startswith(text[start:]) for stop in self._stops):
-                return start
-        return len(text)
+
+class State:
+    """The longest end of a text, `depth` characters, that is a beginning of stops; those of them with more: `longer`.
+
+    `stop` is the longest that has just been completed. `num_held` characters may become part of another.
+    """
+
+    __slots__ = ("children", "depth", "fail", "longer", "num_held", "stop")
+
+    def __init__(self, *, depth: int, longer: tuple[str, ...], fail: State | None, stop: str | None) -> None:
+        self.depth = depth
+        self.longer = longer
+        self.fail = fail
+        self.stop = stop
+        self.num_held: int = depth if longer or fail is None else fail.num_held
+        self.children: dict[str, State] = {}
+
+
+class StopStringCursor:
+    """One text that goes through StopStrings."""
+
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops = stops
+        self._state = stops.root
+        self._num_chars = 0
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that may become part of a stop; exact."""
+        return self._state.num_held
+
+    def feed(self, piece: str, *, armed: bool = True) -> Stop | None:
+        """The first stop that `piece` completes; if not `armed`, none. Not to be called after one."""
+        start, self._num_chars = self._num_chars, self._num_chars + len(piece)
+        stops, state = self._stops, self._state
+        if state is stops.root and stops.first_chars.isdisjoint(piece):
+            return None
+        for end, char in enumerate(piece, start + 1):
+            state = stops.step(state, char)
+            if state.stop is not None and armed:
+                return Stop(end, end - len(state.stop), state.stop)
+        self._state = state
+        return None

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import tokenizers
 
-from router.detokenizer import Detokenizer, Vocabulary
+from router.detokenizer import Detokenizer, make_detokenizer
+from router.vocabulary import Vocabulary
 from shared.errors import ModelError
 
 # Below this many characters, encoding takes less time than the way to another thread and back is worth
@@ -53,6 +54,10 @@ class Tokenizer:
         """All ids at once."""
         return self._vocabulary.decode(token_ids, skip_special_tokens)
 
+    def special_text(self, token_id: int) -> str:
+        """The text of a special token by itself; empty for all others."""
+        return self._vocabulary.special_text(token_id)
+
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself; see Vocabulary."""
         return self._vocabulary.token_text(token_id)
@@ -61,9 +66,11 @@ class Tokenizer:
         """The bytes of one token by itself; see Vocabulary."""
         return self._vocabulary.token_bytes(token_id)
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental detokenizer for one sequence."""
-        return self._vocabulary.detokenizer(skip_special_tokens=skip_special_tokens)
+    def detokenizer(self, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+        """A fresh incremental detokenizer for one sequence, which follows `prompt_ids`."""
+        return make_detokenizer(
+            self._vocabulary, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids
+        )
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return [self._tokenizer.encode(t, add_special_tokens=add_special_tokens).ids for t in texts]

@@ -1,83 +1,209 @@
-"""Streamed text equals the text of all ids decoded at once, for any ids and any way of cutting them."""
+"""Streamed text is the text of all ids, for every kind of tokenizer, any ids and any way of cutting them."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
-from router.detokenizer import ByteLevelDetokenizer, Vocabulary, WindowDetokenizer
-from tests.unit.router.fakes import EOS, STORY, byte_level_tokenizer
+from router.detokenizer import (
+    CONTEXT_TOKENS,
+    ByteFallbackDetokenizer,
+    ByteLevelDetokenizer,
+    WindowDetokenizer,
+    make_detokenizer,
+)
+from router.vocabulary import Vocabulary
+from tests.unit.router.sample_tokenizers import BYTE_FALLBACK, BYTE_LEVEL, KINDS, SPECIAL, TEXTS, sample
 
-BYTE_LEVEL = byte_level_tokenizer()
-BYTE_LEVEL.add_tokens(["<|tool call|>", "naïve☃"])
+kinds = st.sampled_from(KINDS)
+multilingual = st.lists(
+    st.one_of(st.sampled_from(TEXTS), st.sampled_from(TEXTS).flatmap(st.sampled_from), st.text(max_size=8)),
+    max_size=6,
+).map("".join)
 
 
-def sentencepiece_like() -> Tokenizer:
-    """As Llama 2's: words with ▁, and a token for each byte of what is not in the vocabulary."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
-    words += ["▁The", "▁quick", "▁fox", "s", ",", ".", "▁", "ü", "日", "▁größ", "er"]
-    vocab = {word: i for i, word in enumerate(words)}
-    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+@st.composite
+def ids_of(draw: st.DrawFn, kind: str, max_size: int = 40) -> list[int]:
+    """Any tokens, and runs of real text among them, cut anywhere; also ids that there is no token for."""
+    num_ids = sample(kind).get_vocab_size()
+    chunks = st.one_of(
+        st.lists(st.integers(0, num_ids + 3), max_size=8),
+        multilingual.map(lambda text: sample(kind).encode(text).ids),
+        st.sampled_from(TEXTS).map(lambda text: sample(kind).encode(text).ids[1:-1]),
     )
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    return tokenizer
+    return [i for chunk in draw(st.lists(chunks, max_size=5)) for i in chunk][:max_size]
 
 
-SENTENCEPIECE = sentencepiece_like()
+@st.composite
+def pieces_of(draw: st.DrawFn, ids: Sequence[int]) -> list[list[int]]:
+    cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=10)))
+    return [list(ids[start:end]) for start, end in itertools.pairwise([0, *cuts, len(ids)])]
 
 
-def streamed(tokenizer: Tokenizer, pieces: list[list[int]], skip_special_tokens: bool) -> str:
-    detokenizer = Vocabulary(tokenizer).detokenizer(skip_special_tokens=skip_special_tokens)
-    return "".join(map(detokenizer.feed, pieces)) + detokenizer.flush()
+def streamed(
+    kind: str, pieces: Sequence[Sequence[int]], skip: bool, prompt_ids: Sequence[int] = ()
+) -> list[str]:
+    vocabulary = Vocabulary(sample(kind))
+    detokenizer = make_detokenizer(vocabulary, skip_special_tokens=skip, prompt_ids=prompt_ids)
+    return [*map(detokenizer.feed, pieces), detokenizer.flush()]
 
 
-def pieces_of(num_ids: int) -> st.SearchStrategy[list[list[int]]]:
-    return st.lists(st.lists(st.integers(0, num_ids - 1), max_size=6), max_size=20)
+def repaired(tokenizer: Tokenizer, ids: Sequence[int], skip: bool) -> list[int]:
+    """The specification of broken runs of byte tokens: what is no character becomes the bytes of U+FFFD."""
+    special = {i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special} if skip else set()
+    tokens = [(i, tokenizer.id_to_token(i)) for i in ids if i not in special]
+    fixed: list[int] = []
+    runs = itertools.groupby(
+        ((i, t) for i, t in tokens if t is not None), key=lambda it: it[1].startswith("<0x")
+    )
+    for are_bytes, run in runs:
+        if not are_bytes:
+            fixed += [i for i, _ in run]
+            continue
+        data = b"".join(bytes((int(token[3:5], 16),)) for _, token in run)
+        # surrogateescape keeps each byte that is no character apart.
+        for char in data.decode(errors="surrogateescape"):
+            char = "\ufffd" if "\udc80" <= char <= "\udcff" else char
+            fixed += [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in char.encode()]
+    return fixed
 
 
-@given(pieces_of(BYTE_LEVEL.get_vocab_size()), st.booleans())
-def test_byte_level_random_ids(pieces: list[list[int]], skip: bool) -> None:
-    whole = BYTE_LEVEL.decode([i for piece in pieces for i in piece], skip_special_tokens=skip)
-    assert streamed(BYTE_LEVEL, pieces, skip) == whole
+def whole(kind: str, ids: Sequence[int], skip: bool, prompt_ids: Sequence[int] = ()) -> str:
+    """The specification: the tokenizer's own decode of everything at once."""
+    tokenizer = sample(kind)
+    if kind in BYTE_LEVEL:
+        return tokenizer.decode(list(ids), skip_special_tokens=skip)
+    context = list(prompt_ids[-CONTEXT_TOKENS:])
+    if kind in BYTE_FALLBACK:
+        context, ids = repaired(tokenizer, context, skip), repaired(tokenizer, ids, skip)
+    before = tokenizer.decode(context, skip_special_tokens=skip)
+    return tokenizer.decode([*context, *ids], skip_special_tokens=skip)[len(before) :]
 
 
-@given(pieces_of(SENTENCEPIECE.get_vocab_size()), st.booleans())
+@given(kinds, st.data(), st.booleans())
 @settings(max_examples=300)
-def test_sentencepiece_random_ids(pieces: list[list[int]], skip: bool) -> None:
-    whole = SENTENCEPIECE.decode([i for piece in pieces for i in piece], skip_special_tokens=skip)
-    assert streamed(SENTENCEPIECE, pieces, skip) == whole
+def test_any_ids_in_any_pieces(kind: str, data: st.DataObject, skip: bool) -> None:
+    ids, prompt_ids = data.draw(ids_of(kind)), data.draw(ids_of(kind, max_size=8))
+    pieces = data.draw(pieces_of(ids))
+    assert "".join(streamed(kind, pieces, skip, prompt_ids)) == whole(kind, ids, skip, prompt_ids)
 
 
-@given(st.text(max_size=60))
-def test_byte_level_any_language(text: str) -> None:
-    ids = BYTE_LEVEL.encode(text).ids
-    assert streamed(BYTE_LEVEL, [[i] for i in ids], False) == text
+@pytest.mark.parametrize("kind", [*BYTE_LEVEL, *BYTE_FALLBACK])
+@given(text=multilingual, data=st.data())
+@example(text="👩‍👩‍👧‍👦", data=None)
+@settings(max_examples=60)
+def test_text_in_any_script_comes_whole(kind: str, text: str, data: st.DataObject | None) -> None:
+    """And without the tokenizer's own idea of what broken bytes are: there are none."""
+    ids = sample(kind).encode(text, add_special_tokens=False).ids
+    expected = sample(kind).decode(ids, skip_special_tokens=False)
+    pieces = data.draw(pieces_of(ids)) if data is not None else [[i] for i in ids]
+    shown = list(itertools.accumulate(streamed(kind, pieces, False)))
+    assert shown[-1] == expected
+    assert all(expected.startswith(so_far) for so_far in shown), "never half a character"
 
 
-def test_half_a_character_is_held_back() -> None:
-    ids = BYTE_LEVEL.encode("a🦊b").ids
-    detokenizer = Vocabulary(BYTE_LEVEL).detokenizer(skip_special_tokens=True)
-    shown = [detokenizer.feed([i]) for i in ids]
-    assert "".join(shown) == "a🦊b"
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "gemma", "nested_bytes"])
+def test_a_character_is_shown_with_its_last_byte(kind: str) -> None:
+    ids = sample(kind).encode("a🦊日bᚠ", add_special_tokens=False).ids
+    shown = streamed(kind, [[i] for i in ids], True)
+    assert "".join(shown).strip() == "a🦊日bᚠ"
+    assert shown[-2] == "ᚠ", "also at the end of what has come: nothing waits for the next token"
     assert all("\ufffd" not in piece for piece in shown)
-    assert shown.count("") == len(ids) - 3
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_special_tokens(skip: bool) -> None:
-    ids = [*BYTE_LEVEL.encode(STORY).ids[:5], BYTE_LEVEL.token_to_id(EOS)]
-    assert streamed(BYTE_LEVEL, [ids], skip).endswith(EOS) is not skip
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_are_shown_only_where_asked_for(kind: str) -> None:
+    ids = [*sample(kind).encode("The quick", add_special_tokens=False).ids, sample(kind).token_to_id(SPECIAL)]
+    assert "".join(streamed(kind, [ids], False)).endswith(SPECIAL)
+    assert SPECIAL not in "".join(streamed(kind, [ids], True))
+
+
+def test_a_hidden_token_does_not_part_the_bytes_of_a_character() -> None:
+    for kind in ("gpt2", "llama2"):
+        ids = sample(kind).encode("ᚠ", add_special_tokens=False).ids
+        ids.insert(-1, sample(kind).token_to_id(SPECIAL))
+        assert "".join(streamed(kind, [[i] for i in ids], True)).strip() == "ᚠ"
+
+
+@pytest.mark.parametrize("kind", ["llama2", "unigram", "word_piece"])
+def test_the_first_word_keeps_the_space_before_it(kind: str) -> None:
+    tokenizer = sample(kind)
+    ids = tokenizer.encode("The fox The fox", add_special_tokens=False).ids
+    at = next(n for n in range(1, len(ids)) if tokenizer.decode(ids[:n]) == "The fox")
+    assert "".join(streamed(kind, [ids[at:]], True, ids[:at])) == " The fox"
+    assert "".join(streamed(kind, [ids[at:]], True)) == "The fox"
+
+
+def test_a_prompt_that_ends_in_half_a_character_leaves_the_output_alone() -> None:
+    prompt_ids = sample("llama2").encode("ᚠ").ids[:-1]
+    ids = sample("llama2").encode("ᚠ").ids[-3:]
+    assert "".join(streamed("llama2", [ids], True, prompt_ids)) == "ᚠ"
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\xe6\x97", "\ufffd\ufffd"),
+        (b"ok\xff\xe6\x97\xa5", "ok\ufffd日"),
+        (b"\xed\xa0\x80", "\ufffd" * 3),
+        (b"\x80" * 40, "\ufffd" * 40),
+    ],
+)
+def test_broken_runs_of_byte_tokens_keep_their_characters(data: bytes, text: str) -> None:
+    ids = [sample("gemma").token_to_id(f"<0x{byte:02X}>") for byte in data]
+    assert "".join(streamed("gemma", [[i] for i in ids], True)) == text
+
+
+class CountingVocabulary(Vocabulary):
+    """Counts the tokens that the tokenizer decodes."""
+
+    num_decoded = 0
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        self.num_decoded += len(token_ids)
+        return super().decode(token_ids, skip_special_tokens)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in BYTE_LEVEL])
+@pytest.mark.parametrize("what", ["words", "continuation bytes", "no such token", "nothing", "replacements"])
+def test_a_token_costs_the_same_after_many(kind: str, what: str) -> None:
+    tokenizer = sample(kind)
+    repeated = {
+        "words": tokenizer.encode("The quick 日 fox", add_special_tokens=False).ids,
+        "continuation bytes": [tokenizer.token_to_id(t) or 3 for t in ("<0x80>", "Ģ")],
+        "no such token": [tokenizer.get_vocab_size() + 10],
+        "nothing": [tokenizer.token_to_id("▁") or 3],
+        "replacements": tokenizer.encode("\ufffd", add_special_tokens=False).ids,
+    }[what]
+    vocabulary = CountingVocabulary(tokenizer)
+    detokenizer = make_detokenizer(vocabulary, skip_special_tokens=True)
+    ids = (repeated * 600)[:600]
+    costs = []
+    for token_id in ids:
+        before = vocabulary.num_decoded
+        detokenizer.feed([token_id])
+        costs.append(vocabulary.num_decoded - before)
+    assert max(costs) <= 80
+    assert sum(costs[-300:]) <= 300 * 40
 
 
 def test_ids_outside_the_vocabulary_are_nothing() -> None:
-    assert streamed(BYTE_LEVEL, [[10_000]], True) == ""
+    for kind in KINDS:
+        assert "".join(streamed(kind, [[10_000], [10_001]], True)) == ""
 
 
 def test_the_right_kind_is_chosen() -> None:
-    assert isinstance(Vocabulary(BYTE_LEVEL).detokenizer(skip_special_tokens=True), ByteLevelDetokenizer)
-    assert isinstance(Vocabulary(SENTENCEPIECE).detokenizer(skip_special_tokens=True), WindowDetokenizer)
+    expected = {
+        "gpt2": ByteLevelDetokenizer,
+        "llama2": ByteFallbackDetokenizer,
+        "unigram": WindowDetokenizer,
+        "nested_bytes": WindowDetokenizer,
+    }
+    for kind, detokenizer in expected.items():
+        made = make_detokenizer(Vocabulary(sample(kind)), skip_special_tokens=True)
+        assert isinstance(made, detokenizer)

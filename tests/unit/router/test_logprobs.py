@@ -16,8 +16,10 @@ from router.generation import Generation, Prompt
 from router.logprob_fields import MAX_ANSWER_LOGPROBS
 from router.logprobs import NativeLogprobs
 from router.node_link import MAX_MESSAGE_BYTES
+from router.output_text import OutputText
 from router.running_req import RunningReq
 from router.sampling import Sampling
+from router.stop_matcher import StopConditions
 from router.tokenizer import Tokenizer
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams, Logprobs
 from shared.protocol.messages import (
@@ -346,7 +348,9 @@ def test_a_stream_words_the_prompt_once() -> None:
     prompt = Prompt(rid="a", input_ids=tuple(PROMPT_IDS), sampling=Sampling(params=params))
     key = ReqKey("router", "1")
     req = RunningReq(key, prompt_len=5, max_new_tokens=NUM_NEW, nodes=(), wake=lambda: None, now=0.0)
-    generation = Generation(prompt, 0, 0, 0, Tokenizer(byte_level_tokenizer()).detokenizer())
+    tokenizer = Tokenizer(byte_level_tokenizer())
+    output = OutputText(tokenizer, prompt.sampling, prompt.input_ids, StopConditions(()))
+    generation = Generation(prompt, 0, 0, 0, output)
     generation.dispatched(req)
     words: list[int] = []
 

@@ -8,27 +8,33 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.stop_strings import StopMatcher
+from router.stop_matcher import StopConditions, StopMatcher
+from router.stop_strings import State, StopStringCursor, StopStrings
 
 texts = st.text("ab\n", max_size=30)
 stops = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=4)
+cuts = st.lists(st.integers(0, 100), max_size=10)
+
+
+def cut(text: str, cuts: list[int]) -> list[str]:
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
 def scan(text: str, stops: list[str], cuts: list[int], *, keep: bool = False) -> tuple[str, str | None]:
-    matcher = StopMatcher(stops, keep=keep)
+    matcher = StopMatcher(StopConditions(stops), keep=keep)
     shown = ""
-    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    for start, end in itertools.pairwise(edges):
-        found = matcher.feed(text[start:end])
+    for piece in cut(text, cuts):
+        found = matcher.feed(piece)
         shown += found.text
         if found.matched is not None:
             return shown, found.matched
     return shown + matcher.flush(), None
 
 
-def slowly(text: str, stops: list[str]) -> tuple[str, str | None]:
+def slowly(text: str, stops: list[str], first_end: int = 0) -> tuple[str, str | None]:
     """The specification: look after each character."""
-    for end in range(len(text) + 1):
+    for end in range(first_end, len(text) + 1):
         completed = [stop for stop in stops if text[:end].endswith(stop)]
         if completed:
             longest = max(completed, key=len)
@@ -36,13 +42,13 @@ def slowly(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@given(texts, stops, st.lists(st.integers(0, 100), max_size=10))
+@given(texts, stops, cuts)
 @example("abab", ["abb", "ba"], [1, 2, 3])
 def test_any_cut_gives_what_the_specification_says(text: str, stops: list[str], cuts: list[int]) -> None:
     assert scan(text, stops, cuts) == slowly(text, stops)
 
 
-@given(texts, stops, st.lists(st.integers(0, 100), max_size=10))
+@given(texts, stops, cuts)
 def test_kept_stops_stay_in_the_text(text: str, stops: list[str], cuts: list[int]) -> None:
     shown, matched = scan(text, stops, cuts, keep=True)
     before, expected = slowly(text, stops)
@@ -50,14 +56,77 @@ def test_kept_stops_stay_in_the_text(text: str, stops: list[str], cuts: list[int
     assert shown == before + (matched or "")
 
 
+@given(texts, stops)
+def test_exactly_what_may_become_a_stop_is_held_back(text: str, stops: list[str]) -> None:
+    text, _ = slowly(text, stops)
+    matcher = StopMatcher(StopConditions(stops))
+    shown = ""
+    for end, char in enumerate(text, 1):
+        shown += matcher.feed(char).text
+        tails = [text[at:end] for at in range(end + 1)]
+        longest = next(tail for tail in tails if any(s.startswith(tail) and s != tail for s in stops))
+        assert shown == text[: end - len(longest)]
+
+
+@given(texts, texts, stops, cuts)
+def test_a_stop_may_begin_where_none_may_be_completed(
+    early: str, late: str, stops: list[str], cuts: list[int]
+) -> None:
+    matcher = StopMatcher(StopConditions(stops))
+    shown = "".join(matcher.feed(piece, armed=False).text for piece in cut(early, cuts))
+    matched = None
+    for piece in cut(late, cuts):
+        found = matcher.feed(piece)
+        shown, matched = shown + found.text, found.matched
+        if matched is not None:
+            break
+    assert (shown + matcher.flush(), matched) == slowly(early + late, stops, len(early) + 1)
+
+
+@given(st.lists(st.tuples(st.text("ab", max_size=3), st.booleans()), max_size=10), stops)
+def test_hidden_text_is_matched_but_not_shown(pieces: list[tuple[str, bool]], stops: list[str]) -> None:
+    matcher = StopMatcher(StopConditions(stops))
+    shown, matched = "", None
+    for piece, visible in pieces:
+        found = matcher.feed(piece, visible=visible)
+        shown, matched = shown + found.text, found.matched
+        if matched is not None:
+            break
+    before, expected = slowly("".join(piece for piece, _ in pieces), stops)
+    all_visible = [visible for piece, visible in pieces for _ in piece]
+    assert matched == expected
+    assert shown + matcher.flush() == "".join(itertools.compress(before, all_visible))
+
+
 @pytest.mark.parametrize(
     ("piece", "shown"),
     [("hello", "hello"), ("hello\n", "hello"), ("a\n\nHum", "a"), ("a\n\nHumble", "a\n\nHumble")],
 )
 def test_only_a_possible_stop_is_held_back(piece: str, shown: str) -> None:
-    assert StopMatcher(["\n\nHuman:"]).feed(piece).text == shown
+    assert StopMatcher(StopConditions(["\n\nHuman:"])).feed(piece).text == shown
 
 
 def test_the_earlier_of_two_in_one_piece_wins() -> None:
-    found = StopMatcher(["later", "first"]).feed("x first then later")
+    found = StopMatcher(StopConditions(["later", "first"])).feed("x first then later")
     assert (found.text, found.matched) == ("x ", "first")
+
+
+class CountingStops(StopStrings):
+    num_looks = 0
+
+    def _child(self, state: State, char: str) -> State | None:
+        self.num_looks += 1
+        return super()._child(state, char)
+
+
+def test_many_long_stops_cost_little_for_each_character() -> None:
+    """Stops and text as bad as can be: every place of the text may be the beginning of each stop."""
+    stops = CountingStops(
+        ["a" * at + "b" * (1023 - at) + "c" for at in range(960, 1023)] + ["a" * 1023 + "d"]
+    )
+    cursor = StopStringCursor(stops)
+    text = ("a" * 1500 + "b") * 20
+    for char in text:
+        assert cursor.feed(char) is None
+    assert cursor.num_held == 0 or text.endswith("a" * 960 + "b")
+    assert stops.num_looks < 3 * len(text)

@@ -1,0 +1,80 @@
+"""Where the text of a sequence ends: stop strings and patterns, and what is held back until that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+from router.stop_regex import StopPatternCursor, StopPatterns
+from router.stop_strings import StopStringCursor, StopStrings
+
+
+@dataclass(frozen=True)
+class StopScan:
+    """What one piece of text led to: text that is safe to show, and the stop that was completed, as it was given."""
+
+    text: str
+    matched: str | None = None
+
+
+class StopConditions:
+    """What ends the texts of one request. Compiling patterns takes a while. Raises RequestError."""
+
+    def __init__(self, strings: Sequence[str], patterns: Sequence[str] = ()) -> None:
+        self.strings = StopStrings(strings) if strings else None
+        self.patterns = StopPatterns(patterns) if patterns else None
+
+    def __bool__(self) -> bool:
+        return self.strings is not None or self.patterns is not None
+
+
+class StopMatcher:
+    """Holds back a tail that may still become a stop.
+
+    The stop that is completed first wins, whatever pieces the text comes in. What was shown is no part of a later
+    one, since every possible beginning is held back (as far as `stop_regex` allows). `keep` leaves the stop in the
+    text.
+    """
+
+    def __init__(self, conditions: StopConditions, *, keep: bool = False) -> None:
+        self._cursors: list[StopStringCursor | StopPatternCursor] = []
+        if conditions.strings is not None:
+            self._cursors.append(StopStringCursor(conditions.strings))
+        if conditions.patterns is not None:
+            self._cursors.append(StopPatternCursor(conditions.patterns))
+        self._keep = keep
+        self._held = ""
+        self._visible = bytearray()  # one for each character of `_held`
+        self._num_released = 0
+
+    def feed(self, piece: str, *, visible: bool = True, armed: bool = True) -> StopScan:
+        """Take the next piece of text. Not to be called after a match.
+
+        What is not `visible` belongs to the text that stops are looked for in, but is never shown. A stop that is
+        completed while not `armed` does not count. Raises RequestError when a pattern takes too long.
+        """
+        if not piece:
+            return StopScan("")
+        self._held += piece
+        self._visible += (b"\1" if visible else b"\0") * len(piece)
+        found = [stop for cursor in self._cursors if (stop := cursor.feed(piece, armed=armed))]
+        if found:
+            stop = min(found)
+            text = self._release(stop.end if self._keep else stop.start)
+            self._held = ""
+            return StopScan(text, stop.matched)
+        num_held = max((cursor.num_held for cursor in self._cursors), default=0)
+        return StopScan(self._release(self._num_released + len(self._held) - num_held))
+
+    def flush(self) -> str:
+        """The text that was held back, when no more will come."""
+        return self._release(self._num_released + len(self._held))
+
+    def _release(self, end: int) -> str:
+        """What is visible of the text up to `end`, beyond what was released before."""
+        num = max(0, end - self._num_released)
+        text, self._held = self._held[:num], self._held[num:]
+        visible, self._visible = self._visible[:num], self._visible[num:]
+        self._num_released += num
+        return text if all(visible) else "".join(compress(text, visible))

@@ -1,0 +1,169 @@
+"""Patterns that end a text which arrives in pieces."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.stop_matcher import StopConditions, StopMatcher
+from router.stop_regex import (
+    CONTEXT_CHARS,
+    MAX_HELD_CHARS,
+    MAX_MATCH_CHARS,
+    StopPatternCursor,
+    StopPatterns,
+)
+from shared.errors import RequestError
+
+LOCAL_PATTERNS = (
+    "ab",
+    "a+b",
+    "b|abc",
+    "ab|bca",
+    "^ab",
+    "(?m)^b",
+    "(?<=a)b",
+    "(?<=\n)",
+    "(a|b)\\1",
+    "[^a]{2,4}a",
+    "a.*?b",
+    "(?i)B{3}",
+    "\\Bab",
+    "(?:a|ab)(?:c|bcd)",
+    "c(?=ab)",
+    "(?s)a.*c",
+)
+"""What they match does not change when text comes behind it."""
+
+
+def scan(text: str, cuts: list[int], patterns: list[str], stops: list[str]) -> tuple[str, str | None]:
+    matcher = StopMatcher(StopConditions(stops, patterns))
+    shown = ""
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    for start, end in itertools.pairwise(edges):
+        found = matcher.feed(text[start:end])
+        shown += found.text
+        if found.matched is not None:
+            return shown, found.matched
+    return shown + matcher.flush(), None
+
+
+def slowly(text: str, patterns: list[str], stops: list[str]) -> tuple[str, str | None]:
+    """The specification: look after each character, by Python's own `re`."""
+    for end in range(1, len(text) + 1):
+        so_far = text[:end]
+        found = [(m.end(), m.start(), p) for p in patterns if (m := re.search(p, so_far))]
+        found += [(end, end - len(stop), stop) for stop in stops if so_far.endswith(stop)]
+        if found:
+            _, start, matched = min(found)
+            return text[:start], matched
+    return text, None
+
+
+@given(
+    st.text("abc\n", max_size=24),
+    st.lists(st.integers(0, 100), max_size=12),
+    st.lists(st.sampled_from(LOCAL_PATTERNS), min_size=1, max_size=3, unique=True),
+    st.lists(st.text("abc", min_size=2, max_size=4), max_size=2, unique=True),
+)
+@settings(max_examples=400)
+def test_any_cut_gives_what_the_specification_says(
+    text: str, cuts: list[int], patterns: list[str], stops: list[str]
+) -> None:
+    assert scan(text, cuts, patterns, stops) == slowly(text, patterns, stops)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "piece", "shown"),
+    [
+        (r"\n\n\w+:", "answer\n\nHuman", "answer"),
+        (r"\n\n\w+:", "answer\n\nHuman and", "answer\n\nHuman and"),
+        (r"\d{4}", "in 19", "in "),
+        (r"(?<=a)b", "aaa", "aaa"),
+        (r"[\s\S]*x", "abc", ""),
+    ],
+)
+def test_only_a_possible_match_is_held_back(pattern: str, piece: str, shown: str) -> None:
+    assert StopMatcher(StopConditions([], [pattern])).feed(piece).text == shown
+
+
+def test_a_kept_match_stays_in_the_text() -> None:
+    found = StopMatcher(StopConditions([], [r"\d{3}"]), keep=True).feed("call 12345")
+    assert (found.text, found.matched) == ("call 123", r"\d{3}")
+
+
+def test_the_end_so_far_is_an_end() -> None:
+    """As in SGLang: after each token."""
+    matcher = StopMatcher(StopConditions([], [r"END\b"]))
+    assert matcher.feed("ENDING ").matched is None
+    assert matcher.feed("END").matched == r"END\b"
+
+
+def test_a_match_that_is_complete_too_early_does_not_count() -> None:
+    matcher = StopMatcher(StopConditions([], ["a+b"]))
+    assert matcher.feed("aab aa", armed=False).matched is None
+    found = matcher.feed("b")
+    assert (found.text, found.matched) == ("", "a+b")
+
+
+def test_what_is_held_back_is_bounded_but_the_match_is_found() -> None:
+    matcher = StopMatcher(StopConditions([], [r"<a>[\s\S]*?</a>"]))
+    text = "<a>" + "x" * 5000 + "</a> and more"
+    shown, held = "", 0
+    for end, char in enumerate(text, 1):
+        found = matcher.feed(char)
+        shown += found.text
+        if found.matched is not None:
+            break
+        held = max(held, end - len(shown))
+    assert held == MAX_HELD_CHARS
+    assert end == len(text) - len(" and more")
+    assert shown == text[: len(shown)] and len(shown) == end - 1 - MAX_HELD_CHARS
+
+
+def test_text_that_cannot_matter_is_forgotten() -> None:
+    cursor = StopPatternCursor(StopPatterns(["^ab", r"(?m)^b\d"]))
+    for _ in range(100):
+        cursor.feed(f"x{'y' * 998}\n")
+        assert len(cursor._text) <= 1000 + 2 * CONTEXT_CHARS
+    assert cursor.feed("ab") is None, "^ is the beginning of all of the text"
+    found = cursor.feed("\nb1")
+    assert found is not None
+    assert (found.start, found.end, found.matched) == (100_003, 100_005, r"(?m)^b\d")
+
+
+def test_a_match_that_does_not_end_is_given_up() -> None:
+    cursor = StopPatternCursor(StopPatterns(["<[^>]*>"]))
+    cursor.feed("<")
+    for _ in range(80):
+        cursor.feed("y" * 500)
+        assert len(cursor._text) <= MAX_MATCH_CHARS + 500 + 2 * CONTEXT_CHARS
+    assert cursor.feed(">") is None
+
+
+@pytest.mark.parametrize("pattern", [r"(a?){30}a{30}b", r"(?:a.*){12}b"])
+def test_a_pattern_that_takes_too_long_fails_its_request(pattern: str) -> None:
+    matcher = StopMatcher(StopConditions([], [pattern]))
+    with pytest.raises(RequestError, match="stop_regex takes too long") as refused:
+        all(matcher.feed("a" * 20).matched is None for _ in range(300))
+    assert (refused.value.status, refused.value.param) == (400, "stop_regex")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(", "missing \\)"),
+        ("a*", "matches the empty text"),
+        ("(?r)ab", "searches backwards"),
+        ("(" * 600 + ")" * 600, "recursion"),
+        ("a{99999999999999999999}", "not a pattern"),
+    ],
+)
+def test_patterns_that_cannot_be_used_are_refused(pattern: str, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason) as refused:
+        StopConditions([], ["fine", pattern])
+    assert refused.value.param == "stop_regex[1]"
