@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -28,7 +28,7 @@ _ITL_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4,
 _E2E_BUCKETS = (0.1, 0.2, 0.4, 0.8, 1, 2, 5, 10, 20, 40, 60, 100, 200, 400, 800)
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
-F = TypeVar("F", Counter, Histogram)
+F = TypeVar("F", Counter, Gauge, Histogram)
 NodeGauge = tuple[str, str, Callable[[Load], float]]
 
 _GAUGES: Sequence[NodeGauge] = (
@@ -117,6 +117,13 @@ class Metrics:
         self._rejected = self._counter(
             "baton:num_rejected_requests", "HTTP requests refused with a 429, since the queue was full."
         )
+        self._queued = Gauge(
+            "baton:num_queued_reqs",
+            "Sequences that wait for their first token, in all queues.",
+            ("model_name", "role"),
+            registry=self._registry,
+        )
+        self._num_queued: Callable[[], int] = lambda: 0
         self._ttft = self._histogram(
             "sglang:time_to_first_token_seconds", "From dispatch to the first token.", _TTFT_BUCKETS
         )
@@ -148,7 +155,7 @@ class Metrics:
 
     def watch_queue(self, num_queued: Callable[[], int]) -> None:
         """Export the length of this router's queue from now on."""
-        self._registry.register(_QueueCollector(num_queued, self._model_name))
+        self._num_queued = num_queued
 
     def rejected(self) -> None:
         """An HTTP request was refused, because the queue was full."""
@@ -163,6 +170,7 @@ class Metrics:
         if self._model_name():
             for family in self._families:
                 family.labels(self._model_name(), "router")
+            self._own(self._queued).set(self._num_queued())
         return generate_latest(self._registry)
 
     def started(self, req: RunningReq) -> None:
@@ -180,7 +188,8 @@ class Metrics:
             self.traffic.first_tokens(num_new, now - req.started_at)
         else:
             itl_s = (now - since) / num_new
-            self._own(self._itl).observe(itl_s)
+            for _ in range(num_new):
+                self._own(self._itl).observe(itl_s)
             self.traffic.more_tokens(num_new, itl_s)
 
     def ended(self, req: RunningReq) -> None:
@@ -229,21 +238,6 @@ class _NodeCollector(Collector):
 
     def _labels(self, node: Node) -> tuple[str, str, str]:
         return self._model_name(), node.role.value, node.ref.node_id
-
-
-class _QueueCollector(Collector):
-    def __init__(self, num_queued: Callable[[], int], model_name: Callable[[], str]) -> None:
-        self._num_queued = num_queued
-        self._model_name = model_name
-
-    def collect(self) -> Iterable[Metric]:
-        gauge = GaugeMetricFamily(
-            "baton:num_queued_reqs",
-            "Sequences that wait for their first token, in all queues.",
-            labels=("model_name", "role"),
-        )
-        gauge.add_metric((self._model_name(), "router"), self._num_queued())
-        yield gauge
 
 
 def stage_durations(stamps: Sequence[Stamp]) -> list[tuple[str, str, float]]:
