@@ -8,7 +8,7 @@ proxies repeat it when they retry while the first attempt is still dying, or hed
 from __future__ import annotations
 
 import re
-import uuid
+import secrets
 from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,7 +34,7 @@ class RequestIds:
         if len(given) == 1 and _VALID.fullmatch(given[0]):
             request_id = given[0]
         else:
-            request_id = uuid.uuid4().hex.encode()
+            request_id = secrets.token_hex(16).encode()
             if given:
                 scope["headers"] = [item for item in scope["headers"] if item[0] != _HEADER]
         scope.setdefault("state", {})["request_id"] = request_id.decode()

@@ -131,6 +131,36 @@ def test_serve_and_stop(
     router.assert_no_orphan()
 
 
+def test_sighup_reads_the_key_files_again(
+    folder: Path, model_folder: Path, started: list[RunningRouter]
+) -> None:
+    key_file = folder / "keys"
+    key_file.write_text("first-key\n")
+    flags = ("--model", str(model_folder), "--api-key-file", str(key_file), "--log-requests")
+    router = RunningRouter(folder, *flags)
+    started.append(router)
+    url = router.until_serving()
+    assert "Authorization: Bearer KEY" in router.stdout
+
+    def status(key: str) -> int:
+        return httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+    assert (status("first-key"), status("second-key")) == (200, 401)
+    key_file.write_text("# rotated\nsecond-key\n")
+    router.process.send_signal(signal.SIGHUP)
+    deadline = time.monotonic() + 5
+    while status("second-key") != 200:
+        assert time.monotonic() < deadline, router.stderr
+        time.sleep(0.05)
+    assert status("first-key") == 401
+    router.process.terminate()
+    assert router.end() == 0
+    assert 'route="GET /v1/models" status=401' in router.stderr
+    assert (
+        "first-key" not in router.stdout + router.stderr and "second-key" not in router.stdout + router.stderr
+    )
+
+
 def test_no_orphan_after_kill_9(folder: Path, model_folder: Path, started: list[RunningRouter]) -> None:
     router = RunningRouter(folder, "--model", str(model_folder))
     started.append(router)
