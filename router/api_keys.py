@@ -23,12 +23,13 @@ from pathlib import Path
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.page_api import PAGE_PATHS
 from router.responses import error_response
 from shared.errors import ConfigError, RequestError
 from shared.log import event, warn
 
-OPEN_PATHS = frozenset({"/health"})
-"""What probes may see without a key."""
+OPEN_PATHS = frozenset({"/health"}) | PAGE_PATHS
+"""What probes may see without a key, and the page, which asks for one."""
 
 _ACCESS = "access"
 

@@ -36,6 +36,7 @@ from router.live_state import LiveState
 from router.membership import Membership
 from router.metrics import Metrics
 from router.openai_api import openai_routes
+from router.page_api import page_routes
 from router.profile_api import profile_routes
 from router.request_ids import HEADER, RequestIds
 from router.request_log import RequestLog, note_error
@@ -96,6 +97,7 @@ def create_api(service: Service) -> FastAPI:
     app.include_router(info_routes(status, service.membership, model, service.metrics, limits, service.flags))
     app.include_router(fleet_admin_routes(service.membership, service.changes, limits, service.fleet_guards))
     app.include_router(live_routes(service.live))
+    app.include_router(page_routes())
     app.include_router(profile_routes(service.membership, limits))
     app.include_router(control_routes(service.membership, service.dispatcher, rids, limits))
     app.add_exception_handler(RequestError, _on_request_error)

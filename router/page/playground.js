@@ -1,0 +1,252 @@
+// The playground: one request at a time, streamed from /v1/completions or /v1/chat/completions.
+
+import { byId, count, el, rate, seconds, setText } from "./dom.js";
+import { Failure, events } from "./http.js";
+import { Timeline } from "./timeline.js";
+
+const FINISHES = {
+  stop: "Done: the model or a stop string ended it.",
+  length: "Done: max tokens reached.",
+  abort: "Ended: somebody aborted it.",
+};
+
+export class Playground {
+  // `onRefused` is told when the API key is missing or wrong.
+  constructor(onRefused) {
+    this.onRefused = onRefused;
+    this.timeline = new Timeline();
+    this.form = byId("ask");
+    this.prompt = byId("prompt");
+    this.output = byId("output");
+    this.kind = "completion";
+    this.drafts = { completion: "", chat: "" };
+    this.turns = [];
+    this.abort = null;
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.run();
+    });
+    byId("stop-run").addEventListener("click", () => this.abort?.abort());
+    byId("new-chat").addEventListener("click", () => this.newConversation());
+    document.addEventListener("keydown", (event) => this.key(event));
+    this.tabs = { completion: byId("tab-completion"), chat: byId("tab-chat") };
+    for (const [kind, tab] of Object.entries(this.tabs)) {
+      tab.addEventListener("click", () => this.choose(kind));
+      tab.addEventListener("keydown", (event) => {
+        if (!["ArrowLeft", "ArrowRight", "Home", "End"].includes(event.key)) return;
+        event.preventDefault();
+        const other = kind === "chat" ? "completion" : "chat";
+        if (this.choose(other)) this.tabs[other].focus();
+      });
+    }
+    this.allowChat(false, "Chat: waiting to hear whether the model has a chat template.");
+  }
+
+  allowChat(allowed, why) {
+    this.tabs.chat.setAttribute("aria-disabled", String(!allowed));
+    byId("chat-note").hidden = allowed || !why;
+    setText(byId("chat-note"), why);
+    if (!allowed && this.kind === "chat") this.choose("completion");
+  }
+
+  choose(kind) {
+    if (kind === this.kind) return false;
+    if (this.abort || (kind === "chat" && this.tabs.chat.getAttribute("aria-disabled") === "true")) return false;
+    this.drafts[this.kind] = this.prompt.value;
+    this.kind = kind;
+    this.prompt.value = this.drafts[kind];
+    const chat = kind === "chat";
+    for (const [name, tab] of Object.entries(this.tabs)) {
+      tab.setAttribute("aria-selected", String(name === kind));
+      tab.tabIndex = name === kind ? 0 : -1;
+    }
+    this.form.setAttribute("aria-labelledby", `tab-${kind}`);
+    for (const element of document.querySelectorAll(".chat-only")) element.hidden = !chat;
+    byId("turns").hidden = !chat || !this.turns.length;
+    byId("output-block").hidden = chat;
+    setText(byId("prompt-label"), chat ? "Message" : "Prompt");
+    this.prompt.rows = chat ? 2 : 6;
+    return true;
+  }
+
+  key(event) {
+    if (event.key === "Escape" && this.abort) {
+      this.abort.abort();
+      return;
+    }
+    if (event.key !== "Enter" || event.isComposing || !this.form.contains(event.target)) return;
+    const sends = event.ctrlKey || event.metaKey || (this.kind === "chat" && event.target === this.prompt && !event.shiftKey);
+    if (sends) {
+      event.preventDefault();
+      this.run();
+    }
+  }
+
+  newConversation() {
+    this.abort?.abort();
+    this.turns = [];
+    byId("turns").replaceChildren();
+    byId("turns").hidden = true;
+    setText(byId("run-status"), "A new conversation.");
+    this.prompt.focus();
+  }
+
+  // What to send where, and the element that takes the text. Null when there is nothing to send.
+  request() {
+    const stop = byId("stop").value.split("\n").filter((line) => line);
+    const body = {
+      max_tokens: byId("max-tokens").valueAsNumber,
+      temperature: byId("temperature").valueAsNumber,
+      top_p: byId("top-p").valueAsNumber,
+      stream: true,
+      stream_options: { include_usage: true, continuous_usage_stats: true },
+      return_timeline: true,
+    };
+    if (byId("seed").value) body.seed = byId("seed").valueAsNumber;
+    if (stop.length) body.stop = stop;
+    if (this.kind === "completion") {
+      if (!this.prompt.value) return null;
+      this.output.replaceChildren();
+      return { path: "/v1/completions", body: { ...body, prompt: this.prompt.value }, output: this.output };
+    }
+    if (!this.prompt.value.trim()) return null;
+    this.turns.push({ role: "user", content: this.prompt.value });
+    this.showTurn("user", this.prompt.value);
+    this.prompt.value = "";
+    const system = byId("system").value.trim();
+    const messages = system ? [{ role: "system", content: system }, ...this.turns] : [...this.turns];
+    return { path: "/v1/chat/completions", body: { ...body, messages }, output: this.showTurn("assistant", "") };
+  }
+
+  async run() {
+    if (this.abort || !this.form.reportValidity()) return;
+    const request = this.request();
+    if (!request) {
+      setText(byId("run-status"), "Write a prompt first.");
+      this.prompt.focus();
+      return;
+    }
+    this.abort = new AbortController();
+    this.begin();
+    const text = request.output.appendChild(document.createTextNode(""));
+    let words;
+    try {
+      words = await this.stream(request, text);
+    } catch (error) {
+      words = error.name === "AbortError" ? "Stopped." : "";
+      if (words === "") this.fail(error);
+    }
+    if (this.kind === "chat") this.endTurn(request.output, text.data);
+    this.end(words);
+  }
+
+  async stream({ path, body }, text) {
+    let finish = "";
+    let waiting = "";
+    const flush = () => {
+      if (!waiting) return;
+      const following = this.isAtEnd(text.parentNode);
+      text.appendData(waiting);
+      waiting = "";
+      if (following) text.parentNode.scrollTop = text.parentNode.scrollHeight;
+    };
+    try {
+      for await (const event of events(path, { body, signal: this.abort.signal })) {
+        if (event.usage) this.count(event.usage);
+        const choice = event.choices[0];
+        if (!choice) continue;
+        this.timeline.tell(choice);
+        if (!waiting) requestAnimationFrame(flush);
+        waiting += choice.text ?? choice.delta?.content ?? "";
+        if (choice.finish_reason) finish = choice.finish_reason;
+      }
+    } finally {
+      flush();
+    }
+    return FINISHES[finish] ?? "Done.";
+  }
+
+  isAtEnd(element) {
+    return element.scrollHeight - element.scrollTop - element.clientHeight < 24;
+  }
+
+  begin() {
+    this.startedAt = performance.now();
+    this.firstAt = null;
+    this.usage = null;
+    byId("run").disabled = true;
+    byId("stop-run").disabled = false;
+    byId("run-error").hidden = true;
+    this.output.setAttribute("aria-busy", "true");
+    setText(byId("run-status"), "Running …");
+    this.timeline.begin();
+    this.showFigures();
+    this.ticking = setInterval(() => this.showFigures(), 100);
+  }
+
+  end(words) {
+    clearInterval(this.ticking);
+    this.abort = null;
+    this.endedAt = performance.now();
+    byId("run").disabled = false;
+    byId("stop-run").disabled = true;
+    this.output.removeAttribute("aria-busy");
+    this.timeline.end();
+    this.showFigures();
+    const tokens = this.usage ? ` ${count(this.usage.completion_tokens)} tokens in ${seconds(this.elapsed())}.` : "";
+    setText(byId("run-status"), words ? words + tokens : "Failed.");
+  }
+
+  fail(error) {
+    const alert = byId("run-error");
+    alert.hidden = false;
+    setText(alert, error instanceof Failure ? error.message : "Something on this page went wrong.");
+    if (error.status === 401) this.onRefused();
+    if (!(error instanceof Failure)) console.error(error);
+  }
+
+  count(usage) {
+    if (this.firstAt === null && usage.completion_tokens) this.firstAt = performance.now();
+    this.lastAt = performance.now();
+    this.usage = usage;
+  }
+
+  elapsed() {
+    return ((this.abort ? performance.now() : this.endedAt) - this.startedAt) / 1000;
+  }
+
+  showFigures() {
+    const tokens = this.usage?.completion_tokens ?? 0;
+    const prompt = this.usage?.prompt_tokens;
+    const cached = this.usage?.prompt_tokens_details?.cached_tokens ?? 0;
+    const decoding = this.firstAt === null ? 0 : (this.lastAt - this.firstAt) / 1000;
+    setText(byId("figure-tokens"), count(tokens));
+    setText(byId("figure-rate"), tokens > 1 && decoding > 0 ? rate((tokens - 1) / decoding) : "–");
+    setText(byId("figure-ttft"), this.firstAt === null ? "–" : seconds((this.firstAt - this.startedAt) / 1000));
+    setText(byId("figure-total"), seconds(this.elapsed()));
+    setText(byId("figure-prompt"), prompt === undefined ? "–" : `${count(prompt)}, ${count(cached)}`);
+  }
+
+  showTurn(role, text) {
+    const turn = el("div", `turn ${role}`);
+    const content = el("div", "turn-text", text);
+    turn.append(el("div", "turn-role", role === "user" ? "You" : "Model"), content);
+    byId("turns").append(turn);
+    byId("turns").hidden = false;
+    turn.scrollIntoView({ block: "nearest" });
+    return content;
+  }
+
+  // A turn without an answer is taken back, so that the next request is not confused by it.
+  endTurn(output, answer) {
+    if (answer) {
+      this.turns.push({ role: "assistant", content: answer });
+      return;
+    }
+    const asked = this.turns.pop();
+    output.parentNode.previousSibling.remove();
+    output.parentNode.remove();
+    byId("turns").hidden = !this.turns.length;
+    if (!this.prompt.value) this.prompt.value = asked.content;
+  }
+}
