@@ -1,4 +1,4 @@
-"""`router`: flags, signals and exit codes.
+"""`router`: flags, signals and exit codes. `router top` and `router generate` are in `router/terminal`.
 
 Exit code 0 after SIGTERM or Ctrl-C, 1 when the service could not start or broke, 2 for a wrong flag or model.
 """
@@ -15,21 +15,24 @@ import signal
 import sys
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import uvloop
 from rich.console import Console
 
-from router.api_keys import keys_from_environment
+from router import terminal
 from router.config import DispatchOptions, FleetOptions, HttpOptions, RouterConfig
 from router.limits import add_limit_flags, limits_of
-from router.one_process import RouterProcess
-from router.served_model import ServedModel
-from router.server import load_model
 from router.topology import LocalTopology, parse_address, parse_local
 from shared import cli, log
 from shared.errors import ConfigError, RequestError
 from shared.model.files import BUILTIN_MODEL
 from shared.protocol.messages import Role
+
+if (
+    TYPE_CHECKING
+):  # what serves is imported when it is needed: --help and the terminal's commands do not wait for it
+    from router.one_process import RouterProcess
+    from router.served_model import ServedModel
 
 PROOF_PROMPT = '''\
 def fibonacci(n):
@@ -44,8 +47,15 @@ EXAMPLE_BODY = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a router until it is told to stop."""
+    """Run a router until it is told to stop, or one of the terminal's commands."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in terminal.COMMANDS:
+        return terminal.run(argv[0], argv[1:])
     args = build_parser().parse_args(argv)
+    import uvloop
+
+    from router.server import load_model
+
     log.setup(args.log_level, "router")
     try:
         config = router_config(args)
@@ -63,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def serve(config: RouterConfig, model: ServedModel | None) -> int:
     """Start, prove that it works, and serve until a signal comes."""
+    from router.one_process import RouterProcess
+
     console = Console(stderr=True)
     async with RouterProcess(config, console, model) as router:
         stop = _stop_on_signals(router)
@@ -130,6 +142,10 @@ def _stop_on_signals(router: RouterProcess) -> asyncio.Event:
 def build_parser() -> argparse.ArgumentParser:
     """All flags: the router's own, and those that it hands to the nodes it starts."""
     parser = cli.make_parser("router", "Serve a model: start nodes on this machine, or join running ones.")
+    parser.epilog = (
+        "A running router is seen and used from a terminal by `router top` (live state) and "
+        "`router generate PROMPT` (stream a completion); --help of each says more."
+    )
     _add_topology_flags(parser)
     _add_http_flags(parser)
     add_limit_flags(parser)
@@ -144,6 +160,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
     """The configuration from parsed flags. Raises ConfigError for flags that exclude each other."""
+    from router.api_keys import keys_from_environment
+
     join = (*((Role.PREFILL, address) for address in args.prefill), *((Role.DECODE, a) for a in args.decode))
     if join and args.local is not None:
         raise ConfigError(

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import msgspec
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from router.__main__ import build_parser, router_config
 from router.config import RouterConfig
@@ -21,6 +20,7 @@ from router.generation import Generation
 from router.one_process import RouterProcess
 from router.served_model import ServedModel
 from router.server import load_model
+from router.terminal.stages import stage_table
 from shared import log
 from shared.errors import ConfigError, RequestError
 
@@ -90,7 +90,9 @@ async def demo(config: RouterConfig, model: ServedModel) -> int:
         pace = Pace()
         generation = await _stream(router, console, pace)
         console.print("\n")
-        console.print(_timeline(generation))
+        stages = [(stamp.role, stamp.stage, stamp.time) for stamp in generation.timeline]
+        req = generation.req
+        console.print(stage_table(stages, req.kv_pages_transferred, req.kv_bytes_transferred))
     summary = {
         "text": generation.text,
         "prompt_tokens": generation.req.prompt_len,
@@ -111,25 +113,6 @@ async def _stream(router: RouterProcess, console: Console, pace: Pace) -> Genera
         pace.num_tokens = len(generation.output_ids)
         console.print(text, end="", markup=False, highlight=False)
     return generation
-
-
-def _timeline(generation: Generation) -> Table:
-    """A row for each stage that a node entered."""
-    table = Table(title="Where its time went", title_justify="left")
-    for name in ("node", "stage", "at", "for"):
-        table.add_column(name, justify="right" if name in ("at", "for") else "left")
-    stamps = generation.timeline
-    for at, stamp in enumerate(stamps):
-        until = next((later for later in stamps[at + 1 :] if later.role == stamp.role), None)
-        lasted = _milliseconds(until.time - stamp.time) if until and stamp.role != "router" else ""
-        table.add_row(stamp.role, stamp.stage, _milliseconds(stamp.time - stamps[0].time), lasted)
-    req = generation.req
-    table.caption = f"{req.kv_pages_transferred} KV pages, {req.kv_bytes_transferred:,} bytes moved"
-    return table
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.1f} ms"
 
 
 if __name__ == "__main__":
