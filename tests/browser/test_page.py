@@ -1,0 +1,327 @@
+"""The page in a real browser, before scripted nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from playwright.async_api import Browser
+
+from router.config import HttpOptions
+from shared.protocol.messages import Cancel, Decode, Failed, Finish, Load, Prefill, ReqReport, Stamp
+from tests.browser.conftest import PHONE, Run, opened
+from tests.unit.router.fakes import (
+    STORY,
+    FakeNode,
+    Script,
+    byte_level_tokenizer,
+    one_then_nothing,
+    pair,
+    write_model,
+)
+
+LOAD = Load(num_running=3, num_pages=100, num_free_pages=50, num_evictable_pages=30, num_held_pages=20)
+
+
+def story(num_tokens: int) -> str:
+    tokenizer = byte_level_tokenizer()
+    return tokenizer.decode(tokenizer.encode(STORY).ids[:num_tokens])
+
+
+def saying(text: str) -> Script:
+    """A script that tells `text`, whatever was asked."""
+
+    async def script(node: FakeNode, work: Prefill | Decode) -> None:
+        ids = byte_level_tokenizer().encode(text).ids
+        if isinstance(work, Prefill):
+            node.tokens(work.key, 0, ids[:1])
+        else:
+            node.tokens(work.key, 0, ids, Finish("stop"))
+
+    return script
+
+
+def stamps(role: str, *stages: str) -> tuple[Stamp, ...]:
+    return tuple(Stamp(role, stage, time.time()) for stage in stages)
+
+
+def test_it_loads_alone_and_shows_both_fleets(run: Run, browser: Browser, model_folder: Path) -> None:
+    async def scenario() -> None:
+        async with pair() as (prefill, decode):
+            decode.load = LOAD
+            async with opened(browser, model_folder, [prefill, decode]) as site:
+                await site.shows("#service", "serving")
+                assert await site.text("#model") == "tiny"
+                await site.shows(".fleet.prefill .node[data-state=live]", "prefill-0")
+                await site.shows(".fleet.decode .node", "100 KV pages: 20 held, 30 cached, 50 free")
+                bar = ".fleet.decode .pages span"
+                assert await site.page.locator(bar).evaluate_all("all => all.map(e => e.style.flexGrow)") == [
+                    *("20", "30", "50")
+                ]
+                await site.page.locator("#chart-list path.line[d^=M]").first.wait_for(state="attached")
+                label = await site.page.locator("#chart-list svg").first.get_attribute("aria-label")
+                assert label is not None and label.startswith("Output tokens in tokens/s: all 0")
+                assert site.complaints == []
+                assert {"/", "/page/page.js", "/page/page.css", "/live"} <= {
+                    url.removeprefix(site.router.url) for url in site.urls
+                }
+
+    run(scenario())
+
+
+def test_the_timeline_is_drawn_as_it_happens(run: Run, browser: Browser, model_folder: Path) -> None:
+    async def scenario() -> None:
+        go_on = asyncio.Event()
+
+        async def prefill_part(node: FakeNode, work: Prefill | Decode) -> None:
+            report = ReqReport(stamps=stamps("prefill", "queued", "prefilling", "transferring"))
+            node.tokens(work.key, 0, node.story[:1], report=report)
+
+        async def decode_part(node: FakeNode, work: Prefill | Decode) -> None:
+            await go_on.wait()
+            arrived = stamps("decode", "queued", "transferring", "decoding")
+            node.tokens(work.key, 0, node.story[:1], report=ReqReport(stamps=arrived))
+            node.tokens(work.key, 1, node.story[1:2])
+            go_on.clear()
+            await go_on.wait()
+            told = ReqReport(
+                stamps=arrived + stamps("decode", "finished"),
+                kv_pages_transferred=3,
+                kv_bytes_transferred=3000,
+            )
+            node.tokens(work.key, 2, node.story[2:9], Finish("length"), told)
+
+        async with (
+            pair(prefill=prefill_part, decode=decode_part) as (prefill, decode),
+            opened(browser, model_folder, [prefill, decode]) as site,
+        ):
+            await site.page.fill("#prompt", "tell me")
+            await site.page.click("#run")
+            await site.shows("#output", story(1))
+            drawn = site.page.locator("#lanes .segment")
+            await site.page.locator(".segment.transferring").first.wait_for()
+            assert await site.page.locator(".segment.decoding").count() == 0
+            go_on.set()
+            await site.page.locator(".segment.decoding").wait_for()
+            assert await site.text("#run-status") == "Running …"
+            go_on.set()
+            await site.shows("#run-status", "Done: max tokens reached. 9 tokens")
+            assert await site.text("#output") == story(9)
+            classes = await drawn.evaluate_all("all => all.map(e => e.className.replace('segment ', ''))")
+            assert classes == [
+                *("queued", "streaming"),
+                *("queued", "prefilling", "transferring"),
+                *("queued", "transferring", "decoding"),
+            ]
+            await site.shows("#timeline-words", "3 KV pages moved, 3.0 kB")
+            assert await site.text("#figure-tokens") == "9"
+            assert (await site.text("#figure-ttft")).endswith("s")
+            await site.page.click("summary")
+            assert await site.page.locator("#timeline-rows tr").count() == len(classes)
+            assert site.complaints == []
+
+    run(scenario())
+
+
+def test_a_node_goes_down_and_comes_back(run: Run, browser: Browser, model_folder: Path) -> None:
+    async def scenario() -> None:
+        async with pair() as (prefill, decode), opened(browser, model_folder, [prefill, decode]) as site:
+            await site.shows(".node[data-state=live]", "decode-0")
+            await decode.stop()
+            await site.shows(".node[data-state=gone]", "decode-0")
+            await site.shows("#service", "unavailable")
+            assert "decode-0 is gone" in await site.page.locator("#fleet-news").text_content()  # type: ignore[operator]
+            await site.page.fill("#prompt", "hello")
+            await site.page.click("#run")
+            await site.shows("#run-error", "decode-0")
+            decode.start(decode.port, incarnation="b")
+            await site.shows(".node[data-state=live]", "decode-0")
+            await site.shows("#service", "serving")
+
+    run(scenario())
+
+
+def test_everything_is_done_by_keyboard(run: Run, browser: Browser, model_folder: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            pair(prefill=one_then_nothing, decode=one_then_nothing) as (prefill, decode),
+            opened(browser, model_folder, [prefill, decode]) as site,
+        ):
+            await site.shows("#service", "serving")
+            keyboard, focused = site.page.keyboard, []
+            for _ in range(9):
+                await keyboard.press("Tab")
+                focused.append(await site.page.evaluate("document.activeElement.id"))
+            form = ["prompt", "max-tokens", "temperature", "top-p", "seed", "stop"]
+            assert focused == ["key-toggle", "theme", "tab-completion", *form]
+            await site.page.focus("#tab-completion")
+            await keyboard.press("ArrowRight")
+            assert await site.page.evaluate("document.activeElement.id") == "tab-chat"
+            await keyboard.press("ArrowLeft")
+            await keyboard.press("Tab")
+            await keyboard.type("tell me")
+            await keyboard.press("Enter")  # a new line
+            await keyboard.press("Control+Enter")
+            await site.shows("#output", story(1))
+            assert list(decode.all(Decode)[0].input_ids) == byte_level_tokenizer().encode("tell me\n").ids
+            await keyboard.press("Escape")
+            await site.shows("#run-status", "Stopped. 1 tokens")
+            await decode.wait_for(Cancel)
+            assert await site.page.locator("#run").is_enabled()
+            assert site.complaints == []
+
+    run(scenario())
+
+
+def test_a_conversation(run: Run, browser: Browser, model_folder: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            pair(prefill=saying("Hi there"), decode=saying("Hi there")) as (prefill, decode),
+            opened(browser, model_folder, [prefill, decode]) as site,
+        ):
+            await site.page.locator("#tab-chat[aria-disabled=false]").click()
+            for turn in (1, 2):
+                await site.page.fill("#prompt", "hello")
+                await site.page.keyboard.press("Enter")
+                await (
+                    site.page.locator(".turn.assistant").nth(turn - 1).filter(has_text="Hi there").wait_for()
+                )
+                await site.shows("#run-status", "Done")
+            prompt = "<|user|>hello<|assistant|>Hi there<|user|>hello<|assistant|>"
+            assert list(decode.all(Decode)[1].input_ids) == byte_level_tokenizer().encode(prompt).ids
+            await site.page.click("#new-chat")
+            assert await site.page.locator(".turn").count() == 0
+
+    run(scenario())
+
+
+def test_chat_is_off_without_a_template(run: Run, browser: Browser, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        folder = write_model(tmp_path, chat_template=None)
+        async with pair() as nodes, opened(browser, folder, list(nodes)) as site:
+            await site.shows("#chat-note", "this model has no chat template")
+            await site.page.click("#tab-chat", force=True)
+            assert await site.page.get_attribute("#tab-completion", "aria-selected") == "true"
+
+    run(scenario())
+
+
+def test_themes(run: Run, browser: Browser, model_folder: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            pair() as nodes,
+            opened(browser, model_folder, list(nodes), color_scheme="dark") as site,
+        ):
+
+            async def is_dark() -> bool:
+                color = await site.page.evaluate("getComputedStyle(document.body).backgroundColor")
+                return sum(int(part) for part in color.removeprefix("rgb(").rstrip(")").split(",")) < 200
+
+            assert await is_dark()
+            assert await site.text("#theme") == "Light"
+            await site.page.click("#theme")
+            assert not await is_dark()
+            await site.page.reload()
+            assert not await is_dark(), "the choice is remembered"
+            await site.page.click("#theme")
+            assert await is_dark()
+
+    run(scenario())
+
+
+def test_a_phone_never_scrolls_sideways(run: Run, browser: Browser, model_folder: Path) -> None:
+    long = "x" * 60 + " word" * 10
+
+    async def scenario() -> None:
+        async with pair(prefill=saying(long), decode=saying(long)) as (prefill, decode):
+            decode.load = LOAD
+            async with opened(browser, model_folder, [prefill, decode], size=PHONE) as site:
+                await site.shows(".node", "100 KV pages")
+                assert not await site.overflows()
+                await site.page.fill("#prompt", "y" * 60)
+                await site.page.click("#run")
+                await site.shows("#run-status", "Done")
+                await site.page.click("summary")
+                await site.page.click("#key-toggle")
+                await decode.stop()
+                await site.shows(".node[data-state=gone]", "decode-0")
+                assert not await site.overflows()
+
+    run(scenario())
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab_only(run: Run, browser: Browser, model_folder: Path) -> None:
+    async def scenario() -> None:
+        http = HttpOptions(port=0, served_model_name="tiny", api_keys=("secret",))
+        async with pair() as nodes, opened(browser, model_folder, list(nodes), http=http) as site:
+            await site.shows("#service", "key needed")
+            await site.shows("#key-note", "This router asks for a key.")
+            await site.page.fill("#key", "wrong")
+            await site.page.keyboard.press("Enter")
+            await site.shows("#key-note", "The router refused this key.")
+            await site.page.fill("#key", "secret")
+            await site.page.keyboard.press("Enter")
+            await site.shows("#service", "serving")
+            assert await site.page.locator("#key-form").is_hidden()
+            await site.page.fill("#prompt", "hello")
+            await site.page.keyboard.press("Control+Enter")
+            await site.shows("#run-status", "Done")
+            assert await site.page.evaluate("Object.values(sessionStorage)") == ["secret"]
+            kept = await site.page.evaluate("document.cookie + JSON.stringify(localStorage)")
+            assert "secret" not in kept
+            assert not any("secret" in url for url in site.urls)
+            await site.page.reload()
+            await site.shows("#service", "serving")
+
+    run(scenario())
+
+
+def test_what_a_model_says_is_never_markup(run: Run, browser: Browser, model_folder: Path) -> None:
+    evil = "<img src=x onerror='document.title=1'><script>document.title=2</script>"
+
+    async def scenario() -> None:
+        async with (
+            pair(prefill=saying(evil), decode=saying(evil)) as (prefill, decode),
+            opened(browser, model_folder, [prefill, decode]) as site,
+        ):
+            await site.page.fill("#prompt", "a")
+            await site.page.click("#run")
+            await site.shows("#run-status", "Done")
+            assert await site.text("#output") == evil
+            await site.page.locator("#tab-chat[aria-disabled=false]").click()
+            await site.page.fill("#prompt", evil)
+            await site.page.keyboard.press("Enter")
+            await site.shows("#run-status", "Done")
+            assert await site.page.locator(".turn-text").all_inner_texts() == [evil, evil]
+            assert await site.page.locator("main img, main script").count() == 0
+            assert site.complaints == []
+
+    run(scenario())
+
+
+def test_errors_are_words(run: Run, browser: Browser, model_folder: Path) -> None:
+    async def fail_later(node: FakeNode, work: Prefill | Decode) -> None:
+        node.tokens(work.key, 0, node.story[:1])
+        await asyncio.sleep(0.1)
+        node.send(Failed(work.key, 500, "the node is out of sorts"))
+
+    async def scenario() -> None:
+        async with (
+            pair(prefill=fail_later, decode=fail_later) as (prefill, decode),
+            opened(browser, model_folder, [prefill, decode]) as site,
+        ):
+            await site.page.fill("#prompt", "word " * 400)
+            await site.page.click("#run")
+            await site.shows("#run-error", "200")  # what fits the pool
+            assert await site.text("#run-status") == "Failed."
+            await site.page.fill("#prompt", "short")
+            await site.page.click("#run")
+            await site.shows("#run-error", "The node is out of sorts.")
+            assert await site.text("#output") == story(1)
+            await site.page.fill("#temperature", "-1")
+            await site.page.click("#run")
+            assert await site.page.evaluate("document.activeElement.id") == "temperature"
+            assert len(decode.all(Decode)) == 1
+
+    run(scenario())
