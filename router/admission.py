@@ -3,7 +3,7 @@
     with admission.ticket() as ticket:           429 if the queue is full, before the body is read
         ticket.take(num_sequences)               429 if they do not all fit; their places are held from here
         ... tokenize ...
-        with generator.open(..., ticket):        dispatched: they are in the queue now, and the held places are free
+        async with generator.open(..., ticket):  dispatched: they are in the queue now, and the held places are free
 
 A sequence is queued from `take` to its first token, whoever it waits for: the tokenizer, a node's inbox, pages, its
 turn. What already generates is never refused or counted. Sequences count, not HTTP requests; a request is let in with

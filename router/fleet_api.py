@@ -95,7 +95,7 @@ def health_routes(
         async def run() -> None:
             try:
                 async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                    with group:
+                    async with group:
                         await group.finished()
             except TimeoutError:
                 raise RequestError(f"no answer within {_PROBE_TIMEOUT_S:g} s", status=503) from None

@@ -71,7 +71,7 @@ def timeline_fields(generation: Generation) -> dict[str, object]:
 
 
 async def _answer(group: GenerationGroup, asked: GenerateRequest, tokenizer: Tokenizer) -> object:
-    with group:
+    async with group:
         generations = await group.finished()
         answers = [await _Output(generation, asked, tokenizer).so_far() for generation in generations]
     return answers if asked.as_list else answers[0]
@@ -80,8 +80,8 @@ async def _answer(group: GenerationGroup, asked: GenerateRequest, tokenizer: Tok
 async def _events(
     group: GenerationGroup, asked: GenerateRequest, tokenizer: Tokenizer
 ) -> AsyncGenerator[object, None]:
-    outputs = [_Output(generation, asked, tokenizer) for generation in group.generations]
-    with group:
+    async with group:
+        outputs = [_Output(generation, asked, tokenizer) for generation in group.generations]
         async for generation, _ in group.steps():
             event = await outputs[generation.index].so_far()
             if asked.as_list:

@@ -218,7 +218,7 @@ def usage(generations: Sequence[Generation]) -> dict[str, object]:
 
 
 async def _answer(group: GenerationGroup, reply: Reply) -> dict[str, object]:
-    with group:
+    async with group:
         return reply.answer(await group.finished())
 
 
@@ -230,7 +230,7 @@ async def _events(
 
     opened: set[int] = set()
     num_told: dict[int, int] = {}
-    with group:
+    async with group:
         async for generation, text in group.steps():
             if generation.index not in opened:
                 opened.add(generation.index)

@@ -64,6 +64,8 @@ class Sampling:
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_regex: tuple[str, ...] = ()
+    stop_regex_field: str = "stop_regex"
+    """Where in the request the patterns were."""
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     grammar_field: str | None = None
@@ -151,7 +153,9 @@ class SamplingBody(Body):
                 "list": Annotated[list[StopPattern], FailFast(), Field(max_length=MAX_STOP_REGEXES)],
             },
         ),
-        Field(description="And before the first match of one of these."),
+        Field(
+            description="And before the first match of one of these (`re`'s syntax), looked for after every token."
+        ),
     ] = None
     ignore_eos: Annotated[bool, Field(description="The model's own end tokens do not end it.")] = False
     no_stop_trim: Annotated[bool, Field(description="What matched stays in the text.")] = False
@@ -209,8 +213,6 @@ def read_sampling(body: SamplingBody, vocab_size: int, limits: HttpLimits, path:
     stop, stop_regex = _as_tuple(body.stop), _as_tuple(body.stop_regex)
     limits.check_stops(f"{at}stop", stop)
     limits.check_stops(f"{at}stop_regex", stop_regex)
-    if stop_regex:
-        raise RequestError(f"{at}stop_regex is not supported yet; leave it out", param=f"{at}stop_regex")
     asked = only_grammar(
         (
             schema_grammar(f"{at}json_schema", body.json_schema),
@@ -240,6 +242,7 @@ def read_sampling(body: SamplingBody, vocab_size: int, limits: HttpLimits, path:
         n=body.n,
         stop=stop,
         stop_regex=stop_regex,
+        stop_regex_field=f"{at}stop_regex",
         no_stop_trim=body.no_stop_trim,
         skip_special_tokens=body.skip_special_tokens,
         grammar_field=asked.field if asked else None,

@@ -142,7 +142,7 @@ class Router:
             sampling=Sampling(params=params),
             split=True,
         )
-        with Generator(self._dispatcher, LiveRids()).open([prompt], model.tokenizer) as group:
+        async with Generator(self._dispatcher, LiveRids()).open([prompt], model.tokenizer) as group:
             async for step in group.steps():
                 yield step
 

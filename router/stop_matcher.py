@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
+from router.sampling import Sampling
 from router.stop_regex import StopPatternCursor, StopPatterns
 from router.stop_strings import StopStringCursor, StopStrings
+from shared.errors import RequestError
+
+MAX_PATTERN_CHARS = 16_384
+"""Of one HTTP request, however many prompts it has."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +25,38 @@ class StopScan:
 
 
 class StopConditions:
-    """What ends the texts of one request. Compiling patterns takes a while. Raises RequestError."""
+    """What ends the texts of one prompt. Compiling patterns takes a while. Raises RequestError."""
 
-    def __init__(self, strings: Sequence[str], patterns: Sequence[str] = ()) -> None:
+    def __init__(
+        self, strings: Sequence[str], patterns: Sequence[str] = (), patterns_field: str = "stop_regex"
+    ) -> None:
         self.strings = StopStrings(strings) if strings else None
-        self.patterns = StopPatterns(patterns) if patterns else None
+        self.patterns = StopPatterns(patterns, patterns_field) if patterns else None
 
     def __bool__(self) -> bool:
         return self.strings is not None or self.patterns is not None
+
+
+async def stop_conditions(samplings: Sequence[Sampling]) -> list[StopConditions]:
+    """Of each prompt of a request. Patterns are compiled once, off the event loop. Raises RequestError."""
+    patterns = {sampling.stop_regex for sampling in samplings}
+    num_chars = sum(len(pattern) for several in patterns for pattern in several)
+    if num_chars > MAX_PATTERN_CHARS:
+        raise RequestError(
+            f"the patterns of stop_regex have {num_chars} characters in all prompts together; "
+            f"at most {MAX_PATTERN_CHARS}",
+            param="stop_regex",
+        )
+
+    def conditions() -> list[StopConditions]:
+        made: dict[tuple[tuple[str, ...], tuple[str, ...]], StopConditions] = {}
+        for sampling in samplings:
+            key = sampling.stop, sampling.stop_regex
+            if key not in made:
+                made[key] = StopConditions(*key, sampling.stop_regex_field)
+        return [made[sampling.stop, sampling.stop_regex] for sampling in samplings]
+
+    return await asyncio.to_thread(conditions) if num_chars else conditions()
 
 
 class StopMatcher:

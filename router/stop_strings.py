@@ -27,47 +27,56 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string would match everywhere"
-        self.root = State(depth=0, longer=tuple(stops), fail=None, stop=None)
+        self.root = State(0, tuple(stops), None)
         self.first_chars = frozenset(stop[0] for stop in stops)
 
     def step(self, state: State, char: str) -> State:
         """The state after one more character."""
-        while True:
-            after = state.children.get(char) or self._child(state, char)
-            if after is not None:
-                return after
+        made: list[State] = []
+        while (after := state.children.get(char)) is None:
+            stops = [stop for stop in state.longer if stop[state.depth] == char]
+            if stops:
+                made.append(state.child(char, stops))
             if state.fail is None:
-                return state
+                after = state
+                break
             state = state.fail
-
-    def _child(self, state: State, char: str) -> State | None:
-        """Recurses once for each stop at most: along suffixes that other stops continue by `char`."""
-        depth = state.depth + 1
-        stops = [stop for stop in state.longer if stop[state.depth] == char]
-        if not stops:
-            return None
-        fail = self.root if state.fail is None else self.step(state.fail, char)
-        whole = next((stop for stop in stops if len(stop) == depth), fail.stop)
-        longer = tuple(stop for stop in stops if len(stop) > depth)
-        child = state.children[char] = State(depth=depth, longer=longer, fail=fail, stop=whole)
-        return child
+        for child in reversed(made):
+            child.link(after)
+            after = child
+        return after
 
 
 class State:
     """The longest end of a text, `depth` characters, that is a beginning of stops; those of them with more: `longer`.
 
-    `stop` is the longest that has just been completed. `num_held` characters may become part of another.
+    `fail` is the state of the next shorter such end. `stop` is the longest that has just been completed. `num_held`
+    characters may become part of another.
     """
 
     __slots__ = ("children", "depth", "fail", "longer", "num_held", "stop")
 
-    def __init__(self, *, depth: int, longer: tuple[str, ...], fail: State | None, stop: str | None) -> None:
+    def __init__(self, depth: int, longer: tuple[str, ...], stop: str | None) -> None:
         self.depth = depth
         self.longer = longer
-        self.fail = fail
         self.stop = stop
-        self.num_held: int = depth if longer or fail is None else fail.num_held
+        self.num_held = depth if longer else 0
+        self.fail: State | None = None
         self.children: dict[str, State] = {}
+
+    def child(self, char: str, stops: Sequence[str]) -> State:
+        """A new state after `char`, which `stops` go on with; still to be linked."""
+        depth = self.depth + 1
+        longer = tuple(stop for stop in stops if len(stop) > depth)
+        whole = next((stop for stop in stops if len(stop) == depth), None)
+        child = self.children[char] = State(depth, longer, whole)
+        return child
+
+    def link(self, fail: State) -> None:
+        """What is true of the shorter end is true of this one too."""
+        self.fail = fail
+        self.stop = self.stop or fail.stop
+        self.num_held = self.num_held or fail.num_held
 
 
 class StopStringCursor:

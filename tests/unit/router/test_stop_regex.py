@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.stop_matcher import StopConditions, StopMatcher
+from router.sampling import Sampling
+from router.stop_matcher import StopConditions, StopMatcher, stop_conditions
 from router.stop_regex import (
     CONTEXT_CHARS,
     MAX_HELD_CHARS,
@@ -18,6 +21,9 @@ from router.stop_regex import (
     StopPatterns,
 )
 from shared.errors import RequestError
+from shared.protocol.messages import Decode, Finish, Prefill, Stop
+from shared.protocol.sampling_params import SamplingParams
+from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, events, joined_router, pair
 
 LOCAL_PATTERNS = (
     "ab",
@@ -167,3 +173,57 @@ def test_patterns_that_cannot_be_used_are_refused(pattern: str, reason: str) -> 
     with pytest.raises(RequestError, match=reason) as refused:
         StopConditions([], ["fine", pattern])
     assert refused.value.param == "stop_regex[1]"
+
+
+def prompts_with(*patterns: tuple[str, ...]) -> list[Sampling]:
+    return [Sampling(params=SamplingParams(), stop_regex=several) for several in patterns]
+
+
+def test_the_prompts_of_a_request_share_what_is_compiled() -> None:
+    first, second, third = asyncio.run(stop_conditions(prompts_with(("a",), ("b",), ("a",))))
+    assert first is third is not second
+
+
+def test_the_patterns_of_a_request_are_bounded_together() -> None:
+    with pytest.raises(RequestError, match="have 17408 characters in all prompts together; at most 16384"):
+        asyncio.run(stop_conditions(prompts_with(*((chr(97 + at) * 1024,) for at in range(17)))))
+
+
+def test_a_pattern_ends_a_stream(model_folder: Path) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, [*nodes]) as (_, client):
+            for keep, text in ((False, "The quick brown "), (True, "The quick brown fox j")):
+                params = {"max_new_tokens": 100, "stop_regex": ["never", r"f\w+ [a-k]"], "no_stop_trim": keep}
+                body = {"text": "tell me", "sampling_params": params}
+                answer = (await client.post("/generate", json=body)).json()
+                assert answer["text"] == text
+                assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": r"f\w+ [a-k]"}
+                assert len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"]
+                streamed = events((await client.post("/generate", json={**body, "stream": True})).text)
+                assert streamed[-2]["text"] == text
+                assert all(text.startswith(event["text"]) for event in streamed[:-1])
+                assert streamed[-2]["output_ids"] == answer["output_ids"]
+                told = await nodes[1].wait_for(Stop, 2 if keep else 1)
+                assert told.position == len(answer["output_ids"])
+
+    asyncio.run(run())
+
+
+def test_a_pattern_that_takes_too_long_fails_alone(model_folder: Path) -> None:
+    async def tell_the_same(node: FakeNode, work: Prefill | Decode) -> None:
+        ids = [byte_level_tokenizer().token_to_id("a")] * 400
+        node.tokens(work.key, 0, ids, Finish("length"))
+
+    async def run() -> None:
+        async with pair(decode=tell_the_same) as nodes, joined_router(model_folder, [*nodes]) as (_, client):
+            body = {
+                "text": ["one", "two"],
+                "sampling_params": [{"max_new_tokens": 100}, {"stop_regex": r"(a?){40}a{40}b"}],
+            }
+            refused = await client.post("/generate", json=body)
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert error["message"].startswith("prompt 1: sampling_params[1].stop_regex takes too long")
+            assert (await client.post("/generate", json={"text": "one"})).status_code == 200
+
+    asyncio.run(run())
