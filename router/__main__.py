@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from router import terminal
-from router.config import DispatchOptions, FleetOptions, HttpOptions, RouterConfig
+from router.config import ConnectionOptions, DispatchOptions, FleetOptions, HttpOptions, RouterConfig
 from router.limits import add_limit_flags, limits_of
 from router.topology import LocalTopology, parse_address, parse_local
 from shared import cli, log
@@ -150,6 +150,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_http_flags(parser)
     add_limit_flags(parser)
     _add_key_flags(parser)
+    _add_connection_flags(parser)
     _add_dispatch_flags(parser)
     cli.add_fleet_flags(parser)
     cli.add_log_flags(parser)
@@ -196,6 +197,13 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
             served_model_name=args.served_model_name,
             chat_template=args.chat_template,
             limits=limits_of(args),
+        ),
+        connections=ConnectionOptions(
+            max_connections=args.max_connections,
+            header_timeout_s=args.header_timeout_s,
+            body_timeout_s=args.body_timeout_s,
+            write_timeout_s=args.write_timeout_s,
+            keep_alive_timeout_s=args.keep_alive_timeout_s,
         ),
         dispatch=DispatchOptions(
             local_prefill_tokens=args.local_prefill_tokens,
@@ -302,6 +310,21 @@ def _add_key_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"{flag}-file", type=Path, metavar="FILE", help="the same, one a line; read again on SIGHUP"
         )
+
+
+def _add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    default, add = ConnectionOptions(), parser.add_argument_group("HTTP connections").add_argument
+    seconds = cli.fraction(0.1, 86400.0)
+    add("--max-connections", type=cli.whole(1, 1_000_000), default=default.max_connections, metavar="N",
+        help="clients beyond them are told 503; /health and /metrics are still answered")  # fmt: skip
+    add("--header-timeout-s", type=seconds, default=default.header_timeout_s,
+        help="time for the headers of a request, then the client is told 408")  # fmt: skip
+    add("--body-timeout-s", type=seconds, default=default.body_timeout_s,
+        help="time for the body of a request, then the client is told 408")  # fmt: skip
+    add("--write-timeout-s", type=seconds, default=default.write_timeout_s,
+        help="a client that takes nothing of its answer for this long is dropped")  # fmt: skip
+    add("--keep-alive-timeout-s", type=cli.whole(1, 86400), default=default.keep_alive_timeout_s,
+        help="a connection without a request is closed after this long")  # fmt: skip
 
 
 def _add_dispatch_flags(parser: argparse.ArgumentParser) -> None:

@@ -90,7 +90,11 @@ def create_api(service: Service) -> FastAPI:
     generator = Generator(service.dispatcher, rids)
     model, limits, status = service.model, service.limits, service.status
     admission = Admission(service.dispatcher.queue, service.max_queued_requests, service.metrics.rejected)
-    service.metrics.watch_queue(lambda: admission.num_queued)
+    service.metrics.watch_own(
+        "baton:num_queued_reqs",
+        "Sequences that wait for their first token, in all queues.",
+        lambda: admission.num_queued,
+    )
     app.include_router(generate_routes(generator, model, limits, admission))
     app.include_router(openai_routes(generator, model, limits, status.context_length, admission))
     app.include_router(health_routes(status, generator, model, service.membership))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from router.limits import HttpLimits
@@ -32,6 +31,17 @@ class HttpOptions:
         """Where clients on this machine reach it, when it listens on `port`."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionOptions:
+    """How long a client may take for each part of an exchange, in seconds, and how many there may be."""
+
+    max_connections: int = 8192
+    header_timeout_s: float = 30.0
+    body_timeout_s: float = 60.0
+    write_timeout_s: float = 60.0
+    keep_alive_timeout_s: int = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +76,7 @@ class RouterConfig:
     model: str | None
     fleet: FleetOptions
     http: HttpOptions = field(default_factory=HttpOptions)
+    connections: ConnectionOptions = field(default_factory=ConnectionOptions)
     dispatch: DispatchOptions = field(default_factory=DispatchOptions)
 
     def check(self) -> None:
@@ -83,7 +94,8 @@ class RouterConfig:
             "host": self.http.host,
             "port": self.http.port,
             "local": str(self.fleet.local),
-            **dataclasses.asdict(self.http.limits),
+            **asdict(self.http.limits),
+            **asdict(self.connections),
             "local_prefill_tokens": self.dispatch.local_prefill_tokens,
             "max_queued_requests": self.dispatch.max_queued_requests,
             "queue_timeout_s": self.dispatch.queue_timeout_s,

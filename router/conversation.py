@@ -27,7 +27,8 @@ from shared.protocol.messages import (
     Tokens,
 )
 
-_MESSAGES_A_TURN = 64
+_TURN_S = 0.005
+"""After so long with one node's messages it is the turn of others, streams among them."""
 
 
 class NodeEvents(Protocol):
@@ -96,10 +97,11 @@ class Conversation:
         raise LinkError(link.lost.result())
 
     async def _receive(self) -> None:
-        for turn in itertools.count(1):
-            self._handle(await self._node.link.receive())
-            if turn % _MESSAGES_A_TURN == 0:
-                await asyncio.sleep(0)  # receive() does not suspend while messages are waiting
+        while True:
+            turn_ends = time.monotonic() + _TURN_S
+            while time.monotonic() < turn_ends:
+                self._handle(await self._node.link.receive())
+            await asyncio.sleep(0)  # receive() does not suspend while messages are waiting
 
     async def _ping(self) -> None:
         for seq in itertools.count(1):

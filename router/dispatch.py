@@ -142,10 +142,14 @@ class Dispatcher:
             self._end(req, error=RequestError(reason, status=503))
 
     def seconds_left(self, req: RunningReq) -> float:
-        """Until the sequence's deadline for its first, or its next, token."""
+        """The deadline for its first, or its next, token passes no earlier than this; at 0 it has passed.
+
+        Tokens that come meanwhile only move it further away, so it is enough to look again then.
+        """
+        now = self._clock()
         if req.last_token_at is None:
-            return req.started_at + self._deadlines.first_token_s - self._clock()
-        return req.last_token_at + self._deadlines.stall_s - self._clock()
+            return min(req.started_at + self._deadlines.first_token_s - now, self._deadlines.stall_s)
+        return req.last_token_at + self._deadlines.stall_s - now
 
     def expire(self, req: RunningReq) -> None:
         """Fail a sequence whose deadline has passed."""
@@ -160,7 +164,7 @@ class Dispatcher:
     # --------------------------------------------------------------------------------- from the nodes
     def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
         """A step of `node`. What names an ended sequence is dropped: its Cancel or Stop is on the way."""
-        now = self._clock()
+        now, num_generated = self._clock(), 0
         for entry in entries:
             req = self._running.get(entry.key.rid)
             if req is None or req.key != entry.key or node not in req.nodes:
@@ -175,11 +179,13 @@ class Dispatcher:
             req.arrive_logprobs(entry)
             since = req.last_token_at
             num_new = req.arrive(entry.position, entry.token_ids, entry.finish, now)
+            num_generated += num_new
             self._metrics.tokens(req, num_new, since, now)
             if since is None and num_new:
                 self.queue.leave(req.key.rid, served=True)
             if req.ended:
                 self._tell_and_forget(req, Cancel(req.key))
+        self._metrics.generated(num_generated)
 
     def on_failed(self, node: Node, failed: Failed) -> None:
         """`node` has given a sequence up."""

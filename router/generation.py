@@ -158,6 +158,8 @@ class GenerationGroup:
         self._prompts = prompts
         self.generations: list[Generation] = []
         """There when the block is entered."""
+        self._unfinished: set[Generation] = set()
+        self._deadline: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> GenerationGroup:
         """Send every sequence. Raises RequestError; then none is left running."""
@@ -188,16 +190,17 @@ class GenerationGroup:
 
     async def steps(self) -> AsyncIterator[tuple[Generation, str]]:
         """Each sequence that has news, with the text it adds, until all have finished. Raises RequestError."""
-        unfinished = set(self.generations)
-        while unfinished:
-            await self._news(unfinished)
+        self._unfinished = set(self.generations)
+        self._mind_deadlines()
+        while self._unfinished:
+            await self._news()
             ready, self._ready = self._ready, {}
             for generation in ready:
-                if generation not in unfinished:
+                if generation not in self._unfinished:
                     continue
                 text = self._advance(generation)
                 if generation.finish_reason is not None:
-                    unfinished.remove(generation)
+                    self._unfinished.remove(generation)
                 yield generation, text
 
     async def finished(self) -> list[Generation]:
@@ -229,21 +232,26 @@ class GenerationGroup:
         self._rids.running(prompt.rid, generation.req)
 
     def _wake(self, generation: Generation) -> None:
+        if not self._ready:  # else it has rung, and nobody has answered yet
+            self._bell.set()
         self._ready[generation] = None
-        self._bell.set()
 
-    async def _news(self, unfinished: set[Generation]) -> None:
-        """Until a sequence has news; one whose deadline passes has bad news."""
+    async def _news(self) -> None:
+        """Until a sequence has news."""
         while not self._ready:
             self._bell.clear()
-            seconds_left = min(self._dispatcher.seconds_left(generation.req) for generation in unfinished)
-            try:
-                async with asyncio.timeout(seconds_left):
-                    await self._bell.wait()
-            except TimeoutError:
-                for generation in unfinished:
-                    if self._dispatcher.seconds_left(generation.req) <= 0:
-                        self._dispatcher.expire(generation.req)
+            await self._bell.wait()
+
+    def _mind_deadlines(self) -> None:
+        """A sequence whose deadline has passed has bad news. One timer for all, which no token has to touch."""
+        self._deadline = None
+        running = [generation.req for generation in self._unfinished if not generation.req.ended]
+        for req in running:
+            if self._dispatcher.seconds_left(req) <= 0:
+                self._dispatcher.expire(req)
+        left = [self._dispatcher.seconds_left(req) for req in running if not req.ended]
+        if left:
+            self._deadline = asyncio.get_running_loop().call_later(min(left), self._mind_deadlines)
 
     def _advance(self, generation: Generation) -> str:
         try:
@@ -266,6 +274,8 @@ class GenerationGroup:
         )
 
     def _release(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
         for generation in self.generations:
             if generation.started:
                 self._dispatcher.release(generation.req)

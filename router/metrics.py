@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from router.loop_histogram import LoopHistogram
 from router.recent_traffic import RecentTraffic
 from router.running_req import Aborted, Node, RunningReq
 from shared.protocol.messages import Load, Role, Stamp
@@ -105,6 +106,7 @@ class Metrics:
         self.traffic = RecentTraffic()
         self._registry = CollectorRegistry()
         self._model_name = model_name
+        self._children: dict[Counter | Gauge | Histogram, Counter | Gauge | Histogram] = {}
         self._prompt_tokens = self._counter("sglang:prompt_tokens", "Prompt tokens of ended requests.")
         self._generation_tokens = self._counter("sglang:generation_tokens", "Tokens sent to clients.")
         self._cached_tokens = self._counter("sglang:cached_tokens", "Prompt tokens that were cached.")
@@ -117,19 +119,17 @@ class Metrics:
         self._rejected = self._counter(
             "baton:num_rejected_requests", "HTTP requests refused with a 429, since the queue was full."
         )
-        self._queued = Gauge(
-            "baton:num_queued_reqs",
-            "Sequences that wait for their first token, in all queues.",
-            ("model_name", "role"),
-            registry=self._registry,
-        )
-        self._num_queued: Callable[[], int] = lambda: 0
+        self._own_gauges: list[tuple[Gauge, Callable[[], float]]] = []
         self._ttft = self._histogram(
             "sglang:time_to_first_token_seconds", "From dispatch to the first token.", _TTFT_BUCKETS
         )
-        self._itl = self._histogram(
-            "sglang:inter_token_latency_seconds", "Between two tokens of a sequence.", _ITL_BUCKETS
+        self._itl = LoopHistogram(
+            "sglang:inter_token_latency_seconds",
+            "Between two tokens of a sequence.",
+            _ITL_BUCKETS,
+            lambda: {"model_name": self._model_name(), "role": "router"},
         )
+        self._registry.register(self._itl)
         self._e2e = self._histogram(
             "sglang:e2e_request_latency_seconds", "From dispatch to the end.", _E2E_BUCKETS
         )
@@ -139,7 +139,7 @@ class Metrics:
         self._families: tuple[Counter | Histogram, ...] = (
             *(self._prompt_tokens, self._generation_tokens, self._cached_tokens),
             *(self._requests, self._aborted, self._failed, self._failovers, self._rejected),
-            *(self._ttft, self._itl, self._e2e, self._kv_transfer),
+            *(self._ttft, self._e2e, self._kv_transfer),
         )
         self._stages = Histogram(
             "baton:stage_duration_seconds",
@@ -153,9 +153,10 @@ class Metrics:
         """Export the load of these nodes from now on."""
         self._registry.register(_NodeCollector(nodes, self._model_name))
 
-    def watch_queue(self, num_queued: Callable[[], int]) -> None:
-        """Export the length of this router's queue from now on."""
-        self._num_queued = num_queued
+    def watch_own(self, name: str, description: str, value: Callable[[], float]) -> None:
+        """Export a gauge of this router from now on."""
+        gauge = Gauge(name, description, ("model_name", "role"), registry=self._registry)
+        self._own_gauges.append((gauge, value))
 
     def rejected(self) -> None:
         """An HTTP request was refused, because the queue was full."""
@@ -170,7 +171,8 @@ class Metrics:
         if self._model_name():
             for family in self._families:
                 family.labels(self._model_name(), "router")
-            self._own(self._queued).set(self._num_queued())
+            for gauge, value in self._own_gauges:
+                self._own(gauge).set(value())
         return generate_latest(self._registry)
 
     def started(self, req: RunningReq) -> None:
@@ -182,15 +184,17 @@ class Metrics:
         """`num_new` tokens came in order; `since` is when the one before them did."""
         if num_new == 0:
             return
-        self._own(self._generation_tokens).inc(num_new)
         if since is None:
             self._own(self._ttft).observe(now - req.started_at)
             self.traffic.first_tokens(num_new, now - req.started_at)
         else:
             itl_s = (now - since) / num_new
-            for _ in range(num_new):
-                self._own(self._itl).observe(itl_s)
+            self._itl.observe(itl_s, num_new)
             self.traffic.more_tokens(num_new, itl_s)
+
+    def generated(self, num_tokens: int) -> None:
+        """A step of a node brought so many new tokens, of all its sequences together."""
+        self._own(self._generation_tokens).inc(num_tokens)
 
     def ended(self, req: RunningReq) -> None:
         """A sequence is over, in whatever way."""
@@ -214,7 +218,13 @@ class Metrics:
         return Histogram(name, description, ("model_name", "role"), buckets=buckets, registry=self._registry)
 
     def _own(self, family: F) -> F:
-        return family.labels(self._model_name(), "router")
+        """The series of this router; looked up once, since `labels` is slow."""
+        child = self._children.get(family)
+        if child is None:
+            child = family.labels(self._model_name(), "router")
+            if self._model_name():  # it does not change any more
+                self._children[family] = child
+        return cast("F", child)
 
 
 class _NodeCollector(Collector):

@@ -16,8 +16,6 @@ from shared.log import crash
 
 T = TypeVar("T")
 
-BODY_TIMEOUT_S = 60.0
-
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -62,20 +60,16 @@ def error_response(error: RequestError) -> Response:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, bounded in size and in time."""
+    """The whole body, bounded in size; how long it may take is the connection's business (`http_protocol`)."""
     too_large = RequestError(f"the body is larger than {max_bytes} bytes", status=413)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
         raise too_large
     body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_bytes:
-                    raise too_large
-    except TimeoutError:
-        raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", status=408) from None
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
     return bytes(body)
 
 
@@ -96,9 +90,12 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def stream_response(request: Request, events: AsyncGenerator[object, None]) -> Response:
-    """Events as they come. The status is decided by the first: an error before it is an ordinary error response."""
+    """Events as they come. The status is decided by the first: an error before it is an ordinary error response.
+
+    A source may also end without any event.
+    """
     try:
-        first = await while_connected(request.receive, anext(events))
+        first = await while_connected(request.receive, anext(events, None))
     except BaseException:
         await events.aclose()
         raise
@@ -108,7 +105,7 @@ async def stream_response(request: Request, events: AsyncGenerator[object, None]
 class EventStream(Response):
     """Server-sent events. The source is closed, and so its requests ended, as soon as the client is gone."""
 
-    def __init__(self, first: object, events: AsyncGenerator[object, None]) -> None:
+    def __init__(self, first: object | None, events: AsyncGenerator[object, None]) -> None:
         super().__init__(
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
@@ -128,7 +125,8 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await _send_event(send, self._first)
+        if self._first is not None:
+            await _send_event(send, self._first)
         try:
             async for event in self._events:
                 await _send_event(send, event)

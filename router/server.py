@@ -101,7 +101,8 @@ class Router:
                 flags=self._config.shown(),
             )
         )
-        self._server = http_server(app)
+        self._server = http_server(app, self._config.connections)
+        self._watch_http(self._server)
         self._spawn(self._server.serve(sockets=[http_socket]), "http")
         self._spawn(self._live.run(), "live state")
 
@@ -187,6 +188,15 @@ class Router:
         exits.callback(self._close_model)
         for role, address in config.fleet.join:
             self._membership.dial(address, role, pinned=True)
+
+    def _watch_http(self, server: HttpServer) -> None:
+        watch = self._metrics.watch_own
+        watch("baton:http_connections", "Connections of clients.", lambda: server.num_connections)
+        watch(
+            "baton:http_unsent_bytes",
+            "Written to clients that are slow to take it.",
+            lambda: server.num_unsent_bytes,
+        )
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._background.append(asyncio.create_task(work, name=name))

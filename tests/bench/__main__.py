@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.bench import multi_step, overlap, scheduling, serving, simulation, transfer
+from tests.bench import multi_step, overlap, router_load, scheduling, serving, simulation, transfer
 from tests.bench.table import report
 
 BENCHES: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
@@ -24,6 +24,7 @@ BENCHES: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
     "simulation": simulation.main,
     "transfer": transfer.main,
     "serving": serving.main,
+    "router": router_load.main,
     "fleet": lambda: [simulation.run_fleet()],
 }
 ONLY_BY_NAME = {"fleet"}

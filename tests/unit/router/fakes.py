@@ -16,7 +16,7 @@ import zmq.asyncio
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from router.config import DispatchOptions, FleetOptions, HttpOptions, RouterConfig
+from router.config import ConnectionOptions, DispatchOptions, FleetOptions, HttpOptions, RouterConfig
 from router.one_process import RouterProcess
 from router.server import load_model
 from router.topology import LocalTopology
@@ -218,8 +218,12 @@ class FakeNode:
                     self._tasks.append(asyncio.create_task(self._run(message)))
                 case Peers() | Cancel() | Stop() | CacheResync():
                     pass
-            self.heard.append(message)
-            self._news.set()
+            self.hear(message)
+
+    def hear(self, message: RouterToNode) -> None:
+        """A message that is no ping has come."""
+        self.heard.append(message)
+        self._news.set()
 
     async def _run(self, work: Prefill | Decode) -> None:
         try:
@@ -282,6 +286,7 @@ async def joined_router(
     *,
     http: HttpOptions | None = None,
     dispatch: DispatchOptions | None = None,
+    connections: ConnectionOptions | None = None,
     wait: bool = True,
     base: Path | None = None,
 ) -> AsyncIterator[tuple[RouterProcess, httpx.AsyncClient]]:
@@ -293,6 +298,7 @@ async def joined_router(
         ),
         http=http or HttpOptions(port=0, served_model_name="tiny"),
         dispatch=dispatch or DispatchOptions(local_prefill_tokens=0),
+        connections=connections or ConnectionOptions(),
     )
     model = load_model(config.model, config) if config.model else None
     async with (

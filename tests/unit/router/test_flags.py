@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from router.__main__ import build_parser, router_config
-from router.config import FleetOptions, HttpOptions, RouterConfig
+from router.config import ConnectionOptions, FleetOptions, HttpOptions, RouterConfig
 from router.one_process import RouterProcess
 from router.server import load_model
 from router.topology import LocalTopology, parse_address
@@ -102,6 +103,23 @@ def test_flags_that_exclude_each_other(args: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(*args)
     assert config_of("--control-host", "0.0.0.0", "--insecure").fleet.insecure
+
+
+def test_flags_of_connections() -> None:
+    assert config_of().connections == ConnectionOptions()
+    given = ConnectionOptions(
+        max_connections=7,
+        header_timeout_s=1.5,
+        body_timeout_s=2.5,
+        write_timeout_s=3.5,
+        keep_alive_timeout_s=4,
+    )
+    config = config_of(
+        *("--max-connections", "7", "--header-timeout-s", "1.5", "--body-timeout-s", "2.5"),
+        *("--write-timeout-s", "3.5", "--keep-alive-timeout-s", "4"),
+    )
+    assert config.connections == given
+    assert config.shown().items() >= asdict(given).items()
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "model/with/slashes/too"])

@@ -1,0 +1,197 @@
+"""What a token costs in the router: one router process, fake nodes in a second, clients in a third.
+
+The nodes send one message a step with a token of every sequence, at a set rate. CPU seconds are those of the router's
+process, kernel and ZMQ's threads included, so that its tokens a second on one core can be told on a shared machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+from shared.protocol.messages import Role
+from tests.processes import Router, wait_until
+from tests.unit.router.fakes import FakeNode, write_model
+from tests.unit.router.stepping_node import ROOMY, SteppingNode
+
+PROMPT = "Say something long about foxes, dogs, and what comes between them."
+NUM_TOKENS = {32: 2000, 128: 500, 500: 200}
+"""Of each stream, by the number of streams."""
+RATES = (10_000, 40_000)
+"""Tokens a second, of all streams together: one that a core can serve, and one that it cannot."""
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`num_streams` requests of `num_tokens` each, that the nodes serve at `rate` tokens a second together."""
+
+    dialect: str
+    num_streams: int
+    num_tokens: int
+    rate: int
+
+    def request(self, port: int) -> bytes:
+        """The bytes of one HTTP request."""
+        if self.dialect == "chat":
+            path = "/v1/chat/completions"
+            body: dict[str, Any] = {
+                "messages": [{"role": "user", "content": PROMPT}],
+                "max_tokens": self.num_tokens,
+                "ignore_eos": True,
+            }
+        else:
+            path = "/generate"
+            sampling = {"max_new_tokens": self.num_tokens, "ignore_eos": True}
+            body = {"text": PROMPT, "sampling_params": sampling}
+        content = json.dumps({**body, "stream": True}).encode()
+        batch = (
+            f"{self.dialect}-{self.num_streams}-{self.rate}:{self.num_streams}:{self.num_streams / self.rate}"
+        )
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+            f"X-SMG-Routing-Key: {batch}\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+        )
+        return head.encode() + content
+
+
+def main() -> Iterator[dict[str, Any]]:
+    """One figure for each dialect, number of streams and rate."""
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder, _service(Path(folder)) as (port, pid):
+        for dialect in ("chat", "native"):
+            for num_streams, num_tokens in NUM_TOKENS.items():
+                for rate in RATES:
+                    case = Case(dialect=dialect, num_streams=num_streams, num_tokens=num_tokens, rate=rate)
+                    yield _figure(case, port, pid)
+
+
+def _figure(case: Case, port: int, pid: int) -> dict[str, Any]:
+    argv = [sys.executable, "-m", __name__, "clients", json.dumps(asdict(case)), str(port), str(pid)]
+    seen = json.loads(subprocess.run(argv, check=True, stdout=subprocess.PIPE, timeout=TIMEOUT_S).stdout)
+    per_1000 = 1000 * seen["cpu_s"] / seen["num_tokens"]
+    return {
+        "bench": "router",
+        "dialect": case.dialect,
+        "streams": case.num_streams,
+        "offered_tokens_s": case.rate,
+        "tokens_s": round(seen["num_tokens"] / seen["wall_s"]),
+        "tokens_an_event": round(seen["num_tokens"] / seen["num_events"], 2),
+        "router_cpu_s_1000_tokens": round(per_1000, 4),
+        "tokens_s_one_core": round(1000 / per_1000),
+        "event_bytes": round(seen["num_bytes"] / seen["num_events"]),
+    }
+
+
+@contextlib.contextmanager
+def _service(folder: Path) -> Iterator[tuple[int, int]]:
+    """Fake nodes and a real router; its port and pid."""
+    model = write_model(folder / "model")
+    nodes = subprocess.Popen([sys.executable, "-m", __name__, "nodes"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert nodes.stdout is not None
+        joins = json.loads(nodes.stdout.readline())
+        flags = ("--model", str(model), "--served-model-name", "tiny", "--local-prefill-tokens", "0")
+        with Router(folder, *joins, *flags) as router:
+            wait_until("the router serves", lambda: "\nServing " in router.log, 30)
+            yield router.port, router.pid
+    finally:
+        nodes.kill()
+        nodes.wait()
+        if nodes.stdout is not None:
+            nodes.stdout.close()
+
+
+# ------------------------------------------------------------------------------------- the fake nodes' process
+async def serve_nodes() -> None:
+    """Print the flags by which a router joins them, and serve for ever."""
+    async with FakeNode(Role.PREFILL, limits=ROOMY) as prefill, SteppingNode() as decode:
+        joins = ("--prefill", prefill.address, "--decode", decode.address)
+        print(json.dumps([word.removeprefix("tcp://") for word in joins]), flush=True)
+        await asyncio.Event().wait()
+
+
+# ---------------------------------------------------------------------------------------- the clients' process
+@dataclass
+class Counts:
+    """What all streams have seen together."""
+
+    num_open: int
+    num_silent: int
+    num_events: int = 0
+    num_bytes: int = 0
+
+
+class Stream(asyncio.Protocol):
+    """One request, whose events are counted and not read."""
+
+    def __init__(self, request: bytes, counts: Counts, begun: asyncio.Event, over: asyncio.Event) -> None:
+        self._request = request
+        self._counts = counts
+        self._begun = begun
+        self._over = over
+        self._tail = b""
+        self._silent = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        self._counts.num_bytes += len(data)
+        self._counts.num_events += data.count(b"data: ")
+        self._tail = (self._tail + data)[-64:]
+        if self._silent and b"data: " in data:
+            self._silent = False
+            self._counts.num_silent -= 1
+            if self._counts.num_silent == 0:
+                self._begun.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        assert exc is None and b"data: [DONE]" in self._tail, f"a stream was cut: {self._tail!r}"
+        self._counts.num_open -= 1
+        if self._counts.num_open == 0:
+            self._over.set()
+
+
+async def load(case: Case, port: int, pid: int) -> dict[str, float]:
+    """Run all streams; what is counted begins when each has had its first event, from the prefill node."""
+    loop, router = asyncio.get_running_loop(), psutil.Process(pid)
+    counts = Counts(case.num_streams, case.num_streams)
+    begun, over = asyncio.Event(), asyncio.Event()
+    for _ in range(case.num_streams):
+        await loop.create_connection(
+            lambda: Stream(case.request(port), counts, begun, over), "127.0.0.1", port
+        )
+    await begun.wait()
+    started_at, cpu_before = loop.time(), sum(router.cpu_times()[:2])
+    counts.num_events = counts.num_bytes = 0
+    await over.wait()
+    return {
+        "wall_s": loop.time() - started_at,
+        "cpu_s": sum(router.cpu_times()[:2]) - cpu_before,
+        "num_tokens": case.num_streams * (case.num_tokens - 1),
+        "num_events": counts.num_events - case.num_streams,  # without [DONE]
+        "num_bytes": counts.num_bytes,
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "nodes":
+        uvloop.run(serve_nodes())
+    else:
+        one = Case(**json.loads(sys.argv[2]))
+        print(json.dumps(uvloop.run(load(one, int(sys.argv[3]), int(sys.argv[4])))))

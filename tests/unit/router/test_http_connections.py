@@ -1,0 +1,395 @@
+"""Connections of slow, odd and hostile clients: each gets the right status or is closed, and nothing stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from router.config import ConnectionOptions, HttpOptions
+from router.http_protocol import MAX_HEADER_BYTES, MAX_PIPELINED, NUM_SPARE_CONNECTIONS
+from router.limits import HttpLimits
+from shared.protocol.messages import Cancel, Decode, Finish
+from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
+from tests.unit.router.raw_client import RawClient, post, raw_client
+
+PATIENT = ConnectionOptions(
+    header_timeout_s=60, body_timeout_s=60, write_timeout_s=60, keep_alive_timeout_s=60
+)
+HEALTH = "GET /health HTTP/1.1\nHost: a\n\n"
+GENERATE: dict[str, Any] = {"text": "a fox", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+MAX_BODY_BYTES = 4000
+
+Scene = Callable[[int, FakeNode], Awaitable[None]]
+"""What clients do with the router on this port, and its decode node."""
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No client may make the router, uvicorn or asyncio log an error or a traceback."""
+    yield
+    loud = [r.getMessage() for r in caplog.get_records("call") if r.levelno >= logging.ERROR or r.exc_info]
+    assert not loud, loud
+
+
+def play(model_folder: Path, scene: Scene, options: ConnectionOptions = PATIENT, **scripts: object) -> None:
+    """Run `scene`; afterwards no sequence, task or open file of it may be left in the router."""
+
+    async def run() -> None:
+        limits = HttpLimits(max_body_bytes=MAX_BODY_BYTES)
+        http = HttpOptions(port=0, served_model_name="tiny", limits=limits)
+        async with (
+            pair(**scripts) as (prefill, decode),
+            joined_router(model_folder, [prefill, decode], http=http, connections=options) as (
+                router,
+                client,
+            ),
+        ):
+            await client.aclose()
+            await asyncio.sleep(0.05)
+            before = held()
+            await scene(router.http_port, decode)
+            async with asyncio.timeout(20):
+                while any(now > then for now, then in zip(held(), before, strict=True)):
+                    await asyncio.sleep(0.01)
+            assert router._router._dispatcher.num_running == 0
+
+    uvloop.run(run())
+
+
+def held() -> tuple[int, int]:
+    """Open files, and tasks."""
+    return len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())
+
+
+@contextlib.asynccontextmanager
+async def streaming(port: int, **fields: object) -> AsyncIterator[RawClient]:
+    """A client that has had the first event of a stream."""
+    async with raw_client(port) as client:
+        client.send(post("/generate", {**GENERATE, "stream": True, **fields}))
+        assert b" 200 " in await client.read_until(b"\n")
+        await client.read_until(b"data: ")
+        yield client
+
+
+# ---------------------------------------------------------------------------------------------- too slow
+def test_who_sends_nothing_is_closed(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            assert await client.closed() == b""
+
+    play(model_folder, scene, replace(PATIENT, header_timeout_s=0.2))
+
+
+def test_headers_that_come_too_slowly(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as first, raw_client(port) as later:
+            later.send(HEALTH)
+            assert (await later.answer()).status == 200
+            for client in (first, later):
+                client.send("GET /health HTTP/1.1\n")
+            for _ in range(4):  # a trickle is no excuse
+                await asyncio.sleep(0.05)
+                first.send("a: b\n")
+            for client in (first, later):
+                answer = await client.answer()
+                assert (answer.status, answer.headers["connection"]) == (408, "close")
+                assert answer.error["message"] == "the headers did not arrive within 0.5 s"
+                assert await client.closed() == b""
+
+    play(model_folder, scene, replace(PATIENT, header_timeout_s=0.5))
+
+
+def test_a_body_that_comes_too_slowly(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        for path in ("/generate", "/v1/chat/completions", "/tokenize"):
+            async with raw_client(port) as client:
+                client.send(f'POST {path} HTTP/1.1\nHost: a\nContent-Length: 100\n\n{{"text"')
+                answer = await client.answer()
+                assert (answer.status, answer.error["type"]) == (408, "timeout_error")
+                assert answer.error["message"] == "the body did not arrive within 0.2 s"
+                assert await client.closed() == b""
+
+    play(model_folder, scene, replace(PATIENT, body_timeout_s=0.2))
+
+
+def test_a_body_after_its_answer_cannot_hold_the_connection(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send(f"POST /generate HTTP/1.1\nHost: a\nContent-Length: {MAX_BODY_BYTES + 1}\n\n")
+            assert (await client.answer()).status == 413
+            client.send("x")
+            assert await client.closed() == b""
+
+    play(model_folder, scene, replace(PATIENT, body_timeout_s=0.2))
+
+
+def test_an_idle_connection_is_closed(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send(HEALTH)
+            assert (await client.answer()).status == 200
+            assert await client.closed() == b""
+
+    play(model_folder, scene, replace(PATIENT, keep_alive_timeout_s=1))
+
+
+def test_timers_leave_those_alone_whom_the_router_makes_wait(model_folder: Path) -> None:
+    """Its own slowness is no reason to hang up: a request may be queued far longer than a client may be slow."""
+
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send(post("/generate", GENERATE))
+            assert (await client.answer()).status == 200
+            client.send(post("/generate", {**GENERATE, "stream": True}))
+            assert (await client.answer()).body.endswith(b"data: [DONE]\n\n")
+
+    async def late(node: FakeNode, work: Any) -> None:
+        for position in range(4):
+            await asyncio.sleep(0.2)
+            node.tokens(work.key, position, [node.story[position]])
+        node.tokens(work.key, 4, [], Finish("length"))
+
+    hasty = replace(PATIENT, header_timeout_s=0.5, body_timeout_s=0.5, write_timeout_s=0.5)
+    play(model_folder, scene, hasty, decode=late)
+
+
+# ------------------------------------------------------------------------------------------------ too much
+@pytest.mark.parametrize(
+    "head",
+    [
+        f"GET /health HTTP/1.1\nHost: a\nx: {'y' * MAX_HEADER_BYTES}\n\n",
+        "GET /health HTTP/1.1\nHost: a\n" + "x: y\n" * MAX_HEADER_BYTES,
+        f"GET /{'x' * 5 * MAX_HEADER_BYTES} HTTP/1.1\nHost: a\n\n",
+        f"GET /health HTTP/1.1\nHost: a\n{'x' * 5 * MAX_HEADER_BYTES}",
+    ],
+    ids=["one long header", "many headers", "a long path", "a header without an end"],
+)
+def test_headers_that_are_too_large(model_folder: Path, head: str) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send(head)
+            answer = await client.answer()
+            assert answer.status == 431
+            assert answer.error["message"] == f"the headers are larger than {MAX_HEADER_BYTES} bytes"
+            assert await client.closed() == b""
+
+    play(model_folder, scene)
+
+
+def test_headers_that_are_just_small_enough(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            for _ in range(2):
+                client.send(f"GET /health HTTP/1.1\nHost: a\nx: {'y' * (MAX_HEADER_BYTES - 100)}\n\n")
+                assert (await client.answer()).status == 200
+
+    play(model_folder, scene)
+
+
+def test_bodies_that_are_too_large(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(
+            port
+        ) as client:  # refused before it comes; what comes nevertheless is thrown away
+            client.send(f"POST /generate HTTP/1.1\nHost: a\nContent-Length: {MAX_BODY_BYTES + 1}\n\n")
+            assert (await client.answer()).status == 413
+            client.send("x" * (MAX_BODY_BYTES + 1))
+            client.send(HEALTH)
+            assert (await client.answer()).status == 200
+        async with raw_client(port) as client:
+            client.send("POST /generate HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n")
+            for _ in range(5):
+                client.send("3e8\n" + "x" * 1000 + "\n")
+            assert (await client.answer()).status == 413
+
+    play(model_folder, scene)
+
+
+def test_too_many_connections(model_folder: Path) -> None:
+    async def scene(port: int, decode: FakeNode) -> None:
+        async with streaming(port), streaming(port) as second:
+            async with raw_client(port) as third:
+                third.send(HEALTH)
+                assert (await third.answer()).status == 200
+                third.send("GET /metrics?x=1 HTTP/1.1\nHost: a\n\n")
+                assert b"sglang:num_requests_total" in (await third.answer()).body
+                third.send(post("/generate", GENERATE))
+                answer = await third.answer()
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+                assert answer.error["message"] == "there are already 2 connections, as many as may be"
+                assert await third.closed() == b""
+            async with contextlib.AsyncExitStack() as spares:
+                for _ in range(NUM_SPARE_CONNECTIONS):
+                    spare = await spares.enter_async_context(raw_client(port))
+                    spare.send(HEALTH)
+                    assert (await spare.answer()).status == 200
+                async with raw_client(port) as refused:
+                    assert await refused.closed() == b""
+            for work in decode.all(Decode):
+                decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
+            assert (await second.read_until(b"data: [DONE]\n\n")).count(b"data: ") == 2
+            async with raw_client(
+                port
+            ) as again:  # the second's connection is over or idle, the first one's too
+                again.send(HEALTH)
+                assert (await again.answer()).status == 200
+
+    play(model_folder, scene, replace(PATIENT, max_connections=2), decode=one_then_nothing)
+
+
+def test_too_many_requests_at_once_on_one_connection(model_folder: Path) -> None:
+    async def scene(port: int, decode: FakeNode) -> None:
+        async with streaming(port) as client:
+            client.send(HEALTH * (MAX_PIPELINED + 1))
+            assert b"HTTP/1.1" not in await client.closed()  # not in the middle of the stream
+            await decode.wait_for(Cancel)
+
+    play(model_folder, scene, decode=one_then_nothing)
+
+
+# --------------------------------------------------------------------------------------------- odd, but right
+def test_pipelined_requests_are_answered_in_order(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send(post("/generate", {**GENERATE, "stream": True}))
+            client.send(HEALTH + "GET /nowhere HTTP/1.1\nHost: a\n\n")
+            client.send(post("/generate", GENERATE))
+            answers = [await client.answer() for _ in range(4)]
+            assert [answer.status for answer in answers] == [200, 200, 404, 200]
+            assert answers[0].body.endswith(b"data: [DONE]\n\n")
+            assert b'"output_ids"' in answers[3].body
+
+    play(model_folder, scene)
+
+
+def test_http_1_0(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send(post("/generate", GENERATE, version="1.0"))
+            answer = await client.answer()
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+            assert await client.closed() == b""
+        async with raw_client(port) as client:
+            client.send(post("/generate", {**GENERATE, "stream": True}, version="1.0"))
+            assert (await client.answer()).body.endswith(b"data: [DONE]\n\n")
+            assert await client.closed() == b""
+
+    play(model_folder, scene)
+
+
+def test_expect_100_continue(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        request = post("/generate", GENERATE, headers="Expect: 100-continue\n")
+        head, _, body = request.partition(b"\r\n\r\n")
+        async with raw_client(port) as client:
+            client.send(head + b"\r\n\r\n")
+            assert (await client.answer()).status == 100
+            client.send(body)
+            assert (await client.answer()).status == 200
+        async with raw_client(port) as client:  # not invited to send what is too large
+            length = f"Content-Length: {MAX_BODY_BYTES + 1}"
+            client.send(f"POST /generate HTTP/1.1\nHost: a\n{length}\nExpect: 100-continue\n\n")
+            assert (await client.answer()).status == 413
+
+    play(model_folder, scene)
+
+
+def test_chunked_bodies(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        body = post("/generate", GENERATE).partition(b"\r\n\r\n")[2]
+        async with raw_client(port) as client:
+            client.send("POST /generate HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n")
+            for byte in body:
+                client.send(b"1\r\n" + bytes([byte]) + b"\r\n")
+                await asyncio.sleep(0)
+            client.send("0\n\n")
+            assert (await client.answer()).status == 200
+            client.send(HEALTH)
+            assert (await client.answer()).status == 200
+
+    play(model_folder, scene)
+
+
+def test_an_upgrade_is_not_taken_up(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        for protocol in ("websocket", "h2c"):
+            async with raw_client(port) as client:
+                client.send(f"GET /health HTTP/1.1\nHost: a\nConnection: Upgrade\nUpgrade: {protocol}\n\n")
+                assert (await client.answer()).status == 200
+
+    play(model_folder, scene)
+
+
+# ------------------------------------------------------------------------------------------------- wrong
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /health HTTP/3.0\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"CONNECT a:443 HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nx\x00: y\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nno colon\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999\r\n\r\n{}",
+        b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+        b"POST /generate HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    ],
+    ids=lambda sent: repr(sent[:24]),
+)
+def test_what_is_not_http(model_folder: Path, sent: bytes) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send(sent)
+            answer = await client.answer()
+            assert (answer.status, answer.headers["connection"]) == (400, "close")
+            assert answer.error["message"] == "this is not a valid HTTP request"
+            assert await client.closed() == b""
+
+    play(model_folder, scene)
+
+
+def test_half_a_body_and_gone(model_folder: Path) -> None:
+    async def scene(port: int, decode: FakeNode) -> None:
+        for path in ("/generate", "/v1/completions", "/detokenize"):
+            async with raw_client(port) as client:
+                client.send(f'POST {path} HTTP/1.1\nHost: a\nContent-Length: 100\n\n{{"text"')
+                await asyncio.sleep(0.05)
+            async with raw_client(port) as client:
+                client.send(f"POST {path} HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n5\nab")
+                await asyncio.sleep(0.05)
+        assert decode.all(Decode) == []
+
+    play(model_folder, scene)
+
+
+def test_garbage_behind_a_request_never_gets_into_its_answer(model_folder: Path) -> None:
+    async def scene(port: int, decode: FakeNode) -> None:
+        async with streaming(port) as client:
+            client.send(b"\x00garbage\r\n\r\n")
+            assert b"HTTP/1.1" not in await client.closed()
+            await decode.wait_for(Cancel)
+
+    play(model_folder, scene, decode=one_then_nothing)
+
+
+def test_gone_with_requests_still_waiting_behind_a_stream(model_folder: Path) -> None:
+    async def scene(port: int, decode: FakeNode) -> None:
+        async with streaming(port) as client:
+            client.send(HEALTH * 3)
+            await asyncio.sleep(0.05)
+        for work in decode.all(Decode):
+            decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
+
+    play(model_folder, scene, decode=one_then_nothing)

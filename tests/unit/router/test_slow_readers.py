@@ -1,0 +1,186 @@
+"""A client that reads slowly, or not at all, costs a bounded amount of memory and nobody else any time."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+import uvloop
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from router.config import ConnectionOptions
+from router.http_protocol import BoundedHttpProtocol
+from router.responses import error_response
+from shared.errors import RequestError
+from shared.protocol.messages import Cancel, Role
+from tests.unit.router.fakes import FakeNode, events, joined_router
+from tests.unit.router.raw_client import post, raw_client
+from tests.unit.router.stepping_node import ROOMY, SteppingNode
+
+HIGH_WATER_BYTES = 64 << 10
+ENDLESS = 1_000_000
+NUM_MISSED = 100
+TIMEOUT_S = 60.0
+
+
+def request(num_tokens: int) -> dict[str, Any]:
+    sampling = {"max_new_tokens": num_tokens, "ignore_eos": True}
+    return {"text": "a fox", "sampling_params": sampling, "stream": True}
+
+
+async def gauge(client: httpx.AsyncClient, name: str) -> float:
+    found = re.search(rf"^{name}{{.*}} (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+async def until_unsent(client: httpx.AsyncClient) -> float:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not (unsent := await gauge(client, "baton:http_unsent_bytes")):
+            await asyncio.sleep(0.01)
+    return unsent
+
+
+def test_who_does_not_read_is_buffered_within_bounds_and_others_go_on(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            FakeNode(Role.PREFILL, limits=ROOMY) as prefill,
+            SteppingNode() as decode,
+            joined_router(model_folder, [prefill, decode]) as (router, client),
+            raw_client(router.http_port, buffer_bytes=1024) as stuck,
+        ):
+            stuck.send(post("/generate", request(ENDLESS), headers="X-SMG-Routing-Key: stuck:1:0.001\n"))
+            await until_unsent(client)
+            num_told = decode.num_told
+            others = [client.post("/generate", json=request(50), timeout=TIMEOUT_S) for _ in range(8)]
+            for other in await asyncio.gather(*others):
+                told = events(other.text)
+                assert told[-1] == "[DONE]" and len(told[-2]["output_ids"]) == 50
+            async with asyncio.timeout(TIMEOUT_S):
+                while decode.num_told < num_told + 8 * 50 + NUM_MISSED:
+                    await asyncio.sleep(0.01)
+            unsent = await gauge(client, "baton:http_unsent_bytes")
+            await stuck.read_until(b"\r\n\r\n")
+            num_seen = 0
+            async with asyncio.timeout(TIMEOUT_S):
+                async for event in stuck.chunks():
+                    ids = json.loads(event.removeprefix(b"data: "))["output_ids"]
+                    if len(ids) >= num_seen + NUM_MISSED:
+                        break  # what waited for the client has become one event
+                    num_seen = len(ids)
+            assert ids == [decode.story[i % len(decode.story)] for i in range(len(ids))]
+            assert 0 < unsent <= HIGH_WATER_BYTES + len(event)
+
+    uvloop.run(run())
+
+
+def test_who_takes_nothing_for_too_long_is_dropped_and_its_request_aborted(model_folder: Path) -> None:
+    async def run() -> None:
+        options = ConnectionOptions(write_timeout_s=0.3)
+        async with (
+            FakeNode(Role.PREFILL, limits=ROOMY) as prefill,
+            SteppingNode() as decode,
+            joined_router(model_folder, [prefill, decode], connections=options) as (router, client),
+            raw_client(router.http_port, buffer_bytes=1024) as stuck,
+        ):
+            stuck.send(post("/generate", request(ENDLESS), headers="X-SMG-Routing-Key: stuck:1:0.001\n"))
+            async with asyncio.timeout(TIMEOUT_S):
+                while not decode.all(Cancel):
+                    await asyncio.sleep(0.01)
+            assert not (await stuck.closed()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            assert await gauge(client, "baton:http_connections") == 1
+            assert await gauge(client, "baton:http_unsent_bytes") == 0
+
+    uvloop.run(run())
+
+
+# ------------------------------------------------------------------------------------ under a clock of its own
+class ManualLoop(asyncio.BaseEventLoop):
+    """Of a loop, what a connection's timers need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+
+    def time(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Timers that are due in this time run, in order."""
+        end = self._now + seconds
+        while self._scheduled and self._scheduled[0].when() <= end:
+            handle = heapq.heappop(self._scheduled)
+            self._now = handle.when()
+            if not handle.cancelled():
+                handle._run()
+        self._now = end
+
+
+class BufferedTransport(asyncio.Transport):
+    """A client's end of a connection: `num_buffered` bytes are still to be taken."""
+
+    num_buffered = 0
+    aborted = closed = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_buffered
+
+    def write(self, data: object) -> None:
+        self.num_buffered += len(cast("bytes", data))
+
+    def is_closing(self) -> bool:
+        return self.aborted or self.closed
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def connection() -> Iterator[tuple[ManualLoop, BufferedTransport, BoundedHttpProtocol]]:
+    loop, transport = ManualLoop(), BufferedTransport()
+    options = ConnectionOptions(write_timeout_s=60, header_timeout_s=10_000)
+    config = Config(error_response(RequestError("no app")), log_config=None, lifespan="off", ws="none")
+    protocol = BoundedHttpProtocol(config, ServerState(), {}, loop, options=options)
+    protocol.connection_made(transport)
+    yield loop, transport, protocol
+    loop.close()
+
+
+def test_who_takes_a_little_now_and_then_is_kept(
+    connection: tuple[ManualLoop, BufferedTransport, BoundedHttpProtocol],
+) -> None:
+    loop, transport, protocol = connection
+    transport.num_buffered = 100_000
+    protocol.pause_writing()
+    for _ in range(10):
+        loop.advance(59)
+        transport.num_buffered -= 1
+    assert not transport.aborted
+    loop.advance(121)
+    assert transport.aborted
+
+
+def test_what_is_left_of_an_answer_is_not_kept_for_ever(
+    connection: tuple[ManualLoop, BufferedTransport, BoundedHttpProtocol],
+) -> None:
+    loop, transport, protocol = connection
+    protocol.data_received(b"GET / HT")
+    loop.advance(9_999)
+    assert not transport.closed
+    loop.advance(2)
+    assert transport.closed and transport.num_buffered > 0, "told 408"
+    loop.advance(59)
+    assert not transport.aborted
+    loop.advance(61)
+    assert transport.aborted
