@@ -28,6 +28,10 @@ _SHOWN_CHARS = 60
 _short = reprlib.Repr()  # looks at no more of a value than it shows
 _short.maxstring = _SHOWN_CHARS
 
+_MAX_BRACKETS = 1 << 18
+"""Opening ones. A body of nothing but tiny lists takes 2 us for each to decode, and no other request gets on
+meanwhile; texts that hold so many are longer than any prompt."""
+
 _BRANCH = "~"
 """Tags of unions begin with it, so that a branch never looks like a field."""
 
@@ -84,6 +88,8 @@ class Body(BaseModel):
 
 def parse(kind: type[B], body: bytes) -> B:
     """The body of a request as a `kind`. Raises RequestError."""
+    if body.count(b"[") + body.count(b"{") > _MAX_BRACKETS:
+        raise RequestError(f"the body has more than {_MAX_BRACKETS} lists and objects")
     try:
         decoded = msgspec.json.decode(body)
     except (ValueError, RecursionError) as e:
@@ -177,9 +183,13 @@ class Refused:
         return {"enum": [None, *self.harmless], "description": f"Refused: {self.why}."}
 
     def _check(self, value: object) -> object:
-        if any(type(value) is type(h) and value == h for h in self.harmless):
+        for_all = value if isinstance(value, list) else [value]  # a batch may have one for each prompt
+        if self._is_harmless(value) or all(self._is_harmless(one) for one in for_all):
             return value
         raise PydanticCustomError("refused", "{why}", {"why": self.why})
+
+    def _is_harmless(self, value: object) -> bool:
+        return value is None or any(type(value) is type(h) and value == h for h in self.harmless)
 
 
 def _or_null(field: JsonSchemaValue) -> JsonSchemaValue:

@@ -31,7 +31,7 @@ class ChatTemplate:
         names = {**self._special_tokens, **variables, "messages": messages, "add_generation_prompt": True}
         try:
             return self._template.render(names)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError) as e:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError, RecursionError) as e:
             # A template indexes and adds up what the client sent, so any of these is about the messages.
             raise RequestError(f"the chat template refused the messages: {e}", param="messages") from e
 

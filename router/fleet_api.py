@@ -14,6 +14,7 @@ from pydantic import Field
 from router.api_keys import admin_only
 from router.body import Body, OneOf, parse, validate
 from router.dispatch import Dispatcher
+from router.generate_api import WEIGHT_VERSION
 from router.generation import Generator, Prompt
 from router.limits import HttpLimits
 from router.live_rids import LiveRids
@@ -33,6 +34,8 @@ _PROBE_TIMEOUT_S = 30.0
 _REFRESH_S = 0.25
 _FLUSH_RETRY_S = 0.05
 _MAX_FLUSH_WAIT_S = 600.0
+_DECODED_INLINE = 1000
+"""Token ids that take less time than the way to another thread and back is worth (0.3 us each)."""
 _MAX_ABORTED_CHARS = 1024
 """Of a rid, or of the number behind that of a batch."""
 
@@ -126,10 +129,12 @@ def info_routes(
             {
                 "model_path": served.model,
                 "tokenizer_path": str(served.path),
+                "weight_version": WEIGHT_VERSION,
                 "vocab_size": served.vocab_size,
                 "is_generation": True,
                 "served_model_name": served.name,
                 "context_length": status.context_length(),
+                "max_model_len": status.context_length(),
                 "has_chat_template": served.chat_template is not None,
             }
         )
@@ -147,6 +152,7 @@ def info_routes(
         await membership.refresh(_REFRESH_S)
         return Response(metrics.export(), media_type=CONTENT_TYPE)
 
+    @router.post("/v1/tokenize", response_model=None, include_in_schema=False)
     @router.post("/tokenize", response_model=None)
     async def tokenize(request: Request) -> Response:
         """Text to token ids, as a prompt would be."""
@@ -154,6 +160,7 @@ def info_routes(
         served, prompt = model.get(), body.prompt
         many = isinstance(prompt, list)
         texts = prompt if isinstance(prompt, list) else [prompt]
+        limits.check_batch_size(len(texts))
         ids = await served.tokenizer.encode(texts, add_special_tokens=body.add_special_tokens)
         return json_response(
             {
@@ -163,14 +170,20 @@ def info_routes(
             }
         )
 
+    @router.post("/v1/detokenize", response_model=None, include_in_schema=False)
     @router.post("/detokenize", response_model=None)
     async def detokenize(request: Request) -> Response:
         """Token ids to text."""
         body = parse(DetokenizeBody, await read_body(request, limits.max_body_bytes))
         served = model.get()
-        rows, many = id_rows("tokens", body.tokens, served.vocab_size)
-        skip = body.skip_special_tokens
-        texts = [served.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
+        rows, many = id_rows("tokens", body.tokens, served.vocab_size, limits)
+
+        def decode() -> list[str]:
+            skip = body.skip_special_tokens
+            return [served.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
+
+        # tokenizers lets the GIL go: a long list must not hold up streams.
+        texts = await asyncio.to_thread(decode) if sum(map(len, rows)) > _DECODED_INLINE else decode()
         return json_response({"text": texts if many else texts[0]})
 
     return router
@@ -203,7 +216,7 @@ def control_routes(
     async def abort_request(request: Request) -> Response:
         """End a request by its rid, or all; each answers with what it has, finished by `abort`."""
         body = parse(AbortBody, await read_body(request, limits.max_body_bytes))
-        if body.rid is None and not body.abort_all:
+        if not body.rid and not body.abort_all:
             raise RequestError("give rid, or abort_all: true", param="rid")
         if body.abort_all:
             await admin_only(request)

@@ -111,7 +111,7 @@ async def read_generate(
     body: GenerateBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str], ticket: Ticket
 ) -> GenerateRequest:
     """Check what types cannot, take places in the queue, and tokenize. Raises RequestError."""
-    texts, ids, batched = _prompts(body, model.vocab_size)
+    texts, ids, batched = _prompts(body, model.vocab_size, limits)
     num_prompts = len(texts or ids)
     limits.check_batch_size(num_prompts)
     samplings = _samplings(body, num_prompts, model.vocab_size, limits, batched=batched)
@@ -150,12 +150,14 @@ async def read_generate(
     )
 
 
-def _prompts(body: GenerateBody, vocab_size: int) -> tuple[list[str], list[list[int]], bool]:
+def _prompts(
+    body: GenerateBody, vocab_size: int, limits: HttpLimits
+) -> tuple[list[str], list[list[int]], bool]:
     """Texts or ids, whichever was given, and whether as a list of prompts."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give exactly one of text and input_ids", param="text")
     if body.input_ids is not None:
-        rows, batched = id_rows("input_ids", body.input_ids, vocab_size)
+        rows, batched = id_rows("input_ids", body.input_ids, vocab_size, limits)
         return [], rows, batched
     assert body.text is not None
     return ([body.text], [], False) if isinstance(body.text, str) else (body.text, [], True)

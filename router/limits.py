@@ -16,6 +16,7 @@ from shared.errors import RequestError
 from shared.protocol.logprobs import MAX_TOP_LOGPROBS
 from shared.protocol.sampling_params import MAX_GRAMMAR_CHARS
 
+MAX_BATCH_SIZE = 65_536
 MAX_CHOICES = 1024
 MAX_STOPS = 1024
 
@@ -82,7 +83,7 @@ def add_limit_flags(parser: argparse.ArgumentParser) -> None:
     default, add = HttpLimits(), parser.add_argument_group("limits of one request").add_argument
     add("--max-body-bytes", type=cli.whole(1024), default=default.max_body_bytes, metavar="BYTES",
         help="size of the body")  # fmt: skip
-    add("--max-batch-size", type=cli.whole(1), default=default.max_batch_size, metavar="N",
+    add("--max-batch-size", type=cli.whole(1, MAX_BATCH_SIZE), default=default.max_batch_size, metavar="N",
         help="sequences: prompts, each as often as its n")  # fmt: skip
     add("--max-prompt-tokens", type=cli.whole(1), metavar="TOKENS",
         help="tokens of one prompt; None: what fits context and KV pool of the nodes")  # fmt: skip

@@ -39,7 +39,7 @@ async def read_completion(
 ) -> OpenAIRequest:
     """Check what the types of /v1/completions cannot, take places and tokenize. Raises RequestError."""
     _check_model(body.model, model)
-    texts, ids, batched = _prompts(body, model.vocab_size)
+    texts, ids, batched = _prompts(body, model.vocab_size, limits)
     num_prompts = len(texts or ids)
     limits.check_batch_size(num_prompts * body.n)
     samplings = [read_sampling(body, model.vocab_size, limits) for _ in range(num_prompts)]
@@ -137,13 +137,15 @@ def _ids(
     return reply_id, read_rids(names, num_prompts, batched=batched)
 
 
-def _prompts(body: CompletionBody, vocab_size: int) -> tuple[list[str], list[list[int]], bool]:
+def _prompts(
+    body: CompletionBody, vocab_size: int, limits: HttpLimits
+) -> tuple[list[str], list[list[int]], bool]:
     """Texts or ids, whichever was given, and whether as a list of prompts."""
     if isinstance(body.prompt, str):
         return [body.prompt], [], False
     if isinstance(body.prompt[0], str):
         return body.prompt, [], True
-    rows, batched = id_rows("prompt", body.prompt, vocab_size)
+    rows, batched = id_rows("prompt", body.prompt, vocab_size, limits)
     return [], rows, batched
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar, cast
 from pydantic import Field
 
 from router.body import FailFast, OneOf, shown, wrong
+from router.limits import MAX_BATCH_SIZE, HttpLimits
 from shared.errors import RequestError
 
 T = TypeVar("T")
@@ -19,8 +20,8 @@ MAX_TOKEN_ID = 2**31 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], FailFast()]
-Texts = Annotated[list[str], FailFast(), Field(min_length=1)]
-IdRows = Annotated[list[TokenIds], FailFast(), Field(min_length=1)]
+Texts = Annotated[list[str], FailFast(), Field(min_length=1, max_length=MAX_BATCH_SIZE)]
+IdRows = Annotated[list[TokenIds], FailFast(), Field(min_length=1, max_length=MAX_BATCH_SIZE)]
 IdPrompts = Annotated[
     list[int] | list[list[int]],
     OneOf(
@@ -31,7 +32,10 @@ IdPrompts = Annotated[
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
 Rids = Annotated[
     str | list[str] | None,
-    OneOf("a string or a list of strings", {"str": Rid, "list": Annotated[list[Rid], FailFast()]}),
+    OneOf(
+        "a string or a list of strings",
+        {"str": Rid, "list": Annotated[list[Rid], FailFast(), Field(max_length=MAX_BATCH_SIZE)]},
+    ),
     Field(description="Names the request, for /abort_request; no other that runs may have the same."),
 ]
 ReturnTimeline = Annotated[bool, Field(description="Tell when it was in which stage, and on which node.")]
@@ -47,10 +51,13 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
         )
 
 
-def id_rows(name: str, value: list[int] | list[list[int]], vocab_size: int) -> tuple[list[list[int]], bool]:
+def id_rows(
+    name: str, value: list[int] | list[list[int]], vocab_size: int, limits: HttpLimits
+) -> tuple[list[list[int]], bool]:
     """The rows of token ids in `value`, as IdPrompts has checked it, and whether it is a list of rows."""
     batched = isinstance(value[0], list)
     rows = cast("list[list[int]]", value if batched else [value])
+    limits.check_batch_size(len(rows))
     for at, row in enumerate(rows):
         check_token_ids(f"{name}[{at}]" if batched else name, row, vocab_size)
     return rows, batched

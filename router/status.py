@@ -63,6 +63,7 @@ class FleetStatus:
             "model_path": self._model.get().model,
             "served_model_name": self._model.name(),
             "context_length": self.context_length(),
+            "max_model_len": self.context_length(),
             "page_size": layout.page_size if layout else None,
             "dtype": layout.dtype if layout else None,
             "max_total_num_tokens": min((n.limits.max_total_num_tokens for n in decode), default=0),
