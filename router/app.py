@@ -11,6 +11,7 @@ All are plain ASGI: starlette's BaseHTTPMiddleware would stand between a stream 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ from router.live_state import LiveState
 from router.membership import Membership
 from router.metrics import Metrics
 from router.openai_api import openai_routes
+from router.openapi import openapi_document
+from router.openapi_operations import OPERATIONS
 from router.page_api import page_routes
 from router.profile_api import profile_routes
 from router.request_ids import HEADER, RequestIds
@@ -85,7 +88,8 @@ def create_app(service: Service) -> ASGIApp:
 
 def create_api(service: Service) -> FastAPI:
     """The routes."""
-    app = FastAPI(title="Baton", version=VERSION)
+    # FastAPI's pages for the document load scripts from a CDN; this server's users may be anywhere.
+    app = FastAPI(title="Baton", version=VERSION, docs_url=None, redoc_url=None)
     rids = LiveRids()
     generator = Generator(service.dispatcher, rids)
     model, limits, status = service.model, service.limits, service.status
@@ -109,6 +113,9 @@ def create_api(service: Service) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
+    keys_are_set = service.keys.has_clients or service.keys.has_admins
+    document = functools.cache(lambda: openapi_document(app, OPERATIONS, with_keys=keys_are_set))
+    app.openapi = document  # type: ignore[method-assign]
     return app
 
 

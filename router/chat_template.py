@@ -1,39 +1,96 @@
-"""Chat messages to a prompt, by the model's own jinja template in a sandbox."""
+"""Chat messages to a prompt, by the model's own jinja template in a sandbox, as transformers' apply_chat_template."""
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
 import msgspec
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.template_sandbox import Limits, SandboxedTemplates
 from shared.errors import ConfigError, ModelError, RequestError
+
+_INLINE_CHARS = 4000
+"""Longer conversations are rendered in a worker thread: what a template makes of them may take long."""
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """What a template sees. None is as good as absent: transformers passes it for tools and documents too."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, object]] | None = None
+    documents: Sequence[Mapping[str, object]] | None = None
+    variables: Mapping[str, object] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def num_chars(self) -> int:
+        """About how long the prompt will be."""
+        return len(msgspec.json.encode((self.messages, self.tools, self.documents)))
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens that templates name (`bos_token`, `eos_token`, ...)."""
+    """Compiled templates, and the special tokens that templates name (`bos_token`, `eos_token`, ...).
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], *, origin: str) -> None:
+    `sources` is by name. A model may have one of the name "tool_use", which then serves requests with tools.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        *,
+        origin: str,
+        limits: Limits | None = None,
+    ) -> None:
         self._special_tokens = dict(special_tokens)
+        self._sandbox = SandboxedTemplates(limits or Limits())
+        self._knows_developer = any("developer" in source for source in sources.values())
         try:
-            self._template = _environment().from_string(source)
+            self._compiled = {name: self._sandbox.compile(source) for name, source in sources.items()}
         except jinja2.TemplateError as e:
             raise ConfigError(f"{origin}: the chat template cannot be compiled: {e}") from e
 
-    def render(self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]) -> str:
-        """The prompt, up to where the assistant begins. Raises RequestError when the template objects."""
-        names = {**self._special_tokens, **variables, "messages": messages, "add_generation_prompt": True}
-        try:
-            return self._template.render(names)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError, RecursionError) as e:
-            # A template indexes and adds up what the client sent, so any of these is about the messages.
-            raise RequestError(f"the chat template refused the messages: {e}", param="messages") from e
+    async def render(self, chat: Chat) -> str:
+        """The prompt, up to where the assistant begins or goes on. Raises RequestError when the template objects."""
+        if chat.num_chars() <= _INLINE_CHARS:
+            return self.render_now(chat)
+        return await asyncio.to_thread(self.render_now, chat)
+
+    def render_now(self, chat: Chat) -> str:
+        """See `render`. Bounded in time and size, but it may take all of that time."""
+        messages = [self._worded(message) for message in chat.messages]
+        if chat.continue_final_message:
+            messages[-1] = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{_TAG}"}
+        names = {
+            **self._special_tokens,
+            **chat.variables,
+            "messages": messages,
+            "tools": chat.tools,
+            "documents": chat.documents,
+            "add_generation_prompt": chat.add_generation_prompt,
+        }
+        with_tools = chat.tools is not None and "tool_use" in self._compiled
+        template = self._compiled["tool_use" if with_tools else "default"]
+        text = self._sandbox.render(template, names)
+        return _up_to_tag(text) if chat.continue_final_message else text
+
+    def _worded(self, message: Message) -> dict[str, Any]:
+        """OpenAI renamed `system` to `developer`; a template that never heard of that would drop the message."""
+        role = message.get("role")
+        return (
+            {**message, "role": "system"}
+            if role == "developer" and not self._knows_developer
+            else {**message}
+        )
 
 
 def load_chat_template(folder: Path, override: Path | None) -> ChatTemplate | None:
@@ -47,33 +104,28 @@ def load_chat_template(folder: Path, override: Path | None) -> ChatTemplate | No
         for name, value in tokenizer_config.items()
         if name.endswith("_token") and (text := _special_token(value)) is not None
     }
-    for path in (override, folder / "chat_template.jinja"):
-        if path is not None and (path is override or path.is_file()):
-            return ChatTemplate(_read(path), special_tokens, origin=str(path))
-    source = _default_template(tokenizer_config.get("chat_template"))
-    if source is None:
+    if override is not None:
+        return ChatTemplate({"default": _read(override)}, special_tokens, origin=str(override))
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        sources = {other.stem: _read(other) for other in others} | {"default": _read(path)}
+        return ChatTemplate(sources, special_tokens, origin=str(path))
+    sources = _named_sources(tokenizer_config.get("chat_template"))
+    if "default" not in sources:
         return None
-    return ChatTemplate(source, special_tokens, origin=str(folder / "tokenizer_config.json"))
+    return ChatTemplate(sources, special_tokens, origin=str(folder / "tokenizer_config.json"))
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What transformers gives to templates; nothing that reaches outside."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _tojson(value: object, **options: Any) -> str:
-    # jinja's own filter escapes for HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _up_to_tag(text: str) -> str:
+    """The prompt up to the end of the last message, which the tag marks; the template may have trimmed both."""
+    at = text.rfind(_TAG.strip())
+    if at < 0:
+        raise RequestError(
+            "continue_final_message: the chat template does not show the last message's content as it is",
+            param="continue_final_message",
+        )
+    return text[:at] if text.startswith(_TAG, at) else text[:at].rstrip()
 
 
 def _special_token(value: object) -> str | None:
@@ -82,11 +134,13 @@ def _special_token(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _default_template(value: object) -> str | None:
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+def _named_sources(value: object) -> dict[str, str]:
+    """`chat_template` of a tokenizer_config.json: one source, or a list of {"name", "template"}."""
+    if isinstance(value, str):
+        return {"default": value}
+    entries = value if isinstance(value, list) else []
+    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    return {str(name): source for name, source in named.items() if isinstance(source, str)}
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:

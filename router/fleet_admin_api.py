@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response, params
+from msgspec import UNSET
+from msgspec.structs import asdict
 from pydantic import Field
 
 from router.api_keys import ApiKeys, admin_only
 from router.body import Body, parse, validate
+from router.fleet_answers import Fleet, FleetNode, NodeAdded, NodeRemoved
 from router.fleet_changes import FleetChanges, Removed
 from router.limits import HttpLimits
 from router.member import Member
@@ -56,7 +58,7 @@ def fleet_admin_routes(
     async def fleet() -> Response:
         """Every node that is dialled, with its load asked for now."""
         await membership.refresh(_REFRESH_S)
-        return json_response({"nodes": [describe_in_full(member) for member in membership.members]})
+        return json_response(Fleet(nodes=[describe_in_full(member) for member in membership.members]))
 
     @router.post("/nodes", response_model=None)
     async def add_node(request: Request) -> Response:
@@ -64,7 +66,7 @@ def fleet_admin_routes(
         asked = parse(AddNode, await read_body(request, limits.max_body_bytes))
         role = Role(asked.role)
         member = await changes.add(role, _address(role, asked.address), ADD_WAIT_S)
-        return json_response({"success": True, "node": describe_in_full(member)})
+        return json_response(NodeAdded(node=describe_in_full(member)))
 
     @router.delete("/nodes/{node_id:path}", response_model=None)
     async def remove_node(node_id: str, drain_timeout_s: str | None = None) -> Response:
@@ -93,22 +95,21 @@ def fleet_guards(keys: ApiKeys, host: str) -> Sequence[params.Depends]:
     return [Depends(must_be_told_apart), Depends(admin_only)]
 
 
-def described_removal(removed: Removed) -> dict[str, object]:
+def described_removal(removed: Removed) -> NodeRemoved:
     """The body of an answer to DELETE."""
-    return {
-        "success": True,
-        "node_id": removed.node_id or None,
-        "address": removed.address,
-        "num_ended_requests": removed.num_ended,
-    }
+    return NodeRemoved(
+        node_id=removed.node_id or None, address=removed.address, num_ended_requests=removed.num_ended
+    )
 
 
-def describe_in_full(member: Member) -> dict[str, object]:
+def describe_in_full(member: Member) -> FleetNode:
     """A member as `GET /fleet` tells it."""
-    body: dict[str, object] = {"role": member.role, **describe_member(member), "pinned": member.pinned}
-    if member.node is not None:
-        body["load"] = msgspec.structs.asdict(member.node.load)
-    return body
+    return FleetNode(
+        **describe_member(member),
+        role=member.role,
+        pinned=member.pinned,
+        load=asdict(member.node.load) if member.node is not None else UNSET,
+    )
 
 
 def _address(role: Role, text: str) -> str:

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
+from msgspec.structs import asdict, replace
 from pydantic import Field
 
 from router.api_keys import admin_only
 from router.body import Body, OneOf, parse, validate
 from router.dispatch import Dispatcher
+from router.fleet_answers import Detokenized, Flushed, ModelInfo, RequestsAborted, Tokenized
 from router.generate_api import WEIGHT_VERSION
 from router.generation import Generator, Prompt
 from router.limits import HttpLimits
@@ -104,7 +106,7 @@ def health_routes(
                 raise RequestError(f"no answer within {_PROBE_TIMEOUT_S:g} s", status=503) from None
 
         await while_connected(request.receive, run())
-        return json_response({**status.describe(), "generated_in_s": time.monotonic() - started})
+        return json_response(replace(status.describe(), generated_in_s=time.monotonic() - started))
 
     return router
 
@@ -126,17 +128,16 @@ def info_routes(
         """The model."""
         served = model.get()
         return json_response(
-            {
-                "model_path": served.model,
-                "tokenizer_path": str(served.path),
-                "weight_version": WEIGHT_VERSION,
-                "vocab_size": served.vocab_size,
-                "is_generation": True,
-                "served_model_name": served.name,
-                "context_length": status.context_length(),
-                "max_model_len": status.context_length(),
-                "has_chat_template": served.chat_template is not None,
-            }
+            ModelInfo(
+                model_path=served.model,
+                tokenizer_path=str(served.path),
+                weight_version=WEIGHT_VERSION,
+                served_model_name=served.name,
+                vocab_size=served.vocab_size,
+                context_length=status.context_length(),
+                max_model_len=status.context_length(),
+                has_chat_template=served.chat_template is not None,
+            )
         )
 
     @router.get("/get_server_info", response_model=None)
@@ -144,7 +145,7 @@ def info_routes(
     async def server_info() -> Response:
         """Sizes, flags and the load of every node, asked for now."""
         await membership.refresh(_REFRESH_S)
-        return json_response({**flags, **status.server_info()})
+        return json_response({**flags, **asdict(status.server_info())})
 
     @router.get("/metrics", response_model=None)
     async def prometheus() -> Response:
@@ -163,11 +164,11 @@ def info_routes(
         limits.check_batch_size(len(texts))
         ids = await served.tokenizer.encode(texts, add_special_tokens=body.add_special_tokens)
         return json_response(
-            {
-                "tokens": ids if many else ids[0],
-                "count": [len(row) for row in ids] if many else len(ids[0]),
-                "max_model_len": status.context_length(),
-            }
+            Tokenized(
+                tokens=ids if many else ids[0],
+                count=[len(row) for row in ids] if many else len(ids[0]),
+                max_model_len=status.context_length(),
+            )
         )
 
     @router.post("/v1/detokenize", response_model=None, include_in_schema=False)
@@ -184,7 +185,7 @@ def info_routes(
 
         # tokenizers lets the GIL go: a long list must not hold up streams.
         texts = await asyncio.to_thread(decode) if sum(map(len, rows)) > _DECODED_INLINE else decode()
-        return json_response({"text": texts if many else texts[0]})
+        return json_response(Detokenized(text=texts if many else texts[0]))
 
     return router
 
@@ -195,9 +196,7 @@ def control_routes(
     """What an operator does to a running service."""
     router = APIRouter()
 
-    @router.get(
-        "/flush_cache", response_model=None, include_in_schema=False, dependencies=[Depends(admin_only)]
-    )
+    @router.get("/flush_cache", response_model=None, dependencies=[Depends(admin_only)])
     @router.post("/flush_cache", response_model=None, dependencies=[Depends(admin_only)])
     async def flush_cache(timeout: str | None = None) -> Response:
         """Empty every RadixCache, once nothing runs; `timeout` says how many seconds that may take."""
@@ -210,7 +209,7 @@ def control_routes(
             await asyncio.sleep(_FLUSH_RETRY_S)
         if busy:
             raise RequestError(f"not flushed, because requests are running: {', '.join(busy)}", code="busy")
-        return json_response({"success": True, "message": "Cache flushed.", "nodes": sorted(flushed)})
+        return json_response(Flushed(message="Cache flushed.", nodes=sorted(flushed)))
 
     @router.post("/abort_request", response_model=None)
     async def abort_request(request: Request) -> Response:
@@ -224,7 +223,7 @@ def control_routes(
         running = [req for req in found if not req.ended]
         for req in running:
             dispatcher.abort(req, "aborted by /abort_request")
-        return json_response({"success": True, "aborted": len(running)})
+        return json_response(RequestsAborted(aborted=len(running)))
 
     return router
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from msgspec import UNSET
 
 from router.admission import Admission
+from router.answer import StampAnswer
 from router.body import parse
 from router.generate_requests import GenerateBody, GenerateRequest, read_generate
 from router.generation import Generation, GenerationGroup, Generator
 from router.limits import HttpLimits
 from router.logprobs import NativeLogprobs
+from router.native_answers import GenerateAnswer, MetaInfo
 from router.request_log import note_group
 from router.responses import json_response, read_body, stream_response, while_connected
 from router.served_model import ModelSlot
@@ -26,7 +30,7 @@ def generate_routes(
     """The route."""
     router = APIRouter()
 
-    @router.put("/generate", response_model=None, include_in_schema=False)
+    @router.put("/generate", response_model=None)
     @router.post("/generate", response_model=None)
     async def generate(request: Request) -> Response:
         """Complete one prompt or several."""
@@ -43,28 +47,27 @@ def generate_routes(
     return router
 
 
-def meta_info(generation: Generation, *, with_timeline: bool) -> dict[str, object]:
-    """What is told about a sequence beside its text."""
+def meta_info(generation: Generation, *, with_timeline: bool, logprobs: Mapping[str, Any]) -> MetaInfo:
+    """What is told about a sequence beside its text; `logprobs` are fields of NativeLogprobs."""
     req = generation.req
-    known: dict[str, object] = {
-        "id": generation.prompt.rid,
-        "finish_reason": generation.finish_reason,
-        "prompt_tokens": req.prompt_len,
-        "completion_tokens": len(generation.output_ids),
-        "cached_tokens": req.cached_tokens,
-        "weight_version": WEIGHT_VERSION,
-    }
-    if req.ended_at is not None:
-        known["e2e_latency"] = req.ended_at - req.started_at
-    if with_timeline:
-        known |= timeline_fields(generation)
-    return known
+    timeline = timeline_fields(generation) if with_timeline else {}
+    return MetaInfo(
+        id=generation.prompt.rid,
+        finish_reason=generation.finish_reason,
+        prompt_tokens=req.prompt_len,
+        completion_tokens=len(generation.output_ids),
+        cached_tokens=req.cached_tokens,
+        weight_version=WEIGHT_VERSION,
+        e2e_latency=UNSET if req.ended_at is None else req.ended_at - req.started_at,
+        **timeline,
+        **logprobs,
+    )
 
 
-def timeline_fields(generation: Generation) -> dict[str, object]:
+def timeline_fields(generation: Generation) -> dict[str, Any]:
     """The stages known so far, in order of time. A node tells them with its first token and with its last."""
     return {
-        "timeline": [{"role": s.role, "stage": s.stage, "time": s.time} for s in generation.timeline],
+        "timeline": [StampAnswer.of(stamp) for stamp in generation.timeline],
         "kv_pages_transferred": generation.req.kv_pages_transferred,
         "kv_bytes_transferred": generation.req.kv_bytes_transferred,
     }
@@ -83,10 +86,7 @@ async def _events(
     async with group:
         outputs = [_Output(generation, asked, tokenizer) for generation in group.generations]
         async for generation, _ in group.steps():
-            event = await outputs[generation.index].so_far()
-            if asked.as_list:
-                event["index"] = generation.index
-            yield event
+            yield await outputs[generation.index].so_far(with_index=asked.as_list)
 
 
 class _Output:
@@ -98,14 +98,13 @@ class _Output:
         text_of = tokenizer.token_text if asked.with_logprob_text else None
         self._logprobs = NativeLogprobs(generation, text_of)
 
-    async def so_far(self) -> dict[str, object]:
+    async def so_far(self, *, with_index: bool = False) -> GenerateAnswer:
         """To be encoded before the next call."""
+        logprobs = await self._logprobs.so_far()
         generation = self._generation
-        return {
-            "text": generation.text,
-            "output_ids": generation.output_ids,
-            "meta_info": {
-                **meta_info(generation, with_timeline=self._with_timeline),
-                **await self._logprobs.so_far(),
-            },
-        }
+        return GenerateAnswer(
+            text=generation.text,
+            output_ids=generation.output_ids,
+            meta_info=meta_info(generation, with_timeline=self._with_timeline, logprobs=logprobs),
+            index=generation.index if with_index else UNSET,
+        )

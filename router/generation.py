@@ -17,6 +17,7 @@ from types import TracebackType
 
 from router.admission import Ticket
 from router.dispatch import Dispatcher, Work
+from router.finish_reason import AbortReason, FinishReason, LengthReason, StopReason
 from router.live_rids import LiveRids
 from router.output_text import OutputText
 from router.running_req import Aborted, RunningReq
@@ -61,7 +62,7 @@ class Generation:
         self.choice = choice
         self.index = index
         self.output_logprobs: list[TokenLogprobs] = []
-        self.finish_reason: dict[str, object] | None = None
+        self.finish_reason: FinishReason | None = None
         self.finished_at: float | None = None
         self.queued_at = time.time()
         self._req: RunningReq | None = None
@@ -105,13 +106,13 @@ class Generation:
         ):
             raise RequestError("a node sent tokens without the logprobs that were asked for", status=500)
         if self._output.matched is not None:
-            self._finish({"type": "stop", "matched": self._output.matched})
+            self._finish(StopReason(matched=self._output.matched))
         elif isinstance(finish, Aborted):
-            self._finish({"type": "abort", "message": finish.message, "status_code": ABORTED_STATUS})
+            self._finish(AbortReason(message=finish.message, status_code=ABORTED_STATUS))
         elif finish is not None and finish.type == "stop":
-            self._finish({"type": "stop", "matched": finish.matched})
+            self._finish(StopReason(matched=finish.matched))
         elif finish is not None:
-            self._finish({"type": finish.type, "length": len(self.output_ids)})
+            self._finish(LengthReason(length=len(self.output_ids)))
         return added
 
     @cached_property
@@ -132,7 +133,7 @@ class Generation:
             stamps.append(Stamp("router", ReqStage.FINISHED, self.finished_at))
         return sorted(stamps, key=lambda stamp: stamp.time)
 
-    def _finish(self, reason: dict[str, object]) -> None:
+    def _finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason
         self.finished_at = time.time()
 

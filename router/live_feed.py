@@ -5,14 +5,14 @@ The first event of a feed holds the samples of the last ten minutes, each later 
 
 from __future__ import annotations
 
-import msgspec
+from router.answer import Answer
 
 SAMPLE_INTERVAL_S = 1.0
 MAX_SAMPLES = 600
 PERCENTILES = (0.5, 0.9, 0.99)
 
 
-class RouterNow(msgspec.Struct, frozen=True, kw_only=True):
+class RouterNow(Answer, frozen=True, kw_only=True):
     """The router that answers. `context_length` is None while no node has said which model it serves."""
 
     status: str
@@ -25,7 +25,7 @@ class RouterNow(msgspec.Struct, frozen=True, kw_only=True):
     percentile_window_s: float
 
 
-class NodeNow(msgspec.Struct, frozen=True, kw_only=True):
+class NodeNow(Answer, frozen=True, kw_only=True):
     """A node. `state` is loading, dialling, live, draining, refused or gone; `reason` says why it is not live.
 
     Held pages belong to requests and transfers, cached ones only to the RadixCache: they are given up when needed.
@@ -51,7 +51,7 @@ class NodeNow(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_s: float = 0.0
 
 
-class FleetSample(msgspec.Struct, frozen=True, kw_only=True):
+class FleetSample(Answer, frozen=True, kw_only=True):
     """The connected nodes of one role, added up. KV bytes count where they arrive and where they leave."""
 
     num_nodes: int
@@ -66,7 +66,7 @@ class FleetSample(msgspec.Struct, frozen=True, kw_only=True):
     num_held_pages: int
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class Sample(Answer, frozen=True, kw_only=True):
     """One second. Percentiles (see PERCENTILES) are over the last few, and None if nothing was observed in them.
 
     Of this router's sequences, `num_running_reqs` stream and `num_queue_reqs` wait for their first token.
@@ -83,7 +83,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     decode: FleetSample
 
 
-class LiveEvent(msgspec.Struct, frozen=True, kw_only=True):
+class LiveEvent(Answer, frozen=True, kw_only=True):
     """One event of the feed."""
 
     router: RouterNow

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from router.detokenizer import Detokenizer
 from router.generation import Generation
+from router.openai_answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from router.tokenizer import Tokenizer
 from shared.protocol.logprobs import LogprobParams, TokenLogprobs
 
@@ -35,8 +37,8 @@ class NativeLogprobs:
         self._num_worded = 0
         self._of_output: dict[str, list[object]] = {}
 
-    async def so_far(self) -> dict[str, object]:
-        """To be encoded before the next call: lists grow."""
+    async def so_far(self) -> dict[str, Any]:
+        """Fields of MetaInfo, to be encoded before the next call: lists grow."""
         wanted = self._generation.prompt.sampling.params.logprobs
         if wanted is None:
             return {}
@@ -110,22 +112,24 @@ def _entry(logprob: float | None, token_id: int, text_of: TextOf | None) -> Entr
     return logprob, token_id, text_of(token_id) if text_of is not None else None
 
 
-def chat_logprobs(generation: Generation, first: int, tokenizer: Tokenizer) -> dict[str, object]:
+def chat_logprobs(generation: Generation, first: int, tokenizer: Tokenizer) -> ChatLogprobs:
     """`choices[].logprobs` of a chat for the output tokens from `first` on."""
 
-    def worded(logprob: float, token_id: int) -> dict[str, object]:
-        return {
-            "token": tokenizer.token_text(token_id),
-            "logprob": logprob,
-            "bytes": list(tokenizer.token_bytes(token_id)),
-        }
+    def likely(logprob: float, token_id: int) -> TopLogprob:
+        text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        return TopLogprob(token=text, logprob=logprob, bytes=list(raw))
 
     judged = zip(generation.output_ids[first:], generation.output_logprobs[first:], strict=True)
     content = [
-        {**worded(known.logprob, token_id), "top_logprobs": [worded(*top) for top in known.top]}
+        TokenLogprob(
+            token=tokenizer.token_text(token_id),
+            logprob=known.logprob,
+            bytes=list(tokenizer.token_bytes(token_id)),
+            top_logprobs=[likely(*top) for top in known.top],
+        )
         for token_id, known in judged
     ]
-    return {"content": content, "refusal": None}
+    return ChatLogprobs(content=content)
 
 
 class TextOffsets:
@@ -156,7 +160,7 @@ class JudgedText:
         after = tokenizer.detokenizer(skip_special_tokens=skip, prompt_ids=generation.prompt.input_ids)
         self._in_output = TextOffsets(after, len(echo or ""))
 
-    def worded(self, *, prompt: bool, output_from: int | None) -> dict[str, object]:
+    def worded(self, *, prompt: bool, output_from: int | None) -> CompletionLogprobs:
         """`choices[].logprobs` of the prompt, and of output tokens from `output_from` on (None: of none)."""
         generation = self._generation
         token_ids: list[int] = []
@@ -172,14 +176,12 @@ class JudgedText:
             offsets += self._in_output.of(generation.output_ids)[output_from:]
         judged = list(zip(token_ids, logprobs, strict=True))
         text_of = self._tokenizer.token_text
-        return {
-            "tokens": [text_of(token_id) for token_id in token_ids],
-            "token_logprobs": [known.logprob if known else None for known in logprobs],
-            "top_logprobs": [
-                self._likeliest(token_id, known) if known else None for token_id, known in judged
-            ],
-            "text_offset": offsets,
-        }
+        return CompletionLogprobs(
+            tokens=[text_of(token_id) for token_id in token_ids],
+            token_logprobs=[known.logprob if known else None for known in logprobs],
+            top_logprobs=[self._likeliest(token_id, known) if known else None for token_id, known in judged],
+            text_offset=offsets,
+        )
 
     def _likeliest(self, token_id: int, known: TokenLogprobs) -> dict[str, float]:
         """Also the token itself, be it among the likeliest or not, as OpenAI's does."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from router.body import Body, FailFast, OneOf, Refused
+from router.body import Body, OneOf, Refused
 from router.grammars import ResponseFormat, format_grammar
 from router.limits import MAX_CHOICES
 from router.logprob_fields import TopNum
@@ -14,9 +14,7 @@ from router.prompts import ExtraKey, IdRows, ReturnTimeline, Rids, Texts, TokenI
 from router.sampling import NewTokens, SamplingBody, Seed, Spelled
 from router.scheduling_hints import Priority, RoutingKey
 
-MAX_MESSAGES = 4096
-MAX_PARTS = 4096
-_AS_MUCH_AS_FITS = 2**31 - 1
+NoEffect = Annotated[Any, Field(description="Taken from OpenAI's clients; has no effect.")]
 
 
 class StreamOptions(Body):
@@ -46,6 +44,7 @@ class OpenAIBody(SamplingBody):
     priority: Priority = 0
     routing_key: RoutingKey = None
     extra_key: Annotated[ExtraKey, Field(description="Requests with different keys share no cache.")] = ""
+    user: NoEffect = None
     lora_path: Annotated[Any, Refused()] = None
 
     def max_new_tokens(self) -> int:
@@ -59,7 +58,7 @@ class OpenAIBody(SamplingBody):
             min_new_tokens=self.min_tokens,
             min_new_tokens_name="min_tokens",
             seed=self.seed,
-            response_format=format_grammar("response_format", self.response_format),
+            grammars=(format_grammar("response_format", self.response_format),),
         )
 
 
@@ -94,81 +93,15 @@ class CompletionBody(OpenAIBody):
         BeforeValidator(lambda value: None if value is False else value),
         Field(description="Tell the logprobs of tokens, and of so many of the likeliest at each position."),
     ] = None
-    best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES, description="The same as `n`.")] = None
+    best_of: Annotated[
+        int | None,
+        Field(
+            ge=1, le=MAX_CHOICES, description="Generate so many, and tell the `n` likeliest by mean logprob."
+        ),
+    ] = None
     suffix: Annotated[Any, Refused(("",))] = None
 
     def max_new_tokens(self) -> int:
         """See OpenAIBody; OpenAI's default is 16."""
         given = (self.max_tokens, self.max_completion_tokens)
         return next((number for number in given if number is not None), 16)
-
-
-class TextPart(Body):
-    """A part of a message."""
-
-    type: Annotated[Literal["text"], Field(description="Only text is served.")]
-    text: Annotated[str, Field(description="Follows the part before it without a gap.")]
-
-
-class ChatMessage(Body):
-    """One message. What else it holds is for the chat template."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
-
-    role: Annotated[
-        Literal["system", "developer", "user", "assistant", "tool", "function"],
-        Field(description="Whose message it is."),
-    ]
-    content: Annotated[
-        str | list[TextPart] | None,
-        OneOf(
-            "a string or a list of parts",
-            {"str": str, "list": Annotated[list[TextPart], FailFast(), Field(max_length=MAX_PARTS)]},
-        ),
-        Field(description="Text, or parts of it; an assistant's message may have none."),
-    ] = None
-
-
-class ChatBody(OpenAIBody):
-    """A conversation, to be continued by the assistant."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "messages": [
-                        {"role": "system", "content": "Answer in one sentence."},
-                        {"role": "user", "content": "Why is the sky blue?"},
-                    ],
-                    "max_completion_tokens": 64,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                }
-            ]
-        }
-    )
-
-    messages: Annotated[
-        list[ChatMessage],
-        FailFast(),
-        Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation so far."),
-    ]
-    logprobs: Annotated[bool, Field(description="Tell the logprobs of tokens.")] = False
-    top_logprobs: Annotated[TopNum, Field(description="And of so many of the likeliest.")] = 0
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Field(description="Variables for the chat template.")
-    ] = None
-    chat_template: Annotated[Any, Refused(why="the server's to choose")] = None
-    tools: Annotated[Any, Refused(([],))] = None
-    tool_choice: Annotated[Any, Refused(("none", "auto"))] = None
-    functions: Annotated[Any, Refused(([],))] = None
-    function_call: Annotated[Any, Refused(("none", "auto"))] = None
-    continue_final_message: Annotated[Any, Refused((False,))] = None
-    add_generation_prompt: Annotated[Any, Refused((True,))] = None
-    audio: Annotated[Any, Refused()] = None
-    prediction: Annotated[Any, Refused()] = None
-
-    def max_new_tokens(self) -> int:
-        """See OpenAIBody; without a bound, as much as fits."""
-        given = (self.max_completion_tokens, self.max_tokens)
-        return next((number for number in given if number is not None), _AS_MUCH_AS_FITS)

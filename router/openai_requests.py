@@ -4,34 +4,45 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
 
 from router.admission import Ticket
 from router.body import shown, wrong
+from router.chat_bodies import ChatBody, ChatInputMessage, EarlierCall
+from router.chat_template import Chat
 from router.generation import Prompt
 from router.limits import HttpLimits
 from router.logprob_fields import chat_logprobs, check_num_completion, completion_logprobs
-from router.openai_bodies import ChatBody, ChatMessage, CompletionBody, OpenAIBody, StreamOptions
+from router.openai_bodies import CompletionBody, OpenAIBody, StreamOptions
 from router.prompts import id_rows, read_rids
 from router.request_ids import requested_rid
 from router.sampling import read_sampling
 from router.scheduling_hints import read_hints
 from router.served_model import ServedModel
+from router.tool_calls import ForcedCall
 from shared.errors import RequestError
+from shared.protocol.logprobs import LogprobParams
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAIRequest:
     """A checked body of either route. `id` is the client's rid or a random one; `stream` is None for one answer.
 
-    `echoes` are the texts of the prompts, for those who want them in front of the answer.
+    `echoes` are the texts of the prompts, for those who want them in front of the answer; `best_n` of each prompt's
+    sequences are told (None: all); `call` is what a chat's answer has to be.
     """
 
     id: str
     prompts: list[Prompt]
     stream: StreamOptions | None
     with_timeline: bool
+    with_logprobs: bool
     echoes: list[str] | None = None
+    best_n: int | None = None
+    call: ForcedCall | None = None
 
 
 async def read_completion(
@@ -41,14 +52,16 @@ async def read_completion(
     _check_model(body.model, model)
     texts, ids, batched = _prompts(body, model.vocab_size, limits)
     num_prompts = len(texts or ids)
-    limits.check_batch_size(num_prompts * body.n)
-    samplings = [read_sampling(body, model.vocab_size, limits) for _ in range(num_prompts)]
-    if body.best_of not in (None, body.n):
-        raise wrong("best_of", f"the same as n, {body.n}", body.best_of)
+    best_of = _best_of(body, limits)
+    limits.check_batch_size(num_prompts * best_of)
+    samplings = [
+        replace(read_sampling(body, model.vocab_size, limits), n=best_of) for _ in range(num_prompts)
+    ]
     reply_id, rids = _ids(requested_rid(body.rid, headers), "cmpl-", num_prompts, batched=batched)
     hints = read_hints(body.priority, body.routing_key, headers)
-    logprobs = completion_logprobs(body.logprobs, limits, echo=body.echo)
-    ticket.take(num_prompts * body.n)
+    told = completion_logprobs(body.logprobs, limits, echo=body.echo)
+    logprobs = LogprobParams() if told is None and best_of > body.n else told
+    ticket.take(num_prompts * best_of)
     if texts:
         ids = await model.tokenizer.encode(texts)
     for at, input_ids in enumerate(ids):
@@ -74,7 +87,9 @@ async def read_completion(
         prompts=prompts,
         stream=_stream(body),
         with_timeline=body.return_timeline,
+        with_logprobs=told is not None,
         echoes=echoes,
+        best_n=body.n if best_of > body.n else None,
     )
 
 
@@ -83,7 +98,6 @@ async def read_chat(
 ) -> OpenAIRequest:
     """Check what the types of /v1/chat/completions cannot, take places and tokenize. Raises RequestError."""
     _check_model(body.model, model)
-    messages = [_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)]
     wanted = chat_logprobs(body.logprobs, body.top_logprobs, limits)
     sampling = read_sampling(body, model.vocab_size, limits).judged(wanted)
     limits.check_batch_size(sampling.n)
@@ -92,7 +106,7 @@ async def read_chat(
     if model.chat_template is None:
         raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
     ticket.take(sampling.n)
-    text = model.chat_template.render(messages, body.chat_template_kwargs or {})
+    text = await model.chat_template.render(_chat(body))
     # The template writes the special tokens itself.
     ids = (await model.tokenizer.encode([text], add_special_tokens=False))[0]
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
@@ -105,7 +119,12 @@ async def read_chat(
         hints=hints,
     )
     return OpenAIRequest(
-        id=reply_id, prompts=[prompt], stream=_stream(body), with_timeline=body.return_timeline
+        id=reply_id,
+        prompts=[prompt],
+        stream=_stream(body),
+        with_timeline=body.return_timeline,
+        with_logprobs=body.logprobs,
+        call=body.forced_call,
     )
 
 
@@ -149,11 +168,58 @@ def _prompts(
     return [], rows, batched
 
 
-def _message(message: ChatMessage, where: str) -> dict[str, object]:
+def _best_of(body: CompletionBody, limits: HttpLimits) -> int:
+    """How many sequences of each prompt are generated."""
+    if body.best_of is None:
+        return body.n
+    limits.check_n("best_of", body.best_of)
+    if body.best_of < body.n:
+        raise wrong("best_of", f"at least n, {body.n}", body.best_of)
+    if body.stream and body.best_of > body.n:
+        raise wrong("best_of", f"n, {body.n}, in a stream, which cannot wait for the best", body.best_of)
+    return body.best_of
+
+
+def _chat(body: ChatBody) -> Chat:
     """As the chat template is to see it."""
-    content = message.content
+    continues = body.continue_final_message
+    if continues and body.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    return Chat(
+        messages=[_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)],
+        tools=[{**tool.sent, "function": tool.function.sent} for tool in body.tools] if body.tools else None,
+        documents=body.documents,
+        variables=body.chat_template_kwargs or {},
+        add_generation_prompt=not continues
+        if body.add_generation_prompt is None
+        else body.add_generation_prompt,
+        continue_final_message=continues,
+    )
+
+
+def _message(message: ChatInputMessage, where: str) -> dict[str, object]:
+    """Templates want text in one piece, and the arguments of calls as objects; some want no empty list of calls."""
+    content, calls = message.content, message.tool_calls
     if isinstance(content, list):
         content = "".join(part.text for part in content)
     if content is None and message.role != "assistant":  # an assistant's may only call tools
         raise wrong(f"{where}.content", "a string or a list of parts", None)
-    return {**(message.model_extra or {}), "role": message.role, "content": content or ""}
+    worded = {**message.sent, "content": content or ""}
+    if not calls:
+        return {name: value for name, value in worded.items() if name != "tool_calls"}
+    named = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
+    return {**worded, "tool_calls": named}
+
+
+def _call(call: EarlierCall, where: str) -> dict[str, object]:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        name = f"{where}.function.arguments"
+        try:
+            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as e:
+            raise RequestError(f"{name} is no JSON object in a string: {e}", param=name) from e
+    return {**call.sent, "function": {**call.function.sent, "arguments": arguments or {}}}

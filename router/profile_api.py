@@ -9,6 +9,7 @@ from pydantic import Field
 
 from router.api_keys import admin_only
 from router.body import Body, Refused, parse
+from router.fleet_answers import Traces
 from router.limits import HttpLimits
 from router.membership import Membership
 from router.responses import json_response, read_body
@@ -61,4 +62,4 @@ def _told(answers: dict[str, Answered]) -> Response:
     if refused:
         others = f"; done on {', '.join(traces)}" if traces else ""
         raise RequestError("; ".join(f"{node_id}: {why}" for node_id, why in refused.items()) + others)
-    return json_response({"success": True, "traces": traces})
+    return json_response(Traces(traces=traces))

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.finish_reason import kind_of
 from router.generation import Generation, GenerationGroup
 from router.metrics import stage_durations
 from shared.errors import RequestError
@@ -120,7 +121,7 @@ def _queued_s(generation: Generation) -> Iterable[float]:
 
 def _finish(generation: Generation) -> str:
     if generation.finish_reason is not None:
-        return str(generation.finish_reason["type"])
+        return kind_of(generation.finish_reason)
     error = generation.req.error
     return f"error:{error.status}" if error is not None else "unfinished"
 

@@ -11,6 +11,7 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from router.answer import ErrorAnswer, ErrorDetail
 from shared.errors import RequestError
 from shared.log import crash
 
@@ -36,17 +37,14 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
     )
 
 
-def error_body(error: RequestError) -> dict[str, object]:
+def error_body(error: RequestError) -> ErrorAnswer:
     """The one shape of all errors; a superset of what either dialect needs."""
     kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    return {
-        "error": {
-            "message": error.message,
-            "type": kind,
-            "code": error.code or error.status,
-            "param": error.param,
-        }
-    }
+    return ErrorAnswer(
+        error=ErrorDetail(
+            message=error.message, type=kind, code=error.code or error.status, param=error.param
+        )
+    )
 
 
 def error_response(error: RequestError) -> Response:

@@ -94,7 +94,11 @@ class Spelled:
     min_new_tokens: int
     min_new_tokens_name: str
     seed: int | None
-    response_format: AskedGrammar | None = None
+    grammars: tuple[AskedGrammar | None, ...] = ()
+
+    def constrained(self, grammar: AskedGrammar | None) -> Spelled:
+        """The same, with one more grammar."""
+        return replace(self, grammars=(*self.grammars, grammar))
 
 
 class SamplingBody(Body):
@@ -218,7 +222,7 @@ def read_sampling(body: SamplingBody, vocab_size: int, limits: HttpLimits, path:
             schema_grammar(f"{at}json_schema", body.json_schema),
             text_grammar(f"{at}regex", "regex", body.regex),
             text_grammar(f"{at}ebnf", "ebnf", body.ebnf),
-            own.response_format,
+            *own.grammars,
         ),
         limits,
     )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
 
+from msgspec import UNSET
+from msgspec.structs import asdict
+
+from router.fleet_answers import FleetMember, Health, NodeInfo, ServerInfo
 from router.member import Member, MemberState
 from router.membership import Membership
+from router.node_link import LiveNode
 from router.served_model import ModelSlot
 from shared.protocol.messages import Role
 
@@ -32,59 +37,56 @@ class FleetStatus:
             return min(node.limits.context_length for node in decode)
         return self._model.get().context_length
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> Health:
         """The body of /health."""
         state, reason = self.state()
-        body: dict[str, object] = {"status": state, "model": self._model.name()}
-        if reason:
-            body["reason"] = reason
-        for role in Role:
-            body[role] = [describe_member(m) for m in self._membership.members if m.role is role] + [
-                {
-                    "node_id": loading.node_id,
-                    "state": "loading",
-                    "what": loading.what,
-                    "fraction": loading.fraction,
-                }
-                for loading in self._membership.loading.values()
-                if loading.role is role
-            ]
-        return body
+        return Health(
+            status=state,
+            model=self._model.name(),
+            prefill=self._fleet(Role.PREFILL),
+            decode=self._fleet(Role.DECODE),
+            reason=reason or UNSET,
+        )
 
-    def server_info(self) -> dict[str, object]:
+    def server_info(self) -> ServerInfo:
         """Sizes, and per node its flags, limits and latest load."""
         connected = [(m, m.node) for m in self._membership.members if m.node is not None]
-        live = [node for _, node in connected]
-        layout = live[0].hello.layout if live else None
+        layout = connected[0][1].hello.layout if connected else None
         decode = self._membership.live(Role.DECODE)
-        return {
-            "version": VERSION,
-            "status": self.state()[0],
-            "model_path": self._model.get().model,
-            "served_model_name": self._model.name(),
-            "context_length": self.context_length(),
-            "max_model_len": self.context_length(),
-            "page_size": layout.page_size if layout else None,
-            "dtype": layout.dtype if layout else None,
-            "max_total_num_tokens": min((n.limits.max_total_num_tokens for n in decode), default=0),
-            "max_running_requests": sum(n.limits.max_running_requests for n in decode),
-            "internal_states": [
-                {"node_id": node.ref.node_id, "role": node.role, **msgspec.structs.asdict(node.load)}
-                for node in live
+        return ServerInfo(
+            version=VERSION,
+            status=self.state()[0],
+            model_path=self._model.get().model,
+            served_model_name=self._model.name(),
+            context_length=self.context_length(),
+            max_model_len=self.context_length(),
+            page_size=layout.page_size if layout else None,
+            dtype=layout.dtype if layout else None,
+            max_total_num_tokens=min((n.limits.max_total_num_tokens for n in decode), default=0),
+            max_running_requests=sum(n.limits.max_running_requests for n in decode),
+            internal_states=[
+                {"node_id": node.ref.node_id, "role": node.role, **asdict(node.load)} for _, node in connected
             ],
-            "nodes": [
-                {
-                    "node_id": node.ref.node_id,
-                    "role": node.role,
-                    "state": member.state,
-                    "incarnation": node.ref.incarnation,
-                    "address": node.ref.address,
-                    "limits": msgspec.structs.asdict(node.limits),
-                    "flags": node.hello.flags,
-                }
+            nodes=[
+                NodeInfo(
+                    node_id=node.ref.node_id,
+                    role=node.role,
+                    state=member.state,
+                    incarnation=node.ref.incarnation,
+                    address=node.ref.address,
+                    limits=asdict(node.limits),
+                    flags=node.hello.flags,
+                )
                 for member, node in connected
             ],
-        }
+        )
+
+    def _fleet(self, role: Role) -> list[FleetMember]:
+        members = [m for m in self._membership.members if m.role is role]
+        loading = [n for n in self._membership.loading.values() if n.role is role]
+        return [FleetMember(**describe_member(m)) for m in members] + [
+            FleetMember(node_id=n.node_id, state="loading", what=n.what, fraction=n.fraction) for n in loading
+        ]
 
     def state(self) -> tuple[str, str]:
         """In one word, and why it is not `ok`."""
@@ -104,18 +106,19 @@ class FleetStatus:
         return "ok", ""
 
 
-def describe_member(member: Member) -> dict[str, object]:
-    """How a member stands, and how much it has to do."""
-    body: dict[str, object] = {
-        "node_id": member.node_id or None,
-        "address": member.address,
-        "state": member.state,
+def describe_member(member: Member) -> dict[str, Any]:
+    """The fields of a FleetMember: how it stands, and how much it has to do."""
+    known = {"node_id": member.node_id or None, "address": member.address, "state": member.state}
+    return {
+        **known,
+        "reason": member.reason or UNSET,
+        **({} if member.node is None else _at_work(member.node)),
     }
-    if member.reason:
-        body["reason"] = member.reason
-    if member.node is not None:
-        load = member.node.load
-        body["incarnation"] = member.node.ref.incarnation
-        body["num_running_reqs"] = load.num_running
-        body["num_queue_reqs"] = load.num_waiting
-    return body
+
+
+def _at_work(node: LiveNode) -> dict[str, Any]:
+    return {
+        "incarnation": node.ref.incarnation,
+        "num_running_reqs": node.load.num_running,
+        "num_queue_reqs": node.load.num_waiting,
+    }

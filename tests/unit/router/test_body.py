@@ -10,10 +10,11 @@ import pytest
 from pydantic import Field, create_model
 
 from router.body import Body, FailFast, OneOf, Refused, must, parse, validate
+from router.chat_bodies import ChatBody
 from router.fleet_admin_api import AddNode, DrainQuery
 from router.fleet_api import AbortBody, DetokenizeBody, FlushQuery, TokenizeBody
 from router.generate_requests import GenerateBody
-from router.openai_bodies import ChatBody, CompletionBody
+from router.openai_bodies import CompletionBody
 from router.profile_api import StartProfileBody
 from shared.errors import RequestError
 

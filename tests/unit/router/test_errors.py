@@ -16,6 +16,9 @@ from tests.unit.router.fakes import joined_router, pair
 
 BIG = 10**40
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL_OF_G = {"type": "function", "function": {"name": "g"}}
+
 NATIVE = [
     ({}, "exactly one of text and input_ids"),
     ({"text": "a", "input_ids": [1]}, "exactly one"),
@@ -141,7 +144,9 @@ COMPLETIONS = [
     ({"prompt": "a", "logprobs": 21}, "logprobs must be at most 20"),
     ({"prompt": "a", "logprobs": True}, "logprobs must be an integer"),
     ({"prompt": "a", "suffix": "x"}, "suffix is not supported yet"),
-    ({"prompt": "a", "best_of": 3}, "best_of must be the same as n, 1"),
+    ({"prompt": "a", "n": 3, "best_of": 2}, "best_of must be at least n, 3, not 2"),
+    ({"prompt": "a", "best_of": 3, "stream": True}, "best_of must be n, 1, in a stream"),
+    ({"prompt": "a", "best_of": 129}, "best_of must be at most 128"),
     ({"prompt": "a", "stream_options": 3}, "stream_options must be an object"),
     ({"prompt": "a", "n": "2"}, "n must be an integer"),
     ({"prompt": "a", "seed": "x"}, "seed must be an integer"),
@@ -153,7 +158,7 @@ CHAT = [
     ({"messages": [{"role": "user"}]}, "messages[0].content must be a string"),
     (
         {"messages": [{"role": "king", "content": "x"}]},
-        "messages[0].role must be system, developer, user, assistant, tool or function, not 'king'",
+        "messages[0].role must be system, developer, user, assistant or tool, not 'king'",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -168,7 +173,63 @@ CHAT = [
         {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2},
         "top_logprobs must be left out, or logprobs be true, not 2",
     ),
-    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools is not supported yet"),
+    *(
+        ({"messages": [{"role": "user", "content": "x"}], **fields}, part)
+        for fields, part in (
+            ({"tools": [{}]}, "tools[0].type is missing"),
+            (
+                {"tools": [{"type": "code_interpreter"}]},
+                "tools[0].type must be function, not 'code_interpreter'",
+            ),
+            ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name is missing"),
+            ({"tools": [TOOL] * 2, "tool_choice": "required"}, "tools[1].function.name: there is another"),
+            ({"tools": [TOOL]}, "tool_choice auto, the default beside tools, is not supported"),
+            ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice auto, the default beside tools, is not"),
+            ({"tools": [TOOL], "tool_choice": "f"}, "tool_choice must be none, auto or required, not 'f'"),
+            ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function is missing"),
+            ({"tools": [TOOL], "tool_choice": ["none"]}, "tool_choice must be none, auto, required or {"),
+            (
+                {"tools": [TOOL], "tool_choice": CALL_OF_G},
+                "tool_choice names 'g', which is not among the tools",
+            ),
+            ({"tool_choice": "required"}, "tool_choice needs tools"),
+            (
+                {"tools": [TOOL], "tool_choice": "required", "regex": "a"},
+                "regex and tools exclude each other",
+            ),
+            ({"functions": [{}]}, "functions is not supported: use tools"),
+            (
+                {"reasoning_effort": "low"},
+                "reasoning_effort is not supported: no part of the answer is parsed",
+            ),
+            ({"separate_reasoning": True}, "separate_reasoning is not supported: no part"),
+            ({"modalities": ["text", "audio"]}, "modalities is not supported yet"),
+            (
+                {"continue_final_message": True, "add_generation_prompt": True},
+                "continue_final_message and add_generation_prompt exclude each other",
+            ),
+            ({"documents": ["a"]}, "documents[0] must be an object"),
+        )
+    ),
+    *(
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}, part)
+        for call, part in (
+            (
+                {"function": {"name": "f", "arguments": "{"}},
+                "tool_calls[0].function.arguments is no JSON object",
+            ),
+            (
+                {"function": {"name": "f", "arguments": "[]"}},
+                "tool_calls[0].function.arguments is no JSON object",
+            ),
+            (
+                {"function": {"name": "f", "arguments": 5}},
+                "arguments must be an object, or one as JSON in a string",
+            ),
+            ({"function": {}}, "messages[0].tool_calls[0].function.name is missing"),
+            ({"type": "custom", "function": {"name": "f"}}, "tool_calls[0].type must be function"),
+        )
+    ),
     *(
         ({"messages": [{"role": "user", "content": "x"}], "response_format": asked}, part)
         for asked, part in (

@@ -75,7 +75,8 @@ def test_chat_stream(model_folder: Path, include_usage: bool) -> None:
             if include_usage:
                 assert chunks.pop()["usage"]["completion_tokens"] > 0
             assert all("usage" not in chunk for chunk in chunks)
-            assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+            opening = {"role": "assistant", "content": "", "refusal": None}
+            assert chunks[0]["choices"][0]["delta"] == opening
             text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
             assert text == "The quick brown "
             last = chunks[-1]["choices"][0]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from router.body import Body, validate
+from router.chat_bodies import ChatBody
 from router.generate_requests import GenerateBody
-from router.openai_bodies import ChatBody, CompletionBody
+from router.openai_bodies import CompletionBody
 from router.scheduling_hints import SchedulingHints, read_hints
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill

@@ -1,0 +1,144 @@
+"""The OpenAPI document says of every route what is true: its answers have the described shapes, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from router.config import HttpOptions
+from router.openapi_operations import OPERATIONS
+from tests.unit.router.described import Described
+from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.judging import judged_first_token, judged_story
+
+JUDGED = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [5]}
+HI = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALLS: list[tuple[str, str, dict[str, Any] | None, int]] = [
+    ("POST", "/generate", {"text": "hi"}, 200),
+    ("PUT", "/generate", {"text": ["hi", "you"], "sampling_params": {"n": 2}}, 200),
+    ("POST", "/generate", {"text": "hi", "stream": True, "return_timeline": True}, 200),
+    ("POST", "/generate", {"input_ids": [[1, 2], [3]], "stream": True}, 200),
+    ("POST", "/generate", {"text": ["hello", "you"], **JUDGED}, 200),
+    ("POST", "/generate", {"text": "hello", "stream": True, "return_text_in_logprobs": True, **JUDGED}, 200),
+    ("POST", "/generate", {"text": 5}, 400),
+    ("POST", "/v1/completions", {"prompt": "hi", "n": 2, "best_of": 3}, 200),
+    (
+        "POST",
+        "/v1/completions",
+        {"prompt": ["a", "b"], "echo": True, "logprobs": 2, "return_timeline": True},
+        200,
+    ),
+    (
+        "POST",
+        "/v1/completions",
+        {"prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}},
+        200,
+    ),
+    ("POST", "/v1/completions", {"prompt": "hi", "model": "gpt-9"}, 404),
+    ("POST", "/v1/completions", {"prompt": "hi", "n": 0}, 400),
+    ("POST", "/v1/chat/completions", {"messages": HI}, 200),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {
+            "messages": HI,
+            "max_tokens": 9,
+            "tools": TOOLS,
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+        },
+        200,
+    ),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {"messages": HI, "max_tokens": 9, "tools": TOOLS, "tool_choice": "required", "stream": True},
+        200,
+    ),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {"messages": HI, "max_tokens": 5, "stream": True, "stream_options": {"continuous_usage_stats": True}},
+        200,
+    ),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {"messages": HI, "max_tokens": 5, "logprobs": True, "top_logprobs": 2},
+        200,
+    ),
+    ("POST", "/v1/chat/completions", {"messages": []}, 400),
+    ("GET", "/v1/models", None, 200),
+    ("GET", "/v1/models/tiny", None, 200),
+    ("GET", "/v1/models/gpt-9", None, 404),
+    ("GET", "/health", None, 200),
+    ("GET", "/health_generate", None, 200),
+    ("GET", "/model_info", None, 200),
+    ("GET", "/get_model_info", None, 200),
+    ("GET", "/server_info", None, 200),
+    ("GET", "/get_server_info", None, 200),
+    ("GET", "/metrics", None, 200),
+    ("GET", "/live/state", None, 200),
+    ("POST", "/tokenize", {"prompt": "hi"}, 200),
+    ("POST", "/tokenize", {"prompt": ["hi", "you"]}, 200),
+    ("POST", "/detokenize", {"tokens": [1, 2]}, 200),
+    ("POST", "/detokenize", {"tokens": [[1, 2], [3]]}, 200),
+    ("POST", "/detokenize", {"tokens": "hi"}, 400),
+    ("GET", "/flush_cache", None, 200),
+    ("POST", "/flush_cache", None, 200),
+    ("GET", "/flush_cache?timeout=-1", None, 400),
+    ("POST", "/abort_request", {"abort_all": True}, 200),
+    ("POST", "/abort_request", {}, 400),
+    ("POST", "/start_profile", {"num_steps": 2}, 200),
+    ("POST", "/stop_profile", None, 200),
+    ("GET", "/fleet", None, 200),
+    ("POST", "/fleet/nodes", {"role": "prefill"}, 400),
+    ("DELETE", "/fleet/nodes/nobody", None, 404),
+]
+
+
+@asynccontextmanager
+async def described(model_folder: Path, **http: Any) -> AsyncIterator[tuple[Described, httpx.AsyncClient]]:
+    options = HttpOptions(port=0, served_model_name="tiny", **http)
+    scripts = {"prefill": judged_first_token, "decode": judged_story}
+    async with (
+        pair(**scripts) as nodes,
+        joined_router(model_folder, list(nodes), http=options) as (_, client),
+    ):
+        headers = (
+            {"Authorization": f"Bearer {key}"} if (key := next(iter(http.get("api_key", ())), "")) else {}
+        )
+        document = (await client.get("/openapi.json", headers=headers)).json()
+        yield Described(document), client
+
+
+def template(path: str) -> str:
+    path = path.partition("?")[0]
+    for folder, name in (("/v1/models/", "model_id"), ("/fleet/nodes/", "node_id")):
+        if path.startswith(folder):
+            return f"{folder}{{{name}}}"
+    return path
+
+
+def test_answers_have_the_described_shapes(model_folder: Path) -> None:
+    async def run() -> None:
+        async with described(model_folder) as (document, client):
+            for method, path, body, status in CALLS:
+                response = await client.request(method, path, json=body)
+                assert response.status_code == status, (method, path, body, response.text)
+                document.check(method, template(path), response)
+                if body is not None and status == 200:
+                    document.check_body(method, template(path), body)
+            async with client.stream("GET", "/live") as feed:  # it has no end
+                first = await anext(line async for line in feed.aiter_lines() if line.startswith("data: "))
+            document.fits(document.events("GET", "/live"), json.loads(first.removeprefix("data: ")))
+            called = {(method, template(path)) for method, path, *_ in CALLS} | {("GET", "/live")}
+            assert called == set(document.operations()) == set(OPERATIONS)
+
+    asyncio.run(run())

@@ -1,0 +1,98 @@
+"""Reading a forced call out of an answer's text, however that is cut into pieces; and the schemas that force it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import xgrammar
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.tool_calls import CallReader, ForcedCall
+from tests.unit.router.fakes import EOS, byte_level_tokenizer
+
+ARGUMENTS = st.dictionaries(
+    st.text(max_size=3),
+    st.one_of(st.integers(), st.text(), st.just({}), st.just({"}": ["{", "}"]})),
+    max_size=3,
+)
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "required": ["city"],
+    "$defs": {"City": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+}
+
+
+def pieces_of(text: str, cuts: list[int]) -> list[str]:
+    places = sorted({cut % (len(text) + 1) for cut in cuts} | {0, len(text)})
+    return [text[a:b] for a, b in itertools.pairwise(places)]
+
+
+@given(
+    name=st.text(min_size=1, max_size=5),
+    arguments=ARGUMENTS,
+    cuts=st.lists(st.integers(0, 500)),
+    space=st.sampled_from(["", " ", "\n  "]),
+)
+def test_a_call_is_the_same_for_any_split(
+    name: str, arguments: dict[str, Any], cuts: list[int], space: str
+) -> None:
+    inner = json.dumps(arguments, ensure_ascii=False)
+    text = f'{{{space}"name":{space}{json.dumps(name)},{space}"arguments":{space}{inner}{space}}}{space}'
+    pieces = pieces_of(text, cuts)
+    reader = CallReader(None)
+    told = "".join(reader.feed(piece, last=at == len(pieces)) for at, piece in enumerate(pieces, 1))
+    assert reader.name == name
+    assert json.loads(told) == arguments
+    whole = CallReader(None).whole(text)
+    assert whole is not None
+    assert (whole.function.name, whole.function.arguments) == (name, told)
+
+
+@given(cut=st.integers(0, 46), at=st.integers(0, 46))
+def test_a_call_that_is_cut_off_keeps_all_that_was_said_of_the_arguments(cut: int, at: int) -> None:
+    whole = '{"name": "f", "arguments": {"a": {"b": "}"}, '
+    text = whole[:cut]
+    reader = CallReader(None)
+    told = reader.feed(text[:at], last=False) + reader.feed(text[at:], last=True)
+    assert told == text[whole.index(' {"a"') + 1 :]
+    if not text.startswith('{"name": "f", "arguments":'):
+        assert CallReader(None).whole(text) is None
+
+
+def test_a_named_function_needs_no_envelope() -> None:
+    call = ForcedCall.named("f", CITY, "tools[0].function.parameters")
+    assert call.grammar is not None
+    assert json.loads(call.grammar.grammar.text) == CITY
+    assert call.grammar.field == "tools[0].function.parameters"
+    reader = call.reader()
+    assert reader.feed('{"city"', last=False) + reader.feed(": 1}", last=True) == '{"city": 1}'
+    assert reader.name == "f" and reader.id.startswith("call_")
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('{"name": "weather", "arguments": {"city": {"name": "Zürich"}}}', True),
+        ('{"name": "now", "arguments": {}}', True),
+        ('{"name": "now", "arguments": {"city": {"name": "Zürich"}}}', False),
+        ('{"name": "weather", "arguments": {"city": "Zürich"}}', False),
+        ('{"name": "later", "arguments": {}}', False),
+        ('{"arguments": {}, "name": "now"}', False),
+    ],
+)
+def test_one_grammar_for_several_functions(text: str, fits: bool) -> None:
+    call = ForcedCall.any_of({"weather": CITY, "now": None}, "tools")
+    assert call.grammar is not None
+    tokenizer = byte_level_tokenizer()
+    vocabulary = xgrammar.TokenizerInfo(
+        [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())],
+        xgrammar.VocabType.BYTE_LEVEL,
+        stop_token_ids=[tokenizer.token_to_id(EOS)],
+    )
+    compiled = xgrammar.GrammarCompiler(vocabulary).compile_json_schema(call.grammar.grammar.text)
+    assert xgrammar.GrammarMatcher(compiled).accept_string(text) == fits
