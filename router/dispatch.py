@@ -97,11 +97,6 @@ class Dispatcher:
         """Sequences that have not ended."""
         return len(self._running)
 
-    @property
-    def num_without_token(self) -> int:
-        """Those of them that wait for their first token."""
-        return sum(req.first_token_at is None for req in self._running.values())
-
     # ------------------------------------------------------------------------------- towards clients
     def start(self, work: Work, wake: Callable[[], None]) -> RunningReq:
         """Send a sequence to its nodes. Raises RequestError when none can take it."""

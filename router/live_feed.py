@@ -29,6 +29,7 @@ class NodeNow(Answer, frozen=True, kw_only=True):
     """A node. `state` is loading, dialling, live, draining, refused or gone; `reason` says why it is not live.
 
     Held pages belong to requests and transfers, cached ones only to the RadixCache: they are given up when needed.
+    `prompt_tokens_per_s` are those computed, so without the cached ones; `tokens_per_s` are those generated.
     """
 
     node_id: str
@@ -47,6 +48,7 @@ class NodeNow(Answer, frozen=True, kw_only=True):
     num_cached_pages: int = 0
     num_held_pages: int = 0
     num_links: int = 0
+    prompt_tokens_per_s: float = 0.0
     tokens_per_s: float = 0.0
     kv_bytes_per_s: float = 0.0
 
@@ -70,6 +72,7 @@ class Sample(Answer, frozen=True, kw_only=True):
     """One second. Percentiles (see PERCENTILES) are over the last few, and None if nothing was observed in them.
 
     Of this router's sequences, `num_running_reqs` stream and `num_queue_reqs` wait for their first token.
+    `rejected_per_s` counts HTTP requests that were refused with a 429.
     """
 
     time: float
@@ -77,6 +80,7 @@ class Sample(Answer, frozen=True, kw_only=True):
     num_queue_reqs: int
     tokens_per_s: float
     reqs_per_s: float
+    rejected_per_s: float
     ttft_s: tuple[float, ...] | None
     itl_s: tuple[float, ...] | None
     prefill: FleetSample

@@ -44,23 +44,22 @@ _STATES: Mapping[MemberState, str] = {
 
 
 @dataclass
-class _Rate:
-    """How fast a node's counters grow, from one pong to the next."""
+class _Counters:
+    """What only grows, of a node or of this router, and how fast it has grown between two times."""
 
     at: float
-    num_tokens: int
-    num_bytes: int
-    tokens_per_s: float = 0.0
-    bytes_per_s: float = 0.0
+    totals: tuple[int, ...]
+    per_s: tuple[float, ...] = (0.0, 0.0, 0.0)
 
-    def update(self, at: float, num_tokens: int, num_bytes: int) -> None:
-        """Counters as a pong told them; two pongs at nearly the same time say nothing of a rate."""
+    def update(self, at: float, totals: tuple[int, ...]) -> None:
+        """Two readings at nearly the same time say nothing of a rate."""
         elapsed = at - self.at
         if elapsed < _SHORTEST_RATE_S:
             return
-        self.tokens_per_s = (num_tokens - self.num_tokens) / elapsed
-        self.bytes_per_s = (num_bytes - self.num_bytes) / elapsed
-        self.at, self.num_tokens, self.num_bytes = at, num_tokens, num_bytes
+        self.per_s = tuple(
+            round((now - before) / elapsed, 3) for now, before in zip(totals, self.totals, strict=True)
+        )
+        self.at, self.totals = at, totals
 
 
 class LiveState:
@@ -82,9 +81,8 @@ class LiveState:
         self._model = model
         self._clock = clock
         self._started_at = self._sampled_at = clock()
-        self._rates: dict[str, _Rate] = {}
-        self._num_tokens = 0
-        self._num_reqs = 0
+        self._own = _Counters(self._started_at, (0, 0, 0))
+        self._nodes_counters: dict[str, _Counters] = {}
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._num_sampled = 0
         self._sampled = asyncio.Event()
@@ -102,25 +100,27 @@ class LiveState:
     def sample(self) -> None:
         """A second is over: take a sample and wake every feed."""
         now = self._clock()
-        elapsed, self._sampled_at = max(now - self._sampled_at, 1e-3), now
+        self._sampled_at = now
         traffic = self._traffic
         traffic.roll()
-        self._update_rates()
-        num_queued = self._dispatcher.num_without_token
+        self._own.update(now, (traffic.num_tokens, traffic.num_reqs, traffic.num_rejected))
+        self._read_counters()
+        tokens_per_s, reqs_per_s, rejected_per_s = self._own.per_s
+        num_queued = len(self._dispatcher.queue)
         self._samples.append(
             Sample(
-                time=time.time(),
+                time=round(time.time(), 3),
                 num_running_reqs=self._dispatcher.num_running - num_queued,
                 num_queue_reqs=num_queued,
-                tokens_per_s=(traffic.num_tokens - self._num_tokens) / elapsed,
-                reqs_per_s=(traffic.num_reqs - self._num_reqs) / elapsed,
+                tokens_per_s=tokens_per_s,
+                reqs_per_s=reqs_per_s,
+                rejected_per_s=rejected_per_s,
                 ttft_s=traffic.ttft.percentiles(PERCENTILES),
                 itl_s=traffic.itl.percentiles(PERCENTILES),
                 prefill=_added_up(self._connected(Role.PREFILL)),
                 decode=_added_up(self._connected(Role.DECODE)),
             )
         )
-        self._num_tokens, self._num_reqs = traffic.num_tokens, traffic.num_reqs
         self._num_sampled += 1
         self._wake()
 
@@ -155,19 +155,17 @@ class LiveState:
         self._sampled.set()
         self._sampled = asyncio.Event()
 
-    def _update_rates(self) -> None:
-        known, self._rates = self._rates, {}
+    def _read_counters(self) -> None:
+        known, self._nodes_counters = self._nodes_counters, {}
         for node in self._membership.all_live():
-            load = node.load
             if not node.load_at:
                 continue  # no pong yet
-            counters = node.load_at, load.num_generated_tokens, load.kv_bytes_transferred
-            rate = known.get(node.ref.incarnation)
-            if rate is None:
-                rate = _Rate(*counters)
-            else:
-                rate.update(*counters)
-            self._rates[node.ref.incarnation] = rate
+            load = node.load
+            computed = load.num_prompt_tokens - load.num_cached_tokens
+            totals = computed, load.num_generated_tokens, load.kv_bytes_transferred
+            counters = known.get(node.ref.incarnation) or _Counters(node.load_at, totals)
+            counters.update(node.load_at, totals)
+            self._nodes_counters[node.ref.incarnation] = counters
 
     def _router(self) -> RouterNow:
         status, reason = self._status.state()
@@ -179,7 +177,7 @@ class LiveState:
             version=VERSION,
             has_chat_template=known and self._model.get().chat_template is not None,
             context_length=self._status.context_length() if known else None,
-            uptime_s=self._clock() - self._started_at,
+            uptime_s=round(self._clock() - self._started_at, 1),
             percentile_window_s=WINDOW_ROLLS * SAMPLE_INTERVAL_S,
         )
 
@@ -216,7 +214,8 @@ class LiveState:
         return [self._node(member.node, member) for member in members if member.node is not None]
 
     def _node(self, node: LiveNode, member: Member) -> NodeNow:
-        load, rate = node.load, self._rates.get(node.ref.incarnation)
+        load, counters = node.load, self._nodes_counters.get(node.ref.incarnation)
+        prompt_tokens_per_s, tokens_per_s, kv_bytes_per_s = counters.per_s if counters else (0.0, 0.0, 0.0)
         return NodeNow(
             node_id=node.ref.node_id,
             role=node.role,
@@ -233,8 +232,9 @@ class LiveState:
             num_cached_pages=load.num_evictable_pages,
             num_held_pages=load.num_held_pages,
             num_links=load.num_links,
-            tokens_per_s=rate.tokens_per_s if rate else 0.0,
-            kv_bytes_per_s=rate.bytes_per_s if rate else 0.0,
+            prompt_tokens_per_s=prompt_tokens_per_s,
+            tokens_per_s=tokens_per_s,
+            kv_bytes_per_s=kv_bytes_per_s,
         )
 
 

@@ -161,6 +161,7 @@ class Metrics:
     def rejected(self) -> None:
         """An HTTP request was refused, because the queue was full."""
         self._own(self._rejected).inc()
+        self.traffic.rejected()
 
     def failed_over(self) -> None:
         """A sequence was sent to other nodes."""

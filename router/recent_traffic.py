@@ -43,7 +43,7 @@ class LatencyWindow:
         for at, count in enumerate(counts):
             seen += count
             while len(found) < len(shares) and seen >= shares[len(found)] * total:
-                found.append(_SHORTEST_S * math.exp((at + 0.5) / _BUCKETS_PER_E))
+                found.append(round(_SHORTEST_S * math.exp((at + 0.5) / _BUCKETS_PER_E), 6))
         return tuple(found)
 
 
@@ -52,6 +52,7 @@ class RecentTraffic:
 
     def __init__(self) -> None:
         self.num_reqs = 0
+        self.num_rejected = 0
         self.num_tokens = 0
         self.ttft = LatencyWindow()
         self.itl = LatencyWindow()
@@ -59,6 +60,10 @@ class RecentTraffic:
     def started(self) -> None:
         """A sequence was sent to its nodes."""
         self.num_reqs += 1
+
+    def rejected(self) -> None:
+        """An HTTP request was refused with a 429."""
+        self.num_rejected += 1
 
     def first_tokens(self, num_new: int, ttft_s: float) -> None:
         """A sequence has its first tokens."""

@@ -4,10 +4,10 @@ import { byId, bytes, count, el, rate, seconds, setText } from "./dom.js";
 import { niceStep } from "./timeline.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const HEIGHT = 128;
+const HEIGHT = 112;
 const TOP = 8;
 const BOTTOM = 20;
-const LEFT = 52;
+const LEFT = 58;
 const SHORTEST_SPAN_S = 60;
 
 const percentile = (field, at) => (sample) => (sample[field] ? sample[field][at] : null);
@@ -20,15 +20,16 @@ const CHARTS = [
     show: rate,
     series: [{ name: "all", style: "decode", of: (s) => s.tokens_per_s }],
   },
-  { title: "Time to first token", unit: "", show: seconds, series: percentiles("ttft_s"), window: true },
-  { title: "Inter-token latency", unit: "", show: seconds, series: percentiles("itl_s"), window: true },
+  { title: "Time to first token", unit: "", show: seconds, series: percentiles("ttft_s") },
+  { title: "Inter-token latency", unit: "", show: seconds, series: percentiles("itl_s") },
   {
     title: "Requests",
     unit: "",
     show: count,
     series: [
-      { name: "waiting for a first token", style: "queued", of: (s) => s.num_queue_reqs },
+      { name: "no token yet", style: "queued", of: (s) => s.num_queue_reqs },
       { name: "streaming", style: "decode", of: (s) => s.num_running_reqs },
+      { name: "429s/s", style: "p99", of: (s) => s.rejected_per_s, show: rate, rare: true },
     ],
   },
   {
@@ -76,14 +77,14 @@ class Chart {
     const caption = el("figcaption");
     caption.append(el("span", "chart-title", spec.unit ? `${spec.title}, ${spec.unit}` : spec.title));
     this.legend = el("span", "legend");
-    this.values = spec.series.map((series) => {
+    this.entries = spec.series.map((series) => {
       const entry = el("span", "legend-entry");
       const value = el("span", "legend-value", "–");
       entry.append(el("span", `swatch ${series.style}`));
       if (spec.series.length > 1) entry.append(el("span", "legend-name", series.name));
       entry.append(value);
       this.legend.append(entry);
-      return value;
+      return { entry, value };
     });
     caption.append(this.legend);
     this.svg = svg("svg", { role: "img", height: HEIGHT, class: "plot" });
@@ -109,7 +110,7 @@ class Chart {
     const known = lines.flat().filter((value) => value !== null);
     const end = samples.at(-1).time;
     const span = Math.max(SHORTEST_SPAN_S, end - samples[0].time);
-    const step = niceStep(Math.max(...known, spec.show === seconds ? 0.001 : 1) / 2.5);
+    const step = Math.max(niceStep(Math.max(...known, 0.001) / 2.5), spec.show === seconds ? 0 : 1);
     const top = Math.max(step * Math.ceil(Math.max(...known, 0) / step), step);
     const x = (time) => LEFT + ((time - end + span) / span) * (width - LEFT - 4);
     const y = (value) => HEIGHT - BOTTOM - (value / top) * (HEIGHT - TOP - BOTTOM);
@@ -121,10 +122,11 @@ class Chart {
       parts.push(svg("line", { class: value ? "grid" : "base", x1: LEFT, x2: width, y1: y(value), y2: y(value) }));
       parts.push(label(LEFT - 6, y(value) + 3.5, "end", value || spec.show === seconds ? tickText(spec, value) : "0"));
     }
-    for (const [at, text] of timeTicks(span)) {
+    for (const [at, text] of timeTicks(span, width - LEFT)) {
       parts.push(label(x(end - at), HEIGHT - 5, at ? "middle" : "end", text));
     }
     lines.forEach((values, at) => {
+      if (isQuiet(spec.series[at], values)) return;
       const d = path(samples, values, x, y);
       parts.push(svg("path", { class: `line ${spec.series[at].style}`, d }));
     });
@@ -141,11 +143,14 @@ class Chart {
 
   tell(lines, at) {
     const { spec } = this;
-    const shown = lines.map((values) => (values[at] === null ? "–" : spec.show(values[at])));
-    shown.forEach((text, i) => setText(this.values[i], text));
+    const shown = lines.map((values, i) => (values[at] === null ? "–" : (spec.series[i].show ?? spec.show)(values[at])));
+    shown.forEach((text, i) => {
+      setText(this.entries[i].value, text);
+      this.entries[i].entry.hidden = isQuiet(spec.series[i], lines[i]);
+    });
     const words = spec.series.map((series, i) => {
       const known = lines[i].filter((value) => value !== null);
-      const highest = known.length ? `, highest ${spec.show(Math.max(...known))}` : "";
+      const highest = known.length ? `, highest ${(series.show ?? spec.show)(Math.max(...known))}` : "";
       return `${series.name} ${shown[i] === "–" ? "no data" : shown[i]}${highest}`;
     });
     const unit = spec.unit ? ` in ${spec.unit}` : "";
@@ -153,14 +158,18 @@ class Chart {
   }
 }
 
+// A series of what rarely happens is left out until it has.
+const isQuiet = (series, values) => Boolean(series.rare) && values.every((value) => !value);
+
 function tickText(spec, value) {
-  if (spec.show !== seconds) return spec.show(value);
+  if (spec.show !== seconds) return spec.show(value).replace(".0 ", " ");
   if (!value) return "0";
   return value < 1 ? `${+(1000 * value).toPrecision(3)} ms` : `${+value.toPrecision(3)} s`;
 }
 
-function timeTicks(span) {
-  const step = [15, 30, 60, 120, 300].find((seconds) => span / seconds <= 4.5) ?? 300;
+function timeTicks(span, width) {
+  const most = Math.max(1, width / 80);
+  const step = [15, 30, 60, 120, 300].find((seconds) => span / seconds <= most) ?? 300;
   const ticks = [[0, "now"]];
   for (let at = step; at < span * 0.96; at += step) ticks.push([at, ago(at)]);
   return ticks;

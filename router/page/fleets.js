@@ -128,6 +128,7 @@ class Card {
     const moved = `${bytes(node.kv_bytes_per_s)}/s KV ${this.role === "decode" ? "in" : "out"}`;
     const links = `${count(node.num_links)} ${node.num_links === 1 ? "link" : "links"}`;
     const retracted = node.num_retracted_reqs ? [`${count(node.num_retracted_reqs)} retracted`] : [];
-    setText(this.speed, [`${rate(node.tokens_per_s)} tokens/s`, moved, links, ...retracted].join(" · "));
+    const tokens = this.role === "decode" ? `${rate(node.tokens_per_s)} tokens/s` : `${rate(node.prompt_tokens_per_s)} prompt tokens/s`;
+    setText(this.speed, [tokens, moved, links, ...retracted].join(" · "));
   }
 }

@@ -65,6 +65,7 @@ export class Playground {
     byId("turns").hidden = !chat || !this.turns.length;
     byId("output-block").hidden = chat;
     setText(byId("prompt-label"), chat ? "Message" : "Prompt");
+    this.prompt.placeholder = chat ? "Enter sends, Shift+Enter starts a line" : "Text to complete";
     this.prompt.rows = chat ? 2 : 6;
     return true;
   }
@@ -201,6 +202,7 @@ export class Playground {
     const alert = byId("run-error");
     alert.hidden = false;
     setText(alert, error instanceof Failure ? error.message : "Something on this page went wrong.");
+    alert.scrollIntoView({ block: "nearest" });
     if (error.status === 401) this.onRefused();
     if (!(error instanceof Failure)) console.error(error);
   }
@@ -224,7 +226,7 @@ export class Playground {
     setText(byId("figure-rate"), tokens > 1 && decoding > 0 ? rate((tokens - 1) / decoding) : "–");
     setText(byId("figure-ttft"), this.firstAt === null ? "–" : seconds((this.firstAt - this.startedAt) / 1000));
     setText(byId("figure-total"), seconds(this.elapsed()));
-    setText(byId("figure-prompt"), prompt === undefined ? "–" : `${count(prompt)}, ${count(cached)}`);
+    setText(byId("figure-prompt"), prompt === undefined ? "–" : `${count(prompt)} / ${count(cached)}`);
   }
 
   showTurn(role, text) {

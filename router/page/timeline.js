@@ -4,6 +4,7 @@ import { byId, bytes, count, el, seconds, setText } from "./dom.js";
 
 const LANES = ["router", "prefill", "decode"];
 const PLACES = { router: "Router", prefill: "Prefill node", decode: "Decode node" };
+const NO_PART = { prefill: "the decode node computed the prompt", decode: "one token was enough", router: "" };
 const WORDS = {
   queued: "queued",
   prefilling: "prefill",
@@ -32,6 +33,7 @@ export class Timeline {
     this.clear();
     this.sentAt = performance.now();
     this.running = true;
+    setText(byId("timeline-words"), "Drawn as the nodes tell it: with the first token, and with the last.");
     const frame = () => {
       if (!this.running) return;
       this.draw();
@@ -48,18 +50,19 @@ export class Timeline {
     const router = this.stamps.filter((stamp) => stamp.role === "router");
     this.start = router[0].time;
     this.latest = Math.max(...this.stamps.map((stamp) => stamp.time - this.start), 0);
-    this.toldAt = performance.now();
-    this.firstToldAt ??= (this.toldAt - this.sentAt) / 1000;
+    this.finished = router.some((stamp) => stamp.stage === "finished");
+    this.firstToldAt ??= (performance.now() - this.sentAt) / 1000;
   }
 
   end() {
     this.running = false;
+    this.endedAt = performance.now();
     this.draw();
     this.describe();
   }
 
   clear() {
-    Object.assign(this, { stamps: [], moved: null, start: 0, latest: 0, toldAt: null, firstToldAt: null, sentAt: null });
+    Object.assign(this, { stamps: [], moved: null, start: 0, latest: 0, finished: false, firstToldAt: null, sentAt: null, endedAt: null });
     for (const track of this.tracks.values()) track.replaceChildren();
     this.axis.replaceChildren();
     byId("timeline-rows").replaceChildren();
@@ -68,11 +71,10 @@ export class Timeline {
     this.lanes.setAttribute("aria-label", "No request has run yet.");
   }
 
-  // Seconds since the router took the request; while it runs, the time since the last news is added.
+  // Seconds since the router took the request: by this clock while it runs, by the router's once it has finished.
   now() {
-    if (this.toldAt === null) return (performance.now() - this.sentAt) / 1000;
-    const finished = this.stamps.some((stamp) => stamp.role === "router" && stamp.stage === "finished");
-    return this.latest + (this.running && !finished ? (performance.now() - this.toldAt) / 1000 : 0);
+    if (this.finished) return this.latest;
+    return Math.max(this.latest, ((this.endedAt ?? performance.now()) - this.sentAt) / 1000);
   }
 
   // [{lane, stage, from, to}] with times in seconds; the last stage of a lane goes on until now.
@@ -92,7 +94,7 @@ export class Timeline {
         segments.push({ lane, stage: stamp.stage, from: since(stamp), to });
       });
     }
-    const first = this.toldAt === null ? now : Math.min(this.firstToldAt, now);
+    const first = Math.min(this.firstToldAt ?? now, now);
     segments.unshift({ lane: "router", stage: "queued", from: 0, to: first });
     if (first < now) segments.splice(1, 0, { lane: "router", stage: "streaming", from: first, to: now });
     return segments;
@@ -136,15 +138,25 @@ export class Timeline {
   }
 
   describe() {
-    const segments = this.segments().filter((segment) => segment.lane !== "router");
-    const parts = segments.map((s) => `${WORDS[s.stage] ?? s.stage} ${seconds(s.to - s.from)} (${s.lane})`);
-    if (this.moved?.pages) parts.push(`${count(this.moved.pages)} KV pages moved, ${bytes(this.moved.bytes)}`);
-    const words = parts.length ? `${parts.join(" · ")}.` : "No stage is known of this request.";
-    setText(byId("timeline-words"), words);
-    this.lanes.setAttribute("aria-label", `Timeline of the request: ${words}`);
+    const told = this.segments().filter((segment) => segment.lane !== "router");
+    const parts = told.map((s) => [s.stage, `${s.lane} node: ${WORDS[s.stage] ?? s.stage} ${seconds(s.to - s.from)}`]);
+    if (this.moved?.pages) parts.push(["", `${count(this.moved.pages)} KV pages moved, ${bytes(this.moved.bytes)}`]);
+    if (!parts.length) parts.push(["", "No node has told a stage of this request."]);
+    byId("timeline-words").replaceChildren(...parts.map(([stage, words]) => item(stage, words)));
+    this.lanes.setAttribute("aria-label", `Timeline of the request: ${parts.map(([, words]) => words).join("; ")}.`);
+    for (const [lane, track] of this.tracks) {
+      if (!track.children.length) track.append(el("span", "unused", `no part in this request: ${NO_PART[lane]}`));
+    }
     byId("timeline-rows").replaceChildren(...this.segments().map(row));
     byId("timeline-details").hidden = false;
   }
+}
+
+function item(stage, words) {
+  const entry = el("span", "item");
+  if (stage) entry.append(el("span", `box ${stage}`));
+  entry.append(words);
+  return entry;
 }
 
 function row(segment) {

@@ -137,14 +137,20 @@ def test_rates_are_how_fast_counters_grow(model_folder: Path) -> None:
                     assert (node.tokens_per_s, node.kv_bytes_per_s) == (0, 0), "that was before"
                     if node.num_pages and event.samples:
                         break
-                decode.load = Load(num_generated_tokens=1_000_500, kv_bytes_transferred=10**12 + 8000)
+                decode.load = Load(
+                    num_generated_tokens=1_000_500,
+                    num_prompt_tokens=300,
+                    num_cached_tokens=50,
+                    kv_bytes_transferred=10**12 + 8000,
+                )
                 async with asyncio.timeout(8):
                     async for event in feed(client):
                         (node,) = event.nodes
                         if node.tokens_per_s:
                             break
                 assert 0 < node.tokens_per_s <= 500 / 0.5
-                assert node.kv_bytes_per_s == pytest.approx(16 * node.tokens_per_s)
+                assert node.kv_bytes_per_s == pytest.approx(16 * node.tokens_per_s, rel=0.001)
+                assert node.prompt_tokens_per_s == pytest.approx(node.tokens_per_s / 2, rel=0.001)
                 assert event.samples[-1].decode.tokens_per_s == node.tokens_per_s
 
     asyncio.run(run())
