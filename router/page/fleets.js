@@ -8,14 +8,14 @@ const FLEETS = [
 ];
 const QUEUES = {
   prefill: [
-    ["bootstrap queue", "num_bootstrapping_reqs"],
+    ["bootstrap", "num_bootstrapping_reqs"],
     ["waiting", "num_queue_reqs"],
-    ["prefilling", "num_running_reqs"],
-    ["transferring", "num_transferring_reqs"],
+    ["prefill", "num_running_reqs"],
+    ["transfer", "num_transferring_reqs"],
   ],
   decode: [
-    ["prealloc queue", "num_bootstrapping_reqs"],
-    ["transferring", "num_transferring_reqs"],
+    ["prealloc", "num_bootstrapping_reqs"],
+    ["transfer", "num_transferring_reqs"],
     ["waiting", "num_queue_reqs"],
     ["running", "num_running_reqs"],
   ],
