@@ -3,7 +3,7 @@
     with admission.ticket() as ticket:           429 if the queue is full, before the body is read
         ticket.take(num_sequences)               429 if they do not all fit; their places are held from here
         ... tokenize ...
-        async with generator.open(..., ticket):  dispatched: they are in the queue now, and the held places are free
+        async with generator.open(..., ticket):  each is dispatched: it is queued now, and its held place is free
 
 A sequence is queued from `take` to its first token, whoever it waits for: the tokenizer, a node's inbox, pages, its
 turn. What already generates is never refused or counted. Sequences count, not HTTP requests; a request is let in with
@@ -72,7 +72,7 @@ class Admission:
 
 
 class Ticket:
-    """The places that one request holds until it is dispatched; at the latest, until the with block ends."""
+    """The places that one request holds, each until its sequence is dispatched or the with block ends."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -85,7 +85,8 @@ class Ticket:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Whatever was not dispatched will not be."""
-        self.let_go()
+        self._admission.let_go(self._num_held)
+        self._num_held = 0
 
     def take(self, num_sequences: int) -> None:
         """Take places, once. Raises RequestError with status 429 when there are not as many."""
@@ -93,7 +94,8 @@ class Ticket:
         self._admission.hold(num_sequences)
         self._num_held = num_sequences
 
-    def let_go(self) -> None:
-        """The sequences are in the queue now, or are not wanted any more."""
-        self._admission.let_go(self._num_held)
-        self._num_held = 0
+    def dispatched(self) -> None:
+        """One of the sequences is in the queue now."""
+        assert self._num_held > 0
+        self._num_held -= 1
+        self._admission.let_go(1)

@@ -156,7 +156,7 @@ class GenerationGroup:
         self._ready: dict[Generation, None] = {}
         self._bell = asyncio.Event()
         self._tokenizer = tokenizer
-        self._prompts = prompts
+        self.prompts = prompts
         self.generations: list[Generation] = []
         """There when the block is entered."""
         self._unfinished: set[Generation] = set()
@@ -164,10 +164,10 @@ class GenerationGroup:
 
     async def __aenter__(self) -> GenerationGroup:
         """Send every sequence. Raises RequestError; then none is left running."""
-        for at, conditions in enumerate(await stop_conditions([prompt.sampling for prompt in self._prompts])):
+        for at, conditions in enumerate(await stop_conditions([prompt.sampling for prompt in self.prompts])):
             self._add(at, conditions)
-        shared = all(prompt.shared_rid for prompt in self._prompts)
-        self._rids.claim([prompt.rid for prompt in self._prompts], shared=shared)
+        shared = all(prompt.shared_rid for prompt in self.prompts)
+        self._rids.claim([prompt.rid for prompt in self.prompts], shared=shared)
         try:
             num_tokens = 0
             for generation in self.generations:
@@ -176,8 +176,8 @@ class GenerationGroup:
                     num_tokens = 0
                     await asyncio.sleep(0)
                 self._start(generation)
-            if self._ticket is not None:
-                self._ticket.let_go()
+                if self._ticket is not None:
+                    self._ticket.dispatched()
         except BaseException:
             self._release()
             raise
@@ -211,7 +211,7 @@ class GenerationGroup:
         return self.generations
 
     def _add(self, prompt_index: int, conditions: StopConditions) -> None:
-        prompt = self._prompts[prompt_index]
+        prompt = self.prompts[prompt_index]
         for choice in range(prompt.sampling.n):
             output = OutputText(self._tokenizer, prompt.sampling, prompt.input_ids, conditions)
             index = len(self.generations)
@@ -280,7 +280,7 @@ class GenerationGroup:
         for generation in self.generations:
             if generation.started:
                 self._dispatcher.release(generation.req)
-        self._rids.release([prompt.rid for prompt in self._prompts])
+        self._rids.release([prompt.rid for prompt in self.prompts])
 
 
 class Generator:

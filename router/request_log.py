@@ -100,8 +100,8 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
     prompts = [generation.req for generation in generations if generation.choice == 0]
     first = min((req.first_token_at for req in reqs if req.first_token_at is not None), default=None)
     return {
-        "rid": group.generations[0].prompt.rid,
-        "sequences": len(group.generations),
+        "rid": group.prompts[0].rid,
+        "sequences": sum(prompt.sampling.n for prompt in group.prompts),
         "prompt_tokens": sum(req.prompt_len for req in prompts),
         "completion_tokens": sum(len(generation.output_ids) for generation in generations),
         "cached_tokens": sum(req.cached_tokens for req in prompts),

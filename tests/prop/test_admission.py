@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import settings
@@ -22,6 +24,8 @@ from tests.unit.router.fakes import byte_level_tokenizer
 from tests.unit.router.test_placement import Fleet
 
 MAX_QUEUED = 6
+LONG = 40_000
+"""Not two of these are dispatched in one turn."""
 TOO_LONG = 100_000
 WHICH = st.integers(0, 3)
 TOKENIZER = Tokenizer(byte_level_tokenizer())
@@ -33,30 +37,59 @@ EVENTS = (
 )
 
 
+@dataclass(eq=False)
+class Client:
+    """One request, from its ticket to its end. `entering` is there once it is being dispatched."""
+
+    ticket: Ticket
+    num_sequences: int
+    group: GenerationGroup | None = None
+    entering: asyncio.Task[GenerationGroup] | None = None
+
+    @property
+    def reqs(self) -> list[RunningReq]:
+        started = [g.req for g in self.group.generations if g.started] if self.group is not None else []
+        return [req for req in started if not req.ended]
+
+    @property
+    def num_started(self) -> int:
+        return sum(g.started for g in self.group.generations) if self.group is not None else 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Those not dispatched yet, unless they never will be, and those that were and have no token."""
+        num_held = self.num_sequences - self.num_started
+        return num_held + sum(req.first_token_at is None for req in self.reqs)
+
+
 class AdmissionMachine(RuleBasedStateMachine):
-    """`held` are requests that tokenize, `groups` those that were dispatched and whose clients still wait."""
+    """Clients come, are dispatched in turns of the event loop, hear from nodes, and go at any time."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.loop = asyncio.new_event_loop()
         self.fleet = Fleet(2)
         self.dispatcher = self.fleet.dispatcher
         self.num_rejected = 0
         self.admission = Admission(self.dispatcher.queue, MAX_QUEUED, self.on_rejected)
         self.generator = Generator(self.dispatcher, LiveRids())
-        self.held: list[tuple[Ticket, int]] = []
-        self.groups: list[GenerationGroup] = []
+        self.clients: list[Client] = []
         self.names = itertools.count()
 
     def on_rejected(self) -> None:
         self.num_rejected += 1
 
     @property
+    def tokenizing(self) -> list[Client]:
+        return [client for client in self.clients if client.entering is None]
+
+    @property
     def reqs(self) -> list[RunningReq]:
-        return [g.req for group in self.groups for g in group.generations if not g.req.ended]
+        return [req for client in self.clients for req in client.reqs]
 
     @property
     def num_waiting(self) -> int:
-        return sum(n for _, n in self.held) + sum(req.first_token_at is None for req in self.reqs)
+        return sum(client.num_waiting for client in self.clients)
 
     @rule(num_sequences=st.integers(1, MAX_QUEUED + 1), tokenizes=st.booleans())
     def arrive(self, num_sequences: int, tokenizes: bool) -> None:
@@ -64,10 +97,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         if waiting + num_sequences <= MAX_QUEUED:
             ticket = self.admission.ticket()
             ticket.take(num_sequences)
-            self.held.append((ticket, num_sequences))
+            client = Client(ticket, num_sequences)
+            self.clients.append(client)
             assert self.num_rejected == rejected
             if not tokenizes:
-                self.dispatch(len(self.held) - 1)
+                self.dispatch(client, "short")
             return
         with pytest.raises(RequestError) as caught, self.admission.ticket() as ticket:
             ticket.take(num_sequences)
@@ -78,13 +112,18 @@ class AdmissionMachine(RuleBasedStateMachine):
             assert (caught.value.status, self.num_rejected) == (429, rejected + 1)
             assert 1 <= (caught.value.retry_after_s or 0) <= 60
 
-    @rule(which=WHICH, what=st.sampled_from(["dispatched", "refused", "gone"]))
-    def tokenized(self, which: int, what: str) -> None:
-        if which < len(self.held):
-            if what == "gone":
-                self.held.pop(which)[0].__exit__(None, None, None)
-            else:
-                self.dispatch(which, refused=what == "refused")
+    @rule(which=WHICH, prompts=st.sampled_from(["short", "long", "long", "one too long"]))
+    def tokenized(self, which: int, prompts: str) -> None:
+        for client in self.tokenizing[which : which + 1]:
+            self.dispatch(client, prompts)
+
+    @rule()
+    def turn(self) -> None:
+        """Of the event loop: long prompts need several to be dispatched."""
+        self.loop.run_until_complete(asyncio.sleep(0))
+        for client in self.clients[:]:
+            if client.entering is not None and client.entering.done() and client.entering.exception():
+                self.go(client)
 
     @rule(which=WHICH, what=st.sampled_from(EVENTS))
     def something_happens(self, which: int, what: str) -> None:
@@ -115,42 +154,53 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def client_goes(self, which: int) -> None:
-        for group in self.groups[which : which + 1]:
-            del self.groups[which]
-            group.__exit__(None, None, None)
+        for client in self.clients[which : which + 1]:
+            self.go(client)
 
     def tokens(self, req: RunningReq, entry: TokenEntry) -> None:
         """From both nodes, and twice: the router takes each position once."""
         for node in (*req.nodes, req.nodes[0]):
             self.dispatcher.on_tokens(node, (entry,))
 
-    def dispatch(self, at: int, *, refused: bool = False) -> None:
+    def dispatch(self, client: Client, prompts: str) -> None:
         """As one prompt or as several; that one is too long is found out after those before it were sent."""
-        ticket, num_sequences = self.held.pop(at)
-        n = num_sequences if num_sequences % 2 else 1
+        n = client.num_sequences if client.num_sequences % 2 else 1
+        length = LONG if prompts == "long" else 3
+        lengths = [length] * (client.num_sequences // n)
+        if prompts == "one too long":
+            lengths[-1] = TOO_LONG
         sampling = Sampling(params=SamplingParams(max_new_tokens=4), n=n)
-        lengths = [3] * (num_sequences // n - 1) + [TOO_LONG if refused else 3]
-        prompts = [
-            Prompt(rid=f"{next(self.names)}", input_ids=(1,) * length, sampling=sampling, split=True)
-            for length in lengths
-        ]
-        group = self.generator.open(prompts, TOKENIZER, ticket)
-        if refused:
-            with pytest.raises(RequestError), ticket:
-                group.__enter__()
-        else:
-            group.__enter__()
-            self.groups.append(group)
+        client.group = self.generator.open(
+            [
+                Prompt(rid=f"{next(self.names)}", input_ids=(1,) * length, sampling=sampling, split=True)
+                for length in lengths
+            ],
+            TOKENIZER,
+            client.ticket,
+        )
+        client.entering = self.loop.create_task(client.group.__aenter__())
+        self.turn()
+
+    def go(self, client: Client) -> None:
+        """As a handler ends: its group is left, or is cancelled while it is entered; then its ticket."""
+        self.clients.remove(client)
+        if client.entering is not None and client.group is not None:
+            client.entering.cancel()
+            (entered,) = self.loop.run_until_complete(asyncio.gather(client.entering, return_exceptions=True))
+            if entered is client.group:
+                self.loop.run_until_complete(client.group.__aexit__(None, None, None))
+            else:
+                assert isinstance(entered, RequestError | asyncio.CancelledError), entered
+        client.ticket.__exit__(None, None, None)
 
     @invariant()
     def counts_are_exact(self) -> None:
         assert self.admission.num_queued == self.num_waiting <= MAX_QUEUED
 
     def teardown(self) -> None:
-        for ticket, _ in self.held:
-            ticket.__exit__(None, None, None)
-        for group in self.groups:
-            group.__exit__(None, None, None)
+        for client in self.clients[:]:
+            self.go(client)
+        self.loop.close()
         assert self.admission.num_queued == self.dispatcher.num_running == 0
         with self.admission.ticket() as ticket:
             ticket.take(MAX_QUEUED)

@@ -213,7 +213,9 @@ def test_a_burst_is_counted_exactly(model_folder: Path) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("how", ["fails", "ends at once", "disconnects", "bad body", "node dies"])
+@pytest.mark.parametrize(
+    "how", ["fails", "ends at once", "disconnects", "disconnects from a stream", "bad body", "node dies"]
+)
 def test_places_come_back(model_folder: Path, how: str) -> None:
     async def fail(node: FakeNode, work: Prefill | Decode) -> None:
         node.send(Failed(work.key, 500, "broken"))
@@ -233,8 +235,8 @@ def test_places_come_back(model_folder: Path, how: str) -> None:
                     assert (
                         await client.post(path, json=body)
                     ).status_code == 400  # seen when it is tokenized
-            elif how == "disconnects":
-                body = json.dumps({"text": ["a", "b"]}).encode()
+            elif how.startswith("disconnects"):
+                body = json.dumps({"text": ["a", "b"], "stream": "stream" in how}).encode()
                 _, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
                 writer.write(
                     b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body

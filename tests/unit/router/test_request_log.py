@@ -101,6 +101,13 @@ def test_refusals_and_probes(model_folder: Path, told: Told) -> None:
                 ("POST", "/generate", known, BODY, ["POST /generate", "503"]),
                 (
                     "POST",
+                    "/generate",
+                    known,
+                    {**BODY, "sampling_params": {"stop_regex": "("}},
+                    ["POST /generate", "400", "sampling_params.stop_regex"],
+                ),
+                (
+                    "POST",
                     "/v1/chat/completions",
                     known,
                     {"messages": []},
