@@ -24,7 +24,7 @@ from router.logprob_fields import (
 )
 from router.prompts import ExtraKey, IdPrompts, ReturnTimeline, Rids, Texts, id_rows, per_prompt, read_rids
 from router.request_ids import requested_rid
-from router.sampling import NativeSampling, Sampling, read_sampling
+from router.sampling import NativeSampling, Sampling, read_sampling, read_samplings
 from router.scheduling_hints import Priority, RoutingKey, read_hints
 from router.served_model import ServedModel
 from shared.errors import RequestError
@@ -166,14 +166,12 @@ def _prompts(
 def _samplings(
     body: GenerateBody, num_prompts: int, vocab_size: int, limits: HttpLimits, *, batched: bool
 ) -> list[Sampling]:
-    bodies = per_prompt(
-        "sampling_params", body.sampling_params, NativeSampling(), num_prompts, batched=batched
-    )
-    one_by_one = isinstance(body.sampling_params, list)
+    asked = body.sampling_params
+    if not isinstance(asked, list):
+        return read_samplings(asked or NativeSampling(), num_prompts, vocab_size, limits, "sampling_params")
+    bodies = per_prompt("sampling_params", asked, NativeSampling(), num_prompts, batched=batched)
     return [
-        read_sampling(
-            params, vocab_size, limits, f"sampling_params[{at}]" if one_by_one else "sampling_params"
-        )
+        read_sampling(params, vocab_size, limits, f"sampling_params[{at}]")
         for at, params in enumerate(bodies)
     ]
 

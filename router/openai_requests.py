@@ -19,7 +19,7 @@ from router.logprob_fields import chat_logprobs, check_num_completion, completio
 from router.openai_bodies import CompletionBody, OpenAIBody, StreamOptions
 from router.prompts import id_rows, read_rids
 from router.request_ids import requested_rid
-from router.sampling import read_sampling
+from router.sampling import read_sampling, read_samplings
 from router.scheduling_hints import read_hints
 from router.served_model import ServedModel
 from router.tool_calls import ForcedCall
@@ -54,9 +54,8 @@ async def read_completion(
     num_prompts = len(texts or ids)
     best_of = _best_of(body, limits)
     limits.check_batch_size(num_prompts * best_of)
-    samplings = [
-        replace(read_sampling(body, model.vocab_size, limits), n=best_of) for _ in range(num_prompts)
-    ]
+    asked = read_samplings(body, num_prompts, model.vocab_size, limits)
+    samplings = [replace(sampling, n=best_of) for sampling in asked]
     reply_id, rids = _ids(requested_rid(body.rid, headers), "cmpl-", num_prompts, batched=batched)
     hints = read_hints(body.priority, body.routing_key, headers)
     told = completion_logprobs(body.logprobs, limits, echo=body.echo)

@@ -75,6 +75,10 @@ class Sampling:
         """The same, with the logprobs that are `wanted`."""
         return replace(self, params=msgspec.structs.replace(self.params, logprobs=wanted))
 
+    def reseeded(self) -> Sampling:
+        """The same with another seed, for another prompt of a request that gave none."""
+        return replace(self, params=msgspec.structs.replace(self.params, seed=_random_seed()))
+
     def choice(self, index: int) -> SamplingParams:
         """The node's part for choice `index` of n: the seeds of choices follow each other."""
         return msgspec.structs.replace(self.params, seed=(self.params.seed + index) & MAX_SEED)
@@ -241,7 +245,7 @@ def read_sampling(body: SamplingBody, vocab_size: int, limits: HttpLimits, path:
             repetition_penalty=body.repetition_penalty,
             logit_bias=_biases(f"{at}logit_bias", body.logit_bias or {}, vocab_size),
             grammar=asked.grammar if asked else None,
-            seed=secrets.randbelow(MAX_SEED) if own.seed is None else own.seed & MAX_SEED,
+            seed=_random_seed() if own.seed is None else own.seed & MAX_SEED,
         ),
         n=body.n,
         stop=stop,
@@ -251,6 +255,20 @@ def read_sampling(body: SamplingBody, vocab_size: int, limits: HttpLimits, path:
         skip_special_tokens=body.skip_special_tokens,
         grammar_field=asked.field if asked else None,
     )
+
+
+def read_samplings(
+    body: SamplingBody, num_prompts: int, vocab_size: int, limits: HttpLimits, path: str = ""
+) -> list[Sampling]:
+    """What `body` asks for each of several prompts: checked once, and the same but for seeds that it leaves open."""
+    first = read_sampling(body, vocab_size, limits, path)
+    if body.spelled().seed is not None:
+        return [first] * num_prompts
+    return [first, *(first.reseeded() for _ in range(num_prompts - 1))]
+
+
+def _random_seed() -> int:
+    return secrets.randbelow(MAX_SEED)
 
 
 def _as_tuple(one_or_more: str | list[str] | None) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import pytest
 from router.config import HttpOptions
 from router.limits import HttpLimits
 from shared.protocol.messages import Decode, Prefill
-from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.fakes import byte_level_tokenizer, joined_router, pair
 
 BIG = 10**40
 
@@ -267,6 +267,9 @@ BODIES = [
     b"[" * 50_000,
     b'{"text": "a", "sampling_params": {"top_k": ' + b"9" * 5000 + b"}}",
     b"\x00\x01\x02",
+    b'\xef\xbb\xbf{"text": "a"}',
+    '{"text": "a"}'.encode("utf-16"),
+    b"text=a&max_tokens=3",
 ]
 
 
@@ -310,6 +313,42 @@ def test_bodies_that_are_no_json_object(model_folder: Path) -> None:
             ):
                 for body in BODIES:
                     check_refusal(await client.post(path, content=body), "")
+
+    asyncio.run(run())
+
+
+def test_what_is_taken_as_it_comes(model_folder: Path) -> None:
+    """curl -d says that it sends a form; of two fields with one name the last counts; NUL is a character."""
+
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            body = b'{"text": 5, "text": "a\\u0000b", "sampling_params": {"max_new_tokens": 1}}'
+            for kind in (
+                "application/x-www-form-urlencoded",
+                "text/plain",
+                "application/json; charset=latin-1",
+            ):
+                answer = await client.post("/generate", content=body, headers={"Content-Type": kind})
+                assert answer.status_code == 200
+            assert byte_level_tokenizer().decode(list(nodes[0].all(Prefill)[0].input_ids)) == "a\0b"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/abort_request"])
+def test_half_a_body(model_folder: Path, path: str) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (router, client):
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+            for part in ("", '{"text": "a", "prompt": "a", "rid": "half"'):
+                _, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
+                writer.write((head + part).encode())
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+            good = {"text": "a", "rid": "half", "sampling_params": {"max_new_tokens": 1}}
+            assert (await client.post("/generate", json=good)).status_code == 200
+            assert len(nodes[0].all(Prefill)) == 1
 
     asyncio.run(run())
 

@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shared.protocol.messages import Decode, Finish, Prefill
 from shared.protocol.sampling_params import Grammar, SamplingParams, TokenBias
 from tests.unit.router.fakes import FakeNode, events, joined_router, one_then_nothing, pair, write_model
@@ -65,6 +67,26 @@ def test_every_sampling_field_reaches_the_nodes_for_its_prompt_alone(model_folde
             assert second == SamplingParams(**SENT, seed=12)
             (other,) = of_prompt(nodes[0], 3)
             assert other.params == SamplingParams(seed=other.params.seed)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_prompts_of_a_batch_share_a_seed_only_if_it_was_given(model_folder: Path, seed: int | None) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            bodies = {
+                "/generate": {
+                    "text": ["a"] * 3,
+                    "sampling_params": {"max_new_tokens": 1, "sampling_seed": seed},
+                },
+                "/v1/completions": {"prompt": ["a"] * 3, "max_tokens": 1, "seed": seed},
+            }
+            for path, body in bodies.items():
+                assert (await client.post(path, json=body)).status_code == 200
+            seeds = [work.params.seed for work in nodes[0].all(Prefill)]
+            assert len(seeds) == 6
+            assert set(seeds) == {5} if seed is not None else len(set(seeds)) == 6
 
     asyncio.run(run())
 

@@ -1,0 +1,255 @@
+"""Whatever is posted: no 5xx, one shape of error, no hang, and nothing that stays behind.
+
+Bodies are right ones with something changed in a random place, random JSON under known names, and random bytes. They
+go over real sockets to a real router with scripted nodes; after each, the router has to hold nothing and serve again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from router.config import DispatchOptions, HttpOptions
+from router.limits import HttpLimits
+from router.one_process import RouterProcess
+from shared.protocol.messages import NodeLimits, Role
+from tests.unit.router.fakes import FakeNode, joined_router
+
+T = TypeVar("T")
+
+RID = "fuzzed"
+SAMPLING: dict[str, Any] = {
+    "max_new_tokens": 3,
+    "min_new_tokens": 1,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "stop": ["fox", "dog"],
+    "stop_regex": "[0-9]+",
+    "stop_token_ids": [7],
+    "n": 2,
+    "logit_bias": {"3": 1.5},
+    "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    "sampling_seed": 3,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
+}
+OPENAI: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 3,
+    "n": 2,
+    "seed": 1,
+    "stop": "fox",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}},
+    "logit_bias": {"3": -1},
+    "rid": RID,
+}
+BODIES: dict[str, list[dict[str, Any]]] = {
+    "/generate": [
+        {"text": "a b", "sampling_params": SAMPLING, "rid": RID, "return_timeline": True},
+        {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}, "rid": RID, "stream": True},
+        {
+            "input_ids": [[1, 2], [3]],
+            "sampling_params": [{"max_new_tokens": 2, "regex": "a+"}, {"n": 2, "max_new_tokens": 1}],
+            "rid": [RID, "other"],
+            "extra_key": ["x", None],
+            "stream": True,
+            "priority": 3,
+            "routing_key": "r",
+        },
+        {
+            "text": ["a", "b"],
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": [False, None],
+            "logprob_start_len": [0, -1],
+            "top_logprobs_num": 2,
+            "token_ids_logprob": [[1], None],
+        },
+    ],
+    "/v1/completions": [
+        {**OPENAI, "prompt": ["a", "b"], "echo": True},
+        {"prompt": [[1, 2], [3]], "max_tokens": 2, "best_of": 1, "ebnf": 'root ::= "a"'},
+    ],
+    "/v1/chat/completions": [
+        {**OPENAI, "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": 1}},
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "a"}]},
+                {"role": "assistant", "content": None, "tool_calls": []},
+                {"role": "tool", "content": "b", "tool_call_id": "1"},
+            ],
+            "max_completion_tokens": 2,
+            "tools": [],
+            "tool_choice": "none",
+        },
+    ],
+    "/tokenize": [{"prompt": "a b", "add_special_tokens": True}, {"prompt": ["a", "b"]}],
+    "/detokenize": [{"tokens": [1, 2], "skip_special_tokens": False}, {"tokens": [[1], [2]]}],
+    "/abort_request": [{"rid": RID, "abort_all": False}],
+    "/start_profile": [{"num_steps": 1, "with_stack": False, "record_shapes": True}],
+}
+GOOD = {"text": "a", "rid": RID, "sampling_params": {"max_new_tokens": 2}}
+
+ANY_TEXT = st.text(st.characters(), max_size=12)  # lone surrogates and NUL as well
+AWKWARD = st.sampled_from(
+    [None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, 10**31, -(10**400), 1.5, -0.0, 1e308, float("nan"),
+     float("inf"), "", "a", "\x00", "\ud800", "x" * 5000, [], [None], [[]], [[None]], {}, {"a": None}, "1", [1, "a"]]
+)  # fmt: skip
+JSON = st.recursive(
+    AWKWARD | st.integers() | st.floats() | ANY_TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ANY_TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def names_in(value: object) -> set[str]:
+    if isinstance(value, dict):
+        return {str(name) for name in value} | {n for inner in value.values() for n in names_in(inner)}
+    return {n for inner in value for n in names_in(inner)} if isinstance(value, list) else set()
+
+
+@st.composite
+def changed(draw: st.DrawFn, value: Any) -> Any:
+    """`value` with one thing in it replaced, dropped, repeated or wrapped."""
+    if isinstance(value, dict | list) and value and draw(st.integers(0, 3)):
+        places = list(value) if isinstance(value, dict) else list(range(len(value)))
+        place = draw(st.sampled_from(places))
+        copy = value.copy()
+        copy[place] = draw(changed(value[place]))
+        return copy
+    match draw(st.integers(0, 4)):
+        case 0 if isinstance(value, list) and value:
+            return value[1:]
+        case 1 if isinstance(value, list):
+            return value * draw(st.sampled_from([2, 40]))
+        case 2:
+            return [value]
+        case 3 if isinstance(value, dict):
+            return {**value, draw(st.sampled_from(sorted(names_in(BODIES)))): draw(JSON)}
+        case _:
+            return draw(JSON)
+
+
+@st.composite
+def posts(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A path and a body."""
+    path = draw(st.sampled_from(sorted(BODIES)))
+    right = draw(st.sampled_from(BODIES[path]))
+    kind = draw(st.sampled_from(["changed", "changed", "changed", "names", "bytes"]))
+    if kind == "names":
+        names = sorted(names_in(BODIES[path]))
+        return path, json.dumps(draw(st.dictionaries(st.sampled_from(names), JSON, max_size=4))).encode()
+    if kind == "changed":
+        body = draw(changed(right))
+        return path, json.dumps(draw(changed(body)) if draw(st.booleans()) else body).encode()
+    text = json.dumps(right).encode()
+    start = draw(st.integers(0, len(text)))
+    end = draw(st.sampled_from([start, start + 1, len(text)]))
+    return path, text[:start] + draw(st.binary(max_size=6)) + text[end:]
+
+
+@dataclass
+class Service:
+    """A router that runs between examples too, on a loop that only turns within `run`."""
+
+    loop: asyncio.AbstractEventLoop
+    process: RouterProcess
+    client: httpx.AsyncClient
+    nodes: list[FakeNode]
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    async def post(self, path: str, body: bytes) -> None:
+        async with asyncio.timeout(10):
+            answer = await self.client.post(path, content=body)
+        assert answer.status_code in (200, 400, 404, 413), (answer.status_code, answer.text)
+        if answer.status_code != 200:
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "code", "param"}
+            assert 0 < len(error["message"]) < 1000
+        elif "text/event-stream" in answer.headers["content-type"]:
+            assert answer.text.endswith("data: [DONE]\n\n")
+            assert '"status": 5' not in answer.text and "internal error" not in answer.text
+
+    async def check_idle(self) -> None:
+        async with asyncio.timeout(5):
+            while self.process._router._dispatcher.num_running:
+                await asyncio.sleep(0.001)  # a stream lets go right after its last bytes
+            while (good := await self.client.post("/generate", json=GOOD)).status_code != 200:
+                assert "is the name of another request" in good.text, good.text
+        for node in self.nodes:
+            node.heard.clear()
+
+
+@pytest.fixture(scope="module")
+def service(model_folder: Path) -> Iterator[Service]:
+    limits = HttpLimits(max_batch_size=16, max_n=4, max_body_bytes=200_000)
+    room = NodeLimits(context_length=256, max_total_num_tokens=80, max_running_requests=8)
+    loop = asyncio.new_event_loop()
+
+    async def enter(exits: contextlib.AsyncExitStack) -> Service:
+        nodes = [await exits.enter_async_context(FakeNode(role, limits=room)) for role in Role]
+        process, client = await exits.enter_async_context(
+            joined_router(
+                model_folder,
+                nodes,
+                http=HttpOptions(port=0, served_model_name="tiny", limits=limits),
+                dispatch=DispatchOptions(local_prefill_tokens=0),
+            )
+        )
+        return Service(loop, process, client, nodes)
+
+    exits = contextlib.AsyncExitStack()
+    try:
+        yield loop.run_until_complete(enter(exits))
+    finally:
+        loop.run_until_complete(exits.aclose())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+
+@settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+@given(post=posts())
+def test_bodies(service: Service, post: tuple[str, bytes]) -> None:
+    service.run(service.post(*post))
+    service.run(service.check_idle())
+
+
+def replaced(value: Any, new: object) -> Iterator[Any]:
+    """`value`, with `new` in one of its places, for each of them."""
+    for place in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        copies = [new, *replaced(value[place], new)]
+        for copy in copies:
+            changed_copy = value.copy()
+            changed_copy[place] = copy
+            yield changed_copy
+
+
+@pytest.mark.parametrize("number", [0, -1, 2**31, 2**63, 10**30, 1e308], ids=repr)
+def test_a_number_in_every_place(service: Service, number: float) -> None:
+    for path, bodies in BODIES.items():
+        for body in bodies:
+            for copy in replaced(body, number):
+                service.run(service.post(path, json.dumps(copy).encode()))
+    service.run(service.check_idle())
+
+
+@pytest.mark.parametrize("path", sorted(BODIES))
+def test_the_bodies_they_start_from_are_right(service: Service, path: str) -> None:
+    for body in BODIES[path]:
+        answer = service.run(service.client.post(path, json=body))
+        assert answer.status_code == 200, answer.text
