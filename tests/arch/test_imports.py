@@ -98,5 +98,12 @@ def test_the_scheduler_runs_where_there_is_no_triton() -> None:
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
+def test_the_terminals_commands_start_without_what_serves() -> None:
+    serving = ("fastapi", "uvicorn", "uvloop", "tokenizers", "prometheus_client")
+    modules = "router.__main__, router.terminal.top, router.terminal.generate"
+    assert loaded_after(modules, *serving) == []
+    assert "fastapi" in loaded_after("router.server", *serving), "it would be seen"
+
+
 def test_a_loaded_torch_would_be_seen() -> None:
     assert loaded_after("shared.kvcache.pools", "torch") == ["torch"]
