@@ -1,13 +1,14 @@
 """Who may call what: keys of clients and of administrators, sent as `Authorization: Bearer KEY`.
 
-    keys that are set       client routes         admin routes (flush, abort all, profiles, fleet)
+    keys that are set       client routes         admin routes (flush, abort all, profiles)
     none                    anybody               anybody
     --api-key               its holders           its holders
     --admin-api-key         anybody               its holders
     both                    holders of either     holders of --admin-api-key
 
-As SGLang's `admin_api_key`, except that an admin key opens client routes as well. Keys are kept as digests only,
-so that none can end up in a log, a traceback or a page of information.
+As SGLang's `admin_api_key`, except that an admin key opens client routes as well. What changes the fleet is guarded
+more closely: see `fleet_admin_api.fleet_guards`. Keys are kept as digests only, so that none can end up in a log, a
+traceback or a page of information.
 """
 
 from __future__ import annotations
