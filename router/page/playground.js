@@ -194,7 +194,8 @@ export class Playground {
     this.output.removeAttribute("aria-busy");
     this.timeline.end();
     this.showFigures();
-    const tokens = this.usage ? ` ${count(this.usage.completion_tokens)} tokens in ${seconds(this.elapsed())}.` : "";
+    const number = this.usage?.completion_tokens;
+    const tokens = this.usage ? ` ${count(number)} ${number === 1 ? "token" : "tokens"} in ${seconds(this.elapsed())}.` : "";
     setText(byId("run-status"), words ? words + tokens : "Failed.");
   }
 

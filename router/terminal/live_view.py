@@ -43,13 +43,18 @@ def _title(event: LiveEvent, url: str) -> Text:
 def _traffic(samples: Sequence[Sample]) -> Table:
     table = _grid()
     now = samples[-1] if samples else None
-    rows = (
-        ("streaming", f"{now.num_running_reqs}" if now else "–", [s.num_running_reqs for s in samples]),
-        ("waiting", f"{now.num_queue_reqs}" if now else "–", [s.num_queue_reqs for s in samples]),
+    rows: list[tuple[str, str, Sequence[float]]] = [
+        ("streaming", str(now.num_running_reqs) if now else "–", [s.num_running_reqs for s in samples]),
+        ("waiting", str(now.num_queue_reqs) if now else "–", [s.num_queue_reqs for s in samples]),
         ("tokens/s", _number(now.tokens_per_s) if now else "–", [s.tokens_per_s for s in samples]),
-        ("KV transfer", f"{_bytes(now.decode.kv_bytes_per_s)}/s" if now else "–",
-         [s.decode.kv_bytes_per_s for s in samples]),
-    )  # fmt: skip
+        (
+            "KV transfer",
+            f"{_bytes(now.decode.kv_bytes_per_s)}/s" if now else "–",
+            [s.decode.kv_bytes_per_s for s in samples],
+        ),
+    ]
+    if now and any(sample.rejected_per_s for sample in samples):
+        rows.append(("429s/s", _number(now.rejected_per_s), [s.rejected_per_s for s in samples]))
     for name, value, history in rows:
         table.add_row(Text(name, "dim"), Text(value, "bold"), Text(_sparkline(history), "cyan"))
     return table
@@ -75,7 +80,7 @@ def _nodes(nodes: Sequence[NodeNow]) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("node", "role", "state"):
         table.add_column(name, no_wrap=True)
-    for name in ("to pair", "waiting", "moving", "running"):
+    for name in ("pairing", "waiting", "transfer", "running"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("KV pages held/cached/free", no_wrap=True)
     for name in ("tokens/s", "KV/s", "links"):
@@ -102,7 +107,9 @@ def _node(node: NodeNow) -> list[RenderableType]:
     pages = Text.assemble(
         _pages_bar(node), f" {node.num_held_pages}/{node.num_cached_pages}/{node.num_free_pages}"
     )
-    rates = _number(node.tokens_per_s), f"{_bytes(node.kv_bytes_per_s)}/s", str(node.num_links)
+    computes = node.role == "prefill"
+    tokens = f"{_number(node.prompt_tokens_per_s)} in" if computes else f"{_number(node.tokens_per_s)} out"
+    rates = tokens, f"{_bytes(node.kv_bytes_per_s)}/s", str(node.num_links)
     return [*head, *(str(count) for count in counts), pages, *rates]
 
 

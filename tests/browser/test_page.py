@@ -166,7 +166,7 @@ def test_everything_is_done_by_keyboard(run: Run, browser: Browser, model_folder
             await site.shows("#output", story(1))
             assert list(decode.all(Decode)[0].input_ids) == byte_level_tokenizer().encode("tell me\n").ids
             await keyboard.press("Escape")
-            await site.shows("#run-status", "Stopped. 1 tokens")
+            await site.shows("#run-status", "Stopped. 1 token in")
             await decode.wait_for(Cancel)
             assert await site.page.locator("#run").is_enabled()
             assert site.complaints == []

@@ -1,0 +1,101 @@
+"""One event of the live feed as text."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from router.live_feed import FleetSample, LiveEvent, NodeNow, RouterNow, Sample
+from router.terminal.live_view import live_view
+
+FLEET = FleetSample(
+    num_nodes=1,
+    num_running_reqs=0,
+    num_queue_reqs=0,
+    num_transferring_reqs=0,
+    tokens_per_s=0,
+    kv_bytes_per_s=2_500_000,
+    num_pages=0,
+    num_free_pages=0,
+    num_cached_pages=0,
+    num_held_pages=0,
+)
+SAMPLE = Sample(
+    time=0,
+    num_running_reqs=3,
+    num_queue_reqs=7,
+    tokens_per_s=1234.5,
+    reqs_per_s=1,
+    rejected_per_s=0,
+    ttft_s=(0.0123, 0.25, 3.5),
+    itl_s=None,
+    prefill=FLEET,
+    decode=FLEET,
+)
+ROUTER = RouterNow(
+    status="degraded",
+    reason="prefill-0 is lost",
+    model="tiny\x1b[2J",
+    version="0",
+    has_chat_template=True,
+    context_length=256,
+    uptime_s=3725,
+    percentile_window_s=10,
+)
+NODES = [
+    NodeNow(node_id="prefill-0", role="prefill", address="a", state="gone", reason="connection closed"),
+    NodeNow(node_id="prefill-1", role="prefill", address="", state="loading", reason="weights", loaded=0.5),
+    NodeNow(
+        node_id="decode-0",
+        role="decode",
+        address="b",
+        state="live",
+        num_running_reqs=3,
+        num_pages=160,
+        num_held_pages=80,
+        num_cached_pages=40,
+        num_free_pages=40,
+        tokens_per_s=1234.5,
+        kv_bytes_per_s=2_500_000,
+    ),
+]
+
+
+def screen(*samples: Sample, nodes: list[NodeNow] = NODES, trouble: str = "") -> dict[str, str]:
+    """Its lines by their first words."""
+    console = Console(width=140, highlight=False, color_system=None)
+    event = LiveEvent(router=ROUTER, nodes=nodes, samples=list(samples))
+    with console.capture() as capture:
+        console.print(live_view(event, samples, "host:8000", trouble))
+    return {line.split("  ")[0]: line for line in capture.get().splitlines() if line.strip()}
+
+
+def test_a_busy_fleet() -> None:
+    lines = screen(SAMPLE)
+    title = lines["Baton tiny�[2J"]
+    assert "degraded" in title and "up 1 h 2 min" in title, "and what controls terminals is shown as �"
+    assert "prefill-0 is lost" in lines
+    assert "3" in lines["streaming"] and "7" in lines["waiting"]
+    assert "1,234" in lines["tokens/s"] and "2.5 MB/s" in lines["KV transfer"]
+    assert lines["first token"].split() == ["first", "token", "12.3", "ms", "250", "ms", "3.50", "s"]
+    assert lines["inter-token"].split() == ["inter-token", "–", "–", "–"]
+    assert "gone" in lines["prefill-0"] and "loading 50%" in lines["prefill-1"]
+    assert "████████▒▒▒▒···· 80/40/40" in lines["decode-0"]
+    assert "1,234 out" in lines["decode-0"]
+
+
+def test_nothing_yet() -> None:
+    lines = screen(nodes=[])
+    assert "no nodes yet" in lines
+    assert lines["streaming"].split() == ["streaming", "–"]
+
+
+@pytest.mark.parametrize("rejected_per_s", [0.0, 2.5])
+def test_429s_are_shown_once_there_were_some(rejected_per_s: float) -> None:
+    lines = screen(msgspec.structs.replace(SAMPLE, rejected_per_s=rejected_per_s), SAMPLE)
+    assert ("429s/s" in lines) == bool(rejected_per_s)
+
+
+def test_what_is_old_says_so() -> None:
+    assert any("trying again" in line for line in screen(SAMPLE, trouble="the router has stopped").values())
