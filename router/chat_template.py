@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +11,9 @@ import jinja2
 import msgspec
 
 from router.template_sandbox import Limits, SandboxedTemplates
+from router.text_workers import TextWorkers
 from shared.errors import ConfigError, ModelError, RequestError
 
-_INLINE_CHARS = 4000
-"""Longer conversations are rendered in a worker thread: what a template makes of them may take long."""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 Message = Mapping[str, Any]
@@ -59,11 +57,9 @@ class ChatTemplate:
         except jinja2.TemplateError as e:
             raise ConfigError(f"{origin}: the chat template cannot be compiled: {e}") from e
 
-    async def render(self, chat: Chat) -> str:
+    async def render(self, chat: Chat, workers: TextWorkers) -> str:
         """The prompt, up to where the assistant begins or goes on. Raises RequestError when the template objects."""
-        if chat.num_chars() <= _INLINE_CHARS:
-            return self.render_now(chat)
-        return await asyncio.to_thread(self.render_now, chat)
+        return await workers.run(chat.num_chars(), lambda: self.render_now(chat))
 
     def render_now(self, chat: Chat) -> str:
         """See `render`. Bounded in time and size, but it may take all of that time."""

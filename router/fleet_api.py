@@ -36,8 +36,6 @@ _PROBE_TIMEOUT_S = 30.0
 _REFRESH_S = 0.25
 _FLUSH_RETRY_S = 0.05
 _MAX_FLUSH_WAIT_S = 600.0
-_DECODED_INLINE = 1000
-"""Token ids that take less time than the way to another thread and back is worth (0.3 us each)."""
 _MAX_ABORTED_CHARS = 1024
 """Of a rid, or of the number behind that of a batch."""
 
@@ -162,7 +160,8 @@ def info_routes(
         many = isinstance(prompt, list)
         texts = prompt if isinstance(prompt, list) else [prompt]
         limits.check_batch_size(len(texts))
-        ids = await served.tokenizer.encode(texts, add_special_tokens=body.add_special_tokens)
+        encoding = served.tokenizer.encode(texts, add_special_tokens=body.add_special_tokens)
+        ids = await while_connected(request.receive, encoding)
         return json_response(
             Tokenized(
                 tokens=ids if many else ids[0],
@@ -178,13 +177,8 @@ def info_routes(
         body = parse(DetokenizeBody, await read_body(request, limits.max_body_bytes))
         served = model.get()
         rows, many = id_rows("tokens", body.tokens, served.vocab_size, limits)
-
-        def decode() -> list[str]:
-            skip = body.skip_special_tokens
-            return [served.tokenizer.decode(row, skip_special_tokens=skip) for row in rows]
-
-        # tokenizers lets the GIL go: a long list must not hold up streams.
-        texts = await asyncio.to_thread(decode) if sum(map(len, rows)) > _DECODED_INLINE else decode()
+        decoding = served.tokenizer.decode(rows, skip_special_tokens=body.skip_special_tokens)
+        texts = await while_connected(request.receive, decoding)
         return json_response(Detokenized(text=texts if many else texts[0]))
 
     return router

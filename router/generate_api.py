@@ -36,7 +36,8 @@ def generate_routes(
         """Complete one prompt or several."""
         with admission.ticket() as ticket:
             body = parse(GenerateBody, await read_body(request, limits.max_body_bytes))
-            asked = await read_generate(body, model.get(), limits, request.headers, ticket)
+            reading = read_generate(body, model.get(), limits, request.headers, ticket)
+            asked = await while_connected(request.receive, reading)
             group = generator.open(asked.prompts, model.get().tokenizer, ticket)
             note_group(request, group)
             if asked.stream:

@@ -45,7 +45,8 @@ def openai_routes(
         """Complete one prompt or several."""
         with admission.ticket() as ticket:
             body = parse(CompletionBody, await read_body(request, limits.max_body_bytes))
-            asked = await read_completion(body, model.get(), limits, request.headers, ticket)
+            reading = read_completion(body, model.get(), limits, request.headers, ticket)
+            asked = await while_connected(request.receive, reading)
             shape = CompletionShape(_reply(asked, model.get()), model.get().tokenizer, asked.echoes)
             return await respond(request, asked, shape, ticket)
 
@@ -54,7 +55,8 @@ def openai_routes(
         """Answer a conversation."""
         with admission.ticket() as ticket:
             body = parse(ChatBody, await read_body(request, limits.max_body_bytes))
-            asked = await read_chat(body, model.get(), limits, request.headers, ticket)
+            reading = read_chat(body, model.get(), limits, request.headers, ticket)
+            asked = await while_connected(request.receive, reading)
             shape = ChatShape(_reply(asked, model.get()), model.get().tokenizer, asked.call)
             return await respond(request, asked, shape, ticket)
 

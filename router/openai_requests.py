@@ -80,7 +80,7 @@ async def read_completion(
     echoes = None
     if body.echo:
         skip = body.skip_special_tokens
-        echoes = texts or [model.tokenizer.decode(row, skip_special_tokens=skip) for row in ids]
+        echoes = texts or await model.tokenizer.decode(ids, skip_special_tokens=skip)
     return OpenAIRequest(
         id=reply_id,
         prompts=prompts,
@@ -105,7 +105,7 @@ async def read_chat(
     if model.chat_template is None:
         raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
     ticket.take(sampling.n)
-    text = await model.chat_template.render(_chat(body))
+    text = await model.chat_template.render(_chat(body), model.tokenizer.workers)
     # The template writes the special tokens itself.
     ids = (await model.tokenizer.encode([text], add_special_tokens=False))[0]
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")

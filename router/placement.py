@@ -21,7 +21,7 @@ from router.node_counts import NodeCounts
 from router.policy import RoutingPolicy
 from router.running_req import Node
 from shared.errors import RequestError
-from shared.protocol.block_hash import block_hashes
+from shared.protocol.block_hash import BlockHashes
 from shared.protocol.messages import Role
 
 MAX_IMBALANCE = 16
@@ -113,7 +113,7 @@ class Placement:
         if not any(len(node.prefixes) for node in decodes):
             return self._decode_policy.choose(decodes), 0
         page_size = decodes[0].page_size
-        hashes = list(block_hashes(input_ids[:num_matchable], page_size, extra_key))
+        hashes = BlockHashes(input_ids[:num_matchable], page_size, extra_key)
         worth = min(MIN_SAVED_SHARE * len(input_ids), MIN_SAVED_TOKENS)
         best, num_blocks = self._holding_most(decodes, hashes, ceil(worth / page_size))
         if best:

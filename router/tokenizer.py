@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tokenizers
 
 from router.detokenizer import Detokenizer, make_detokenizer
+from router.text_workers import INLINE_CHARS, TextWorkers
 from router.vocabulary import Vocabulary
 from shared.errors import ModelError
 
-# Below this many characters, encoding takes less time than the way to another thread and back is worth
-# (2 cores, 0.6 us a character: about a millisecond).
-_INLINE_CHARS = 2000
+_CHARS_A_TOKEN = 4
+"""Decoding a token takes about as long as encoding so many characters."""
 
 
 class Tokenizer:
-    """A model's tokenizer. Long texts are encoded in a worker thread, where tokenizers lets the GIL go."""
+    """A model's tokenizer. Long texts are encoded, and long lists of ids decoded, by `workers`."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, workers: TextWorkers | None = None) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer)
-        self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self.workers = workers or TextWorkers()
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -41,18 +39,20 @@ class Tokenizer:
 
     def close(self) -> None:
         """Let the worker threads end."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self.workers.close()
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """The ids of each text. `add_special_tokens` as the tokenizer's own post-processor does."""
-        if sum(map(len, texts)) <= _INLINE_CHARS:
-            return self._encode(texts, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, self._encode, texts, add_special_tokens)
+        return await self.workers.run(
+            sum(map(len, texts)), lambda: [self._encode(text, add_special_tokens) for text in texts]
+        )
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """All ids at once."""
-        return self._vocabulary.decode(token_ids, skip_special_tokens)
+    async def decode(self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        """The text of each row of ids."""
+        return await self.workers.run(
+            sum(map(len, rows)) * _CHARS_A_TOKEN,
+            lambda: [self._decode(row, skip_special_tokens) for row in rows],
+        )
 
     def special_text(self, token_id: int) -> str:
         """The text of a special token by itself; empty for all others."""
@@ -72,5 +72,14 @@ class Tokenizer:
             self._vocabulary, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids
         )
 
-    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        return [self._tokenizer.encode(t, add_special_tokens=add_special_tokens).ids for t in texts]
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) <= INLINE_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` holds the GIL all the time, which a batch, also of one, does not.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if len(token_ids) * _CHARS_A_TOKEN <= INLINE_CHARS:
+            return self._vocabulary.decode(token_ids, skip_special_tokens)
+        # As with `encode`.
+        return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import overload
 
 import xxhash
 
@@ -24,3 +26,24 @@ def block_hashes(ids: Sequence[int], page_size: int, extra_key: str = "") -> Ite
     for at in range(0, len(ids) - page_size + 1, page_size):
         last = next_hash(last, ids[at : at + page_size])
         yield last
+
+
+class BlockHashes(Sequence[int]):
+    """`block_hashes`, each made when it or a later one is first looked at: of a long prompt, few are."""
+
+    def __init__(self, ids: Sequence[int], page_size: int, extra_key: str = "") -> None:
+        self._num_blocks = len(ids) // page_size
+        self._to_make = block_hashes(ids, page_size, extra_key)
+        self._made: list[int] = []
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        num_needed = at + 1 if isinstance(at, int) and at >= 0 else self._num_blocks
+        self._made += islice(self._to_make, max(0, num_needed - len(self._made)))
+        return self._made[at]

@@ -14,7 +14,16 @@ from typing import Any
 
 import torch
 
-from tests.bench import multi_step, overlap, router_load, scheduling, serving, simulation, transfer
+from tests.bench import (
+    long_prompts,
+    multi_step,
+    overlap,
+    router_load,
+    scheduling,
+    serving,
+    simulation,
+    transfer,
+)
 from tests.bench.table import report
 
 BENCHES: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
@@ -25,6 +34,7 @@ BENCHES: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
     "transfer": transfer.main,
     "serving": serving.main,
     "router": router_load.main,
+    "long_prompts": long_prompts.main,
     "fleet": lambda: [simulation.run_fleet()],
 }
 ONLY_BY_NAME = {"fleet"}

@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from router.chat_template import Chat, ChatTemplate, load_chat_template
 from router.template_sandbox import Limits
+from router.text_workers import TextWorkers
 from shared.errors import ConfigError, RequestError
 
 FOLDER = Path(__file__).parent / "chat_templates"
@@ -152,7 +153,7 @@ def test_a_long_conversation_is_rendered_beside_the_loop() -> None:
     slow = template_of("{% for a in range(99999) %}{{ a }}{% endfor %}", chars=10_000)
 
     async def run() -> bool:
-        rendering = asyncio.create_task(slow.render(Chat(messages=messages)))
+        rendering = asyncio.create_task(slow.render(Chat(messages=messages), TextWorkers()))
         await asyncio.sleep(0)
         went_on = not rendering.done()
         with pytest.raises(RequestError, match="longer than 10000 characters"):

@@ -392,7 +392,7 @@ class TestCompletions:
         answer, prefill = run(model_folder, "/v1/completions", body)
         choice = answer["choices"][0]
         logprobs = choice["logprobs"]
-        assert choice["text"] == tokenizer.decode([*prompt_ids, *story])
+        assert choice["text"] == byte_level_tokenizer().decode([*prompt_ids, *story])
         assert logprobs["tokens"] == [tokenizer.token_text(token) for token in [*prompt_ids, *story]]
         of_prompt = [value(i - 1000) for i in range(1, len(prompt_ids))]
         assert logprobs["token_logprobs"] == [None, *of_prompt, *(value(i) for i in range(NUM_NEW))]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from typing import Any
+
 from router.prefix_index import ASK_AGAIN_AFTER_EVENTS, MAX_PONGS_BEFORE_ASKING, PrefixIndex
-from shared.protocol.block_hash import block_hashes
+from shared.protocol.block_hash import BlockHashes, block_hashes
 from shared.protocol.messages import CacheEvents
 
 A, B, C = 11, 22, 33
@@ -101,3 +103,23 @@ def test_a_node_that_answers_pings_only_is_asked_ever_less_often() -> None:
     index.apply(CacheEvents(7, (), (), reset=True))
     index.apply(CacheEvents(9, (), ()))
     assert [n for n in range(1, 7) if not index.compare(9)] == [2, 6], "patience is short again"
+
+
+def test_hashes_are_made_when_they_are_looked_at() -> None:
+    class Counted(list[int]):
+        num_reads = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            self.num_reads += 1
+            return super().__getitem__(at)
+
+    ids = Counted(range(1000))
+    hashes, all_of_them = BlockHashes(ids, 3, "tenant"), list(block_hashes(range(1000), 3, "tenant"))
+    assert len(hashes) == 333
+    assert (hashes[4], ids.num_reads) == (all_of_them[4], 5)
+    assert (hashes[2], ids.num_reads) == (all_of_them[2], 5)
+    assert PrefixIndex().num_blocks(hashes) == 0
+    assert ids.num_reads == 5
+    assert hashes[-1] == all_of_them[-1]
+    assert hashes[5:9] == all_of_them[5:9]
+    assert list(hashes) == all_of_them

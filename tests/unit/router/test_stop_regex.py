@@ -21,7 +21,7 @@ from router.stop_regex import (
     StopPatterns,
 )
 from shared.errors import RequestError
-from shared.protocol.messages import Decode, Finish, Prefill, Stop
+from shared.protocol.messages import Decode, Finish, Prefill
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, events, joined_router, pair
 
@@ -203,8 +203,6 @@ def test_a_pattern_ends_a_stream(model_folder: Path) -> None:
                 assert streamed[-2]["text"] == text
                 assert all(text.startswith(event["text"]) for event in streamed[:-1])
                 assert streamed[-2]["output_ids"] == answer["output_ids"]
-                told = await nodes[1].wait_for(Stop, 2 if keep else 1)
-                assert told.position == len(answer["output_ids"])
 
     asyncio.run(run())
 

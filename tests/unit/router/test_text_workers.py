@@ -1,0 +1,191 @@
+"""Long texts do not hold up the event loop, each other, or anybody when their client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from router.dispatch import Dispatcher, Work
+from router.generation import Generator, Prompt
+from router.live_rids import LiveRids
+from router.running_req import RunningReq
+from router.sampling import Sampling
+from router.text_workers import INLINE_CHARS, MEDIUM_CHARS, TextWorkers
+from router.tokenizer import Tokenizer
+from shared.protocol.messages import Prefill, ReqKey
+from shared.protocol.sampling_params import SamplingParams
+from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.sample_tokenizers import KINDS, TEXTS, sample
+
+LONG = MEDIUM_CHARS + 1
+LONG_TEXT = "".join(TEXTS) * (INLINE_CHARS // len("".join(TEXTS)) + 1)
+
+
+class Gate:
+    """Work that says when it has begun, and ends when it may."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def __call__(self) -> str:
+        self.thread = threading.current_thread()
+        self.begun.set()
+        assert self.may_end.wait(20)
+        return "done"
+
+    async def has_begun(self) -> None:
+        assert await asyncio.to_thread(self.begun.wait, 20)
+
+
+def test_short_work_is_done_at_once() -> None:
+    async def run() -> None:
+        workers = TextWorkers()
+        assert await workers.run(INLINE_CHARS, threading.current_thread) is threading.current_thread()
+        assert await workers.run(INLINE_CHARS + 1, threading.current_thread) is not threading.current_thread()
+        workers.close()
+
+    asyncio.run(run())
+
+
+def test_long_work_waits_in_line_and_who_leaves_it_is_not_served() -> None:
+    async def run() -> None:
+        workers, gates, ran = TextWorkers(num_long=2), [Gate(), Gate()], list[str]()
+        running = [asyncio.create_task(workers.run(LONG, gate)) for gate in gates]
+        for gate in gates:
+            await gate.has_begun()
+        leaves = asyncio.create_task(workers.run(LONG, lambda: ran.append("left")))
+        stays = asyncio.create_task(workers.run(LONG, lambda: ran.append("stayed")))
+        assert await workers.run(MEDIUM_CHARS, lambda: "medium") == "medium", "it does not wait for long ones"
+        assert ran == []
+        leaves.cancel()
+        gates[0].may_end.set()
+        await stays
+        gates[1].may_end.set()
+        assert await asyncio.gather(*running) == ["done", "done"]
+        assert ran == ["stayed"]
+        workers.close()
+
+    asyncio.run(run())
+
+
+class Recording:
+    """A tokenizer that tells which of its methods were called."""
+
+    def __init__(self, kind: str) -> None:
+        self.calls: list[str] = []
+        self._tokenizer = sample(kind)
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_texts_go_through_calls_that_let_the_gil_go(kind: str) -> None:
+    """`encode` and `decode` of the library hold it for as long as they take, seconds for a long prompt."""
+
+    async def run() -> None:
+        recording: Any = Recording(kind)
+        tokenizer = Tokenizer(recording)
+        recording.calls.clear()
+        for special in (True, False):
+            ids = await tokenizer.encode([LONG_TEXT, "short"], add_special_tokens=special)
+            expected = [sample(kind).encode(t, add_special_tokens=special).ids for t in (LONG_TEXT, "short")]
+            assert ids == expected
+        assert recording.calls == ["encode_batch_fast", "encode"] * 2
+        recording.calls.clear()
+        texts = await tokenizer.decode([ids[0] * 4, ids[1]], skip_special_tokens=False)
+        assert texts == [sample(kind).decode(row, skip_special_tokens=False) for row in (ids[0] * 4, ids[1])]
+        assert recording.calls == ["decode_batch", "decode"]
+        tokenizer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "fox " * LONG}),
+        ("/v1/completions", {"prompt": "fox " * LONG}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "fox " * LONG}]}),
+    ],
+)
+def test_a_client_that_leaves_while_its_prompt_waits_frees_its_place(
+    model_folder: Path, path: str, body: dict[str, Any]
+) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, [*nodes]) as (router, client):
+            workers = router.model.get().tokenizer.workers
+            gates = [Gate() for _ in range(workers.num_long)]
+            blocked = [asyncio.create_task(workers.run(LONG, gate)) for gate in gates]
+            for gate in gates:
+                await gate.has_begun()
+            asked = asyncio.create_task(client.post(path, json=body))
+            await num_queued(client, 1)
+            asked.cancel()
+            await num_queued(client, 0)
+            for gate in gates:
+                gate.may_end.set()
+            await asyncio.gather(*blocked)
+            assert await workers.run(LONG, lambda: "next in line") == "next in line"
+            assert nodes[0].all(Prefill) == []
+
+    asyncio.run(run())
+
+
+async def num_queued(client: httpx.AsyncClient, wanted: int) -> None:
+    """Until so many are."""
+    async with asyncio.timeout(10):
+        while f" {wanted}.0" not in await queued_line(client):
+            await asyncio.sleep(0.02)
+
+
+async def queued_line(client: httpx.AsyncClient) -> str:
+    lines = (await client.get("/metrics")).text.splitlines()
+    return next(line for line in lines if line.startswith("baton:num_queued_reqs{"))
+
+
+class IdleDispatcher(Dispatcher):
+    """Counts turns of the loop between the sequences that it is given."""
+
+    def __init__(self) -> None:
+        self.turns: list[int] = []
+        self.num_turns = 0
+
+    def start(self, work: Work, wake: Callable[[], None]) -> RunningReq:
+        self.turns.append(self.num_turns)
+        key = ReqKey("router", str(len(self.turns)))
+        return RunningReq(key, prompt_len=1, max_new_tokens=1, nodes=(), wake=wake, now=0.0)
+
+    def release(self, req: RunningReq) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("prompt_len", "n", "most_a_turn"), [(100_000, 3, 1), (10, 64, 16)])
+def test_much_work_is_dispatched_in_several_turns(prompt_len: int, n: int, most_a_turn: int) -> None:
+    async def run() -> None:
+        dispatcher = IdleDispatcher()
+
+        async def count_turns() -> None:
+            while True:
+                await asyncio.sleep(0)
+                dispatcher.num_turns += 1
+
+        counting = asyncio.create_task(count_turns())
+        await asyncio.sleep(0)
+        sampling = Sampling(params=SamplingParams(), n=n)
+        prompt = Prompt(rid="a", input_ids=(1,) * prompt_len, sampling=sampling)
+        async with Generator(dispatcher, LiveRids()).open([prompt], Tokenizer(sample("gpt2"))):
+            assert len(dispatcher.turns) == n
+        assert max(Counter(dispatcher.turns).values()) <= most_a_turn
+        counting.cancel()
+
+    asyncio.run(run())
