@@ -110,6 +110,18 @@ def test_the_timeline_goes_through_both_fleets(router: Router) -> None:
         assert [stage for who, stage in stamps if who == role] == stages
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, "short"], ids=["split", "local"])
+def test_a_stream_tells_the_stages_before_its_end(router: Router, prompt: str) -> None:
+    call = router.generate(prompt, 160, stream=True, return_timeline=True).finish()
+    told = [
+        {(stamp["role"], stamp["stage"]) for stamp in event["meta_info"]["timeline"]} for event in call.events
+    ]
+    assert ("router", "finished") in told[-1]
+    running = [stages for stages in told if ("decode", "finished") not in stages]
+    assert any(("decode", "decoding") in stages for stages in running), "its node said so before it finished"
+    assert all(before <= after for before, after in itertools.pairwise(told))
+
+
 def test_openai_completions(router: Router, client: openai.OpenAI) -> None:
     native = router.generate(PROMPT, 40).finish().answer
     whole = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, **STREAM_GREEDY)
