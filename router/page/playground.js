@@ -84,7 +84,6 @@ export class Playground {
   }
 
   newConversation() {
-    this.abort?.abort();
     this.turns = [];
     byId("turns").replaceChildren();
     byId("turns").hidden = true;
@@ -142,14 +141,15 @@ export class Playground {
   }
 
   async stream({ path, body }, text) {
+    const scroller = text.parentNode.closest(".turns") ?? text.parentNode;
     let finish = "";
     let waiting = "";
     const flush = () => {
       if (!waiting) return;
-      const following = this.isAtEnd(text.parentNode);
+      const following = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 24;
       text.appendData(waiting);
       waiting = "";
-      if (following) text.parentNode.scrollTop = text.parentNode.scrollHeight;
+      if (following) scroller.scrollTop = scroller.scrollHeight;
     };
     try {
       for await (const event of events(path, { body, signal: this.abort.signal })) {
@@ -167,16 +167,11 @@ export class Playground {
     return FINISHES[finish] ?? "Done.";
   }
 
-  isAtEnd(element) {
-    return element.scrollHeight - element.scrollTop - element.clientHeight < 24;
-  }
-
   begin() {
     this.startedAt = performance.now();
     this.firstAt = null;
     this.usage = null;
-    byId("run").disabled = true;
-    byId("stop-run").disabled = false;
+    this.enable(false);
     byId("run-error").hidden = true;
     this.output.setAttribute("aria-busy", "true");
     setText(byId("run-status"), "Running …");
@@ -185,12 +180,16 @@ export class Playground {
     this.ticking = setInterval(() => this.showFigures(), 100);
   }
 
+  enable(idle) {
+    byId("run").disabled = byId("new-chat").disabled = !idle;
+    byId("stop-run").disabled = idle;
+  }
+
   end(words) {
     clearInterval(this.ticking);
     this.abort = null;
     this.endedAt = performance.now();
-    byId("run").disabled = false;
-    byId("stop-run").disabled = true;
+    this.enable(true);
     this.output.removeAttribute("aria-busy");
     this.timeline.end();
     this.showFigures();
