@@ -2,7 +2,7 @@
 
 A model derives from `Body`. What its types refuse becomes a RequestError that names field, value and bound, in one
 wording for all routes. `null` means the default, everywhere; unknown fields are tolerated, since clients of other
-servers send them; a known field that cannot be served (`refused`) is refused by name.
+servers send them; a known field that cannot be served (`Refused`) is refused by name.
 """
 
 from __future__ import annotations

@@ -22,7 +22,17 @@ from router.logprob_fields import (
     ids_of_prompts,
     native_logprobs,
 )
-from router.prompts import ExtraKey, IdPrompts, ReturnTimeline, Rids, Texts, id_rows, per_prompt, read_rids
+from router.prompts import (
+    ExtraKey,
+    IdPrompts,
+    ReturnTimeline,
+    Rids,
+    Texts,
+    encode_prompts,
+    id_rows,
+    per_prompt,
+    read_rids,
+)
 from router.request_ids import requested_rid
 from router.sampling import NativeSampling, Sampling, read_sampling, read_samplings
 from router.scheduling_hints import Priority, RoutingKey, read_hints
@@ -122,7 +132,7 @@ async def read_generate(
     logprobs = _logprobs(body, num_prompts, model.vocab_size, limits, batched=batched)
     ticket.take(sum(sampling.n for sampling in samplings))
     if texts:
-        ids = await model.tokenizer.encode(texts)
+        ids = await encode_prompts(texts, model, limits, "text", batched=batched)
     for at, input_ids in enumerate(ids):
         where = f"prompt {at}" if batched else "the prompt"
         limits.check_prompt(input_ids, where, "text" if texts else "input_ids")

@@ -53,6 +53,10 @@ class HttpLimits:
                 code="context_length_exceeded",
             )
 
+    def most_prompt_tokens(self, context_length: int) -> int:
+        """What no prompt may exceed, for a model of this context length."""
+        return min(context_length, self.max_prompt_tokens or context_length)
+
     def check_n(self, field: str, n: int) -> None:
         """Refuse too many answers to one prompt."""
         if n > self.max_n:

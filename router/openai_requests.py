@@ -17,7 +17,7 @@ from router.generation import Prompt
 from router.limits import HttpLimits
 from router.logprob_fields import chat_logprobs, check_num_completion, completion_logprobs
 from router.openai_bodies import CompletionBody, OpenAIBody, StreamOptions
-from router.prompts import id_rows, read_rids
+from router.prompts import encode_prompts, id_rows, read_rids
 from router.request_ids import requested_rid
 from router.sampling import read_sampling, read_samplings
 from router.scheduling_hints import read_hints
@@ -62,7 +62,7 @@ async def read_completion(
     logprobs = LogprobParams() if told is None and best_of > body.n else told
     ticket.take(num_prompts * best_of)
     if texts:
-        ids = await model.tokenizer.encode(texts)
+        ids = await encode_prompts(texts, model, limits, "prompt", batched=batched)
     for at, input_ids in enumerate(ids):
         limits.check_prompt(input_ids, f"prompt {at}" if batched else "the prompt", "prompt")
     prompts = [
@@ -107,7 +107,9 @@ async def read_chat(
     ticket.take(sampling.n)
     text = await model.chat_template.render(_chat(body), model.tokenizer.workers)
     # The template writes the special tokens itself.
-    ids = (await model.tokenizer.encode([text], add_special_tokens=False))[0]
+    ids = (await encode_prompts([text], model, limits, "messages", batched=False, add_special_tokens=False))[
+        0
+    ]
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
     prompt = Prompt(
         rid=rids[0],

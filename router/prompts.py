@@ -10,6 +10,7 @@ from pydantic import Field
 
 from router.body import FailFast, OneOf, shown, wrong
 from router.limits import MAX_BATCH_SIZE, HttpLimits
+from router.served_model import ServedModel
 from shared.errors import RequestError
 
 T = TypeVar("T")
@@ -49,6 +50,31 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
         raise RequestError(
             f"{name} must hold token ids from 0 to {vocab_size - 1}, not {shown(outside)}", param=name
         )
+
+
+async def encode_prompts(
+    texts: Sequence[str],
+    model: ServedModel,
+    limits: HttpLimits,
+    field: str,
+    *,
+    batched: bool,
+    add_special_tokens: bool = True,
+) -> list[list[int]]:
+    """The token ids of `texts`. A text that could not fit, were all tokens the longest, is refused unread: it would
+    keep the tokenizer from others for many seconds.
+    """
+    most = limits.most_prompt_tokens(model.context_length) * model.tokenizer.max_token_chars
+    for at, text in enumerate(texts):
+        if len(text) > most:
+            where = f"prompt {at}" if batched else "the prompt"
+            raise RequestError(
+                f"{where} has {len(text)} characters, more than {limits.most_prompt_tokens(model.context_length)} "
+                f"tokens of at most {model.tokenizer.max_token_chars} can hold",
+                param=field,
+                code="context_length_exceeded",
+            )
+    return await model.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
 
 
 def id_rows(

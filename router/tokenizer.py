@@ -25,6 +25,8 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer)
         self.workers = workers or TextWorkers()
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
+        """What the longest token holds at most: one of bytes is written with a character for each."""
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:

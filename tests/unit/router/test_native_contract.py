@@ -10,7 +10,15 @@ import pytest
 
 from shared.protocol.messages import Decode, Finish, Prefill
 from shared.protocol.sampling_params import Grammar, SamplingParams, TokenBias
-from tests.unit.router.fakes import FakeNode, events, joined_router, one_then_nothing, pair, write_model
+from tests.unit.router.fakes import (
+    FakeNode,
+    byte_level_tokenizer,
+    events,
+    joined_router,
+    one_then_nothing,
+    pair,
+    write_model,
+)
 from tests.unit.router.test_logprobs import judged_first_token, judged_story
 
 EVERYTHING: dict[str, Any] = {
@@ -189,6 +197,31 @@ def test_information_that_clients_ask_for(model_folder: Path) -> None:
                 ids = found["tokens"] * 1000  # in a thread
                 text = (await client.post(path, json={"tokens": ids})).json()["text"]
                 assert text == "The quick" * 1000
+
+    asyncio.run(run())
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model_folder: Path) -> None:
+    longest = max(map(len, byte_level_tokenizer().get_vocab()))
+    most = 256 * longest
+    part = f"has {most + 1} characters, more than 256 tokens of at most {longest} can hold"
+    long = "a" * (most + 1)
+    bodies = {
+        "/generate": {"text": ["a", long]},
+        "/v1/completions": {"prompt": long},
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": long[len("<|user|><|assistant|>") :]}]
+        },
+    }
+
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            for path, body in bodies.items():
+                refused = await client.post(path, json=body)
+                assert refused.status_code == 400
+                assert part in refused.json()["error"]["message"]
+            fits = await client.post("/generate", json={"text": long[:-1]})
+            assert "tokens, which leaves no room" in fits.json()["error"]["message"]
 
     asyncio.run(run())
 
