@@ -13,8 +13,13 @@ PERCENTILES = (0.5, 0.9, 0.99)
 
 
 class RouterNow(Answer, frozen=True, kw_only=True):
-    """The router that answers. `context_length` is None while no node has said which model it serves."""
+    """The router that answers. `context_length` is None while no node has said which model it serves.
 
+    `worker` is its name if it is one of several (--router-workers). Each tells what it has of its own clients, and
+    of the nodes what all of their requests come to.
+    """
+
+    worker: str | None
     status: str
     reason: str
     model: str

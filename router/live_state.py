@@ -72,6 +72,7 @@ class LiveState:
         traffic: RecentTraffic,
         status: FleetStatus,
         model: ModelSlot,
+        worker: str | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._membership = membership
@@ -79,6 +80,7 @@ class LiveState:
         self._traffic = traffic
         self._status = status
         self._model = model
+        self._worker = worker
         self._clock = clock
         self._started_at = self._sampled_at = clock()
         self._own = _Counters(self._started_at, (0, 0, 0))
@@ -171,6 +173,7 @@ class LiveState:
         status, reason = self._status.state()
         known = self._model.known
         return RouterNow(
+            worker=self._worker,
             status=status,
             reason=reason,
             model=self._model.name(),

@@ -59,9 +59,10 @@ export class Charts {
     resized.observe(byId("chart-list"));
   }
 
-  update(samples, windowSeconds) {
+  update(samples, router) {
     this.samples = samples;
-    setText(byId("charts-note"), `This router's clients; percentiles over ${windowSeconds} s`);
+    const whose = router.worker === null ? "All clients" : `Clients of worker ${router.worker}; nodes serve all workers`;
+    setText(byId("charts-note"), `${whose}; percentiles over ${router.percentile_window_s} s`);
     this.draw();
   }
 

@@ -89,7 +89,7 @@ async function watch(signal, alive) {
     document.body.dataset.feed = "on";
     showRouter(event.router);
     fleets.update(event.nodes);
-    charts.update(samples, event.router.percentile_window_s);
+    charts.update(samples, event.router);
   }
 }
 

@@ -94,10 +94,20 @@ export class Timeline {
         segments.push({ lane, stage: stamp.stage, from: since(stamp), to });
       });
     }
-    const first = Math.min(this.firstToldAt ?? now, now);
+    const first = Math.min(this.promptComputed() ?? this.firstToldAt ?? now, now);
     segments.unshift({ lane: "router", stage: "queued", from: 0, to: first });
     if (first < now) segments.splice(1, 0, { lane: "router", stage: "streaming", from: first, to: now });
     return segments;
+  }
+
+  // When some node had computed the prompt, and so the first token; undefined while none has said so.
+  promptComputed() {
+    for (const lane of ["prefill", "decode"]) {
+      const own = this.stamps.filter((stamp) => stamp.role === lane);
+      const at = own.findIndex((stamp) => stamp.stage === "prefilling");
+      if (at >= 0 && own[at + 1]) return Math.max(own[at + 1].time - this.start, 0);
+    }
+    return undefined;
   }
 
   draw() {

@@ -36,6 +36,7 @@ def _title(event: LiveEvent, url: str) -> Text:
         printable(router.model) or "no model yet",
         "  ",
         (router.status, _STATUS_STYLES.get(router.status, "yellow")),
+        f"  worker {router.worker}" if router.worker is not None else "",
         (f"  up {_duration(router.uptime_s)}  {printable(url)}", "dim"),
     )
 

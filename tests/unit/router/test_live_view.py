@@ -34,6 +34,7 @@ SAMPLE = Sample(
     decode=FLEET,
 )
 ROUTER = RouterNow(
+    worker="1",
     status="degraded",
     reason="prefill-0 is lost",
     model="tiny\x1b[2J",
@@ -74,7 +75,9 @@ def screen(*samples: Sample, nodes: list[NodeNow] = NODES, trouble: str = "") ->
 def test_a_busy_fleet() -> None:
     lines = screen(SAMPLE)
     title = lines["Baton tiny�[2J"]
-    assert "degraded" in title and "up 1 h 2 min" in title, "and what controls terminals is shown as �"
+    assert "worker 1 " in title and "degraded" in title and "up 1 h 2 min" in title, (
+        "and what controls terminals is shown as �"
+    )
     assert "prefill-0 is lost" in lines
     assert "3" in lines["streaming"] and "7" in lines["waiting"]
     assert "1,234" in lines["tokens/s"] and "2.5 MB/s" in lines["KV transfer"]
