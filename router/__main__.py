@@ -54,12 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     import uvloop
 
+    from router.garbage import collect_rarely
     from router.server import load_model
 
     log.setup(args.log_level, "router")
     try:
         config = router_config(args)
         model = load_model(config.model, config) if config.model is not None else None
+        collect_rarely()
         return uvloop.run(serve(config, model))
     except ConfigError as e:
         print(f"router: error: {e}", file=sys.stderr)

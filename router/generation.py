@@ -102,11 +102,10 @@ class Generation:
             raise self.prompt.sampling.in_terms_of_request(self.req.error)
         finish, num_before = self.req.finish, len(self.output_ids)
         added = self._output.add(token_ids, finish)
-        self.output_logprobs += self.req.take_logprobs(num_before, len(self.output_ids))
-        if self.prompt.sampling.params.logprobs is not None and len(self.output_logprobs) < len(
-            self.output_ids
-        ):
-            raise RequestError("a node sent tokens without the logprobs that were asked for", status=500)
+        if self.prompt.sampling.params.logprobs is not None:
+            self.output_logprobs += self.req.take_logprobs(num_before, len(self.output_ids))
+            if len(self.output_logprobs) < len(self.output_ids):
+                raise RequestError("a node sent tokens without the logprobs that were asked for", status=500)
         if self._output.matched is not None:
             self._finish(StopReason(matched=self._output.matched))
         elif isinstance(finish, Aborted):
@@ -156,7 +155,8 @@ class GenerationGroup:
         self._ticket = ticket
         self._num_prompts = len(prompts)
         self._ready: dict[Generation, None] = {}
-        self._bell = asyncio.Event()
+        self._bell: asyncio.Future[None] | None = None
+        """What `steps` waits for."""
         self._tokenizer = tokenizer
         self.prompts = prompts
         self.generations: list[Generation] = []
@@ -235,15 +235,15 @@ class GenerationGroup:
         self._rids.running(prompt.rid, generation.req)
 
     def _wake(self, generation: Generation) -> None:
-        if not self._ready:  # else it has rung, and nobody has answered yet
-            self._bell.set()
         self._ready[generation] = None
+        if self._bell is not None and not self._bell.done():
+            self._bell.set_result(None)
 
     async def _news(self) -> None:
         """Until a sequence has news."""
         while not self._ready:
-            self._bell.clear()
-            await self._bell.wait()
+            self._bell = asyncio.get_running_loop().create_future()
+            await self._bell
 
     def _mind_deadlines(self) -> None:
         """A sequence whose deadline has passed has bad news. One timer for all, which no token has to touch."""

@@ -23,11 +23,11 @@ FRAME_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a frame may raise: no such message, a string that is not UTF-8, arrays nested without end."""
 
 
-class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages: a tagged array on the wire."""
+class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Base of all messages: a tagged array on the wire. Trees, so the collector of cycles may pass them by."""
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of the parts of messages: an untagged array on the wire."""
 
 
