@@ -155,6 +155,7 @@ class ChatShape:
         self._tokenizer = tokenizer
         self._call = call
         self._readers: dict[int, CallReader] = {}
+        self._named: set[int] = set()
 
     def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
         """See Shape."""
@@ -207,13 +208,13 @@ class ChatShape:
         reader = self._readers.get(generation.index)
         if reader is None:
             reader = self._readers[generation.index] = self._call.reader()
-        begun = reader.name is not None
         arguments = reader.feed(text, last=generation.finish_reason is not None)
         if reader.name is None:
             return ChatDelta()
-        if begun:
-            function = FunctionCallDelta(arguments=arguments)
-            return ChatDelta(tool_calls=[ToolCallDelta(function=function)] if arguments else UNSET)
+        if generation.index in self._named:
+            more = ToolCallDelta(function=FunctionCallDelta(arguments=arguments))
+            return ChatDelta(tool_calls=[more] if arguments else UNSET)
+        self._named.add(generation.index)
         function = FunctionCallDelta(name=reader.name, arguments=arguments)
         return ChatDelta(tool_calls=[ToolCallDelta(id=reader.id, type="function", function=function)])
 

@@ -1,0 +1,159 @@
+"""Tools in a chat, by OpenAI's own client: what reaches the model, and how a forced call comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill
+from tests.unit.router.fakes import FakeNode, Script, byte_level_tokenizer, joined_router, pair, write_model
+
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function | tojson }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now"}},
+]
+WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
+QUESTION: Any = [{"role": "user", "content": "Warm?"}]
+ARGUMENTS = '{"city": "Zürich {}}"}'
+CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
+
+
+def tells(text: str, finish: str = "stop") -> tuple[Script, Script]:
+    """Scripts that say this text, token by token."""
+    ids = byte_level_tokenizer().encode(text).ids
+
+    async def first(node: FakeNode, work: Prefill | Decode) -> None:
+        node.tokens(work.key, 0, ids[:1])
+
+    async def rest(node: FakeNode, work: Prefill | Decode) -> None:
+        for position, token_id in enumerate(ids):
+            await asyncio.sleep(0.001)  # so that it comes in pieces
+            end = Finish(finish) if position == len(ids) - 1 else None
+            node.tokens(work.key, position, [token_id], end)
+
+    return first, rest
+
+
+def with_client(
+    folder: Path,
+    text: str,
+    use: Callable[[openai.AsyncOpenAI, FakeNode], Coroutine[Any, Any, None]],
+    finish: str = "stop",
+) -> None:
+    async def run() -> None:
+        first, rest = tells(text, finish)
+        async with pair(prefill=first, decode=rest) as nodes:
+            for node in nodes:
+                node.limits = NodeLimits(
+                    context_length=1024, max_total_num_tokens=1024, max_running_requests=8
+                )
+            async with (
+                joined_router(folder, list(nodes)) as (_, http),
+                openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
+            ):
+                await use(client, nodes[1])
+
+    asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tools"), chat_template=TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "finish_reason"), [(WEATHER, ARGUMENTS, "stop"), ("required", CALL, "tool_calls")]
+)
+def test_a_forced_call(folder: Path, choice: Any, text: str, finish_reason: str) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "tool_choice": choice}
+        choice_of_two = (await client.chat.completions.create(**asked, n=2)).choices
+        for answered in choice_of_two:
+            assert answered.finish_reason == finish_reason
+            assert answered.message.content is None and answered.message.tool_calls is not None
+            (call,) = answered.message.tool_calls
+            assert call.type == "function"
+            assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+        assert len({c.message.tool_calls[0].id for c in choice_of_two if c.message.tool_calls}) == 2
+        grammar = decode.all(Decode)[0].params.grammar
+        assert grammar is not None and grammar.kind == "json_schema"
+        if choice == WEATHER:
+            assert json.loads(grammar.text) == CITY
+        stream = await client.chat.completions.create(**asked, stream=True)
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert all(not chunk.choices[0].delta.content for chunk in chunks)
+        deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
+        assert {delta.index for delta in deltas} == {0}
+        assert deltas[0].id and deltas[0].function and deltas[0].function.name == "weather"
+        assert all(delta.id is None for delta in deltas[1:])
+        assert "".join(d.function.arguments or "" for d in deltas if d.function) == ARGUMENTS
+        assert chunks[-1].choices[0].finish_reason == finish_reason
+
+    with_client(folder, text, use)
+
+
+def test_the_clients_own_helper_reads_the_stream(folder: Path) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        asked: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
+        async with client.chat.completions.stream(model="tiny", **asked) as stream:
+            answer = await stream.get_final_completion()
+        calls = answer.choices[0].message.tool_calls
+        assert calls is not None
+        assert calls[0].function.arguments == ARGUMENTS
+
+    with_client(folder, CALL, use)
+
+
+def test_a_call_that_is_cut_off(folder: Path) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        asked: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
+        answered = (await client.chat.completions.create(model="tiny", **asked)).choices[0]
+        assert answered.finish_reason == "length"
+        assert answered.message.tool_calls is None
+        assert answered.message.content == '{"name": "wea'
+
+    with_client(folder, '{"name": "wea', use, finish="length")
+
+
+def test_what_the_template_sees(folder: Path) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    messages: Any = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "War"}, {"type": "text", "text": "m?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "c", "content": "21 °C"},
+        {"role": "assistant", "content": "Yes", "tool_calls": []},
+    ]
+    past = f"<system>Be brief.<user>Warm?<assistant>(weather {ARGUMENTS})<tool>21 °C<assistant>Yes"
+    shown = '[{"name": "weather", "parameters": ' + json.dumps(CITY) + '}][{"name": "now"}]'
+
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        for options, prompt in (
+            ({}, f"{past}<assistant>"),
+            ({"tools": TOOLS, "tool_choice": "none"}, f"{shown}{past}<assistant>"),
+            ({"extra_body": {"continue_final_message": True}}, past),
+            ({"extra_body": {"add_generation_prompt": False}}, past),
+            ({"user": "me", "metadata": {"a": "b"}, "store": False}, f"{past}<assistant>"),
+        ):
+            asked: dict[str, Any] = {"messages": messages, **options}
+            answered = (await client.chat.completions.create(model="tiny", **asked)).choices[0]
+            assert answered.message.content == "fine" and answered.message.tool_calls is None
+            sent = decode.all(Decode)[-1]
+            assert byte_level_tokenizer().decode(list(sent.input_ids)) == prompt
+            assert sent.params.grammar is None
+
+    with_client(folder, "fine", use)

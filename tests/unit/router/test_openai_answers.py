@@ -1,0 +1,160 @@
+"""OpenAI's answers in all their forms are what the official client's types say, with nothing missing or made up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+
+from shared.protocol.logprobs import Logprobs
+from shared.protocol.messages import Decode, Finish, Prefill, ReqReport, TokenEntry, Tokens
+from tests.unit.router.fakes import FakeNode, events, joined_router, pair
+from tests.unit.router.judging import judged_first_token, judged_story
+
+OWN = {"matched_stop", "root", "max_model_len"}
+"""Fields beyond OpenAI's."""
+HI = [{"role": "user", "content": "hi"}]
+
+
+def judge(seed: int) -> float:
+    """What a sequence's tokens are worth: of four in a row, the third is the likeliest."""
+    return {0: -3.0, 1: -2.0, 2: -1.0, 3: -4.0}[seed % 4]
+
+
+async def judged_by_seed_first(node: FakeNode, work: Prefill | Decode) -> None:
+    """A script."""
+    await judged_by_seed(node, work, num_tokens=1)
+
+
+async def judged_by_seed(node: FakeNode, work: Prefill | Decode, num_tokens: int | None = None) -> None:
+    """A script."""
+    wanted = work.params.max_new_tokens
+    for position in range(wanted if num_tokens is None else num_tokens):
+        finish = Finish("length") if position == wanted - 1 else None
+        logprobs = Logprobs(struct.pack("<f", judge(work.params.seed)))
+        token = (work.params.seed % 4 + 40,)
+        node.send(Tokens((TokenEntry(work.key, position, token, finish, ReqReport(), logprobs, None),)))
+
+
+async def post(folder: Path, path: str, body: dict[str, Any], **scripts: Any) -> Any:
+    async with pair(**scripts) as nodes, joined_router(folder, list(nodes)) as (_, client):
+        response = await client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return response.text
+
+
+def check(kind: type[BaseModel], told: dict[str, Any]) -> None:
+    """It parses, and says nothing that the type does not know but what is OWN."""
+    if (
+        kind is Completion
+    ):  # the type forgets what OpenAI's own answers have: nulls for what there is nothing to say
+        for choice in told["choices"]:
+            choice["finish_reason"] = choice["finish_reason"] or "stop"
+            judged = choice["logprobs"] or {}
+            judged["token_logprobs"] = [logprob or 0.0 for logprob in judged.get("token_logprobs", ())]
+            judged["top_logprobs"] = [top or {} for top in judged.get("top_logprobs", ())]
+    parsed = kind.model_validate_json(json.dumps(told), strict=False)
+
+    def unknown(value: object) -> set[str]:
+        if isinstance(value, BaseModel):
+            inner = (getattr(value, name) for name in type(value).model_fields)
+            return set(value.model_extra or {}).union(*map(unknown, inner))
+        return set().union(*map(unknown, value)) if isinstance(value, list) else set()
+
+    assert unknown(parsed) <= OWN
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_answers_are_of_the_clients_types(
+    model_folder: Path, path: str, logprobs: bool, stream: bool
+) -> None:
+    chat = path.endswith("chat/completions")
+    body: dict[str, Any] = {
+        "max_tokens": 4,
+        "n": 2,
+        "stream": stream,
+        "stream_options": {"include_usage": True},
+    }
+    body |= {"messages": HI} if chat else {"prompt": ["hi", "you"], "echo": True}
+    if logprobs:
+        body |= {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+    text = asyncio.run(post(model_folder, path, body, prefill=judged_first_token, decode=judged_story))
+    if not stream:
+        check(ChatCompletion if chat else Completion, json.loads(text))
+        return
+    *told, done = events(text)
+    assert done == "[DONE]"
+    for event in told:
+        for choice in event["choices"]:
+            if not chat and choice["finish_reason"] is None:
+                choice["finish_reason"] = (
+                    "stop"  # OpenAI's type of its own events forgets that it may be null
+                )
+        check(ChatCompletionChunk if chat else Completion, event)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_likeliest_of_several_are_told(model_folder: Path, n: int) -> None:
+    body = {"prompt": ["hi", "you"], "n": n, "best_of": 4, "max_tokens": 3, "seed": 4}
+    scripts = {"prefill": judged_by_seed_first, "decode": judged_by_seed}
+    answer = json.loads(asyncio.run(post(model_folder, "/v1/completions", body, **scripts)))
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * n))
+    letters = [choice["text"][0] for choice in answer["choices"]]
+    best = sorted(range(4), key=judge, reverse=True)
+    if n == 4:
+        best = list(range(4))  # nothing to choose from: in the order of the seeds
+    first = ord(letters[0]) - best[0]
+    assert letters == [chr(first + seed) for seed in best[:n]] * 2
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == 2 * 4 * 3
+
+
+def test_n_answers_at_temperature_0_are_equal(model_folder: Path) -> None:
+    for path, prompt in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": HI})):
+        answer = json.loads(
+            asyncio.run(post(model_folder, path, {**prompt, "n": 3, "temperature": 0, "max_tokens": 5}))
+        )
+        texts = [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
+        assert len(texts) == 3 and len(set(texts)) == 1 and texts[0]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_scoring_as_lm_eval_asks(model_folder: Path, max_tokens: int) -> None:
+    """A list of token ids, echoed with logprobs; one token at most is generated, and not looked at."""
+    rows = [[10, 11, 12, 13], [20, 21]]
+    body = {
+        "prompt": rows,
+        "max_tokens": max_tokens,
+        "logprobs": 1,
+        "echo": True,
+        "temperature": 0,
+        "seed": 1234,
+    }
+    scripts = {"prefill": judged_first_token, "decode": judged_story}
+    answer = json.loads(asyncio.run(post(model_folder, "/v1/completions", body, **scripts)))
+    for row, choice in zip(rows, answer["choices"], strict=True):
+        judged = choice["logprobs"]
+        assert len(judged["tokens"]) == len(row) + max_tokens
+        assert judged["token_logprobs"][0] is None and judged["top_logprobs"][0] is None
+        assert None not in judged["token_logprobs"][1:]
+        for logprob, top in zip(judged["token_logprobs"][1:], judged["top_logprobs"][1:], strict=True):
+            assert logprob in top.values()
+    assert answer["usage"]["prompt_tokens"] == 6
+    assert answer["usage"]["completion_tokens"] == 2 * max_tokens
+
+
+def test_models_are_of_the_clients_types(model_folder: Path) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            check(Model, (await client.get("/v1/models/tiny")).json())
+
+    asyncio.run(run())
