@@ -34,9 +34,9 @@ _STATUS_WORDS = {
     503: "Nothing can serve this now.",
 }
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
-_EVENTS = (
-    "Server-sent events, one a line: `data: ` and JSON of the schema in `x-event-schema`, then `data: [DONE]`. "
-    "A failure in mid-stream is an event of the schema ErrorAnswer."
+_EVENT_STREAM = (
+    "Server-sent events; the schema is that of one event. The last one's data is [DONE]; a failure in mid-stream is "
+    "an ErrorAnswer before it."
 )
 
 
@@ -144,12 +144,7 @@ class _Writer:
             if operation.example is not None:
                 content["application/json"]["example"] = operation.example
         if operation.event is not None:
-            events = {
-                "type": "string",
-                "description": _EVENTS,
-                "x-event-schema": self._schema(operation.event),
-            }
-            content["text/event-stream"] = {"schema": events}
+            content["text/event-stream"] = {"schema": self._event(operation.event)}
         responses: Json = {"200": {"description": _STATUS_WORDS[200], "content": content}}
         keys = (401, 403) if self._with_keys and operation.needs_key else ()
         others = dict.fromkeys((*operation.errors, *keys), ErrorAnswer) | dict(operation.also)
@@ -161,6 +156,16 @@ class _Writer:
             if status in (429, 503):
                 responses[str(status)]["headers"] = _RETRY_AFTER
         return responses
+
+    def _event(self, answer: Any) -> Json:
+        told = {"anyOf": [self._schema(answer), self._schema(ErrorAnswer)]}
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": told}
+        return {
+            "type": "object",
+            "description": _EVENT_STREAM,
+            "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+            "required": ["data"],
+        }
 
     def _schema(self, answer: Any) -> Json:
         return next(schema for known, schema in self._answers if known is answer or known == answer)

@@ -24,7 +24,9 @@ class Described:
 
     def events(self, method: str, path: str) -> dict[str, Any]:
         content = self.operation(method, path)["responses"]["200"]["content"]
-        return content["text/event-stream"]["schema"]["x-event-schema"]
+        data = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"]
+        assert data[0] == {"const": "[DONE]"}
+        return data[1]["contentSchema"]
 
     def fits(self, schema: dict[str, Any], value: object) -> None:
         whole = {"allOf": [schema], "components": self.document["components"]}
@@ -43,6 +45,7 @@ class Described:
             *told, done = events(response.text)
             assert told and done == "[DONE]"
             for event in told:
+                assert "error" not in event
                 self.fits(self.events(method, path), event)
         elif media_type == "application/json":
             self.fits(media["schema"], response.json())

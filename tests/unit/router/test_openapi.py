@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema_rs
+import pytest
 
 from router.config import HttpOptions
 from router.openapi_operations import OPERATIONS
@@ -104,18 +106,15 @@ CALLS: list[tuple[str, str, dict[str, Any] | None, int]] = [
 
 
 @asynccontextmanager
-async def described(model_folder: Path, **http: Any) -> AsyncIterator[tuple[Described, httpx.AsyncClient]]:
-    options = HttpOptions(port=0, served_model_name="tiny", **http)
+async def described(model_folder: Path, key: str = "") -> AsyncIterator[tuple[Described, httpx.AsyncClient]]:
+    options = HttpOptions(port=0, served_model_name="tiny", api_keys=(key,) if key else ())
     scripts = {"prefill": judged_first_token, "decode": judged_story}
     async with (
         pair(**scripts) as nodes,
-        joined_router(model_folder, list(nodes), http=options) as (_, client),
+        joined_router(model_folder, list(nodes), http=options, wait=not key) as (_, client),
     ):
-        headers = (
-            {"Authorization": f"Bearer {key}"} if (key := next(iter(http.get("api_key", ())), "")) else {}
-        )
-        document = (await client.get("/openapi.json", headers=headers)).json()
-        yield Described(document), client
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        yield Described((await client.get("/openapi.json", headers=headers)).json()), client
 
 
 def template(path: str) -> str:
@@ -140,5 +139,75 @@ def test_answers_have_the_described_shapes(model_folder: Path) -> None:
             document.fits(document.events("GET", "/live"), json.loads(first.removeprefix("data: ")))
             called = {(method, template(path)) for method, path, *_ in CALLS} | {("GET", "/live")}
             assert called == set(document.operations()) == set(OPERATIONS)
+
+    asyncio.run(run())
+
+
+def references(value: object) -> set[str]:
+    if isinstance(value, list):
+        return set().union(*map(references, value))
+    if not isinstance(value, dict):
+        return set()
+    own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
+    return own.union(*map(references, value.values()))
+
+
+def test_the_document_is_whole(model_folder: Path) -> None:
+    async def run() -> None:
+        async with described(model_folder) as (document, client):
+            schemas = document.document["components"]["schemas"]
+            referred = references(document.document)
+            assert referred == {f"#/components/schemas/{name}" for name in schemas}
+            for schema in schemas.values():
+                jsonschema_rs.validator_for({"components": document.document["components"], **schema})
+            for method, path in document.operations():
+                operation = document.operation(method, path)
+                assert operation["summary"] and operation["tags"] and operation["operationId"]
+                assert "security" not in operation
+                for status, response in operation["responses"].items():
+                    assert response["description"]
+                    media = response["content"].get("application/json", {})
+                    assert media.get("schema") or status == "200"
+                    if "example" in media:
+                        document.fits(media["schema"], media["example"])
+                if "requestBody" in operation:
+                    reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+                    for example in schemas[reference.rpartition("/")[2]].get("examples", ()):
+                        document.check_body(method, path, example)
+            for page in ("/docs", "/redoc"):  # FastAPI's load scripts from elsewhere
+                assert (await client.get(page)).status_code == 404
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_is_not_described_is_noticed(model_folder: Path) -> None:
+    async def run() -> None:
+        async with described(model_folder) as (document, client):
+            card = (await client.get("/v1/models/tiny")).json()
+            schema = document.operation("GET", "/v1/models/{model_id}")["responses"]["200"]["content"]
+            schema = schema["application/json"]["schema"]
+            document.fits(schema, card)
+            for wrong in (
+                card | {"new": 1},
+                card | {"id": 5},
+                {k: v for k, v in card.items() if k != "root"},
+            ):
+                with pytest.raises(jsonschema_rs.ValidationError):
+                    document.fits(schema, wrong)
+
+    asyncio.run(run())
+
+
+def test_keys_are_described_where_there_are_some(model_folder: Path) -> None:
+    async def run() -> None:
+        async with described(model_folder, key="secret") as (document, client):
+            scheme = {"key": {"type": "http", "scheme": "bearer"}}
+            assert document.document["components"]["securitySchemes"] == scheme
+            for method, path in document.operations():
+                expected = [] if path == "/health" else [{"key": []}]
+                assert document.operation(method, path)["security"] == expected
+            refused = await client.get("/v1/models")
+            assert refused.status_code == 401
+            document.check("GET", "/v1/models", refused)
 
     asyncio.run(run())

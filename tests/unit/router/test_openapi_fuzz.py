@@ -1,0 +1,109 @@
+"""Requests made from the OpenAPI document, right ones and wrong ones: no 5xx, no hang, and answers as described."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from router.openapi_operations import OPERATIONS
+from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.judging import judged_first_token, judged_story
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+LEFT_OUT = {
+    ("GET", "/live"),  # has no end
+    ("POST", "/fleet/nodes"),  # would dial the addresses it is given
+}
+"""Tried in tests of their own."""
+TIMEOUT_S = 30
+NUM_EXAMPLES = 20
+
+
+class ServingThread:
+    """A router with scripted nodes, on a loop of its own, so that a client may block."""
+
+    def __init__(self, model_folder: Path) -> None:
+        self._folder = model_folder
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="router")
+        self.url = ""
+
+    def __enter__(self) -> ServingThread:
+        self._thread.start()
+        assert self._ready.wait(TIMEOUT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        scripts = {"prefill": judged_first_token, "decode": judged_story}
+        try:
+            async with pair(**scripts) as nodes, joined_router(self._folder, list(nodes)) as (router, _):
+                self.url = router.url
+                self._ready.set()
+                await self._stop.wait()
+        finally:
+            self._ready.set()
+
+
+@pytest.fixture(scope="module")
+def url(model_folder: Path) -> Iterator[str]:
+    with ServingThread(model_folder) as serving:
+        yield serving.url
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with requests.Session() as session:
+        yield session
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
+@pytest.mark.parametrize(("method", "path"), sorted(set(OPERATIONS) - LEFT_OUT), ids=lambda part: part)
+def test_requests_made_from_the_document(
+    url: str, session: requests.Session, method: str, path: str, mode: GenerationMode
+) -> None:
+    schema = schemathesis.openapi.from_dict(session.get(f"{url}/openapi.json", timeout=TIMEOUT_S).json())
+    operation = schema[path][method]
+    if mode is GenerationMode.NEGATIVE and not (operation.body or operation.query):
+        return  # nothing in it can be wrong: any string is a name
+
+    @settings(
+        max_examples=NUM_EXAMPLES if operation.body else 5,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def run(case: schemathesis.Case) -> None:
+        response = case.call(base_url=url, session=session, timeout=TIMEOUT_S)
+        checks = [*CHECKS, negative_data_rejection] if mode is GenerationMode.NEGATIVE else CHECKS
+        case.validate_response(response, checks=checks)
+
+    run()
