@@ -4,6 +4,7 @@ characters, since it was never trained."""
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,32 @@ def test_openai_chat(client: openai.OpenAI) -> None:
     deltas = [event.choices[0].delta for event in stream]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == text
+
+
+def test_a_tool_that_has_to_be_called(client: openai.OpenAI) -> None:
+    """The model has never seen a tool: it is the grammar that makes its text a call."""
+    city = {"type": "string", "enum": ["Bonn", "Zürich"]}
+    parameters = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    tools: Any = [
+        {"type": "function", "function": {"name": "weather", "parameters": parameters}},
+        {"type": "function", "function": {"name": "now"}},
+    ]
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Warm?"}],
+        "tools": tools,
+    }
+    weather = {"type": "function", "function": {"name": "weather"}}
+    for choice in (weather, "required"):
+        answered = client.chat.completions.create(**asked, tool_choice=choice, max_tokens=200).choices[0]
+        assert answered.message.tool_calls is not None
+        call = answered.message.tool_calls[0]
+        assert call.type == "function"
+        arguments = json.loads(call.function.arguments)
+        if call.function.name == "weather":
+            assert arguments["city"] in city["enum"]
+        else:
+            assert (choice, call.function.name, arguments) == ("required", "now", {})
 
 
 def test_penalties_and_biases(router: Router, folder: Path) -> None:
