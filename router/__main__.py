@@ -6,21 +6,25 @@ Exit code 0 after SIGTERM or Ctrl-C, 1 when the service could not start or broke
 from __future__ import annotations
 
 import argparse
-import asyncio
 import functools
 import json
 import os
 import re
-import signal
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from router import terminal
-from router.config import ConnectionOptions, DispatchOptions, FleetOptions, HttpOptions, RouterConfig
+from router.config import (
+    MAX_ROUTER_WORKERS,
+    ConnectionOptions,
+    DispatchOptions,
+    FleetOptions,
+    HttpOptions,
+    RouterConfig,
+)
 from router.limits import add_limit_flags, limits_of
 from router.topology import LocalTopology, parse_address, parse_local
 from shared import cli, log
@@ -28,41 +32,19 @@ from shared.errors import ConfigError, RequestError
 from shared.model.files import BUILTIN_MODEL
 from shared.protocol.messages import Role
 
-if (
-    TYPE_CHECKING
-):  # what serves is imported when it is needed: --help and the terminal's commands do not wait for it
-    from router.one_process import RouterProcess
-    from router.served_model import ServedModel
-
-PROOF_PROMPT = '''\
-def fibonacci(n):
-    """Return the n-th Fibonacci number."""
-    if n < 2:
-        return n
-    return'''
-PROOF_TOKENS = 24
-EXAMPLE_BODY = (
-    r'{"prompt": "def read_lines(path):\n    with open(path) as f:\n", "max_tokens": 64, "stream": true}'
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a router until it is told to stop, or one of the terminal's commands."""
-    argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in terminal.COMMANDS:
-        return terminal.run(argv[0], argv[1:])
-    args = build_parser().parse_args(argv)
-    import uvloop
-
-    from router.garbage import collect_rarely
-    from router.server import load_model
+    flags = list(sys.argv[1:] if argv is None else argv)
+    if flags and flags[0] in terminal.COMMANDS:
+        return terminal.run(flags[0], flags[1:])
+    args = build_parser().parse_args(flags)
+    import uvloop  # what serves is imported when it is needed: --help and the terminal do not wait for it
 
     log.setup(args.log_level, "router")
     try:
         config = router_config(args)
-        model = load_model(config.model, config) if config.model is not None else None
-        collect_rarely()
-        return uvloop.run(serve(config, model))
+        return uvloop.run(_run(config, flags))
     except ConfigError as e:
         print(f"router: error: {e}", file=sys.stderr)
         return 2
@@ -73,72 +55,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0  # before the loop could take the signal
 
 
-async def serve(config: RouterConfig, model: ServedModel | None) -> int:
-    """Start, prove that it works, and serve until a signal comes."""
-    from router.one_process import RouterProcess
+async def _run(config: RouterConfig, flags: Sequence[str]) -> int:
+    """Each way imports what it needs: a parent of workers stays small."""
+    from router.serving import serve
 
-    console = Console(stderr=True)
-    async with RouterProcess(config, console, model) as router:
-        stop = _stop_on_signals(router)
-        if await _unless(stop, _start(router, owns_nodes=bool(config.fleet.local.node_ids()))):
-            await _unless(stop, router.broken())
-        if sys.stdout.isatty():
-            print("\nstopping ...", flush=True)
+    console, owns_nodes = Console(stderr=True), bool(config.fleet.local.node_ids())
+    if config.router_workers > 1:
+        from router.parent import RouterParent
+
+        async with RouterParent(config, flags, console) as parent:
+            code = await serve(parent, owns_nodes=owns_nodes)
+    else:
+        from router.garbage import collect_rarely
+        from router.one_process import RouterProcess
+        from router.server import load_model
+
+        model = load_model(config.model, config) if config.model is not None else None
+        collect_rarely()
+        async with RouterProcess(config, console, model) as router:
+            code = await serve(router, owns_nodes=owns_nodes)
     log.event("router_stopped")
-    return 0
-
-
-async def _start(router: RouterProcess, *, owns_nodes: bool) -> None:
-    """Wait for the fleet and show that it works. A joined fleet may come right later; one's own must work now."""
-    await router.ready()
-    log.event("router_ready", url=router.url, http_port=router.http_port)
-    proof = ""
-    try:  # printed in one piece, since the nodes write their events to the same terminal
-        proof = "".join([text async for _, text in router.stream(PROOF_PROMPT, PROOF_TOKENS)])
-    except RequestError as e:
-        if owns_nodes:
-            raise
-        log.warn("first_generation_failed", reason=e.message)
-    key = " -H 'Authorization: Bearer KEY'" if router.needs_key else ""
-    if proof:
-        print(f"\n{PROOF_PROMPT}{proof}")
-    print(
-        f"\nServing {router.model.name()} at {router.url}. Try:\n\n"
-        f"  curl -N {router.url}/v1/completions -H 'Content-Type: application/json'{key} \\\n"
-        f"    -d '{EXAMPLE_BODY}'\n",
-        flush=True,
-    )
-
-
-async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
-    """True when `work` was done before a signal came; it is cancelled otherwise."""
-    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-        return working.done()
-    finally:
-        working.cancel()
-        stopping.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
-
-
-def _stop_on_signals(router: RouterProcess) -> asyncio.Event:
-    """Set by the first SIGTERM or Ctrl-C; the second does not wait for the nodes."""
-    stop = asyncio.Event()
-
-    def on_signal(name: str) -> None:
-        log.event("signal", signal=name)
-        if stop.is_set():
-            router.kill_local_nodes()
-        stop.set()
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, on_signal, signum.name)
-    if router.keys.has_files:  # else SIGHUP ends the process, as it should when its terminal is closed
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.keys.reload)
-    return stop
+    return code
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -178,6 +115,7 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
         )
     return RouterConfig(
         model=args.model or (BUILTIN_MODEL if starts_nodes else None),
+        router_workers=args.router_workers,
         fleet=FleetOptions(
             local=local,
             join=join,
@@ -295,6 +233,8 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         help="pages that browsers let in: https://HOST[:PORT], a JSON list of those, or *; may repeat")  # fmt: skip
     add("--log-requests", action="store_true",
         help="log an event for each request, when it has ended: ids, counts and times, never text")  # fmt: skip
+    add("--router-workers", type=cli.whole(1, MAX_ROUTER_WORKERS), default=1, metavar="N",
+        help="processes that answer on this port, each a full router; above 1 with a parent process")  # fmt: skip
     add("--served-model-name", metavar="NAME", help="what clients call the model; None: as --model")
     add("--chat-template", type=Path, metavar="FILE", help="jinja template; None: the model's own")
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.config import HttpOptions
 from router.page_api import PAGE_PATHS
 from router.responses import error_response
 from shared.errors import ConfigError, RequestError
@@ -110,6 +111,14 @@ class ApiKeys:
         if is_admin or (not self._admins and (is_client or not self._clients)):
             return Access.ADMIN
         return Access.CLIENT if is_client or not self._clients else Access.NOTHING
+
+
+def api_keys(http: HttpOptions) -> ApiKeys:
+    """The keys that clients and administrators may use. Raises ConfigError."""
+    return ApiKeys(
+        clients=KeySource(flag="--api-key", given=http.api_keys, file=http.api_key_file),
+        admins=KeySource(flag="--admin-api-key", given=http.admin_api_keys, file=http.admin_api_key_file),
+    )
 
 
 class ApiKeyCheck:

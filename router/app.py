@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 
 from router.admission import Admission
 from router.api_keys import ApiKeyCheck, ApiKeys
+from router.colleagues import Colleagues
 from router.dispatch import Dispatcher
 from router.fleet_admin_api import fleet_admin_routes
 from router.fleet_api import control_routes, health_routes, info_routes
@@ -32,7 +33,6 @@ from router.generate_api import generate_routes
 from router.generation import Generator
 from router.limits import HttpLimits
 from router.live_api import live_routes
-from router.live_rids import LiveRids
 from router.live_state import LiveState
 from router.membership import Membership
 from router.metrics import Metrics
@@ -57,7 +57,9 @@ class Service:
     model: ModelSlot
     membership: Membership
     changes: FleetChanges
+    colleagues: Colleagues
     dispatcher: Dispatcher
+    generator: Generator
     metrics: Metrics
     status: FleetStatus
     live: LiveState
@@ -90,9 +92,8 @@ def create_api(service: Service) -> FastAPI:
     """The routes."""
     # FastAPI's pages for the document load scripts from a CDN; this server's users may be anywhere.
     app = FastAPI(title="Baton", version=VERSION, docs_url=None, redoc_url=None)
-    rids = LiveRids()
-    generator = Generator(service.dispatcher, rids)
     model, limits, status = service.model, service.limits, service.status
+    generator, membership, colleagues = service.generator, service.membership, service.colleagues
     admission = Admission(service.dispatcher.queue, service.max_queued_requests, service.metrics.rejected)
     service.metrics.watch_own(
         "baton:num_queued_reqs",
@@ -101,13 +102,17 @@ def create_api(service: Service) -> FastAPI:
     )
     app.include_router(generate_routes(generator, model, limits, admission))
     app.include_router(openai_routes(generator, model, limits, status.context_length, admission))
-    app.include_router(health_routes(status, generator, model, service.membership))
-    app.include_router(info_routes(status, service.membership, model, service.metrics, limits, service.flags))
-    app.include_router(fleet_admin_routes(service.membership, service.changes, limits, service.fleet_guards))
+    app.include_router(health_routes(status, generator, model, membership))
+    app.include_router(
+        info_routes(status, membership, model, service.metrics, limits, service.flags, colleagues)
+    )
+    app.include_router(
+        fleet_admin_routes(membership, service.changes, limits, colleagues, service.fleet_guards)
+    )
     app.include_router(live_routes(service.live))
     app.include_router(page_routes())
-    app.include_router(profile_routes(service.membership, limits))
-    app.include_router(control_routes(service.membership, service.dispatcher, rids, limits))
+    app.include_router(profile_routes(membership, limits))
+    app.include_router(control_routes(membership, generator, limits, colleagues))
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(RequestValidationError, _on_invalid)

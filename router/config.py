@@ -10,6 +10,8 @@ from router.topology import LocalTopology
 from shared.protocol.messages import Role
 from shared.protocol.security import require_key_beyond_loopback
 
+MAX_ROUTER_WORKERS = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
@@ -75,6 +77,7 @@ class RouterConfig:
 
     model: str | None
     fleet: FleetOptions
+    router_workers: int = 1
     http: HttpOptions = field(default_factory=HttpOptions)
     connections: ConnectionOptions = field(default_factory=ConnectionOptions)
     dispatch: DispatchOptions = field(default_factory=DispatchOptions)
@@ -93,6 +96,7 @@ class RouterConfig:
             "log_requests": self.http.log_requests,
             "host": self.http.host,
             "port": self.http.port,
+            "router_workers": self.router_workers,
             "local": str(self.fleet.local),
             **asdict(self.http.limits),
             **asdict(self.connections),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -12,22 +13,24 @@ from pydantic import Field
 
 from router.api_keys import ApiKeys, admin_only
 from router.body import Body, parse, validate
+from router.colleagues import Colleagues
 from router.fleet_answers import Fleet, FleetNode, NodeAdded, NodeRemoved
-from router.fleet_changes import FleetChanges, Removed
+from router.fleet_changes import ADD_WAIT_S, FleetChanges
 from router.limits import HttpLimits
 from router.member import Member
 from router.membership import Membership
 from router.responses import json_response, read_body
 from router.status import describe_member
 from router.topology import address_of
+from router.worker_messages import Changed, DialNode, DrainNode, MemberAdded, MemberRemoved
 from shared.errors import RequestError
 from shared.protocol.messages import Role
 from shared.protocol.security import is_loopback
 
-ADD_WAIT_S = 10.0
 DEFAULT_DRAIN_TIMEOUT_S = 60.0
 _MAX_DRAIN_TIMEOUT_S = 86400.0
 _REFRESH_S = 0.25
+_COLLEAGUES_GRACE_S = 5.0
 
 
 class AddNode(Body):
@@ -49,7 +52,11 @@ class DrainQuery(Body):
 
 
 def fleet_admin_routes(
-    membership: Membership, changes: FleetChanges, limits: HttpLimits, guards: Sequence[params.Depends]
+    membership: Membership,
+    changes: FleetChanges,
+    limits: HttpLimits,
+    colleagues: Colleagues,
+    guards: Sequence[params.Depends],
 ) -> APIRouter:
     """The routes; `guards` raise for whoever may not use them."""
     router = APIRouter(prefix="/fleet", dependencies=guards)
@@ -58,7 +65,13 @@ def fleet_admin_routes(
     async def fleet() -> Response:
         """Every node that is dialled, with its load asked for now."""
         await membership.refresh(_REFRESH_S)
-        return json_response(Fleet(nodes=[describe_in_full(member) for member in membership.members]))
+        name = colleagues.own_name
+        return json_response(
+            Fleet(
+                nodes=[describe_in_full(member) for member in membership.members],
+                router_worker=UNSET if name is None else name,
+            )
+        )
 
     @router.post("/nodes", response_model=None)
     async def add_node(request: Request) -> Response:
@@ -66,13 +79,33 @@ def fleet_admin_routes(
         asked = parse(AddNode, await read_body(request, limits.max_body_bytes))
         role = Role(asked.role)
         member = await changes.add(role, _address(role, asked.address), ADD_WAIT_S)
-        return json_response(NodeAdded(node=describe_in_full(member)))
+        colleagues.note(MemberAdded(role, member.address, member.incarnation))
+        told = await colleagues.ask(DialNode(role, member.address), ADD_WAIT_S + _COLLEAGUES_GRACE_S)
+        return json_response(NodeAdded(node=describe_in_full(member), missing_workers=told.missing_workers))
 
     @router.delete("/nodes/{node_id:path}", response_model=None)
     async def remove_node(node_id: str, drain_timeout_s: str | None = None) -> Response:
         """Send a node nothing new, and hang up when its requests have ended or the time is up."""
-        query = validate(DrainQuery, {"drain_timeout_s": drain_timeout_s})
-        return json_response(described_removal(await changes.remove(node_id, query.drain_timeout_s)))
+        timeout_s = validate(DrainQuery, {"drain_timeout_s": drain_timeout_s}).drain_timeout_s
+        member = changes.find(node_id)
+        if member is None:
+            raise RequestError(
+                f"there is no node {node_id!r} in the fleet", status=404, code="no_such_node", param="node_id"
+            )
+        colleagues.note(MemberRemoved(member.address, member.incarnation))
+        removed, told = await asyncio.gather(
+            changes.remove(member, timeout_s),
+            colleagues.ask(DrainNode(member.address, timeout_s), timeout_s + _COLLEAGUES_GRACE_S),
+        )
+        others = [answer.num_ended for answer in told.answers.values() if isinstance(answer, Changed)]
+        return json_response(
+            NodeRemoved(
+                node_id=removed.node_id or None,
+                address=removed.address,
+                num_ended_requests=removed.num_ended + sum(others),
+                missing_workers=told.missing_workers,
+            )
+        )
 
     return router
 
@@ -93,13 +126,6 @@ def fleet_guards(keys: ApiKeys, host: str) -> Sequence[params.Depends]:
             )
 
     return [Depends(must_be_told_apart), Depends(admin_only)]
-
-
-def described_removal(removed: Removed) -> NodeRemoved:
-    """The body of an answer to DELETE."""
-    return NodeRemoved(
-        node_id=removed.node_id or None, address=removed.address, num_ended_requests=removed.num_ended
-    )
 
 
 def describe_in_full(member: Member) -> FleetNode:

@@ -33,6 +33,14 @@ Status = Annotated[
 ]
 
 
+class ByWorkers(Answer, kw_only=True, frozen=True):
+    """What all workers of a router have done (--router-workers)."""
+
+    missing_workers: Annotated[
+        dict[str, str] | UnsetType, Meta(description="Workers that have not done it, and why.")
+    ] = UNSET
+
+
 class FleetMember(Answer, kw_only=True, frozen=True):
     """How a node stands with this router; one that loads says what, and how far it is."""
 
@@ -59,16 +67,17 @@ class Fleet(Answer, kw_only=True, frozen=True):
     """Every node that is dialled."""
 
     nodes: list[FleetNode]
+    router_worker: Annotated[str | UnsetType, Meta(description="Whose view it is, of several.")] = UNSET
 
 
-class NodeAdded(Answer, kw_only=True, frozen=True):
+class NodeAdded(ByWorkers, kw_only=True, frozen=True):
     """The node, as it stands now."""
 
     node: FleetNode
     success: Literal[True] = True
 
 
-class NodeRemoved(Answer, kw_only=True, frozen=True):
+class NodeRemoved(ByWorkers, kw_only=True, frozen=True):
     """A node is gone from this router."""
 
     node_id: str | None
@@ -155,7 +164,7 @@ class Flushed(Answer, kw_only=True, frozen=True):
     success: Literal[True] = True
 
 
-class RequestsAborted(Answer, kw_only=True, frozen=True):
+class RequestsAborted(ByWorkers, kw_only=True, frozen=True):
     """How many sequences were called off; none is no error."""
 
     aborted: int

@@ -14,12 +14,11 @@ from pydantic import Field
 
 from router.api_keys import admin_only
 from router.body import Body, OneOf, parse, validate
-from router.dispatch import Dispatcher
+from router.colleagues import Colleagues
 from router.fleet_answers import Detokenized, Flushed, ModelInfo, RequestsAborted, Tokenized
 from router.generate_api import WEIGHT_VERSION
 from router.generation import Generator, Prompt
 from router.limits import HttpLimits
-from router.live_rids import LiveRids
 from router.membership import Membership
 from router.metrics import CONTENT_TYPE, Metrics
 from router.prompts import IdPrompts, Texts, id_rows
@@ -27,6 +26,8 @@ from router.responses import json_response, read_body, while_connected
 from router.sampling import Sampling
 from router.served_model import ModelSlot, ServedModel
 from router.status import FleetStatus
+from router.worker_answers import ABORTED
+from router.worker_messages import AbortReqs, NumAborted, TellMetrics
 from shared.errors import RequestError
 from shared.protocol.messages import Flush, Role
 from shared.protocol.sampling_params import MAX_SEED, SamplingParams
@@ -34,6 +35,8 @@ from shared.protocol.sampling_params import MAX_SEED, SamplingParams
 _PROBE_TOKENS = 8
 _PROBE_TIMEOUT_S = 30.0
 _REFRESH_S = 0.25
+_METRICS_WAIT_S = 1.0
+_ABORT_WAIT_S = 2.0
 _FLUSH_RETRY_S = 0.05
 _MAX_FLUSH_WAIT_S = 600.0
 _MAX_ABORTED_CHARS = 1024
@@ -116,6 +119,7 @@ def info_routes(
     metrics: Metrics,
     limits: HttpLimits,
     flags: Mapping[str, object],
+    colleagues: Colleagues,
 ) -> APIRouter:
     """What is served, by whom, and what it tells Prometheus. `flags` are the router's."""
     router = APIRouter()
@@ -147,9 +151,13 @@ def info_routes(
 
     @router.get("/metrics", response_model=None)
     async def prometheus() -> Response:
-        """Prometheus' text format, with the load of every node asked for now."""
-        await membership.refresh(_REFRESH_S)
-        return Response(metrics.export(), media_type=CONTENT_TYPE)
+        """Prometheus' text format, of all workers, with the load of every node asked for now."""
+        told, _ = await asyncio.gather(
+            colleagues.ask(TellMetrics(), _METRICS_WAIT_S), membership.refresh(_REFRESH_S)
+        )
+        name = colleagues.own_name
+        text = metrics.export() if name is None else metrics.export_with(name, told)
+        return Response(text, media_type=CONTENT_TYPE)
 
     @router.post("/v1/tokenize", response_model=None, include_in_schema=False)
     @router.post("/tokenize", response_model=None)
@@ -185,7 +193,7 @@ def info_routes(
 
 
 def control_routes(
-    membership: Membership, dispatcher: Dispatcher, rids: LiveRids, limits: HttpLimits
+    membership: Membership, generator: Generator, limits: HttpLimits, colleagues: Colleagues
 ) -> APIRouter:
     """What an operator does to a running service."""
     router = APIRouter()
@@ -213,11 +221,13 @@ def control_routes(
             raise RequestError("give rid, or abort_all: true", param="rid")
         if body.abort_all:
             await admin_only(request)
-        found = rids.all() if body.abort_all else rids.find(body.rid or "")
-        running = [req for req in found if not req.ended]
-        for req in running:
-            dispatcher.abort(req, "aborted by /abort_request")
-        return json_response(RequestsAborted(aborted=len(running)))
+        name = None if body.abort_all else body.rid
+        num_own = generator.abort(name, ABORTED)
+        told = await colleagues.ask(AbortReqs(name), _ABORT_WAIT_S)
+        others = [answer.num_reqs for answer in told.answers.values() if isinstance(answer, NumAborted)]
+        return json_response(
+            RequestsAborted(aborted=num_own + sum(others), missing_workers=told.missing_workers)
+        )
 
     return router
 

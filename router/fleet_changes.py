@@ -18,6 +18,7 @@ from shared.errors import RequestError
 from shared.log import event
 from shared.protocol.messages import Role
 
+ADD_WAIT_S = 10.0
 _DRAIN_POLL_S = 0.05
 
 
@@ -83,12 +84,17 @@ class FleetChanges:
             await self._membership.remove(member)
         raise error
 
-    async def remove(self, name: str, drain_timeout_s: float) -> Removed:
-        """Drain a node, named by its id or address, and hang up. Raises RequestError when there is none.
+    def find(self, name: str) -> Member | None:
+        """The member of this id or address. One that is connected first: an id may be known from two addresses."""
+        addresses = (name, f"tcp://{name}")
+        found = [m for m in self._membership.members if m.node_id == name or m.address in addresses]
+        return min(found, key=lambda member: member.node is None, default=None)
+
+    async def remove(self, member: Member, drain_timeout_s: float) -> Removed:
+        """Drain a node, and hang up.
 
         It goes on when the caller is cancelled. A second call for the same node may shorten the time left.
         """
-        member = self._named(name)
         until = time.monotonic() + drain_timeout_s
         drain = self._drains.get(member)
         if drain is None:
@@ -139,14 +145,6 @@ class FleetChanges:
 
     def _at(self, address: str) -> Member | None:
         return next((m for m in self._membership.members if m.address == address), None)
-
-    def _named(self, name: str) -> Member:
-        """A connected member before one that is not: an id may be known from two addresses."""
-        addresses = (name, f"tcp://{name}")
-        found = [m for m in self._membership.members if m.node_id == name or m.address in addresses]
-        if not found:
-            raise RequestError(f"there is no node {name!r} in the fleet", status=404, code="no_such_node")
-        return min(found, key=lambda member: member.node is None)
 
 
 def _why_not(member: Member, wait_s: float) -> RequestError:

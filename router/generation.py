@@ -297,3 +297,11 @@ class Generator:
     ) -> GenerationGroup:
         """The sequences of `prompts`, to be entered as a context; `ticket` holds their places until then."""
         return GenerationGroup(prompts, tokenizer, self._dispatcher, self._rids, ticket)
+
+    def abort(self, rid: str | None, message: str) -> int:
+        """End the requests that a client named `rid`, or all; how many sequences those still were."""
+        found = self._rids.all() if rid is None else self._rids.find(rid)
+        running = [req for req in found if not req.ended]
+        for req in running:
+            self._dispatcher.abort(req, message)
+        return len(running)

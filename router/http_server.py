@@ -1,11 +1,10 @@
-"""uvicorn, set up for this process: a socket that is bound before anything else, and no signal handlers."""
+"""uvicorn, set up for this process: on a socket that is bound already, and without signal handlers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
-import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import cast
@@ -16,7 +15,6 @@ from starlette.types import ASGIApp
 from router.config import ConnectionOptions
 from router.http_protocol import BoundedHttpProtocol
 from router.open_files import room_for
-from shared.errors import ConfigError
 
 _DRAIN_S = 5
 
@@ -42,7 +40,7 @@ class HttpServer(uvicorn.Server):
 
 
 def http_server(app: ASGIApp, options: ConnectionOptions) -> HttpServer:
-    """A server for `app`, to be run on a socket of `bind_http`."""
+    """A server for `app`, to be run on a socket of `http_socket.bind_http`."""
     options = replace(options, max_connections=room_for(options.max_connections))
     protocol = functools.partial(BoundedHttpProtocol, options=options)
     config = uvicorn.Config(
@@ -58,22 +56,3 @@ def http_server(app: ASGIApp, options: ConnectionOptions) -> HttpServer:
         timeout_graceful_shutdown=_DRAIN_S,
     )
     return HttpServer(config)
-
-
-def bind_http(host: str, port: int) -> socket.socket:
-    """Before any node is started, so that a port in use is found at once. Raises ConfigError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as e:
-        raise ConfigError(f"--host {host}: {e.strerror}") from e
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.setblocking(False)
-    except OSError as e:
-        bound.close()
-        raise ConfigError(f"{host}:{port} cannot be bound: {e.strerror}; choose another --port") from e
-    return bound

@@ -15,12 +15,11 @@ from types import TracebackType
 
 from rich.console import Console
 
-from router.api_keys import ApiKeys
 from router.config import RouterConfig
 from router.generation import Generation
-from router.http_server import bind_http
+from router.http_socket import bind_http
 from router.node_host import NodeHost
-from router.served_model import ModelSlot, ServedModel
+from router.served_model import ServedModel
 from router.server import Router
 from shared.log import event
 
@@ -64,14 +63,18 @@ class RouterProcess:
         await self._exits.aclose()
 
     @property
-    def model(self) -> ModelSlot:
-        """What is served."""
-        return self._router.model
+    def model_name(self) -> str:
+        """See serving.Serving."""
+        return self._router.model.name()
 
     @property
-    def keys(self) -> ApiKeys:
-        """Who may call what."""
-        return self._router.keys
+    def has_key_files(self) -> bool:
+        """See serving.Serving."""
+        return self._router.keys.has_files
+
+    def reload_keys(self) -> None:
+        """See serving.Serving."""
+        self._router.keys.reload()
 
     @property
     def needs_key(self) -> bool:
@@ -98,6 +101,10 @@ class RouterProcess:
         with self._host.progress():
             await self._router.ready(self._host.node_ids)
 
+    async def prove(self, prompt: str, max_new_tokens: int) -> str:
+        """See serving.Serving."""
+        return await self._router.prove(prompt, max_new_tokens)
+
     def stream(self, text: str, max_new_tokens: int) -> AsyncIterator[tuple[Generation, str]]:
         """See `Router.stream`."""
         return self._router.stream(text, max_new_tokens)
@@ -114,8 +121,8 @@ class RouterProcess:
             serving.cancel()
         raise RuntimeError("the control port ended by itself")
 
-    def kill_local_nodes(self) -> None:
-        """Do not wait for them any longer."""
+    def kill(self) -> None:
+        """Do not wait for the nodes any longer."""
         self._host.kill_nodes()
 
     async def _stop_listening(self) -> None:

@@ -19,8 +19,9 @@ from typing import Any
 
 import zmq.asyncio
 
-from router.api_keys import Access, ApiKeys, KeySource
+from router.api_keys import Access, api_keys
 from router.app import Service, create_app
+from router.colleagues import Colleagues, NoColleagues
 from router.config import RouterConfig
 from router.conversation import Timing
 from router.dispatch import Deadlines, Dispatcher
@@ -37,6 +38,7 @@ from router.policy import RoundRobin
 from router.sampling import Sampling
 from router.served_model import ModelSlot, ServedModel
 from router.status import FleetStatus
+from router.worker_answers import WorkerAnswers
 from shared.errors import ConfigError
 from shared.model.files import resolve_model
 from shared.protocol.messages import NodeToLobby, Role
@@ -50,13 +52,16 @@ _WAIT_FOR_PREFILL_S = 5.0
 class Router:
     """All parts of one router, as an async context manager. Nodes come by `config.fleet.join` and by `on_lobby`."""
 
-    def __init__(self, config: RouterConfig, model: ServedModel | None) -> None:
+    def __init__(
+        self, config: RouterConfig, model: ServedModel | None, colleagues: Colleagues | None = None
+    ) -> None:
         self._config = config
+        self._colleagues = colleagues or NoColleagues()
         self._exits = contextlib.AsyncExitStack()
         self._background: list[asyncio.Task[None]] = []
         self._gone: dict[str, str] = {}
         self._server: HttpServer | None = None
-        self.keys = api_keys(config)
+        self.keys = api_keys(config.http)
         self.model = ModelSlot(model)
         self.incarnation = secrets.token_hex(6)
         self.http_port = 0
@@ -88,7 +93,9 @@ class Router:
                 model=self.model,
                 membership=self._membership,
                 changes=self._changes,
+                colleagues=self._colleagues,
                 dispatcher=self._dispatcher,
+                generator=self._generator,
                 metrics=self._metrics,
                 status=self._status,
                 live=self._live,
@@ -98,7 +105,7 @@ class Router:
                 allowed_origins=http.allowed_origins,
                 log_requests=http.log_requests,
                 fleet_guards=fleet_guards(self.keys, http.host),
-                flags=self._config.shown(),
+                flags=self._flags(),
             )
         )
         self._server = http_server(app, self._config.connections)
@@ -132,6 +139,14 @@ class Router:
         while not self._all_serve(node_ids):
             await self._membership.changed()
 
+    def turn_away(self, incarnation: str) -> None:
+        """Ignore it when this incarnation of a node announces itself."""
+        self._membership.turn_away(incarnation)
+
+    async def prove(self, text: str, max_new_tokens: int) -> str:
+        """What a prompt is completed with, greedily and through both fleets. Raises RequestError."""
+        return "".join([added async for _, added in self.stream(text, max_new_tokens)])
+
     async def stream(self, text: str, max_new_tokens: int) -> AsyncIterator[tuple[Generation, str]]:
         """One greedy completion through both fleets, as proof that they work. Raises RequestError."""
         model = self.model.get()
@@ -143,7 +158,7 @@ class Router:
             sampling=Sampling(params=params),
             split=True,
         )
-        async with Generator(self._dispatcher, LiveRids()).open([prompt], model.tokenizer) as group:
+        async with self._generator.open([prompt], model.tokenizer) as group:
             async for step in group.steps():
                 yield step
 
@@ -181,9 +196,21 @@ class Router:
         self._membership.report_to(self._dispatcher)
         self._changes = FleetChanges(self._membership, self._dispatcher)
         exits.push_async_callback(self._changes.close)
+        self._generator = Generator(self._dispatcher, LiveRids())
+        self.answers = WorkerAnswers(
+            generator=self._generator,
+            metrics=self._metrics,
+            changes=self._changes,
+            prove=self.prove,
+        )
         self._status = FleetStatus(self._membership, self.model)
         self._live = LiveState(
-            self._membership, self._dispatcher, self._metrics.traffic, self._status, self.model
+            self._membership,
+            self._dispatcher,
+            self._metrics.traffic,
+            self._status,
+            self.model,
+            self._colleagues.own_name,
         )
         exits.callback(self._close_model)
         for role, address in config.fleet.join:
@@ -197,6 +224,10 @@ class Router:
             "Written to clients that are slow to take it.",
             lambda: server.num_unsent_bytes,
         )
+
+    def _flags(self) -> dict[str, object]:
+        worker = self._colleagues.own_name
+        return self._config.shown() | ({"router_worker": worker} if worker is not None else {})
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._background.append(asyncio.create_task(work, name=name))
@@ -244,12 +275,3 @@ def load_model(name: str, config: RouterConfig) -> ServedModel:
     http = config.http
     path = resolve_model(name, with_weights=False)
     return ServedModel.load(name, path, served_name=http.served_model_name, chat_template=http.chat_template)
-
-
-def api_keys(config: RouterConfig) -> ApiKeys:
-    """The keys that clients and administrators may use. Raises ConfigError."""
-    http = config.http
-    return ApiKeys(
-        clients=KeySource(flag="--api-key", given=http.api_keys, file=http.api_key_file),
-        admins=KeySource(flag="--admin-api-key", given=http.admin_api_keys, file=http.admin_api_key_file),
-    )

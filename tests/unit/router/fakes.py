@@ -137,6 +137,7 @@ class FakeNode:
         self.profiles = True
         self.profile_calls: list[StartProfile | StopProfile] = []
         self.identities: list[str] = []
+        self._identity_of: dict[str, bytes] = {}
         self.story = [*byte_level_tokenizer().encode(STORY).ids]
         self.delay_s = 0.0
         self._news = asyncio.Event()
@@ -167,8 +168,10 @@ class FakeNode:
         self._tasks.clear()
         self._socket.close()
 
-    def send(self, message: NodeToRouter) -> None:
-        sent = self._socket.send_multipart([self._router, msgspec.msgpack.encode(message)], zmq.DONTWAIT)
+    def send(self, message: NodeToRouter, router: str = "") -> None:
+        """To a router of this incarnation, or to the one that was heard last."""
+        to = self._identity_of.get(router, self._router)
+        sent = self._socket.send_multipart([to, msgspec.msgpack.encode(message)], zmq.DONTWAIT)
         assert sent.exception() is None
 
     def tokens(
@@ -179,7 +182,7 @@ class FakeNode:
         finish: Finish | None = None,
         report: ReqReport | None = None,
     ) -> None:
-        self.send(Tokens((TokenEntry(key, position, tuple(token_ids), finish, report),)))
+        self.send(Tokens((TokenEntry(key, position, tuple(token_ids), finish, report),)), key.router)
 
     def all(self, kind: type[M]) -> list[M]:
         return [message for message in self.heard if isinstance(message, kind)]
@@ -199,6 +202,7 @@ class FakeNode:
             match message:
                 case RouterHello():
                     self.identities.append(self._router.decode())
+                    self._identity_of[message.router] = self._router
                     for message_before in self.before_hello:
                         self.send(message_before)
                     if self.refuses:
@@ -231,7 +235,7 @@ class FakeNode:
         except asyncio.CancelledError:
             raise
         except Exception as e:
-            self.send(Failed(work.key, 500, f"the script failed: {e!r}"))
+            self.send(Failed(work.key, 500, f"the script failed: {e!r}"), work.key.router)
 
     def gone(self, key: ReqKey) -> bool:
         return any(isinstance(m, Cancel | Stop) and m.key == key for m in self.heard)

@@ -76,5 +76,6 @@ async def live(
                     await told.wait()
             except TimeoutError:
                 continue
-        node.send(Leaving("told to"))
+        if node.identities:
+            node.send(Leaving("told to"))
     return 0

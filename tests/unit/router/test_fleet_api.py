@@ -209,7 +209,7 @@ def test_a_node_joins_by_itself(model_folder: Path) -> None:
                 for _ in range(3):
                     await say(caller, Join(decode.ref, Role.DECODE))
                 await router.ready()
-                assert router.model.name() == "tiny"  # and the model was learnt from the node
+                assert router.model_name == "tiny"  # and the model was learnt from the node
                 health = (await client.get("/health")).json()
                 assert [node["state"] for node in health["decode"]] == ["alive"]
                 assert len(decode.identities) == 1

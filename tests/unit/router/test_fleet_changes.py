@@ -103,7 +103,7 @@ def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(model_folder: 
             assert len((await running).json()["output_ids"]) == 8
             assert await states(client) == {"prefill-0": "alive", "decode-1": "alive"}
             assert (await client.get("/health")).json()["status"] == "ok"
-            assert prefill.all(Peers)[-1].decode_nodes == (other.ref,)
+            await until(lambda: prefill.all(Peers)[-1].decode_nodes == (other.ref,))
             await asyncio.sleep(1.2)  # longer than the pause before a lost node is dialled again
             assert len(decode.identities) == 1
 
@@ -217,7 +217,7 @@ def test_adding_a_node(model_folder: Path) -> None:
                 assert added.status_code == 200
                 node = added.json()["node"]
                 assert (node["node_id"], node["state"], node["pinned"]) == ("decode-1", "alive", True)
-            assert other.ref in prefill.all(Peers)[-1].decode_nodes
+            await until(lambda: other.ref in prefill.all(Peers)[-1].decode_nodes)
             for _ in range(2):
                 assert (await client.post("/generate", json=BODY)).status_code == 200
             assert other.all(Decode)
