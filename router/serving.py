@@ -128,7 +128,7 @@ async def _start(router: Serving, *, owns_nodes: bool) -> None:
     if proof:
         print(f"\n{PROOF_PROMPT}{proof}")
     print(
-        f"\nServing {router.model_name} at {router.url}. Try:\n\n"
+        f"\nServing {router.model_name} at {router.url}: open it in a browser, or try:\n\n"
         f"  curl -N {router.url}/v1/completions -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{EXAMPLE_BODY}'\n",
         flush=True,
