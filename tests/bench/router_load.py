@@ -1,7 +1,8 @@
 """What a token costs in the router: one router process, fake nodes in a second, clients in a third.
 
 The nodes send one message a step with a token of every sequence, at a set rate. CPU seconds are those of the router's
-process, kernel and ZMQ's threads included, so that its tokens a second on one core can be told on a shared machine.
+process (with several workers, of all), kernel and ZMQ's threads included, so that its tokens a second on one core can
+be told on a shared machine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -67,21 +68,27 @@ class Case:
 
 
 def main() -> Iterator[dict[str, Any]]:
-    """One figure for each dialect, number of streams and rate."""
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder, _service(Path(folder)) as (port, pid):
+    """One figure for each dialect, number of streams and rate; then the busiest of them with two workers."""
+    with _service(num_workers=1) as router:
         for dialect in ("chat", "native"):
             for num_streams, num_tokens in NUM_TOKENS.items():
                 for rate in RATES:
                     case = Case(dialect=dialect, num_streams=num_streams, num_tokens=num_tokens, rate=rate)
-                    yield _figure(case, port, pid)
+                    yield _figure(case, router, num_workers=1)
+    with _service(num_workers=2) as router:
+        for num_streams, num_tokens in NUM_TOKENS.items():
+            case = Case(dialect="chat", num_streams=num_streams, num_tokens=num_tokens, rate=max(RATES))
+            yield _figure(case, router, num_workers=2)
 
 
-def _figure(case: Case, port: int, pid: int) -> dict[str, Any]:
-    argv = [sys.executable, "-m", __name__, "clients", json.dumps(asdict(case)), str(port), str(pid)]
+def _figure(case: Case, router: Router, *, num_workers: int) -> dict[str, Any]:
+    pids = [str(process.pid) for process in router.family()]
+    argv = [sys.executable, "-m", __name__, "clients", json.dumps(asdict(case)), str(router.port), *pids]
     seen = json.loads(subprocess.run(argv, check=True, stdout=subprocess.PIPE, timeout=TIMEOUT_S).stdout)
     per_1000 = 1000 * seen["cpu_s"] / seen["num_tokens"]
     return {
         "bench": "router",
+        "workers": num_workers,
         "dialect": case.dialect,
         "streams": case.num_streams,
         "offered_tokens_s": case.rate,
@@ -94,17 +101,18 @@ def _figure(case: Case, port: int, pid: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _service(folder: Path) -> Iterator[tuple[int, int]]:
-    """Fake nodes and a real router; its port and pid."""
-    model = write_model(folder / "model")
+def _service(*, num_workers: int) -> Iterator[Router]:
+    """Fake nodes and a real router."""
     nodes = subprocess.Popen([sys.executable, "-m", __name__, "nodes"], stdout=subprocess.PIPE, text=True)
     try:
         assert nodes.stdout is not None
         joins = json.loads(nodes.stdout.readline())
-        flags = ("--model", str(model), "--served-model-name", "tiny", "--local-prefill-tokens", "0")
-        with Router(folder, *joins, *flags) as router:
-            wait_until("the router serves", lambda: "\nServing " in router.log, 30)
-            yield router.port, router.pid
+        with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
+            flags = ("--served-model-name", "tiny", "--local-prefill-tokens", "0")
+            more = ("--router-workers", str(num_workers), "--model", str(write_model(Path(name) / "model")))
+            with Router(Path(name), *joins, *flags, *more) as router:
+                wait_until("the router serves", lambda: "\nServing " in router.log, 30)
+                yield router
     finally:
         nodes.kill()
         nodes.wait()
@@ -169,9 +177,9 @@ class Stream(asyncio.Protocol):
             self._over.set_result(None)
 
 
-async def load(case: Case, port: int, pid: int) -> dict[str, float]:
+async def load(case: Case, port: int, pids: Sequence[int]) -> dict[str, float]:
     """Run all streams; what is counted begins when each has had its first event, from the prefill node."""
-    loop, router = asyncio.get_running_loop(), psutil.Process(pid)
+    loop, processes = asyncio.get_running_loop(), [psutil.Process(pid) for pid in pids]
     counts = Counts(case.num_streams, case.num_streams)
     begun, over = asyncio.Event(), loop.create_future()
     for _ in range(case.num_streams):
@@ -179,16 +187,20 @@ async def load(case: Case, port: int, pid: int) -> dict[str, float]:
             lambda: Stream(case.request(port), counts, begun, over), "127.0.0.1", port
         )
     await asyncio.wait({over, asyncio.create_task(begun.wait())}, return_when=asyncio.FIRST_COMPLETED)
-    started_at, cpu_before = loop.time(), sum(router.cpu_times()[:2])
+    started_at, cpu_before = loop.time(), _cpu_s(processes)
     counts.num_events = counts.num_bytes = 0
     await over
     return {
         "wall_s": loop.time() - started_at,
-        "cpu_s": sum(router.cpu_times()[:2]) - cpu_before,
+        "cpu_s": _cpu_s(processes) - cpu_before,
         "num_tokens": case.num_streams * (case.num_tokens - 1),
         "num_events": counts.num_events - case.num_streams,  # without [DONE]
         "num_bytes": counts.num_bytes,
     }
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 if __name__ == "__main__":
@@ -196,4 +208,5 @@ if __name__ == "__main__":
         uvloop.run(serve_nodes())
     else:
         one = Case(**json.loads(sys.argv[2]))
-        print(json.dumps(uvloop.run(load(one, int(sys.argv[3]), int(sys.argv[4])))))
+        pids = [int(pid) for pid in sys.argv[4:]]
+        print(json.dumps(uvloop.run(load(one, int(sys.argv[3]), pids))))

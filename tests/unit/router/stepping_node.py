@@ -67,7 +67,11 @@ class SteppingNode(FakeNode):
         while batch.num_told:
             step += 1
             await asyncio.sleep(max(0.0, begin + step * batch.step_s - time.monotonic()))
-            self.send(Tokens(tuple(self._next(batch, key) for key in list(batch.num_told))))
+            entries: dict[str, list[TokenEntry]] = {}
+            for key in list(batch.num_told):
+                entries.setdefault(key.router, []).append(self._next(batch, key))
+            for router, told in entries.items():
+                self.send(Tokens(tuple(told)), router)
 
     def _next(self, batch: _Batch, key: ReqKey) -> TokenEntry:
         position = batch.num_told[key]

@@ -82,6 +82,7 @@ def test_joining() -> None:
         (["--prefill", "host:notaport"], "is not HOST[:PORT]"),
         (["--decode", "host:99999"], "is not HOST[:PORT]"),
         (["--port", "70000"], "not between 0 and 65535"),
+        (["--router-workers", "0"], "0 is not between 1 and 64"),
         (["--queue-timeout-s", "0"], "not between"),
     ],
 )
