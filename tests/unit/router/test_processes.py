@@ -58,7 +58,7 @@ class RunningRouter:
             self.stdout += line
             if line.lstrip().startswith("-d '{"):
                 break
-        found = re.search(r"at (http://\S+)\. Try", self.stdout)
+        found = re.search(r"at (http://\S+): open", self.stdout)
         assert found, self.stdout + self.stderr
         return found[1]
 
