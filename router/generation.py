@@ -166,7 +166,8 @@ class GenerationGroup:
 
     async def __aenter__(self) -> GenerationGroup:
         """Send every sequence. Raises RequestError; then none is left running."""
-        for at, conditions in enumerate(await stop_conditions([prompt.sampling for prompt in self.prompts])):
+        samplings = [prompt.sampling for prompt in self.prompts]
+        for at, conditions in enumerate(await stop_conditions(samplings, self._tokenizer.workers)):
             self._add(at, conditions)
         shared = all(prompt.shared_rid for prompt in self.prompts)
         self._rids.claim([prompt.rid for prompt in self.prompts], shared=shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import AsyncGenerator, Callable
 
@@ -12,7 +13,7 @@ from router.admission import Admission, Ticket
 from router.answer import Answer
 from router.body import parse
 from router.chat_bodies import ChatBody
-from router.generation import GenerationGroup, Generator
+from router.generation import Generation, GenerationGroup, Generator
 from router.limits import HttpLimits
 from router.openai_answers import ModelCard, ModelList
 from router.openai_bodies import CompletionBody
@@ -21,6 +22,9 @@ from router.openai_shapes import ChatShape, CompletionShape, MaybeUsage, Reply, 
 from router.request_log import note_group
 from router.responses import json_response, read_body, stream_response, while_connected
 from router.served_model import ModelSlot, ServedModel
+from router.text_workers import TextWorkers
+
+_CHARS_A_LOGPROB = 2
 
 
 def openai_routes(
@@ -35,10 +39,11 @@ def openai_routes(
 
     async def respond(request: Request, asked: OpenAIRequest, shape: Shape, ticket: Ticket) -> Response:
         group = generator.open(asked.prompts, model.get().tokenizer, ticket)
+        workers = model.get().tokenizer.workers
         note_group(request, group)
         if asked.stream is not None:
-            return await stream_response(request, _events(group, asked, shape))
-        return json_response(await while_connected(request.receive, _answer(group, asked, shape)))
+            return await stream_response(request, _events(group, asked, shape, workers))
+        return json_response(await while_connected(request.receive, _answer(group, asked, shape, workers)))
 
     @router.post("/completions", response_model=None)
     async def completions(request: Request) -> Response:
@@ -85,14 +90,17 @@ def _reply(asked: OpenAIRequest, model: ServedModel) -> Reply:
     )
 
 
-async def _answer(group: GenerationGroup, asked: OpenAIRequest, shape: Shape) -> Answer:
+async def _answer(group: GenerationGroup, asked: OpenAIRequest, shape: Shape, workers: TextWorkers) -> Answer:
     async with group:
         generations = await group.finished()
         told = generations if asked.best_n is None else best(generations, asked.best_n)
-        return shape.whole(told, usage_of(generations))
+        num_chars = sum(map(_chars_to_word, told))
+        return await workers.run(num_chars, lambda: shape.whole(told, usage_of(generations)))
 
 
-async def _events(group: GenerationGroup, asked: OpenAIRequest, shape: Shape) -> AsyncGenerator[object, None]:
+async def _events(
+    group: GenerationGroup, asked: OpenAIRequest, shape: Shape, workers: TextWorkers
+) -> AsyncGenerator[object, None]:
     options = asked.stream
     assert options is not None
 
@@ -105,7 +113,8 @@ async def _events(group: GenerationGroup, asked: OpenAIRequest, shape: Shape) ->
             told = num_told.get(generation.index)
             if told is None:
                 told = num_told[generation.index] = 0
-                opening = shape.opening(generation, usage_so_far())
+                word = functools.partial(shape.opening, generation, usage_so_far())
+                opening = await workers.run(_chars_to_word(generation), word)
                 if opening is not None:
                     yield opening
             if text or generation.finish_reason is not None:
@@ -113,6 +122,14 @@ async def _events(group: GenerationGroup, asked: OpenAIRequest, shape: Shape) ->
                 num_told[generation.index] = len(generation.output_ids)
         if options.include_usage:
             yield shape.closing(usage_of(group.generations))
+
+
+def _chars_to_word(generation: Generation) -> int:
+    """What it takes to word the logprobs of a prompt that is echoed, in characters that are encoded meanwhile."""
+    wanted = generation.prompt.sampling.params.logprobs
+    if wanted is None:
+        return 0
+    return _CHARS_A_LOGPROB * wanted.num_input_logprobs(len(generation.prompt.input_ids))
 
 
 def _model_card(model: ServedModel, context_length: int) -> ModelCard:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -10,10 +9,13 @@ from itertools import compress
 from router.sampling import Sampling
 from router.stop_regex import StopPatternCursor, StopPatterns
 from router.stop_strings import StopStringCursor, StopStrings
+from router.text_workers import TextWorkers
 from shared.errors import RequestError
 
 MAX_PATTERN_CHARS = 16_384
 """Of one HTTP request, however many prompts it has."""
+_CHARS_A_PATTERN_CHAR = 20
+"""Compiling a character of a pattern takes as long as encoding so many of a text."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class StopConditions:
         return self.strings is not None or self.patterns is not None
 
 
-async def stop_conditions(samplings: Sequence[Sampling]) -> list[StopConditions]:
+async def stop_conditions(samplings: Sequence[Sampling], workers: TextWorkers) -> list[StopConditions]:
     """Of each prompt of a request. Patterns are compiled once, off the event loop. Raises RequestError."""
     patterns = {sampling.stop_regex for sampling in samplings}
     num_chars = sum(len(pattern) for several in patterns for pattern in several)
@@ -56,7 +58,7 @@ async def stop_conditions(samplings: Sequence[Sampling]) -> list[StopConditions]
                 made[key] = StopConditions(*key, sampling.stop_regex_field)
         return [made[sampling.stop, sampling.stop_regex] for sampling in samplings]
 
-    return await asyncio.to_thread(conditions) if num_chars else conditions()
+    return await workers.run(_CHARS_A_PATTERN_CHAR * num_chars, conditions)
 
 
 class StopMatcher:

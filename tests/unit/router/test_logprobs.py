@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from router.output_text import OutputText
 from router.running_req import RunningReq
 from router.sampling import Sampling
 from router.stop_matcher import StopConditions
+from router.text_workers import INLINE_CHARS
 from router.tokenizer import Tokenizer
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams
 from shared.protocol.messages import (
@@ -384,6 +386,29 @@ class TestCompletions:
         for offset, text in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
             assert choice["text"][offset:].startswith(text)
         assert prefill.all(Prefill)[0].params.logprobs == LogprobParams(top_num=2)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_long_echo_is_worded_beside_the_loop(self, model_folder: Path, stream: bool) -> None:
+        body = {**COMPLETION, "echo": True, "logprobs": 5, "prompt": [7] * 150, "stream": stream}
+
+        async def go() -> None:
+            nodes = pair(prefill=judged_first_token, decode=judged_story)
+            async with nodes as pairs, joined_router(model_folder, [*pairs]) as (router, client):
+                workers = router.model.get().tokenizer.workers
+                may_go_on = threading.Event()
+                waiting = asyncio.create_task(workers.run(INLINE_CHARS + 1, lambda: may_go_on.wait(20)))
+                echoed = asyncio.create_task(client.post("/v1/completions", json=body))
+                await pairs[1].wait_for(Decode)
+                short = {**COMPLETION, "prompt": [7], "logprobs": None}
+                assert (await client.post("/v1/completions", json=short)).status_code == 200
+                assert not echoed.done()
+                may_go_on.set()
+                await waiting
+                answer = await echoed
+                choice = events(answer.text)[0]["choices"][0] if stream else answer.json()["choices"][0]
+                assert len(choice["logprobs"]["tokens"]) == 150 + (0 if stream else NUM_NEW)
+
+        asyncio.run(go())
 
     @pytest.mark.parametrize("as_ids", [False, True])
     def test_echo(self, model_folder: Path, story: list[int], tokenizer: Tokenizer, as_ids: bool) -> None:

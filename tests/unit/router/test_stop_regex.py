@@ -20,6 +20,7 @@ from router.stop_regex import (
     StopPatternCursor,
     StopPatterns,
 )
+from router.text_workers import TextWorkers
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Finish, Prefill
 from shared.protocol.sampling_params import SamplingParams
@@ -180,13 +181,14 @@ def prompts_with(*patterns: tuple[str, ...]) -> list[Sampling]:
 
 
 def test_the_prompts_of_a_request_share_what_is_compiled() -> None:
-    first, second, third = asyncio.run(stop_conditions(prompts_with(("a",), ("b",), ("a",))))
+    first, second, third = asyncio.run(stop_conditions(prompts_with(("a",), ("b",), ("a",)), TextWorkers()))
     assert first is third is not second
 
 
 def test_the_patterns_of_a_request_are_bounded_together() -> None:
+    patterns = [(chr(97 + at) * 1024,) for at in range(17)]
     with pytest.raises(RequestError, match="have 17408 characters in all prompts together; at most 16384"):
-        asyncio.run(stop_conditions(prompts_with(*((chr(97 + at) * 1024,) for at in range(17)))))
+        asyncio.run(stop_conditions(prompts_with(*patterns), TextWorkers()))
 
 
 def test_a_pattern_ends_a_stream(model_folder: Path) -> None:
