@@ -82,17 +82,17 @@ class StopPatternCursor:
         pattern = self._patterns[at]
         while self._from[at] <= len(self._text) and (found := self._search(pattern, self._from[at])):
             if armed:
-                return self._first_end(pattern, self._from[at], num_old) or self._stop(pattern, found)
+                return self._completed(pattern, self._from[at], num_old)
             self._from[at] = found.start() + 1
         possible = self._search(pattern, self._from[at], partial=True)
         self._from[at] = max(self._from[at], possible.start() if possible else len(self._text))
         return None
 
-    def _first_end(self, pattern: regex.Pattern[str], start: int, num_old: int) -> Stop | None:
-        """The match that would have been found if the new text had come one character at a time."""
-        for end in range(max(num_old, start) + 1, len(self._text)):
+    def _completed(self, pattern: regex.Pattern[str], start: int, num_old: int) -> Stop | None:
+        """The match that would have been found first if the new text had come one character at a time."""
+        for end in range(max(num_old, start) + 1, len(self._text) + 1):
             if found := self._search(pattern, start, end):
-                return self._stop(pattern, found)
+                return Stop(self._start + end, self._start + found.start(), pattern.pattern)
         return None
 
     def _search(
@@ -101,9 +101,6 @@ class StopPatternCursor:
         return pattern.search(
             self._text, start, end, partial=partial, timeout=_SEARCH_TIMEOUT_S, concurrent=False
         )
-
-    def _stop(self, pattern: regex.Pattern[str], found: regex.Match[str]) -> Stop:
-        return Stop(self._start + found.end(), self._start + found.start(), pattern.pattern)
 
     def _forget(self) -> None:
         """Drop text that no match can begin in. One character more is kept, so that ^ does not match behind it."""

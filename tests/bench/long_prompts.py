@@ -63,7 +63,7 @@ def main() -> Iterator[dict[str, Any]]:
         "detokenize": ("/detokenize", {"tokens": ids}),
     }
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder, ExitStack() as exits:
-        write_model(Path(folder))
+        write_model(Path(folder), context_length=ROOMY.context_length)
         addresses = exits.enter_context(_process("nodes")).readline()
         router = exits.enter_context(_process("router", folder, addresses))
         port = int(router.readline())

@@ -81,7 +81,9 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+def write_model(
+    folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, context_length: int = 256
+) -> Path:
     """A folder with all that the router reads; there are no weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_level_tokenizer()
@@ -96,7 +98,7 @@ def write_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> P
         "num_key_value_heads": 2,
         "intermediate_size": 32,
         "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": context_length,
         "eos_token_id": tokenizer.token_to_id(EOS),
     }
     (folder / "config.json").write_text(json.dumps(config))

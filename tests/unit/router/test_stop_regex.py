@@ -63,10 +63,10 @@ def slowly(text: str, patterns: list[str], stops: list[str]) -> tuple[str, str |
     """The specification: look after each character, by Python's own `re`."""
     for end in range(1, len(text) + 1):
         so_far = text[:end]
-        found = [(m.end(), m.start(), p) for p in patterns if (m := re.search(p, so_far))]
-        found += [(end, end - len(stop), stop) for stop in stops if so_far.endswith(stop)]
+        found = [(m.start(), p) for p in patterns if (m := re.search(p, so_far))]
+        found += [(end - len(stop), stop) for stop in stops if so_far.endswith(stop)]
         if found:
-            _, start, matched = min(found)
+            start, matched = min(found)
             return text[:start], matched
     return text, None
 

@@ -21,7 +21,7 @@ from router.text_workers import INLINE_CHARS, MEDIUM_CHARS, TextWorkers
 from router.tokenizer import Tokenizer
 from shared.protocol.messages import Prefill, ReqKey
 from shared.protocol.sampling_params import SamplingParams
-from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.fakes import joined_router, pair, write_model
 from tests.unit.router.sample_tokenizers import KINDS, TEXTS, sample
 
 LONG = MEDIUM_CHARS + 1
@@ -119,10 +119,12 @@ def test_long_texts_go_through_calls_that_let_the_gil_go(kind: str) -> None:
     ],
 )
 def test_a_client_that_leaves_while_its_prompt_waits_frees_its_place(
-    model_folder: Path, path: str, body: dict[str, Any]
+    tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
+    folder = write_model(tmp_path, context_length=1 << 20)
+
     async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, [*nodes]) as (router, client):
+        async with pair() as nodes, joined_router(folder, [*nodes]) as (router, client):
             workers = router.model.get().tokenizer.workers
             gates = [Gate() for _ in range(workers.num_long)]
             blocked = [asyncio.create_task(workers.run(LONG, gate)) for gate in gates]
