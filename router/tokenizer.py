@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from router.detokenizer import Detokenizer, make_detokenizer
-from router.text_workers import INLINE_CHARS, TextWorkers
+from router.text_workers import TextWorkers
 from router.vocabulary import Vocabulary
 from shared.errors import ModelError
 
@@ -74,14 +74,9 @@ class Tokenizer:
             self._vocabulary, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids
         )
 
+    # A batch, also of one, lets the GIL go; the calls for a single text hold it all the time, and are no faster.
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) <= INLINE_CHARS:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        # `encode` holds the GIL all the time, which a batch, also of one, does not.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        if len(token_ids) * _CHARS_A_TOKEN <= INLINE_CHARS:
-            return self._vocabulary.decode(token_ids, skip_special_tokens)
-        # As with `encode`.
         return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]

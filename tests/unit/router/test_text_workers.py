@@ -100,11 +100,11 @@ def test_long_texts_go_through_calls_that_let_the_gil_go(kind: str) -> None:
             ids = await tokenizer.encode([LONG_TEXT, "short"], add_special_tokens=special)
             expected = [sample(kind).encode(t, add_special_tokens=special).ids for t in (LONG_TEXT, "short")]
             assert ids == expected
-        assert recording.calls == ["encode_batch_fast", "encode"] * 2
+        assert recording.calls == ["encode_batch_fast"] * 4
         recording.calls.clear()
         texts = await tokenizer.decode([ids[0] * 4, ids[1]], skip_special_tokens=False)
         assert texts == [sample(kind).decode(row, skip_special_tokens=False) for row in (ids[0] * 4, ids[1])]
-        assert recording.calls == ["decode_batch", "decode"]
+        assert recording.calls == ["decode_batch"] * 2
         tokenizer.close()
 
     asyncio.run(run())
@@ -125,7 +125,7 @@ def test_a_client_that_leaves_while_its_prompt_waits_frees_its_place(
 
     async def run() -> None:
         async with pair() as nodes, joined_router(folder, [*nodes]) as (router, client):
-            workers = router.model.get().tokenizer.workers
+            workers = router._router.model.get().tokenizer.workers
             gates = [Gate() for _ in range(workers.num_long)]
             blocked = [asyncio.create_task(workers.run(LONG, gate)) for gate in gates]
             for gate in gates:
