@@ -19,7 +19,7 @@ from router.config import RouterConfig
 from router.generation import Generation
 from router.http_socket import bind_http
 from router.node_host import NodeHost
-from router.served_model import ServedModel
+from router.served_model import ModelSlot, ServedModel
 from router.server import Router
 from shared.log import event
 
@@ -61,6 +61,11 @@ class RouterProcess:
     ) -> None:
         """Stop everything, in the reverse order of its start."""
         await self._exits.aclose()
+
+    @property
+    def model(self) -> ModelSlot:
+        """What is served."""
+        return self._router.model
 
     @property
     def model_name(self) -> str:

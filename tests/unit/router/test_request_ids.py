@@ -58,7 +58,7 @@ def test_a_bug_keeps_it(model_folder: Path, caplog: pytest.LogCaptureFixture) ->
     async def run() -> None:
         http = HttpOptions(port=0, allowed_origins=("*",))
         async with joined_router(model_folder, [], http=http, wait=False) as (router, client):
-            router._router.model.get().tokenizer.close()  # its threads are gone: a long prompt cannot be encoded
+            router.model.get().tokenizer.close()  # its threads are gone: a long prompt cannot be encoded
             headers = {HEADER: "mine", "Origin": "https://page.example"}
             failed = await client.post("/tokenize", json={"prompt": "a" * 5000}, headers=headers)
             assert (failed.status_code, failed.json()["error"]["message"]) == (500, "internal error")
