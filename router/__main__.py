@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from router import terminal
-from router.config import (
+from router.http.config import (
     MAX_ROUTER_WORKERS,
     ConnectionOptions,
     DispatchOptions,
@@ -25,8 +25,8 @@ from router.config import (
     HttpOptions,
     RouterConfig,
 )
-from router.limits import add_limit_flags, limits_of
-from router.topology import LocalTopology, parse_address, parse_local
+from router.http.limits import add_limit_flags, limits_of
+from router.http.topology import LocalTopology, parse_address, parse_local
 from shared import cli, log
 from shared.errors import ConfigError, RequestError
 from shared.model.files import BUILTIN_MODEL
@@ -61,7 +61,7 @@ async def _run(config: RouterConfig, flags: Sequence[str]) -> int:
 
     console, owns_nodes = Console(stderr=True), bool(config.fleet.local.node_ids())
     if config.router_workers > 1:
-        from router.parent import RouterParent
+        from router.workers.parent import RouterParent
 
         async with RouterParent(config, flags, console) as parent:
             code = await serve(parent, owns_nodes=owns_nodes)
@@ -100,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
     """The configuration from parsed flags. Raises ConfigError for flags that exclude each other."""
-    from router.api_keys import keys_from_environment
+    from router.http.api_keys import keys_from_environment
 
     join = (*((Role.PREFILL, address) for address in args.prefill), *((Role.DECODE, a) for a in args.decode))
     if join and args.local is not None:

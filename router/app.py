@@ -22,30 +22,30 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from router.admission import Admission
-from router.api_keys import ApiKeyCheck, ApiKeys
-from router.colleagues import Colleagues
-from router.dispatch import Dispatcher
-from router.fleet_admin_api import fleet_admin_routes
-from router.fleet_api import control_routes, health_routes, info_routes
-from router.fleet_changes import FleetChanges
-from router.generate_api import generate_routes
-from router.generation import Generator
-from router.limits import HttpLimits
-from router.live_api import live_routes
-from router.live_state import LiveState
-from router.membership import Membership
-from router.metrics import Metrics
-from router.openai_api import openai_routes
-from router.openapi import openapi_document
-from router.openapi_operations import OPERATIONS
-from router.page_api import page_routes
-from router.profile_api import profile_routes
-from router.request_ids import HEADER, RequestIds
-from router.request_log import RequestLog, note_error
-from router.responses import error_response
-from router.served_model import ModelSlot
-from router.status import VERSION, FleetStatus
+from router.api.fleet_api import fleet_admin_routes
+from router.api.generate_api import generate_routes
+from router.api.live_api import live_routes
+from router.api.live_state import LiveState
+from router.api.openai_api import openai_routes
+from router.api.openapi import openapi_document
+from router.api.openapi_operations import OPERATIONS
+from router.api.profile_api import profile_routes
+from router.api.request_log import RequestLog, note_error
+from router.api.service_api import control_routes, health_routes, info_routes
+from router.bus.colleagues import Colleagues
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.metrics import Metrics
+from router.http.api_keys import ApiKeyCheck, ApiKeys
+from router.http.limits import HttpLimits
+from router.http.page_api import page_routes
+from router.http.request_ids import HEADER, RequestIds
+from router.http.responses import error_response
+from router.nodes.fleet_changes import FleetChanges
+from router.nodes.membership import Membership
+from router.nodes.status import VERSION, FleetStatus
+from router.request.admission import Admission
+from router.request.generation import Generator
+from router.text.served_model import ModelSlot
 from shared.errors import RequestError
 from shared.log import crash
 

@@ -15,12 +15,12 @@ import uvloop
 from rich.console import Console
 
 from router.__main__ import build_parser, router_config
-from router.config import RouterConfig
-from router.generation import Generation
+from router.http.config import RouterConfig
 from router.one_process import RouterProcess
-from router.served_model import ServedModel
+from router.request.generation import Generation
 from router.server import load_model
 from router.terminal.stages import stage_table
+from router.text.served_model import ServedModel
 from shared import log
 from shared.errors import ConfigError, RequestError
 

@@ -15,12 +15,12 @@ from types import TracebackType
 
 from rich.console import Console
 
-from router.config import RouterConfig
-from router.generation import Generation
-from router.http_socket import bind_http
-from router.node_host import NodeHost
-from router.served_model import ModelSlot, ServedModel
+from router.http.config import RouterConfig
+from router.http.http_socket import bind_http
+from router.nodes.node_host import NodeHost
+from router.request.generation import Generation
 from router.server import Router
+from router.text.served_model import ModelSlot, ServedModel
 from shared.log import event
 
 

@@ -19,26 +19,26 @@ from typing import Any
 
 import zmq.asyncio
 
-from router.api_keys import Access, api_keys
+from router.api.fleet_api import fleet_guards
+from router.api.live_state import LiveState
+from router.api.worker_answers import WorkerAnswers
 from router.app import Service, create_app
-from router.colleagues import Colleagues, NoColleagues
-from router.config import RouterConfig
-from router.conversation import Timing
-from router.dispatch import Deadlines, Dispatcher
-from router.fleet_admin_api import fleet_guards
-from router.fleet_changes import FleetChanges
-from router.generation import Generation, Generator, Prompt
-from router.http_server import HttpServer, http_server
-from router.live_rids import LiveRids
-from router.live_state import LiveState
-from router.member import MemberState
-from router.membership import Membership
-from router.metrics import Metrics
-from router.policy import RoundRobin
-from router.sampling import Sampling
-from router.served_model import ModelSlot, ServedModel
-from router.status import FleetStatus
-from router.worker_answers import WorkerAnswers
+from router.bus.colleagues import Colleagues, NoColleagues
+from router.dispatch.dispatcher import Deadlines, Dispatcher
+from router.dispatch.live_rids import LiveRids
+from router.dispatch.metrics import Metrics
+from router.dispatch.policy import RoundRobin
+from router.http.api_keys import Access, api_keys
+from router.http.config import RouterConfig
+from router.http.http_server import HttpServer, http_server
+from router.nodes.conversation import Timing
+from router.nodes.fleet_changes import FleetChanges
+from router.nodes.member import MemberState
+from router.nodes.membership import Membership
+from router.nodes.status import FleetStatus
+from router.request.generation import Generation, Generator, Prompt
+from router.request.sampling import Sampling
+from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import ConfigError
 from shared.model.files import resolve_model
 from shared.protocol.messages import NodeToLobby, Role

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
-from router.prefix_index import PrefixIndex
+from router.dispatch.prefix_index import PrefixIndex
 from shared.config import NodeConfig, TransferOptions
 from shared.engine.build import Engine
 from shared.engine.vitals import Vitals

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from router.live_feed import PERCENTILES, LiveEvent, NodeNow, Sample
+from router.api.live_feed import PERCENTILES, LiveEvent, NodeNow, Sample
 from router.terminal.client import printable
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from router.live_feed import LiveEvent
+from router.api.live_feed import LiveEvent
 from router.terminal.client import ClientError, RouterClient, add_client_flags, client_of, printable
 from router.terminal.live_view import live_view
 from router.terminal.watcher import Watcher

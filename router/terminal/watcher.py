@@ -8,7 +8,7 @@ from contextlib import closing
 
 import msgspec
 
-from router.live_feed import MAX_SAMPLES, LiveEvent, Sample
+from router.api.live_feed import MAX_SAMPLES, LiveEvent, Sample
 from router.terminal.client import ClientError, Refused, RouterClient
 
 _RETRY_S = 1.0

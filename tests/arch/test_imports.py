@@ -55,11 +55,9 @@ def test_every_package_is_under_the_contracts_and_in_the_distribution() -> None:
 
 
 def router_modules() -> list[str]:
-    return [
-        "router" if path.stem == "__init__" else f"router.{path.stem}"
-        for path in sorted((ROOT / "router").glob("*.py"))
-        if path.stem != "__main__"
-    ]
+    files = [path.relative_to(ROOT) for path in sorted((ROOT / "router").rglob("*.py"))]
+    parts = [path.parent.parts if path.stem == "__init__" else path.with_suffix("").parts for path in files]
+    return [".".join(names) for names in parts if names[-1] != "__main__"]
 
 
 def test_the_router_never_loads_torch() -> None:

@@ -28,10 +28,10 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from router.config import DispatchOptions, FleetOptions, HttpOptions, RouterConfig
+from router.http.config import DispatchOptions, FleetOptions, HttpOptions, RouterConfig
+from router.http.topology import LocalTopology
 from router.one_process import RouterProcess
 from router.server import load_model
-from router.topology import LocalTopology
 from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill, Role
 from tests.unit.router.fakes import STORY, FakeNode, byte_level_tokenizer, write_model
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, Page, ViewportSize, async_playwright
 
-from router.config import HttpOptions
+from router.http.config import HttpOptions
 from router.one_process import RouterProcess
 from tests.unit.router.fakes import FakeNode, joined_router, write_model
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from playwright.async_api import Browser
 
-from router.config import HttpOptions
+from router.http.config import HttpOptions
 from shared.protocol.messages import Cancel, Decode, Failed, Finish, Load, Prefill, ReqReport, Stamp
 from tests.browser.conftest import PHONE, Run, opened
 from tests.unit.router.fakes import (

@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.admission import Admission, Ticket
-from router.generation import GenerationGroup, Generator, Prompt
-from router.live_rids import LiveRids
-from router.running_req import RunningReq
-from router.sampling import Sampling
-from router.tokenizer import Tokenizer
+from router.dispatch.live_rids import LiveRids
+from router.dispatch.running_req import RunningReq
+from router.request.admission import Admission, Ticket
+from router.request.generation import GenerationGroup, Generator, Prompt
+from router.request.sampling import Sampling
+from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.messages import Failed, Finish, Role, TokenEntry
 from shared.protocol.sampling_params import SamplingParams

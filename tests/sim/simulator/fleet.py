@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.dispatch import Deadlines, Dispatcher, Work
-from router.metrics import Metrics
-from router.policy import RoundRobin
-from router.running_req import Aborted, RunningReq
-from router.scheduling_hints import SchedulingHints
+from router.dispatch.dispatcher import Deadlines, Dispatcher, Work
+from router.dispatch.metrics import Metrics
+from router.dispatch.policy import RoundRobin
+from router.dispatch.running_req import Aborted, RunningReq
+from router.dispatch.scheduling_hints import SchedulingHints
 from shared.errors import RequestError
 from shared.protocol.messages import CacheEvents, CacheResync, Failed, Finish, NotCached, Role, Tokens
 from shared.protocol.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
-from router.prefix_index import PrefixIndex
+from router.dispatch.prefix_index import PrefixIndex
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.engine.vitals import Vitals
 from shared.kvcache.audit import audit_idle

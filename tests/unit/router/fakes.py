@@ -16,10 +16,10 @@ import zmq.asyncio
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from router.config import ConnectionOptions, DispatchOptions, FleetOptions, HttpOptions, RouterConfig
+from router.http.config import ConnectionOptions, DispatchOptions, FleetOptions, HttpOptions, RouterConfig
+from router.http.topology import LocalTopology
 from router.one_process import RouterProcess
 from router.server import load_model
-from router.topology import LocalTopology
 from shared.protocol.messages import (
     Answered,
     CacheResync,

@@ -14,9 +14,9 @@ import httpx
 import openai
 import pytest
 
-from router.admission import MAX_RETRY_AFTER_S, Admission
-from router.config import DispatchOptions
-from router.first_token_queue import WINDOW_S, FirstTokenQueue
+from router.dispatch.first_token_queue import WINDOW_S, FirstTokenQueue
+from router.http.config import DispatchOptions
+from router.request.admission import MAX_RETRY_AFTER_S, Admission
 from router.server import Router
 from shared.errors import RequestError
 from shared.protocol.messages import Cancel, Decode, Failed, Finish, NodeLimits, Prefill

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from router.__main__ import build_parser, router_config
-from router.api_keys import Access, ApiKeys, KeySource, keys_from_environment
-from router.config import HttpOptions
+from router.http.api_keys import Access, ApiKeys, KeySource, keys_from_environment
+from router.http.config import HttpOptions
 from shared.errors import ConfigError
 from tests.unit.router.fakes import joined_router, pair
 

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, create_model
 
-from router.body import Body, FailFast, OneOf, Refused, must, parse, validate
-from router.chat_bodies import ChatBody
-from router.fleet_admin_api import AddNode, DrainQuery
-from router.fleet_api import AbortBody, DetokenizeBody, FlushQuery, TokenizeBody
-from router.generate_requests import GenerateBody
-from router.openai_bodies import CompletionBody
-from router.profile_api import StartProfileBody
+from router.api.chat_bodies import ChatBody
+from router.api.fleet_api import AddNode, DrainQuery
+from router.api.generate_requests import GenerateBody
+from router.api.openai_bodies import CompletionBody
+from router.api.profile_api import StartProfileBody
+from router.api.service_api import AbortBody, DetokenizeBody, FlushQuery, TokenizeBody
+from router.http.body import Body, FailFast, OneOf, Refused, must, parse, validate
 from shared.errors import RequestError
 
 BODIES = (

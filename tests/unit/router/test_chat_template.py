@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from router.chat_template import Chat, ChatTemplate, load_chat_template
-from router.template_sandbox import Limits
-from router.text_workers import TextWorkers
+from router.text.chat_template import Chat, ChatTemplate, load_chat_template
+from router.text.template_sandbox import Limits
+from router.text.text_workers import TextWorkers
 from shared.errors import ConfigError, RequestError
 
 FOLDER = Path(__file__).parent / "chat_templates"

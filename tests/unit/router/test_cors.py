@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.__main__ import build_parser, origins, router_config
-from router.config import HttpOptions
+from router.http.config import HttpOptions
 from tests.unit.router.fakes import joined_router, pair
 
 PAGE = "https://page.example"

@@ -10,14 +10,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.detokenizer import (
+from router.text.detokenizer import (
     CONTEXT_TOKENS,
     ByteFallbackDetokenizer,
     ByteLevelDetokenizer,
     WindowDetokenizer,
     make_detokenizer,
 )
-from router.vocabulary import Vocabulary
+from router.text.vocabulary import Vocabulary
 from tests.unit.router.sample_tokenizers import BYTE_FALLBACK, BYTE_LEVEL, KINDS, SPECIAL, TEXTS, sample
 
 kinds = st.sampled_from(KINDS)

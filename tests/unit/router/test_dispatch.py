@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.config import DispatchOptions
+from router.http.config import DispatchOptions
 from shared.protocol.messages import (
     Cancel,
     Decode,

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.config import HttpOptions
-from router.limits import HttpLimits
+from router.http.config import HttpOptions
+from router.http.limits import HttpLimits
 from shared.protocol.messages import Decode, Prefill
 from tests.unit.router.fakes import byte_level_tokenizer, joined_router, pair
 

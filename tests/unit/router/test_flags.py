@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from router.__main__ import build_parser, router_config
-from router.config import ConnectionOptions, FleetOptions, HttpOptions, RouterConfig
+from router.http.config import ConnectionOptions, FleetOptions, HttpOptions, RouterConfig
+from router.http.topology import LocalTopology, parse_address
 from router.one_process import RouterProcess
 from router.server import load_model
-from router.topology import LocalTopology, parse_address
 from shared.errors import ConfigError
 from shared.protocol.messages import Role
 

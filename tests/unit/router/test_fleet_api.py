@@ -12,11 +12,11 @@ import zmq
 import zmq.asyncio
 from rich.console import Console
 
-from router.config import FleetOptions, HttpOptions, RouterConfig
-from router.metrics import stage_durations
+from router.dispatch.metrics import stage_durations
+from router.http.config import FleetOptions, HttpOptions, RouterConfig
+from router.http.topology import LocalTopology
 from router.one_process import RouterProcess
 from router.server import load_model
-from router.topology import LocalTopology
 from shared.protocol.messages import (
     Decode,
     Join,

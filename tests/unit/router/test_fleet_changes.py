@@ -14,7 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from router.config import HttpOptions
+from router.http.config import HttpOptions
 from shared.protocol.messages import Cancel, Decode, Join, Load, NodeToLobby, Peers, Prefill, Role
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.config import DispatchOptions
-from router.prefix_index import ASK_AFTER_PONGS
+from router.dispatch.prefix_index import ASK_AFTER_PONGS
+from router.http.config import DispatchOptions
 from shared.protocol.block_hash import block_hashes
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import (

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.config import DispatchOptions, HttpOptions
-from router.limits import HttpLimits
+from router.http.config import DispatchOptions, HttpOptions
+from router.http.limits import HttpLimits
 from router.one_process import RouterProcess
 from shared.protocol.messages import NodeLimits, Role
 from tests.unit.router.fakes import FakeNode, joined_router

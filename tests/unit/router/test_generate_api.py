@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.config import DispatchOptions
+from router.http.config import DispatchOptions
 from shared.protocol.messages import Cancel, Decode, Finish, Prefill, Stop
 from tests.unit.router.fakes import (
     LIMITS,

@@ -10,8 +10,8 @@ import httpx
 import msgspec
 import pytest
 
-from router.config import HttpOptions
-from router.live_feed import LiveEvent, NodeNow
+from router.api.live_feed import LiveEvent, NodeNow
+from router.http.config import HttpOptions
 from shared.protocol.messages import Load, Loading, Role
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair, write_model
 

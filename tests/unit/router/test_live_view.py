@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from router.live_feed import FleetSample, LiveEvent, NodeNow, RouterNow, Sample
+from router.api.live_feed import FleetSample, LiveEvent, NodeNow, RouterNow, Sample
 from router.terminal.live_view import live_view
 
 FLEET = FleetSample(

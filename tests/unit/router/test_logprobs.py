@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.generation import Generation, Prompt
-from router.logprob_fields import MAX_ANSWER_LOGPROBS
-from router.logprobs import NativeLogprobs
-from router.node_link import MAX_MESSAGE_BYTES
-from router.output_text import OutputText
-from router.running_req import RunningReq
-from router.sampling import Sampling
-from router.stop_matcher import StopConditions
-from router.text_workers import INLINE_CHARS
-from router.tokenizer import Tokenizer
+from router.api.logprobs import NativeLogprobs
+from router.dispatch.running_req import RunningReq
+from router.nodes.node_link import MAX_MESSAGE_BYTES
+from router.request.generation import Generation, Prompt
+from router.request.logprob_fields import MAX_ANSWER_LOGPROBS
+from router.request.output_text import OutputText
+from router.request.sampling import Sampling
+from router.request.stop_matcher import StopConditions
+from router.text.text_workers import INLINE_CHARS
+from router.text.tokenizer import Tokenizer
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams
 from shared.protocol.messages import (
     Decode,

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from router.config import HttpOptions
+from router.http.config import HttpOptions
 from shared.protocol.messages import Decode, Prefill
 from tests.unit.router.fakes import (
     STORY,

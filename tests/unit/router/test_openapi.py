@@ -13,8 +13,8 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from router.config import HttpOptions
-from router.openapi_operations import OPERATIONS
+from router.api.openapi_operations import OPERATIONS
+from router.http.config import HttpOptions
 from tests.unit.router.described import Described
 from tests.unit.router.fakes import joined_router, pair
 from tests.unit.router.judging import judged_first_token, judged_story

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from router.openapi_operations import OPERATIONS
+from router.api.openapi_operations import OPERATIONS
 from tests.unit.router.fakes import joined_router, pair
 from tests.unit.router.judging import judged_first_token, judged_story
 

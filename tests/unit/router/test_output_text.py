@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.output_text import OutputText
-from router.running_req import Aborted
-from router.sampling import Sampling
-from router.stop_matcher import StopConditions
-from router.tokenizer import Tokenizer
-from router.vocabulary import Vocabulary
+from router.dispatch.running_req import Aborted
+from router.request.output_text import OutputText
+from router.request.sampling import Sampling
+from router.request.stop_matcher import StopConditions
+from router.text.tokenizer import Tokenizer
+from router.text.vocabulary import Vocabulary
 from shared.protocol.messages import Finish
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.sample_tokenizers import SPECIAL, TEXTS, sample

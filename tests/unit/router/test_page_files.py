@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from router.config import HttpOptions
-from router.page_api import PAGE_PATHS
+from router.http.config import HttpOptions
+from router.http.page_api import PAGE_PATHS
 from tests.unit.router.fakes import FakeNode, Role, joined_router
 
 ROOT = Path(__file__).resolve().parents[3]

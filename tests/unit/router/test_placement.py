@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.dispatch import Deadlines, Dispatcher, Work
-from router.metrics import Metrics
-from router.node_counts import NodeCounts
-from router.placement import MAX_IMBALANCE, MIN_SAVED_TOKENS
-from router.policy import RoundRobin
-from router.prefix_index import PrefixIndex
-from router.running_req import RunningReq
+from router.dispatch.dispatcher import Deadlines, Dispatcher, Work
+from router.dispatch.metrics import Metrics
+from router.dispatch.node_counts import NodeCounts
+from router.dispatch.placement import MAX_IMBALANCE, MIN_SAVED_TOKENS
+from router.dispatch.policy import RoundRobin
+from router.dispatch.prefix_index import PrefixIndex
+from router.dispatch.running_req import RunningReq
 from shared.protocol.block_hash import block_hashes
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import (

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.prefix_index import ASK_AGAIN_AFTER_EVENTS, MAX_PONGS_BEFORE_ASKING, PrefixIndex
+from router.dispatch.prefix_index import ASK_AGAIN_AFTER_EVENTS, MAX_PONGS_BEFORE_ASKING, PrefixIndex
 from shared.protocol.block_hash import BlockHashes, block_hashes
 from shared.protocol.messages import CacheEvents
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from router.recent_traffic import WINDOW_ROLLS, LatencyWindow, RecentTraffic
+from router.dispatch.recent_traffic import WINDOW_ROLLS, LatencyWindow, RecentTraffic
 
 
 def exact(values: list[float], share: float) -> float:

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from router.config import DispatchOptions, HttpOptions
+from router.http.config import DispatchOptions, HttpOptions
 from shared.protocol.messages import Decode
 from tests.unit.router.fakes import joined_router, one_then_nothing, pair, say_nothing
 

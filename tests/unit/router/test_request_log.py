@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from router.config import DispatchOptions, HttpOptions
+from router.http.config import DispatchOptions, HttpOptions
 from shared.protocol.messages import Decode, Failed, Prefill, Role
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair, say_nothing
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from router.body import Body, validate
-from router.chat_bodies import ChatBody
-from router.generate_requests import GenerateBody
-from router.openai_bodies import CompletionBody
-from router.scheduling_hints import SchedulingHints, read_hints
+from router.api.chat_bodies import ChatBody
+from router.api.generate_requests import GenerateBody
+from router.api.openai_bodies import CompletionBody
+from router.dispatch.scheduling_hints import SchedulingHints, read_hints
+from router.http.body import Body, validate
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
 from tests.unit.router.fakes import joined_router, pair

@@ -16,9 +16,9 @@ import uvloop
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from router.config import ConnectionOptions
-from router.http_protocol import BoundedHttpProtocol
-from router.responses import error_response
+from router.http.config import ConnectionOptions
+from router.http.http_protocol import BoundedHttpProtocol
+from router.http.responses import error_response
 from shared.errors import RequestError
 from shared.protocol.messages import Cancel, Role
 from tests.unit.router.fakes import FakeNode, events, joined_router

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.sampling import Sampling
-from router.stop_matcher import StopConditions, StopMatcher, stop_conditions
-from router.stop_regex import (
+from router.request.sampling import Sampling
+from router.request.stop_matcher import StopConditions, StopMatcher, stop_conditions
+from router.text.stop_regex import (
     CONTEXT_CHARS,
     MAX_HELD_CHARS,
     MAX_MATCH_CHARS,
     StopPatternCursor,
     StopPatterns,
 )
-from router.text_workers import TextWorkers
+from router.text.text_workers import TextWorkers
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Finish, Prefill
 from shared.protocol.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from router import terminal
-from router.config import HttpOptions
+from router.http.config import HttpOptions
 from router.terminal.client import KEY_VARIABLE, ClientError, RouterClient, printable
 from shared.protocol.messages import Cancel, Decode, Failed, Load, Prefill
 from tests.processes import free_port

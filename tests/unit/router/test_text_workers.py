@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from router.dispatch import Dispatcher, Work
-from router.generation import Generator, Prompt
-from router.live_rids import LiveRids
-from router.running_req import RunningReq
-from router.sampling import Sampling
-from router.text_workers import INLINE_CHARS, MEDIUM_CHARS, TextWorkers
-from router.tokenizer import Tokenizer
+from router.dispatch.dispatcher import Dispatcher, Work
+from router.dispatch.live_rids import LiveRids
+from router.dispatch.running_req import RunningReq
+from router.request.generation import Generator, Prompt
+from router.request.sampling import Sampling
+from router.text.text_workers import INLINE_CHARS, MEDIUM_CHARS, TextWorkers
+from router.text.tokenizer import Tokenizer
 from shared.protocol.messages import Prefill, ReqKey
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.fakes import joined_router, pair, write_model

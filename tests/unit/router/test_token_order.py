@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.token_order import TokenOrder
+from router.dispatch.token_order import TokenOrder
 
 
 @st.composite

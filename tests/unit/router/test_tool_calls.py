@@ -11,7 +11,7 @@ import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.tool_calls import CallReader, ForcedCall
+from router.api.tool_calls import CallReader, ForcedCall
 from tests.unit.router.fakes import EOS, byte_level_tokenizer
 
 ARGUMENTS = st.dictionaries(

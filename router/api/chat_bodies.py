@@ -1,0 +1,259 @@
+"""The body of /v1/chat/completions: messages, tools, and which of them has to be called."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+
+from router.api.openai_bodies import NoEffect, OpenAIBody
+from router.api.tool_calls import ForcedCall
+from router.http.body import Body, FailFast, OneOf, Refused
+from router.request.logprob_fields import TopNum
+from router.request.sampling import Spelled
+from shared.errors import RequestError
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+MAX_TOOLS = 1024
+MAX_DOCUMENTS = 1024
+_AS_MUCH_AS_FITS = 2**31 - 1
+_UNPARSED = "not supported: no part of the answer is parsed as reasoning"
+
+FunctionName = Annotated[str, Field(min_length=1, max_length=256, description="Of the function.")]
+
+
+class AsSent(Body):
+    """An object that the chat template sees as the client sent it: its unknown fields too, and in their order."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
+
+    _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, values: Any, handler: ModelWrapValidatorHandler[AsSent]) -> AsSent:
+        body = handler(values)
+        body._sent = values
+        return body
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """All but nulls, by which some clients mean absence, and some templates would not."""
+        return {name: value for name, value in self._sent.items() if value is not None}
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Annotated[Literal["text"], Field(description="Only text is served.")]
+    text: Annotated[str, Field(description="Follows the part before it without a gap.")]
+
+
+class CalledFunction(AsSent):
+    """What was called, and with what."""
+
+    name: FunctionName
+    arguments: Annotated[
+        str | dict[str, Any] | None,
+        OneOf("an object, or one as JSON in a string", {"str": str, "dict": dict[str, Any]}),
+        Field(description="JSON in a string, or an object; the chat template gets an object."),
+    ] = None
+
+
+class EarlierCall(AsSent):
+    """A call that the assistant has made."""
+
+    id: Annotated[str | None, Field(max_length=256, description="Named by the tool's answer.")] = None
+    type: Annotated[Literal["function"], Field(description="Only functions are served.")] = "function"
+    function: Annotated[CalledFunction, Field(description="What was called.")]
+
+
+class ChatInputMessage(AsSent):
+    """One message. What else it holds is for the chat template."""
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool"],
+        Field(description="Whose message it is. developer is system, unless the template knows it."),
+    ]
+    content: Annotated[
+        str | list[TextPart] | None,
+        OneOf(
+            "a string or a list of parts",
+            {"str": str, "list": Annotated[list[TextPart], FailFast(), Field(max_length=MAX_PARTS)]},
+        ),
+        Field(description="Text, or parts of it; an assistant's message may have none."),
+    ] = None
+    tool_calls: Annotated[
+        list[EarlierCall] | None, Field(max_length=MAX_TOOLS, description="Calls in an assistant's message.")
+    ] = None
+    tool_call_id: Annotated[
+        str | None, Field(max_length=256, description="The call that a tool's message answers.")
+    ] = None
+
+
+class Function(AsSent):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: Annotated[str | None, Field(description="For the chat template.")] = None
+    parameters: Annotated[dict[str, Any] | None, Field(description="The JSON schema of its arguments.")] = (
+        None
+    )
+    strict: Annotated[
+        bool, Field(description="Has no effect: a call that is forced keeps to the schema.")
+    ] = False
+
+
+class Tool(AsSent):
+    """A tool, for the chat template to show."""
+
+    type: Annotated[Literal["function"], Field(description="Only functions are served.")]
+    function: Annotated[Function, Field(description="What may be called.")]
+
+
+class NamedFunction(Body):
+    """The function to call."""
+
+    name: FunctionName
+
+
+class NamedTool(Body):
+    """The tool to call."""
+
+    type: Annotated[Literal["function"], Field(description="Only functions are served.")]
+    function: Annotated[NamedFunction, Field(description="Which one.")]
+
+
+class ChatBody(OpenAIBody):
+    """A conversation, to be continued by the assistant."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "messages": [
+                        {"role": "system", "content": "Answer in one sentence."},
+                        {"role": "user", "content": "Why is the sky blue?"},
+                    ],
+                    "max_completion_tokens": 64,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                },
+                {
+                    "messages": [{"role": "user", "content": "Is it warm in Paris?"}],
+                    "tools": [
+                        {
+                            "type": "function",
+                            "function": {
+                                "name": "weather",
+                                "parameters": {
+                                    "type": "object",
+                                    "properties": {"city": {"type": "string"}},
+                                    "required": ["city"],
+                                },
+                            },
+                        }
+                    ],
+                    "tool_choice": {"type": "function", "function": {"name": "weather"}},
+                },
+            ]
+        }
+    )
+
+    messages: Annotated[
+        list[ChatInputMessage],
+        FailFast(),
+        Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation so far."),
+    ]
+    logprobs: Annotated[bool, Field(description="Tell the logprobs of tokens.")] = False
+    top_logprobs: Annotated[TopNum, Field(description="And of so many of the likeliest.")] = 0
+    tools: Annotated[
+        list[Tool] | None,
+        FailFast(),
+        Field(max_length=MAX_TOOLS, description="Shown by the chat template, whatever `tool_choice` is."),
+    ] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        OneOf(
+            "none, auto, required or {'type': 'function', 'function': {'name': ...}}",
+            {"str": Literal["none", "auto", "required"], "dict": NamedTool},
+        ),
+        Field(
+            description="none: the answer is text. required, or a function by name: the answer is such a call, "
+            "which a grammar guarantees. auto, the default beside tools, is refused: it needs a parser of the "
+            "model's own call syntax."
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[bool, Field(description="Has no effect: a forced call is one call.")] = (
+        True
+    )
+    documents: Annotated[
+        list[dict[str, Any]] | None, Field(max_length=MAX_DOCUMENTS, description="For the chat template.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(description="Variables for the chat template.")
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None, Field(description="The prompt ends where the assistant begins. True, unless continued.")
+    ] = None
+    continue_final_message: Annotated[
+        bool, Field(description="The answer goes on with the last message.")
+    ] = False
+    metadata: NoEffect = None
+    store: NoEffect = None
+    chat_template: Annotated[Any, Refused(why="the server's to choose")] = None
+    functions: Annotated[Any, Refused(([],), why="not supported: use tools")] = None
+    function_call: Annotated[Any, Refused(("none",), why="not supported: use tool_choice")] = None
+    reasoning_effort: Annotated[Any, Refused(why=_UNPARSED)] = None
+    reasoning: Annotated[Any, Refused(why=_UNPARSED)] = None
+    include_reasoning: Annotated[Any, Refused((False,), why=_UNPARSED)] = None
+    separate_reasoning: Annotated[Any, Refused((False,), why=_UNPARSED)] = None
+    modalities: Annotated[Any, Refused((["text"],))] = None
+    audio: Annotated[Any, Refused()] = None
+    prediction: Annotated[Any, Refused()] = None
+    web_search_options: Annotated[Any, Refused()] = None
+    verbosity: Annotated[Any, Refused(("medium",))] = None
+
+    def max_new_tokens(self) -> int:
+        """See OpenAIBody; without a bound, as much as fits."""
+        given = (self.max_completion_tokens, self.max_tokens)
+        return next((number for number in given if number is not None), _AS_MUCH_AS_FITS)
+
+    def spelled(self) -> Spelled:
+        """See SamplingBody. A forced call is a grammar like any other."""
+        own = super().spelled()
+        return own if self.forced_call is None else own.constrained(self.forced_call.grammar)
+
+    @cached_property
+    def forced_call(self) -> ForcedCall | None:
+        """What `tool_choice` makes of the answer. Raises RequestError for a choice that cannot be served."""
+        tools, choice = self.tools or [], self.tool_choice
+        if not tools:
+            if choice in (None, "none", "auto"):
+                return None
+            raise RequestError("tool_choice needs tools, and there are none", param="tool_choice")
+        if choice == "none":
+            return None
+        if choice in (None, "auto"):
+            raise RequestError(
+                "tool_choice auto, the default beside tools, is not supported: the model's own syntax of calls is "
+                "not parsed; give 'none' for its text as it is, or 'required' or a function's name for a call",
+                param="tool_choice",
+            )
+        places: dict[str, int] = {}
+        for at, tool in enumerate(tools):
+            name = tool.function.name
+            if places.setdefault(name, at) != at:
+                where = f"tools[{at}].function.name"
+                raise RequestError(f"{where}: there is another function of the name {name!r}", param=where)
+        if isinstance(choice, NamedTool):
+            name = choice.function.name
+            if name not in places:
+                raise RequestError(
+                    f"tool_choice names {name!r}, which is not among the tools", param="tool_choice"
+                )
+            where = f"tools[{places[name]}].function.parameters"
+            return ForcedCall.named(name, tools[places[name]].function.parameters, where)
+        return ForcedCall.any_of({t.function.name: t.function.parameters for t in tools}, "tools")

@@ -1,0 +1,145 @@
+"""`/fleet`: who the nodes are, and letting them in and out while requests run. For holders of the admin key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Request, Response, params
+from msgspec import UNSET
+from msgspec.structs import asdict
+from pydantic import Field
+
+from router.bus.colleagues import Colleagues
+from router.bus.worker_messages import Changed, DialNode, DrainNode, MemberAdded, MemberRemoved
+from router.http.api_keys import ApiKeys, admin_only
+from router.http.body import Body, parse, validate
+from router.http.limits import HttpLimits
+from router.http.responses import json_response, read_body
+from router.http.topology import address_of
+from router.nodes.fleet_answers import Fleet, FleetNode, NodeAdded, NodeRemoved
+from router.nodes.fleet_changes import ADD_WAIT_S, FleetChanges
+from router.nodes.member import Member
+from router.nodes.membership import Membership
+from router.nodes.status import describe_member
+from shared.errors import RequestError
+from shared.protocol.messages import Role
+from shared.protocol.security import is_loopback
+
+DEFAULT_DRAIN_TIMEOUT_S = 60.0
+_MAX_DRAIN_TIMEOUT_S = 86400.0
+_REFRESH_S = 0.25
+_COLLEAGUES_GRACE_S = 5.0
+
+
+class AddNode(Body):
+    """A running node to be dialled."""
+
+    role: Annotated[Literal["prefill", "decode"], Field(description="Which fleet it joins.")]
+    address: Annotated[str, Field(min_length=1, max_length=512, description="HOST[:PORT], as --prefill")]
+
+
+class DrainQuery(Body):
+    """How a node is let go."""
+
+    drain_timeout_s: Annotated[
+        float,
+        Field(
+            ge=0, le=_MAX_DRAIN_TIMEOUT_S, strict=False, description="Its requests may run on for so long."
+        ),
+    ] = DEFAULT_DRAIN_TIMEOUT_S
+
+
+def fleet_admin_routes(
+    membership: Membership,
+    changes: FleetChanges,
+    limits: HttpLimits,
+    colleagues: Colleagues,
+    guards: Sequence[params.Depends],
+) -> APIRouter:
+    """The routes; `guards` raise for whoever may not use them."""
+    router = APIRouter(prefix="/fleet", dependencies=guards)
+
+    @router.get("", response_model=None)
+    async def fleet() -> Response:
+        """Every node that is dialled, with its load asked for now."""
+        await membership.refresh(_REFRESH_S)
+        name = colleagues.own_name
+        return json_response(
+            Fleet(
+                nodes=[describe_in_full(member) for member in membership.members],
+                router_worker=UNSET if name is None else name,
+            )
+        )
+
+    @router.post("/nodes", response_model=None)
+    async def add_node(request: Request) -> Response:
+        """Dial a running node; answers when it has been taken in or refused, or after ten seconds."""
+        asked = parse(AddNode, await read_body(request, limits.max_body_bytes))
+        role = Role(asked.role)
+        member = await changes.add(role, _address(role, asked.address), ADD_WAIT_S)
+        colleagues.note(MemberAdded(role, member.address, member.incarnation))
+        told = await colleagues.ask(DialNode(role, member.address), ADD_WAIT_S + _COLLEAGUES_GRACE_S)
+        return json_response(NodeAdded(node=describe_in_full(member), missing_workers=told.missing_workers))
+
+    @router.delete("/nodes/{node_id:path}", response_model=None)
+    async def remove_node(node_id: str, drain_timeout_s: str | None = None) -> Response:
+        """Send a node nothing new, and hang up when its requests have ended or the time is up."""
+        timeout_s = validate(DrainQuery, {"drain_timeout_s": drain_timeout_s}).drain_timeout_s
+        member = changes.find(node_id)
+        if member is None:
+            raise RequestError(
+                f"there is no node {node_id!r} in the fleet", status=404, code="no_such_node", param="node_id"
+            )
+        colleagues.note(MemberRemoved(member.address, member.incarnation))
+        removed, told = await asyncio.gather(
+            changes.remove(member, timeout_s),
+            colleagues.ask(DrainNode(member.address, timeout_s), timeout_s + _COLLEAGUES_GRACE_S),
+        )
+        others = [answer.num_ended for answer in told.answers.values() if isinstance(answer, Changed)]
+        return json_response(
+            NodeRemoved(
+                node_id=removed.node_id or None,
+                address=removed.address,
+                num_ended_requests=removed.num_ended + sum(others),
+                missing_workers=told.missing_workers,
+            )
+        )
+
+    return router
+
+
+def fleet_guards(keys: ApiKeys, host: str) -> Sequence[params.Depends]:
+    """Who may use the routes of a router that listens on `host`.
+
+    Whoever may add a node may read every prompt. Without an admin key that is nobody, unless there are no keys at
+    all and only this machine can reach the router.
+    """
+
+    async def must_be_told_apart() -> None:
+        if not keys.has_admins and (keys.has_clients or not is_loopback(host)):
+            raise RequestError(
+                "/fleet needs an admin key: start the router with --admin-api-key or --admin-api-key-file",
+                status=403,
+                code="no_admin_key",
+            )
+
+    return [Depends(must_be_told_apart), Depends(admin_only)]
+
+
+def describe_in_full(member: Member) -> FleetNode:
+    """A member as `GET /fleet` tells it."""
+    return FleetNode(
+        **describe_member(member),
+        role=member.role,
+        pinned=member.pinned,
+        load=asdict(member.node.load) if member.node is not None else UNSET,
+    )
+
+
+def _address(role: Role, text: str) -> str:
+    try:
+        return address_of(role, text)
+    except ValueError as e:
+        raise RequestError(f"address: {e}", param="address") from e

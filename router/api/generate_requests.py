@@ -1,0 +1,202 @@
+"""Checks the body of /generate and turns it into prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from router.dispatch.scheduling_hints import Priority, RoutingKey, read_hints
+from router.http.body import Body, FailFast, OneOf, Refused
+from router.http.limits import HttpLimits
+from router.http.request_ids import requested_rid
+from router.request.admission import Ticket
+from router.request.generation import Prompt
+from router.request.logprob_fields import (
+    LogprobStartLen,
+    ReturnLogprob,
+    TokenIdsLogprob,
+    TopLogprobsNum,
+    check_num_native,
+    check_start_len,
+    ids_of_prompts,
+    native_logprobs,
+)
+from router.request.prompts import (
+    ExtraKey,
+    IdPrompts,
+    ReturnTimeline,
+    Rids,
+    Texts,
+    encode_prompts,
+    id_rows,
+    per_prompt,
+    read_rids,
+)
+from router.request.sampling import NativeSampling, Sampling, read_sampling, read_samplings
+from router.text.served_model import ServedModel
+from shared.errors import RequestError
+from shared.protocol.logprobs import OUTPUTS_ONLY, LogprobParams
+
+
+class GenerateBody(Body):
+    """A prompt or a list of them, and what to do with it. With a list, most fields may be lists too."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "text": "The capital of France is",
+                    "sampling_params": {"max_new_tokens": 16, "temperature": 0, "stop": ["\n"]},
+                },
+                {
+                    "input_ids": [[1, 2, 3], [4, 5]],
+                    "sampling_params": [{"max_new_tokens": 8}, {"max_new_tokens": 4, "top_p": 0.9}],
+                    "rid": ["first", "second"],
+                    "return_logprob": [True, False],
+                    "stream": True,
+                },
+            ]
+        }
+    )
+
+    text: Annotated[
+        str | list[str] | None,
+        OneOf("a string or a list of strings", {"str": str, "list": Texts}),
+        Field(description="The prompt; either this or `input_ids`."),
+    ] = None
+    input_ids: Annotated[
+        IdPrompts | None, Field(description="The prompt as token ids; either this or `text`.")
+    ] = None
+    sampling_params: Annotated[
+        NativeSampling | list[NativeSampling | None] | None,
+        OneOf(
+            "an object, or a list of objects",
+            {"dict": NativeSampling, "list": Annotated[list[NativeSampling | None], FailFast()]},
+        ),
+        Field(description="For all prompts, or a list with one for each."),
+    ] = None
+    stream: Annotated[bool, Field(description="Send events, each with all that there is so far.")] = False
+    rid: Rids = None
+    return_logprob: ReturnLogprob = False
+    logprob_start_len: LogprobStartLen = OUTPUTS_ONLY
+    top_logprobs_num: TopLogprobsNum = 0
+    token_ids_logprob: TokenIdsLogprob = None
+    return_text_in_logprobs: Annotated[bool, Field(description="Tell the text of each token too.")] = False
+    return_timeline: ReturnTimeline = False
+    priority: Priority = 0
+    routing_key: RoutingKey = None
+    extra_key: Annotated[
+        str | list[str | None] | None,
+        OneOf(
+            "a string or a list of strings",
+            {"str": ExtraKey, "list": Annotated[list[ExtraKey | None], FailFast()]},
+        ),
+        Field(description="Prompts with different keys share no cache."),
+    ] = None
+    return_hidden_states: Annotated[Any, Refused((False,))] = None
+    lora_path: Annotated[Any, Refused()] = None
+    input_embeds: Annotated[Any, Refused()] = None
+    image_data: Annotated[Any, Refused(([],))] = None
+    video_data: Annotated[Any, Refused(([],))] = None
+    audio_data: Annotated[Any, Refused(([],))] = None
+    custom_logit_processor: Annotated[Any, Refused()] = None
+    session_params: Annotated[Any, Refused(({},))] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """A checked body of /generate."""
+
+    prompts: list[Prompt]
+    as_list: bool
+    stream: bool
+    with_timeline: bool
+    with_logprob_text: bool
+
+
+async def read_generate(
+    body: GenerateBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str], ticket: Ticket
+) -> GenerateRequest:
+    """Check what types cannot, take places in the queue, and tokenize. Raises RequestError."""
+    texts, ids, batched = _prompts(body, model.vocab_size, limits)
+    num_prompts = len(texts or ids)
+    limits.check_batch_size(num_prompts)
+    samplings = _samplings(body, num_prompts, model.vocab_size, limits, batched=batched)
+    limits.check_batch_size(sum(sampling.n for sampling in samplings))
+    rids = read_rids(requested_rid(body.rid, headers), num_prompts, batched=batched)
+    extra_keys = per_prompt("extra_key", body.extra_key, "", num_prompts, batched=batched)
+    hints = read_hints(body.priority, body.routing_key, headers)
+    logprobs = _logprobs(body, num_prompts, model.vocab_size, limits, batched=batched)
+    ticket.take(sum(sampling.n for sampling in samplings))
+    if texts:
+        ids = await encode_prompts(texts, model, limits, "text", batched=batched)
+    for at, input_ids in enumerate(ids):
+        where = f"prompt {at}" if batched else "the prompt"
+        limits.check_prompt(input_ids, where, "text" if texts else "input_ids")
+        check_start_len(logprobs[at], len(input_ids), f"prompt {at}: " if batched else "")
+    prompts = [
+        Prompt(
+            rid=rid,
+            shared_rid=body.rid is None,
+            input_ids=tuple(input_ids),
+            sampling=sampling.judged(wanted),
+            extra_key=extra_key,
+            hints=hints,
+        )
+        for rid, input_ids, sampling, wanted, extra_key in zip(
+            rids, ids, samplings, logprobs, extra_keys, strict=True
+        )
+    ]
+    check_num_native(prompts)
+    return GenerateRequest(
+        prompts=prompts,
+        as_list=batched or samplings[0].n > 1,
+        stream=body.stream,
+        with_timeline=body.return_timeline,
+        with_logprob_text=body.return_text_in_logprobs,
+    )
+
+
+def _prompts(
+    body: GenerateBody, vocab_size: int, limits: HttpLimits
+) -> tuple[list[str], list[list[int]], bool]:
+    """Texts or ids, whichever was given, and whether as a list of prompts."""
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError("give exactly one of text and input_ids", param="text")
+    if body.input_ids is not None:
+        rows, batched = id_rows("input_ids", body.input_ids, vocab_size, limits)
+        return [], rows, batched
+    assert body.text is not None
+    return ([body.text], [], False) if isinstance(body.text, str) else (body.text, [], True)
+
+
+def _samplings(
+    body: GenerateBody, num_prompts: int, vocab_size: int, limits: HttpLimits, *, batched: bool
+) -> list[Sampling]:
+    asked = body.sampling_params
+    if not isinstance(asked, list):
+        return read_samplings(asked or NativeSampling(), num_prompts, vocab_size, limits, "sampling_params")
+    bodies = per_prompt("sampling_params", asked, NativeSampling(), num_prompts, batched=batched)
+    return [
+        read_sampling(params, vocab_size, limits, f"sampling_params[{at}]")
+        for at, params in enumerate(bodies)
+    ]
+
+
+def _logprobs(
+    body: GenerateBody, num_prompts: int, vocab_size: int, limits: HttpLimits, *, batched: bool
+) -> list[LogprobParams | None]:
+    """What is asked about each prompt; None where nothing is."""
+    wanted = per_prompt("return_logprob", body.return_logprob, False, num_prompts, batched=batched)
+    starts = per_prompt(
+        "logprob_start_len", body.logprob_start_len, OUTPUTS_ONLY, num_prompts, batched=batched
+    )
+    top_nums = per_prompt("top_logprobs_num", body.top_logprobs_num, 0, num_prompts, batched=batched)
+    token_ids = ids_of_prompts(body.token_ids_logprob, num_prompts, batched=batched)
+    return [
+        native_logprobs(*row, vocab_size, limits)
+        for row in zip(wanted, starts, top_nums, token_ids, strict=True)
+    ]

@@ -1,0 +1,25 @@
+"""`/live`: the state of the fleets for people who watch; `/metrics` is for machines that do."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from router.api.live_state import LiveState
+from router.http.responses import json_response, stream_response
+
+
+def live_routes(live: LiveState) -> APIRouter:
+    """The feed, and one event of it."""
+    router = APIRouter()
+
+    @router.get("/live", response_model=None)
+    async def feed(request: Request) -> Response:
+        """Server-sent events, one a second: router, nodes and samples (see `router/api/live_feed.py`)."""
+        return await stream_response(request, live.feed())
+
+    @router.get("/live/state", response_model=None)
+    async def state() -> Response:
+        """The same as one JSON object, with the samples of the last ten minutes."""
+        return json_response(live.event())
+
+    return router

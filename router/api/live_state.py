@@ -1,0 +1,257 @@
+"""The fleets and this router's traffic, second by second, for whoever watches.
+
+Sampling is always on, so that a page that is opened shows the last minutes: it reads what pongs have brought, and
+takes well under a millisecond for a small fleet. Only totals are kept as history; nodes are told as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import dataclass
+
+from router.api.live_feed import (
+    MAX_SAMPLES,
+    PERCENTILES,
+    SAMPLE_INTERVAL_S,
+    FleetSample,
+    LiveEvent,
+    NodeNow,
+    RouterNow,
+    Sample,
+)
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.recent_traffic import WINDOW_ROLLS, RecentTraffic
+from router.nodes.member import Member, MemberState
+from router.nodes.membership import Membership
+from router.nodes.node_link import LiveNode
+from router.nodes.status import VERSION, FleetStatus
+from router.text.served_model import ModelSlot
+from shared.protocol.messages import Role
+from shared.timeline import Clock
+
+_SHORTEST_RATE_S = 0.5
+_STATES: Mapping[MemberState, str] = {
+    MemberState.DIALLING: "dialling",
+    MemberState.ALIVE: "live",
+    MemberState.DRAINING: "draining",
+    MemberState.REFUSED: "refused",
+    MemberState.LOST: "gone",
+    MemberState.LEFT: "gone",
+}
+
+
+@dataclass
+class _Counters:
+    """What only grows, of a node or of this router, and how fast it has grown between two times."""
+
+    at: float
+    totals: tuple[int, ...]
+    per_s: tuple[float, ...] = (0.0, 0.0, 0.0)
+
+    def update(self, at: float, totals: tuple[int, ...]) -> None:
+        """Two readings at nearly the same time say nothing of a rate."""
+        elapsed = at - self.at
+        if elapsed < _SHORTEST_RATE_S:
+            return
+        self.per_s = tuple(
+            round((now - before) / elapsed, 3) for now, before in zip(totals, self.totals, strict=True)
+        )
+        self.at, self.totals = at, totals
+
+
+class LiveState:
+    """`run` samples; `feed` and `event` tell. All on the router's loop."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        dispatcher: Dispatcher,
+        traffic: RecentTraffic,
+        status: FleetStatus,
+        model: ModelSlot,
+        worker: str | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._membership = membership
+        self._dispatcher = dispatcher
+        self._traffic = traffic
+        self._status = status
+        self._model = model
+        self._worker = worker
+        self._clock = clock
+        self._started_at = self._sampled_at = clock()
+        self._own = _Counters(self._started_at, (0, 0, 0))
+        self._nodes_counters: dict[str, _Counters] = {}
+        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self._num_sampled = 0
+        self._sampled = asyncio.Event()
+        self._closed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Sample once a second, until `close`."""
+        while not self._closed.is_set():
+            try:
+                async with asyncio.timeout(self._sampled_at + SAMPLE_INTERVAL_S - self._clock()):
+                    await self._closed.wait()
+            except TimeoutError:
+                self.sample()
+
+    def sample(self) -> None:
+        """A second is over: take a sample and wake every feed."""
+        now = self._clock()
+        self._sampled_at = now
+        traffic = self._traffic
+        traffic.roll()
+        self._own.update(now, (traffic.num_tokens, traffic.num_reqs, traffic.num_rejected))
+        self._read_counters()
+        tokens_per_s, reqs_per_s, rejected_per_s = self._own.per_s
+        num_queued = len(self._dispatcher.queue)
+        self._samples.append(
+            Sample(
+                time=round(time.time(), 3),
+                num_running_reqs=self._dispatcher.num_running - num_queued,
+                num_queue_reqs=num_queued,
+                tokens_per_s=tokens_per_s,
+                reqs_per_s=reqs_per_s,
+                rejected_per_s=rejected_per_s,
+                ttft_s=traffic.ttft.percentiles(PERCENTILES),
+                itl_s=traffic.itl.percentiles(PERCENTILES),
+                prefill=_added_up(self._connected(Role.PREFILL)),
+                decode=_added_up(self._connected(Role.DECODE)),
+            )
+        )
+        self._num_sampled += 1
+        self._wake()
+
+    async def feed(self) -> AsyncGenerator[LiveEvent, None]:
+        """An event with all samples, then one whenever there is a new sample, until `close`.
+
+        A watcher that reads slowly gets fewer events with more samples each; nothing is kept for it.
+        """
+        num_told = 0
+        while not self._closed.is_set():
+            event, num_told, sampled = self.event(num_told), self._num_sampled, self._sampled
+            yield event
+            await sampled.wait()
+
+    def event(self, num_told: int = 0) -> LiveEvent:
+        """Everything now, and the samples after the first `num_told` ever taken, as far as they are kept."""
+        num_new = min(self._num_sampled - num_told, len(self._samples))
+        first = len(self._samples) - num_new
+        return LiveEvent(
+            router=self._router(),
+            nodes=self._nodes(),
+            samples=[self._samples[at] for at in range(first, len(self._samples))],
+        )
+
+    def close(self) -> None:
+        """End every feed."""
+        self._closed.set()
+        self._wake()
+
+    # ------------------------------------------------------------------------------------------ inside
+    def _wake(self) -> None:
+        self._sampled.set()
+        self._sampled = asyncio.Event()
+
+    def _read_counters(self) -> None:
+        known, self._nodes_counters = self._nodes_counters, {}
+        for node in self._membership.all_live():
+            if not node.load_at:
+                continue  # no pong yet
+            load = node.load
+            computed = load.num_prompt_tokens - load.num_cached_tokens
+            totals = computed, load.num_generated_tokens, load.kv_bytes_transferred
+            counters = known.get(node.ref.incarnation) or _Counters(node.load_at, totals)
+            counters.update(node.load_at, totals)
+            self._nodes_counters[node.ref.incarnation] = counters
+
+    def _router(self) -> RouterNow:
+        status, reason = self._status.state()
+        known = self._model.known
+        return RouterNow(
+            worker=self._worker,
+            status=status,
+            reason=reason,
+            model=self._model.name(),
+            version=VERSION,
+            has_chat_template=known and self._model.get().chat_template is not None,
+            context_length=self._status.context_length() if known else None,
+            uptime_s=round(self._clock() - self._started_at, 1),
+            percentile_window_s=WINDOW_ROLLS * SAMPLE_INTERVAL_S,
+        )
+
+    def _nodes(self) -> list[NodeNow]:
+        nodes = [self._member(member) for member in self._membership.members]
+        dialled = {node.node_id for node in nodes}
+        nodes += [
+            NodeNow(
+                node_id=loading.node_id,
+                role=loading.role,
+                address="",
+                state="loading",
+                reason=loading.what,
+                loaded=loading.fraction,
+            )
+            for loading in self._membership.loading.values()
+            if loading.node_id not in dialled
+        ]
+        return sorted(nodes, key=lambda node: (node.role != Role.PREFILL, node.node_id or node.address))
+
+    def _member(self, member: Member) -> NodeNow:
+        if member.node is not None:
+            return self._node(member.node, member)
+        return NodeNow(
+            node_id=member.node_id,
+            role=member.role,
+            address=member.address,
+            state=_STATES[member.state],
+            reason=member.reason,
+        )
+
+    def _connected(self, role: Role) -> list[NodeNow]:
+        members = [member for member in self._membership.members if member.role is role]
+        return [self._node(member.node, member) for member in members if member.node is not None]
+
+    def _node(self, node: LiveNode, member: Member) -> NodeNow:
+        load, counters = node.load, self._nodes_counters.get(node.ref.incarnation)
+        prompt_tokens_per_s, tokens_per_s, kv_bytes_per_s = counters.per_s if counters else (0.0, 0.0, 0.0)
+        return NodeNow(
+            node_id=node.ref.node_id,
+            role=node.role,
+            address=node.ref.address,
+            state=_STATES[member.state],
+            reason=member.reason,
+            num_running_reqs=load.num_running,
+            num_queue_reqs=load.num_waiting,
+            num_bootstrapping_reqs=load.num_bootstrapping,
+            num_transferring_reqs=load.num_transferring,
+            num_retracted_reqs=load.num_retracted,
+            num_pages=load.num_pages,
+            num_free_pages=load.num_free_pages,
+            num_cached_pages=load.num_evictable_pages,
+            num_held_pages=load.num_held_pages,
+            num_links=load.num_links,
+            prompt_tokens_per_s=prompt_tokens_per_s,
+            tokens_per_s=tokens_per_s,
+            kv_bytes_per_s=kv_bytes_per_s,
+        )
+
+
+def _added_up(nodes: Iterable[NodeNow]) -> FleetSample:
+    nodes = list(nodes)
+    return FleetSample(
+        num_nodes=len(nodes),
+        num_running_reqs=sum(node.num_running_reqs for node in nodes),
+        num_queue_reqs=sum(node.num_queue_reqs + node.num_bootstrapping_reqs for node in nodes),
+        num_transferring_reqs=sum(node.num_transferring_reqs for node in nodes),
+        tokens_per_s=sum(node.tokens_per_s for node in nodes),
+        kv_bytes_per_s=sum(node.kv_bytes_per_s for node in nodes),
+        num_pages=sum(node.num_pages for node in nodes),
+        num_free_pages=sum(node.num_free_pages for node in nodes),
+        num_cached_pages=sum(node.num_cached_pages for node in nodes),
+        num_held_pages=sum(node.num_held_pages for node in nodes),
+    )

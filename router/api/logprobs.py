@@ -1,0 +1,189 @@
+"""How each API words the logprobs of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from router.api.openai_answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from router.request.generation import Generation
+from router.text.detokenizer import Detokenizer
+from router.text.tokenizer import Tokenizer
+from shared.protocol.logprobs import LogprobParams, TokenLogprobs
+
+_WORDED_AT_ONCE = 4096
+"""Numbers about a prompt that are worded on the router's loop; more, on a thread of their own, so that other streams
+go on."""
+
+TextOf = Callable[[int], str]
+Entry = tuple[float | None, int, str | None]
+"""(logprob, token id, text), as SGLang lists them; there is no logprob of a token that nothing comes before."""
+
+
+class NativeLogprobs:
+    """The logprob fields of `meta_info`, for a sequence that grows; with texts, where there is a `text_of`.
+
+    A stream repeats all of them in every event. They are worded once: the prompt's to JSON, which may be megabytes.
+    """
+
+    def __init__(self, generation: Generation, text_of: TextOf | None) -> None:
+        self._generation = generation
+        self._text_of = text_of
+        self._of_input: dict[str, msgspec.Raw] | None = None
+        self._num_worded = 0
+        self._of_output: dict[str, list[object]] = {}
+
+    async def so_far(self) -> dict[str, Any]:
+        """Fields of MetaInfo, to be encoded before the next call: lists grow."""
+        wanted = self._generation.prompt.sampling.params.logprobs
+        if wanted is None:
+            return {}
+        of_input = self._of_input
+        if of_input is None:
+            all_there = wanted.start_len < 0 or self._generation.req.input_logprobs is not None
+            num_input_ids = len(self._generation.prompt.input_ids)
+            if wanted.num_input_logprobs(num_input_ids) > _WORDED_AT_ONCE:
+                of_input = await asyncio.to_thread(self._input, wanted)
+            else:
+                of_input = self._input(wanted)
+            if all_there:
+                self._of_input = of_input
+        return {**of_input, **self._output(wanted)}
+
+    def _input(self, wanted: LogprobParams) -> dict[str, msgspec.Raw]:
+        worded = _Judged.prompt(self._generation, wanted).worded("input", wanted, self._text_of)
+        return {name: msgspec.Raw(msgspec.json.encode(rows)) for name, rows in worded.items()}
+
+    def _output(self, wanted: LogprobParams) -> dict[str, list[object]]:
+        first, generation = self._num_worded, self._generation
+        new = _Judged(generation.output_ids[first:], generation.output_logprobs[first:])
+        for name, rows in new.worded("output", wanted, self._text_of).items():
+            self._of_output.setdefault(name, []).extend(rows)
+        self._num_worded = len(generation.output_ids)
+        return self._of_output
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """Tokens with their logprobs; None for the first of a prompt, which nothing predicts."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None]
+
+    @classmethod
+    def prompt(cls, generation: Generation, wanted: LogprobParams) -> _Judged:
+        if wanted.start_len < 0:
+            return cls((), ())
+        logprobs = (None, *generation.input_logprobs)
+        return cls(generation.prompt.input_ids[wanted.start_len :][: len(logprobs)], logprobs)
+
+    def worded(self, side: str, wanted: LogprobParams, text_of: TextOf | None) -> dict[str, Sequence[object]]:
+        """The fields of `side`, "input" or "output"."""
+        fields: dict[str, Sequence[object]] = {f"{side}_token_logprobs": self.own(text_of)}
+        if wanted.top_num:
+            fields[f"{side}_top_logprobs"] = self.top(text_of)
+        if wanted.token_ids:
+            fields[f"{side}_token_ids_logprobs"] = self.of_token_ids(wanted.token_ids, text_of)
+        return fields
+
+    def own(self, text_of: TextOf | None) -> list[Entry]:
+        judged = zip(self.token_ids, self.logprobs, strict=True)
+        return [_entry(known.logprob if known else None, token_id, text_of) for token_id, known in judged]
+
+    def top(self, text_of: TextOf | None) -> list[list[Entry] | None]:
+        return [_entries(known.top, text_of) if known else None for known in self.logprobs]
+
+    def of_token_ids(self, token_ids: Sequence[int], text_of: TextOf | None) -> list[list[Entry] | None]:
+        return [
+            _entries(zip(known.of_token_ids, token_ids, strict=True), text_of) if known else None
+            for known in self.logprobs
+        ]
+
+
+def _entries(judged: Iterable[tuple[float, int]], text_of: TextOf | None) -> list[Entry]:
+    return [_entry(logprob, token_id, text_of) for logprob, token_id in judged]
+
+
+def _entry(logprob: float | None, token_id: int, text_of: TextOf | None) -> Entry:
+    return logprob, token_id, text_of(token_id) if text_of is not None else None
+
+
+def chat_logprobs(generation: Generation, first: int, tokenizer: Tokenizer) -> ChatLogprobs:
+    """`choices[].logprobs` of a chat for the output tokens from `first` on."""
+
+    def likely(logprob: float, token_id: int) -> TopLogprob:
+        text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        return TopLogprob(token=text, logprob=logprob, bytes=list(raw))
+
+    judged = zip(generation.output_ids[first:], generation.output_logprobs[first:], strict=True)
+    content = [
+        TokenLogprob(
+            token=tokenizer.token_text(token_id),
+            logprob=known.logprob,
+            bytes=list(tokenizer.token_bytes(token_id)),
+            top_logprobs=[likely(*top) for top in known.top],
+        )
+        for token_id, known in judged
+    ]
+    return ChatLogprobs(content=content)
+
+
+class TextOffsets:
+    """Where the text of each output token begins, for a sequence that grows."""
+
+    def __init__(self, detokenizer: Detokenizer, start: int) -> None:
+        self._detokenizer = detokenizer
+        self._end = start
+        self._offsets: list[int] = []
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """The offsets of all of `token_ids`, of which earlier calls have seen the first ones."""
+        for token_id in token_ids[len(self._offsets) :]:
+            self._offsets.append(self._end)
+            self._end += len(self._detokenizer.feed((token_id,)))
+        return self._offsets
+
+
+class JudgedText:
+    """The tokens of a completion with their logprobs and places in its text; the prompt's too where it is echoed."""
+
+    def __init__(self, generation: Generation, tokenizer: Tokenizer, echo: str | None) -> None:
+        skip = generation.prompt.sampling.skip_special_tokens
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._echo = echo
+        self._in_prompt = TextOffsets(tokenizer.detokenizer(skip_special_tokens=skip), 0)
+        after = tokenizer.detokenizer(skip_special_tokens=skip, prompt_ids=generation.prompt.input_ids)
+        self._in_output = TextOffsets(after, len(echo or ""))
+
+    def worded(self, *, prompt: bool, output_from: int | None) -> CompletionLogprobs:
+        """`choices[].logprobs` of the prompt, and of output tokens from `output_from` on (None: of none)."""
+        generation = self._generation
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        offsets: list[int] = []
+        if prompt and self._echo is not None:
+            logprobs += (None, *generation.input_logprobs)
+            token_ids += generation.prompt.input_ids[: len(logprobs)]
+            offsets += self._in_prompt.of(token_ids)
+        if output_from is not None:
+            token_ids += generation.output_ids[output_from:]
+            logprobs += generation.output_logprobs[output_from:]
+            offsets += self._in_output.of(generation.output_ids)[output_from:]
+        judged = list(zip(token_ids, logprobs, strict=True))
+        text_of = self._tokenizer.token_text
+        return CompletionLogprobs(
+            tokens=[text_of(token_id) for token_id in token_ids],
+            token_logprobs=[known.logprob if known else None for known in logprobs],
+            top_logprobs=[self._likeliest(token_id, known) if known else None for token_id, known in judged],
+            text_offset=offsets,
+        )
+
+    def _likeliest(self, token_id: int, known: TokenLogprobs) -> dict[str, float]:
+        """Also the token itself, be it among the likeliest or not, as OpenAI's does."""
+        text_of = self._tokenizer.token_text
+        return {text_of(other): logprob for logprob, other in (*known.top, (known.logprob, token_id))}

@@ -1,0 +1,136 @@
+"""`/v1/...`: OpenAI's API, for its clients."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import AsyncGenerator, Callable
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET
+
+from router.api.chat_bodies import ChatBody
+from router.api.openai_answers import ModelCard, ModelList
+from router.api.openai_bodies import CompletionBody
+from router.api.openai_requests import OpenAIRequest, read_chat, read_completion, unknown_model
+from router.api.openai_shapes import ChatShape, CompletionShape, MaybeUsage, Reply, Shape, best, usage_of
+from router.api.request_log import note_group
+from router.http.answer import Answer
+from router.http.body import parse
+from router.http.limits import HttpLimits
+from router.http.responses import json_response, read_body, stream_response, while_connected
+from router.request.admission import Admission, Ticket
+from router.request.generation import Generation, GenerationGroup, Generator
+from router.text.served_model import ModelSlot, ServedModel
+from router.text.text_workers import TextWorkers
+
+_CHARS_A_LOGPROB = 2
+
+
+def openai_routes(
+    generator: Generator,
+    model: ModelSlot,
+    limits: HttpLimits,
+    context_length: Callable[[], int],
+    admission: Admission,
+) -> APIRouter:
+    """The routes. `context_length` is what the fleet can serve now."""
+    router = APIRouter(prefix="/v1")
+
+    async def respond(request: Request, asked: OpenAIRequest, shape: Shape, ticket: Ticket) -> Response:
+        group = generator.open(asked.prompts, model.get().tokenizer, ticket)
+        workers = model.get().tokenizer.workers
+        note_group(request, group)
+        if asked.stream is not None:
+            return await stream_response(request, _events(group, asked, shape, workers))
+        return json_response(await while_connected(request.receive, _answer(group, asked, shape, workers)))
+
+    @router.post("/completions", response_model=None)
+    async def completions(request: Request) -> Response:
+        """Complete one prompt or several."""
+        with admission.ticket() as ticket:
+            body = parse(CompletionBody, await read_body(request, limits.max_body_bytes))
+            reading = read_completion(body, model.get(), limits, request.headers, ticket)
+            asked = await while_connected(request.receive, reading)
+            shape = CompletionShape(_reply(asked, model.get()), model.get().tokenizer, asked.echoes)
+            return await respond(request, asked, shape, ticket)
+
+    @router.post("/chat/completions", response_model=None)
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        with admission.ticket() as ticket:
+            body = parse(ChatBody, await read_body(request, limits.max_body_bytes))
+            reading = read_chat(body, model.get(), limits, request.headers, ticket)
+            asked = await while_connected(request.receive, reading)
+            shape = ChatShape(_reply(asked, model.get()), model.get().tokenizer, asked.call)
+            return await respond(request, asked, shape, ticket)
+
+    @router.get("/models", response_model=None)
+    async def models() -> Response:
+        """The one model that is served."""
+        return json_response(ModelList(data=[_model_card(model.get(), context_length())]))
+
+    @router.get("/models/{model_id:path}", response_model=None)
+    async def model_by_id(model_id: str) -> Response:
+        """The model, by its name."""
+        if model_id != model.get().name:
+            raise unknown_model(model_id, model.get())
+        return json_response(_model_card(model.get(), context_length()))
+
+    return router
+
+
+def _reply(asked: OpenAIRequest, model: ServedModel) -> Reply:
+    return Reply(
+        id=asked.id,
+        created=int(time.time()),
+        model=model.name,
+        tells_logprobs=asked.with_logprobs,
+        tells_timeline=asked.with_timeline,
+    )
+
+
+async def _answer(group: GenerationGroup, asked: OpenAIRequest, shape: Shape, workers: TextWorkers) -> Answer:
+    async with group:
+        generations = await group.finished()
+        told = generations if asked.best_n is None else best(generations, asked.best_n)
+        num_chars = sum(map(_chars_to_word, told))
+        return await workers.run(num_chars, lambda: shape.whole(told, usage_of(generations)))
+
+
+async def _events(
+    group: GenerationGroup, asked: OpenAIRequest, shape: Shape, workers: TextWorkers
+) -> AsyncGenerator[object, None]:
+    options = asked.stream
+    assert options is not None
+
+    def usage_so_far() -> MaybeUsage:
+        return usage_of(group.generations) if options.continuous_usage_stats else UNSET
+
+    num_told: dict[int, int] = {}
+    async with group:
+        async for generation, text in group.steps():
+            told = num_told.get(generation.index)
+            if told is None:
+                told = num_told[generation.index] = 0
+                word = functools.partial(shape.opening, generation, usage_so_far())
+                opening = await workers.run(_chars_to_word(generation), word)
+                if opening is not None:
+                    yield opening
+            if text or generation.finish_reason is not None:
+                yield shape.delta(generation, text, told, usage_so_far())
+                num_told[generation.index] = len(generation.output_ids)
+        if options.include_usage:
+            yield shape.closing(usage_of(group.generations))
+
+
+def _chars_to_word(generation: Generation) -> int:
+    """What it takes to word the logprobs of a prompt that is echoed, in characters that are encoded meanwhile."""
+    wanted = generation.prompt.sampling.params.logprobs
+    if wanted is None:
+        return 0
+    return _CHARS_A_LOGPROB * wanted.num_input_logprobs(len(generation.prompt.input_ids))
+
+
+def _model_card(model: ServedModel, context_length: int) -> ModelCard:
+    return ModelCard(id=model.name, root=model.model, max_model_len=context_length)

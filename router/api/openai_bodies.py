@@ -1,0 +1,107 @@
+"""The bodies of OpenAI's routes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from router.dispatch.scheduling_hints import Priority, RoutingKey
+from router.http.body import Body, OneOf, Refused
+from router.http.limits import MAX_CHOICES
+from router.request.grammars import ResponseFormat, format_grammar
+from router.request.logprob_fields import TopNum
+from router.request.prompts import ExtraKey, IdRows, ReturnTimeline, Rids, Texts, TokenIds
+from router.request.sampling import NewTokens, SamplingBody, Seed, Spelled
+
+NoEffect = Annotated[Any, Field(description="Taken from OpenAI's clients; has no effect.")]
+
+
+class StreamOptions(Body):
+    """What a stream tells beside the text."""
+
+    include_usage: Annotated[bool, Field(description="A last event with the usage.")] = False
+    continuous_usage_stats: Annotated[bool, Field(description="The usage so far in every event.")] = False
+
+
+class OpenAIBody(SamplingBody):
+    """What both routes take; beside OpenAI's fields, those of SGLang and vLLM."""
+
+    model: Annotated[
+        str | None, Field(max_length=1024, description="The served one; it may be left out.")
+    ] = None
+    max_tokens: Annotated[NewTokens | None, Field(description="Longest answer.")] = None
+    max_completion_tokens: Annotated[NewTokens | None, Field(description="Newer name of `max_tokens`.")] = (
+        None
+    )
+    min_tokens: Annotated[NewTokens, Field(description="Nothing ends it before.")] = 0
+    seed: Seed = None
+    response_format: Annotated[ResponseFormat | None, Field(description="Asks for JSON.")] = None
+    stream: Annotated[bool, Field(description="Send events, each with what is new.")] = False
+    stream_options: Annotated[StreamOptions | None, Field(description="For a stream.")] = None
+    return_timeline: ReturnTimeline = False
+    rid: Rids = None
+    priority: Priority = 0
+    routing_key: RoutingKey = None
+    extra_key: Annotated[ExtraKey, Field(description="Requests with different keys share no cache.")] = ""
+    user: NoEffect = None
+    lora_path: Annotated[Any, Refused()] = None
+
+    def max_new_tokens(self) -> int:
+        """The longest answer that is wanted."""
+        raise NotImplementedError
+
+    def spelled(self) -> Spelled:
+        """See SamplingBody."""
+        return Spelled(
+            max_new_tokens=self.max_new_tokens(),
+            min_new_tokens=self.min_tokens,
+            min_new_tokens_name="min_tokens",
+            seed=self.seed,
+            grammars=(format_grammar("response_format", self.response_format),),
+        )
+
+
+class CompletionBody(OpenAIBody):
+    """One prompt or several, to be completed."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
+                {"prompt": ["One,", "Two,"], "n": 2, "logprobs": 3, "echo": True},
+            ]
+        }
+    )
+
+    prompt: Annotated[
+        str | list[str] | list[int] | list[list[int]],
+        OneOf(
+            "a string, a list of strings, token ids, or a list of lists of token ids",
+            {
+                "str": str,
+                "list[str]": Texts,
+                "list[int]": Annotated[TokenIds, Field(min_length=1)],
+                "list[list]": IdRows,
+            },
+        ),
+        Field(description="Text or token ids, one prompt or several."),
+    ]
+    echo: Annotated[bool, Field(description="The answer begins with the prompt.")] = False
+    logprobs: Annotated[
+        TopNum | None,
+        BeforeValidator(lambda value: None if value is False else value),
+        Field(description="Tell the logprobs of tokens, and of so many of the likeliest at each position."),
+    ] = None
+    best_of: Annotated[
+        int | None,
+        Field(
+            ge=1, le=MAX_CHOICES, description="Generate so many, and tell the `n` likeliest by mean logprob."
+        ),
+    ] = None
+    suffix: Annotated[Any, Refused(("",))] = None
+
+    def max_new_tokens(self) -> int:
+        """See OpenAIBody; OpenAI's default is 16."""
+        given = (self.max_tokens, self.max_completion_tokens)
+        return next((number for number in given if number is not None), 16)

@@ -1,0 +1,226 @@
+"""Turns the bodies of OpenAI's routes into prompts."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from router.api.chat_bodies import ChatBody, ChatInputMessage, EarlierCall
+from router.api.openai_bodies import CompletionBody, OpenAIBody, StreamOptions
+from router.api.tool_calls import ForcedCall
+from router.dispatch.scheduling_hints import read_hints
+from router.http.body import shown, wrong
+from router.http.limits import HttpLimits
+from router.http.request_ids import requested_rid
+from router.request.admission import Ticket
+from router.request.generation import Prompt
+from router.request.logprob_fields import chat_logprobs, check_num_completion, completion_logprobs
+from router.request.prompts import encode_prompts, id_rows, read_rids
+from router.request.sampling import read_sampling, read_samplings
+from router.text.chat_template import Chat
+from router.text.served_model import ServedModel
+from shared.errors import RequestError
+from shared.protocol.logprobs import LogprobParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAIRequest:
+    """A checked body of either route. `id` is the client's rid or a random one; `stream` is None for one answer.
+
+    `echoes` are the texts of the prompts, for those who want them in front of the answer; `best_n` of each prompt's
+    sequences are told (None: all); `call` is what a chat's answer has to be.
+    """
+
+    id: str
+    prompts: list[Prompt]
+    stream: StreamOptions | None
+    with_timeline: bool
+    with_logprobs: bool
+    echoes: list[str] | None = None
+    best_n: int | None = None
+    call: ForcedCall | None = None
+
+
+async def read_completion(
+    body: CompletionBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str], ticket: Ticket
+) -> OpenAIRequest:
+    """Check what the types of /v1/completions cannot, take places and tokenize. Raises RequestError."""
+    _check_model(body.model, model)
+    texts, ids, batched = _prompts(body, model.vocab_size, limits)
+    num_prompts = len(texts or ids)
+    best_of = _best_of(body, limits)
+    limits.check_batch_size(num_prompts * best_of)
+    asked = read_samplings(body, num_prompts, model.vocab_size, limits)
+    samplings = [replace(sampling, n=best_of) for sampling in asked]
+    reply_id, rids = _ids(requested_rid(body.rid, headers), "cmpl-", num_prompts, batched=batched)
+    hints = read_hints(body.priority, body.routing_key, headers)
+    told = completion_logprobs(body.logprobs, limits, echo=body.echo)
+    logprobs = LogprobParams() if told is None and best_of > body.n else told
+    ticket.take(num_prompts * best_of)
+    if texts:
+        ids = await encode_prompts(texts, model, limits, "prompt", batched=batched)
+    for at, input_ids in enumerate(ids):
+        limits.check_prompt(input_ids, f"prompt {at}" if batched else "the prompt", "prompt")
+    prompts = [
+        Prompt(
+            rid=rid,
+            shared_rid=body.rid is None,
+            input_ids=tuple(input_ids),
+            sampling=sampling.judged(logprobs),
+            extra_key=body.extra_key,
+            hints=hints,
+        )
+        for rid, input_ids, sampling in zip(rids, ids, samplings, strict=True)
+    ]
+    check_num_completion(prompts)
+    echoes = None
+    if body.echo:
+        skip = body.skip_special_tokens
+        echoes = texts or await model.tokenizer.decode(ids, skip_special_tokens=skip)
+    return OpenAIRequest(
+        id=reply_id,
+        prompts=prompts,
+        stream=_stream(body),
+        with_timeline=body.return_timeline,
+        with_logprobs=told is not None,
+        echoes=echoes,
+        best_n=body.n if best_of > body.n else None,
+    )
+
+
+async def read_chat(
+    body: ChatBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str], ticket: Ticket
+) -> OpenAIRequest:
+    """Check what the types of /v1/chat/completions cannot, take places and tokenize. Raises RequestError."""
+    _check_model(body.model, model)
+    wanted = chat_logprobs(body.logprobs, body.top_logprobs, limits)
+    sampling = read_sampling(body, model.vocab_size, limits).judged(wanted)
+    limits.check_batch_size(sampling.n)
+    reply_id, rids = _ids(requested_rid(body.rid, headers), "chatcmpl-", 1, batched=False)
+    hints = read_hints(body.priority, body.routing_key, headers)
+    if model.chat_template is None:
+        raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
+    ticket.take(sampling.n)
+    text = await model.chat_template.render(_chat(body), model.tokenizer.workers)
+    # The template writes the special tokens itself.
+    ids = (await encode_prompts([text], model, limits, "messages", batched=False, add_special_tokens=False))[
+        0
+    ]
+    limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
+    prompt = Prompt(
+        rid=rids[0],
+        shared_rid=body.rid is None,
+        input_ids=tuple(ids),
+        sampling=sampling,
+        extra_key=body.extra_key,
+        hints=hints,
+    )
+    return OpenAIRequest(
+        id=reply_id,
+        prompts=[prompt],
+        stream=_stream(body),
+        with_timeline=body.return_timeline,
+        with_logprobs=body.logprobs,
+        call=body.forced_call,
+    )
+
+
+def unknown_model(name: str, model: ServedModel) -> RequestError:
+    """The 404 for a model that is not served here."""
+    return RequestError(
+        f"model {shown(name)} does not exist; this server has {model.name!r}",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _check_model(name: str | None, model: ServedModel) -> None:
+    if name not in (None, "", "default", model.name, model.model):
+        raise unknown_model(name or "", model)
+
+
+def _stream(body: OpenAIBody) -> StreamOptions | None:
+    return (body.stream_options or StreamOptions()) if body.stream else None
+
+
+def _ids(
+    given: str | list[str] | None, prefix: str, num_prompts: int, *, batched: bool
+) -> tuple[str, Sequence[str]]:
+    """The reply's id, and a rid for each prompt that /abort_request finds by that id."""
+    reply_id = given if isinstance(given, str) else prefix + uuid.uuid4().hex
+    names = given if isinstance(given, list) else reply_id
+    return reply_id, read_rids(names, num_prompts, batched=batched)
+
+
+def _prompts(
+    body: CompletionBody, vocab_size: int, limits: HttpLimits
+) -> tuple[list[str], list[list[int]], bool]:
+    """Texts or ids, whichever was given, and whether as a list of prompts."""
+    if isinstance(body.prompt, str):
+        return [body.prompt], [], False
+    if isinstance(body.prompt[0], str):
+        return body.prompt, [], True
+    rows, batched = id_rows("prompt", body.prompt, vocab_size, limits)
+    return [], rows, batched
+
+
+def _best_of(body: CompletionBody, limits: HttpLimits) -> int:
+    """How many sequences of each prompt are generated."""
+    if body.best_of is None:
+        return body.n
+    limits.check_n("best_of", body.best_of)
+    if body.best_of < body.n:
+        raise wrong("best_of", f"at least n, {body.n}", body.best_of)
+    if body.stream and body.best_of > body.n:
+        raise wrong("best_of", f"n, {body.n}, in a stream, which cannot wait for the best", body.best_of)
+    return body.best_of
+
+
+def _chat(body: ChatBody) -> Chat:
+    """As the chat template is to see it."""
+    continues = body.continue_final_message
+    if continues and body.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    return Chat(
+        messages=[_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)],
+        tools=[{**tool.sent, "function": tool.function.sent} for tool in body.tools] if body.tools else None,
+        documents=body.documents,
+        variables=body.chat_template_kwargs or {},
+        add_generation_prompt=not continues
+        if body.add_generation_prompt is None
+        else body.add_generation_prompt,
+        continue_final_message=continues,
+    )
+
+
+def _message(message: ChatInputMessage, where: str) -> dict[str, object]:
+    """Templates want text in one piece, and the arguments of calls as objects; some want no empty list of calls."""
+    content, calls = message.content, message.tool_calls
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    if content is None and message.role != "assistant":  # an assistant's may only call tools
+        raise wrong(f"{where}.content", "a string or a list of parts", None)
+    worded = {**message.sent, "content": content or ""}
+    if not calls:
+        return {name: value for name, value in worded.items() if name != "tool_calls"}
+    named = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
+    return {**worded, "tool_calls": named}
+
+
+def _call(call: EarlierCall, where: str) -> dict[str, object]:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        name = f"{where}.function.arguments"
+        try:
+            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as e:
+            raise RequestError(f"{name} is no JSON object in a string: {e}", param=name) from e
+    return {**call.sent, "function": {**call.function.sent, "arguments": arguments or {}}}

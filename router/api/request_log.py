@@ -1,0 +1,130 @@
+"""--log-requests: one event for each request, when it has ended. Never what was asked or answered, and no key.
+
+request rid=a request_id=b route="POST /generate" status=200 sequences=1 prompt_tokens=5 completion_tokens=16
+        cached_tokens=0 ttft_s=0.02 queue_s=0.001 e2e_s=0.2 finish=stop nodes=decode-0,prefill-0
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.dispatch.metrics import stage_durations
+from router.request.finish_reason import kind_of
+from router.request.generation import Generation, GenerationGroup
+from shared.errors import RequestError
+from shared.log import event
+from shared.timeline import ReqStage
+
+PROBES = frozenset({"/health", "/metrics", "/live/state"})
+"""Asked every few seconds, by machines: told only when they fail."""
+
+_GROUP, _ERROR = "generation_group", "request_error"
+
+
+class RequestLog:
+    """Middleware: watches a request and its answer go by, and tells of both when they are over."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, then log."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        status: int | None = None
+        complete = disconnected = False
+
+        async def watched_receive() -> Message:
+            nonlocal disconnected
+            message = await receive()
+            if message["type"] == "http.disconnect" and not complete:
+                disconnected = True
+            return message
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif not message.get("more_body", False):
+                complete = True
+            await send(message)
+
+        try:
+            await self._app(scope, watched_receive, watched_send)
+        finally:
+            if status is None or status >= 400 or scope["path"] not in PROBES:
+                _tell(scope, status, disconnected, began)
+
+
+def note_group(request: Request, group: GenerationGroup) -> None:
+    """The sequences of this request."""
+    setattr(request.state, _GROUP, group)
+
+
+def note_error(request: Request, error: RequestError) -> None:
+    """Why this request is refused, or has failed. Its message quotes the request, so it is not told."""
+    setattr(request.state, _ERROR, error)
+
+
+def _tell(scope: Scope, status: int | None, disconnected: bool, began: float) -> None:
+    state = scope["state"]
+    group: GenerationGroup | None = state.get(_GROUP)
+    error: RequestError | None = state.get(_ERROR)
+    route = getattr(scope.get("route"), "path", None) or scope["path"][:100]
+    fields: dict[str, Any] = {
+        "request_id": state.get("request_id"),
+        "route": f"{scope['method']} {route}",
+        "status": status,
+    }
+    if error is not None:
+        fields |= {"code": error.code, "param": error.param}
+    if group is not None:
+        fields |= _generated(group, began)
+    fields["e2e_s"] = time.monotonic() - began
+    if disconnected:
+        fields["disconnected"] = True
+    event("request", **{name: value for name, value in fields.items() if value is not None})
+
+
+def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
+    """Of all sequences together: sums of tokens, the first of the first tokens, the longest time in a queue."""
+    generations = [generation for generation in group.generations if generation.started]
+    reqs = [generation.req for generation in generations]
+    prompts = [generation.req for generation in generations if generation.choice == 0]
+    first = min((req.first_token_at for req in reqs if req.first_token_at is not None), default=None)
+    return {
+        "rid": group.prompts[0].rid,
+        "sequences": sum(prompt.sampling.n for prompt in group.prompts),
+        "prompt_tokens": sum(req.prompt_len for req in prompts),
+        "completion_tokens": sum(len(generation.output_ids) for generation in generations),
+        "cached_tokens": sum(req.cached_tokens for req in prompts),
+        "ttft_s": first - began if first is not None else None,
+        "queue_s": max((queued_s for g in generations for queued_s in _queued_s(g)), default=None),
+        "finish": _joined(_finish(generation) for generation in generations),
+        "nodes": _joined(node.ref.node_id for req in reqs for node in req.nodes),
+    }
+
+
+def _queued_s(generation: Generation) -> Iterable[float]:
+    """On the node that prefilled, from its arrival to its first chunk."""
+    stamps = generation.req.stamps
+    prefilled = {stamp.role for stamp in stamps if stamp.stage == ReqStage.PREFILLING}
+    return (s for role, stage, s in stage_durations(stamps) if stage == ReqStage.QUEUED and role in prefilled)
+
+
+def _finish(generation: Generation) -> str:
+    if generation.finish_reason is not None:
+        return kind_of(generation.finish_reason)
+    error = generation.req.error
+    return f"error:{error.status}" if error is not None else "unfinished"
+
+
+def _joined(names: Iterable[str]) -> str:
+    return ",".join(sorted(set(names)))

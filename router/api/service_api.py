@@ -1,0 +1,242 @@
+"""Health, what is served and by whom, cache and abort, tokenizing: everything that is not a completion."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request, Response
+from msgspec.structs import asdict, replace
+from pydantic import Field
+
+from router.api.generate_api import WEIGHT_VERSION
+from router.api.worker_answers import ABORTED
+from router.bus.colleagues import Colleagues
+from router.bus.worker_messages import AbortReqs, NumAborted, TellMetrics
+from router.dispatch.metrics import CONTENT_TYPE, Metrics
+from router.http.api_keys import admin_only
+from router.http.body import Body, OneOf, parse, validate
+from router.http.limits import HttpLimits
+from router.http.responses import json_response, read_body, while_connected
+from router.nodes.fleet_answers import Detokenized, Flushed, ModelInfo, RequestsAborted, Tokenized
+from router.nodes.membership import Membership
+from router.nodes.status import FleetStatus
+from router.request.generation import Generator, Prompt
+from router.request.prompts import IdPrompts, Texts, id_rows
+from router.request.sampling import Sampling
+from router.text.served_model import ModelSlot, ServedModel
+from shared.errors import RequestError
+from shared.protocol.messages import Flush, Role
+from shared.protocol.sampling_params import MAX_SEED, SamplingParams
+
+_PROBE_TOKENS = 8
+_PROBE_TIMEOUT_S = 30.0
+_REFRESH_S = 0.25
+_METRICS_WAIT_S = 1.0
+_ABORT_WAIT_S = 2.0
+_FLUSH_RETRY_S = 0.05
+_MAX_FLUSH_WAIT_S = 600.0
+_MAX_ABORTED_CHARS = 1024
+"""Of a rid, or of the number behind that of a batch."""
+
+
+class TokenizeBody(Body):
+    """Texts to token ids."""
+
+    prompt: Annotated[
+        str | list[str],
+        OneOf("a string or a list of strings", {"str": str, "list": Texts}),
+        Field(description="One text, or several."),
+    ]
+    add_special_tokens: Annotated[bool, Field(description="As a prompt gets them.")] = True
+
+
+class DetokenizeBody(Body):
+    """Token ids to text."""
+
+    tokens: Annotated[IdPrompts, Field(description="One list of token ids, or several.")]
+    skip_special_tokens: Annotated[bool, Field(description="Leaves them out of the text.")] = True
+
+
+class AbortBody(Body):
+    """What is to end."""
+
+    rid: Annotated[
+        str | None, Field(max_length=_MAX_ABORTED_CHARS, description="A request, or a batch, by its name.")
+    ] = None
+    abort_all: Annotated[bool, Field(description="Every request.")] = False
+
+
+class FlushQuery(Body):
+    """The query of /flush_cache, where numbers are text."""
+
+    timeout: Annotated[
+        float,
+        Field(ge=0, le=_MAX_FLUSH_WAIT_S, strict=False, description="Seconds to wait for running requests."),
+    ] = 0.0
+
+
+def health_routes(
+    status: FleetStatus, generator: Generator, model: ModelSlot, membership: Membership
+) -> APIRouter:
+    """Is it up, and does it work?"""
+    router = APIRouter()
+
+    @router.get("/health", response_model=None)
+    async def health() -> Response:
+        """The state of each fleet, without asking it; 503 when nothing can be served."""
+        return json_response(status.describe(), 200 if status.can_serve else 503)
+
+    @router.get("/health_generate", response_model=None)
+    async def health_generate(request: Request) -> Response:
+        """Generate two tokens, through both fleets where there are two."""
+        started = time.monotonic()
+        if membership.expects(Role.PREFILL) and not membership.live(Role.PREFILL):
+            raise RequestError(membership.why_none(Role.PREFILL), status=503, code="no_node")
+        group = generator.open([_probe(model.get())], model.get().tokenizer)
+
+        async def run() -> None:
+            try:
+                async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                    async with group:
+                        await group.finished()
+            except TimeoutError:
+                raise RequestError(f"no answer within {_PROBE_TIMEOUT_S:g} s", status=503) from None
+
+        await while_connected(request.receive, run())
+        return json_response(replace(status.describe(), generated_in_s=time.monotonic() - started))
+
+    return router
+
+
+def info_routes(
+    status: FleetStatus,
+    membership: Membership,
+    model: ModelSlot,
+    metrics: Metrics,
+    limits: HttpLimits,
+    flags: Mapping[str, object],
+    colleagues: Colleagues,
+) -> APIRouter:
+    """What is served, by whom, and what it tells Prometheus. `flags` are the router's."""
+    router = APIRouter()
+
+    @router.get("/get_model_info", response_model=None)
+    @router.get("/model_info", response_model=None)
+    async def model_info() -> Response:
+        """The model."""
+        served = model.get()
+        return json_response(
+            ModelInfo(
+                model_path=served.model,
+                tokenizer_path=str(served.path),
+                weight_version=WEIGHT_VERSION,
+                served_model_name=served.name,
+                vocab_size=served.vocab_size,
+                context_length=status.context_length(),
+                max_model_len=status.context_length(),
+                has_chat_template=served.chat_template is not None,
+            )
+        )
+
+    @router.get("/get_server_info", response_model=None)
+    @router.get("/server_info", response_model=None)
+    async def server_info() -> Response:
+        """Sizes, flags and the load of every node, asked for now."""
+        await membership.refresh(_REFRESH_S)
+        return json_response({**flags, **asdict(status.server_info())})
+
+    @router.get("/metrics", response_model=None)
+    async def prometheus() -> Response:
+        """Prometheus' text format, of all workers, with the load of every node asked for now."""
+        told, _ = await asyncio.gather(
+            colleagues.ask(TellMetrics(), _METRICS_WAIT_S), membership.refresh(_REFRESH_S)
+        )
+        name = colleagues.own_name
+        text = metrics.export() if name is None else metrics.export_with(name, told)
+        return Response(text, media_type=CONTENT_TYPE)
+
+    @router.post("/v1/tokenize", response_model=None, include_in_schema=False)
+    @router.post("/tokenize", response_model=None)
+    async def tokenize(request: Request) -> Response:
+        """Text to token ids, as a prompt would be."""
+        body = parse(TokenizeBody, await read_body(request, limits.max_body_bytes))
+        served, prompt = model.get(), body.prompt
+        many = isinstance(prompt, list)
+        texts = prompt if isinstance(prompt, list) else [prompt]
+        limits.check_batch_size(len(texts))
+        encoding = served.tokenizer.encode(texts, add_special_tokens=body.add_special_tokens)
+        ids = await while_connected(request.receive, encoding)
+        return json_response(
+            Tokenized(
+                tokens=ids if many else ids[0],
+                count=[len(row) for row in ids] if many else len(ids[0]),
+                max_model_len=status.context_length(),
+            )
+        )
+
+    @router.post("/v1/detokenize", response_model=None, include_in_schema=False)
+    @router.post("/detokenize", response_model=None)
+    async def detokenize(request: Request) -> Response:
+        """Token ids to text."""
+        body = parse(DetokenizeBody, await read_body(request, limits.max_body_bytes))
+        served = model.get()
+        rows, many = id_rows("tokens", body.tokens, served.vocab_size, limits)
+        decoding = served.tokenizer.decode(rows, skip_special_tokens=body.skip_special_tokens)
+        texts = await while_connected(request.receive, decoding)
+        return json_response(Detokenized(text=texts if many else texts[0]))
+
+    return router
+
+
+def control_routes(
+    membership: Membership, generator: Generator, limits: HttpLimits, colleagues: Colleagues
+) -> APIRouter:
+    """What an operator does to a running service."""
+    router = APIRouter()
+
+    @router.get("/flush_cache", response_model=None, dependencies=[Depends(admin_only)])
+    @router.post("/flush_cache", response_model=None, dependencies=[Depends(admin_only)])
+    async def flush_cache(timeout: str | None = None) -> Response:
+        """Empty every RadixCache, once nothing runs; `timeout` says how many seconds that may take."""
+        deadline = time.monotonic() + validate(FlushQuery, {"timeout": timeout}).timeout
+        while True:
+            flushed = await membership.call(Flush, timeout_s=5.0)
+            busy = sorted(node_id for node_id, answer in flushed.items() if not answer.ok)
+            if not busy or time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(_FLUSH_RETRY_S)
+        if busy:
+            raise RequestError(f"not flushed, because requests are running: {', '.join(busy)}", code="busy")
+        return json_response(Flushed(message="Cache flushed.", nodes=sorted(flushed)))
+
+    @router.post("/abort_request", response_model=None)
+    async def abort_request(request: Request) -> Response:
+        """End a request by its rid, or all; each answers with what it has, finished by `abort`."""
+        body = parse(AbortBody, await read_body(request, limits.max_body_bytes))
+        if not body.rid and not body.abort_all:
+            raise RequestError("give rid, or abort_all: true", param="rid")
+        if body.abort_all:
+            await admin_only(request)
+        name = None if body.abort_all else body.rid
+        num_own = generator.abort(name, ABORTED)
+        told = await colleagues.ask(AbortReqs(name), _ABORT_WAIT_S)
+        others = [answer.num_reqs for answer in told.answers.values() if isinstance(answer, NumAborted)]
+        return json_response(
+            RequestsAborted(aborted=num_own + sum(others), missing_workers=told.missing_workers)
+        )
+
+    return router
+
+
+def _probe(model: ServedModel) -> Prompt:
+    ids = tuple(secrets.randbelow(model.vocab_size) for _ in range(_PROBE_TOKENS))
+    params = SamplingParams(
+        max_new_tokens=2, temperature=0.0, ignore_eos=True, seed=secrets.randbelow(MAX_SEED)
+    )
+    return Prompt(
+        rid=f"health-{secrets.token_hex(8)}", input_ids=ids, sampling=Sampling(params=params), split=True
+    )

@@ -1,0 +1,119 @@
+"""Calls of tools that `tool_choice` forces: a grammar guarantees them.
+
+A tool that has to be called needs no parser of the model's own call syntax: the answer is constrained to the JSON of
+its arguments. Whether to call one (`auto`) is the model's to say, in that syntax, which this server cannot read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from router.api.openai_answers import FunctionCall, ToolCall
+from router.request.grammars import AskedGrammar, schema_grammar
+
+_ENVELOPE = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)')
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForcedCall:
+    """The answer is one call: of the function `name`, or, where that is None, of one that it names itself."""
+
+    name: str | None
+    grammar: AskedGrammar | None
+    finish_reason: Literal["stop", "tool_calls"]
+
+    @classmethod
+    def named(cls, name: str, parameters: Mapping[str, Any] | None, where: str) -> ForcedCall:
+        """The text is the arguments of this function, whose `parameters` are at `where` in the request."""
+        grammar = schema_grammar(where, dict(parameters or _NO_ARGUMENTS))
+        return cls(name=name, grammar=grammar, finish_reason="stop")
+
+    @classmethod
+    def any_of(cls, functions: Mapping[str, Mapping[str, Any] | None], where: str) -> ForcedCall:
+        """The text is `{"name": ..., "arguments": {...}}`, of one of these functions with their parameters."""
+        calls, parameters = [], {}
+        for at, (name, schema) in enumerate(functions.items()):
+            place = f"#/$defs/tool_{at}"
+            parameters[f"tool_{at}"] = _moved(schema or _NO_ARGUMENTS, place)
+            properties = {"name": {"const": name}, "arguments": {"$ref": place}}
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": properties,
+                    "required": ["name", "arguments"],
+                    "additionalProperties": False,
+                }
+            )
+        grammar = schema_grammar(where, {"anyOf": calls, "$defs": parameters})
+        return cls(name=None, grammar=grammar, finish_reason="tool_calls")
+
+    def reader(self) -> CallReader:
+        """For one answer."""
+        return CallReader(self.name)
+
+
+class CallReader:
+    """Splits the text of an answer, as it comes, into the name of the function and its arguments."""
+
+    def __init__(self, name: str | None) -> None:
+        self.id = f"call_{uuid.uuid4().hex[:24]}"
+        self.name = name
+        self._has_envelope = name is None
+        self._held = ""
+        self._arguments = ""
+
+    def whole(self, text: str) -> ToolCall | None:
+        """The call, all at once; None when the text ends before the function is named."""
+        arguments = self.feed(text, last=True)
+        if self.name is None:
+            return None
+        return ToolCall(id=self.id, function=FunctionCall(name=self.name, arguments=arguments))
+
+    def feed(self, text: str, *, last: bool) -> str:
+        """More text; returns what it adds to the arguments. `name` is set once it is known."""
+        if not self._has_envelope:
+            return text
+        self._held += text
+        if self.name is None:
+            begun = _ENVELOPE.match(self._held)
+            if begun is None:
+                return ""
+            self.name = json.loads(begun[1])
+            self._held = self._held[begun.end() :]
+        added = self._held
+        body, brace, space = self._held.rpartition("}")
+        if brace and not space.strip():  # maybe the envelope's own: held back until something follows it
+            added = body
+        self._held = self._held[len(added) :]
+        self._arguments += added
+        if last and self._held and not _is_json(self._arguments):  # cut off; the brace was the arguments'
+            added, self._held = added + self._held, ""
+        return added
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references to itself hold where it lies at `place` in another."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: place + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, place)
+        for key, value in schema.items()
+    }
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

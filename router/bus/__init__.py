@@ -1,0 +1,1 @@
+"""How the workers of one router talk to each other."""

@@ -1,0 +1,1 @@
+"""HTTP itself: the server and its bounds, bodies in, answers out, keys and ids."""

@@ -1,0 +1,179 @@
+"""Who may call what: keys of clients and of administrators, sent as `Authorization: Bearer KEY`.
+
+    keys that are set       client routes         admin routes (flush, abort all, profiles)
+    none                    anybody               anybody
+    --api-key               its holders           its holders
+    --admin-api-key         anybody               its holders
+    both                    holders of either     holders of --admin-api-key
+
+As SGLang's `admin_api_key`, except that an admin key opens client routes as well. What changes the fleet is guarded
+more closely: see `fleet_admin_api.fleet_guards`. Keys are kept as digests only, so that none can end up in a log, a
+traceback or a page of information.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+from fastapi import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.http.config import HttpOptions
+from router.http.page_api import PAGE_PATHS
+from router.http.responses import error_response
+from shared.errors import ConfigError, RequestError
+from shared.log import event, warn
+
+OPEN_PATHS = frozenset({"/health"}) | PAGE_PATHS
+"""What probes may see without a key, and the page, which asks for one."""
+
+_ACCESS = "access"
+
+
+class Access(IntEnum):
+    """What a caller may do; each step includes those before it."""
+
+    NOTHING = 0
+    CLIENT = 1
+    ADMIN = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeySource:
+    """Keys of one class: from `flag` and the environment (`given`), and from `file`, one a line, # for comments."""
+
+    flag: str
+    given: Sequence[str] = field(default=(), repr=False)
+    file: Path | None = None
+
+    def digests(self) -> tuple[bytes, ...]:
+        """What to compare with. Raises ConfigError for a file that cannot be read or a key nobody could send."""
+        keys = [*self.given, *(self._lines(self.file) if self.file is not None else ())]
+        for key in keys:
+            if not key or not key.isprintable() or any(c.isspace() for c in key):
+                raise ConfigError(f"{self.flag}: a key is empty, or has spaces in it: nobody could send it")
+        return tuple(_digest(key.encode()) for key in keys)
+
+    def _lines(self, file: Path) -> list[str]:
+        try:
+            lines = [line.strip() for line in file.read_text().splitlines()]
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"{self.flag}-file {file} cannot be read: {e}") from e
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise ConfigError(f"{self.flag}-file {file} has no key in it: nobody could log in")
+        return keys
+
+
+class ApiKeys:
+    """The keys in force. Raises ConfigError when one cannot be used."""
+
+    def __init__(self, *, clients: KeySource, admins: KeySource) -> None:
+        self._sources = clients, admins
+        self._clients, self._admins = clients.digests(), admins.digests()
+
+    @property
+    def has_clients(self) -> bool:
+        """True when clients need a key."""
+        return bool(self._clients)
+
+    @property
+    def has_admins(self) -> bool:
+        """True when administrators need a key of their own."""
+        return bool(self._admins)
+
+    @property
+    def has_files(self) -> bool:
+        """True when `reload` can change something."""
+        return any(source.file is not None for source in self._sources)
+
+    def reload(self) -> None:
+        """Read the files again. If one cannot be used, all keys stay as they are, and a warning says why."""
+        clients, admins = self._sources
+        try:
+            self._clients, self._admins = clients.digests(), admins.digests()
+        except ConfigError as e:
+            warn("api_keys_not_read", reason=e)
+            return
+        event("api_keys_read", num_keys=len(self._clients), num_admin_keys=len(self._admins))
+
+    def access(self, authorization: bytes) -> Access:
+        """What the sender of this header may do. Compares with every key, in the same time for any of them."""
+        scheme, _, token = authorization.partition(b" ")
+        digest = _digest(token.strip() if scheme.lower() == b"bearer" else b"")
+        is_admin, is_client = _is_one_of(digest, self._admins), _is_one_of(digest, self._clients)
+        if is_admin or (not self._admins and (is_client or not self._clients)):
+            return Access.ADMIN
+        return Access.CLIENT if is_client or not self._clients else Access.NOTHING
+
+
+def api_keys(http: HttpOptions) -> ApiKeys:
+    """The keys that clients and administrators may use. Raises ConfigError."""
+    return ApiKeys(
+        clients=KeySource(flag="--api-key", given=http.api_keys, file=http.api_key_file),
+        admins=KeySource(flag="--admin-api-key", given=http.admin_api_keys, file=http.admin_api_key_file),
+    )
+
+
+class ApiKeyCheck:
+    """Middleware: refuses whoever may do nothing with a 401, and leaves a note of what the others may do."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 401."""
+        if scope["type"] == "http":
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            access = self._keys.access(given)
+            if access is Access.NOTHING and scope["path"] not in OPEN_PATHS:
+                await error_response(_refusal("the API key is missing or wrong"))(scope, receive, send)
+                return
+            scope.setdefault("state", {})[_ACCESS] = access
+        await self._app(scope, receive, send)
+
+
+async def admin_only(request: Request) -> None:
+    """A dependency of routes for administrators. Raises RequestError.
+
+    `APIRouter(dependencies=[Depends(admin_only)])`, or awaited where it depends on the body.
+    """
+    if getattr(request.state, _ACCESS) is not Access.ADMIN:
+        raise _refusal(f"{request.url.path} needs the admin key")
+
+
+def keys_from_environment(name: str, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Keys in a variable, separated by commas. Raises ConfigError for one that is set to nothing.
+
+    An empty variable is more likely a mistake in a deployment than the wish to let everybody in.
+    """
+    if name not in environment:
+        return ()
+    keys = tuple(key.strip() for key in environment[name].split(","))
+    if not all(keys):
+        raise ConfigError(
+            f"{name} is set, but a key in it is empty: unset it, or give keys separated by commas"
+        )
+    return keys
+
+
+def _refusal(message: str) -> RequestError:
+    return RequestError(message, status=401, code="invalid_api_key")
+
+
+def _is_one_of(digest: bytes, known: Sequence[bytes]) -> bool:
+    found = False
+    for each in known:
+        found |= hmac.compare_digest(digest, each)
+    return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

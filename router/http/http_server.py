@@ -1,0 +1,58 @@
+"""uvicorn, set up for this process: on a socket that is bound already, and without signal handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from router.http.config import ConnectionOptions
+from router.http.http_protocol import BoundedHttpProtocol
+from router.http.open_files import room_for
+
+_DRAIN_S = 5
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to the process that runs it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+    @property
+    def num_connections(self) -> int:
+        """Clients that are connected, busy or not."""
+        return len(self.server_state.connections)
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """What clients have not taken yet of what was written for them; the kernel's buffers not counted."""
+        connections = cast("Iterable[BoundedHttpProtocol]", self.server_state.connections)
+        return sum(connection.transport.get_write_buffer_size() for connection in connections)
+
+
+def http_server(app: ASGIApp, options: ConnectionOptions) -> HttpServer:
+    """A server for `app`, to be run on a socket of `http_socket.bind_http`."""
+    options = replace(options, max_connections=room_for(options.max_connections))
+    protocol = functools.partial(BoundedHttpProtocol, options=options)
+    config = uvicorn.Config(
+        app,
+        http=cast("type[asyncio.Protocol]", protocol),
+        log_config=None,
+        log_level="error",  # uvicorn warns of each client that does not speak HTTP
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=options.keep_alive_timeout_s,
+        timeout_graceful_shutdown=_DRAIN_S,
+    )
+    return HttpServer(config)

@@ -1,0 +1,106 @@
+"""Bounds on what one HTTP request may ask for, as the operator sets them.
+
+Those that request models have as well (MAX_...) are the highest that can be set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.http.body import wrong
+from shared import cli
+from shared.errors import RequestError
+from shared.protocol.logprobs import MAX_TOP_LOGPROBS
+from shared.protocol.sampling_params import MAX_GRAMMAR_CHARS
+
+MAX_BATCH_SIZE = 65_536
+MAX_CHOICES = 1024
+MAX_STOPS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpLimits:
+    """Each is a flag of the router."""
+
+    max_body_bytes: int = 32 << 20
+    max_batch_size: int = 1024
+    max_prompt_tokens: int | None = None
+    max_n: int = 128
+    max_stops: int = 64
+    max_logprobs: int = MAX_TOP_LOGPROBS
+    max_grammar_chars: int = MAX_GRAMMAR_CHARS
+
+    def check_batch_size(self, num_sequences: int) -> None:
+        """Refuse a request that stands for too many sequences: prompts, each as often as its n."""
+        if num_sequences > self.max_batch_size:
+            raise RequestError(
+                f"{num_sequences} sequences in one request; at most {self.max_batch_size} are taken "
+                "(--max-batch-size)"
+            )
+
+    def check_prompt(self, input_ids: Sequence[int], where: str, field: str) -> None:
+        """Refuse a prompt without tokens, or with too many; `where` names it, `field` held it."""
+        if not input_ids:
+            raise RequestError(f"{where} has no tokens", param=field)
+        if self.max_prompt_tokens is not None and len(input_ids) > self.max_prompt_tokens:
+            raise RequestError(
+                f"{where} has {len(input_ids)} tokens; at most {self.max_prompt_tokens} are taken "
+                "(--max-prompt-tokens)",
+                param=field,
+                code="context_length_exceeded",
+            )
+
+    def most_prompt_tokens(self, context_length: int) -> int:
+        """What no prompt may exceed, for a model of this context length."""
+        return min(context_length, self.max_prompt_tokens or context_length)
+
+    def check_n(self, field: str, n: int) -> None:
+        """Refuse too many answers to one prompt."""
+        if n > self.max_n:
+            raise wrong(field, f"at most {self.max_n} (--max-n)", n)
+
+    def check_stops(self, field: str, stops: Sequence[str]) -> None:
+        """Refuse too many stop strings or patterns."""
+        if len(stops) > self.max_stops:
+            raise wrong(field, f"a list of at most {self.max_stops} (--max-stops)", stops)
+
+    def check_top_logprobs(self, field: str, top_num: int) -> None:
+        """Refuse too many of the likeliest tokens."""
+        if top_num > self.max_logprobs:
+            raise wrong(field, f"at most {self.max_logprobs} (--max-logprobs)", top_num)
+
+    def check_grammar(self, field: str, text: str) -> None:
+        """Refuse a grammar that would take too long to compile."""
+        if len(text) > self.max_grammar_chars:
+            raise RequestError(
+                f"{field} must be at most {self.max_grammar_chars} characters long (--max-grammar-chars), "
+                f"not {len(text)}",
+                param=field,
+            )
+
+
+def add_limit_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of HttpLimits."""
+    default, add = HttpLimits(), parser.add_argument_group("limits of one request").add_argument
+    add("--max-body-bytes", type=cli.whole(1024), default=default.max_body_bytes, metavar="BYTES",
+        help="size of the body")  # fmt: skip
+    add("--max-batch-size", type=cli.whole(1, MAX_BATCH_SIZE), default=default.max_batch_size, metavar="N",
+        help="sequences: prompts, each as often as its n")  # fmt: skip
+    add("--max-prompt-tokens", type=cli.whole(1), metavar="TOKENS",
+        help="tokens of one prompt; None: what fits context and KV pool of the nodes")  # fmt: skip
+    add("--max-n", type=cli.whole(1, MAX_CHOICES), default=default.max_n, metavar="N",
+        help="answers to one prompt")  # fmt: skip
+    add("--max-stops", type=cli.whole(0, MAX_STOPS), default=default.max_stops, metavar="N",
+        help="stop strings, and stop patterns")  # fmt: skip
+    add("--max-logprobs", type=cli.whole(0, MAX_TOP_LOGPROBS), default=default.max_logprobs, metavar="N",
+        help="likeliest tokens told at each position")  # fmt: skip
+    add("--max-grammar-chars", type=cli.whole(1, MAX_GRAMMAR_CHARS), default=default.max_grammar_chars,
+        metavar="CHARS", help="size of a JSON schema, regular expression or EBNF")  # fmt: skip
+
+
+def limits_of(args: argparse.Namespace) -> HttpLimits:
+    """The limits from parsed flags."""
+    return HttpLimits(**{field.name: getattr(args, field.name) for field in dataclasses.fields(HttpLimits)})

@@ -1,0 +1,148 @@
+"""Bodies in, JSON and event streams out, and noticing that a client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from router.http.answer import ErrorAnswer, ErrorDetail
+from shared.errors import RequestError
+from shared.log import crash
+
+T = TypeVar("T")
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "method_not_allowed",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """`content` as JSON."""
+    return Response(
+        msgspec.json.encode(content), status_code=status, media_type="application/json", headers=headers
+    )
+
+
+def error_body(error: RequestError) -> ErrorAnswer:
+    """The one shape of all errors; a superset of what either dialect needs."""
+    kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    return ErrorAnswer(
+        error=ErrorDetail(
+            message=error.message, type=kind, code=error.code or error.status, param=error.param
+        )
+    )
+
+
+def error_response(error: RequestError) -> Response:
+    """A refusal or failure as an HTTP response."""
+    headers: dict[str, str] = {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status in (429, 503):
+        headers["Retry-After"] = str(error.retry_after_s or 1)
+    return json_response(error_body(error), error.status, headers)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body, bounded in size; how long it may take is the connection's business (`http_protocol`)."""
+    too_large = RequestError(f"the body is larger than {max_bytes} bytes", status=413)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away. Raises ClientDisconnect then."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        either: set[asyncio.Future[Any]] = {working, gone}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def stream_response(request: Request, events: AsyncGenerator[object, None]) -> Response:
+    """Events as they come. The status is decided by the first: an error before it is an ordinary error response.
+
+    A source may also end without any event.
+    """
+    try:
+        first = await while_connected(request.receive, anext(events, None))
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(first, events)
+
+
+class EventStream(Response):
+    """Server-sent events. The source is closed, and so its requests ended, as soon as the client is gone."""
+
+    def __init__(self, first: object | None, events: AsyncGenerator[object, None]) -> None:
+        super().__init__(
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the events, or the client, end."""
+        try:
+            await while_connected(receive, self._send_all(send))
+        except (ClientDisconnect, OSError):
+            pass  # nobody is left to tell
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        if self._first is not None:
+            await _send_event(send, self._first)
+        try:
+            async for event in self._events:
+                await _send_event(send, event)
+        except RequestError as e:
+            await _send_event(send, error_body(e))
+        except (ClientDisconnect, OSError):
+            raise
+        except Exception:
+            crash("stream_failed")
+            await _send_event(send, error_body(RequestError("internal error", status=500)))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+async def _send_event(send: Send, event: object) -> None:
+    body = b"data: " + msgspec.json.encode(event) + b"\n\n"
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,1 @@
+"""The nodes: connections, membership, who joins, drains and dies, and those of this machine."""

@@ -1,0 +1,132 @@
+"""What is said with one live node, from its hello to the end of its link."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from router.dispatch.running_req import Node
+from router.nodes.node_link import LiveNode
+from shared.errors import LinkError
+from shared.protocol.messages import (
+    Answered,
+    CacheEvents,
+    CacheResync,
+    Failed,
+    Leaving,
+    NodeToRouter,
+    NotCached,
+    Ping,
+    Pong,
+    ReqKey,
+    TokenEntry,
+    Tokens,
+)
+
+_TURN_S = 0.005
+"""After so long with one node's messages it is the turn of others, streams among them."""
+
+
+class NodeEvents(Protocol):
+    """Who is told what nodes say. Real: `dispatch.Dispatcher`."""
+
+    def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
+        """A step of a node."""
+        ...
+
+    def on_failed(self, node: Node, failed: Failed) -> None:
+        """A node gave a request up."""
+        ...
+
+    def on_not_cached(self, node: Node, key: ReqKey) -> None:
+        """A node no longer holds the prefix for which it was given a request."""
+        ...
+
+    def on_node_lost(self, node: Node, reason: str) -> None:
+        """A node is gone; called once, after it left `Membership.live`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Of dialling and liveness, in seconds."""
+
+    node_timeout_s: float = 10.0
+    ping_s: float = 1.0
+    hello_s: float = 5.0
+    redial_s: float = 1.0
+    redial_refused_s: float = 5.0
+    forget_s: float = 60.0
+
+
+class NodeLeft(LinkError):
+    """The node said Leaving."""
+
+
+class Conversation:
+    """Receives from a node and pings it, until its link is lost, it is silent, leaves, or talks nonsense."""
+
+    def __init__(
+        self, node: LiveNode, events: NodeEvents, timing: Timing, on_answered: Callable[[Answered], None]
+    ) -> None:
+        self._node = node
+        self._events = events
+        self._timing = timing
+        self._on_answered = on_answered
+
+    async def run(self) -> None:
+        """Always ends with a LinkError that says why."""
+        link = self._node.link
+        parts = [asyncio.create_task(self._receive()), asyncio.create_task(self._ping())]
+        try:
+            ends: set[asyncio.Future[Any]] = {*parts, link.lost}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for part in parts:
+                if part.done():
+                    part.result()
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+        for message in link.receive_waiting():  # a node that leaves says so, and closes at once
+            self._handle(message)
+        raise LinkError(link.lost.result())
+
+    async def _receive(self) -> None:
+        while True:
+            turn_ends = time.monotonic() + _TURN_S
+            while time.monotonic() < turn_ends:
+                self._handle(await self._node.link.receive())
+            await asyncio.sleep(0)  # receive() does not suspend while messages are waiting
+
+    async def _ping(self) -> None:
+        for seq in itertools.count(1):
+            self._node.send(Ping(seq))
+            await asyncio.sleep(self._timing.ping_s)
+            verdict = self._node.liveness.tick(time.monotonic())
+            if verdict is not None:
+                raise LinkError(verdict)
+
+    def _handle(self, message: NodeToRouter) -> None:
+        match message:
+            case Tokens(entries):
+                self._events.on_tokens(self._node, entries)
+            case Failed():
+                self._events.on_failed(self._node, message)
+            case Pong():
+                self._node.pong(message, time.monotonic())
+            case Answered():
+                self._on_answered(message)
+            case CacheEvents():
+                if not self._node.prefixes.apply(message):
+                    self._node.send(CacheResync())
+            case NotCached(key):
+                self._events.on_not_cached(self._node, key)
+            case Leaving(reason):
+                raise NodeLeft(reason)
+            case _:
+                raise LinkError(f"sent {type(message).__name__} in the middle of a connection")

@@ -1,0 +1,178 @@
+"""What the routes about the fleets, the model and the router itself answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from router.http.answer import Answer
+from router.nodes.member import MemberState
+from shared.protocol.messages import Load, NodeLimits, Role
+
+NumTokens = Annotated[int, Meta(description="Tokens.")]
+
+
+def _fields_of(record: type[Struct], **first: type) -> Meta:
+    """Describes a dict with the fields of a protocol record (an array on the wire), behind the `first`."""
+    types = {**first, **{f.name: f.type for f in msgspec.structs.fields(record)}}
+    properties = {name: msgspec.json.schema(kind) for name, kind in types.items()}
+    return Meta(
+        extra_json_schema={"properties": properties, "required": [*types], "additionalProperties": False}
+    )
+
+
+LoadFields = Annotated[dict[str, Any], _fields_of(Load)]
+InternalState = Annotated[dict[str, Any], _fields_of(Load, node_id=str, role=str)]
+LimitFields = Annotated[dict[str, Any], _fields_of(NodeLimits)]
+State = Annotated[str, Meta(extra_json_schema={"enum": [*map(str, MemberState), "loading"]})]
+Status = Annotated[
+    str, Meta(extra_json_schema={"enum": ["ok", "degraded", "starting", "unavailable", "stopping"]})
+]
+
+
+class ByWorkers(Answer, kw_only=True, frozen=True):
+    """What all workers of a router have done (--router-workers)."""
+
+    missing_workers: Annotated[
+        dict[str, str] | UnsetType, Meta(description="Workers that have not done it, and why.")
+    ] = UNSET
+
+
+class FleetMember(Answer, kw_only=True, frozen=True):
+    """How a node stands with this router; one that loads says what, and how far it is."""
+
+    node_id: Annotated[str | None, Meta(description="Null until it has said who it is.")]
+    state: State
+    address: str | UnsetType = UNSET
+    reason: str | UnsetType = UNSET
+    incarnation: str | UnsetType = UNSET
+    num_running_reqs: int | UnsetType = UNSET
+    num_queue_reqs: int | UnsetType = UNSET
+    what: str | UnsetType = UNSET
+    fraction: float | UnsetType = UNSET
+
+
+class FleetNode(FleetMember, kw_only=True, frozen=True):
+    """A node with all that is known of it."""
+
+    role: Role
+    pinned: Annotated[bool, Meta(description="Named by the operator, and so never forgotten.")]
+    load: LoadFields | UnsetType = UNSET
+
+
+class Fleet(Answer, kw_only=True, frozen=True):
+    """Every node that is dialled."""
+
+    nodes: list[FleetNode]
+    router_worker: Annotated[str | UnsetType, Meta(description="Whose view it is, of several.")] = UNSET
+
+
+class NodeAdded(ByWorkers, kw_only=True, frozen=True):
+    """The node, as it stands now."""
+
+    node: FleetNode
+    success: Literal[True] = True
+
+
+class NodeRemoved(ByWorkers, kw_only=True, frozen=True):
+    """A node is gone from this router."""
+
+    node_id: str | None
+    address: str
+    num_ended_requests: Annotated[int, Meta(description="Those that had to be ended when the time was up.")]
+    success: Literal[True] = True
+
+
+class Health(Answer, kw_only=True, frozen=True):
+    """The state of each fleet."""
+
+    status: Status
+    model: Annotated[str, Meta(description="Its name; empty before it is known.")]
+    prefill: list[FleetMember]
+    decode: list[FleetMember]
+    reason: Annotated[str | UnsetType, Meta(description="Why it is not ok.")] = UNSET
+    generated_in_s: Annotated[float | UnsetType, Meta(description="Of /health_generate.")] = UNSET
+
+
+class ModelInfo(Answer, kw_only=True, frozen=True):
+    """The model that is served."""
+
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    vocab_size: int
+    weight_version: str
+    context_length: Annotated[
+        int, Meta(description="Tokens of prompt and output that every decode node takes.")
+    ]
+    max_model_len: Annotated[int, Meta(description="The same.")]
+    has_chat_template: bool
+    is_generation: Literal[True] = True
+
+
+class NodeInfo(Answer, kw_only=True, frozen=True):
+    """A connected node, as it was started."""
+
+    node_id: str
+    role: Role
+    state: State
+    incarnation: str
+    address: str
+    limits: LimitFields
+    flags: dict[str, str | int | float | bool | None]
+
+
+class ServerInfo(Answer, kw_only=True, frozen=True, forbid_unknown_fields=False):
+    """Sizes, and each connected node. The router's own flags are here too, each under its name."""
+
+    version: str
+    status: Status
+    model_path: str
+    served_model_name: str
+    context_length: NumTokens
+    max_model_len: NumTokens
+    page_size: Annotated[int | None, Meta(description="Tokens in a page; null while no node is connected.")]
+    dtype: str | None
+    max_total_num_tokens: Annotated[int, Meta(description="Tokens in the smallest KV pool of a decode node.")]
+    max_running_requests: int
+    internal_states: list[InternalState]
+    nodes: list[NodeInfo]
+
+
+class Tokenized(Answer, kw_only=True, frozen=True):
+    """Token ids; of a list of texts, a list of them."""
+
+    tokens: Sequence[int | Sequence[int]]
+    count: int | list[int]
+    max_model_len: NumTokens
+
+
+class Detokenized(Answer, kw_only=True, frozen=True):
+    """Text; of a list of rows, a list of texts."""
+
+    text: str | list[str]
+
+
+class Flushed(Answer, kw_only=True, frozen=True):
+    """Every RadixCache is empty."""
+
+    message: str
+    nodes: list[str]
+    success: Literal[True] = True
+
+
+class RequestsAborted(ByWorkers, kw_only=True, frozen=True):
+    """How many sequences were called off; none is no error."""
+
+    aborted: int
+    success: Literal[True] = True
+
+
+class Traces(Answer, kw_only=True, frozen=True):
+    """Where each node writes its trace, on its own disk."""
+
+    traces: dict[str, str]
+    success: Literal[True] = True

@@ -1,0 +1,161 @@
+"""What an operator does to a running fleet: add a node, or drain one and let it go.
+
+add      dialled ──▶ works: kept for good │ refused, unreachable, too slow: as if it had never been asked for
+remove   no new requests ──▶ running ones end, or are ended when the time is up ──▶ hung up, forgotten
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.dispatch.running_req import Node
+from router.nodes.member import Member, MemberState
+from router.nodes.membership import Membership
+from shared.errors import RequestError
+from shared.log import event
+from shared.protocol.messages import Role
+
+ADD_WAIT_S = 10.0
+_DRAIN_POLL_S = 0.05
+
+
+class HeldReqs(Protocol):
+    """What nodes have to do. Real: `dispatch.Dispatcher`."""
+
+    def num_held(self, node: Node) -> int:
+        """Sequences that `node` has a part in."""
+        ...
+
+    def give_up(self, node: Node, reason: str) -> int:
+        """Fail what `node` has a part in, and tell it so; how many those were."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removed:
+    """A node that is gone, and how many of its requests had to be ended for that. `incarnation` may be unknown."""
+
+    node_id: str
+    address: str
+    incarnation: str
+    num_ended: int
+
+
+@dataclass(eq=False)
+class _Drain:
+    until: float
+    timeout_s: float
+    task: asyncio.Task[Removed]
+
+
+class FleetChanges:
+    """Changes one router's membership. `close` ends what is under way."""
+
+    def __init__(self, membership: Membership, reqs: HeldReqs) -> None:
+        self._membership = membership
+        self._reqs = reqs
+        self._drains: dict[Member, _Drain] = {}
+
+    async def add(self, role: Role, address: str, wait_s: float, *, keep: bool = False) -> Member:
+        """Dial a node until it is known whether it fits, for at most `wait_s`. One that is there already is fine.
+
+        What does not work is forgotten again, unless it was a member before, or is to be kept and dialled on.
+        Raises RequestError with the reason.
+        """
+        known = self._at(address)
+        if known is not None and (known.role is not role or known.leaving):
+            why = "is being drained" if known.leaving else f"is known as a {known.role} node"
+            raise RequestError(f"{address} {why}", param="address")
+        member = known or self._membership.dial(address, role, pinned=True)
+        if member is None:
+            raise RequestError("no more nodes can be taken in", status=503, code="too_many_nodes")
+        if known is not None and known.node is None:
+            self._membership.redial(known)
+        await self._until_known(member, wait_s)
+        if member.state is MemberState.ALIVE:
+            member.pinned = True
+            self._membership.let_in(member.incarnation)
+            return member
+        error = _why_not(member, wait_s)
+        if known is None and not keep:
+            await self._membership.remove(member)
+        raise error
+
+    def find(self, name: str) -> Member | None:
+        """The member of this id or address. One that is connected first: an id may be known from two addresses."""
+        addresses = (name, f"tcp://{name}")
+        found = [m for m in self._membership.members if m.node_id == name or m.address in addresses]
+        return min(found, key=lambda member: member.node is None, default=None)
+
+    async def remove(self, member: Member, drain_timeout_s: float) -> Removed:
+        """Drain a node, and hang up.
+
+        It goes on when the caller is cancelled. A second call for the same node may shorten the time left.
+        """
+        until = time.monotonic() + drain_timeout_s
+        drain = self._drains.get(member)
+        if drain is None:
+            task = asyncio.create_task(self._drain(member), name=f"drain {member.name}")
+            drain = self._drains[member] = _Drain(until, drain_timeout_s, task)
+            self._membership.drain(member)
+        elif until < drain.until:
+            drain.until, drain.timeout_s = until, drain_timeout_s
+        return await asyncio.shield(drain.task)
+
+    async def close(self) -> None:
+        """Wait for nobody any more."""
+        for drain in self._drains.values():
+            drain.task.cancel()
+        await asyncio.gather(*(drain.task for drain in self._drains.values()), return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------ inside
+    async def _drain(self, member: Member) -> Removed:
+        drain = self._drains[member]
+        num_ended = 0
+        try:
+            while (node := member.node) is not None and self._reqs.num_held(node):
+                if time.monotonic() >= drain.until:
+                    reason = f"its drain_timeout_s of {drain.timeout_s:g} s has passed"
+                    num_ended = self._reqs.give_up(node, reason)
+                    break
+                await asyncio.sleep(_DRAIN_POLL_S)
+            if member.incarnation:
+                self._membership.turn_away(member.incarnation)
+            await self._membership.remove(member)
+        finally:
+            del self._drains[member]
+        event("node_removed", node=member.name, address=member.address, num_ended=num_ended)
+        return Removed(
+            node_id=member.node_id,
+            address=member.address,
+            incarnation=member.incarnation,
+            num_ended=num_ended,
+        )
+
+    async def _until_known(self, member: Member, wait_s: float) -> None:
+        try:
+            async with asyncio.timeout(wait_s):
+                while member.state is MemberState.DIALLING:
+                    await self._membership.changed()
+        except TimeoutError:
+            return  # still dialling
+
+    def _at(self, address: str) -> Member | None:
+        return next((m for m in self._membership.members if m.address == address), None)
+
+
+def _why_not(member: Member, wait_s: float) -> RequestError:
+    who = f"{member.node_id} at {member.address}" if member.node_id else member.address
+    match member.state:
+        case MemberState.REFUSED:
+            return RequestError(
+                f"{who} does not fit here: {member.reason}", param="address", code="node_refused"
+            )
+        case MemberState.DIALLING:
+            why = f"no answer within {wait_s:g} s"
+        case _:
+            why = member.reason
+    return RequestError(f"{who} cannot be reached: {why}", param="address", code="node_unreachable")

@@ -1,0 +1,350 @@
+"""Which nodes there are: dials them, checks that they fit together, notices when they are gone.
+
+    Member (an address)   DIALLING ──hello──▶ ALIVE ──closed, silent──▶ LOST ──1 s──▶ dialled again
+                             │                  └──removed──▶ DRAINING ──▶ hung up, forgotten   (new identity)
+                             └──layout differs──▶ REFUSED ──5 s──▶ dialled again
+
+A node that announced itself (`Join`) and is lost for long is forgotten: it will announce itself again. One that
+the operator named is dialled for ever. A restarted node is a new incarnation, that is a new node: what was removed
+is not let in again when it announces itself, but its next incarnation is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import zmq.asyncio
+
+from router.nodes.conversation import Conversation, NodeEvents, NodeLeft, Timing
+from router.nodes.liveness import Liveness
+from router.nodes.member import Member, MemberState, raise_if_different
+from router.nodes.node_link import LiveNode, NodeLink, Refusal
+from shared.errors import LinkError
+from shared.log import crash, event, warn
+from shared.protocol.messages import (
+    Answered,
+    Join,
+    LoadFailed,
+    Loading,
+    NodeHello,
+    NodeRef,
+    NodeToLobby,
+    Peers,
+    Role,
+    RouterToNode,
+)
+
+if TYPE_CHECKING:
+    from shared.protocol.security import FleetKey
+
+_MAX_MEMBERS = 1024
+_MAX_REMOVED = 4096
+
+
+class Membership:
+    """All members. Runs on the router's loop; `close` ends every task and socket."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        *,
+        incarnation: str,
+        fleet_key: FleetKey | None,
+        timing: Timing,
+    ) -> None:
+        self._context = context
+        self._incarnation = incarnation
+        self._fleet_key = fleet_key
+        self._timing = timing
+        self._events: NodeEvents | None = None
+        self.loading: dict[str, Loading] = {}
+        self._members: list[Member] = []
+        self._removed: dict[str, None] = {}
+        """Incarnations that the operator removed, the oldest first: they are not let in when they ask."""
+        self._dials = itertools.count(1)
+        self._calls = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Answered]] = {}
+        self._fingerprint: str | None = None
+        self._change = asyncio.Event()
+        self._closed = False
+
+    # ---------------------------------------------------------------------------------------- reading
+    @property
+    def members(self) -> Sequence[Member]:
+        """Everyone who is dialled, dead or alive."""
+        return self._members
+
+    def live(self, role: Role) -> list[LiveNode]:
+        """The nodes of a role that can be sent work now, longest-lived first."""
+        alive = [m for m in self._connected() if m.role is role and m.state is MemberState.ALIVE]
+        return [member.node for member in alive if member.node is not None]
+
+    def all_live(self) -> list[LiveNode]:
+        """The nodes of both roles that are connected, longest-lived first; also those that are being drained."""
+        return [member.node for member in self._connected() if member.node is not None]
+
+    def expects(self, role: Role) -> bool:
+        """True when the fleet has members of a role, even if none is alive."""
+        return any(member.role is role for member in self._members)
+
+    def why_none(self, role: Role) -> str:
+        """Why no node of `role` is alive, in one sentence."""
+        states = [
+            f"{member.name} is {member.state}" + (f" ({member.reason})" if member.reason else "")
+            for member in self._members
+            if member.role is role
+        ]
+        return f"no {role} node can serve this now: {'; '.join(states) or 'there is none'}"
+
+    async def changed(self) -> None:
+        """Until a member's state changes."""
+        await self._change.wait()
+
+    # --------------------------------------------------------------------------------------- changing
+    def report_to(self, events: NodeEvents) -> None:
+        """Tell `events` what nodes say; before the first `dial`."""
+        self._events = events
+
+    def dial(self, address: str, role: Role, *, pinned: bool, node_id: str = "") -> Member | None:
+        """Keep a connection to `address` from now on. None when there are too many already, or it is too late."""
+        known = next((member for member in self._members if member.address == address), None)
+        if known is not None:
+            return known
+        if self._closed:
+            return None
+        if len(self._members) >= _MAX_MEMBERS:
+            warn("member_ignored", address=address, members=len(self._members))
+            return None
+        member = Member(address, role, pinned, node_id=node_id, since=time.monotonic())
+        self._members.append(member)
+        self._begin(member)
+        return member
+
+    def redial(self, member: Member) -> None:
+        """Do not wait until its turn comes: dial a member anew that is not connected."""
+        assert member.node is None and member.task is not None
+        member.task.cancel()
+        member.retired = ""
+        self._set(member, MemberState.DIALLING, "")
+        self._begin(member)
+
+    def drain(self, member: Member) -> None:
+        """Send a member no new work from now on, and do not dial it again."""
+        member.leaving = True
+        if member.node is not None:
+            self._set(member, MemberState.DRAINING, "removed by the operator")
+
+    async def remove(self, member: Member) -> None:
+        """Hang up and forget a member."""
+        if member in self._members:
+            self._forget(member)
+        if member.task is not None:
+            await asyncio.gather(member.task, return_exceptions=True)
+
+    def turn_away(self, incarnation: str) -> None:
+        """Ignore it when this incarnation of a node announces itself."""
+        self._removed[incarnation] = None
+        if len(self._removed) > _MAX_REMOVED:
+            del self._removed[next(iter(self._removed))]
+
+    def let_in(self, incarnation: str) -> None:
+        """The operator wants it back."""
+        self._removed.pop(incarnation, None)
+
+    def on_lobby(self, message: NodeToLobby) -> None:
+        """A node arrives by itself (this is a `lobby.LobbyListener`); `loading` is kept for /health."""
+        match message:
+            case Loading(node_id) if node_id in self.loading or len(self.loading) < _MAX_MEMBERS:
+                self.loading[node_id] = message
+            case LoadFailed(node_id, _, reason):
+                self.loading.pop(node_id, None)
+                warn("node_failed_to_load", node=node_id, reason=reason)
+            case Join(node, role):
+                self._join(node, role)
+        self._signal()
+
+    def retire(self, node_id: str, reason: str) -> None:
+        """Never dial a node again that is known to be gone for good; it stays in /health, as lost."""
+        self.loading.pop(node_id, None)
+        for member in [m for m in self._members if m.node_id == node_id]:
+            member.retired = reason
+            if member.node is not None:
+                member.node.link.lose(reason)
+            elif member.task is not None:
+                member.task.cancel()
+                self._set(member, MemberState.LOST, reason)
+        self._signal()  # also for one that never got as far as to announce itself
+
+    async def call(self, message: Callable[[int], RouterToNode], timeout_s: float) -> dict[str, Answered]:
+        """Ask every live node for something; a node that does not answer in time counts as having refused."""
+        asked: dict[str, asyncio.Future[Answered]] = {}
+        calls: list[int] = []
+        for node in self.all_live():
+            calls.append(next(self._calls))
+            asked[node.ref.node_id] = self._waiting[calls[-1]] = asyncio.get_running_loop().create_future()
+            node.send(message(calls[-1]))
+        try:
+            if asked:
+                await asyncio.wait(asked.values(), timeout=timeout_s)
+            silent = Answered(0, False, f"no answer within {timeout_s:g} s")
+            return {name: answer.result() if answer.done() else silent for name, answer in asked.items()}
+        finally:
+            for call_id in calls:
+                self._waiting.pop(call_id, None)
+
+    async def refresh(self, timeout_s: float) -> None:
+        """Ask every node for its load; one that does not answer in time keeps its last."""
+        asked = [asyncio.create_task(node.refresh()) for node in self.all_live()]
+        if asked:
+            _, late = await asyncio.wait(asked, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+
+    async def close(self) -> None:
+        """Close every connection, and dial nobody any more."""
+        self._closed = True
+        tasks = [member.task for member in self._members if member.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._members.clear()
+
+    # ------------------------------------------------------------------------------------- one member
+    def _connected(self) -> list[Member]:
+        return sorted((m for m in self._members if m.node is not None), key=lambda member: member.since)
+
+    def _begin(self, member: Member) -> None:
+        member.task = asyncio.create_task(self._keep_dialled(member), name=f"member {member.address}")
+
+    def _join(self, ref: NodeRef, role: Role) -> None:
+        """Joins are repeated until the node is dialled, so this is usually no news."""
+        if ref.incarnation in self._removed:
+            return
+        for member in self._members:
+            moved = member.node_id == ref.node_id and member.address != ref.address
+            if moved and member.node is None and not member.pinned:
+                self._forget(member)  # restarted elsewhere
+                break
+        self.dial(ref.address, role, pinned=False, node_id=ref.node_id)
+
+    async def _keep_dialled(self, member: Member) -> None:
+        while True:
+            pause_s = self._timing.redial_s
+            try:
+                await self._one_connection(member)
+            except NodeLeft as e:
+                self._set(member, MemberState.LEFT, str(e))
+            except Refusal as e:
+                self._set(member, MemberState.REFUSED, str(e))
+                pause_s = self._timing.redial_refused_s
+            except LinkError as e:
+                self._set(member, MemberState.LOST, str(e))
+            except Exception:
+                crash("member_task", address=member.address)
+                self._set(member, MemberState.LOST, "internal error")
+            if member.retired:
+                self._set(member, MemberState.LOST, member.retired)
+                return
+            if member.leaving:
+                return
+            if not member.pinned and self._is_stale(member):
+                self._forget(member)
+                return
+            await asyncio.sleep(pause_s)
+
+    async def _one_connection(self, member: Member) -> None:
+        """Dial, listen, and raise LinkError with the reason of the end."""
+        identity = f"router|{self._incarnation}|{next(self._dials)}"
+        link = NodeLink(self._context, member.address, identity, self._fleet_key)
+        try:
+            hello = await link.hello(self._incarnation, self._timing.hello_s)
+            self._check(member, hello)
+            events = self._events
+            assert events is not None, "report_to comes before the first dial"
+            node = self._admit(member, hello, link)
+            reason = "closed"
+            try:
+                await Conversation(node, events, self._timing, self._on_answered).run()
+            except LinkError as e:
+                reason = str(e)
+                raise
+            finally:
+                self._drop(member, node, events, reason)
+        finally:
+            link.close()
+
+    def _check(self, member: Member, hello: NodeHello) -> None:
+        """Refuse what does not fit, by the name of the field."""
+        member.node_id, member.incarnation = hello.node.node_id, hello.node.incarnation
+        if hello.role is not member.role:
+            raise Refusal(f"role: expected a {member.role} node, it is a {hello.role} node")
+        live = self.all_live()
+        if any(node.ref.node_id == hello.node.node_id for node in live):
+            raise Refusal(f"node_id: {hello.node.node_id} is already here, under another address")
+        if self._fingerprint not in (None, hello.layout.fingerprint):
+            raise Refusal(f"fingerprint: {hello.layout.fingerprint} is not the model that is served here")
+        if live:
+            raise_if_different(live[0].hello.layout, hello.layout)
+
+    def _admit(self, member: Member, hello: NodeHello, link: NodeLink) -> LiveNode:
+        now = time.monotonic()
+        liveness = Liveness(now, timeout_s=self._timing.node_timeout_s, interval_s=self._timing.ping_s)
+        node = LiveNode(hello, link, liveness)
+        self._fingerprint = hello.layout.fingerprint
+        member.node = node
+        self.loading.pop(node.ref.node_id, None)
+        self._set(member, MemberState.ALIVE, "")
+        self._announce_peers(hello.role, node)
+        return node
+
+    def _drop(self, member: Member, node: LiveNode, events: NodeEvents, reason: str) -> None:
+        member.node = None
+        events.on_node_lost(node, reason)
+        self._announce_peers(node.role, None)
+
+    def _announce_peers(self, changed: Role, joined: LiveNode | None) -> None:
+        """Prefill nodes hold links to all connected decode nodes: tell them when those change, or they are new."""
+        connected = self.all_live()
+        decode_nodes: tuple[NodeRef, ...] = tuple(node.ref for node in connected if node.role is Role.DECODE)
+        prefills = [node for node in connected if node.role is Role.PREFILL]
+        told = prefills if changed is Role.DECODE else [joined] if joined else []
+        for node in told:
+            node.send(Peers(decode_nodes))
+
+    def _on_answered(self, answered: Answered) -> None:
+        waiting = self._waiting.pop(answered.call_id, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answered)
+
+    def _set(self, member: Member, state: MemberState, reason: str) -> None:
+        news = (state, reason) != (member.state, member.reason)
+        if state is MemberState.ALIVE or (state is not member.state and member.state is MemberState.ALIVE):
+            member.since = time.monotonic()
+        member.state, member.reason = state, reason
+        if news:
+            fields: dict[str, object] = {"node": member.node_id or "?", "address": member.address}
+            if reason:
+                fields["reason"] = reason
+            calm = state in (MemberState.ALIVE, MemberState.DIALLING, MemberState.DRAINING)
+            level = logging.INFO if calm else logging.WARNING
+            event(f"{member.role}_node_{state}", level=level, **fields)
+        self._signal()
+
+    def _is_stale(self, member: Member) -> bool:
+        return member.state is MemberState.LEFT or time.monotonic() - member.since > self._timing.forget_s
+
+    def _forget(self, member: Member) -> None:
+        event("node_forgotten", node=member.node_id or "?", address=member.address)
+        self._members.remove(member)
+        if member.task is not None and member.task is not asyncio.current_task():
+            member.task.cancel()
+        self._signal()
+
+    def _signal(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()

@@ -1,0 +1,212 @@
+"""One connection to one node: a DEALER socket from a dial to its loss.
+
+A connection never comes back by itself: the next dial is a new socket with a new identity, so neither side can
+mistake a message of the old connection for one of the new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from router.dispatch.prefix_index import PrefixIndex
+from router.nodes.liveness import Liveness
+from shared.errors import LinkError
+from shared.protocol.messages import (
+    FRAME_ERRORS,
+    CacheResync,
+    Load,
+    NodeHello,
+    NodeLimits,
+    NodeRef,
+    NodeToRouter,
+    Ping,
+    Pong,
+    Refused,
+    Role,
+    RouterHello,
+    RouterToNode,
+)
+
+if TYPE_CHECKING:
+    from shared.protocol.security import FleetKey
+
+MAX_MESSAGE_BYTES = 64 << 20
+_MAX_QUEUED_MESSAGES = 20_000
+_CONNECT_TIMEOUT_MS = 5000
+# Turning libzmq's reconnecting off (-1) would also drop what arrived just before the connection closed.
+_NEVER_MS = 10**9
+_CLOSE_LINGER_MS = 200
+
+_LOST: Mapping[int, str] = {
+    zmq.EVENT_CLOSED: "connection refused",
+    zmq.EVENT_DISCONNECTED: "connection closed",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake failed (is it a node, with the same --fleet-key?)",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshake failed: not the same protocol",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "handshake failed: not the same --fleet-key",
+}
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(NodeToRouter)
+
+
+class Refusal(LinkError):
+    """One side will not work with the other; trying again soon is pointless."""
+
+
+class NodeLink:
+    """The socket and its monitor. `lost` gets the reason once, whoever notices first."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, identity: str, fleet_key: FleetKey | None
+    ) -> None:
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.identity = identity.encode()
+        self._socket.reconnect_ivl = _NEVER_MS
+        self._socket.connect_timeout = _CONNECT_TIMEOUT_MS
+        self._socket.handshake_ivl = _CONNECT_TIMEOUT_MS
+        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
+        self._socket.sndhwm = self._socket.rcvhwm = _MAX_QUEUED_MESSAGES
+        if fleet_key is not None:
+            fleet_key.secure_client(self._socket)
+        self._monitor = self._socket.get_monitor_socket(sum(_LOST))
+        self._watching = asyncio.create_task(self._watch(), name=f"watch {address}")
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as e:
+            self.lose(f"{address} cannot be dialled: {e.strerror}")
+
+    def send(self, message: RouterToNode) -> None:
+        """Queue a message; when that is impossible the link is lost, and its owner will see so."""
+        if self.lost.done():
+            return
+        sent = cast("asyncio.Future[object]", self._socket.send(_encoder.encode(message), zmq.DONTWAIT))
+        if sent.exception() is not None:
+            self.lose(f"{_MAX_QUEUED_MESSAGES} messages wait to be sent")
+
+    async def receive(self) -> NodeToRouter:
+        """The next message. Raises LinkError for one that cannot be decoded."""
+        return _decode(await self._socket.recv_multipart())
+
+    def receive_waiting(self) -> Iterator[NodeToRouter]:
+        """What had arrived before the link was lost. Raises LinkError as `receive` does."""
+        while True:
+            frames = cast("asyncio.Future[list[bytes]]", self._socket.recv_multipart(zmq.DONTWAIT))
+            if frames.exception() is not None:
+                return
+            yield _decode(frames.result())
+
+    async def hello(self, incarnation: str, timeout_s: float) -> NodeHello:
+        """Introduce this router and learn what the node is. Raises LinkError.
+
+        What comes before the answer was meant for an earlier connection of this router, which the node knows by
+        the same name, and ended with it.
+        """
+        self.send(RouterHello(incarnation))
+        answer = asyncio.ensure_future(self._answer_to_hello())
+        try:
+            either: set[asyncio.Future[Any]] = {answer, self.lost}
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise LinkError(
+                    self.lost.result() if self.lost.done() else f"no hello within {timeout_s:g} s"
+                )
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    async def _answer_to_hello(self) -> NodeHello:
+        while True:
+            match await self.receive():
+                case NodeHello() as hello:
+                    return hello
+                case Refused(reason):
+                    raise Refusal(f"the node refused: {reason}")
+            await asyncio.sleep(0)  # receive() does not suspend while messages are waiting
+
+    def lose(self, reason: str) -> None:
+        """Give the link up."""
+        if not self.lost.done():
+            self.lost.set_result(reason)
+
+    def close(self) -> None:
+        """Close both sockets; what is queued has a moment to leave, unless the link is lost."""
+        linger = 0 if self.lost.done() else _CLOSE_LINGER_MS
+        self.lose("closed")
+        self._watching.cancel()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(linger)
+
+    async def _watch(self) -> None:
+        while True:
+            seen = await recv_monitor_message(self._monitor)
+            reason = _LOST.get(seen["event"])
+            if reason is not None:
+                self.lose(reason)
+                return
+
+
+def _decode(frames: list[bytes]) -> NodeToRouter:
+    try:
+        return cast(NodeToRouter, _decoder.decode(frames[-1]))
+    except FRAME_ERRORS as e:
+        raise LinkError(f"sent a message that cannot be decoded: {e}") from e
+
+
+class LiveNode:
+    """A node that has said hello, until its link is lost: what the dispatcher sends to."""
+
+    def __init__(self, hello: NodeHello, link: NodeLink, liveness: Liveness) -> None:
+        self.hello = hello
+        self.link = link
+        self.liveness = liveness
+        self.load = Load()
+        self.load_at = 0.0
+        self.prefixes = PrefixIndex()
+        self._pong = asyncio.Event()
+
+    @property
+    def ref(self) -> NodeRef:
+        """Who it is."""
+        return self.hello.node
+
+    @property
+    def role(self) -> Role:
+        """What it was started as."""
+        return self.hello.role
+
+    @property
+    def limits(self) -> NodeLimits:
+        """What fits."""
+        return self.hello.limits
+
+    @property
+    def page_size(self) -> int:
+        """See running_req.Node."""
+        return self.hello.layout.page_size
+
+    def send(self, message: RouterToNode) -> None:
+        """See running_req.Node."""
+        self.link.send(message)
+
+    def pong(self, pong: Pong, now: float) -> None:
+        """The node has answered a Ping."""
+        self.load, self.load_at = pong.load, now
+        self.liveness.pong(now, pong.load)
+        if not self.prefixes.compare(pong.cache_seq):
+            self.send(CacheResync())
+        self._pong.set()
+
+    async def refresh(self) -> None:
+        """Until `load` is newer than this call."""
+        self._pong.clear()
+        self.send(Ping(0))
+        await self._pong.wait()

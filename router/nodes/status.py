@@ -1,0 +1,124 @@
+"""The state of the fleets, as /health and /server_info tell it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET
+from msgspec.structs import asdict
+
+from router.nodes.fleet_answers import FleetMember, Health, NodeInfo, ServerInfo
+from router.nodes.member import Member, MemberState
+from router.nodes.membership import Membership
+from router.nodes.node_link import LiveNode
+from router.text.served_model import ModelSlot
+from shared.protocol.messages import Role
+
+VERSION = "0.1.0"
+
+
+class FleetStatus:
+    """Reads the membership; `stopping` is set once the router goes down."""
+
+    def __init__(self, membership: Membership, model: ModelSlot) -> None:
+        self._membership = membership
+        self._model = model
+        self.stopping = False
+
+    @property
+    def can_serve(self) -> bool:
+        """True when any request can be served: a decode node can prefill too, the reverse does not hold."""
+        return not self.stopping and self._model.known and bool(self._membership.live(Role.DECODE))
+
+    def context_length(self) -> int:
+        """The longest prompt and output that every live decode node takes; the model's, while none is alive."""
+        decode = self._membership.live(Role.DECODE)
+        if decode:
+            return min(node.limits.context_length for node in decode)
+        return self._model.get().context_length
+
+    def describe(self) -> Health:
+        """The body of /health."""
+        state, reason = self.state()
+        return Health(
+            status=state,
+            model=self._model.name(),
+            prefill=self._fleet(Role.PREFILL),
+            decode=self._fleet(Role.DECODE),
+            reason=reason or UNSET,
+        )
+
+    def server_info(self) -> ServerInfo:
+        """Sizes, and per node its flags, limits and latest load."""
+        connected = [(m, m.node) for m in self._membership.members if m.node is not None]
+        layout = connected[0][1].hello.layout if connected else None
+        decode = self._membership.live(Role.DECODE)
+        return ServerInfo(
+            version=VERSION,
+            status=self.state()[0],
+            model_path=self._model.get().model,
+            served_model_name=self._model.name(),
+            context_length=self.context_length(),
+            max_model_len=self.context_length(),
+            page_size=layout.page_size if layout else None,
+            dtype=layout.dtype if layout else None,
+            max_total_num_tokens=min((n.limits.max_total_num_tokens for n in decode), default=0),
+            max_running_requests=sum(n.limits.max_running_requests for n in decode),
+            internal_states=[
+                {"node_id": node.ref.node_id, "role": node.role, **asdict(node.load)} for _, node in connected
+            ],
+            nodes=[
+                NodeInfo(
+                    node_id=node.ref.node_id,
+                    role=node.role,
+                    state=member.state,
+                    incarnation=node.ref.incarnation,
+                    address=node.ref.address,
+                    limits=asdict(node.limits),
+                    flags=node.hello.flags,
+                )
+                for member, node in connected
+            ],
+        )
+
+    def _fleet(self, role: Role) -> list[FleetMember]:
+        members = [m for m in self._membership.members if m.role is role]
+        loading = [n for n in self._membership.loading.values() if n.role is role]
+        return [FleetMember(**describe_member(m)) for m in members] + [
+            FleetMember(node_id=n.node_id, state="loading", what=n.what, fraction=n.fraction) for n in loading
+        ]
+
+    def state(self) -> tuple[str, str]:
+        """In one word, and why it is not `ok`."""
+        membership = self._membership
+        if self.stopping:
+            return "stopping", "the router is shutting down"
+        if not membership.live(Role.DECODE):
+            waiting = all(m.state is MemberState.DIALLING for m in membership.members)
+            return "starting" if waiting else "unavailable", membership.why_none(Role.DECODE)
+        if not self._model.known:
+            return "starting", "the model is not known yet"
+        if membership.expects(Role.PREFILL) and not membership.live(Role.PREFILL):
+            return "degraded", f"decode nodes prefill by themselves: {membership.why_none(Role.PREFILL)}"
+        gone = [m for m in membership.members if m.node is None]
+        if gone:
+            return "degraded", "; ".join(f"{m.name} is {m.state}" for m in gone)
+        return "ok", ""
+
+
+def describe_member(member: Member) -> dict[str, Any]:
+    """The fields of a FleetMember: how it stands, and how much it has to do."""
+    known = {"node_id": member.node_id or None, "address": member.address, "state": member.state}
+    return {
+        **known,
+        "reason": member.reason or UNSET,
+        **({} if member.node is None else _at_work(member.node)),
+    }
+
+
+def _at_work(node: LiveNode) -> dict[str, Any]:
+    return {
+        "incarnation": node.ref.incarnation,
+        "num_running_reqs": node.load.num_running,
+        "num_queue_reqs": node.load.num_waiting,
+    }

@@ -1,0 +1,44 @@
+"""Why a sequence has ended, as the native API words it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from router.http.answer import Answer
+
+
+class StopReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="stop"):
+    """The model's own end, or a stop string or id of the request."""
+
+    matched: Annotated[
+        int | str | None, Meta(description="The token id or the string; null at a grammar's end.")
+    ]
+
+
+class LengthReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="length"):
+    """`max_new_tokens`, the context or the KV pool is full."""
+
+    length: Annotated[int, Meta(description="Output tokens.")]
+
+
+class AbortReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="abort"):
+    """Called off by /abort_request."""
+
+    message: str
+    status_code: int
+
+
+FinishReason = StopReason | LengthReason | AbortReason
+
+
+def kind_of(reason: FinishReason) -> Literal["stop", "length", "abort"]:
+    """Its `type`."""
+    match reason:
+        case StopReason():
+            return "stop"
+        case LengthReason():
+            return "length"
+        case AbortReason():
+            return "abort"

@@ -1,0 +1,308 @@
+"""The sequences of one HTTP request, from token ids to the text that a client sees. Both APIs are built on it.
+
+async with generator.open(prompts) as group:      every sequence is sent to its nodes
+    async for generation, text in group.steps():  one that has news; `text` is what it adds
+        ...
+                                                  leaving the block ends what still runs, on every node
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import TracebackType
+
+from router.dispatch.dispatcher import Dispatcher, Work
+from router.dispatch.live_rids import LiveRids
+from router.dispatch.running_req import Aborted, RunningReq
+from router.dispatch.scheduling_hints import SchedulingHints
+from router.request.admission import Ticket
+from router.request.finish_reason import AbortReason, FinishReason, LengthReason, StopReason
+from router.request.output_text import OutputText
+from router.request.sampling import Sampling
+from router.request.stop_matcher import StopConditions, stop_conditions
+from router.text.tokenizer import Tokenizer
+from shared.errors import RequestError
+from shared.protocol.logprobs import TokenLogprobs
+from shared.protocol.messages import Stamp
+from shared.timeline import ReqStage
+
+ABORTED_STATUS = 499
+_TOKENS_A_TURN = 65_536
+"""Of prompts, that are dispatched in one turn of the event loop: about 2 ms (2 cores)."""
+_TOKENS_A_SEQUENCE = 4096
+"""Dispatching a sequence takes as long as so many tokens of its prompt do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt of a request; it becomes `sampling.n` sequences. `rid` is the client's name for it.
+
+    Other running requests may have a `shared_rid` too; see request_ids.
+    """
+
+    rid: str
+    input_ids: tuple[int, ...]
+    sampling: Sampling
+    shared_rid: bool = False
+    extra_key: str = ""
+    hints: SchedulingHints = field(default_factory=SchedulingHints)
+    split: bool = False
+
+
+class Generation:
+    """One sequence: what it has produced so far, and how it ended (`finish_reason`, as in the native API)."""
+
+    def __init__(
+        self, prompt: Prompt, prompt_index: int, choice: int, index: int, output: OutputText
+    ) -> None:
+        self.prompt = prompt
+        self.prompt_index = prompt_index
+        self.choice = choice
+        self.index = index
+        self.output_logprobs: list[TokenLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+        self.finished_at: float | None = None
+        self.queued_at = time.time()
+        self._req: RunningReq | None = None
+        self._output = output
+
+    @property
+    def text(self) -> str:
+        """What it says so far, without what is held back."""
+        return self._output.text
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Its tokens so far."""
+        return self._output.token_ids
+
+    @property
+    def started(self) -> bool:
+        """True once it was dispatched."""
+        return self._req is not None
+
+    @property
+    def req(self) -> RunningReq:
+        """What the dispatcher knows of it; set when it is dispatched, before anything else happens to it."""
+        assert self._req is not None
+        return self._req
+
+    def dispatched(self, req: RunningReq) -> None:
+        """It is on its way as `req`."""
+        self._req = req
+
+    def advance(self) -> str:
+        """Take what has arrived; returns the text it adds. Raises the RequestError that ended the sequence."""
+        token_ids = self.req.take()
+        if self.req.error is not None:
+            raise self.prompt.sampling.in_terms_of_request(self.req.error)
+        finish, num_before = self.req.finish, len(self.output_ids)
+        added = self._output.add(token_ids, finish)
+        if self.prompt.sampling.params.logprobs is not None:
+            self.output_logprobs += self.req.take_logprobs(num_before, len(self.output_ids))
+            if len(self.output_logprobs) < len(self.output_ids):
+                raise RequestError("a node sent tokens without the logprobs that were asked for", status=500)
+        if self._output.matched is not None:
+            self._finish(StopReason(matched=self._output.matched))
+        elif isinstance(finish, Aborted):
+            self._finish(AbortReason(message=finish.message, status_code=ABORTED_STATUS))
+        elif finish is not None and finish.type == "stop":
+            self._finish(StopReason(matched=finish.matched))
+        elif finish is not None:
+            self._finish(LengthReason(length=len(self.output_ids)))
+        return added
+
+    @cached_property
+    def _unpacked_input_logprobs(self) -> list[TokenLogprobs]:
+        assert self.req.input_logprobs is not None
+        return self.req.input_logprobs.unpack()
+
+    @property
+    def input_logprobs(self) -> list[TokenLogprobs]:
+        """Of the prompt tokens behind the first that was asked for; empty until the first output token is there."""
+        return self._unpacked_input_logprobs if self.req.input_logprobs is not None else []
+
+    @property
+    def timeline(self) -> list[Stamp]:
+        """Every stage on every node, in order of time."""
+        stamps = [Stamp("router", ReqStage.QUEUED, self.queued_at), *self.req.stamps]
+        if self.finished_at is not None:
+            stamps.append(Stamp("router", ReqStage.FINISHED, self.finished_at))
+        return sorted(stamps, key=lambda stamp: stamp.time)
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self.finished_at = time.time()
+
+
+class GenerationGroup:
+    """All sequences of one request; `open` it in a with block."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        tokenizer: Tokenizer,
+        dispatcher: Dispatcher,
+        rids: LiveRids,
+        ticket: Ticket | None,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._rids = rids
+        self._ticket = ticket
+        self._num_prompts = len(prompts)
+        self._ready: dict[Generation, None] = {}
+        self._bell: asyncio.Future[None] | None = None
+        """What `steps` waits for."""
+        self._tokenizer = tokenizer
+        self.prompts = prompts
+        self.generations: list[Generation] = []
+        """There when the block is entered."""
+        self._unfinished: set[Generation] = set()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> GenerationGroup:
+        """Send every sequence. Raises RequestError; then none is left running."""
+        samplings = [prompt.sampling for prompt in self.prompts]
+        for at, conditions in enumerate(await stop_conditions(samplings, self._tokenizer.workers)):
+            self._add(at, conditions)
+        shared = all(prompt.shared_rid for prompt in self.prompts)
+        self._rids.claim([prompt.rid for prompt in self.prompts], shared=shared)
+        try:
+            num_tokens = 0
+            for generation in self.generations:
+                num_tokens += _TOKENS_A_SEQUENCE + len(generation.prompt.input_ids)
+                if num_tokens > _TOKENS_A_TURN:
+                    num_tokens = 0
+                    await asyncio.sleep(0)
+                self._start(generation)
+                if self._ticket is not None:
+                    self._ticket.dispatched()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what still runs: the client has all it wanted, went away, or one of the others failed."""
+        self._release()
+
+    async def steps(self) -> AsyncIterator[tuple[Generation, str]]:
+        """Each sequence that has news, with the text it adds, until all have finished. Raises RequestError."""
+        self._unfinished = set(self.generations)
+        self._mind_deadlines()
+        while self._unfinished:
+            await self._news()
+            ready, self._ready = self._ready, {}
+            for generation in ready:
+                if generation not in self._unfinished:
+                    continue
+                text = self._advance(generation)
+                if generation.finish_reason is not None:
+                    self._unfinished.remove(generation)
+                yield generation, text
+
+    async def finished(self) -> list[Generation]:
+        """All sequences, when all have finished. Raises RequestError."""
+        async for _ in self.steps():
+            pass
+        return self.generations
+
+    def _add(self, prompt_index: int, conditions: StopConditions) -> None:
+        prompt = self.prompts[prompt_index]
+        for choice in range(prompt.sampling.n):
+            output = OutputText(self._tokenizer, prompt.sampling, prompt.input_ids, conditions)
+            index = len(self.generations)
+            self.generations.append(Generation(prompt, prompt_index, choice, index, output))
+
+    def _start(self, generation: Generation) -> None:
+        prompt = generation.prompt
+        work = Work(
+            input_ids=prompt.input_ids,
+            params=prompt.sampling.choice(generation.choice),
+            extra_key=prompt.extra_key,
+            hints=prompt.hints,
+            split=prompt.split,
+        )
+        try:
+            generation.dispatched(self._dispatcher.start(work, wake=lambda: self._wake(generation)))
+        except RequestError as e:
+            raise self._named(e, generation) from e
+        self._rids.running(prompt.rid, generation.req)
+
+    def _wake(self, generation: Generation) -> None:
+        self._ready[generation] = None
+        if self._bell is not None and not self._bell.done():
+            self._bell.set_result(None)
+
+    async def _news(self) -> None:
+        """Until a sequence has news."""
+        while not self._ready:
+            self._bell = asyncio.get_running_loop().create_future()
+            await self._bell
+
+    def _mind_deadlines(self) -> None:
+        """A sequence whose deadline has passed has bad news. One timer for all, which no token has to touch."""
+        self._deadline = None
+        running = [generation.req for generation in self._unfinished if not generation.req.ended]
+        for req in running:
+            if self._dispatcher.seconds_left(req) <= 0:
+                self._dispatcher.expire(req)
+        left = [self._dispatcher.seconds_left(req) for req in running if not req.ended]
+        if left:
+            self._deadline = asyncio.get_running_loop().call_later(min(left), self._mind_deadlines)
+
+    def _advance(self, generation: Generation) -> str:
+        try:
+            text = generation.advance()
+        except RequestError as e:
+            raise self._named(e, generation) from e
+        if generation.finish_reason is not None:
+            self._dispatcher.stop(generation.req, len(generation.output_ids))
+        return text
+
+    def _named(self, error: RequestError, generation: Generation) -> RequestError:
+        """In a batch, an error says which prompt it is about."""
+        if self._num_prompts == 1:
+            return error
+        return RequestError(
+            f"prompt {generation.prompt_index}: {error.message}",
+            status=error.status,
+            param=error.param,
+            code=error.code,
+        )
+
+    def _release(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        for generation in self.generations:
+            if generation.started:
+                self._dispatcher.release(generation.req)
+        self._rids.release([prompt.rid for prompt in self.prompts])
+
+
+class Generator:
+    """Opens groups: the one thing that an API needs to generate text."""
+
+    def __init__(self, dispatcher: Dispatcher, rids: LiveRids) -> None:
+        self._dispatcher = dispatcher
+        self._rids = rids
+
+    def open(
+        self, prompts: Sequence[Prompt], tokenizer: Tokenizer, ticket: Ticket | None = None
+    ) -> GenerationGroup:
+        """The sequences of `prompts`, to be entered as a context; `ticket` holds their places until then."""
+        return GenerationGroup(prompts, tokenizer, self._dispatcher, self._rids, ticket)
+
+    def abort(self, rid: str | None, message: str) -> int:
+        """End the requests that a client named `rid`, or all; how many sequences those still were."""
+        found = self._rids.all() if rid is None else self._rids.find(rid)
+        running = [req for req in found if not req.ended]
+        for req in running:
+            self._dispatcher.abort(req, message)
+        return len(running)

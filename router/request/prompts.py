@@ -1,0 +1,112 @@
+"""Prompts as a request holds them, and fields that are one value or, in a batch, a list of one for each prompt."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, TypeVar, cast
+
+from pydantic import Field
+
+from router.http.body import FailFast, OneOf, shown, wrong
+from router.http.limits import MAX_BATCH_SIZE, HttpLimits
+from router.text.served_model import ServedModel
+from shared.errors import RequestError
+
+T = TypeVar("T")
+
+MAX_RID_CHARS = 256
+MAX_TOKEN_ID = 2**31 - 1
+"""The vocabulary's bound is checked when the model is known."""
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenIds = Annotated[list[TokenId], FailFast()]
+Texts = Annotated[list[str], FailFast(), Field(min_length=1, max_length=MAX_BATCH_SIZE)]
+IdRows = Annotated[list[TokenIds], FailFast(), Field(min_length=1, max_length=MAX_BATCH_SIZE)]
+IdPrompts = Annotated[
+    list[int] | list[list[int]],
+    OneOf(
+        "a list of token ids, or a list of such lists",
+        {"list[int]": Annotated[TokenIds, Field(min_length=1)], "list[list]": IdRows},
+    ),
+]
+Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
+Rids = Annotated[
+    str | list[str] | None,
+    OneOf(
+        "a string or a list of strings",
+        {"str": Rid, "list": Annotated[list[Rid], FailFast(), Field(max_length=MAX_BATCH_SIZE)]},
+    ),
+    Field(description="Names the request, for /abort_request; no other that runs may have the same."),
+]
+ReturnTimeline = Annotated[bool, Field(description="Tell when it was in which stage, and on which node.")]
+ExtraKey = Annotated[str, Field(max_length=MAX_RID_CHARS)]
+
+
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids that the model does not have."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        outside = next(i for i in token_ids if not 0 <= i < vocab_size)
+        raise RequestError(
+            f"{name} must hold token ids from 0 to {vocab_size - 1}, not {shown(outside)}", param=name
+        )
+
+
+async def encode_prompts(
+    texts: Sequence[str],
+    model: ServedModel,
+    limits: HttpLimits,
+    field: str,
+    *,
+    batched: bool,
+    add_special_tokens: bool = True,
+) -> list[list[int]]:
+    """The token ids of `texts`. A text that could not fit, were all tokens the longest, is refused unread: it would
+    keep the tokenizer from others for many seconds.
+    """
+    most = limits.most_prompt_tokens(model.context_length) * model.tokenizer.max_token_chars
+    for at, text in enumerate(texts):
+        if len(text) > most:
+            where = f"prompt {at}" if batched else "the prompt"
+            raise RequestError(
+                f"{where} has {len(text)} characters, more than {limits.most_prompt_tokens(model.context_length)} "
+                f"tokens of at most {model.tokenizer.max_token_chars} can hold",
+                param=field,
+                code="context_length_exceeded",
+            )
+    return await model.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
+
+
+def id_rows(
+    name: str, value: list[int] | list[list[int]], vocab_size: int, limits: HttpLimits
+) -> tuple[list[list[int]], bool]:
+    """The rows of token ids in `value`, as IdPrompts has checked it, and whether it is a list of rows."""
+    batched = isinstance(value[0], list)
+    rows = cast("list[list[int]]", value if batched else [value])
+    limits.check_batch_size(len(rows))
+    for at, row in enumerate(rows):
+        check_token_ids(f"{name}[{at}]" if batched else name, row, vocab_size)
+    return rows, batched
+
+
+def per_prompt(
+    name: str, value: T | list[T | None] | None, default: T, num_prompts: int, *, batched: bool
+) -> list[T]:
+    """The value for each prompt, of a field that is one for all or a list of them; null is the default."""
+    if not isinstance(value, list):
+        return [default if value is None else value] * num_prompts
+    if not batched or len(value) != num_prompts:
+        expected = f"one value, or a list of {num_prompts}, one for each prompt" if batched else "one value"
+        raise RequestError(f"{name} must be {expected}, not a list of {len(value)}", param=name)
+    return [default if item is None else item for item in value]
+
+
+def read_rids(rid: str | list[str] | None, num_prompts: int, *, batched: bool) -> list[str]:
+    """A name for each prompt: the client's, numbered where one string names a batch, or a random one."""
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(num_prompts)]
+    if isinstance(rid, str):
+        return [f"{rid}_{i}" for i in range(num_prompts)] if batched else [rid]
+    if len(rid) != num_prompts:
+        raise wrong("rid", f"a string or a list of {num_prompts}, one for each prompt", rid)
+    return rid

@@ -1,0 +1,287 @@
+"""The sampling fields of a request, as both dialects have them, and their split between node and router."""
+
+from __future__ import annotations
+
+import secrets
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field, WithJsonSchema
+
+from router.http.body import Body, FailFast, OneOf, Refused, must, shown, wrong
+from router.http.limits import MAX_CHOICES, MAX_STOPS, HttpLimits
+from router.request.grammars import (
+    AskedGrammar,
+    GrammarText,
+    JsonSchema,
+    in_terms_of,
+    only_grammar,
+    schema_grammar,
+    text_grammar,
+)
+from router.request.prompts import TokenIds, check_token_ids
+from shared.errors import RequestError
+from shared.protocol.logprobs import LogprobParams
+from shared.protocol.sampling_params import (
+    MAX_BIASED_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_PENALTY,
+    MAX_SEED,
+    SamplingParams,
+    TokenBias,
+)
+
+MAX_STOP_CHARS = 1024
+MAX_STOP_REGEXES = 16
+MAX_STOP_REGEX_CHARS = 1024
+_MAX_STOP_IDS = 1024
+_MAX_TOKENS = 2**31 - 1
+_ANY_COUNT = 10**30
+# Below this, dividing logits by the temperature overflows; the most likely token is what was meant.
+_SMALLEST_TEMPERATURE = 1e-6
+
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+NewTokens = Annotated[int, Field(ge=0, le=_ANY_COUNT)]
+"""Clients ask for as much as there is by a number without meaning; it is clipped to context and pool."""
+Seed = Annotated[
+    int | None,
+    Field(ge=-MAX_SEED - 1, le=MAX_SEED, description="Same seed, same sample; a random one by default."),
+]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopPattern = Annotated[str, Field(min_length=1, max_length=MAX_STOP_REGEX_CHARS)]
+BiasedTokenId = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[0-9]{1,19}$"})]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What a client asked for. `params` goes to the nodes; the rest is done here, where the text is."""
+
+    params: SamplingParams
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    stop_regex_field: str = "stop_regex"
+    """Where in the request the patterns were."""
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    grammar_field: str | None = None
+    """Where in the request the grammar was."""
+
+    def judged(self, wanted: LogprobParams | None) -> Sampling:
+        """The same, with the logprobs that are `wanted`."""
+        return replace(self, params=msgspec.structs.replace(self.params, logprobs=wanted))
+
+    def reseeded(self) -> Sampling:
+        """The same with another seed, for another prompt of a request that gave none."""
+        return replace(self, params=msgspec.structs.replace(self.params, seed=_random_seed()))
+
+    def choice(self, index: int) -> SamplingParams:
+        """The node's part for choice `index` of n: the seeds of choices follow each other."""
+        return msgspec.structs.replace(self.params, seed=(self.params.seed + index) & MAX_SEED)
+
+    def in_terms_of_request(self, error: RequestError) -> RequestError:
+        """A node's error, naming the field that the client used."""
+        if self.params.grammar is None or self.grammar_field is None:
+            return error
+        return in_terms_of(self.grammar_field, self.params.grammar.kind, error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spelled:
+    """What the dialects call by different names; `min_new_tokens_name` is that name."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    min_new_tokens_name: str
+    seed: int | None
+    grammars: tuple[AskedGrammar | None, ...] = ()
+
+    def constrained(self, grammar: AskedGrammar | None) -> Spelled:
+        """The same, with one more grammar."""
+        return replace(self, grammars=(*self.grammars, grammar))
+
+
+class SamplingBody(Body):
+    """The fields that have one name in both dialects."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="Answers to each prompt; at most --max-n.")] = 1
+    temperature: Annotated[
+        float, Field(ge=0, le=1e6, description="Divides the logits; 0 takes the most likely token.")
+    ] = 1.0
+    top_p: Annotated[
+        float, Field(gt=0, le=1, description="Samples from the likeliest tokens that have this share.")
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Field(ge=-1, le=_ANY_COUNT, description="Samples from this many of the likeliest tokens; -1: all."),
+        must("-1 (all tokens) or at least 1", lambda top_k: top_k != 0),
+    ] = -1
+    min_p: Annotated[
+        float, Field(ge=0, le=1, description="Drops tokens below this share of the likeliest one's.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        Penalty, Field(description="Taken off a logit for each time its token was generated.")
+    ] = 0.0
+    presence_penalty: Annotated[
+        Penalty, Field(description="Taken off a logit once its token was generated.")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Field(gt=0, le=MAX_PENALTY, description="Makes tokens of prompt and output less likely above 1."),
+    ] = 1.0
+    logit_bias: Annotated[
+        dict[BiasedTokenId, Bias] | None,
+        Field(max_length=MAX_BIASED_TOKENS, description="From token ids to what is added to their logits."),
+    ] = None
+    stop: Annotated[
+        str | list[str] | None,
+        OneOf(
+            "a string or a list of strings",
+            {
+                "str": StopString,
+                "list": Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOPS)],
+            },
+        ),
+        Field(description="The text ends before the first of these that comes; at most --max-stops."),
+    ] = None
+    stop_token_ids: Annotated[
+        TokenIds | None,
+        Field(max_length=_MAX_STOP_IDS, description="Token ids that end it, beside the model's."),
+    ] = None
+    stop_regex: Annotated[
+        str | list[str] | None,
+        OneOf(
+            "a pattern or a list of patterns",
+            {
+                "str": StopPattern,
+                "list": Annotated[list[StopPattern], FailFast(), Field(max_length=MAX_STOP_REGEXES)],
+            },
+        ),
+        Field(
+            description="And before the first match of one of these (`re`'s syntax), looked for after every token."
+        ),
+    ] = None
+    ignore_eos: Annotated[bool, Field(description="The model's own end tokens do not end it.")] = False
+    no_stop_trim: Annotated[bool, Field(description="What matched stays in the text.")] = False
+    skip_special_tokens: Annotated[bool, Field(description="Leaves them out of the text.")] = True
+    spaces_between_special_tokens: Annotated[
+        bool, Field(description="Only mattered to slow tokenizers: both values are served alike.")
+    ] = True
+    json_schema: Annotated[JsonSchema, Field(description="The text is JSON of this schema.")] = None
+    regex: Annotated[GrammarText | None, Field(description="The text matches this.")] = None
+    ebnf: Annotated[GrammarText | None, Field(description="The text matches this, from `root`.")] = None
+    structural_tag: Annotated[Any, Refused()] = None
+    custom_params: Annotated[Any, Refused(({},))] = None
+    # vLLM's names for grammars: ignored, they would give an answer that looks constrained.
+    guided_json: Annotated[Any, Refused()] = None
+    guided_regex: Annotated[Any, Refused()] = None
+    guided_choice: Annotated[Any, Refused()] = None
+    guided_grammar: Annotated[Any, Refused()] = None
+    structured_outputs: Annotated[Any, Refused()] = None
+
+    @abstractmethod
+    def spelled(self) -> Spelled:
+        """The fields whose names differ."""
+
+
+class NativeSampling(SamplingBody):
+    """`sampling_params` of /generate, with SGLang's names."""
+
+    max_new_tokens: Annotated[NewTokens, Field(description="0 only scores the prompt.")] = 128
+    min_new_tokens: Annotated[NewTokens, Field(description="Nothing ends it before.")] = 0
+    sampling_seed: Seed = None
+
+    def spelled(self) -> Spelled:
+        """See SamplingBody."""
+        return Spelled(
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+            min_new_tokens_name="min_new_tokens",
+            seed=self.sampling_seed,
+        )
+
+
+def read_sampling(body: SamplingBody, vocab_size: int, limits: HttpLimits, path: str = "") -> Sampling:
+    """What `body`, at `path` in the request, asks for. Raises RequestError for what its types do not check.
+
+    A missing seed is drawn here, so that whichever node samples, samples the same.
+    """
+    at = f"{path}." if path else ""
+    own = body.spelled()
+    if own.min_new_tokens > own.max_new_tokens:
+        bound = f"at most the maximum of new tokens, {own.max_new_tokens}"
+        raise wrong(at + own.min_new_tokens_name, bound, own.min_new_tokens)
+    stop_token_ids = body.stop_token_ids or []
+    check_token_ids(f"{at}stop_token_ids", stop_token_ids, vocab_size)
+    limits.check_n(f"{at}n", body.n)
+    stop, stop_regex = _as_tuple(body.stop), _as_tuple(body.stop_regex)
+    limits.check_stops(f"{at}stop", stop)
+    limits.check_stops(f"{at}stop_regex", stop_regex)
+    asked = only_grammar(
+        (
+            schema_grammar(f"{at}json_schema", body.json_schema),
+            text_grammar(f"{at}regex", "regex", body.regex),
+            text_grammar(f"{at}ebnf", "ebnf", body.ebnf),
+            *own.grammars,
+        ),
+        limits,
+    )
+    return Sampling(
+        params=SamplingParams(
+            max_new_tokens=min(own.max_new_tokens, _MAX_TOKENS),
+            min_new_tokens=min(own.min_new_tokens, _MAX_TOKENS),
+            temperature=0.0 if body.temperature < _SMALLEST_TEMPERATURE else body.temperature,
+            top_p=body.top_p,
+            top_k=min(body.top_k, _MAX_TOKENS),
+            min_p=body.min_p,
+            stop_token_ids=tuple(stop_token_ids),
+            ignore_eos=body.ignore_eos,
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=_biases(f"{at}logit_bias", body.logit_bias or {}, vocab_size),
+            grammar=asked.grammar if asked else None,
+            seed=_random_seed() if own.seed is None else own.seed & MAX_SEED,
+        ),
+        n=body.n,
+        stop=stop,
+        stop_regex=stop_regex,
+        stop_regex_field=f"{at}stop_regex",
+        no_stop_trim=body.no_stop_trim,
+        skip_special_tokens=body.skip_special_tokens,
+        grammar_field=asked.field if asked else None,
+    )
+
+
+def read_samplings(
+    body: SamplingBody, num_prompts: int, vocab_size: int, limits: HttpLimits, path: str = ""
+) -> list[Sampling]:
+    """What `body` asks for each of several prompts: checked once, and the same but for seeds that it leaves open."""
+    first = read_sampling(body, vocab_size, limits, path)
+    if body.spelled().seed is not None:
+        return [first] * num_prompts
+    return [first, *(first.reseeded() for _ in range(num_prompts - 1))]
+
+
+def _random_seed() -> int:
+    return secrets.randbelow(MAX_SEED)
+
+
+def _as_tuple(one_or_more: str | list[str] | None) -> tuple[str, ...]:
+    return (one_or_more,) if isinstance(one_or_more, str) else tuple(one_or_more or ())
+
+
+def _biases(name: str, biases: Mapping[str, float], vocab_size: int) -> tuple[TokenBias, ...]:
+    """In order of ids, which JSON has as strings."""
+    ids = {key: int(key) for key in biases if key.isascii() and key.isdigit() and len(key) < 20}
+    outside = next((key for key in biases if ids.get(key, vocab_size) >= vocab_size), None)
+    if outside is not None:
+        raise RequestError(
+            f"{name} must have token ids from 0 to {vocab_size - 1} as keys, not {shown(outside)}", param=name
+        )
+    by_id = {token_id: biases[key] for key, token_id in ids.items()}
+    return tuple(TokenBias(token_id, bias) for token_id, bias in sorted(by_id.items()))

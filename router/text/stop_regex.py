@@ -1,0 +1,130 @@
+"""Finds patterns that end a text which arrives in pieces (`stop_regex`), within bounds on time and memory.
+
+A pattern is looked for in the text so far whenever a token has added to it, as in SGLang: a `$`, `\\b` or lookahead
+sees the end of the text so far as the end. The library `regex` has the syntax of Python's `re`, and can tell where a
+match may begin whose end has not come yet. So the hold-back is exact, as far as the bounds allow:
+
+    a match has at most MAX_MATCH_CHARS; of a longer one, the end is found only if it matches by itself
+    at most MAX_HELD_CHARS are held back; what was shown of a longer match stays
+    a lookbehind sees CONTEXT_CHARS before the first place where a match may begin
+    searching costs BASE_BUDGET_S and BUDGET_S for each token; a request that needs more fails, alone
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import regex
+
+from router.http.body import shown
+from router.text.stop_strings import Stop
+from shared.errors import RequestError
+
+MAX_MATCH_CHARS = 32_768
+MAX_HELD_CHARS = 1024
+CONTEXT_CHARS = 256
+BASE_BUDGET_S = 0.05
+BUDGET_S = 5e-4
+_SEARCH_TIMEOUT_S = 0.02
+"""Of one search. The library looks at the clock every so many steps, so that it may take twice as long."""
+
+
+class StopPatterns:
+    """Compiled patterns of one request."""
+
+    def __init__(self, patterns: Sequence[str], field: str = "stop_regex") -> None:
+        """`field` held them. Takes up to 25 ms for 1024 characters (2 cores). Raises RequestError."""
+        self.field = field
+        names = [field] if len(patterns) == 1 else [f"{field}[{at}]" for at in range(len(patterns))]
+        self.compiled = [_compile(*each) for each in zip(patterns, names, strict=True)]
+
+
+class StopPatternCursor:
+    """One text that is searched for StopPatterns."""
+
+    def __init__(self, patterns: StopPatterns) -> None:
+        self._patterns = patterns.compiled
+        self._field = patterns.field
+        self._text = ""  # the end of the text, from `_start` on
+        self._start = 0
+        self._from = [0] * len(self._patterns)  # where in `_text` a match of each may begin
+        self._left_s = BASE_BUDGET_S
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that may become part of a match, as far as they are held back."""
+        return min(len(self._text) - min(self._from), MAX_HELD_CHARS)
+
+    def feed(self, piece: str, *, armed: bool = True) -> Stop | None:
+        """The match that `piece` completes and that ends first; if not `armed`, none. Raises RequestError.
+
+        A match that is complete too early does not count, nor does what it begins with.
+        """
+        num_old, self._text = len(self._text), self._text + piece
+        started = time.thread_time()
+        self._left_s += BUDGET_S
+        try:
+            found = [stop for at in range(len(self._patterns)) if (stop := self._find(at, num_old, armed))]
+        except TimeoutError:
+            found, self._left_s = [], -1.0
+        self._left_s -= time.thread_time() - started
+        if self._left_s < 0:
+            raise RequestError(
+                f"{self._field} takes too long on this output: more than {BASE_BUDGET_S:g} s and "
+                f"{1e3 * BUDGET_S:g} ms for each token",
+                param=self._field,
+            )
+        self._forget()
+        return min(found, default=None)
+
+    def _find(self, at: int, num_old: int, armed: bool) -> Stop | None:
+        pattern = self._patterns[at]
+        while self._from[at] <= len(self._text) and (found := self._search(pattern, self._from[at])):
+            if armed:
+                return self._completed(pattern, self._from[at], num_old)
+            self._from[at] = found.start() + 1
+        possible = self._search(pattern, self._from[at], partial=True)
+        self._from[at] = max(self._from[at], possible.start() if possible else len(self._text))
+        return None
+
+    def _completed(self, pattern: regex.Pattern[str], start: int, num_old: int) -> Stop | None:
+        """The match that would have been found first if the new text had come one character at a time."""
+        for end in range(max(num_old, start) + 1, len(self._text) + 1):
+            if found := self._search(pattern, start, end):
+                return Stop(self._start + end, self._start + found.start(), pattern.pattern)
+        return None
+
+    def _search(
+        self, pattern: regex.Pattern[str], start: int, end: int | None = None, *, partial: bool = False
+    ) -> regex.Match[str] | None:
+        return pattern.search(
+            self._text, start, end, partial=partial, timeout=_SEARCH_TIMEOUT_S, concurrent=False
+        )
+
+    def _forget(self) -> None:
+        """Drop text that no match can begin in. One character more is kept, so that ^ does not match behind it."""
+        least = len(self._text) - MAX_MATCH_CHARS
+        self._from = [max(start, least) for start in self._from]
+        num_dropped = min(self._from) - CONTEXT_CHARS
+        if num_dropped > CONTEXT_CHARS:
+            self._text = self._text[num_dropped:]
+            self._start += num_dropped
+            self._from = [start - num_dropped for start in self._from]
+
+
+def _compile(pattern: str, name: str) -> regex.Pattern[str]:
+    try:
+        compiled = regex.compile(pattern, cache_pattern=False)
+        matches_nothing = compiled.search("", timeout=_SEARCH_TIMEOUT_S)
+    except (regex.error, RecursionError, OverflowError, MemoryError, TimeoutError) as e:
+        raise RequestError(
+            f"{name} {shown(pattern)} is not a pattern that can be used: {e}", param=name
+        ) from e
+    if compiled.flags & regex.REVERSE:
+        raise RequestError(f"{name} {shown(pattern)} searches backwards, which no stream can", param=name)
+    if matches_nothing:
+        raise RequestError(
+            f"{name} {shown(pattern)} matches the empty text, so that nothing could be generated", param=name
+        )
+    return compiled

@@ -1,0 +1,82 @@
+"""Text to token ids and back: the model's tokenizer.json by the `tokenizers` library, no torch and no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from router.text.detokenizer import Detokenizer, make_detokenizer
+from router.text.text_workers import TextWorkers
+from router.text.vocabulary import Vocabulary
+from shared.errors import ModelError
+
+_CHARS_A_TOKEN = 4
+"""Decoding a token takes about as long as encoding so many characters."""
+
+
+class Tokenizer:
+    """A model's tokenizer. Long texts are encoded, and long lists of ids decoded, by `workers`."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, workers: TextWorkers | None = None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._vocabulary = Vocabulary(tokenizer)
+        self.workers = workers or TextWorkers()
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
+        """What the longest token holds at most: one of bytes is written with a character for each."""
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read a model folder's tokenizer.json. Raises ModelError."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{path}: missing; a model folder needs a tokenizer in this format")
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as e:  # the library raises a bare Exception for whatever it cannot parse
+            raise ModelError(f"{path}: {e}") from e
+
+    def close(self) -> None:
+        """Let the worker threads end."""
+        self.workers.close()
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """The ids of each text. `add_special_tokens` as the tokenizer's own post-processor does."""
+        return await self.workers.run(
+            sum(map(len, texts)), lambda: [self._encode(text, add_special_tokens) for text in texts]
+        )
+
+    async def decode(self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        """The text of each row of ids."""
+        return await self.workers.run(
+            sum(map(len, rows)) * _CHARS_A_TOKEN,
+            lambda: [self._decode(row, skip_special_tokens) for row in rows],
+        )
+
+    def special_text(self, token_id: int) -> str:
+        """The text of a special token by itself; empty for all others."""
+        return self._vocabulary.special_text(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself; see Vocabulary."""
+        return self._vocabulary.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token by itself; see Vocabulary."""
+        return self._vocabulary.token_bytes(token_id)
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+        """A fresh incremental detokenizer for one sequence, which follows `prompt_ids`."""
+        return make_detokenizer(
+            self._vocabulary, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids
+        )
+
+    # A batch, also of one, lets the GIL go; the calls for a single text hold it all the time, and are no faster.
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
