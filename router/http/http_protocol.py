@@ -3,7 +3,7 @@
     connected ──headers──▶ request ──body──▶ response ──▶ idle ──▶ the next headers
                  │                  │            │          │
         header_timeout_s   body_timeout_s        │    keep_alive_timeout_s
-                               write_timeout_s, if the client takes nothing
+                               write_timeout_s, if the client takes nothing of what waits
 
 What is written and not yet taken is bounded as well: beyond uvloop's high-water mark (64 KiB) `send` waits, so
 at most that and one event are buffered here, beside the socket's own buffer (net.ipv4.tcp_wmem).
@@ -33,8 +33,6 @@ NUM_SPARE_CONNECTIONS = 64
 """Accepted beyond --max-connections, so that probes are answered and others are told 503."""
 PROBES = (b"/health", b"/metrics")
 """Answered on a spare connection."""
-
-_UNKNOWN = -1
 
 
 class TooManyPipelined(Exception):
@@ -84,9 +82,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._answered.disconnected = True
             self._answered.message_event.set()
         self._cancel_client_timer()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+        self._cancel_write_timer()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -181,7 +177,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
-            self._watch_writing(_UNKNOWN)
+            self._watch_writing()
         elif self._answering:
             self.transport.abort()
         self.transport.close()
@@ -190,32 +186,51 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client is slower than its response: the app waits in `send` from now on."""
         super().pause_writing()
-        self._watch_writing(self.transport.get_write_buffer_size())
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        """The client has taken most of it."""
+        super().resume_writing()
+        if self._is_added_to:
+            self._cancel_write_timer()
+        else:
+            self._watch_writing()  # what is left of an answer
 
     def on_response_complete(self) -> None:
         """The app has written all; the client may not have taken all of it."""
         if self.pipeline:
             self._answered = self.pipeline[-1][0]
         super().on_response_complete()
-        self._watch_writing(_UNKNOWN)
+        self._watch_writing()
 
-    def _watch_writing(self, num_buffered: int) -> None:
-        if self._write_timer is None:
-            self._write_timer = self.loop.call_later(
-                self._options.write_timeout_s, self._look_at_buffer, num_buffered
-            )
+    @property
+    def _is_added_to(self) -> bool:
+        """True while the app may write: what waits then may be as much as before although some was taken."""
+        return self._answering and not self.flow.write_paused and not self.transport.is_closing()
+
+    def _watch_writing(self) -> None:
+        """From now on something has to be taken within --write-timeout-s."""
+        self._cancel_write_timer()
+        self._write_timer = self.loop.call_later(
+            self._options.write_timeout_s, self._look_at_buffer, self.transport.get_write_buffer_size()
+        )
+
+    def _cancel_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _look_at_buffer(self, num_before: int) -> None:
         """While there is something to take, a client that has taken none of it since the last look is dropped."""
         self._write_timer = None
         num_buffered = self.transport.get_write_buffer_size()
-        if num_buffered == 0:
+        if num_buffered == 0 or self._is_added_to:
             return
         if num_buffered == num_before:
             event("client_takes_nothing", client=self.client, num_bytes=num_buffered)
             self.transport.abort()
         else:
-            self._watch_writing(num_buffered)
+            self._watch_writing()
 
 
 def _headers_too_large() -> RequestError:

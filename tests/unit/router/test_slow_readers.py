@@ -171,6 +171,41 @@ def test_who_takes_a_little_now_and_then_is_kept(
     assert transport.aborted
 
 
+def test_who_took_all_is_kept_however_much_waits_again(
+    connection: tuple[ManualLoop, BufferedTransport, BoundedHttpProtocol],
+) -> None:
+    """Looked at twice, as much waits each time; in between the client took all of it."""
+    loop, transport, protocol = connection
+    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n")
+    protocol.on_headers_complete()
+    for _ in range(10):
+        transport.num_buffered = 65_800
+        protocol.pause_writing()
+        loop.advance(50)
+        assert not transport.aborted
+        transport.num_buffered = 0
+        protocol.resume_writing()
+        loop.advance(5)
+    protocol.pause_writing()
+    transport.num_buffered = 65_800
+    loop.advance(121)
+    assert transport.aborted
+
+
+def test_what_waits_of_a_running_answer_is_not_compared(
+    connection: tuple[ManualLoop, BufferedTransport, BoundedHttpProtocol],
+) -> None:
+    loop, transport, protocol = connection
+    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n")
+    protocol.on_headers_complete()
+    transport.num_buffered = 65_800
+    protocol.pause_writing()
+    transport.num_buffered = 500
+    protocol.resume_writing()
+    loop.advance(1_000)
+    assert not transport.aborted
+
+
 def test_what_is_left_of_an_answer_is_not_kept_for_ever(
     connection: tuple[ManualLoop, BufferedTransport, BoundedHttpProtocol],
 ) -> None:
@@ -180,7 +215,7 @@ def test_what_is_left_of_an_answer_is_not_kept_for_ever(
     assert not transport.closed
     loop.advance(2)
     assert transport.closed and transport.num_buffered > 0, "told 408"
-    loop.advance(59)
+    loop.advance(58)
     assert not transport.aborted
-    loop.advance(61)
+    loop.advance(62)
     assert transport.aborted
