@@ -35,6 +35,7 @@ from router.api.service_api import control_routes, health_routes, info_routes
 from router.bus.colleagues import Colleagues
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
+from router.http.admin_guard import AdminGuard
 from router.http.api_keys import ApiKeyCheck, ApiKeys
 from router.http.limits import HttpLimits
 from router.http.page_api import page_routes
@@ -68,6 +69,7 @@ class Service:
     keys: ApiKeys
     allowed_origins: Sequence[str]
     log_requests: bool
+    admin_only: AdminGuard
     fleet_guards: Sequence[params.Depends]
     flags: Mapping[str, object]
 
@@ -111,8 +113,8 @@ def create_api(service: Service) -> FastAPI:
     )
     app.include_router(live_routes(service.live))
     app.include_router(page_routes())
-    app.include_router(profile_routes(membership, limits))
-    app.include_router(control_routes(membership, generator, limits, colleagues))
+    app.include_router(profile_routes(membership, limits, service.admin_only))
+    app.include_router(control_routes(membership, generator, limits, colleagues, service.admin_only))
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(RequestValidationError, _on_invalid)

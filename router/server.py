@@ -28,6 +28,7 @@ from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.live_rids import LiveRids
 from router.dispatch.metrics import Metrics
 from router.dispatch.policy import RoundRobin
+from router.http.admin_guard import admin_guard
 from router.http.api_keys import Access, api_keys
 from router.http.config import RouterConfig
 from router.http.http_server import HttpServer, http_server
@@ -88,6 +89,7 @@ class Router:
         """Answer HTTP on a bound socket from now on."""
         http = self._config.http
         self.http_port = http_socket.getsockname()[1]
+        admin_only = admin_guard(self.keys, http.host, http.allowed_origins)
         app = create_app(
             Service(
                 model=self.model,
@@ -104,7 +106,8 @@ class Router:
                 keys=self.keys,
                 allowed_origins=http.allowed_origins,
                 log_requests=http.log_requests,
-                fleet_guards=fleet_guards(self.keys, http.host),
+                admin_only=admin_only,
+                fleet_guards=fleet_guards(self.keys, http.host, admin_only),
                 flags=self._flags(),
             )
         )

@@ -13,7 +13,8 @@ from pydantic import Field
 
 from router.bus.colleagues import Colleagues
 from router.bus.worker_messages import Changed, DialNode, DrainNode, MemberAdded, MemberRemoved
-from router.http.api_keys import ApiKeys, admin_only
+from router.http.admin_guard import AdminGuard
+from router.http.api_keys import ApiKeys
 from router.http.body import Body, parse, validate
 from router.http.limits import HttpLimits
 from router.http.responses import json_response, read_body
@@ -110,7 +111,7 @@ def fleet_admin_routes(
     return router
 
 
-def fleet_guards(keys: ApiKeys, host: str) -> Sequence[params.Depends]:
+def fleet_guards(keys: ApiKeys, host: str, admin_only: AdminGuard) -> Sequence[params.Depends]:
     """Who may use the routes of a router that listens on `host`.
 
     Whoever may add a node may read every prompt. Without an admin key that is nobody, unless there are no keys at

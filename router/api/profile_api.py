@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
 
-from router.http.api_keys import admin_only
+from router.http.admin_guard import AdminGuard
 from router.http.body import Body, Refused, parse
 from router.http.limits import HttpLimits
 from router.http.responses import json_response, read_body
@@ -32,7 +32,7 @@ class StartProfileBody(Body):
     output_dir: Annotated[Any, Refused(why="the node's --profile-dir to say")] = None
 
 
-def profile_routes(membership: Membership, limits: HttpLimits) -> APIRouter:
+def profile_routes(membership: Membership, limits: HttpLimits, admin_only: AdminGuard) -> APIRouter:
     """The routes."""
     router = APIRouter(dependencies=[Depends(admin_only)])
 

@@ -17,7 +17,7 @@ from router.api.worker_answers import ABORTED
 from router.bus.colleagues import Colleagues
 from router.bus.worker_messages import AbortReqs, NumAborted, TellMetrics
 from router.dispatch.metrics import CONTENT_TYPE, Metrics
-from router.http.api_keys import admin_only
+from router.http.admin_guard import AdminGuard
 from router.http.body import Body, OneOf, parse, validate
 from router.http.limits import HttpLimits
 from router.http.responses import json_response, read_body, while_connected
@@ -193,7 +193,11 @@ def info_routes(
 
 
 def control_routes(
-    membership: Membership, generator: Generator, limits: HttpLimits, colleagues: Colleagues
+    membership: Membership,
+    generator: Generator,
+    limits: HttpLimits,
+    colleagues: Colleagues,
+    admin_only: AdminGuard,
 ) -> APIRouter:
     """What an operator does to a running service."""
     router = APIRouter()

@@ -6,9 +6,9 @@
     --admin-api-key         anybody               its holders
     both                    holders of either     holders of --admin-api-key
 
-As SGLang's `admin_api_key`, except that an admin key opens client routes as well. What changes the fleet is guarded
-more closely: see `fleet_admin_api.fleet_guards`. Keys are kept as digests only, so that none can end up in a log, a
-traceback or a page of information.
+As SGLang's `admin_api_key`, except that an admin key opens client routes as well. "Anybody" is no page of another
+site (`admin_guard`), and what changes the fleet is guarded more closely: see `fleet_api.fleet_guards`. Keys are kept
+as digests only, so that none can end up in a log, a traceback or a page of information.
 """
 
 from __future__ import annotations
@@ -89,6 +89,11 @@ class ApiKeys:
         return bool(self._admins)
 
     @property
+    def anybody_is_admin(self) -> bool:
+        """True when no key guards the routes for administrators."""
+        return self.access(b"") is Access.ADMIN
+
+    @property
     def has_files(self) -> bool:
         """True when `reload` can change something."""
         return any(source.file is not None for source in self._sources)
@@ -140,11 +145,8 @@ class ApiKeyCheck:
         await self._app(scope, receive, send)
 
 
-async def admin_only(request: Request) -> None:
-    """A dependency of routes for administrators. Raises RequestError.
-
-    `APIRouter(dependencies=[Depends(admin_only)])`, or awaited where it depends on the body.
-    """
+def require_admin(request: Request) -> None:
+    """Raises RequestError for whoever lacks the key; routes use `admin_guard`, which asks for more than that."""
     if getattr(request.state, _ACCESS) is not Access.ADMIN:
         raise _refusal(f"{request.url.path} needs the admin key")
 

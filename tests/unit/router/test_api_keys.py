@@ -194,3 +194,79 @@ def test_admin_routes_need_the_admin_key(model_folder: Path, client_keys: tuple[
                 assert done.status_code == 200, done.text
 
     asyncio.run(run())
+
+
+KEYLESS_ADMIN_ROUTES = [
+    *ADMIN_ROUTES,
+    ("GET", "/fleet", None),
+    ("POST", "/fleet/nodes", {"role": "decode", "address": "127.0.0.1:1"}),
+    ("DELETE", "/fleet/nodes/decode-0", None),
+]
+FOREIGN_PAGES = [
+    {"Origin": "http://evil.example", "Host": "evil.example"},  # DNS rebinding: its name means 127.0.0.1
+    {"Host": "evil.example:8000"},  # a GET of such a page says no origin
+    {"Host": "127.0.0.1.evil.example"},
+    {"Host": "[::1"},
+    {"Origin": "http://evil.example"},
+    {"Origin": "null"},
+    {"Origin": "http://localhost:1"},
+    {"Sec-Fetch-Site": "cross-site"},  # <img src="http://localhost:8000/flush_cache">
+    {"Sec-Fetch-Site": "same-site"},
+]
+
+
+def check_foreign(response: httpx.Response) -> None:
+    assert response.status_code == 403, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("permission_error", "foreign_page")
+
+
+def test_without_keys_pages_of_other_sites_may_not_administer(model_folder: Path) -> None:
+    async def run() -> None:
+        http = HttpOptions(port=0, allowed_origins=("*", "https://ops.example"))
+        async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (router, client):
+            for headers in FOREIGN_PAGES:
+                for method, path, body in KEYLESS_ADMIN_ROUTES:
+                    text = {"Content-Type": "text/plain", **headers}  # what needs no preflight
+                    check_foreign(await client.request(method, path, json=body, headers=text))
+            assert len((await client.get("/fleet")).json()["nodes"]) == 2
+            own = router.url.removeprefix("http://")
+            for headers in (
+                {"Origin": router.url, "Sec-Fetch-Site": "same-origin"},
+                {"Host": "localhost:1", "Origin": "http://localhost:1"},
+                {"Host": "[::1]:8000"},
+                {"Host": "127.9.9.9", "Sec-Fetch-Site": "none"},
+                {"Host": own, "Origin": "https://ops.example", "Sec-Fetch-Site": "cross-site"},
+            ):
+                assert (await client.post("/flush_cache", headers=headers)).status_code == 200, headers
+                assert (await client.get("/fleet", headers=headers)).status_code == 200, headers
+            one = await client.post("/abort_request", json={"rid": "x"}, headers=FOREIGN_PAGES[0])
+            assert one.status_code == 200, "to end a request one has to know its name"
+
+    asyncio.run(run())
+
+
+def test_a_router_of_the_network_has_names_of_its_own_but_no_foreign_pages(model_folder: Path) -> None:
+    async def run() -> None:
+        http = HttpOptions(host="0.0.0.0", port=0)
+        async with joined_router(model_folder, [], http=http, wait=False) as (_, client):
+            named = {"Host": "llm.example:8000"}
+            assert (await client.post("/flush_cache", headers=named)).status_code == 200
+            own_page = {**named, "Origin": "https://llm.example:8000"}
+            assert (await client.post("/flush_cache", headers=own_page)).status_code == 200
+            check_foreign(
+                await client.post("/flush_cache", headers={**named, "Origin": "http://evil.example"})
+            )
+
+    asyncio.run(run())
+
+
+def test_holders_of_a_key_administer_from_anywhere(model_folder: Path) -> None:
+    async def run() -> None:
+        for http in (HttpOptions(port=0, admin_api_keys=("a",)), HttpOptions(port=0, api_keys=("a",))):
+            async with joined_router(model_folder, [], http=http, wait=False) as (_, client):
+                for headers in FOREIGN_PAGES:
+                    done = await client.post("/flush_cache", headers={**headers, **bearer("a")})
+                    assert done.status_code == 200, done.text
+
+    asyncio.run(run())
