@@ -25,6 +25,7 @@ from router.request.logprob_fields import (
     native_logprobs,
 )
 from router.request.prompts import (
+    CHOSEN_HERE,
     ExtraKey,
     IdPrompts,
     ReturnTimeline,
@@ -97,13 +98,18 @@ class GenerateBody(Body):
         Field(description="Prompts with different keys share no cache."),
     ] = None
     return_hidden_states: Annotated[Any, Refused((False,))] = None
+    return_routed_experts: Annotated[Any, Refused((False,))] = None
+    return_bytes: Annotated[Any, Refused((False,))] = None
     lora_path: Annotated[Any, Refused()] = None
+    lora_id: Annotated[Any, Refused()] = None
     input_embeds: Annotated[Any, Refused()] = None
     image_data: Annotated[Any, Refused(([],))] = None
     video_data: Annotated[Any, Refused(([],))] = None
     audio_data: Annotated[Any, Refused(([],))] = None
     custom_logit_processor: Annotated[Any, Refused()] = None
     session_params: Annotated[Any, Refused(({},))] = None
+    data_parallel_rank: Annotated[Any, Refused()] = None
+    bootstrap_host: Annotated[Any, Refused(why=CHOSEN_HERE)] = None
 
 
 @dataclass(frozen=True, kw_only=True)

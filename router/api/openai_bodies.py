@@ -11,7 +11,7 @@ from router.http.body import Body, OneOf, Refused
 from router.http.limits import MAX_CHOICES
 from router.request.grammars import ResponseFormat, format_grammar
 from router.request.logprob_fields import TopNum
-from router.request.prompts import ExtraKey, IdRows, ReturnTimeline, Rids, Texts, TokenIds
+from router.request.prompts import CHOSEN_HERE, ExtraKey, IdRows, ReturnTimeline, Rids, Texts, TokenIds
 from router.request.sampling import NewTokens, SamplingBody, Seed, Spelled
 
 NoEffect = Annotated[Any, Field(description="Taken from OpenAI's clients; has no effect.")]
@@ -45,7 +45,17 @@ class OpenAIBody(SamplingBody):
     routing_key: RoutingKey = None
     extra_key: Annotated[ExtraKey, Field(description="Requests with different keys share no cache.")] = ""
     user: NoEffect = None
+    include_stop_str_in_output: Annotated[bool, Field(description="vLLM's name of `no_stop_trim`.")] = False
     lora_path: Annotated[Any, Refused()] = None
+    return_hidden_states: Annotated[Any, Refused((False,))] = None
+    return_routed_experts: Annotated[Any, Refused((False,))] = None
+    return_token_ids: Annotated[Any, Refused((False,))] = None
+    prompt_embeds: Annotated[Any, Refused()] = None
+    session_params: Annotated[Any, Refused(({},))] = None
+    custom_logit_processor: Annotated[Any, Refused()] = None
+    data_parallel_rank: Annotated[Any, Refused()] = None
+    bootstrap_host: Annotated[Any, Refused(why=CHOSEN_HERE)] = None
+    cache_salt: Annotated[Any, Refused(why="called extra_key here")] = None
 
     def max_new_tokens(self) -> int:
         """The longest answer that is wanted."""
@@ -58,6 +68,7 @@ class OpenAIBody(SamplingBody):
             min_new_tokens=self.min_tokens,
             min_new_tokens_name="min_tokens",
             seed=self.seed,
+            no_stop_trim=self.no_stop_trim or self.include_stop_str_in_output,
             grammars=(format_grammar("response_format", self.response_format),),
         )
 

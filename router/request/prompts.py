@@ -40,6 +40,8 @@ Rids = Annotated[
     Field(description="Names the request, for /abort_request; no other that runs may have the same."),
 ]
 ReturnTimeline = Annotated[bool, Field(description="Tell when it was in which stage, and on which node.")]
+CHOSEN_HERE = "the router's to choose"
+"""Of the nodes that serve a request, and how they meet."""
 ExtraKey = Annotated[str, Field(max_length=MAX_RID_CHARS)]
 
 

@@ -98,6 +98,7 @@ class Spelled:
     min_new_tokens: int
     min_new_tokens_name: str
     seed: int | None
+    no_stop_trim: bool
     grammars: tuple[AskedGrammar | None, ...] = ()
 
     def constrained(self, grammar: AskedGrammar | None) -> Spelled:
@@ -176,12 +177,19 @@ class SamplingBody(Body):
     ebnf: Annotated[GrammarText | None, Field(description="The text matches this, from `root`.")] = None
     structural_tag: Annotated[Any, Refused()] = None
     custom_params: Annotated[Any, Refused(({},))] = None
-    # vLLM's names for grammars: ignored, they would give an answer that looks constrained.
+    # vLLM's: ignored, they would give an answer that looks constrained, or told, as it was asked to be.
     guided_json: Annotated[Any, Refused()] = None
     guided_regex: Annotated[Any, Refused()] = None
     guided_choice: Annotated[Any, Refused()] = None
     guided_grammar: Annotated[Any, Refused()] = None
+    guided_decoding: Annotated[Any, Refused()] = None
     structured_outputs: Annotated[Any, Refused()] = None
+    use_beam_search: Annotated[Any, Refused((False,))] = None
+    prompt_logprobs: Annotated[Any, Refused()] = None
+    allowed_token_ids: Annotated[Any, Refused()] = None
+    bad_words: Annotated[Any, Refused(([],))] = None
+    logits_processors: Annotated[Any, Refused(([],))] = None
+    truncate_prompt_tokens: Annotated[Any, Refused()] = None
 
     @abstractmethod
     def spelled(self) -> Spelled:
@@ -194,6 +202,12 @@ class NativeSampling(SamplingBody):
     max_new_tokens: Annotated[NewTokens, Field(description="0 only scores the prompt.")] = 128
     min_new_tokens: Annotated[NewTokens, Field(description="Nothing ends it before.")] = 0
     sampling_seed: Seed = None
+    # vLLM's names of the same
+    max_tokens: Annotated[Any, Refused(why="called max_new_tokens here")] = None
+    min_tokens: Annotated[Any, Refused((0,), why="called min_new_tokens here")] = None
+    seed: Annotated[Any, Refused(why="called sampling_seed here")] = None
+    logprobs: Annotated[Any, Refused(why="called return_logprob here, beside sampling_params")] = None
+    include_stop_str_in_output: Annotated[Any, Refused((False,), why="called no_stop_trim here")] = None
 
     def spelled(self) -> Spelled:
         """See SamplingBody."""
@@ -202,6 +216,7 @@ class NativeSampling(SamplingBody):
             min_new_tokens=self.min_new_tokens,
             min_new_tokens_name="min_new_tokens",
             seed=self.sampling_seed,
+            no_stop_trim=self.no_stop_trim,
         )
 
 
@@ -251,7 +266,7 @@ def read_sampling(body: SamplingBody, vocab_size: int, limits: HttpLimits, path:
         stop=stop,
         stop_regex=stop_regex,
         stop_regex_field=f"{at}stop_regex",
-        no_stop_trim=body.no_stop_trim,
+        no_stop_trim=own.no_stop_trim,
         skip_special_tokens=body.skip_special_tokens,
         grammar_field=asked.field if asked else None,
     )

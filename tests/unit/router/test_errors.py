@@ -19,6 +19,34 @@ BIG = 10**40
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL_OF_G = {"type": "function", "function": {"name": "g"}}
 
+VLLM_SAMPLING = {
+    "use_beam_search": True,
+    "prompt_logprobs": 1,
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["hello"],
+    "logits_processors": ["x"],
+    "truncate_prompt_tokens": 3,
+    "guided_decoding": {"regex": "a"},
+}
+BOTH_OPENAI = [
+    *(({name: value}, f"{name} is not supported yet") for name, value in VLLM_SAMPLING.items()),
+    *(
+        ({name: value}, f"{name} is not supported yet")
+        for name, value in {
+            "lora_path": "x",
+            "return_hidden_states": True,
+            "return_routed_experts": True,
+            "return_token_ids": True,
+            "prompt_embeds": "AAAA",
+            "session_params": {"id": "x"},
+            "custom_logit_processor": "x",
+            "data_parallel_rank": 0,
+        }.items()
+    ),
+    ({"bootstrap_host": "x"}, "bootstrap_host is the router's to choose"),
+    ({"cache_salt": "x"}, "cache_salt is called extra_key here"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output must be true or false"),
+]
 NATIVE = [
     ({}, "exactly one of text and input_ids"),
     ({"text": "a", "input_ids": [1]}, "exactly one"),
@@ -66,7 +94,19 @@ NATIVE = [
     ({"text": "a", "token_ids_logprob": [1] * 1025}, "token_ids_logprob must be a list of at most 1024"),
     ({"text": ["a", "b"], "token_ids_logprob": [[1]]}, "token_ids_logprob must be one value, or a list of 2"),
     ({"text": "a", "return_text_in_logprobs": "x"}, "return_text_in_logprobs must be true or false"),
-    ({"text": "a", "lora_path": "x"}, "lora_path is not supported yet"),
+    *(
+        ({"text": "a", name: value}, f"{name} is not supported yet")
+        for name, value in {
+            "lora_path": "x",
+            "lora_id": "x",
+            "return_hidden_states": True,
+            "return_routed_experts": True,
+            "return_bytes": True,
+            "session_params": {"id": "x"},
+            "data_parallel_rank": 0,
+        }.items()
+    ),
+    ({"text": ["a"], "bootstrap_host": ["x"]}, "bootstrap_host is the router's to choose"),
     ({"text": "a", "priority": 1001}, "priority must be at most 1000"),
     ({"text": "a", "priority": "high"}, "priority must be an integer, not 'high'"),
     ({"text": "a", "routing_key": 7}, "routing_key must be a string, not 7"),
@@ -114,6 +154,17 @@ SAMPLING = [
     ),
     ({"regex": "a", "ebnf": "b"}, "sampling_params.regex and sampling_params.ebnf exclude each other"),
     ({"structural_tag": "a"}, "structural_tag is not supported yet"),
+    *(
+        ({name: value}, f"sampling_params.{name} is {why}")
+        for name, value, why in (
+            *((name, value, "not supported yet") for name, value in VLLM_SAMPLING.items()),
+            ("max_tokens", 5, "called max_new_tokens here"),
+            ("min_tokens", 5, "called min_new_tokens here"),
+            ("seed", 5, "called sampling_seed here"),
+            ("logprobs", 5, "called return_logprob here"),
+            ("include_stop_str_in_output", True, "called no_stop_trim here"),
+        )
+    ),
     ({"logit_bias": [1]}, "logit_bias must be an object, not [1]"),
     ({"logit_bias": {"-1": 2}}, "logit_bias must have token ids from 0 to"),
     ({"logit_bias": {str(BIG): 2}}, "logit_bias must have token ids from 0 to"),
@@ -144,6 +195,7 @@ COMPLETIONS = [
     ({"prompt": "a", "logprobs": 21}, "logprobs must be at most 20"),
     ({"prompt": "a", "logprobs": True}, "logprobs must be an integer"),
     ({"prompt": "a", "suffix": "x"}, "suffix is not supported yet"),
+    *(({"prompt": "a", **fields}, part) for fields, part in BOTH_OPENAI),
     ({"prompt": "a", "n": 3, "best_of": 2}, "best_of must be at least n, 3, not 2"),
     ({"prompt": "a", "best_of": 3, "stream": True}, "best_of must be n, 1, in a stream"),
     ({"prompt": "a", "best_of": 129}, "best_of must be at most 128"),
@@ -209,6 +261,7 @@ CHAT = [
                 "continue_final_message and add_generation_prompt exclude each other",
             ),
             ({"documents": ["a"]}, "documents[0] must be an object"),
+            *BOTH_OPENAI,
         )
     ),
     *(
@@ -376,6 +429,14 @@ def test_null_means_default_and_unknown_fields_are_tolerated(model_folder: Path)
             answer = await client.post("/generate", json=body)
             assert answer.status_code == 200
             assert nodes[0].all(Prefill)[0].params.max_new_tokens == 128
+            off = {"use_beam_search": False, "bad_words": [], "allowed_token_ids": None}
+            native = {"return_routed_experts": [False], "return_bytes": False, "session_params": {}}
+            openai = {"return_token_ids": False, "return_hidden_states": False, "cache_salt": None}
+            for path, body in (
+                ("/generate", {"text": ["a"], "sampling_params": {**off, "min_tokens": 0}, **native}),
+                ("/v1/completions", {"prompt": "a", **off, **openai}),
+            ):
+                assert (await client.post(path, json=body)).status_code == 200
 
     asyncio.run(run())
 

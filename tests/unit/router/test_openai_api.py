@@ -56,6 +56,19 @@ def test_chat(model_folder: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("name", ["no_stop_trim", "include_stop_str_in_output"])
+def test_what_matched_stays_by_either_name(model_folder: Path, name: str) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            for keep in (False, True):
+                body = {"prompt": "a", "max_tokens": 12, "stop": "fox", name: keep}
+                (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
+                assert choice["matched_stop"] == "fox"
+                assert choice["text"].endswith("fox") == keep
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_chat_stream(model_folder: Path, include_usage: bool) -> None:
     async def run() -> None:
