@@ -7,6 +7,8 @@ servers send them; a known field that cannot be served (`Refused`) is refused by
 
 from __future__ import annotations
 
+import functools
+import itertools
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,18 +104,20 @@ def validate(kind: type[B], values: object, path: str = "") -> B:
     try:
         return kind.model_validate(values)
     except ValidationError as e:
-        raise _refusal(e.errors(include_url=False)[0], path) from e
+        raise _refusal(kind, e.errors(include_url=False)[0], path) from e
 
 
-def wrong(name: str, expected: str, value: object) -> RequestError:
-    """The error for a field whose value is not what it should be."""
-    return RequestError(f"{name} must be {expected}, not {shown(value)}", param=name)
+def wrong(name: str, expected: str, value: object, *, param: str | None = None) -> RequestError:
+    """The error for a field whose value is not what it should be; `param` where `name` holds text of the client."""
+    return RequestError(
+        f"{name} must be {expected}, not {shown(value)}", param=name if param is None else param
+    )
 
 
 def shown(value: object) -> str:
     """A value as it is quoted in an error message: short, and never a whole prompt."""
     text = "null" if value is None else _short.repr(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+    return _cut(text)
 
 
 def must(expected: str, holds: Callable[[Any], bool]) -> AfterValidator:
@@ -202,25 +206,27 @@ def _or_null(field: JsonSchemaValue) -> JsonSchemaValue:
     return about | {"anyOf": [*branches, null]}
 
 
-def _refusal(error: ErrorDetails, path: str) -> RequestError:
+def _refusal(kind: type[Body], error: ErrorDetails, path: str) -> RequestError:
     name = _dotted(error["loc"], path)
+    param = _dotted(_declared(error["loc"], kind), path)  # ends up in logs
     value, context = error["input"], error.get("ctx", {})
     if not name:
         return RequestError(f"the body must be a JSON object, not {shown(value)}")
     match error["type"]:
         case "missing":
-            return RequestError(f"{name} is missing", param=name)
+            return RequestError(f"{name} is missing", param=param)
         case "refused":
             return RequestError(
-                f"{name} is {context['why']}; leave it out (it was {shown(value)})", param=name
+                f"{name} is {context['why']}; leave it out (it was {shown(value)})", param=param
             )
         case "expected":
-            return wrong(name, context["phrase"], value)
-        case kind:
-            expected = _EXPECTED.get(kind)
+            return wrong(name, context["phrase"], value, param=param)
+        case other:
+            expected = _EXPECTED.get(other)
             if expected is None:
-                return RequestError(f"{name}: {error['msg']} (it was {shown(value)})", param=name)
-            return wrong(name, expected.format(**{key: _bound(key, v) for key, v in context.items()}), value)
+                return RequestError(f"{name}: {error['msg']} (it was {shown(value)})", param=param)
+            phrase = expected.format(**{key: _bound(key, v) for key, v in context.items()})
+            return wrong(name, phrase, value, param=param)
 
 
 def _bound(key: str, value: object) -> object:
@@ -237,5 +243,28 @@ def _dotted(loc: Sequence[int | str], path: str) -> str:
         if isinstance(step, int):
             name += f"[{step}]"
         elif not step.startswith(_BRANCH):
-            name += f".{step}" if name else step
+            name += f".{_cut(step)}" if name else _cut(step)
     return name
+
+
+def _declared(loc: Sequence[int | str], kind: type[Body]) -> Sequence[int | str]:
+    """As far as it consists of fields: a key of an object may be anything, also a prompt."""
+    known = _field_names(kind)
+    return tuple(
+        itertools.takewhile(
+            lambda step: isinstance(step, int) or step.startswith(_BRANCH) or step in known, loc
+        )
+    )
+
+
+@functools.cache
+def _field_names(kind: type[Body]) -> frozenset[str]:
+    """Of `kind` and of all objects in it."""
+    schema = kind.model_json_schema()
+    return frozenset(
+        name for part in (schema, *schema.get("$defs", {}).values()) for name in part.get("properties", ())
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

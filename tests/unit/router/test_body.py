@@ -16,6 +16,7 @@ from router.api.openai_bodies import CompletionBody
 from router.api.profile_api import StartProfileBody
 from router.api.service_api import AbortBody, DetokenizeBody, FlushQuery, TokenizeBody
 from router.http.body import Body, FailFast, OneOf, Refused, must, parse, validate
+from router.request.sampling import NativeSampling
 from shared.errors import RequestError
 
 BODIES = (
@@ -128,6 +129,18 @@ def test_a_message_never_repeats_a_whole_prompt() -> None:
     with pytest.raises(RequestError) as refusal:
         validate(GenerateBody, {"text": {"x" * 10_000: "y" * 10_000}})
     assert len(refusal.value.message) < 200
+
+
+@pytest.mark.parametrize("path", ["", "sampling_params[1]"])
+def test_a_key_of_the_client_is_cut_and_no_part_of_param(path: str) -> None:
+    key = "my secret prompt " + "x" * 400_000
+    with pytest.raises(RequestError) as refusal:
+        validate(NativeSampling, {"logit_bias": {key: "q"}}, path)
+    assert len(refusal.value.message) < 200 and "must be a number, not 'q'" in refusal.value.message
+    assert refusal.value.param == (f"{path}.logit_bias" if path else "logit_bias")
+    with pytest.raises(RequestError) as refusal:
+        validate(GenerateBody, {"text": "a", "sampling_params": [{"logit_bias": {key: 1e9}}]})
+    assert refusal.value.param == "sampling_params[0].logit_bias"
 
 
 def test_a_list_is_not_checked_further_than_its_first_fault() -> None:

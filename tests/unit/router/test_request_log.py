@@ -108,6 +108,13 @@ def test_refusals_and_probes(model_folder: Path, told: Told) -> None:
                 ),
                 (
                     "POST",
+                    "/generate",
+                    known,
+                    {**BODY, "sampling_params": {"logit_bias": {SECRET: "q"}}},
+                    ["POST /generate", "400", "sampling_params.logit_bias"],
+                ),
+                (
+                    "POST",
                     "/v1/chat/completions",
                     known,
                     {"messages": []},
