@@ -16,7 +16,7 @@ from types import TracebackType
 from rich.console import Console
 
 from router.http.config import RouterConfig
-from router.http.http_socket import bind_http
+from router.http.http_socket import listen_http
 from router.nodes.node_host import NodeHost
 from router.request.generation import Generation
 from router.server import Router
@@ -38,15 +38,15 @@ class RouterProcess:
         config = self._config
         config.check()
         async with contextlib.AsyncExitStack() as exits:
-            http_socket = bind_http(config.http.host, config.http.port)
+            http_socket = listen_http(config.http.host, config.http.port)
             exits.callback(http_socket.close)
             await exits.enter_async_context(self._host)
             await exits.enter_async_context(self._router)
             await self._host.start_nodes()
             self._listening = asyncio.create_task(self._host.listen(), name="lobby")
             exits.push_async_callback(self._stop_listening)
-            self._router.serve(http_socket)
             exits.push_async_callback(self._router.stop_serving)
+            await self._router.serve(http_socket)
             event(
                 "router_listening",
                 http_port=self.http_port,

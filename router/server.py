@@ -1,7 +1,7 @@
 """One router: dials nodes, places requests, answers HTTP. `RouterProcess` runs one, a worker process runs one.
 
 async with Router(config, model) as router:   nodes that were named are dialled
-    router.serve(http_socket)                 HTTP answers
+    await router.serve(http_socket)           HTTP answers
     await router.ready(node_ids)              the fleet is there; ConfigError when it cannot be
     ...
     await router.stop_serving()               running requests are failed, and nodes told
@@ -85,8 +85,8 @@ class Router:
         """True when clients must send the API key."""
         return self.keys.access(b"") is Access.NOTHING
 
-    def serve(self, http_socket: socket.socket) -> None:
-        """Answer HTTP on a bound socket from now on."""
+    async def serve(self, http_socket: socket.socket) -> None:
+        """Answer HTTP on a socket that listens, from now on. Raises what keeps the server from it."""
         http = self._config.http
         self.http_port = http_socket.getsockname()[1]
         admin_only = admin_guard(self.keys, http.host, http.allowed_origins)
@@ -115,6 +115,13 @@ class Router:
         self._watch_http(self._server)
         self._spawn(self._server.serve(sockets=[http_socket]), "http")
         self._spawn(self._live.run(), "live state")
+        accepting = asyncio.create_task(self._server.accepting.wait(), name="accepting")
+        try:
+            await asyncio.wait({accepting, *self._background}, return_when=asyncio.FIRST_COMPLETED)
+            if not accepting.done():
+                await self.broken()
+        finally:
+            accepting.cancel()
 
     async def stop_serving(self) -> None:
         """First of all: nothing new is taken, what runs ends with an answer, and nodes hear that it ended."""

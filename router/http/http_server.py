@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import cast
@@ -20,12 +21,25 @@ _DRAIN_S = 5
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to the process that runs it."""
+    """Leaves signals to the process that runs it. `accepting` is set once clients can connect."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Captures none."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's; raises OSError for a socket that does not listen then, which uvloop only logs."""
+        await super().startup(sockets)
+        for given in sockets or ():
+            closed = given.fileno() < 0  # as uvloop does when `listen` fails
+            if closed or not given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                raise OSError("the HTTP port does not listen: is another router on it?")
+        self.accepting.set()
 
     @property
     def num_connections(self) -> int:
@@ -40,7 +54,7 @@ class HttpServer(uvicorn.Server):
 
 
 def http_server(app: ASGIApp, options: ConnectionOptions) -> HttpServer:
-    """A server for `app`, to be run on a socket of `http_socket.bind_http`."""
+    """A server for `app`, to be run on a socket of `http_socket` that listens."""
     options = replace(options, max_connections=room_for(options.max_connections))
     protocol = functools.partial(BoundedHttpProtocol, options=options)
     config = uvicorn.Config(

@@ -38,7 +38,7 @@ from router.bus.worker_messages import (
 )
 from router.garbage import collect_rarely
 from router.http.config import RouterConfig
-from router.http.http_socket import bind_http
+from router.http.http_socket import bind_http, start_listening
 from router.server import Router, load_model
 from router.serving import stop_on_signals, unless
 from shared import log
@@ -115,7 +115,10 @@ async def _start(router: Router, begin: Begin, http_socket: socket.socket, bus: 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CAN_SERVE_S):
                 await router.ready()
-    router.serve(http_socket)
+    start_listening(
+        http_socket
+    )  # not before: the kernel would hand connections to one that does not answer yet
+    await router.serve(http_socket)
     await router.ready(() if begin.restarted else begin.node_ids)
     bus.send(Ready(router.model.name()))
 

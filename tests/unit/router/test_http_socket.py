@@ -1,0 +1,52 @@
+"""Two routers that are started at the same moment on one port: the second is told so, and serves nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+import uvloop
+from starlette.responses import PlainTextResponse
+
+from router.http.config import ConnectionOptions
+from router.http.http_server import http_server
+from router.http.http_socket import bind_http, listen_http, start_listening
+from shared.errors import ConfigError
+
+HOST = "127.0.0.1"
+TAKEN = r"127\.0\.0\.1:\d+ cannot be bound: Address already in use; choose another --port"
+
+
+def test_a_port_is_taken_as_soon_as_it_is_bound() -> None:
+    with contextlib.closing(listen_http(HOST, 0)) as first:
+        port = first.getsockname()[1]
+        socket.create_connection((HOST, port), timeout=5).close()
+        with pytest.raises(ConfigError, match=TAKEN):
+            listen_http(HOST, port)
+
+
+def test_who_binds_at_the_same_moment_but_listens_later_is_told() -> None:
+    with contextlib.closing(bind_http(HOST, 0)) as first:
+        late = bind_http(HOST, first.getsockname()[1])  # the kernel lets both, while neither listens
+        start_listening(first)
+        with pytest.raises(ConfigError, match=TAKEN):
+            start_listening(late)
+        assert late.fileno() == -1, "closed"
+
+
+def test_a_server_that_does_not_listen_does_not_pretend_to() -> None:
+    """uvloop logs what `listen` says and goes on."""
+
+    async def run(unlucky: socket.socket) -> None:
+        server = http_server(PlainTextResponse("hi"), ConnectionOptions())
+        with pytest.raises(OSError, match="does not listen"):
+            await asyncio.wait_for(server.serve(sockets=[unlucky]), 10)
+        assert not server.accepting.is_set()
+        await server.shutdown(sockets=[unlucky])
+
+    with contextlib.closing(bind_http(HOST, 0)) as first:
+        unlucky = bind_http(HOST, first.getsockname()[1])
+        start_listening(first)
+        uvloop.run(run(unlucky))
