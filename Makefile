@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve demo test check bench format clean
+.PHONY: serve demo test test-clients check bench format clean
 .DEFAULT_GOAL := serve
 
 $(INSTALLED): pyproject.toml
@@ -37,6 +37,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
 
+# Real clients and load generators, each in a venv of its own; writes docs/clients.md. ARGS name some of them.
+test-clients: $(INSTALLED)
+	@$(BIN)/python -m tests.clients $(ARGS)
+
 # Format, lint, types, import contracts.
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -53,4 +57,4 @@ bench: $(INSTALLED)
 	@$(BIN)/python -m tests.bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .clients build *.egg-info

@@ -1,0 +1,134 @@
+"""langchain-openai: `ChatOpenAI` and `OpenAI` pointed at a router with `base_url`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import openai
+from checks import KEY, KEYED_URL, MESSAGES, MODEL, PROMPT, URL, check, main, post, raises
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, Field
+
+served = {"base_url": f"{URL}/v1", "api_key": "none", "model": MODEL, "max_retries": 0}
+chat = ChatOpenAI(**served, temperature=0, max_tokens=24)
+SYSTEM, USER = (m["content"] for m in MESSAGES)
+TALK = [("system", SYSTEM), ("user", USER)]
+
+
+def expected(messages: list[dict[str, str]] = MESSAGES) -> str:
+    """What the server says to plain HTTP."""
+    body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 24}
+    text: str = post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    return text
+
+
+@check
+def invoke() -> None:
+    message = chat.invoke(TALK)
+    assert message.content == expected() != ""
+    assert message.usage_metadata["output_tokens"] == 24
+    assert message.response_metadata["finish_reason"] == "length"
+    assert message.response_metadata["model_name"] == MODEL
+
+
+@check
+def stream() -> None:
+    chunks = list(chat.stream(TALK))
+    assert len(chunks) > 4
+    assert "".join(chunk.text for chunk in chunks) == expected()
+
+
+@check
+def stream_with_usage() -> None:
+    *_, total = _added_up(ChatOpenAI(**served, temperature=0, max_tokens=24, stream_usage=True))
+    assert total.text == expected()
+    assert total.usage_metadata["output_tokens"] == 24
+
+
+def _added_up(model: ChatOpenAI) -> list[object]:
+    total, sums = None, []
+    for chunk in model.stream(TALK):
+        total = chunk if total is None else total + chunk
+        sums.append(total)
+    return sums
+
+
+@check
+def batch() -> None:
+    questions = [[("user", f"Return the {word} of a list.")] for word in ("sum", "length", "median", "end")]
+    answers = chat.batch(questions)
+    assert [a.content for a in answers] == [
+        expected([{"role": "user", "content": q[0][1]}]) for q in questions
+    ]
+
+
+@check
+async def async_calls() -> None:
+    answers = await asyncio.gather(*(chat.ainvoke(TALK) for _ in range(4)))
+    assert {answer.content for answer in answers} == {expected()}
+    assert "".join([chunk.text async for chunk in chat.astream(TALK)]) == expected()
+
+
+@check
+def a_chain() -> None:
+    template = ChatPromptTemplate.from_messages([("system", SYSTEM), ("user", "{question}")])
+    assert (template | chat | StrOutputParser()).invoke({"question": USER}) == expected()
+
+
+class Verdict(BaseModel):
+    """What a reviewer says."""
+
+    language: Literal["python", "c", "rust"]
+    lines: int = Field(ge=1, le=99)
+    tested: bool
+
+
+@check
+def structured_output_by_json_schema() -> None:
+    model = ChatOpenAI(**served, temperature=0, max_tokens=200).with_structured_output(
+        Verdict, method="json_schema"
+    )
+    assert isinstance(model.invoke(TALK), Verdict)
+    assert all(isinstance(verdict, Verdict) for verdict in model.batch([TALK, TALK]))
+
+
+@check
+def structured_output_with_the_raw_answer() -> None:
+    model = ChatOpenAI(**served, temperature=0, max_tokens=200).with_structured_output(
+        Verdict, method="json_schema", include_raw=True, strict=True
+    )
+    answer = model.invoke(TALK)
+    assert answer["parsing_error"] is None
+    assert Verdict.model_validate_json(answer["raw"].content) == answer["parsed"]
+
+
+@check
+def logprobs() -> None:
+    message = chat.bind(logprobs=True, top_logprobs=2).invoke(TALK)
+    content = message.response_metadata["logprobs"]["content"]
+    assert "".join(token["token"] for token in content) == message.content
+    assert all(len(token["top_logprobs"]) == 2 for token in content)
+
+
+@check
+def text_completion() -> None:
+    model = OpenAI(**served, temperature=0, max_tokens=24)
+    body = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
+    whole = post("/v1/completions", body)["choices"][0]["text"]
+    assert model.invoke(PROMPT) == whole == "".join(model.stream(PROMPT))
+
+
+@check
+def errors_keep_their_types() -> None:
+    raises(openai.BadRequestError, lambda: chat.bind(temperature=-1).invoke(TALK))
+    wrong = ChatOpenAI(**{**served, "base_url": f"{KEYED_URL}/v1"})
+    raises(openai.AuthenticationError, lambda: wrong.invoke(TALK))
+    right = ChatOpenAI(**{**served, "base_url": f"{KEYED_URL}/v1", "api_key": KEY}, max_tokens=4)
+    assert right.invoke(TALK).usage_metadata["output_tokens"] == 4
+
+
+if __name__ == "__main__":
+    main()

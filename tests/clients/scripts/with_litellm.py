@@ -1,0 +1,101 @@
+"""litellm as a library: its OpenAI-compatible provider with `api_base`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import litellm
+from checks import KEY, KEYED_URL, MESSAGES, MODEL, PROMPT, URL, check, main, post, raises
+from pydantic import BaseModel, Field
+
+litellm.telemetry = False
+served = {"api_base": f"{URL}/v1", "api_key": "none", "num_retries": 0}
+greedy = {"temperature": 0, "max_tokens": 24}
+CHAT = f"openai/{MODEL}"
+TEXT = f"text-completion-openai/{MODEL}"
+
+
+def expected(path: str, **prompt: object) -> dict[str, object]:
+    """The choice that the server gives to plain HTTP."""
+    choice: dict[str, object] = post(path, {"model": MODEL, **prompt, **greedy})["choices"][0]
+    return choice
+
+
+@check
+def completion() -> None:
+    answer = litellm.completion(model=CHAT, messages=MESSAGES, **served, **greedy)
+    choice = expected("/v1/chat/completions", messages=MESSAGES)
+    assert answer.choices[0].message.content == choice["message"]["content"] != ""
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 24
+
+
+@check
+def completion_stream() -> None:
+    stream = litellm.completion(
+        model=CHAT,
+        messages=MESSAGES,
+        stream=True,
+        stream_options={"include_usage": True},
+        **served,
+        **greedy,
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == expected("/v1/chat/completions", messages=MESSAGES)["message"]["content"]
+    assert litellm.stream_chunk_builder(chunks, messages=MESSAGES).usage.completion_tokens == 24
+
+
+@check
+async def acompletion() -> None:
+    calls = [litellm.acompletion(model=CHAT, messages=MESSAGES, **served, **greedy) for _ in range(4)]
+    texts = {answer.choices[0].message.content for answer in await asyncio.gather(*calls)}
+    assert texts == {expected("/v1/chat/completions", messages=MESSAGES)["message"]["content"]}
+
+
+@check
+def text_completion() -> None:
+    whole = litellm.text_completion(model=TEXT, prompt=PROMPT, **served, **greedy)
+    assert whole.choices[0].text == expected("/v1/completions", prompt=PROMPT)["text"] != ""
+    pieces = litellm.text_completion(model=TEXT, prompt=PROMPT, stream=True, **served, **greedy)
+    assert "".join(piece.choices[0].text or "" for piece in pieces) == whole.choices[0].text
+
+
+@check
+def own_parameters_pass_through() -> None:
+    extra = {"extra_body": {"regex": "[0-9]{4}-[0-9]{2}", "ignore_eos": False}}
+    answer = litellm.completion(model=CHAT, messages=MESSAGES, **extra, **served, **greedy)
+    year, dash, month = answer.choices[0].message.content.partition("-")
+    assert dash and len(year) == 4 and len(month) == 2 and (year + month).isdigit()
+
+
+class Verdict(BaseModel):
+    """What a reviewer says."""
+
+    lines: int = Field(ge=1, le=99)
+    tested: bool
+
+
+@check
+def structured_output() -> None:
+    answer = litellm.completion(
+        model=CHAT, messages=MESSAGES, response_format=Verdict, **served, **{**greedy, "max_tokens": 100}
+    )
+    Verdict.model_validate(json.loads(answer.choices[0].message.content))
+
+
+@check
+def errors_have_litellms_types() -> None:
+    def call(**changed: object) -> object:
+        return litellm.completion(**{"model": CHAT, "messages": MESSAGES, **served, **greedy, **changed})
+
+    assert raises(litellm.BadRequestError, lambda: call(temperature=-1)).status_code == 400
+    assert raises(litellm.NotFoundError, lambda: call(model="openai/gpt-4")).status_code == 404
+    keyed = {"api_base": f"{KEYED_URL}/v1"}
+    assert raises(litellm.AuthenticationError, lambda: call(**keyed)).status_code == 401
+    assert call(**keyed, api_key=KEY).usage.completion_tokens == 24
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""The official `openai` client, used as its README says, against a router."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import openai
+from checks import (
+    KEY,
+    KEYED_URL,
+    MESSAGES,
+    MODEL,
+    PROMPT,
+    URL,
+    check,
+    get,
+    main,
+    metric,
+    raises,
+    wait_for_aborts,
+    wait_until,
+)
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, Field
+
+ABORTS = "sglang:num_aborted_requests_total"
+LONG = 1500
+"""Tokens of a request that is given up long before its end."""
+
+client = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+greedy = {"model": MODEL, "temperature": 0, "max_tokens": 24}
+endless = {**greedy, "max_tokens": LONG, "extra_body": {"ignore_eos": True}}
+
+
+def aio(**options: object) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, **options)
+
+
+@check
+def models_are_listed_and_found() -> None:
+    assert [m.id for m in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+@check
+def a_stream_is_the_whole_completion_in_pieces() -> None:
+    whole = client.completions.create(prompt=PROMPT, **greedy)
+    assert whole.usage.completion_tokens == 24 and whole.choices[0].finish_reason == "length"
+    pieces = list(client.completions.create(prompt=PROMPT, stream=True, **greedy))
+    assert len(pieces) > 4, "one piece is no stream"
+    assert "".join(p.choices[0].text for p in pieces) == whole.choices[0].text != ""
+    assert pieces[-1].choices[0].finish_reason == "length"
+
+
+@check
+def a_stream_is_the_whole_chat_in_pieces() -> None:
+    whole = client.chat.completions.create(messages=MESSAGES, **greedy)
+    assert whole.choices[0].message.role == "assistant"
+    chunks = list(client.chat.completions.create(messages=MESSAGES, stream=True, **greedy))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content != ""
+    assert all(c.usage is None for c in chunks)
+
+
+@check
+def usage_comes_last_when_asked_for() -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = client.chat.completions.create(messages=MESSAGES, **options, **greedy)
+    assert not last.choices
+    assert last.usage.completion_tokens == 24
+    whole = client.chat.completions.create(messages=MESSAGES, **greedy)
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens
+    assert whole.usage.prompt_tokens_details.cached_tokens > 0, "the prompt was served before"
+
+
+@check
+async def sixteen_at_once_get_what_one_alone_gets() -> None:
+    alone = client.completions.create(prompt=PROMPT, **greedy).choices[0].text
+    async with aio() as many:
+        answers = await asyncio.gather(*(many.completions.create(prompt=PROMPT, **greedy) for _ in range(16)))
+    assert {a.choices[0].text for a in answers} == {alone}
+
+
+@check
+async def async_streams() -> None:
+    whole = client.completions.create(prompt=PROMPT, **greedy).choices[0].text
+    async with aio() as one:
+        stream = await one.completions.create(prompt=PROMPT, stream=True, **greedy)
+        assert "".join([piece.choices[0].text async for piece in stream]) == whole
+
+
+@check
+def the_stream_helper_collects_events() -> None:
+    one_line = {**greedy, "stop": "\n"}  # the helper takes a text that was cut for an error
+    whole = client.chat.completions.create(messages=MESSAGES, **one_line)
+    with client.chat.completions.stream(messages=MESSAGES, **one_line) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion()
+    assert "".join(deltas) == final.choices[0].message.content == whole.choices[0].message.content
+
+
+@check
+def chat_logprobs_are_sorted_and_sum_to_at_most_one() -> None:
+    answer = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=3, **greedy)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == 24
+    for token in content:
+        tops = [top.logprob for top in token.top_logprobs]
+        assert len(tops) == 3 and tops == sorted(tops, reverse=True)
+        assert token.logprob == tops[0], "greedy takes the likeliest"
+    assert b"".join(bytes(t.bytes) for t in content).decode() == answer.choices[0].message.content
+
+
+@check
+def echo_gives_the_prompts_logprobs() -> None:
+    answer = client.completions.create(prompt=PROMPT, echo=True, logprobs=2, **{**greedy, "max_tokens": 0})
+    choice = answer.choices[0]
+    assert choice.text == PROMPT == "".join(choice.logprobs.tokens)
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
+    assert answer.usage.completion_tokens == 0
+
+
+@check
+def n_choices_and_seeds() -> None:
+    sampled = {"model": MODEL, "max_tokens": 16, "temperature": 1.0, "seed": 7, "n": 3}
+    first = client.chat.completions.create(messages=MESSAGES, **sampled)
+    again = client.chat.completions.create(messages=MESSAGES, **sampled)
+    texts = [choice.message.content for choice in first.choices]
+    assert [choice.index for choice in first.choices] == [0, 1, 2] and len(set(texts)) > 1
+    assert texts == [choice.message.content for choice in again.choices]
+
+
+@check
+def several_prompts_answer_in_order() -> None:
+    prompts = [PROMPT, "import os\n", "class Path:\n"]
+    together = client.completions.create(prompt=prompts, **greedy)
+    alone = [client.completions.create(prompt=p, **greedy).choices[0].text for p in prompts]
+    assert [c.text for c in sorted(together.choices, key=lambda c: c.index)] == alone
+
+
+@check
+def stop_strings_end_the_text() -> None:
+    answer = client.completions.create(prompt=PROMPT, stop=["\n"], **greedy)
+    assert answer.choices[0].finish_reason == "stop" and "\n" not in answer.choices[0].text
+
+
+class Verdict(BaseModel):
+    """All values bounded: so small a model would write on for ever."""
+
+    language: Literal["python", "c", "rust"]
+    lines: int = Field(ge=1, le=99)
+    tested: bool
+    tags: list[Literal["slow", "new", "good"]] = Field(max_length=2)
+
+
+@check
+def parse_returns_the_pydantic_model() -> None:
+    answer = client.chat.completions.parse(
+        messages=MESSAGES, response_format=Verdict, **{**greedy, "max_tokens": 200}
+    )
+    assert isinstance(answer.choices[0].message.parsed, Verdict)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@check
+def a_truncated_parse_is_the_clients_own_error() -> None:
+    cut = {**greedy, "max_tokens": 3}
+    call = client.chat.completions.parse
+    raises(openai.LengthFinishReasonError, lambda: call(messages=MESSAGES, response_format=Verdict, **cut))
+
+
+@check
+def raw_responses_show_status_and_headers() -> None:
+    headers = {"X-Request-Id": "seen-by-the-client"}
+    raw = client.chat.completions.with_raw_response.create(messages=MESSAGES, extra_headers=headers, **greedy)
+    assert raw.status_code == 200 and raw.headers["content-type"] == "application/json"
+    assert raw.headers["x-request-id"] == "seen-by-the-client"
+    assert raw.parse()._request_id == "seen-by-the-client"
+
+
+@check
+def bad_requests_name_the_parameter() -> None:
+    error = raises(
+        openai.BadRequestError,
+        lambda: client.chat.completions.create(messages=MESSAGES, **{**greedy, "temperature": -1}),
+    )
+    assert error.status_code == 400 and error.param == "temperature" and error.type == "invalid_request_error"
+
+
+@check
+def a_tool_that_cannot_be_called_is_refused() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    error = raises(
+        openai.BadRequestError,
+        lambda: client.chat.completions.create(
+            messages=MESSAGES, tools=[tool], tool_choice="required", **greedy
+        ),
+    )
+    assert "tool" in str(error.param)
+
+
+@check
+def unknown_models_and_routes_are_not_found() -> None:
+    error = raises(
+        openai.NotFoundError,
+        lambda: client.chat.completions.create(messages=MESSAGES, **{**greedy, "model": "gpt-4"}),
+    )
+    assert error.code == "model_not_found"
+    raises(openai.NotFoundError, lambda: client.models.retrieve("gpt-4"))
+    raises(openai.NotFoundError, lambda: client.embeddings.create(model=MODEL, input="x"))
+
+
+@check
+def a_prompt_that_is_too_long_is_a_bad_request() -> None:
+    error = raises(openai.BadRequestError, lambda: client.completions.create(prompt=[5] * 4000, **greedy))
+    assert "2048" in error.message, error.message
+
+
+@check
+def too_large_a_body_is_a_status_error() -> None:
+    error = raises(
+        openai.APIStatusError, lambda: client.completions.create(prompt="x" * (33 << 20), **greedy)
+    )
+    assert error.status_code == 413
+
+
+@check
+def a_wrong_key_is_an_authentication_error() -> None:
+    wrong = OpenAI(base_url=f"{KEYED_URL}/v1", api_key="wrong", max_retries=0)
+    error = raises(openai.AuthenticationError, lambda: wrong.completions.create(prompt=PROMPT, **greedy))
+    assert error.status_code == 401 and error.code == "invalid_api_key"
+    right = wrong.with_options(api_key=KEY)
+    assert right.completions.create(prompt=PROMPT, **greedy).usage.completion_tokens == 24
+
+
+@check
+def a_full_queue_is_a_rate_limit_error() -> None:
+    keyed = OpenAI(base_url=f"{KEYED_URL}/v1", api_key=KEY, max_retries=0)
+    with keyed.completions.create(prompt=PROMPT, stream=True, **endless) as running:
+        next(iter(running))
+
+        async def two_more() -> list[object]:
+            async with AsyncOpenAI(base_url=f"{KEYED_URL}/v1", api_key=KEY, max_retries=0) as more:
+                calls = [asyncio.create_task(more.completions.create(prompt=PROMPT, **endless)) for _ in "ab"]
+                done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                for call in waiting:
+                    call.cancel()
+                return [call.exception() for call in done]
+
+        (error,) = asyncio.run(two_more())
+    assert isinstance(error, openai.RateLimitError), error
+    assert 1 <= int(error.response.headers["retry-after"]) <= 60
+    wait_until("the keyed router is idle", lambda: metric("sglang:num_running_reqs", KEYED_URL) == 0)
+
+
+@check
+def a_timeout_aborts_the_request() -> None:
+    before = metric(ABORTS)
+    hasty = client.with_options(timeout=0.5)
+    raises(openai.APITimeoutError, lambda: hasty.completions.create(prompt=PROMPT, **endless))
+    wait_for_aborts(1, before)
+
+
+@check
+def closing_a_stream_aborts_the_request() -> None:
+    before = metric(ABORTS)
+    with client.completions.create(prompt=PROMPT, stream=True, **endless) as stream:
+        next(iter(stream))
+    wait_for_aborts(1, before)
+
+
+@check
+async def cancelling_a_task_aborts_the_request() -> None:
+    before = metric(ABORTS)
+    async with aio() as one:
+        task = asyncio.create_task(one.chat.completions.create(messages=MESSAGES, **endless))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+    await asyncio.to_thread(wait_for_aborts, 1, before)
+
+
+if __name__ == "__main__":
+    assert "ok" in get("/health")
+    main()
