@@ -31,26 +31,28 @@ CLIENTS = (
         name="openai",
         script="with_openai.py",
         version_of=("openai",),
-        proves="sync, async, streams, usage, logprobs, structured outputs, every error as its own exception type, "
-        "time-outs and cancels abort the request",
+        proves="sync, async, streams, usage, logprobs, structured outputs, forced tool calls, every error "
+        "as its own exception type, time-outs and cancels abort the request",
     ),
     Client(
         name="langchain",
         script="with_langchain.py",
         version_of=("langchain-openai", "langchain-core"),
-        proves="`ChatOpenAI` and `OpenAI`: invoke, stream, batch, async, `with_structured_output`",
+        proves="`ChatOpenAI` and `OpenAI`: invoke, stream, batch, async, `with_structured_output` "
+        "by JSON schema and by tool call",
     ),
     Client(
         name="litellm",
         script="with_litellm.py",
         version_of=("litellm", "openai"),
-        proves="chat, text completion, streams, structured output and errors through `api_base`",
+        proves="chat, text completion, streams, structured output, forced tool calls and errors through `api_base`",
     ),
     Client(
         name="instructor",
         script="with_instructor.py",
         version_of=("instructor", "openai"),
-        proves="pydantic models back in JSON schema mode (sync, async, streamed as partial models) and in JSON mode",
+        proves="pydantic models back in JSON schema mode (sync, async, streamed as partial models), "
+        "by forced tool calls, and in JSON mode",
     ),
     Client(
         name="sglang-bench",

@@ -1,4 +1,4 @@
-"""instructor: pydantic models out of a router, in the modes that need no tool calls."""
+"""instructor: pydantic models out of a router, in its JSON modes and by forced tool calls."""
 
 from __future__ import annotations
 
@@ -61,6 +61,14 @@ def the_raw_answer_comes_along() -> None:
     plan, answer = client.chat.completions.create_with_completion(response_model=Plan, **asked)
     assert Plan.model_validate_json(answer.choices[0].message.content).model_dump() == plan.model_dump()
     assert answer.usage.completion_tokens > 0
+
+
+@check
+def tools_mode() -> None:
+    """The default of instructor: it forces a call of the function that the model stands for."""
+    client = instructor.from_openai(OpenAI(**options))
+    assert client.mode is instructor.Mode.TOOLS
+    assert isinstance(client.chat.completions.create(response_model=Plan, **asked), Plan)
 
 
 @check

@@ -106,6 +106,16 @@ def structured_output_with_the_raw_answer() -> None:
 
 
 @check
+def structured_output_by_a_forced_tool_call() -> None:
+    model = ChatOpenAI(**served, temperature=0, max_tokens=200).with_structured_output(
+        Verdict, method="function_calling"
+    )
+    assert isinstance(model.invoke(TALK), Verdict)
+    partial = list(model.stream(TALK))
+    assert partial and isinstance(partial[-1], Verdict)
+
+
+@check
 def logprobs() -> None:
     message = chat.bind(logprobs=True, top_logprobs=2).invoke(TALK)
     content = message.response_metadata["logprobs"]["content"]

@@ -86,6 +86,18 @@ def structured_output() -> None:
 
 
 @check
+def a_forced_tool_call() -> None:
+    function = {"name": "judge", "parameters": Verdict.model_json_schema()}
+    forced = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    answer = litellm.completion(
+        model=CHAT, messages=MESSAGES, **forced, **served, **{**greedy, "max_tokens": 200}
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "judge"
+    Verdict.model_validate_json(call.function.arguments)
+
+
+@check
 def errors_have_litellms_types() -> None:
     def call(**changed: object) -> object:
         return litellm.completion(**{"model": CHAT, "messages": MESSAGES, **served, **greedy, **changed})
