@@ -118,8 +118,10 @@ async def _events(
                 if opening is not None:
                     yield opening
             if text or generation.finish_reason is not None:
-                yield shape.delta(generation, text, told, usage_so_far())
-                num_told[generation.index] = len(generation.output_ids)
+                more = shape.delta(generation, text, told, usage_so_far())
+                if more is not None:
+                    yield more
+                    num_told[generation.index] = len(generation.output_ids)
         if options.include_usage:
             yield shape.closing(usage_of(group.generations))
 

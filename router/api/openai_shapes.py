@@ -33,6 +33,7 @@ from router.request.generation import Generation
 from router.text.tokenizer import Tokenizer
 
 MaybeUsage = Usage | UnsetType
+_NOTHING = ChatDelta()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,11 @@ class Shape(Protocol):
         """The event before any text of a sequence, if there is one."""
         ...
 
-    def delta(self, generation: Generation, text: str, num_told: int, usage: MaybeUsage) -> Answer:
-        """The event for more text, and for the logprobs of the output tokens after the first `num_told`."""
+    def delta(self, generation: Generation, text: str, num_told: int, usage: MaybeUsage) -> Answer | None:
+        """The event for more text, and for the logprobs of the output tokens after the first `num_told`.
+
+        None while the text says nothing to the client yet; a later event then has those logprobs.
+        """
         ...
 
     def closing(self, usage: Usage) -> Answer:
@@ -164,11 +168,14 @@ class ChatShape:
         timeline = self._reply.timeline(generation)
         return self._chunk([ChatChunkChoice(index=generation.index, delta=delta, **timeline)], usage)
 
-    def delta(self, generation: Generation, text: str, num_told: int, usage: MaybeUsage) -> Answer:
+    def delta(self, generation: Generation, text: str, num_told: int, usage: MaybeUsage) -> Answer | None:
         """See Shape."""
+        more = self._more(generation, text)
+        if more == _NOTHING and generation.finish_reason is None:
+            return None
         choice = ChatChunkChoice(
             index=generation.index,
-            delta=self._more(generation, text),
+            delta=more,
             logprobs=self._logprobs(generation, num_told),
             **self._end(generation),
             **self._reply.timeline(generation),
@@ -200,7 +207,8 @@ class ChatShape:
         if self._call is None:
             return ChatMessage(content=generation.text)
         call = self._call.reader().whole(generation.text)
-        return ChatMessage(content=None, tool_calls=[call]) if call else ChatMessage(content=generation.text)
+        # Cut off before the function is named, the text is only what the grammar puts around a call.
+        return ChatMessage(content=None, tool_calls=[call] if call else UNSET)
 
     def _more(self, generation: Generation, text: str) -> ChatDelta:
         if self._call is None:
@@ -210,7 +218,7 @@ class ChatShape:
             reader = self._readers[generation.index] = self._call.reader()
         arguments = reader.feed(text, last=generation.finish_reason is not None)
         if reader.name is None:
-            return ChatDelta()
+            return _NOTHING
         if generation.index in self._named:
             more = ToolCallDelta(function=FunctionCallDelta(arguments=arguments))
             return ChatDelta(tool_calls=[more] if arguments else UNSET)

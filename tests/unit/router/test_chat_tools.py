@@ -11,8 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill
+from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill, Tokens
 from tests.unit.router.fakes import FakeNode, Script, byte_level_tokenizer, joined_router, pair, write_model
+from tests.unit.router.judging import entry
 
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function | tojson }}]{% endfor %}"
@@ -35,14 +36,21 @@ def tells(text: str, finish: str = "stop") -> tuple[Script, Script]:
     """Scripts that say this text, token by token."""
     ids = byte_level_tokenizer().encode(text).ids
 
+    def say(node: FakeNode, work: Prefill | Decode, position: int, end: Finish | None = None) -> None:
+        if work.params.logprobs is None:
+            node.tokens(work.key, position, ids[position : position + 1], end)
+        else:
+            node.story = ids
+            node.send(Tokens((entry(node, work, position, end),)))
+
     async def first(node: FakeNode, work: Prefill | Decode) -> None:
-        node.tokens(work.key, 0, ids[:1])
+        say(node, work, 0)
 
     async def rest(node: FakeNode, work: Prefill | Decode) -> None:
-        for position, token_id in enumerate(ids):
+        for position in range(len(ids)):
             await asyncio.sleep(0.001)  # so that it comes in pieces
             end = Finish(finish) if position == len(ids) - 1 else None
-            node.tokens(work.key, position, [token_id], end)
+            say(node, work, position, end)
 
     return first, rest
 
@@ -106,6 +114,21 @@ def test_a_forced_call(folder: Path, choice: Any, text: str, finish_reason: str)
     with_client(folder, text, use)
 
 
+def test_a_streamed_call_begins_with_its_name_and_has_all_logprobs(folder: Path) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        asked: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
+        stream = await client.chat.completions.create(model="tiny", **asked, logprobs=True, stream=True)
+        opening, *more = [chunk.choices[0] async for chunk in stream]
+        assert opening.delta.role == "assistant"
+        assert all(choice.delta.tool_calls for choice in more[:-1])
+        (named,) = more[0].delta.tool_calls or ()
+        assert named.function is not None and named.function.name == "weather"
+        told = [token for choice in more if choice.logprobs for token in choice.logprobs.content or ()]
+        assert bytes(byte for token in told for byte in token.bytes or ()).decode() == CALL
+
+    with_client(folder, CALL, use)
+
+
 def test_the_clients_own_helper_reads_the_stream(folder: Path) -> None:
     async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
         asked: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
@@ -124,7 +147,12 @@ def test_a_call_that_is_cut_off(folder: Path) -> None:
         answered = (await client.chat.completions.create(model="tiny", **asked)).choices[0]
         assert answered.finish_reason == "length"
         assert answered.message.tool_calls is None
-        assert answered.message.content == '{"name": "wea'
+        assert answered.message.content is None
+        stream = await client.chat.completions.create(model="tiny", **asked, stream=True)
+        opening, last = [chunk.choices[0] async for chunk in stream]
+        assert opening.delta.role == "assistant" and opening.finish_reason is None
+        assert last.delta.content is None and last.delta.tool_calls is None
+        assert last.finish_reason == "length"
 
     with_client(folder, '{"name": "wea', use, finish="length")
 
