@@ -48,7 +48,8 @@ class Admission:
         """Take places. Raises RequestError when there are not as many; then none is taken."""
         if num_sequences > self._max_queued:
             raise RequestError(
-                f"{num_sequences} sequences in one request; at most {self._max_queued} may wait at a time"
+                f"{num_sequences} sequences in one request; at most {self._max_queued} may wait at a time "
+                "(--max-queued-requests)"
             )
         self._check(num_sequences)
         self._num_held += num_sequences
@@ -63,8 +64,13 @@ class Admission:
             return
         self._on_rejected()
         wait_s = math.ceil(min(self._queue.wait_s(num_queued), MAX_RETRY_AFTER_S))
+        num_free = max(self._max_queued - num_queued, 0)
+        if num_free == 0:
+            why = f"the queue is full: all {self._max_queued} places are taken"
+        else:
+            why = f"{num_sequences} places in the queue are needed, and {num_free} of {self._max_queued} are free"
         raise RequestError(
-            f"the queue is full: {num_queued} of {self._max_queued} places are taken; try again later",
+            f"{why}; try again later",
             status=429,
             code="queue_full",
             retry_after_s=max(wait_s, MIN_RETRY_AFTER_S),

@@ -121,12 +121,12 @@ async def until_queued(client: httpx.AsyncClient, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-def check_rejected(response: httpx.Response) -> None:
+def check_rejected(response: httpx.Response, why: str = "the queue is full: all") -> None:
     assert response.status_code == 429, response.text
     assert 1 <= int(response.headers["retry-after"]) <= 60
     error = response.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
-    assert "the queue is full" in error["message"]
+    assert error["message"].startswith(why)
 
 
 def test_beyond_the_bound_every_route_refuses(model_folder: Path) -> None:
@@ -178,12 +178,14 @@ def test_a_batch_is_let_in_whole_or_not_at_all(model_folder: Path) -> None:
             two = {"text": "a", "sampling_params": {"n": 2}}
             first = asyncio.create_task(client.post("/generate", json=two))
             await nodes[1].wait_for(Decode, 2)
-            check_rejected(await client.post("/generate", json={"text": ["a", "b", "c"]}))
-            check_rejected(await client.post("/v1/completions", json={"prompt": ["a", "b", "c"]}))
-            check_rejected(await client.post("/v1/chat/completions", json={**CHAT, "n": 3}))
+            why = "3 places in the queue are needed, and 2 of 4 are free; try again later"
+            check_rejected(await client.post("/generate", json={"text": ["a", "b", "c"]}), why)
+            check_rejected(await client.post("/v1/completions", json={"prompt": ["a", "b", "c"]}), why)
+            check_rejected(await client.post("/v1/chat/completions", json={**CHAT, "n": 3}), why)
             assert len(nodes[1].all(Decode)) == 2
             never = await client.post("/generate", json={"text": ["a"] * 5})
-            assert never.status_code == 400 and "at most 4 may wait" in never.json()["error"]["message"]
+            assert never.status_code == 400
+            assert "at most 4 may wait at a time (--max-queued-requests)" in never.json()["error"]["message"]
             second = asyncio.create_task(client.post("/generate", json={"text": ["a", "b"]}))
             await nodes[1].wait_for(Decode, 4)
             await client.post("/abort_request", json={"abort_all": True})
