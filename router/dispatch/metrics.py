@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from http import HTTPStatus
 from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -116,7 +117,7 @@ class Metrics:
         self._cached_tokens = self._counter("sglang:cached_tokens", "Prompt tokens that were cached.")
         self._requests = self._counter("sglang:num_requests", "Sequences started.")
         self._aborted = self._counter("sglang:num_aborted_requests", "Sequences aborted or abandoned.")
-        self._failed = self._counter("baton:num_failed_requests", "Sequences that ended with an error.")
+        self._failed = self._counter("baton:num_failed_requests", "Sequences that nodes could not finish.")
         self._failovers = self._counter(
             "baton:num_failovers", "Sequences sent to other nodes, since the first could not go on."
         )
@@ -219,8 +220,10 @@ class Metrics:
         assert req.ended_at is not None
         if isinstance(req.finish, Aborted) or (req.error is not None and req.error.status == 499):
             self._own(self._aborted).inc()
-        elif req.error is not None:
-            self._own(self._failed).inc()
+        elif req.error is not None and (
+            req.error.status >= 500 or req.error.status == HTTPStatus.REQUEST_TIMEOUT
+        ):
+            self._own(self._failed).inc()  # what remains is wrong with the request, such as its grammar
         self._own(self._e2e).observe(req.ended_at - req.started_at)
         self._own(self._prompt_tokens).inc(req.prompt_len)
         self._own(self._cached_tokens).inc(req.cached_tokens)
