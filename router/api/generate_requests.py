@@ -19,10 +19,10 @@ from router.request.logprob_fields import (
     ReturnLogprob,
     TokenIdsLogprob,
     TopLogprobsNum,
+    check_native,
     check_num_native,
     check_start_len,
     ids_of_prompts,
-    native_logprobs,
 )
 from router.request.prompts import (
     CHOSEN_HERE,
@@ -202,7 +202,8 @@ def _logprobs(
     )
     top_nums = per_prompt("top_logprobs_num", body.top_logprobs_num, 0, num_prompts, batched=batched)
     token_ids = ids_of_prompts(body.token_ids_logprob, num_prompts, batched=batched)
+    check_native(body.top_logprobs_num, body.token_ids_logprob, vocab_size, limits)
     return [
-        native_logprobs(*row, vocab_size, limits)
-        for row in zip(wanted, starts, top_nums, token_ids, strict=True)
+        LogprobParams(start_len=start_len, top_num=top_num, token_ids=tuple(ids)) if asked else None
+        for asked, start_len, top_num, ids in zip(wanted, starts, top_nums, token_ids, strict=True)
     ]

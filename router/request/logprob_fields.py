@@ -70,13 +70,23 @@ def ids_of_prompts(
     return per_prompt("token_ids_logprob", value, [], num_prompts, batched=batched)
 
 
-def native_logprobs(
-    wanted: bool, start_len: int, top_num: int, token_ids: Sequence[int], vocab_size: int, limits: HttpLimits
-) -> LogprobParams | None:
-    """What /generate asks for one prompt. Raises RequestError."""
-    limits.check_top_logprobs("top_logprobs_num", top_num)
-    check_token_ids("token_ids_logprob", token_ids, vocab_size)
-    return LogprobParams(start_len=start_len, top_num=top_num, token_ids=tuple(token_ids)) if wanted else None
+def check_native(
+    top_nums: int | list[int | None],
+    token_ids: list[int] | list[list[int] | None] | None,
+    vocab_size: int,
+    limits: HttpLimits,
+) -> None:
+    """Refuse what limits and model do not allow /generate; in a list of values for each prompt, it names which."""
+    if isinstance(top_nums, list):
+        for at, top_num in enumerate(top_nums):
+            limits.check_top_logprobs(f"top_logprobs_num[{at}]", top_num or 0)
+    else:
+        limits.check_top_logprobs("top_logprobs_num", top_nums)
+    if not token_ids or isinstance(token_ids[0], int):
+        check_token_ids("token_ids_logprob", cast("list[int]", token_ids or []), vocab_size)
+    else:
+        for at, row in enumerate(token_ids):
+            check_token_ids(f"token_ids_logprob[{at}]", row or [], vocab_size)
 
 
 def chat_logprobs(wanted: bool, top_num: int, limits: HttpLimits) -> LogprobParams | None:

@@ -91,6 +91,11 @@ NATIVE = [
     ),
     ({"text": "a", "token_ids_logprob": [BIG]}, "token_ids_logprob[0] must be at most 2147483647"),
     ({"text": "a", "token_ids_logprob": [10**6]}, "token_ids_logprob must hold token ids from 0 to"),
+    (
+        {"text": ["a", "b"], "token_ids_logprob": [[1], [99999999]]},
+        "token_ids_logprob[1] must hold token ids from 0 to",
+    ),
+    ({"text": ["a", "b"], "token_ids_logprob": [None, [10**6]]}, "token_ids_logprob[1] must hold token ids"),
     ({"text": "a", "token_ids_logprob": [1] * 1025}, "token_ids_logprob must be a list of at most 1024"),
     ({"text": ["a", "b"], "token_ids_logprob": [[1]]}, "token_ids_logprob must be one value, or a list of 2"),
     ({"text": "a", "return_text_in_logprobs": "x"}, "return_text_in_logprobs must be true or false"),
@@ -495,6 +500,11 @@ LIMITED = [
         "/generate",
         {"text": "a", "top_logprobs_num": 5},
         "top_logprobs_num must be at most 4 (--max-logprobs)",
+    ),
+    (
+        "/generate",
+        {"text": ["a", "b"], "top_logprobs_num": [None, 5]},
+        "top_logprobs_num[1] must be at most 4 (--max-logprobs)",
     ),
     ("/v1/completions", {"prompt": "a", "logprobs": 5}, "logprobs must be at most 4 (--max-logprobs)"),
     (
