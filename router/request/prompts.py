@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, TypeVar, cast
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
-from router.http.body import FailFast, OneOf, shown, wrong
+from router.http.body import FailFast, OneOf, wrong
 from router.http.limits import MAX_BATCH_SIZE, HttpLimits
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 MAX_RID_CHARS = 256
 MAX_TOKEN_ID = 2**31 - 1
-"""The vocabulary's bound is checked when the model is known."""
 
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID})]
+"""Its bounds are the model's, so `check_token_ids` checks them: not twice, for there may be 100,000 of them."""
 TokenIds = Annotated[list[TokenId], FailFast()]
 Texts = Annotated[list[str], FailFast(), Field(min_length=1, max_length=MAX_BATCH_SIZE)]
 IdRows = Annotated[list[TokenIds], FailFast(), Field(min_length=1, max_length=MAX_BATCH_SIZE)]
@@ -48,10 +48,8 @@ ExtraKey = Annotated[str, Field(max_length=MAX_RID_CHARS)]
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Refuse ids that the model does not have."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
-        outside = next(i for i in token_ids if not 0 <= i < vocab_size)
-        raise RequestError(
-            f"{name} must hold token ids from 0 to {vocab_size - 1}, not {shown(outside)}", param=name
-        )
+        at, outside = next((at, i) for at, i in enumerate(token_ids) if not 0 <= i < vocab_size)
+        raise wrong(f"{name}[{at}]", f"a token id from 0 to {vocab_size - 1}", outside)
 
 
 async def encode_prompts(
