@@ -168,9 +168,11 @@ class Router:
             sampling=Sampling(params=params),
             split=True,
         )
-        async with self._generator.open([prompt], model.tokenizer) as group:
-            async for step in group.steps():
-                yield step
+        with self._generator.claim() as claim:
+            claim.take([prompt.rid], [1], whole=None, shared=False)
+            async with self._generator.open([prompt], model.tokenizer, claim) as group:
+                async for step in group.steps():
+                    yield step
 
     async def broken(self) -> None:
         """Until a part that should run for ever ends; raises what ended it."""

@@ -34,11 +34,11 @@ def generate_routes(
     @router.post("/generate", response_model=None)
     async def generate(request: Request) -> Response:
         """Complete one prompt or several."""
-        with admission.ticket() as ticket:
+        with admission.ticket() as ticket, generator.claim() as claim:
             body = parse(GenerateBody, await read_body(request, limits.max_body_bytes))
-            reading = read_generate(body, model.get(), limits, request.headers, ticket)
+            reading = read_generate(body, model.get(), limits, request.headers, ticket, claim)
             asked = await while_connected(request.receive, reading)
-            group = generator.open(asked.prompts, model.get().tokenizer, ticket)
+            group = generator.open(asked.prompts, model.get().tokenizer, claim, ticket)
             note_group(request, group)
             if asked.stream:
                 return await stream_response(request, _events(group, asked, model.get().tokenizer))

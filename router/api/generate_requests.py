@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from router.dispatch.live_rids import Claim
 from router.dispatch.scheduling_hints import Priority, RoutingKey, read_hints
 from router.http.body import Body, FailFast, OneOf, Refused
 from router.http.limits import HttpLimits
@@ -124,7 +125,12 @@ class GenerateRequest:
 
 
 async def read_generate(
-    body: GenerateBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str], ticket: Ticket
+    body: GenerateBody,
+    model: ServedModel,
+    limits: HttpLimits,
+    headers: Mapping[str, str],
+    ticket: Ticket,
+    claim: Claim,
 ) -> GenerateRequest:
     """Check what types cannot, take places in the queue, and tokenize. Raises RequestError."""
     texts, ids, batched = _prompts(body, model.vocab_size, limits)
@@ -132,11 +138,14 @@ async def read_generate(
     limits.check_batch_size(num_prompts)
     samplings = _samplings(body, num_prompts, model.vocab_size, limits, batched=batched)
     limits.check_batch_size(sum(sampling.n for sampling in samplings))
-    rids = read_rids(requested_rid(body.rid, headers), num_prompts, batched=batched)
+    given_rid = requested_rid(body.rid, headers)
+    rids = read_rids(given_rid, num_prompts, batched=batched)
     extra_keys = per_prompt("extra_key", body.extra_key, "", num_prompts, batched=batched)
     hints = read_hints(body.priority, body.routing_key, headers)
     logprobs = _logprobs(body, num_prompts, model.vocab_size, limits, batched=batched)
     ticket.take(sum(sampling.n for sampling in samplings))
+    whole = given_rid if isinstance(given_rid, str) else None
+    claim.take(rids, [sampling.n for sampling in samplings], whole=whole, shared=body.rid is None)
     if texts:
         ids = await encode_prompts(texts, model, limits, "text", batched=batched)
     for at, input_ids in enumerate(ids):
@@ -146,7 +155,6 @@ async def read_generate(
     prompts = [
         Prompt(
             rid=rid,
-            shared_rid=body.rid is None,
             input_ids=tuple(input_ids),
             sampling=sampling.judged(wanted),
             extra_key=extra_key,

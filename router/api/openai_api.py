@@ -15,6 +15,7 @@ from router.api.openai_bodies import CompletionBody
 from router.api.openai_requests import OpenAIRequest, read_chat, read_completion, unknown_model
 from router.api.openai_shapes import ChatShape, CompletionShape, MaybeUsage, Reply, Shape, best, usage_of
 from router.api.request_log import note_group
+from router.dispatch.live_rids import Claim
 from router.http.answer import Answer
 from router.http.body import parse
 from router.http.limits import HttpLimits
@@ -37,8 +38,10 @@ def openai_routes(
     """The routes. `context_length` is what the fleet can serve now."""
     router = APIRouter(prefix="/v1")
 
-    async def respond(request: Request, asked: OpenAIRequest, shape: Shape, ticket: Ticket) -> Response:
-        group = generator.open(asked.prompts, model.get().tokenizer, ticket)
+    async def respond(
+        request: Request, asked: OpenAIRequest, shape: Shape, ticket: Ticket, claim: Claim
+    ) -> Response:
+        group = generator.open(asked.prompts, model.get().tokenizer, claim, ticket)
         workers = model.get().tokenizer.workers
         note_group(request, group)
         if asked.stream is not None:
@@ -48,22 +51,22 @@ def openai_routes(
     @router.post("/completions", response_model=None)
     async def completions(request: Request) -> Response:
         """Complete one prompt or several."""
-        with admission.ticket() as ticket:
+        with admission.ticket() as ticket, generator.claim() as claim:
             body = parse(CompletionBody, await read_body(request, limits.max_body_bytes))
-            reading = read_completion(body, model.get(), limits, request.headers, ticket)
+            reading = read_completion(body, model.get(), limits, request.headers, ticket, claim)
             asked = await while_connected(request.receive, reading)
             shape = CompletionShape(_reply(asked, model.get()), model.get().tokenizer, asked.echoes)
-            return await respond(request, asked, shape, ticket)
+            return await respond(request, asked, shape, ticket, claim)
 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        with admission.ticket() as ticket:
+        with admission.ticket() as ticket, generator.claim() as claim:
             body = parse(ChatBody, await read_body(request, limits.max_body_bytes))
-            reading = read_chat(body, model.get(), limits, request.headers, ticket)
+            reading = read_chat(body, model.get(), limits, request.headers, ticket, claim)
             asked = await while_connected(request.receive, reading)
             shape = ChatShape(_reply(asked, model.get()), model.get().tokenizer, asked.call)
-            return await respond(request, asked, shape, ticket)
+            return await respond(request, asked, shape, ticket, claim)
 
     @router.get("/models", response_model=None)
     async def models() -> Response:

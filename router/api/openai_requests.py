@@ -12,6 +12,7 @@ import msgspec
 from router.api.chat_bodies import ChatBody, ChatInputMessage, EarlierCall
 from router.api.openai_bodies import CompletionBody, OpenAIBody, StreamOptions
 from router.api.tool_calls import ForcedCall
+from router.dispatch.live_rids import Claim
 from router.dispatch.scheduling_hints import read_hints
 from router.http.body import shown, wrong
 from router.http.limits import HttpLimits
@@ -46,7 +47,12 @@ class OpenAIRequest:
 
 
 async def read_completion(
-    body: CompletionBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str], ticket: Ticket
+    body: CompletionBody,
+    model: ServedModel,
+    limits: HttpLimits,
+    headers: Mapping[str, str],
+    ticket: Ticket,
+    claim: Claim,
 ) -> OpenAIRequest:
     """Check what the types of /v1/completions cannot, take places and tokenize. Raises RequestError."""
     _check_model(body.model, model)
@@ -61,6 +67,7 @@ async def read_completion(
     told = completion_logprobs(body.logprobs, limits, echo=body.echo)
     logprobs = LogprobParams() if told is None and best_of > body.n else told
     ticket.take(num_prompts * best_of)
+    claim.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
     if texts:
         ids = await encode_prompts(texts, model, limits, "prompt", batched=batched)
     for at, input_ids in enumerate(ids):
@@ -68,7 +75,6 @@ async def read_completion(
     prompts = [
         Prompt(
             rid=rid,
-            shared_rid=body.rid is None,
             input_ids=tuple(input_ids),
             sampling=sampling.judged(logprobs),
             extra_key=body.extra_key,
@@ -93,7 +99,12 @@ async def read_completion(
 
 
 async def read_chat(
-    body: ChatBody, model: ServedModel, limits: HttpLimits, headers: Mapping[str, str], ticket: Ticket
+    body: ChatBody,
+    model: ServedModel,
+    limits: HttpLimits,
+    headers: Mapping[str, str],
+    ticket: Ticket,
+    claim: Claim,
 ) -> OpenAIRequest:
     """Check what the types of /v1/chat/completions cannot, take places and tokenize. Raises RequestError."""
     _check_model(body.model, model)
@@ -105,6 +116,7 @@ async def read_chat(
     if model.chat_template is None:
         raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
     ticket.take(sampling.n)
+    claim.take(rids, [sampling.n], whole=reply_id, shared=body.rid is None)
     text = await model.chat_template.render(_chat(body), model.tokenizer.workers)
     # The template writes the special tokens itself.
     ids = (await encode_prompts([text], model, limits, "messages", batched=False, add_special_tokens=False))[
@@ -113,7 +125,6 @@ async def read_chat(
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
     prompt = Prompt(
         rid=rids[0],
-        shared_rid=body.rid is None,
         input_ids=tuple(ids),
         sampling=sampling,
         extra_key=body.extra_key,

@@ -24,7 +24,7 @@ from router.http.responses import json_response, read_body, while_connected
 from router.nodes.fleet_answers import Detokenized, Flushed, ModelInfo, RequestsAborted, Tokenized
 from router.nodes.membership import Membership
 from router.nodes.status import FleetStatus
-from router.request.generation import Generator, Prompt
+from router.request.generation import GenerationGroup, Generator, Prompt
 from router.request.prompts import IdPrompts, Texts, id_rows
 from router.request.sampling import Sampling
 from router.text.served_model import ModelSlot, ServedModel
@@ -96,9 +96,8 @@ def health_routes(
         started = time.monotonic()
         if membership.expects(Role.PREFILL) and not membership.live(Role.PREFILL):
             raise RequestError(membership.why_none(Role.PREFILL), status=503, code="no_node")
-        group = generator.open([_probe(model.get())], model.get().tokenizer)
 
-        async def run() -> None:
+        async def run(group: GenerationGroup) -> None:
             try:
                 async with asyncio.timeout(_PROBE_TIMEOUT_S):
                     async with group:
@@ -106,7 +105,11 @@ def health_routes(
             except TimeoutError:
                 raise RequestError(f"no answer within {_PROBE_TIMEOUT_S:g} s", status=503) from None
 
-        await while_connected(request.receive, run())
+        with generator.claim() as claim:
+            probe = _probe(model.get())
+            claim.take([probe.rid], [1], whole=None, shared=False)
+            group = generator.open([probe], model.get().tokenizer, claim)
+            await while_connected(request.receive, run(group))
         return json_response(replace(status.describe(), generated_in_s=time.monotonic() - started))
 
     return router

@@ -118,6 +118,16 @@ class Dispatcher:
         self._send(req.key, work, plan)
         return req
 
+    def never_sent(self, work: Work, wake: Callable[[], None], message: str) -> RunningReq:
+        """A sequence that was aborted before it could be sent."""
+        key = ReqKey(self._incarnation, str(next(self._rids)))
+        now, length = self._clock(), len(work.input_ids)
+        req = RunningReq(key, prompt_len=length, max_new_tokens=0, nodes=(), wake=wake, now=now)
+        self._metrics.started(req)
+        req.end(now, finish=Aborted(message))
+        self._metrics.ended(req)
+        return req
+
     def stop(self, req: RunningReq, position: int) -> None:
         """The router found the end itself: tokens from `position` on are not wanted."""
         self._end(req, tell=Stop(req.key, position))

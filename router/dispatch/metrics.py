@@ -195,7 +195,7 @@ class Metrics:
         return labelled_text(families_of, colleagues.missing) + generate_latest(self._node_registry)
 
     def started(self, req: RunningReq) -> None:
-        """A sequence was sent to its nodes."""
+        """A sequence was sent to its nodes, or aborted before."""
         self._own(self._requests).inc()
         self.traffic.started()
 

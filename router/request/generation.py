@@ -16,7 +16,7 @@ from functools import cached_property
 from types import TracebackType
 
 from router.dispatch.dispatcher import Dispatcher, Work
-from router.dispatch.live_rids import LiveRids
+from router.dispatch.live_rids import Claim, LiveRids
 from router.dispatch.running_req import Aborted, RunningReq
 from router.dispatch.scheduling_hints import SchedulingHints
 from router.request.admission import Ticket
@@ -39,15 +39,11 @@ _TOKENS_A_SEQUENCE = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt of a request; it becomes `sampling.n` sequences. `rid` is the client's name for it.
-
-    Other running requests may have a `shared_rid` too; see request_ids.
-    """
+    """One prompt of a request; it becomes `sampling.n` sequences. `rid` is the client's name for it."""
 
     rid: str
     input_ids: tuple[int, ...]
     sampling: Sampling
-    shared_rid: bool = False
     extra_key: str = ""
     hints: SchedulingHints = field(default_factory=SchedulingHints)
     split: bool = False
@@ -147,11 +143,11 @@ class GenerationGroup:
         prompts: Sequence[Prompt],
         tokenizer: Tokenizer,
         dispatcher: Dispatcher,
-        rids: LiveRids,
+        claim: Claim,
         ticket: Ticket | None,
     ) -> None:
         self._dispatcher = dispatcher
-        self._rids = rids
+        self._claim = claim
         self._ticket = ticket
         self._num_prompts = len(prompts)
         self._ready: dict[Generation, None] = {}
@@ -166,12 +162,11 @@ class GenerationGroup:
 
     async def __aenter__(self) -> GenerationGroup:
         """Send every sequence. Raises RequestError; then none is left running."""
-        samplings = [prompt.sampling for prompt in self.prompts]
-        for at, conditions in enumerate(await stop_conditions(samplings, self._tokenizer.workers)):
-            self._add(at, conditions)
-        shared = all(prompt.shared_rid for prompt in self.prompts)
-        self._rids.claim([prompt.rid for prompt in self.prompts], shared=shared)
+        self._claim.hand_over()
         try:
+            samplings = [prompt.sampling for prompt in self.prompts]
+            for at, conditions in enumerate(await stop_conditions(samplings, self._tokenizer.workers)):
+                self._add(at, conditions)
             num_tokens = 0
             for generation in self.generations:
                 num_tokens += _TOKENS_A_SEQUENCE + len(generation.prompt.input_ids)
@@ -229,11 +224,19 @@ class GenerationGroup:
             hints=prompt.hints,
             split=prompt.split,
         )
-        try:
-            generation.dispatched(self._dispatcher.start(work, wake=lambda: self._wake(generation)))
-        except RequestError as e:
-            raise self._named(e, generation) from e
-        self._rids.running(prompt.rid, generation.req)
+
+        def wake() -> None:
+            self._wake(generation)
+
+        called_off = self._claim.called_off(prompt.rid)
+        if called_off is not None:
+            generation.dispatched(self._dispatcher.never_sent(work, wake, called_off))
+        else:
+            try:
+                generation.dispatched(self._dispatcher.start(work, wake))
+            except RequestError as e:
+                raise self._named(e, generation) from e
+        self._claim.sent(prompt.rid, generation.req)
 
     def _wake(self, generation: Generation) -> None:
         self._ready[generation] = None
@@ -283,7 +286,7 @@ class GenerationGroup:
         for generation in self.generations:
             if generation.started:
                 self._dispatcher.release(generation.req)
-        self._rids.release([prompt.rid for prompt in self.prompts])
+        self._claim.release()
 
 
 class Generator:
@@ -294,15 +297,28 @@ class Generator:
         self._rids = rids
 
     def open(
-        self, prompts: Sequence[Prompt], tokenizer: Tokenizer, ticket: Ticket | None = None
+        self,
+        prompts: Sequence[Prompt],
+        tokenizer: Tokenizer,
+        claim: Claim,
+        ticket: Ticket | None = None,
     ) -> GenerationGroup:
-        """The sequences of `prompts`, to be entered as a context; `ticket` holds their places until then."""
-        return GenerationGroup(prompts, tokenizer, self._dispatcher, self._rids, ticket)
+        """The sequences of `prompts`, to be entered as a context.
+
+        Until then `ticket` holds their places; their names, which `claim` has, are released when it is left.
+        """
+        return GenerationGroup(prompts, tokenizer, self._dispatcher, claim, ticket)
+
+    def claim(self) -> Claim:
+        """For the names of one request."""
+        return self._rids.claim()
 
     def abort(self, rid: str | None, message: str) -> int:
         """End the requests that a client named `rid`, or all; how many sequences those still were."""
-        found = self._rids.all() if rid is None else self._rids.find(rid)
-        running = [req for req in found if not req.ended]
-        for req in running:
-            self._dispatcher.abort(req, message)
-        return len(running)
+        num_aborted = 0
+        for claim in self._rids.find(rid):
+            num_unsent, running = claim.call_off(rid, message)
+            for req in running:
+                self._dispatcher.abort(req, message)
+            num_aborted += num_unsent + len(running)
+        return num_aborted

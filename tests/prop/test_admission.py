@@ -1,4 +1,4 @@
-"""Every place in the queue is given back, whatever becomes of who held it."""
+"""Every place in the queue is given back, and every name, whatever becomes of who held it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.dispatch.live_rids import LiveRids
+from router.dispatch.live_rids import Claim, LiveRids
 from router.dispatch.running_req import RunningReq
 from router.request.admission import Admission, Ticket
 from router.request.generation import GenerationGroup, Generator, Prompt
@@ -42,7 +42,10 @@ class Client:
     """One request, from its ticket to its end. `entering` is there once it is being dispatched."""
 
     ticket: Ticket
+    claim: Claim
+    name: str
     num_sequences: int
+    called_off: bool = False
     group: GenerationGroup | None = None
     entering: asyncio.Task[GenerationGroup] | None = None
 
@@ -50,6 +53,19 @@ class Client:
     def reqs(self) -> list[RunningReq]:
         started = [g.req for g in self.group.generations if g.started] if self.group is not None else []
         return [req for req in started if not req.ended]
+
+    @property
+    def num_prompts(self) -> int:
+        return self.num_sequences if self.num_sequences % 2 == 0 else 1
+
+    @property
+    def rids(self) -> list[str]:
+        return [f"{self.name}_{at}" for at in range(self.num_prompts)]
+
+    @property
+    def failed(self) -> bool:
+        """Refused while it was dispatched; its handler has not ended yet."""
+        return self.entering is not None and self.entering.done() and self.entering.exception() is not None
 
     @property
     def num_started(self) -> int:
@@ -72,7 +88,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.dispatcher = self.fleet.dispatcher
         self.num_rejected = 0
         self.admission = Admission(self.dispatcher.queue, MAX_QUEUED, self.on_rejected)
-        self.generator = Generator(self.dispatcher, LiveRids())
+        self.rids = LiveRids()
+        self.generator = Generator(self.dispatcher, self.rids)
         self.clients: list[Client] = []
         self.names = itertools.count()
 
@@ -97,7 +114,9 @@ class AdmissionMachine(RuleBasedStateMachine):
         if waiting + num_sequences <= MAX_QUEUED:
             ticket = self.admission.ticket()
             ticket.take(num_sequences)
-            client = Client(ticket, num_sequences)
+            client = Client(ticket, self.generator.claim(), f"job{next(self.names)}", num_sequences)
+            n = num_sequences // client.num_prompts
+            client.claim.take(client.rids, [n] * client.num_prompts, whole=client.name, shared=False)
             self.clients.append(client)
             assert self.num_rejected == rejected
             if not tokenizes:
@@ -164,18 +183,19 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     def dispatch(self, client: Client, prompts: str) -> None:
         """As one prompt or as several; that one is too long is found out after those before it were sent."""
-        n = client.num_sequences if client.num_sequences % 2 else 1
+        n = client.num_sequences // client.num_prompts
         length = LONG if prompts == "long" else 3
-        lengths = [length] * (client.num_sequences // n)
+        lengths = [length] * client.num_prompts
         if prompts == "one too long":
             lengths[-1] = TOO_LONG
         sampling = Sampling(params=SamplingParams(max_new_tokens=4), n=n)
         client.group = self.generator.open(
             [
-                Prompt(rid=f"{next(self.names)}", input_ids=(1,) * length, sampling=sampling, split=True)
-                for length in lengths
+                Prompt(rid=rid, input_ids=(1,) * length, sampling=sampling, split=True)
+                for rid, length in zip(client.rids, lengths, strict=True)
             ],
             TOKENIZER,
+            client.claim,
             client.ticket,
         )
         client.entering = self.loop.create_task(client.group.__aenter__())
@@ -191,17 +211,33 @@ class AdmissionMachine(RuleBasedStateMachine):
                 self.loop.run_until_complete(client.group.__aexit__(None, None, None))
             else:
                 assert isinstance(entered, RequestError | asyncio.CancelledError), entered
+        client.claim.__exit__(None, None, None)
         client.ticket.__exit__(None, None, None)
+
+    @rule(which=WHICH)
+    def abort(self, which: int) -> None:
+        """By the batch's name, wherever it is on its way: what is running ends, and nothing more is sent."""
+        for client in self.clients[which : which + 1]:
+            if client.entering is not None and client.entering.done():
+                expected = len(client.reqs)
+            else:
+                num_unsent = 0 if client.called_off else client.num_sequences - client.num_started
+                expected = num_unsent + len(client.reqs)
+            assert self.generator.abort(client.name, "called off") == expected
+            client.called_off = True
+            assert not client.reqs
 
     @invariant()
     def counts_are_exact(self) -> None:
         assert self.admission.num_queued == self.num_waiting <= MAX_QUEUED
+        assert len(self.rids) == sum(1 + client.num_prompts for client in self.clients if not client.failed)
+        assert not any(client.reqs for client in self.clients if client.called_off), "sent after its abort"
 
     def teardown(self) -> None:
         for client in self.clients[:]:
             self.go(client)
         self.loop.close()
-        assert self.admission.num_queued == self.dispatcher.num_running == 0
+        assert self.admission.num_queued == self.dispatcher.num_running == len(self.rids) == 0
         with self.admission.ticket() as ticket:
             ticket.take(MAX_QUEUED)
             with pytest.raises(RequestError):

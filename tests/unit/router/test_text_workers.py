@@ -185,7 +185,10 @@ def test_much_work_is_dispatched_in_several_turns(prompt_len: int, n: int, most_
         await asyncio.sleep(0)
         sampling = Sampling(params=SamplingParams(), n=n)
         prompt = Prompt(rid="a", input_ids=(1,) * prompt_len, sampling=sampling)
-        async with Generator(dispatcher, LiveRids()).open([prompt], Tokenizer(sample("gpt2"))):
+        generator = Generator(dispatcher, LiveRids())
+        claim = generator.claim()
+        claim.take(["a"], [n], whole=None, shared=False)
+        async with generator.open([prompt], Tokenizer(sample("gpt2")), claim):
             assert len(dispatcher.turns) == n
         assert max(Counter(dispatcher.turns).values()) <= most_a_turn
         counting.cancel()

@@ -1,0 +1,119 @@
+"""/abort_request finds a request from before it is tokenized, and only the one that has the name."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.dispatch.live_rids import LiveRids
+from router.text.tokenizer import Tokenizer
+from shared.errors import RequestError
+from shared.protocol.messages import Decode, Prefill
+from tests.unit.router.fakes import joined_router, one_then_nothing, pair
+
+
+class HeldTokenizer:
+    """Encodes when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release, self.num_waiting = asyncio.Event(), 0
+        encode = Tokenizer.encode
+
+        async def held(tokenizer: Tokenizer, texts: list[str], **options: bool) -> list[list[int]]:
+            self.num_waiting += 1
+            await self.release.wait()
+            return await encode(tokenizer, texts, **options)
+
+        monkeypatch.setattr(Tokenizer, "encode", held)
+
+    async def wait_for(self, num_waiting: int) -> None:
+        async with asyncio.timeout(10):
+            while self.num_waiting < num_waiting:
+                await asyncio.sleep(0.01)
+
+
+async def aborted(client: httpx.AsyncClient, **body: object) -> int:
+    num: int = (await client.post("/abort_request", json=body)).json()["aborted"]
+    return num
+
+
+@pytest.mark.parametrize("body", [{"rid": "job"}, {"abort_all": True}], ids=["by name", "all"])
+def test_a_request_that_waits_for_the_tokenizer_is_aborted(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, object]
+) -> None:
+    async def run() -> None:
+        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+            tokenizer = HeldTokenizer(monkeypatch)
+            asked = asyncio.create_task(client.post("/generate", json={"text": ["a", "b"], "rid": "job"}))
+            chat = {"prompt": "a", "model": "tiny", "rid": "job2", "stream": True}
+            other = asyncio.create_task(client.post("/v1/completions", json=chat))
+            await tokenizer.wait_for(2)
+            assert await aborted(client, **body) == (2 if "rid" in body else 3)
+            assert await aborted(client, **body) == 0, "they were counted"
+            tokenizer.release.set()
+            answers = await asked
+            assert answers.status_code == 200
+            for answer in answers.json():
+                assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+                assert answer["text"] == "" and answer["meta_info"]["prompt_tokens"] == 1
+            assert (await other).text.endswith("data: [DONE]\n\n")
+            assert len(prefill.all(Prefill)) + len(decode.all(Decode)) <= (2 if "rid" in body else 0)
+            assert (await client.post("/generate", json={"text": "a", "rid": "job"})).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_one_prompt_of_a_batch_is_aborted_before_it_is_sent(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            tokenizer = HeldTokenizer(monkeypatch)
+            body = {"text": ["a", "b"], "rid": "job", "sampling_params": {"max_new_tokens": 4}}
+            asked = asyncio.create_task(client.post("/generate", json=body))
+            await tokenizer.wait_for(1)
+            taken = await client.post("/generate", json={"text": "a", "rid": "job_1"})
+            assert taken.status_code == 400, "the name is in use already"
+            assert await aborted(client, rid="job_1") == 1
+            tokenizer.release.set()
+            first, second = (await asked).json()
+            assert first["meta_info"]["finish_reason"]["type"] != "abort"
+            assert second["meta_info"]["finish_reason"]["type"] == "abort"
+
+    asyncio.run(run())
+
+
+def test_a_name_that_begins_like_another_is_not_meant(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair(decode=one_then_nothing) as (prefill, decode),
+            joined_router(model_folder, [prefill, decode]) as (_, client),
+        ):
+            asked = asyncio.create_task(client.post("/generate", json={"text": "a", "rid": "job_7"}))
+            await decode.wait_for(Decode)
+            assert await aborted(client, rid="job") == 0
+            assert not asked.done()
+            assert await aborted(client, rid="job_7") == 1
+            assert (await asked).json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+    asyncio.run(run())
+
+
+def test_names_are_free_once_all_who_share_them_have_ended() -> None:
+    rids = LiveRids()
+    with rids.claim() as first, rids.claim() as second:
+        first.take(["a_0", "a_1"], [1, 1], whole="a", shared=True)
+        second.take(["a_0", "a_1"], [1, 1], whole="a", shared=True)
+        first.release()
+        first.release()
+        for name in ("a", "a_1"):
+            with pytest.raises(RequestError, match=name), rids.claim() as third:
+                third.take([name], [1], whole=name, shared=False)
+        assert rids.find("a") == rids.find(None) == [second]
+    assert len(rids) == 0
+    with pytest.raises(RequestError), rids.claim() as claim:
+        claim.take(["x", "x"], [1, 1], whole=None, shared=False)
+    assert len(rids) == 0
