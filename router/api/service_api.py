@@ -105,6 +105,7 @@ def health_routes(
             except TimeoutError:
                 raise RequestError(f"no answer within {_PROBE_TIMEOUT_S:g} s", status=503) from None
 
+        # Takes no ticket: with a full queue the service still works, and a probe that failed then would end it.
         with generator.claim() as claim:
             probe = _probe(model.get())
             claim.take([probe.rid], [1], whole=None, shared=False)
@@ -207,18 +208,10 @@ def control_routes(
 
     @router.get("/flush_cache", response_model=None, dependencies=[Depends(admin_only)])
     @router.post("/flush_cache", response_model=None, dependencies=[Depends(admin_only)])
-    async def flush_cache(timeout: str | None = None) -> Response:
+    async def flush_cache(request: Request, timeout: str | None = None) -> Response:
         """Empty every RadixCache, once nothing runs; `timeout` says how many seconds that may take."""
-        deadline = time.monotonic() + validate(FlushQuery, {"timeout": timeout}).timeout
-        while True:
-            flushed = await membership.call(Flush, timeout_s=5.0)
-            busy = sorted(node_id for node_id, answer in flushed.items() if not answer.ok)
-            if not busy or time.monotonic() >= deadline:
-                break
-            await asyncio.sleep(_FLUSH_RETRY_S)
-        if busy:
-            raise RequestError(f"not flushed, because requests are running: {', '.join(busy)}", code="busy")
-        return json_response(Flushed(message="Cache flushed.", nodes=sorted(flushed)))
+        timeout_s = validate(FlushQuery, {"timeout": timeout}).timeout
+        return json_response(await while_connected(request.receive, _flush(membership, timeout_s)))
 
     @router.post("/abort_request", response_model=None)
     async def abort_request(request: Request) -> Response:
@@ -237,6 +230,18 @@ def control_routes(
         )
 
     return router
+
+
+async def _flush(membership: Membership, timeout_s: float) -> Flushed:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        flushed = await membership.call(Flush, timeout_s=5.0)
+        busy = sorted(node_id for node_id, answer in flushed.items() if not answer.ok)
+        if not busy:
+            return Flushed(message="Cache flushed.", nodes=sorted(flushed))
+        if time.monotonic() >= deadline:
+            raise RequestError(f"not flushed, because requests are running: {', '.join(busy)}", code="busy")
+        await asyncio.sleep(_FLUSH_RETRY_S)
 
 
 def _probe(model: ServedModel) -> Prompt:

@@ -19,6 +19,7 @@ from router.one_process import RouterProcess
 from router.server import load_model
 from shared.protocol.messages import (
     Decode,
+    Flush,
     Join,
     Load,
     LoadFailed,
@@ -78,6 +79,23 @@ def test_flush_waits_for_its_timeout_only(model_folder: Path) -> None:
             assert not waiting.done()
             decode.flushes = True
             assert (await waiting).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_flush_whose_client_has_gone_is_given_up(model_folder: Path) -> None:
+    async def run() -> None:
+        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+            decode.flushes = False
+            waiting = asyncio.create_task(client.post("/flush_cache?timeout=600"))
+            await decode.wait_for(Flush, 2)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            async with asyncio.timeout(10):
+                seen = 0
+                while seen < len(decode.all(Flush)):
+                    seen = len(decode.all(Flush))
+                    await asyncio.sleep(0.5)  # ten times as long as between two of them
 
     asyncio.run(run())
 
