@@ -1,6 +1,8 @@
 // Requests to the router, and the events it streams. Every failure becomes a Failure with words for people.
 
-const KEY = "baton-api-key";
+import { Kept } from "./kept.js";
+
+const key = new Kept("sessionStorage", "baton-api-key");
 
 export class Failure extends Error {
   constructor(message, status = 0) {
@@ -9,12 +11,9 @@ export class Failure extends Error {
   }
 }
 
-export const apiKey = () => sessionStorage.getItem(KEY) ?? "";
+export const apiKey = () => key.value;
 
-export function setApiKey(key) {
-  if (key) sessionStorage.setItem(KEY, key);
-  else sessionStorage.removeItem(KEY);
-}
+export const setApiKey = (value) => key.set(value);
 
 // Parsed `data:` events until the stream ends. Throws Failure, or the AbortError of `signal`.
 export async function* events(path, { body, signal } = {}) {

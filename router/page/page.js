@@ -4,6 +4,7 @@ import { Charts } from "./charts.js";
 import { byId, setText } from "./dom.js";
 import { Fleets } from "./fleets.js";
 import { Failure, apiKey, events, setApiKey } from "./http.js";
+import { Kept } from "./kept.js";
 import { Playground } from "./playground.js";
 
 const MAX_SAMPLES = 600;
@@ -16,21 +17,20 @@ const playground = new Playground(askForKey);
 let retryNow = () => {};
 
 // ---------------------------------------------------------------------------------------------- theme
-const THEME = "baton-theme";
+const theme = new Kept("localStorage", "baton-theme");
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 
+const isDark = () => (theme.value ? theme.value === "dark" : prefersDark.matches);
+
 function showTheme() {
-  const chosen = localStorage.getItem(THEME);
-  if (chosen) document.documentElement.dataset.theme = chosen;
-  const dark = chosen ? chosen === "dark" : prefersDark.matches;
+  if (theme.value) document.documentElement.dataset.theme = theme.value;
+  const dark = isDark();
   setText(byId("theme"), dark ? "Light" : "Dark");
   byId("theme").setAttribute("aria-label", `Switch to the ${dark ? "light" : "dark"} theme`);
 }
 
 byId("theme").addEventListener("click", () => {
-  const chosen = localStorage.getItem(THEME);
-  const dark = chosen ? chosen === "dark" : prefersDark.matches;
-  localStorage.setItem(THEME, dark ? "light" : "dark");
+  theme.set(isDark() ? "light" : "dark");
   showTheme();
 });
 prefersDark.addEventListener("change", showTheme);

@@ -106,12 +106,14 @@ async def opened(
     *,
     http: HttpOptions | None = None,
     size: ViewportSize = DESKTOP,
+    before: str = "",
     **context_options: Any,
 ) -> AsyncIterator[Site]:
-    """The page of a router with these nodes. Afterwards: nothing was asked of anybody else."""
+    """The page of a router with these nodes; the script `before` runs first. At the end nobody else was asked."""
     async with joined_router(folder, nodes, http=http, wait=http is None) as (router, _):
         context = await browser.new_context(viewport=size, **context_options)
         try:
+            await context.add_init_script(before)
             page = await context.new_page()
             page.set_default_timeout(TIMEOUT_MS)
             site = Site(page, router)

@@ -277,6 +277,38 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_only(run: Run, browser: Browser,
     run(scenario())
 
 
+BLOCKED_STORAGE = """
+for (const area of ["localStorage", "sessionStorage"]) {
+  Object.defineProperty(window, area, { get() { throw new DOMException("denied", "SecurityError"); } });
+}
+"""
+
+
+def test_a_browser_that_keeps_nothing_still_shows_it_all(
+    run: Run, browser: Browser, model_folder: Path
+) -> None:
+    async def scenario() -> None:
+        http = HttpOptions(port=0, served_model_name="tiny", api_keys=("secret",))
+        async with (
+            pair() as nodes,
+            opened(
+                browser, model_folder, list(nodes), http=http, before=BLOCKED_STORAGE, color_scheme="dark"
+            ) as site,
+        ):
+            await site.page.fill("#key", "secret")
+            await site.page.keyboard.press("Enter")
+            await site.shows("#service", "serving")
+            await site.page.fill("#prompt", "hello")
+            await site.page.click("#run")
+            await site.shows("#run-status", "Done")
+            await site.page.click("#theme")
+            await site.shows("#theme", "Dark")
+            await site.page.click("#theme")
+            await site.shows("#theme", "Light")
+
+    run(scenario())
+
+
 def test_what_a_model_says_is_never_markup(run: Run, browser: Browser, model_folder: Path) -> None:
     evil = "<img src=x onerror='document.title=1'><script>document.title=2</script>"
 
