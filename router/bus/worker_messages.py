@@ -140,6 +140,10 @@ class Check(Struct, frozen=True):
     """Is the event loop alive? Answered with Checked."""
 
 
+class ReloadKeys(Struct, frozen=True):
+    """Read the files with keys again. A signal would kill a worker that is still starting."""
+
+
 # ------------------------------------------------------------------------------------ worker → parent
 class Loaded(Struct, frozen=True):
     """Tokenizer and templates are read; from now on Check is answered."""
@@ -191,5 +195,5 @@ class Checked(Struct, frozen=True):
     """The answer to Check."""
 
 
-ToWorker = Begin | Announced | Gone | Asked | Replies | Check
+ToWorker = Begin | Announced | Gone | Asked | Replies | Check | ReloadKeys
 ToParent = Loaded | Ready | CannotStart | Ask | Answered | MemberAdded | MemberRemoved | Checked

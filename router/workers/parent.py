@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -99,7 +98,7 @@ class RouterParent:
 
     def reload_keys(self) -> None:
         """See serving.Serving."""
-        self._workers.signal_all(signal.SIGHUP)
+        self._workers.reload_keys()
 
     async def ready(self) -> None:
         """Until every worker has seen the fleet. Raises ConfigError."""

@@ -33,6 +33,7 @@ from router.bus.worker_messages import (
     Gone,
     Loaded,
     Ready,
+    ReloadKeys,
     Replies,
     ToWorker,
 )
@@ -50,6 +51,7 @@ _CAN_SERVE_S = 5.0
 
 def main(argv: Sequence[str]) -> int:
     """Serve until the parent says that it is enough, or is gone."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent's business; it sends ReloadKeys
     fd, name, *flags = argv
     args = build_parser().parse_args(flags)
     log.setup(args.log_level, f"worker-{name}")
@@ -90,8 +92,6 @@ async def _serve(
     with contextlib.closing(bind_http(config.http.host, begin.http_port, shared=True)) as http_socket:
         bus.send(Loaded())
         async with Router(config, model, colleagues) as router:
-            if router.keys.has_files:
-                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.keys.reload)
             for incarnation in begin.turned_away:
                 router.turn_away(incarnation)
             for message in begin.known:
@@ -156,6 +156,8 @@ class _Talk:
                 task.add_done_callback(self._answering.discard)
             case Replies():
                 self._colleagues.on_replies(message)
+            case ReloadKeys():
+                self._router.keys.reload()
             case Check():
                 self._bus.send(Checked())
             case Begin():

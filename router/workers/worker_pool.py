@@ -25,6 +25,7 @@ from router.bus.worker_messages import (
     NotDone,
     Question,
     Ready,
+    ReloadKeys,
     Replies,
 )
 from router.workers.worker_process import WorkerProcess
@@ -154,16 +155,16 @@ class Workers:
                 return NotDone(f"worker {worker.name} has not answered within {timeout_s:g} s")
         return NotDone("no worker runs")
 
-    def signal_all(self, signum: signal.Signals) -> None:
-        """Pass a signal on."""
-        for worker in self._running():
-            worker.signal(signum)
+    def reload_keys(self) -> None:
+        """Have all read the files with keys again."""
+        self._tell_all(ReloadKeys())
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM for all, SIGKILL for those that are still there after `grace_s`."""
         self._stopping.set()
         keepers = [slot.keeper for slot in self._slots if slot.keeper is not None]
-        self.signal_all(signal.SIGTERM)
+        for worker in self._running():
+            worker.signal(signal.SIGTERM)
         if keepers:
             await asyncio.wait(keepers, timeout=grace_s)
         self.kill(f"not stopped within {grace_s:g} s")
@@ -204,12 +205,14 @@ class Workers:
                 raise ConfigError(
                     worker.last_words or f"worker {slot.name} {worker.epitaph} before it was ready"
                 )
-            pause_s = MIN_PAUSE_S if time.monotonic() - began > MAX_PAUSE_S else min(2 * pause_s, MAX_PAUSE_S)
+            if time.monotonic() - began > MAX_PAUSE_S:
+                pause_s = MIN_PAUSE_S
             warn("worker_exited", worker=slot.name, code=worker.process.returncode, restart_in_s=pause_s)
             restarted = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stopping.wait()
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def _on_message(
         self, slot: _Slot, worker: WorkerProcess, message: Loaded | Ready | Ask | MemberAdded | MemberRemoved
@@ -245,6 +248,6 @@ class Workers:
     def _running(self) -> list[WorkerProcess]:
         return [slot.worker for slot in self._slots if slot.worker is not None]
 
-    def _tell_all(self, message: Announced | Gone) -> None:
+    def _tell_all(self, message: Announced | Gone | ReloadKeys) -> None:
         for worker in self._running():
             worker.send(message)

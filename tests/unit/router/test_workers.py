@@ -205,6 +205,25 @@ def test_two_workers_are_one_router(tmp_path: Path, model_folder: Path) -> None:
         assert "shutting down" in stream.end()
 
 
+def test_sighup_while_a_worker_starts(tmp_path: Path, model_folder: Path) -> None:
+    key_file = tmp_path / "keys"
+    key_file.write_text("first-key\n")
+    with serving(tmp_path, model_folder, "--api-key-file", str(key_file)) as router:
+        os.kill(router.worker_pids["1"], signal.SIGKILL)
+        until(lambda: router.stderr.count("worker_started worker=1") == 2, "it is started again")
+        assert "restart_in_s=0.5" in router.stderr, "the first pause is the shortest"
+        key_file.write_text("second-key\n")
+        router.process.send_signal(signal.SIGHUP)
+        until(lambda: router.stderr.count("api_keys_read") == 2, "both have read the new key")
+        until(lambda: router.stderr.count("worker_ready worker=1") == 2, "it comes back")
+        os.kill(router.worker_pids["0"], signal.SIGHUP)
+        headers = {"Authorization": "Bearer second-key"}
+        for _ in range(8):
+            answer = httpx.get(f"{router.url}/v1/models", headers=headers, timeout=10, verify=PLAIN)
+            assert answer.status_code == 200
+        assert router.stderr.count("worker_exited") == 1
+
+
 def test_nothing_is_left_of_a_parent_that_was_killed(tmp_path: Path, model_folder: Path) -> None:
     with serving(tmp_path, model_folder) as router:
         stream = Stream(router, "s")
