@@ -94,9 +94,10 @@ def fleet_admin_routes(
                 f"there is no node {node_id!r} in the fleet", status=404, code="no_such_node", param="node_id"
             )
         colleagues.note(MemberRemoved(member.address, member.incarnation))
+        drain = DrainNode(member.address, member.incarnation, timeout_s)
         removed, told = await asyncio.gather(
             changes.remove(member, timeout_s),
-            colleagues.ask(DrainNode(member.address, timeout_s), timeout_s + _COLLEAGUES_GRACE_S),
+            colleagues.ask(drain, timeout_s + _COLLEAGUES_GRACE_S),
         )
         others = [answer.num_ended for answer in told.answers.values() if isinstance(answer, Changed)]
         return json_response(

@@ -23,6 +23,7 @@ from router.dispatch.metrics import Metrics
 from router.nodes.fleet_changes import ADD_WAIT_S, FleetChanges
 from router.request.generation import Generator
 from shared.errors import RequestError
+from shared.log import crash
 
 ABORTED = "aborted by /abort_request"
 
@@ -51,6 +52,9 @@ class WorkerAnswers:
             return await self._answer(question)
         except RequestError as e:
             return NotDone(e.message)
+        except Exception:
+            crash("answer_failed", question=type(question).__name__)
+            return NotDone("internal error")
 
     async def _answer(self, question: Question) -> Answer:
         match question:
@@ -61,7 +65,9 @@ class WorkerAnswers:
             case DialNode(role, address):
                 await self._changes.add(role, address, ADD_WAIT_S, keep=True)
                 return Changed()
-            case DrainNode(address, drain_timeout_s):
+            case DrainNode(address, incarnation, drain_timeout_s):
+                if incarnation:
+                    self._changes.turn_away(incarnation)  # it may announce itself here yet
                 member = self._changes.find(address)
                 if member is None:
                     return Changed()  # it never got here

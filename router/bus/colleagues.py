@@ -21,6 +21,8 @@ from router.bus.worker_messages import (
     Replies,
     ToWorker,
 )
+from shared.errors import LinkError
+from shared.log import warn
 
 _GRACE_S = 1.0
 
@@ -81,12 +83,14 @@ class BusColleagues:
         """See Colleagues."""
         call_id = next(self._calls)
         replied = self._waiting[call_id] = asyncio.get_running_loop().create_future()
-        self._bus.send(Ask(call_id, question, timeout_s))
         try:
+            self._bus.send(Ask(call_id, question, timeout_s))
             async with asyncio.timeout(timeout_s + _GRACE_S):
                 replies = await replied
         except TimeoutError:
             return Told(missing={"parent": f"no answer within {timeout_s:g} s"})
+        except LinkError as e:
+            return Told(missing={"parent": str(e)})
         finally:
             del self._waiting[call_id]
         missing = dict.fromkeys(replies.silent, f"no answer within {timeout_s:g} s")
@@ -96,7 +100,10 @@ class BusColleagues:
 
     def note(self, change: MemberAdded | MemberRemoved) -> None:
         """See Colleagues."""
-        self._bus.send(change)
+        try:
+            self._bus.send(change)
+        except LinkError as e:
+            warn("fleet_change_not_noted", change=type(change).__name__, reason=e)
 
     def on_replies(self, replies: Replies) -> None:
         """The parent has gathered what the others said."""

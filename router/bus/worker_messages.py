@@ -28,9 +28,10 @@ class DialNode(Struct, frozen=True):
 
 
 class DrainNode(Struct, frozen=True):
-    """Drain a node; answered with Changed when it is gone."""
+    """Drain a node; answered with Changed when it is gone. Its incarnation, if known, is not let in again."""
 
     address: str
+    incarnation: str
     drain_timeout_s: float
 
 

@@ -105,6 +105,10 @@ class FleetChanges:
             drain.until, drain.timeout_s = until, drain_timeout_s
         return await asyncio.shield(drain.task)
 
+    def turn_away(self, incarnation: str) -> None:
+        """Ignore it when this incarnation of a node announces itself."""
+        self._membership.turn_away(incarnation)
+
     async def close(self) -> None:
         """Wait for nobody any more."""
         for drain in self._drains.values():
