@@ -135,9 +135,10 @@ async def read_generate(
     """Check what types cannot, take places in the queue, and tokenize. Raises RequestError."""
     texts, ids, batched = _prompts(body, model.vocab_size, limits)
     num_prompts = len(texts or ids)
-    limits.check_batch_size(num_prompts)
+    field = "text" if texts else "input_ids"
+    limits.check_batch_size(field, num_prompts)
     samplings = _samplings(body, num_prompts, model.vocab_size, limits, batched=batched)
-    limits.check_batch_size(sum(sampling.n for sampling in samplings))
+    limits.check_batch_size("sampling_params", sum(sampling.n for sampling in samplings))
     given_rid = requested_rid(body.rid, headers)
     rids = read_rids(given_rid, num_prompts, batched=batched)
     extra_keys = per_prompt("extra_key", body.extra_key, "", num_prompts, batched=batched)
@@ -150,11 +151,12 @@ async def read_generate(
         ids = await encode_prompts(texts, model, limits, "text", batched=batched)
     for at, input_ids in enumerate(ids):
         where = f"prompt {at}" if batched else "the prompt"
-        limits.check_prompt(input_ids, where, "text" if texts else "input_ids")
+        limits.check_prompt(input_ids, where, field)
         check_start_len(logprobs[at], len(input_ids), f"prompt {at}: " if batched else "")
     prompts = [
         Prompt(
             rid=rid,
+            asked_in=field,
             input_ids=tuple(input_ids),
             sampling=sampling.judged(wanted),
             extra_key=extra_key,

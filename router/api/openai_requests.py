@@ -59,7 +59,8 @@ async def read_completion(
     texts, ids, batched = _prompts(body, model.vocab_size, limits)
     num_prompts = len(texts or ids)
     best_of = _best_of(body, limits)
-    limits.check_batch_size(num_prompts * best_of)
+    limits.check_batch_size("prompt", num_prompts)
+    limits.check_batch_size("n" if body.best_of is None else "best_of", num_prompts * best_of)
     asked = read_samplings(body, num_prompts, model.vocab_size, limits)
     samplings = [replace(sampling, n=best_of) for sampling in asked]
     reply_id, rids = _ids(requested_rid(body.rid, headers), "cmpl-", num_prompts, batched=batched)
@@ -75,6 +76,7 @@ async def read_completion(
     prompts = [
         Prompt(
             rid=rid,
+            asked_in="prompt",
             input_ids=tuple(input_ids),
             sampling=sampling.judged(logprobs),
             extra_key=body.extra_key,
@@ -110,7 +112,7 @@ async def read_chat(
     _check_model(body.model, model)
     wanted = chat_logprobs(body.logprobs, body.top_logprobs, limits)
     sampling = read_sampling(body, model.vocab_size, limits).judged(wanted)
-    limits.check_batch_size(sampling.n)
+    limits.check_batch_size("n", sampling.n)
     reply_id, rids = _ids(requested_rid(body.rid, headers), "chatcmpl-", 1, batched=False)
     hints = read_hints(body.priority, body.routing_key, headers)
     if model.chat_template is None:
@@ -125,6 +127,7 @@ async def read_chat(
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
     prompt = Prompt(
         rid=rids[0],
+        asked_in="messages",
         input_ids=tuple(ids),
         sampling=sampling,
         extra_key=body.extra_key,

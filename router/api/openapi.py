@@ -29,6 +29,7 @@ _STATUS_WORDS = {
     404: "There is no such thing.",
     408: "The body was too slow, or nothing came in time.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "The queue is full.",
     500: "A node failed the request.",
     503: "Nothing can serve this now.",

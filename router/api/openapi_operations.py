@@ -30,7 +30,7 @@ from router.nodes.fleet_answers import (
 )
 
 _NATIVE, _OPENAI, _STATE, _ADMIN = "SGLang", "OpenAI", "State", "Operation"
-_BODY = (400, 408, 413)
+_BODY = (400, 408, 413, 415)
 _GENERATES = (*_BODY, 429, 500, 503)
 
 _USAGE = {

@@ -171,7 +171,7 @@ def info_routes(
         served, prompt = model.get(), body.prompt
         many = isinstance(prompt, list)
         texts = prompt if isinstance(prompt, list) else [prompt]
-        limits.check_batch_size(len(texts))
+        limits.check_batch_size("prompt", len(texts))
         encoding = served.tokenizer.encode(texts, add_special_tokens=body.add_special_tokens)
         ids = await while_connected(request.receive, encoding)
         return json_response(

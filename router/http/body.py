@@ -27,8 +27,6 @@ T = TypeVar("T")
 B = TypeVar("B", bound="Body")
 
 _SHOWN_CHARS = 60
-_short = reprlib.Repr()  # looks at no more of a value than it shows
-_short.maxstring = _SHOWN_CHARS
 
 _MAX_BRACKETS = 1 << 18
 """Opening ones. A body of nothing but tiny lists takes 2 us for each to decode, and no other request gets on
@@ -63,6 +61,23 @@ _EXPECTED: Mapping[str, str] = {
 }
 
 
+class _JsonNames(reprlib.Repr):
+    """Names values as JSON does. Looks at no more of one than it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = _SHOWN_CHARS
+
+    def repr1(self, x: Any, level: int) -> str:
+        """See reprlib.Repr."""
+        if x is None or isinstance(x, bool):
+            return msgspec.json.encode(x).decode()
+        return super().repr1(list(x) if isinstance(x, tuple) else x, level)
+
+
+_short = _JsonNames()
+
+
 class Body(BaseModel):
     """A JSON object of a request. Types are exact: 3.0 is no integer, "true" no boolean."""
 
@@ -94,6 +109,8 @@ def parse(kind: type[B], body: bytes) -> B:
         raise RequestError(f"the body has more than {_MAX_BRACKETS} lists and objects")
     try:
         decoded = msgspec.json.decode(body)
+    except UnicodeDecodeError as e:
+        raise RequestError(f"the body is not valid UTF-8{_first_bad_byte(body)}") from e
     except (ValueError, RecursionError) as e:
         raise RequestError(f"the body is not valid JSON: {e}") from e
     return validate(kind, decoded)
@@ -116,8 +133,7 @@ def wrong(name: str, expected: str, value: object, *, param: str | None = None) 
 
 def shown(value: object) -> str:
     """A value as it is quoted in an error message: short, and never a whole prompt."""
-    text = "null" if value is None else _short.repr(value)
-    return _cut(text)
+    return _cut(_short.repr(value))
 
 
 def must(expected: str, holds: Callable[[Any], bool]) -> AfterValidator:
@@ -264,6 +280,15 @@ def _field_names(kind: type[Body]) -> frozenset[str]:
     return frozenset(
         name for part in (schema, *schema.get("$defs", {}).values()) for name in part.get("properties", ())
     )
+
+
+def _first_bad_byte(body: bytes) -> str:
+    """Where in the body it is; msgspec counts from where a string begins."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as e:
+        return f": byte {e.start} is 0x{body[e.start]:02x}"
+    return ""
 
 
 def _cut(text: str) -> str:

@@ -33,12 +33,13 @@ class HttpLimits:
     max_logprobs: int = MAX_TOP_LOGPROBS
     max_grammar_chars: int = MAX_GRAMMAR_CHARS
 
-    def check_batch_size(self, num_sequences: int) -> None:
-        """Refuse a request that stands for too many sequences: prompts, each as often as its n."""
+    def check_batch_size(self, field: str, num_sequences: int) -> None:
+        """Refuse a request whose `field` asks for too many sequences: prompts, each as often as its n."""
         if num_sequences > self.max_batch_size:
             raise RequestError(
                 f"{num_sequences} sequences in one request; at most {self.max_batch_size} are taken "
-                "(--max-batch-size)"
+                "(--max-batch-size)",
+                param=field,
             )
 
     def check_prompt(self, input_ids: Sequence[int], where: str, field: str) -> None:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from router.http.answer import ErrorAnswer, ErrorDetail
+from router.http.body import shown
 from shared.errors import RequestError
 from shared.log import crash
 
@@ -25,6 +26,7 @@ _ERROR_TYPES = {
     405: "method_not_allowed",
     408: "timeout_error",
     413: "request_too_large",
+    415: "unsupported_media_type",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
@@ -59,7 +61,12 @@ def error_response(error: RequestError) -> Response:
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body, bounded in size; how long it may take is the connection's business (`http_protocol`)."""
-    too_large = RequestError(f"the body is larger than {max_bytes} bytes", status=413)
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise RequestError(
+            f"the body has the content-encoding {shown(encoding)}; send it as it is", status=415
+        )
+    too_large = RequestError(f"the body is larger than {max_bytes} bytes (--max-body-bytes)", status=413)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
         raise too_large

@@ -39,11 +39,15 @@ _TOKENS_A_SEQUENCE = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt of a request; it becomes `sampling.n` sequences. `rid` is the client's name for it."""
+    """One prompt of a request; it becomes `sampling.n` sequences. `rid` is the client's name for it.
+
+    `asked_in` is the field that held it.
+    """
 
     rid: str
     input_ids: tuple[int, ...]
     sampling: Sampling
+    asked_in: str | None = None
     extra_key: str = ""
     hints: SchedulingHints = field(default_factory=SchedulingHints)
     split: bool = False
@@ -270,14 +274,14 @@ class GenerationGroup:
         return text
 
     def _named(self, error: RequestError, generation: Generation) -> RequestError:
-        """In a batch, an error says which prompt it is about."""
-        if self._num_prompts == 1:
-            return error
+        """Says which prompt it is about, in a batch, and which field a prompt was in that is too long."""
+        too_long = error.code == "context_length_exceeded"
         return RequestError(
-            f"prompt {generation.prompt_index}: {error.message}",
+            error.message if self._num_prompts == 1 else f"prompt {generation.prompt_index}: {error.message}",
             status=error.status,
-            param=error.param,
+            param=generation.prompt.asked_in if too_long else error.param,
             code=error.code,
+            retry_after_s=error.retry_after_s,
         )
 
     def _release(self) -> None:

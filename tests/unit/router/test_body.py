@@ -64,7 +64,7 @@ RIGHT: dict[str, Any] = {"wheel": {"size": 3}}
 @pytest.mark.parametrize(
     ("values", "param", "message"),
     [
-        ({"price": True}, "price", "price must be a number, not True"),
+        ({"price": True}, "price", "price must be a number, not true"),
         ({"price": "1"}, "price", "price must be a number, not '1'"),
         ({"price": 0}, "price", "price must be above 0, not 0"),
         ({"price": 10**7}, "price", "price must be below 1e+06, not 10000000"),
@@ -78,16 +78,17 @@ RIGHT: dict[str, Any] = {"wheel": {"size": 3}}
         ({"names": list("abcd")}, "names", "names must be a list of at most 3, not ['a', 'b', 'c', 'd']"),
         ({"ids": [1, [2]]}, "ids[1]", "ids[1] must be an integer, not [2]"),
         ({"ids": [[1], 2]}, "ids[1]", "ids[1] must be a list, not 2"),
-        ({"ids": [[1], [True]]}, "ids[1][0]", "ids[1][0] must be an integer, not True"),
-        ({"ids": [True]}, "ids", "ids must be ids or rows of ids, not [True]"),
+        ({"ids": [[1], [True]]}, "ids[1][0]", "ids[1][0] must be an integer, not true"),
+        ({"ids": [True]}, "ids", "ids must be ids or rows of ids, not [true]"),
         ({"ids": {}}, "ids", "ids must be ids or rows of ids, not {}"),
+        ({"ids": {"a": [None]}}, "ids", "ids must be ids or rows of ids, not {'a': [null]}"),
         ({"wheel": {}}, "wheel.size", "wheel.size is missing"),
         ({"wheel": {"size": 0}}, "wheel.size", "wheel.size must be at least 1, not 0"),
         ({"wheel": [{"size": 1}, {"size": None}]}, "wheel[1].size", "wheel[1].size is missing"),
         ({"wheel": {"size": 1, "kind": "x"}}, "wheel.kind", "wheel.kind must be front or rear, not 'x'"),
         ({"wheel": None}, "wheel", "wheel is missing"),
         ({"sold": 1}, "sold", "sold must be true or false, not 1"),
-        ({"flies": True}, "flies", "flies is not supported yet; leave it out (it was True)"),
+        ({"flies": True}, "flies", "flies is not supported yet; leave it out (it was true)"),
         ({"flies": 0}, "flies", "flies is not supported yet; leave it out (it was 0)"),
     ],
 )
@@ -120,6 +121,16 @@ def test_what_is_no_json_object(body: bytes) -> None:
     with pytest.raises(RequestError, match="the body") as refusal:
         parse(Car, body)
     assert refusal.value.status == 400 and len(refusal.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("body", "at"),
+    [(b'{"kind": "\xff"}', 10), (b'{"\xff": 1}', 2), (b'{"a": "\xc3\xa9\\n", "b": "x\xff"}', 21)],
+)
+def test_a_byte_that_is_no_utf8_is_found_in_the_body(body: bytes, at: int) -> None:
+    assert body[at] == 0xFF
+    with pytest.raises(RequestError, match=f"the body is not valid UTF-8: byte {at} is 0xff"):
+        parse(Car, body)
 
 
 def test_a_message_never_repeats_a_whole_prompt() -> None:

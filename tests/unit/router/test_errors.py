@@ -58,9 +58,9 @@ NATIVE = [
     ({"input_ids": []}, "input_ids must be a list of 1 or more, not []"),
     ({"input_ids": [[1], []]}, "prompt 1 has no tokens"),
     ({"input_ids": [[1], 2]}, "input_ids[1] must be a list, not 2"),
-    ({"input_ids": [1, True]}, "input_ids[1] must be an integer, not True"),
+    ({"input_ids": [1, True]}, "input_ids[1] must be an integer, not true"),
     ({"input_ids": [[1], [2, "a"]]}, "input_ids[1][1] must be an integer, not 'a'"),
-    ({"input_ids": [True]}, "input_ids must be a list of token ids, or a list of such lists, not [True]"),
+    ({"input_ids": [True]}, "input_ids must be a list of token ids, or a list of such lists, not [true]"),
     ({"input_ids": [1, -1]}, "input_ids[1] must be a token id from 0 to"),
     ({"input_ids": [1, BIG]}, "input_ids[1] must be a token id from 0 to"),
     ({"input_ids": [1, 10**6]}, "input_ids[1] must be a token id from 0 to"),
@@ -124,7 +124,7 @@ NATIVE = [
 SAMPLING = [
     ({"temperature": -0.1}, "sampling_params.temperature must be at least 0, not -0.1"),
     ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
-    ({"temperature": True}, "temperature must be a number, not True"),
+    ({"temperature": True}, "temperature must be a number, not true"),
     ({"temperature": BIG}, "temperature must be at most 1e+06"),
     ({"top_p": 0}, "top_p must be above 0, not 0"),
     ({"top_p": 1.1}, "top_p must be at most 1, not 1.1"),
@@ -473,16 +473,28 @@ def test_body_size_and_batch_size_are_bounded(model_folder: Path) -> None:
         http = HttpOptions(port=0, limits=HttpLimits(max_body_bytes=2000, max_batch_size=4))
         async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
             declared = await client.post("/generate", json={"text": "x" * 3000})
-            assert declared.status_code == 413 and "2000" in declared.json()["error"]["message"]
+            assert declared.status_code == 413
+            assert "2000 bytes (--max-body-bytes)" in declared.json()["error"]["message"]
 
             async def chunks():  # type: ignore[no-untyped-def]
                 for _ in range(30):
                     yield b"x" * 100
 
             assert (await client.post("/generate", content=chunks())).status_code == 413
-            assert (await client.post("/generate", json={"text": ["a"] * 5})).status_code == 400
-            many = {"text": ["a", "b"], "sampling_params": {"n": 3}}
-            check_refusal(await client.post("/generate", json=many), "6 sequences in one request; at most 4")
+            chat = {"messages": [{"role": "user", "content": "x"}]}
+            for path, body, count, param in (
+                ("/generate", {"text": ["a"] * 5}, 5, "text"),
+                ("/generate", {"input_ids": [[1]] * 5}, 5, "input_ids"),
+                ("/generate", {"text": ["a", "b"], "sampling_params": {"n": 3}}, 6, "sampling_params"),
+                ("/v1/completions", {"prompt": ["a"] * 5}, 5, "prompt"),
+                ("/v1/completions", {"prompt": ["a", "b"], "n": 3}, 6, "n"),
+                ("/v1/completions", {"prompt": ["a", "b"], "best_of": 3}, 6, "best_of"),
+                ("/v1/chat/completions", {**chat, "n": 5}, 5, "n"),
+                ("/tokenize", {"prompt": ["a"] * 5}, 5, "prompt"),
+            ):
+                refused = await client.post(path, json=body)
+                check_refusal(refused, f"{count} sequences in one request; at most 4")
+                assert refused.json()["error"]["param"] == param
 
     asyncio.run(run())
 
@@ -497,7 +509,7 @@ LIMITED = [
     (
         "/generate",
         {"text": ["a"], "sampling_params": [{"stop": ["a", "b"]}]},
-        "sampling_params[0].stop must be a list of at most 1 (--max-stops), not ('a', 'b')",
+        "sampling_params[0].stop must be a list of at most 1 (--max-stops), not ['a', 'b']",
     ),
     (
         "/generate",
@@ -581,5 +593,38 @@ def test_the_model_is_not_known_yet(path: str) -> None:
         async with joined_router(None, [], wait=False) as (_, client):
             response = await client.post(path, json={"text": "a", "prompt": "a"})
             assert response.status_code == 503 and response.json()["error"]["code"] == "starting"
+
+    asyncio.run(run())
+
+
+def test_a_prompt_without_room_for_output_names_its_field(model_folder: Path) -> None:
+    long = [1] * 256
+
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            for path, body, param in (
+                ("/generate", {"input_ids": long}, "input_ids"),
+                ("/generate", {"input_ids": [[1], long]}, "input_ids"),
+                ("/v1/completions", {"prompt": long}, "prompt"),
+            ):
+                refused = await client.post(path, json=body)
+                check_refusal(refused, "leaves no room for output")
+                error = refused.json()["error"]
+                assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("br, gzip", 415), ("Identity", 200)])
+def test_a_compressed_body_is_said_to_be_one(model_folder: Path, encoding: str, status: int) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
+                answer = await client.post(path, json=body, headers={"content-encoding": encoding})
+                assert answer.status_code == status
+                if status == 415:
+                    error = answer.json()["error"]
+                    assert f"content-encoding '{encoding}'" in error["message"]
+                    assert error["type"] == "unsupported_media_type"
 
     asyncio.run(run())
