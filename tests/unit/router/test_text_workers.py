@@ -66,6 +66,7 @@ def test_long_work_waits_in_line_and_who_leaves_it_is_not_served() -> None:
         assert await workers.run(MEDIUM_CHARS, lambda: "medium") == "medium", "it does not wait for long ones"
         assert ran == []
         leaves.cancel()
+        await asyncio.wait([leaves])  # it has left the line
         gates[0].may_end.set()
         await stays
         gates[1].may_end.set()
