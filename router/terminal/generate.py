@@ -154,5 +154,6 @@ def _read_stdin() -> str:
 
 
 def _break_line(told: Told) -> None:
-    if sys.stdout.isatty() and not told.ends_line:
+    """What comes next, a prompt or another program's output, begins on a line of its own."""
+    if not told.ends_line:
         print(flush=True)

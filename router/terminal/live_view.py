@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +16,7 @@ from router.terminal.client import printable
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_SAMPLES = 40
 _PAGES_CELLS = 16
+_UNLIMITED = 10_000
 _STATE_STYLES = {"live": "green", "gone": "bold red", "refused": "bold red"}
 _STATUS_STYLES = {"ok": "green", "unavailable": "bold red", "stopping": "bold red"}
 
@@ -25,7 +28,7 @@ def live_view(event: LiveEvent, samples: Sequence[Sample], url: str, trouble: st
         parts.append(Text(f"{printable(trouble)}; trying again, this is the last that was heard", "bold red"))
     elif event.router.reason:
         parts.append(Text(printable(event.router.reason), "yellow"))
-    parts += [Text(), _traffic(samples), Text(), _latencies(event, samples), Text(), _nodes(event.nodes)]
+    parts += [Text(), _traffic(samples), Text(), _latencies(event, samples), Text(), _Nodes(event.nodes)]
     return Group(*parts)
 
 
@@ -75,43 +78,54 @@ def _latencies(event: LiveEvent, samples: Sequence[Sample]) -> Table:
     return table
 
 
-def _nodes(nodes: Sequence[NodeNow]) -> RenderableType:
-    if not nodes:
-        return Text("no nodes yet", "dim")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("node", "role", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("pairing", "waiting", "transfer", "running"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("KV pages held/cached/free", no_wrap=True)
-    for name in ("tokens/s", "KV/s", "links"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for node in nodes:
-        table.add_row(*_node(node))
-        if node.reason:
-            table.add_row("", "", Text(printable(node.reason), "red" if node.state == "gone" else "yellow"))
-    return table
+class _Nodes:
+    """A table of the nodes with as many columns as there is room for; their names and states are always whole."""
+
+    def __init__(self, nodes: Sequence[NodeNow]) -> None:
+        self._nodes = nodes
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """See rich's console protocol."""
+        if not self._nodes:
+            yield Text("no nodes yet", "dim")
+            return
+        left_out: set[str] = set()
+        table = self._table(left_out)
+        for title in _LEAST_FIRST:
+            if console.measure(table, options=options.update(width=_UNLIMITED)).maximum <= options.max_width:
+                break
+            left_out.add(title)
+            table = self._table(left_out)
+        yield table
+        for node in self._nodes:
+            if node.reason:
+                style = "red" if node.state == "gone" else "yellow"
+                yield Text(f"{_name(node)}: {printable(node.reason)}", style)
+
+    def _table(self, left_out: set[str]) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        table.add_column("node", overflow="fold")
+        shown = [column for column in _COLUMNS if column.title not in left_out]
+        for column in shown:
+            table.add_column(column.title, justify=column.justify, no_wrap=True)
+        for node in self._nodes:
+            table.add_row(_name(node), *(column.cell(node) for column in shown))
+        return table
 
 
-def _node(node: NodeNow) -> list[RenderableType]:
-    name = printable(node.node_id or node.address)
+def _name(node: NodeNow) -> str:
+    return printable(node.node_id or node.address)
+
+
+def _state(node: NodeNow) -> Text:
     state = node.state if node.loaded is None else f"{node.state} {100 * node.loaded:.0f}%"
-    head: list[RenderableType] = [name, node.role, Text(state, _STATE_STYLES.get(node.state, "yellow"))]
-    if not node.num_pages:
-        return head
-    counts = (
-        node.num_bootstrapping_reqs,
-        node.num_queue_reqs,
-        node.num_transferring_reqs,
-        node.num_running_reqs,
-    )
-    pages = Text.assemble(
-        _pages_bar(node), f" {node.num_held_pages}/{node.num_cached_pages}/{node.num_free_pages}"
-    )
-    computes = node.role == "prefill"
-    tokens = f"{_number(node.prompt_tokens_per_s)} in" if computes else f"{_number(node.tokens_per_s)} out"
-    rates = tokens, f"{_bytes(node.kv_bytes_per_s)}/s", str(node.num_links)
-    return [*head, *(str(count) for count in counts), pages, *rates]
+    return Text(state, _STATE_STYLES.get(node.state, "yellow"))
+
+
+def _tokens(node: NodeNow) -> str:
+    if node.role == "prefill":
+        return f"{_number(node.prompt_tokens_per_s)} in"
+    return f"{_number(node.tokens_per_s)} out"
 
 
 def _pages_bar(node: NodeNow) -> Text:
@@ -156,3 +170,40 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = int(seconds // 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+@dataclass(frozen=True)
+class _Column:
+    """What it shows of a node; `of_known` is empty for a node that has not said yet how it is."""
+
+    title: str
+    of_known: Callable[[NodeNow], str | Text]
+    justify: Literal["left", "right"] = "right"
+    always: bool = False
+
+    def cell(self, node: NodeNow) -> str | Text:
+        """Its text for a node."""
+        return self.of_known(node) if self.always or node.num_pages else ""
+
+
+_COLUMNS = (
+    _Column("role", lambda node: node.role, "left", always=True),
+    _Column("state", _state, "left", always=True),
+    _Column("pairing", lambda node: str(node.num_bootstrapping_reqs)),
+    _Column("waiting", lambda node: str(node.num_queue_reqs)),
+    _Column("transfer", lambda node: str(node.num_transferring_reqs)),
+    _Column("running", lambda node: str(node.num_running_reqs)),
+    _Column("KV pages", _pages_bar, "left"),
+    _Column(
+        "held/cached/free",
+        lambda node: f"{node.num_held_pages}/{node.num_cached_pages}/{node.num_free_pages}",
+        "left",
+    ),
+    _Column("tokens/s", _tokens),
+    _Column("KV/s", lambda node: f"{_bytes(node.kv_bytes_per_s)}/s"),
+    _Column("links", lambda node: str(node.num_links)),
+)
+_LEAST_FIRST = (
+    "KV pages", "links", "pairing", "KV/s", "transfer", "held/cached/free", "tokens/s", "waiting", "running", "role",
+)  # fmt: skip
+"""What a narrow terminal goes without, in this order. Never the names of the nodes and their states."""

@@ -63,9 +63,11 @@ NODES = [
 ]
 
 
-def screen(*samples: Sample, nodes: list[NodeNow] = NODES, trouble: str = "") -> dict[str, str]:
+def screen(
+    *samples: Sample, nodes: list[NodeNow] = NODES, trouble: str = "", width: int = 140
+) -> dict[str, str]:
     """Its lines by their first words."""
-    console = Console(width=140, highlight=False, color_system=None)
+    console = Console(width=width, highlight=False, color_system=None)
     event = LiveEvent(router=ROUTER, nodes=nodes, samples=list(samples))
     with console.capture() as capture:
         console.print(live_view(event, samples, "host:8000", trouble))
@@ -84,8 +86,44 @@ def test_a_busy_fleet() -> None:
     assert lines["first token"].split() == ["first", "token", "12.3", "ms", "250", "ms", "3.50", "s"]
     assert lines["inter-token"].split() == ["inter-token", "–", "–", "–"]
     assert "gone" in lines["prefill-0"] and "loading 50%" in lines["prefill-1"]
-    assert "████████▒▒▒▒···· 80/40/40" in lines["decode-0"]
+    assert "████████▒▒▒▒····  80/40/40" in lines["decode-0"]
     assert "1,234 out" in lines["decode-0"]
+
+
+LONG = [
+    *NODES,
+    msgspec.structs.replace(
+        NODES[-1],
+        node_id="decode-on-a-machine-with-a-long-name-1",
+        reason="a reason " * 12,
+        num_held_pages=100_000,
+        num_cached_pages=250_000,
+        num_free_pages=1_000_000,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("width", "nodes", "seen", "unseen"),
+    [
+        (120, NODES, "role pairing running 80/40/40 1,234 MB/s links", ""),
+        (80, NODES, "role waiting running 80/40/40 1,234", "▒ links pairing"),
+        (120, LONG, "role running 100000/250000/1000000", "▒"),
+        (80, LONG, "role running decode-on-a-machine-with-a-long-name-1", "▒ links held/cached"),
+        (30, LONG, "", "role ▒ links running"),
+    ],
+)
+def test_a_narrow_terminal_goes_without_some_columns(
+    width: int, nodes: list[NodeNow], seen: str, unseen: str
+) -> None:
+    lines = screen(SAMPLE, nodes=nodes, width=width)
+    text = "\n".join(lines.values())
+    table = text[text.index("\nnode ") :]
+    assert "…" not in table, table
+    for words in ("prefill-0", "prefill-1", "decode-0", "gone", "loading 50%", "live", *seen.split()):
+        assert words in table, table
+    for words in unseen.split():
+        assert words not in table, table
 
 
 def test_nothing_yet() -> None:
