@@ -70,6 +70,8 @@ class Membership:
         self._calls = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answered]] = {}
         self._fingerprint: str | None = None
+        self.is_new = True
+        """No node has been let in yet, nor sent away: nodes may still be on their way."""
         self._change = asyncio.Event()
         self._closed = False
 
@@ -136,6 +138,7 @@ class Membership:
     def drain(self, member: Member) -> None:
         """Send a member no new work from now on, and do not dial it again."""
         member.leaving = True
+        self.is_new = False
         if member.node is not None:
             self._set(member, MemberState.DRAINING, "removed by the operator")
 
@@ -149,6 +152,7 @@ class Membership:
     def turn_away(self, incarnation: str) -> None:
         """Ignore it when this incarnation of a node announces itself."""
         self._removed[incarnation] = None
+        self.is_new = False
         if len(self._removed) > _MAX_REMOVED:
             del self._removed[next(iter(self._removed))]
 
@@ -297,6 +301,7 @@ class Membership:
         node = LiveNode(hello, link, liveness)
         self._fingerprint = hello.layout.fingerprint
         member.node = node
+        self.is_new = False
         self.loading.pop(node.ref.node_id, None)
         self._set(member, MemberState.ALIVE, "")
         self._announce_peers(hello.role, node)

@@ -94,7 +94,8 @@ class FleetStatus:
         if self.stopping:
             return "stopping", "the router is shutting down"
         if not membership.live(Role.DECODE):
-            waiting = all(m.state is MemberState.DIALLING for m in membership.members)
+            dialling = all(m.state is MemberState.DIALLING for m in membership.members)
+            waiting = dialling if membership.members else membership.is_new
             return "starting" if waiting else "unavailable", membership.why_none(Role.DECODE)
         if not self._model.known:
             return "starting", "the model is not known yet"

@@ -127,7 +127,11 @@ def test_what_still_runs_after_the_timeout_is_ended_and_the_node_told(model_fold
             assert "decode-0 was removed: its drain_timeout_s of 0 s" in ended.json()["error"]["message"]
             assert (await decode.wait_for(Cancel)).key == decode.all(Decode)[0].key
             nobody = await client.post("/generate", json=BODY)
-            assert nobody.status_code == 503 and (await client.get("/health")).status_code == 503
+            assert nobody.status_code == 503
+            assert (await client.delete("/fleet/nodes/prefill-0")).status_code == 200
+            health = await client.get("/health")
+            assert health.status_code == 503
+            assert health.json()["status"] == "unavailable", "nobody is on the way"
 
     asyncio.run(run())
 
@@ -261,6 +265,11 @@ def test_what_cannot_be_added_or_removed(model_folder: Path) -> None:
         async with serving(model_folder) as (_, decode, client):
             for body, words in (
                 ({"role": "decode", "address": "127.0.0.1:1"}, "127.0.0.1:1 cannot be reached: connection"),
+                (
+                    {"role": "decode", "address": "no-such-host.invalid"},
+                    "no-such-host.invalid cannot be resolved",
+                ),
+                ({"role": "decode", "address": "no..name:7"}, "no..name cannot be resolved"),
                 ({"role": "decode", "address": "no port:x"}, "'no port:x' is not HOST[:PORT]"),
                 ({"role": "decode"}, "address is missing"),
                 ({"role": "router", "address": "a"}, "role must be"),
