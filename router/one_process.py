@@ -15,6 +15,7 @@ from types import TracebackType
 
 from rich.console import Console
 
+from router.http.api_keys import warn_if_open
 from router.http.config import RouterConfig
 from router.http.http_socket import listen_http
 from router.nodes.node_host import NodeHost
@@ -47,6 +48,7 @@ class RouterProcess:
             exits.push_async_callback(self._stop_listening)
             exits.push_async_callback(self._router.stop_serving)
             await self._router.serve(http_socket)
+            warn_if_open(self._router.keys, config.http.host)
             event(
                 "router_listening",
                 http_port=self.http_port,

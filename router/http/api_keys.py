@@ -29,6 +29,7 @@ from router.http.page_api import PAGE_PATHS
 from router.http.responses import error_response
 from shared.errors import ConfigError, RequestError
 from shared.log import event, warn
+from shared.protocol.security import is_loopback
 
 OPEN_PATHS = frozenset({"/health"}) | PAGE_PATHS
 """What probes may see without a key, and the page, which asks for one."""
@@ -124,6 +125,12 @@ def api_keys(http: HttpOptions) -> ApiKeys:
         clients=KeySource(flag="--api-key", given=http.api_keys, file=http.api_key_file),
         admins=KeySource(flag="--admin-api-key", given=http.admin_api_keys, file=http.admin_api_key_file),
     )
+
+
+def warn_if_open(keys: ApiKeys, host: str) -> None:
+    """Log a warning when other machines can reach `host`, and need no key for it."""
+    if not keys.has_clients and not is_loopback(host):
+        warn("clients_need_no_key", host=host, reason="anybody who reaches --host can use it: see --api-key")
 
 
 class ApiKeyCheck:

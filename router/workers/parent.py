@@ -17,7 +17,7 @@ from types import TracebackType
 from rich.console import Console
 
 from router.bus.worker_messages import NotDone, Proof, Prove
-from router.http.api_keys import Access, api_keys
+from router.http.api_keys import Access, api_keys, warn_if_open
 from router.http.config import RouterConfig
 from router.http.http_socket import reserve_http
 from router.nodes.node_host import NodeHost
@@ -66,6 +66,7 @@ class RouterParent:
             await self._host.start_nodes()
             self._listening = asyncio.create_task(self._host.listen(), name="lobby")
             exits.push_async_callback(self._stop_listening)
+            warn_if_open(self._keys, config.http.host)
             event(
                 "router_listening",
                 http_port=self.http_port,

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from router.__main__ import build_parser, router_config
-from router.http.api_keys import Access, ApiKeys, KeySource, keys_from_environment
+from router.http.api_keys import Access, ApiKeys, KeySource, keys_from_environment, warn_if_open
 from router.http.config import HttpOptions
 from shared.errors import ConfigError
 from tests.unit.router.fakes import joined_router, pair
@@ -270,3 +270,35 @@ def test_holders_of_a_key_administer_from_anywhere(model_folder: Path) -> None:
                     assert done.status_code == 200, done.text
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("host", "clients", "admins", "warns"),
+    [
+        ("127.0.0.1", (), (), False),
+        ("0.0.0.0", (), (), True),
+        ("0.0.0.0", (), ("a",), True),
+        ("0.0.0.0", ("c",), (), False),
+    ],
+)
+def test_a_router_that_lets_the_network_in_says_so(
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+    clients: tuple[str, ...],
+    admins: tuple[str, ...],
+    warns: bool,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        warn_if_open(keys(clients, admins), host)
+    assert ("clients_need_no_key" in caplog.text and "--api-key" in caplog.text) is warns
+
+
+def test_it_says_so_once_when_it_starts(model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        http = HttpOptions(host="0.0.0.0", port=0)
+        async with joined_router(model_folder, [], http=http, wait=False):
+            pass
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert caplog.text.count("clients_need_no_key") == 1
