@@ -63,7 +63,14 @@ export class Charts {
     this.samples = samples;
     const whose = router.worker === null ? "All clients" : `Clients of worker ${router.worker}; nodes serve all workers`;
     setText(byId("charts-note"), `${whose}; percentiles over ${router.percentile_window_s} s`);
+    for (const chart of this.charts) chart.sayWhyEmpty("Nothing yet: send a request.");
     this.draw();
+  }
+
+  // The samples stay, as the last that were heard.
+  lose(why) {
+    for (const chart of this.charts) chart.sayWhyEmpty(why);
+    setText(byId("charts-note"), this.samples.length ? "As they were when the router was last heard." : "");
   }
 
   draw() {
@@ -89,12 +96,16 @@ class Chart {
     });
     caption.append(this.legend);
     this.svg = svg("svg", { role: "img", height: HEIGHT, class: "plot" });
-    this.empty = el("p", "empty note", "Nothing yet: send a request.");
+    this.empty = el("p", "empty note", "Waiting for the router …");
     this.figure.append(caption, this.svg, this.empty);
     this.svg.addEventListener("pointermove", (event) => this.point(event.offsetX));
     this.svg.addEventListener("pointerleave", () => this.point(null));
     this.pointedX = null;
     this.samples = [];
+  }
+
+  sayWhyEmpty(why) {
+    setText(this.empty, why);
   }
 
   point(x) {

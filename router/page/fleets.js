@@ -66,6 +66,15 @@ export class Fleets {
     this.tellNews(nodes);
   }
 
+  // Until the router is heard again.
+  lose(why) {
+    for (const fleet of this.fleets) {
+      setText(fleet.tally, "");
+      if (!fleet.cards.size) setText(fleet.note, why);
+      for (const card of fleet.cards.values()) card.lose();
+    }
+  }
+
   tellNews(nodes) {
     const states = new Map(nodes.map((node) => [node.node_id || node.address, node.state]));
     if (this.states) {
@@ -109,6 +118,13 @@ class Card {
     this.body.append(this.queues, this.bar, this.pagesWords, this.speed);
     this.item.append(head, this.reason, this.body);
     this.role = role;
+  }
+
+  lose() {
+    this.item.dataset.state = "unknown";
+    setText(this.word, "unknown");
+    this.reason.hidden = true;
+    this.body.hidden = true;
   }
 
   update(node) {

@@ -56,6 +56,7 @@ byId("key-form").addEventListener("submit", (event) => {
   setApiKey(byId("key").value.trim());
   setText(byId("key-note"), "Kept in this tab only, and gone when it is closed.");
   showKeyForm(false);
+  playground.forgetRefusal();
   byId("key-toggle").focus();
   retryNow();
 });
@@ -69,6 +70,13 @@ function showService(state, text, why = "") {
   setText(byId("service-text"), text);
   byId("service").title = why;
   setText(byId("feed-note"), why);
+}
+
+// Nobody says any more how things are: nothing on the page may look as if it were so now.
+function showLost(text, why) {
+  showService("lost", text, why);
+  fleets.lose(why);
+  charts.lose(why);
 }
 
 function showRouter(router) {
@@ -105,11 +113,11 @@ async function keepWatching() {
     let refused = false;
     try {
       await watch(abort.signal, alive);
-      showService("lost", "router stopped", "The router has stopped. Trying again …");
+      showLost("router stopped", "The router has stopped. Trying again …");
     } catch (error) {
       refused = error.status === 401;
       if (refused) askForKey();
-      showService("lost", refused ? "key needed" : "unreachable", `${error.message} ${refused ? "" : "Trying again …"}`.trim());
+      showLost(refused ? "key needed" : "unreachable", `${error.message} ${refused ? "" : "Trying again …"}`.trim());
     } finally {
       clearTimeout(silence);
     }

@@ -22,6 +22,7 @@ export class Playground {
     this.drafts = { completion: "", chat: "" };
     this.turns = [];
     this.abort = null;
+    this.refused = false;
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.run();
@@ -47,6 +48,14 @@ export class Playground {
     byId("chat-note").hidden = allowed || !why;
     setText(byId("chat-note"), why);
     if (!allowed && this.kind === "chat") this.choose("completion");
+  }
+
+  // There is another API key: that the last one was refused is no news any more.
+  forgetRefusal() {
+    if (!this.refused) return;
+    this.refused = false;
+    byId("run-error").hidden = true;
+    setText(byId("run-status"), "");
   }
 
   choose(kind) {
@@ -142,7 +151,6 @@ export class Playground {
 
   async stream({ path, body }, text) {
     const scroller = text.parentNode.closest(".turns") ?? text.parentNode;
-    let finish = "";
     let waiting = "";
     const flush = () => {
       if (!waiting) return;
@@ -159,18 +167,20 @@ export class Playground {
         this.timeline.tell(choice);
         if (!waiting) requestAnimationFrame(flush);
         waiting += choice.text ?? choice.delta?.content ?? "";
-        if (choice.finish_reason) finish = choice.finish_reason;
+        if (choice.finish_reason) this.finish = choice.finish_reason;
       }
     } finally {
       flush();
     }
-    return FINISHES[finish] ?? "Done.";
+    return FINISHES[this.finish] ?? "Done.";
   }
 
   begin() {
     this.startedAt = performance.now();
     this.firstAt = null;
     this.usage = null;
+    this.finish = "";
+    this.refused = false;
     this.enable(false);
     byId("run-error").hidden = true;
     this.output.setAttribute("aria-busy", "true");
@@ -191,7 +201,7 @@ export class Playground {
     this.endedAt = performance.now();
     this.enable(true);
     this.output.removeAttribute("aria-busy");
-    this.timeline.end();
+    this.timeline.end(this.finish !== "" && this.finish !== "abort");
     this.showFigures();
     const number = this.usage?.completion_tokens;
     const tokens = this.usage ? ` ${count(number)} ${number === 1 ? "token" : "tokens"} in ${seconds(this.elapsed())}.` : "";
@@ -203,7 +213,8 @@ export class Playground {
     alert.hidden = false;
     setText(alert, error instanceof Failure ? error.message : "Something on this page went wrong.");
     alert.scrollIntoView({ block: "nearest" });
-    if (error.status === 401) this.onRefused();
+    this.refused = error.status === 401;
+    if (this.refused) this.onRefused();
     if (!(error instanceof Failure)) console.error(error);
   }
 

@@ -4,7 +4,6 @@ import { byId, bytes, count, el, seconds, setText } from "./dom.js";
 
 const LANES = ["router", "prefill", "decode"];
 const PLACES = { router: "Router", prefill: "Prefill node", decode: "Decode node" };
-const NO_PART = { prefill: "the decode node computed the prompt", decode: "one token was enough", router: "" };
 const WORDS = {
   queued: "queued",
   prefilling: "prefill",
@@ -54,15 +53,22 @@ export class Timeline {
     this.firstToldAt ??= (performance.now() - this.sentAt) / 1000;
   }
 
-  end() {
+  // `whole`: the model came to its end, so that a node that has told nothing had no part in it.
+  end(whole) {
     this.running = false;
+    if (!this.stamps.length) {
+      this.clear();
+      setText(byId("timeline-words"), "No node has told a stage of this request.");
+      return;
+    }
+    this.whole = whole;
     this.endedAt = performance.now();
     this.draw();
     this.describe();
   }
 
   clear() {
-    Object.assign(this, { stamps: [], moved: null, start: 0, latest: 0, finished: false, firstToldAt: null, sentAt: null, endedAt: null });
+    Object.assign(this, { stamps: [], moved: null, whole: false, start: 0, latest: 0, finished: false, firstToldAt: null, sentAt: null, endedAt: null });
     for (const track of this.tracks.values()) track.replaceChildren();
     this.axis.replaceChildren();
     byId("timeline-rows").replaceChildren();
@@ -110,6 +116,13 @@ export class Timeline {
     return undefined;
   }
 
+  whyEmpty(lane) {
+    const told = (role, stage) => this.stamps.some((stamp) => stamp.role === role && stamp.stage === stage);
+    if (lane === "prefill" && told("decode", "prefilling")) return "no part in this request: the decode node computed the prompt";
+    if (lane === "decode" && this.whole && told("prefill", "prefilling")) return "no part in this request: one token was enough";
+    return "nothing was told of its part";
+  }
+
   draw() {
     const now = Math.max(this.now(), 0.001);
     const segments = this.segments();
@@ -155,7 +168,7 @@ export class Timeline {
     byId("timeline-words").replaceChildren(...parts.map(([stage, words]) => item(stage, words)));
     this.lanes.setAttribute("aria-label", `Timeline of the request: ${parts.map(([, words]) => words).join("; ")}.`);
     for (const [lane, track] of this.tracks) {
-      if (!track.children.length) track.append(el("span", "unused", `no part in this request: ${NO_PART[lane]}`));
+      if (!track.children.length) track.append(el("span", "unused", this.whyEmpty(lane)));
     }
     byId("timeline-rows").replaceChildren(...this.segments().map(row));
     byId("timeline-details").hidden = false;

@@ -142,6 +142,46 @@ def test_a_node_goes_down_and_comes_back(run: Run, browser: Browser, model_folde
     run(scenario())
 
 
+def test_nodes_of_a_router_that_is_gone_are_not_shown_as_live(
+    run: Run, browser: Browser, model_folder: Path
+) -> None:
+    async def scenario() -> None:
+        async with pair() as nodes, opened(browser, model_folder, list(nodes)) as site:
+            await site.shows(".fleet.decode .node[data-state=live]", "decode-0")
+            await site.page.locator("#chart-list path.line[d^=M]").first.wait_for(state="attached")
+            await site.router.__aexit__(None, None, None)
+            await site.shows(".fleet.decode .node[data-state=unknown]", "decode-0")
+            assert await site.page.locator(".node[data-state=live]").count() == 0
+            fleets = await site.text("#fleet-list")
+            assert "live" not in fleets and "KV pages" not in fleets
+            assert "last heard" in await site.text("#charts-note")
+
+    run(scenario())
+
+
+def test_what_a_lane_is_empty_for(run: Run, browser: Browser, model_folder: Path) -> None:
+    async def first_then_out(node: FakeNode, work: Prefill | Decode) -> None:
+        if isinstance(work, Prefill):
+            report = ReqReport(stamps=stamps("prefill", "queued", "prefilling"))
+            node.tokens(work.key, 0, node.story[:1], report=report)
+        else:
+            await asyncio.sleep(0.2)
+            node.send(Failed(work.key, 500, "the node is out of sorts"))
+
+    async def scenario() -> None:
+        async with (
+            pair(prefill=first_then_out, decode=first_then_out) as (prefill, decode),
+            opened(browser, model_folder, [prefill, decode]) as site,
+        ):
+            await site.page.fill("#prompt", "tell me")
+            await site.page.click("#run")
+            await site.shows("#run-error", "out of sorts")
+            lanes = await site.text("#lanes")
+            assert "nothing was told of its part" in lanes and "one token was enough" not in lanes
+
+    run(scenario())
+
+
 def test_everything_is_done_by_keyboard(run: Run, browser: Browser, model_folder: Path) -> None:
     async def scenario() -> None:
         async with (
@@ -257,12 +297,23 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_only(run: Run, browser: Browser,
         async with pair() as nodes, opened(browser, model_folder, list(nodes), http=http) as site:
             await site.shows("#service", "key needed")
             await site.shows("#key-note", "This router asks for a key.")
+            for empty in (".fleet.decode .note", "#chart-list .empty"):
+                assert "API key" in await site.page.locator(empty).first.inner_text()
+            assert "end a request" not in await site.text("#charts")
             await site.page.fill("#key", "wrong")
             await site.page.keyboard.press("Enter")
             await site.shows("#key-note", "The router refused this key.")
+            await site.page.fill("#prompt", "hello")
+            await site.page.keyboard.press("Control+Enter")
+            await site.shows("#run-error", "API key")
+            assert await site.text("#timeline-words") == "No node has told a stage of this request."
+            assert await site.text("#lanes") == "Router\nPrefill node\nDecode node", "it never ran"
             await site.page.fill("#key", "secret")
             await site.page.keyboard.press("Enter")
             await site.shows("#service", "serving")
+            assert await site.page.locator("#run-error").is_hidden()
+            assert await site.text("#run-status") == ""
+            await site.shows("#chart-list", "Nothing yet: send a request.")
             assert await site.page.locator("#key-form").is_hidden()
             await site.page.fill("#prompt", "hello")
             await site.page.keyboard.press("Control+Enter")
