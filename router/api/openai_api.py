@@ -98,7 +98,7 @@ async def _answer(group: GenerationGroup, asked: OpenAIRequest, shape: Shape, wo
         generations = await group.finished()
         told = generations if asked.best_n is None else best(generations, asked.best_n)
         num_chars = sum(map(_chars_to_word, told))
-        return await workers.run(num_chars, lambda: shape.whole(told, usage_of(generations)))
+        return await workers.word(num_chars, lambda: shape.whole(told, usage_of(generations)))
 
 
 async def _events(
@@ -117,7 +117,7 @@ async def _events(
             if told is None:
                 told = num_told[generation.index] = 0
                 word = functools.partial(shape.opening, generation, usage_so_far())
-                opening = await workers.run(_chars_to_word(generation), word)
+                opening = await workers.word(_chars_to_word(generation), word)
                 if opening is not None:
                     yield opening
             if text or generation.finish_reason is not None:

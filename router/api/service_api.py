@@ -25,7 +25,7 @@ from router.nodes.fleet_answers import Detokenized, Flushed, ModelInfo, Requests
 from router.nodes.membership import Membership
 from router.nodes.status import FleetStatus
 from router.request.generation import GenerationGroup, Generator, Prompt
-from router.request.prompts import IdPrompts, Texts, id_rows
+from router.request.prompts import IdPrompts, Texts, encode_prompts, id_rows
 from router.request.sampling import Sampling
 from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import RequestError
@@ -172,7 +172,8 @@ def info_routes(
         many = isinstance(prompt, list)
         texts = prompt if isinstance(prompt, list) else [prompt]
         limits.check_batch_size("prompt", len(texts))
-        encoding = served.tokenizer.encode(texts, add_special_tokens=body.add_special_tokens)
+        special = body.add_special_tokens
+        encoding = encode_prompts(texts, served, limits, "prompt", batched=many, add_special_tokens=special)
         ids = await while_connected(request.receive, encoding)
         return json_response(
             Tokenized(

@@ -45,15 +45,12 @@ class Tokenizer:
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """The ids of each text. `add_special_tokens` as the tokenizer's own post-processor does."""
-        return await self.workers.run(
-            sum(map(len, texts)), lambda: [self._encode(text, add_special_tokens) for text in texts]
-        )
+        return await self.workers.run_each(texts, len, lambda text: self._encode(text, add_special_tokens))
 
     async def decode(self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
         """The text of each row of ids."""
-        return await self.workers.run(
-            sum(map(len, rows)) * _CHARS_A_TOKEN,
-            lambda: [self._decode(row, skip_special_tokens) for row in rows],
+        return await self.workers.run_each(
+            rows, lambda row: len(row) * _CHARS_A_TOKEN, lambda row: self._decode(row, skip_special_tokens)
         )
 
     def special_text(self, token_id: int) -> str:

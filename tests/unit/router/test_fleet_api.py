@@ -32,7 +32,7 @@ from shared.protocol.messages import (
     StopProfile,
 )
 from shared.protocol.security import FleetKey
-from tests.unit.router.fakes import FakeNode, joined_router, pair
+from tests.unit.router.fakes import FakeNode, joined_router, pair, write_model
 
 
 def test_health_generate_goes_through_both_fleets(model_folder: Path) -> None:
@@ -125,9 +125,10 @@ def test_every_node_is_profiled_or_the_refusal_names_who_was_not(model_folder: P
     asyncio.run(run())
 
 
-def test_tokenize_and_back(model_folder: Path) -> None:
+def test_tokenize_and_back(tmp_path: Path) -> None:
     async def run() -> None:
-        async with joined_router(model_folder, [], wait=False) as (_, client):
+        folder = write_model(tmp_path, context_length=1 << 15)
+        async with joined_router(folder, [], wait=False) as (_, client):
             text = "The quick brown 日本語 " * 500  # long enough for the worker thread
             one = (await client.post("/tokenize", json={"prompt": text})).json()
             assert one["count"] == len(one["tokens"])
@@ -138,6 +139,18 @@ def test_tokenize_and_back(model_folder: Path) -> None:
                 "a",
                 "bc",
             ]
+
+    asyncio.run(run())
+
+
+def test_a_text_that_fits_no_context_is_not_tokenized(model_folder: Path) -> None:
+    async def run() -> None:
+        async with joined_router(model_folder, [], wait=False) as (_, client):
+            for prompt, where in (("x" * 1_000_000, "the prompt"), (["a", "x" * 1_000_000], "prompt 1")):
+                refused = await client.post("/tokenize", json={"prompt": prompt})
+                error = refused.json()["error"]
+                assert (refused.status_code, error["code"]) == (400, "context_length_exceeded")
+                assert error["message"].startswith(f"{where} has 1000000 characters, more than 256 tokens")
 
     asyncio.run(run())
 

@@ -396,7 +396,7 @@ class TestCompletions:
             async with nodes as pairs, joined_router(model_folder, [*pairs]) as (router, client):
                 workers = router._router.model.get().tokenizer.workers
                 may_go_on = threading.Event()
-                waiting = asyncio.create_task(workers.run(INLINE_CHARS + 1, lambda: may_go_on.wait(20)))
+                waiting = asyncio.create_task(workers.word(INLINE_CHARS + 1, lambda: may_go_on.wait(20)))
                 echoed = asyncio.create_task(client.post("/v1/completions", json=body))
                 await pairs[1].wait_for(Decode)
                 short = {**COMPLETION, "prompt": [7], "logprobs": None}

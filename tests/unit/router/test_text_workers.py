@@ -17,7 +17,7 @@ from router.dispatch.live_rids import LiveRids
 from router.dispatch.running_req import RunningReq
 from router.request.generation import Generator, Prompt
 from router.request.sampling import Sampling
-from router.text.text_workers import INLINE_CHARS, MEDIUM_CHARS, TextWorkers
+from router.text.text_workers import INLINE_CHARS, MEDIUM_CHARS, TextWorkers, _parts
 from router.text.tokenizer import Tokenizer
 from shared.protocol.messages import Prefill, ReqKey
 from shared.protocol.sampling_params import SamplingParams
@@ -72,6 +72,33 @@ def test_long_work_waits_in_line_and_who_leaves_it_is_not_served() -> None:
         gates[1].may_end.set()
         assert await asyncio.gather(*running) == ["done", "done"]
         assert ran == ["stayed"]
+        workers.close()
+
+    asyncio.run(run())
+
+
+def test_others_get_on_between_the_items_of_a_batch() -> None:
+    async def run() -> None:
+        workers, gate, order = TextWorkers(num_long=1), Gate(), list[str]()
+
+        def work(name: str) -> str:
+            if name == "a":
+                gate()
+            order.append(name)
+            return name.upper()
+
+        sizes = {"a": LONG, "b": LONG, "c": MEDIUM_CHARS - 1, "d": 1, "e": 1}
+        batch = asyncio.create_task(workers.run_each(list(sizes), sizes.__getitem__, work))
+        await gate.has_begun()
+        other = asyncio.create_task(workers.run(LONG, lambda: order.append("other")))
+        assert await workers.word(LONG, lambda: "worded") == "worded", "it does not wait for prompts"
+        gate.may_end.set()
+        await other
+        assert await batch == ["A", "B", "C", "D", "E"]
+        assert order == ["a", "other", "b", "c", "d", "e"]
+        parts = [[*part] for part in _parts(list(sizes), [*sizes.values()])]
+        assert parts == [["a"], ["b"], ["c", "d"], ["e"]]
+        assert await workers.run_each([], len, work) == []
         workers.close()
 
     asyncio.run(run())
