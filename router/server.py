@@ -111,7 +111,7 @@ class Router:
                 flags=self._flags(),
             )
         )
-        self._server = http_server(app, self._config.connections)
+        self._server = http_server(app, self._config.connections, log_requests=http.log_requests)
         self._watch_http(self._server)
         self._spawn(self._server.serve(sockets=[http_socket]), "http")
         self._spawn(self._live.run(), "live state")

@@ -16,11 +16,13 @@ import http
 from typing import Any
 
 import msgspec
+from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from router.http.config import ConnectionOptions
+from router.http.request_ids import HEADER, request_id_of
 from router.http.responses import error_body, error_response
 from shared.errors import RequestError
 from shared.log import event
@@ -50,9 +52,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         options: ConnectionOptions,
+        log_requests: bool = False,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._options = options
+        self._log_requests = log_requests
         self._answered: RequestResponseCycle | None = None
         """The request that is being answered, or was last; `cycle` is the one that came last."""
         self._spare = False
@@ -100,7 +104,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise TooManyPipelined
         refusal = self._refusal()
-        self.app = self.config.loaded_app if refusal is None else error_response(refusal)
+        self.app = self.config.loaded_app if refusal is None else self._refusing_app(refusal)
         super().on_headers_complete()
         if refusal is not None:
             self.cycle.keep_alive = False
@@ -116,6 +120,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._awaits_headers = True
         self._cancel_client_timer()
         super().on_message_complete()
+
+    def _refusing_app(self, refusal: RequestError) -> ASGIApp:
+        request_id = request_id_of(self.headers)
+        self._tell(refusal, request_id)
+        response = error_response(refusal)
+        response.headers[HEADER] = request_id.decode()
+        return response
+
+    def _tell(self, refusal: RequestError, request_id: bytes) -> None:
+        """With --log-requests, as the app does for what reaches it."""
+        if self._log_requests:
+            event("request", request_id=request_id.decode(), client=self.client, status=refusal.status)
 
     def _refusal(self) -> RequestError | None:
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
@@ -171,10 +187,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             unanswered = self._answered is self.cycle and not self.cycle.response_started
         if unanswered:
+            request_id = request_id_of(() if self._awaits_headers else self.headers)
+            self._tell(error, request_id)
             body = msgspec.json.encode(error_body(error))
             head = (
                 f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}\r\n"
-                f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+                f"{HEADER}: {request_id.decode()}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
             self._watch_writing()

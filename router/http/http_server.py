@@ -53,10 +53,10 @@ class HttpServer(uvicorn.Server):
         return sum(connection.transport.get_write_buffer_size() for connection in connections)
 
 
-def http_server(app: ASGIApp, options: ConnectionOptions) -> HttpServer:
+def http_server(app: ASGIApp, options: ConnectionOptions, *, log_requests: bool) -> HttpServer:
     """A server for `app`, to be run on a socket of `http_socket` that listens."""
     options = replace(options, max_connections=room_for(options.max_connections))
-    protocol = functools.partial(BoundedHttpProtocol, options=options)
+    protocol = functools.partial(BoundedHttpProtocol, options=options, log_requests=log_requests)
     config = uvicorn.Config(
         app,
         http=cast("type[asyncio.Protocol]", protocol),

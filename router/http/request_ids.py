@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,13 +30,8 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = [value for name, value in scope["headers"] if name == _HEADER]
-        if len(given) == 1 and _VALID.fullmatch(given[0]):
-            request_id = given[0]
-        else:
-            request_id = secrets.token_hex(16).encode()
-            if given:
-                scope["headers"] = [item for item in scope["headers"] if item[0] != _HEADER]
+        request_id = request_id_of(scope["headers"])
+        scope["headers"] = [item for item in scope["headers"] if item[0] != _HEADER or item[1] == request_id]
         scope.setdefault("state", {})["request_id"] = request_id.decode()
 
         async def send_with_id(message: Message) -> None:
@@ -45,6 +40,12 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The client's, or a random one in place of none or one that is not valid."""
+    given = [value for name, value in headers if name == _HEADER]
+    return given[0] if len(given) == 1 and _VALID.fullmatch(given[0]) else secrets.token_hex(16).encode()
 
 
 def requested_rid(rid: str | list[str] | None, headers: Mapping[str, str]) -> str | list[str] | None:

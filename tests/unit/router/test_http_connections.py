@@ -40,12 +40,19 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not loud, loud
 
 
-def play(model_folder: Path, scene: Scene, options: ConnectionOptions = PATIENT, **scripts: object) -> None:
+def play(
+    model_folder: Path,
+    scene: Scene,
+    options: ConnectionOptions = PATIENT,
+    *,
+    log_requests: bool = False,
+    **scripts: object,
+) -> None:
     """Run `scene`; afterwards no sequence, task or open file of it may be left in the router."""
 
     async def run() -> None:
         limits = HttpLimits(max_body_bytes=MAX_BODY_BYTES)
-        http = HttpOptions(port=0, served_model_name="tiny", limits=limits)
+        http = HttpOptions(port=0, served_model_name="tiny", limits=limits, log_requests=log_requests)
         async with (
             pair(**scripts) as (prefill, decode),
             joined_router(model_folder, [prefill, decode], http=http, connections=options) as (
@@ -89,6 +96,21 @@ def test_who_sends_nothing_is_closed(model_folder: Path) -> None:
     play(model_folder, scene, replace(PATIENT, header_timeout_s=0.2))
 
 
+def test_what_is_refused_below_the_app_is_logged(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send(b"no http\r\n\r\n")
+            answer = await client.answer()
+            told = [r.getMessage() for r in caplog.records if "status=400" in r.getMessage()]
+            assert len(told) == 1 and told[0].startswith("request ")
+            assert f"request_id={answer.headers['x-request-id']}" in told[0]
+
+    with caplog.at_level(logging.INFO):
+        play(model_folder, scene, log_requests=True)
+
+
 def test_headers_that_come_too_slowly(model_folder: Path) -> None:
     async def scene(port: int, _: FakeNode) -> None:
         async with raw_client(port) as first, raw_client(port) as later:
@@ -102,6 +124,7 @@ def test_headers_that_come_too_slowly(model_folder: Path) -> None:
             for client in (first, later):
                 answer = await client.answer()
                 assert (answer.status, answer.headers["connection"]) == (408, "close")
+                assert len(answer.headers["x-request-id"]) == 32
                 assert answer.error["message"] == "the headers did not arrive within 0.5 s"
                 assert await client.closed() == b""
 
@@ -112,8 +135,10 @@ def test_a_body_that_comes_too_slowly(model_folder: Path) -> None:
     async def scene(port: int, _: FakeNode) -> None:
         for path in ("/generate", "/v1/chat/completions", "/tokenize"):
             async with raw_client(port) as client:
-                client.send(f'POST {path} HTTP/1.1\nHost: a\nContent-Length: 100\n\n{{"text"')
+                headers = "Host: a\nX-Request-Id: mine\nContent-Length: 100"
+                client.send(f'POST {path} HTTP/1.1\n{headers}\n\n{{"text"')
                 answer = await client.answer()
+                assert answer.headers["x-request-id"] == "mine"
                 assert (answer.status, answer.error["type"]) == (408, "timeout_error")
                 assert answer.error["message"] == "the body did not arrive within 0.2 s"
                 assert await client.closed() == b""
@@ -178,7 +203,7 @@ def test_headers_that_are_too_large(model_folder: Path, head: str) -> None:
         async with raw_client(port) as client:
             client.send(head)
             answer = await client.answer()
-            assert answer.status == 431
+            assert answer.status == 431 and len(answer.headers["x-request-id"]) == 32
             assert answer.error["message"] == f"the headers are larger than {MAX_HEADER_BYTES} bytes"
             assert await client.closed() == b""
 
@@ -222,8 +247,9 @@ def test_too_many_connections(model_folder: Path) -> None:
                 assert (await third.answer()).status == 200
                 third.send("GET /metrics?x=1 HTTP/1.1\nHost: a\n\n")
                 assert b"sglang:num_requests_total" in (await third.answer()).body
-                third.send(post("/generate", GENERATE))
+                third.send(post("/generate", GENERATE, headers="X-Request-Id: mine\n"))
                 answer = await third.answer()
+                assert answer.headers["x-request-id"] == "mine"
                 assert (answer.status, answer.headers["retry-after"]) == (503, "1")
                 assert answer.error["message"] == "there are already 2 connections, as many as may be"
                 assert await third.closed() == b""

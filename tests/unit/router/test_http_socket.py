@@ -40,7 +40,7 @@ def test_a_server_that_does_not_listen_does_not_pretend_to() -> None:
     """uvloop logs what `listen` says and goes on."""
 
     async def run(unlucky: socket.socket) -> None:
-        server = http_server(PlainTextResponse("hi"), ConnectionOptions())
+        server = http_server(PlainTextResponse("hi"), ConnectionOptions(), log_requests=False)
         with pytest.raises(OSError, match="does not listen"):
             await asyncio.wait_for(server.serve(sockets=[unlucky]), 10)
         assert not server.accepting.is_set()

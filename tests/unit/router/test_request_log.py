@@ -185,9 +185,11 @@ def test_a_client_that_goes_and_a_node_that_fails(model_folder: Path, told: Told
             if not stream:
                 may_fail.set()
             async with client.stream("POST", "/generate", json={**BODY, "stream": stream}) as response:
+                lines = response.aiter_lines()
                 if stream:
-                    assert await anext(response.aiter_lines())
+                    assert await anext(lines)
                 may_fail.set()
+                assert [line async for line in lines], "who leaves before the end would have gone first"
             event = await told.last(before + 2)
             assert "disconnected" not in event and event["finish"] == "error:500"
             assert event["status"] == ("200" if stream else "500")
