@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -156,11 +158,23 @@ class FakeNode:
     def start(self, port: int = 0, incarnation: str = "a") -> None:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 300
-        self._socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        self._bind(port)
         self.address = self._socket.last_endpoint.decode().rstrip("\0")
         self.port = int(self.address.rpartition(":")[2])
         self.ref = NodeRef(self.node_id, f"{self.node_id}-{incarnation}", self.address)
         self._tasks = [asyncio.create_task(self._listen())]
+
+    def _bind(self, port: int) -> None:
+        """A socket that was closed gives its port back a moment later, from ZMQ's own thread."""
+        give_up_at = time.monotonic() + 10
+        while True:
+            try:
+                self._socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+                return
+            except zmq.ZMQError as e:
+                if e.errno != errno.EADDRINUSE or time.monotonic() > give_up_at:
+                    raise
+                time.sleep(0.01)
 
     async def stop(self) -> None:
         """Close the socket, as the death of a process would."""
