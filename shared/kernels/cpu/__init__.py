@@ -1,0 +1,1 @@
+"""Native CPU kernels: C++ in `src/`, built on first use, each with a slow twin in plain torch."""

@@ -1,0 +1,127 @@
+"""C++ to a shared library, once for each version of the sources, compiler and CPU.
+
+Libraries lie in a cache of the user: `$BATON_CACHE_DIR`, else `$XDG_CACHE_HOME/baton`, else `~/.cache/baton`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from shared import log
+
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+_COMPILE_TIMEOUT_S = 300
+
+
+class NativeUnavailable(Exception):
+    """Native kernels cannot be had here; the message says why."""
+
+
+def build_library(
+    name: str, sources: Sequence[Path], headers: Sequence[Path] = (), *, flags: Sequence[str] = ()
+) -> Path:
+    """The shared library `name` made of `sources`, from the cache if they were built before.
+
+    Processes that ask at the same time build it once. Raises NativeUnavailable: no compiler, no writable cache, or
+    the compiler's own words.
+    """
+    compiler = find_compiler()
+    all_flags = (*FLAGS, *flags)
+    try:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        library = folder / f"{name}-{_key(compiler, all_flags, [*sources, *headers])}.so"
+        if library.exists():
+            return library
+        with _locked(folder / f"{name}.lock"):
+            if not library.exists():
+                _build(compiler, all_flags, sources, library)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NativeUnavailable(f"the native kernels cannot be built: {error}") from error
+    return library
+
+
+def find_compiler() -> str:
+    """`$CXX`, g++, c++ or clang++. Raises NativeUnavailable."""
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise NativeUnavailable("there is no C++ compiler ($CXX, g++, c++ or clang++)")
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept."""
+    own = os.environ.get("BATON_CACHE_DIR")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the kernel says of the CPU (`flags` in /proc/cpuinfo); empty where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.split()[2:]) for line in lines if line.startswith("flags")), frozenset())
+
+
+def _key(compiler: str, flags: Sequence[str], files: Sequence[Path]) -> str:
+    digest = xxhash.xxh3_128()
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S
+    )
+    for part in (compiler.encode(), version.stdout, " ".join(flags).encode(), platform.machine().encode()):
+        digest.update(part + b"\0")
+    digest.update(" ".join(sorted(cpu_flags())).encode())
+    for path in sorted(files):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(compiler: str, flags: Sequence[str], sources: Sequence[Path], library: Path) -> None:
+    log.event("building_native_kernels", library=library.name, compiler=compiler)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+        _run_all(
+            [compiler, *flags, "-c", str(source), "-o", target]
+            for source, target in zip(sources, objects, strict=True)
+        )
+        made = Path(scratch) / library.name
+        _run_all([[compiler, *flags, "-shared", *objects, "-o", str(made)]])
+        made.replace(library)
+
+
+def _run_all(commands: Iterator[list[str]] | list[list[str]]) -> None:
+    """Run commands side by side; NativeUnavailable with the first error's own words."""
+    running = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    try:
+        ends = [
+            (process.communicate(timeout=_COMPILE_TIMEOUT_S)[1], process.returncode) for process in running
+        ]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    for words, code in ends:
+        if code != 0:
+            raise NativeUnavailable(f"the native kernels do not compile: {words.strip()[-2000:]}")

@@ -1,0 +1,51 @@
+"""The native kernels as Python calls. ctypes lets go of the GIL while one runs.
+
+A prototype stands beside the C++ it calls: `extern "C" baton_*` at the end of each file in `src/`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+from shared.kernels.cpu.build import NativeUnavailable, build_library, cpu_flags
+
+SRC = Path(__file__).parent / "src"
+NEEDED_CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+
+_Pointer = ctypes.c_void_p
+_Int = ctypes.c_int64
+_Float = ctypes.c_float
+
+_PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "baton_team_new": (_Pointer, (_Pointer, _Int)),
+    "baton_team_free": (None, (_Pointer,)),
+}
+
+
+def load_library() -> ctypes.CDLL:
+    """Build the kernels if need be, and load them. Raises NativeUnavailable."""
+    missing = [flag for flag in NEEDED_CPU_FLAGS if flag not in cpu_flags()]
+    if missing:
+        raise NativeUnavailable(f"this CPU lacks {missing[0]}")
+    library = ctypes.CDLL(str(build_library("kernels", sorted(SRC.glob("*.cpp")), sorted(SRC.glob("*.h")))))
+    for name, (result, arguments) in _PROTOTYPES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class Team:
+    """Threads that share the work of a kernel, one for each of `cores`; the calling thread is the first of them."""
+
+    def __init__(self, library: ctypes.CDLL, cores: Sequence[int]) -> None:
+        assert cores, "a team has a core"
+        self._library = library
+        self.handle: int | None = library.baton_team_new((ctypes.c_int32 * len(cores))(*cores), len(cores))
+
+    def close(self) -> None:
+        """End the threads. No kernel may run."""
+        if self.handle is not None:
+            self._library.baton_team_free(self.handle)
+            self.handle = None

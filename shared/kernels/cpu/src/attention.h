@@ -1,0 +1,29 @@
+// Causal attention over KV pages [num_pages][num_kv_heads][page_size][head_dim] of one layer.
+#pragma once
+#include "threads.h"
+#include "vec.h"
+
+namespace baton {
+
+struct KVPages {
+  bf16* k;
+  bf16* v;
+  int64_t page_size, num_kv_heads, head_dim;  // head_dim: a multiple of 16, at most 256
+};
+
+// Sequences b of a batch; page_table [b][table_stride] has the pages of each in order.
+struct Sequences {
+  int64_t num;
+  const int32_t* page_table;
+  int64_t table_stride;
+  const int64_t* starts;   // tokens that were there before
+  const int64_t* lengths;  // tokens computed now; their K and V are in their pages already
+};
+
+// One new token of each sequence: q, out [num][num_heads][head_dim].
+void decode_attention(Team&, const bf16* q, const KVPages&, const Sequences&, int64_t num_heads, bf16* out);
+
+// All new tokens of each sequence: q, out [sum of lengths][num_heads][head_dim].
+void extend_attention(Team&, const bf16* q, const KVPages&, const Sequences&, int64_t num_heads, bf16* out);
+
+}  // namespace baton

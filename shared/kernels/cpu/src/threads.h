@@ -1,0 +1,92 @@
+// A fixed team of threads, one a core, for fork-join loops that take microseconds.
+//
+// The caller is worker 0. Workers spin for a moment after each loop, since the next one follows within
+// microseconds while a forward runs, and sleep when none comes: an idle node burns nothing.
+#pragma once
+#include <immintrin.h>
+#include <pthread.h>
+#include <sched.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace baton {
+
+class Team {
+ public:
+  // One worker for each of `cores`; the caller's own thread is pinned by whoever made it.
+  explicit Team(std::vector<int> cores) : cores_(std::move(cores)) {
+    for (int i = 1; i < size(); i++) threads_.emplace_back([this, i] { work(i); });
+  }
+  ~Team() {
+    stop_ = true;
+    begun_.fetch_add(1);
+    begun_.notify_all();
+    for (auto& thread : threads_) thread.join();
+  }
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  int size() const { return cores_.empty() ? 1 : int(cores_.size()); }
+
+  // f(worker) on every worker; returns when all have returned.
+  template <class F>
+  void run(F&& f) {
+    if (size() == 1) return f(0);
+    call_ = [](void* context, int worker) { (*static_cast<std::remove_reference_t<F>*>(context))(worker); };
+    context_ = &f;
+    left_.store(size() - 1, std::memory_order_relaxed);
+    begun_.fetch_add(1, std::memory_order_release);
+    begun_.notify_all();
+    f(0);
+    for (int spins = 0; left_.load(std::memory_order_acquire) > 0; spins++) {
+      if (spins < kSpins) _mm_pause();
+      else sched_yield();
+    }
+  }
+
+  // f(i) for i in [0, n), taken one by one by whoever is free: cores of a shared machine differ in speed.
+  template <class F>
+  void each(int64_t n, F&& f) {
+    if (size() == 1 || n <= 1) {
+      for (int64_t i = 0; i < n; i++) f(i);
+      return;
+    }
+    std::atomic<int64_t> next{0};
+    run([&](int) {
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) f(i);
+    });
+  }
+
+ private:
+  static constexpr int kSpins = 4000;  // about 50 us
+
+  void work(int worker) {
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(cores_[worker], &only);
+    pthread_setaffinity_np(pthread_self(), sizeof only, &only);  // refused: it runs unpinned
+    pthread_setname_np(pthread_self(), "forward-team");
+    for (uint32_t seen = 0;;) {
+      for (int spins = 0; begun_.load(std::memory_order_acquire) == seen && spins < kSpins; spins++) _mm_pause();
+      begun_.wait(seen, std::memory_order_acquire);
+      seen++;
+      if (stop_) return;
+      call_(context_, worker);
+      left_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  std::vector<int> cores_;
+  std::vector<std::thread> threads_;
+  void (*call_)(void*, int) = nullptr;
+  void* context_ = nullptr;
+  std::atomic<uint32_t> begun_{0};
+  std::atomic<int> left_{0};
+  std::atomic<bool> stop_{false};
+};
+
+}  // namespace baton

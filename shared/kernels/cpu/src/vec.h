@@ -1,0 +1,69 @@
+// bfloat16 in AVX512 registers: load, store, dot products of pairs, exp. Everything accumulates in float32.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace baton {
+
+using bf16 = uint16_t;  // the upper half of a float32
+
+inline float to_float(bf16 x) {
+  uint32_t bits = uint32_t(x) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// 16 bf16 as float32.
+inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+
+inline __m512 load16(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+
+// 16 float32 as bf16, rounded to the nearest, ties to even; NaN stays NaN.
+inline __m256i narrow(__m512 x) {
+#ifdef __AVX512BF16__
+  return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+}
+
+inline void store16(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
+
+inline bf16 to_bf16(float x) { return bf16(_mm_extract_epi16(_mm256_castsi256_si128(narrow(_mm512_set1_ps(x))), 0)); }
+
+// acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1] for 32 bf16 in a and in b.
+inline __m512 dot_pairs(__m512 acc, __m512i a, __m512i b) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+#else
+  const __m512i upper = _mm512_set1_epi32(int(0xffff0000u));
+  acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), acc);
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, upper)), _mm512_castsi512_ps(_mm512_and_si512(b, upper)), acc);
+#endif
+}
+
+// exp by 2^n * p(f), relative error below 3e-7 (a minimax polynomial of degree 6 on [-1/2, 1/2]); 0 below -87.3.
+inline __m512 exp16(__m512 x) {
+  const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.33654f), _CMP_LT_OQ);
+  const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 f = _mm512_sub_ps(t, n);
+  __m512 p = _mm512_set1_ps(1.535336188e-4f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.339887440e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.618437357e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.550332471e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.402264791e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931472028e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  return _mm512_maskz_scalef_ps(_knot_mask16(tiny), p, n);
+}
+
+}  // namespace baton
