@@ -1,8 +1,8 @@
-"""A decoder's weights: from safetensors files straight into their final, fused buffers.
+"""A decoder's weights: from mapped safetensors files into fused buffers, in the order in which a forward needs them.
 
-The checkpoint's q, k and v projections are row ranges of one buffer, and so are gate and up; each tensor is
-memory-mapped, converted and copied into its range, so that peak memory stays near one copy. Names and shapes of all
-tensors are checked before the first byte is read.
+The checkpoint's q, k and v projections are row ranges of one buffer, and so are gate and up. `WeightReader` reads one
+layer when it is asked for it, so that whoever repacks the weights holds one layer beside the packed ones;
+`load_weights` reads all of them. Names and shapes of all tensors are checked before the first is read.
 
 Shape suffixes: V vocabulary, D hidden size (head_dim after a heads axis), N = num_heads + num_kv_heads,
 A = num_heads * head_dim, Q = (num_heads + 2 * num_kv_heads) * head_dim, F intermediate size, G = 2 * F.
@@ -10,23 +10,23 @@ A = num_heads * head_dim, Q = (num_heads + 2 * num_kv_heads) * head_dim, F inter
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
-import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 
-from shared.errors import ModelError
+from shared.model.checkpoint import Checkpoint
 from shared.model.config import ModelConfig
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-_READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
+_EMBED, _NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+Rows = dict[str, int]
+"""Tensors of the checkpoint, and how many rows each has."""
+Stack = Callable[..., torch.Tensor]
+"""(rows, *width): one buffer for several tensors, in order, along the first axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,162 +66,142 @@ def load_weights(
 ) -> DecoderWeights:
     """Load a folder's model.safetensors, or the shards its index names, onto `device` as `dtype`.
 
-    `on_progress` is called after each tensor with the fraction of elements loaded so far; the last call is 1.0.
-    Tensors that the architecture does not name are ignored. Raises ModelError, naming the tensor or the file,
-    when one is missing, misshapen, quantized or corrupt.
+    See `WeightReader` for `on_progress` and the ModelErrors raised.
     """
-    plan = _LoadPlan(dtype, device)
-    weights = plan.decoder(config)
-    plan.read(_files_of_tensors(folder), folder, on_progress or (lambda fraction: None))
-    return weights
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One tensor of the checkpoint and the place it goes to, which is larger only where it broadcasts."""
-
-    name: str
-    shape: tuple[int, ...]
-    place: torch.Tensor
-
-
-@dataclass
-class _LoadPlan:
-    """Allocates buffers and notes which checkpoint tensors fill them; nothing is read until `read`."""
-
-    dtype: torch.dtype
-    device: torch.device
-    parts: list[_Part] = field(default_factory=list)
-
-    def decoder(self, c: ModelConfig) -> DecoderWeights:
-        embed_VD = self.tensor("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+    with WeightReader(folder, config, dtype=dtype, device=device, on_progress=on_progress) as reader:
+        embed_VD = reader.embed()
         return DecoderWeights(
             embed_VD=embed_VD,
-            layers=tuple(self.layer(c, f"model.layers.{i}") for i in range(c.num_layers)),
-            norm_D=self.tensor("model.norm.weight", c.hidden_size),
-            lm_head_VD=(
-                embed_VD
-                if c.tie_word_embeddings
-                else self.tensor("lm_head.weight", c.vocab_size, c.hidden_size)
-            ),
+            layers=tuple(reader.layers()),
+            norm_D=reader.norm(),
+            lm_head_VD=embed_VD if config.tie_word_embeddings else reader.lm_head(),
         )
 
-    def layer(self, c: ModelConfig, prefix: str) -> LayerWeights:
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
-        gate_up = {f"{mlp}.gate_proj": c.intermediate_size, f"{mlp}.up_proj": c.intermediate_size}
-        o, down = {f"{attention}.o_proj": c.hidden_size}, {f"{mlp}.down_proj": c.hidden_size}
-        return LayerWeights(
-            input_norm_D=self.tensor(f"{prefix}.input_layernorm.weight", c.hidden_size),
-            qkv_proj_QD=self.stacked("weight", qkv, c.hidden_size),
-            qkv_bias_Q=self.stacked("bias", qkv) if c.qkv_bias else None,
-            qk_norm_ND=self.qk_norm(c, attention) if c.qk_norm else None,
-            o_proj_DA=self.stacked("weight", o, q_size),
-            o_bias_D=self.stacked("bias", o) if c.o_bias else None,
-            post_attention_norm_D=self.tensor(f"{prefix}.post_attention_layernorm.weight", c.hidden_size),
-            gate_up_proj_GD=self.stacked("weight", gate_up, c.hidden_size),
-            gate_up_bias_G=self.stacked("bias", gate_up) if c.mlp_bias else None,
-            down_proj_DF=self.stacked("weight", down, c.intermediate_size),
-            down_bias_D=self.stacked("bias", down) if c.mlp_bias else None,
-        )
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.parts.append(_Part(name, shape, buffer))
+class WeightReader:
+    """Reads a decoder's weights in the order embed, layers, norm, lm_head, within a `with` block.
+
+    What it returns belongs to the caller and nothing else refers to it: dropping a layer frees its memory. The
+    embedding table on a CPU, where its type is that of the file, is a view of the mapped file instead: only rows
+    that are used take memory, and what was read of it meanwhile is dropped at the end of the block.
+
+    `on_progress` is called with the fraction of elements read so far, the last time with 1.0. Tensors that the
+    architecture does not name are ignored. Raises ModelError, naming the tensor or the file, when one is missing,
+    misshapen, quantized or corrupt, before anything is read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        self._on_progress = on_progress or (lambda fraction: None)
+        self._checkpoint = Checkpoint(folder)
+        shapes = _shapes(config)
+        self._checkpoint.check(shapes)
+        self._num_elements = sum(map(math.prod, shapes.values()))
+        self._num_read = 0
+
+    def __enter__(self) -> WeightReader:
+        """Nothing is read yet."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let go of the files, and of what is resident of them."""
+        self._checkpoint.close()
+
+    def embed(self) -> torch.Tensor:
+        """The embedding table [V, D]. With tied embeddings it is the lm_head too."""
+        if self._device.type != "cpu" or self._checkpoint.dtype(_EMBED) != self._dtype:
+            return self._stack({_EMBED: self._config.vocab_size}, self._config.hidden_size)
+        embed_VD = self._checkpoint.mapped(_EMBED)
+        self._count(embed_VD.numel())
+        return embed_VD
+
+    def layers(self) -> Iterator[LayerWeights]:
+        """Each layer in turn, read when it is asked for."""
+        for i in range(self._config.num_layers):
+            yield _layer(self._config, i, self._stack)
+
+    def norm(self) -> torch.Tensor:
+        """The final norm [D]."""
+        return self._stack({_NORM: self._config.hidden_size})
+
+    def lm_head(self) -> torch.Tensor:
+        """The lm_head [V, D] of a model whose embeddings are not tied."""
+        return self._stack({_LM_HEAD: self._config.vocab_size}, self._config.hidden_size)
+
+    def _stack(self, rows: Rows, *width: int) -> torch.Tensor:
+        """See Stack."""
+        buffer = torch.empty((sum(rows.values()), *width), dtype=self._dtype, device=self._device)
+        for place, name in zip(torch.split(buffer, list(rows.values())), rows, strict=True):
+            self._checkpoint.take(name, place, self._count)
         return buffer
 
-    def stacked(self, kind: str, rows: dict[str, int], *width: int) -> torch.Tensor:
-        """One buffer for the `kind` ("weight" or "bias") of several projections, in order, along the first axis."""
-        buffer = torch.empty((sum(rows.values()), *width), dtype=self.dtype, device=self.device)
-        for (name, num_rows), place in zip(
-            rows.items(), torch.split(buffer, list(rows.values())), strict=True
-        ):
-            self.parts.append(_Part(f"{name}.{kind}", (num_rows, *width), place))
-        return buffer
-
-    def qk_norm(self, c: ModelConfig, attention: str) -> torch.Tensor:
-        """The norms of q and k repeated per head, so that both are normed in one call."""
-        buffer = torch.empty((c.num_heads + c.num_kv_heads, c.head_dim), dtype=self.dtype, device=self.device)
-        q_place, k_place = torch.split(buffer, [c.num_heads, c.num_kv_heads])
-        self.parts.append(_Part(f"{attention}.q_norm.weight", (c.head_dim,), q_place))
-        self.parts.append(_Part(f"{attention}.k_norm.weight", (c.head_dim,), k_place))
-        return buffer
-
-    def read(self, files: dict[str, Path], folder: Path, on_progress: Callable[[float], None]) -> None:
-        """Check every part against the files' headers, then fill its place, file by file."""
-        missing = [part.name for part in self.parts if part.name not in files]
-        if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ModelError(f"{folder}: the weights lack the tensor {missing[0]}{more}")
-        by_file = [
-            (path, list(parts))
-            for path, parts in groupby(
-                sorted(self.parts, key=lambda part: files[part.name]), key=lambda part: files[part.name]
-            )
-        ]
-        for path, parts in by_file:
-            with _opened(path) as file:
-                for part in parts:
-                    _check(file, path, part)
-        total, done = sum(part.place.numel() for part in self.parts), 0
-        for path, parts in by_file:
-            with _opened(path) as file:
-                for part in parts:
-                    part.place.copy_(file.get_tensor(part.name))
-                    done += part.place.numel()
-                    on_progress(done / total)
+    def _count(self, num_elements: int) -> None:
+        self._num_read += num_elements
+        self._on_progress(self._num_read / self._num_elements)
 
 
-def _check(file: Any, path: Path, part: _Part) -> None:
-    tensor_slice = file.get_slice(part.name)
-    shape = tuple(tensor_slice.get_shape())
-    if shape != part.shape:
-        raise ModelError(f"{path}: {part.name} has shape {shape}; config.json makes it {part.shape}")
-    if tensor_slice.get_dtype() not in _READABLE_DTYPES:
-        raise ModelError(
-            f"{path}: {part.name} has dtype {tensor_slice.get_dtype()}; quantized weights are not supported"
-        )
+def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """All tensors that the architecture has."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def note(rows: Rows, *width: int) -> torch.Tensor:
+        shapes.update({name: (num_rows, *width) for name, num_rows in rows.items()})
+        return torch.empty((sum(rows.values()), *width), device="meta")
+
+    note({_EMBED: c.vocab_size}, c.hidden_size)
+    for i in range(c.num_layers):
+        _layer(c, i, note)
+    note({_NORM: c.hidden_size})
+    if not c.tie_word_embeddings:
+        note({_LM_HEAD: c.vocab_size}, c.hidden_size)
+    return shapes
 
 
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
+def _layer(c: ModelConfig, i: int, stack: Stack) -> LayerWeights:
+    layer = f"model.layers.{i}"
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
+    gate_up = {f"{mlp}.gate_proj": c.intermediate_size, f"{mlp}.up_proj": c.intermediate_size}
+    o, down = {f"{attention}.o_proj": c.hidden_size}, {f"{mlp}.down_proj": c.hidden_size}
 
+    def weight(rows: Rows, width: int) -> torch.Tensor:
+        return stack({f"{name}.weight": num_rows for name, num_rows in rows.items()}, width)
 
-def _files_of_tensors(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor of the checkpoint; like transformers, a single file goes before an index."""
-    single, index = folder / _SINGLE_FILE, folder / _INDEX_FILE
-    if single.is_file():
-        with _opened(single) as file:
-            return dict.fromkeys(file.keys(), single)
-    if not index.is_file():
-        raise ModelError(
-            f"{folder}: has neither {_SINGLE_FILE} nor {_INDEX_FILE} (other weight formats are not read)"
-        )
-    try:
-        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except msgspec.DecodeError as e:
-        raise ModelError(f"{index}: {e}") from e
-    return {name: _shard(index, file_name) for name, file_name in weight_map.items()}
+    def bias(rows: Rows) -> torch.Tensor:
+        return stack({f"{name}.bias": num_rows for name, num_rows in rows.items()})
 
+    def norm(name: str) -> torch.Tensor:
+        return stack({f"{layer}.{name}.weight": c.hidden_size})
 
-def _shard(index: Path, file_name: str) -> Path:
-    if Path(file_name).name != file_name:
-        raise ModelError(f"{index}: {file_name!r} is not the name of a file beside it")
-    return index.parent / file_name
+    def qk_norm() -> torch.Tensor:
+        """Repeated per head, so that q and k are normed in one call."""
+        both = stack({f"{attention}.q_norm.weight": c.head_dim, f"{attention}.k_norm.weight": c.head_dim})
+        q_D, k_D = torch.split(both, c.head_dim)
+        return torch.cat([q_D.expand(c.num_heads, -1), k_D.expand(c.num_kv_heads, -1)])
 
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """An open safetensors file; whatever is wrong with it is a ModelError that names it."""
-    try:
-        opened = safe_open(path, framework="pt")
-    except FileNotFoundError as e:
-        raise ModelError(f"{path}: {_INDEX_FILE} names this file, but it is missing") from e
-    except (SafetensorError, OSError) as e:
-        raise ModelError(f"{path}: cannot be read as safetensors: {e}") from e
-    try:
-        with opened as file:
-            yield file
-    except SafetensorError as e:
-        raise ModelError(f"{path}: {e}") from e
+    return LayerWeights(
+        input_norm_D=norm("input_layernorm"),
+        qkv_proj_QD=weight(qkv, c.hidden_size),
+        qkv_bias_Q=bias(qkv) if c.qkv_bias else None,
+        qk_norm_ND=qk_norm() if c.qk_norm else None,
+        o_proj_DA=weight(o, q_size),
+        o_bias_D=bias(o) if c.o_bias else None,
+        post_attention_norm_D=norm("post_attention_layernorm"),
+        gate_up_proj_GD=weight(gate_up, c.hidden_size),
+        gate_up_bias_G=bias(gate_up) if c.mlp_bias else None,
+        down_proj_DF=weight(down, c.intermediate_size),
+        down_bias_D=bias(down) if c.mlp_bias else None,
+    )

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from shared.errors import ModelError
 from shared.model.config import load_model_config
-from shared.model.weights import DecoderWeights, load_weights
+from shared.model.weights import DecoderWeights, WeightReader, load_weights
 from tests.unit.model.conftest import ModelFolder
 
 SHARDED = {"max_shard_size": "100KB"}
@@ -87,6 +89,42 @@ def test_progress_rises_to_one(model_folder: ModelFolder, options: dict[str, str
     assert seen == sorted(seen)
     assert len(seen) > 30
     assert seen[-1] == 1.0
+
+
+def test_layers_come_one_at_a_time_and_are_the_callers(model_folder: ModelFolder) -> None:
+    """Whoever repacks the weights holds one layer of them."""
+    folder, options = model_folder("qwen3"), {"dtype": torch.float32, "device": torch.device("cpu")}
+    whole, seen = load(folder), list[weakref.ref[torch.Tensor]]()
+    with WeightReader(folder, load_model_config(folder), **options) as reader:
+        for layer in reader.layers():
+            assert torch.equal(layer.qkv_proj_QD, whole.layers[len(seen)].qkv_proj_QD)
+            seen.append(weakref.ref(layer.qkv_proj_QD))
+            del layer
+            assert seen[-1]() is None
+    assert len(seen) == 3
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the kernel says what is resident")
+@pytest.mark.parametrize("options", [{}, SHARDED], ids=["single", "sharded"])
+def test_nothing_of_the_files_stays_resident(
+    model_folder: ModelFolder, copy_of: ModelFolder, options: dict[str, str]
+) -> None:
+    """The embedding table stays mapped, and takes memory only for rows that are used."""
+    folder = copy_of(model_folder("llama", **options))  # which nobody else has mapped
+    weights = load(folder)
+    assert resident_kb(folder) == 0
+    row = weights.embed_VD[511].clone()
+    assert 0 < resident_kb(folder) < 512
+    named = load(folder, torch.float64).embed_VD
+    assert torch.equal(row, named[511].float())
+
+
+def resident_kb(folder: Path) -> int:
+    """How much of the folder's files is in this process's memory."""
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
+    ours = [mapping for mapping in mappings if str(folder) in mapping.split("\n", 1)[0]]
+    assert ours, "the embedding table is mapped"
+    return sum(int(re.search(r"^Rss: +(\d+) kB", mapping, flags=re.M)[1]) for mapping in ours)
 
 
 def test_unknown_tensors_are_ignored(model_folder: ModelFolder, copy_of: ModelFolder) -> None:

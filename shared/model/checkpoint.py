@@ -1,0 +1,170 @@
+"""The safetensors files of one checkpoint: which holds what, mapped into memory, and let go of again.
+
+A tensor of a file is a view of the file's mapping: reading it makes pages of the file resident, and they count as
+this process's memory while they are mapped. `take` copies a tensor out piece by piece and drops the pages of each
+piece behind it, so that loading a model holds one copy of it and little more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shared.errors import ModelError
+
+PIECE_NBYTES = 16 << 20
+"""At most so much of a file is resident beside the copy that is made of it."""
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Checkpoint:
+    """The files of a folder, opened when they are first asked for.
+
+    Raises ModelError, naming the file, when one is missing or corrupt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[Path, _File] = {}
+        single = folder / _SINGLE_FILE  # like transformers, it goes before an index
+        self._path_of = (
+            dict.fromkeys(self._open(single).tensors, single) if single.is_file() else _shards(folder)
+        )
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ModelError unless every one of these tensors is there, in its shape and in a type that is read."""
+        missing = [name for name in shapes if name not in self._path_of]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ModelError(f"{self._folder}: the weights lack the tensor {missing[0]}{more}")
+        for name, shape in shapes.items():
+            path, tensor = self._path_of[name], self._file_of(name).tensors.get(name)
+            if tensor is None:
+                raise ModelError(f"{path}: lacks {name}, which {_INDEX_FILE} says is there")
+            if tensor.shape != shape:
+                raise ModelError(f"{path}: {name} has shape {tensor.shape}; config.json makes it {shape}")
+            if tensor.dtype not in _DTYPES:
+                raise ModelError(
+                    f"{path}: {name} has dtype {tensor.dtype}; quantized weights are not supported"
+                )
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor that has been checked."""
+        return _DTYPES[self._file_of(name).tensors[name].dtype]
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """A tensor as it is in its file, which stays mapped while the tensor lives. Not to be written to."""
+        return self._file_of(name).view(name)
+
+    def take(self, name: str, place: torch.Tensor, on_copied: Callable[[int], None]) -> None:
+        """Copy a tensor into `place`, converted; `on_copied` is told how many elements each piece had."""
+        file = self._file_of(name)
+        source = file.view(name)
+        step = max(PIECE_NBYTES // source[0].nbytes, 1)
+        for start in range(0, len(source), step):
+            piece = source[start : start + step]
+            place[start : start + step].copy_(piece)
+            file.drop_resident(piece)
+            on_copied(piece.numel())
+
+    def close(self) -> None:
+        """Let go of the files, and of what is resident of tensors from `mapped`, which stay good."""
+        for file in self._files.values():
+            file.drop_resident()
+        self._files.clear()
+
+    def _file_of(self, name: str) -> _File:
+        return self._open(self._path_of[name])
+
+    def _open(self, path: Path) -> _File:
+        if path not in self._files:
+            self._files[path] = _File(path)
+        return self._files[path]
+
+
+class _Tensor(msgspec.Struct):
+    """What a safetensors header says of a tensor; offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _File:
+    """One safetensors file, mapped. Its pages are never written to, so that dropping them loses nothing."""
+
+    def __init__(self, path: Path) -> None:
+        with _named(path):
+            with safe_open(path, framework="pt"):
+                pass  # checks that the header describes the file
+            with path.open("rb") as file:
+                self._data_start = 8 + int.from_bytes(file.read(8), "little")
+                header = msgspec.json.decode(file.read(self._data_start - 8), type=dict[str, msgspec.Raw])
+                # A private mapping is writable, and torch warns of buffers that are not.
+                self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+        self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        header.pop("__metadata__", None)
+        self.tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in header.items()}
+
+    def view(self, name: str) -> torch.Tensor:
+        """A tensor over the mapping."""
+        tensor = self.tensors[name]
+        offset = self._data_start + tensor.data_offsets[0]
+        dtype, count = _DTYPES[tensor.dtype], math.prod(tensor.shape)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(tensor.shape)
+
+    def drop_resident(self, piece: torch.Tensor | None = None) -> None:
+        """Let go of the memory of (a contiguous piece of) the mapping; what is touched again is read again."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        first, nbytes = 0, len(self._map)
+        if piece is not None:
+            start = piece.data_ptr() - self._address
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            nbytes = start + piece.nbytes - first
+        self._map.madvise(mmap.MADV_DONTNEED, first, nbytes)
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _shards(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor, by the index."""
+    index = folder / _INDEX_FILE
+    if not index.is_file():
+        raise ModelError(
+            f"{folder}: has neither {_SINGLE_FILE} nor {_INDEX_FILE} (other weight formats are not read)"
+        )
+    try:
+        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except msgspec.DecodeError as e:
+        raise ModelError(f"{index}: {e}") from e
+    return {name: _shard(index, file_name) for name, file_name in weight_map.items()}
+
+
+def _shard(index: Path, file_name: str) -> Path:
+    if Path(file_name).name != file_name:
+        raise ModelError(f"{index}: {file_name!r} is not the name of a file beside it")
+    return index.parent / file_name
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Whatever is wrong with a file is a ModelError that names it."""
+    try:
+        yield
+    except FileNotFoundError as e:
+        raise ModelError(f"{path}: {_INDEX_FILE} names this file, but it is missing") from e
+    except (SafetensorError, msgspec.DecodeError, OSError) as e:
+        raise ModelError(f"{path}: cannot be read as safetensors: {e}") from e
