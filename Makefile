@@ -52,7 +52,8 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Tables of the figures in the README on stderr, one JSON line for each on stdout. ARGS name some of the benches.
+# Tables on stderr, a JSON line for each row and one that sums each bench up on stdout. ARGS name some of the benches, or
+# say where results are kept: ARGS="--save docs/performance".
 bench: $(INSTALLED)
 	@$(BIN)/python -m tests.bench $(ARGS)
 

@@ -1,58 +1,35 @@
-"""`make bench`: every figure of the README, as tables on stderr and one JSON object a line on stdout.
+"""`make bench`: how fast this is on the machine at hand, and how far from what the machine can do.
 
-`make bench ARGS="overlap multi_step"` runs these alone. `fleet` runs only when it is named: it takes both cores for
-minutes.
+Each bench answers one question: `python -m tests.bench overlap router` runs these two, no name all but those that
+take minutes or need what is not installed. Tables go to stderr; stdout has one JSON object a row, and last of each
+bench one that sums it up. `--save docs/performance` keeps them, for `python -m tests.bench.page` to draw and word.
 """
 
 from __future__ import annotations
 
-import os
-import platform
+import argparse
+import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from pathlib import Path
 
-import torch
-
-from tests.bench import (
-    long_prompts,
-    multi_step,
-    overlap,
-    router_load,
-    scheduling,
-    serving,
-    simulation,
-    transfer,
-)
-from tests.bench.table import report
-
-BENCHES: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
-    "scheduling": scheduling.main,
-    "overlap": overlap.main,
-    "multi_step": multi_step.main,
-    "simulation": simulation.main,
-    "transfer": transfer.main,
-    "serving": serving.main,
-    "router": router_load.main,
-    "long_prompts": long_prompts.main,
-    "fleet": lambda: [simulation.run_fleet()],
-}
-ONLY_BY_NAME = {"fleet"}
+from tests.bench.suite import BENCHES, run, save
 
 
-def run(names: Sequence[str]) -> None:
-    """Run the benches one after the other; all but the longest when none is named."""
-    unknown = [name for name in names if name not in BENCHES]
+def main() -> None:
+    """Run the benches one after the other."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="also write DIR/NAME.json for each")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in BENCHES]
     if unknown:
-        sys.exit(f"no bench {', '.join(unknown)}; there are {', '.join(BENCHES)}")
-    machine = {
-        "cpus": os.cpu_count(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    for name in names or [name for name in BENCHES if name not in ONLY_BY_NAME]:
-        report({**figure, **machine} for figure in BENCHES[name]())
+        parser.error(f"no bench {', '.join(unknown)}; there are {', '.join(BENCHES)}")
+    for name in options.names or [name for name, bench in BENCHES.items() if not bench.only_by_name]:
+        result = run(name)
+        print(json.dumps({key: value for key, value in result.items() if key != "rows"}), flush=True)
+        if options.save is not None:
+            print(f"written to {save(result, options.save)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    main()

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from router.http.topology import LocalTopology
 from router.one_process import RouterProcess
 from router.server import load_model
 from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill, Role
+from tests.bench.table import Row
 from tests.unit.router.fakes import STORY, FakeNode, byte_level_tokenizer, write_model
 
 NUM_TOKENS = 100_000
@@ -71,6 +72,12 @@ def main() -> Iterator[dict[str, Any]]:
         port = int(router.readline())
         for name, post in posts.items():
             yield {"bench": "long_prompts", "posted": name, "tokens": len(ids), **_figure(port, router, post)}
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """The largest gap of a stream beside nothing, and beside the worst kind of long prompt."""
+    worst = max(rows[1:], key=lambda row: row["gap_ms"])
+    return {"quiet_gap_ms": rows[0]["gap_ms"], "worst_gap_ms": worst["gap_ms"], "worst": worst["posted"]}
 
 
 def _figure(port: int, router: _Lines, post: Post | None) -> dict[str, Any]:

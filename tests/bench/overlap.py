@@ -26,7 +26,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shared.config import ScheduleOptions
@@ -38,7 +38,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.sampled import Sampled
 from tests.bench.devices import Device, builtin_device, make_req, release, timed_device
-from tests.bench.table import report
+from tests.bench.table import Row
 
 BUILTIN_RUNNING = (1, 8, 32)
 TIMED_RUNNING = (32, 256)
@@ -206,5 +206,6 @@ def main() -> Iterator[dict[str, Any]]:
             yield measure(timed_device(num_running, step_s=step_ms / 1e3), num_running)
 
 
-if __name__ == "__main__":
-    report(main())
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """The share of the scheduler's cost that is hidden, on each device."""
+    return {f"{row['device']}, {row['num_running']} running": row["hidden"] for row in rows}

@@ -22,6 +22,7 @@ import psutil
 import uvloop
 
 from shared.protocol.messages import Role
+from tests.bench.table import Row
 from tests.processes import Router, wait_until
 from tests.unit.router.fakes import FakeNode, write_model
 from tests.unit.router.stepping_node import ROOMY, SteppingNode
@@ -79,6 +80,16 @@ def main() -> Iterator[dict[str, Any]]:
         for num_streams, num_tokens in NUM_TOKENS.items():
             case = Case(dialect="chat", num_streams=num_streams, num_tokens=num_tokens, rate=max(RATES))
             yield _figure(case, router, num_workers=2)
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Output tokens a second on one core, of one worker, for each dialect at the most streams."""
+    busiest = max(NUM_TOKENS)
+    return {
+        f"{row['dialect']}_{busiest}_streams_tokens_s_one_core": row["tokens_s_one_core"]
+        for row in rows
+        if row["workers"] == 1 and row["streams"] == busiest and row["offered_tokens_s"] == min(RATES)
+    }
 
 
 def _figure(case: Case, router: Router, *, num_workers: int) -> dict[str, Any]:

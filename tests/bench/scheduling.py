@@ -11,7 +11,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from shared.scheduling.req import Req
 from shared.scheduling.schedule_batch import ScheduleBatch
 from shared.scheduling.schedule_policy import LPM_MAX_WAITING, POLICIES
 from shared.timeline import Timeline
-from tests.bench.table import report
+from tests.bench.table import Row
 
 PAGE_SIZE = 16
 NUM_PAGES = 16_000
@@ -153,5 +153,11 @@ def main() -> Iterator[dict[str, Any]]:
     return map(measure, cases())
 
 
-if __name__ == "__main__":
-    report(main())
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Milliseconds of a decision under the default policy and under the slowest."""
+    slowest = max(rows, key=lambda row: row["step_ms"])
+    return {
+        "default_policy_ms": rows[0]["step_ms"],
+        "slowest_ms": slowest["step_ms"],
+        "slowest_policy": slowest["policy"],
+    }

@@ -15,13 +15,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 
-from tests.bench.table import report
+from tests.bench.table import Row
 
 VOCAB_SIZE = 4096
 ROUNDS = 2
@@ -164,5 +164,15 @@ def main() -> list[dict[str, Any]]:
     return figures
 
 
-if __name__ == "__main__":
-    report(main())
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Tokens a second, what overlap gives, and the times of a prompt."""
+    rates = {row["streams"]: row for row in rows if row["bench"] == "output_tokens_per_s"}
+    ttft = next(row for row in rows if row["bench"] == "ttft_1000_tokens")
+    handoff = next(row for row in rows if row["bench"] == "last_chunk_to_first_decode_step")
+    return {
+        **{f"tokens_s_{streams}_streams": row["overlap_on"] for streams, row in rates.items()},
+        **{f"overlap_gain_{streams}_streams": row["ratio"] for streams, row in rates.items()},
+        "ttft_cold_ms": ttft["cold_ms"],
+        "ttft_cached_ms": ttft["cached_ms"],
+        "handoff_ms": handoff["median_ms"],
+    }

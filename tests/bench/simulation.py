@@ -1,29 +1,23 @@
-"""What the simulator says: scheduling policies compared on a trace, and a fleet of a thousand nodes.
+"""What the simulator says: scheduling policies compared on two workloads.
 
-policy   hit ratio and TTFT of each `--schedule-policy` on one prefill node whose KV pool is small for its traffic:
-         a public trace of conversations, which share little, and few-shot prompts, which share much
-fleet    100,000 requests over 1,000 nodes: the minutes that takes here. As they are several, it runs only when asked
-         for: `python -m tests.bench.simulation fleet`
+Hit ratio and TTFT of each `--schedule-policy` on one prefill node whose KV pool is small for its traffic: a public
+trace of conversations, which share little, and few-shot prompts, which share much.
 
 Everything above the device and the network is the real code; see tests/sim/README.md. Times are virtual seconds of
-the cost model in cost_model.json, except the wall minutes.
+the cost model in cost_model.json.
 """
 
 from __future__ import annotations
 
-import gc
-import heapq
 import itertools
-import multiprocessing
 import random
-import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shared.config import ScheduleOptions
 from shared.scheduling.schedule_policy import POLICIES
-from tests.bench.table import report
+from tests.bench.stats import percentile
+from tests.bench.table import Row
 from tests.sim.simulator.cost_model import CostModel, load_cost_model
 from tests.sim.simulator.fleet import FleetShape, SimFleet
 from tests.sim.simulator.node import NodeShape
@@ -42,14 +36,6 @@ FEW_SHOT_POOL_TOKENS = 8_192
 """A third of what its 24 shared prompts take."""
 DECODE_POOL_TOKENS = 262_144
 """Decode nodes are large here: what is compared is the order of prefill."""
-
-FLEET_NODES = 1000
-FLEET_REQUESTS = 100_000
-FLEET_CELLS = 2
-"""Fleets of their own, with a router each, one in each process: as many as there are cores to compute them."""
-FLEET_RATE = 40.0
-REPLAY_GAP_S = 0.05
-"""Replays begin so far apart."""
 
 
 def run_policy(workload: str, policy: str, costs: CostModel) -> dict[str, Any]:
@@ -71,67 +57,16 @@ def run_policy(workload: str, policy: str, costs: CostModel) -> dict[str, Any]:
     fleet = SimFleet(shape, costs)
     fleet.submit(requests)
     fleet.run()
-    figures = summary(fleet)
     return {
         "bench": "schedule_policy",
         "workload": workload,
         "policy": policy,
         "pool_tokens": pool_tokens,
-        **figures,
+        **totals(fleet),
     }
 
 
-def run_cell(cell: int) -> dict[str, Any]:
-    """One of the cells of the large fleet. Deterministic: replays, nodes and router are its own."""
-    gc.disable()  # nothing here makes cycles worth finding
-    num_nodes, num_requests = FLEET_NODES // FLEET_CELLS, FLEET_REQUESTS // FLEET_CELLS
-    rows = load_trace()
-    replays = range(cell, FLEET_CELLS * -(-num_requests // len(rows)), FLEET_CELLS)
-    shape = NodeShape(poll_s=1.0, schedule=ScheduleOptions())
-    fleet = SimFleet(
-        FleetShape(
-            num_prefill=num_nodes // 2, num_decode=num_nodes - num_nodes // 2, prefill=shape, decode=shape
-        ),
-        load_cost_model(),
-        seed=cell,
-    )
-    streams = (
-        scaled(rows, scale=SCALE, rate=FLEET_RATE, replay=replay, start_s=REPLAY_GAP_S * replay)
-        for replay in replays
-    )
-    fleet.submit(itertools.islice(heapq.merge(*streams, key=lambda r: r.at_s), num_requests))
-    fleet.run()
-    return {
-        **summary(fleet),
-        "ttfts": [outcome.ttft_s for outcome in fleet.outcomes.values() if outcome.ok],
-        "forwards": sum(node.stream.num_forwards for node in fleet.nodes.values()),
-        "cpu_s": time.process_time(),
-    }
-
-
-def run_fleet() -> dict[str, Any]:
-    """All cells at once."""
-    start = time.perf_counter()
-    with multiprocessing.get_context("spawn").Pool(FLEET_CELLS) as pool:
-        cells = pool.map(run_cell, range(FLEET_CELLS))
-    wall_s = time.perf_counter() - start
-    ttfts = sorted(ttft for cell in cells for ttft in cell["ttfts"])
-    return {
-        "bench": "simulated_fleet",
-        "nodes": FLEET_NODES,
-        "requests": sum(cell["requests"] for cell in cells),
-        "cells": FLEET_CELLS,
-        "wall_minutes": round(wall_s / 60, 2),
-        "cpu_minutes": round(sum(cell["cpu_s"] for cell in cells) / 60, 2),
-        "ok": sum(cell["ok"] for cell in cells),
-        "forwards": sum(cell["forwards"] for cell in cells),
-        "virtual_s": max(cell["virtual_s"] for cell in cells),
-        "ttft_p50_s": round(percentile(ttfts, 50), 3),
-        "ttft_p99_s": round(percentile(ttfts, 99), 3),
-    }
-
-
-def summary(fleet: SimFleet) -> dict[str, Any]:
+def totals(fleet: SimFleet) -> dict[str, Any]:
     """What a workload came to."""
     ttfts = sorted(outcome.ttft_s for outcome in fleet.outcomes.values() if outcome.ok)
     return {
@@ -145,11 +80,6 @@ def summary(fleet: SimFleet) -> dict[str, Any]:
     }
 
 
-def percentile(ordered: list[float], percent: int) -> float:
-    """The nearest rank of a sorted list."""
-    return ordered[max(-(-len(ordered) * percent // 100) - 1, 0)]
-
-
 def main() -> Iterator[dict[str, Any]]:
     """Every policy on both workloads."""
     costs = load_cost_model()
@@ -158,5 +88,13 @@ def main() -> Iterator[dict[str, Any]]:
             yield run_policy(workload, policy, costs)
 
 
-if __name__ == "__main__":
-    report([run_fleet()] if "fleet" in sys.argv[1:] else main())
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """The best policy on each workload, by hit ratio, against `fcfs`."""
+    best: dict[str, Any] = {}
+    for row in rows:
+        name = row["workload"]
+        if row["policy"] == "fcfs":
+            best[f"{name}_fcfs_hit_ratio"] = row["hit_ratio"]
+        if row["hit_ratio"] > best.get(f"{name}_best_hit_ratio", 0):
+            best |= {f"{name}_best_hit_ratio": row["hit_ratio"], f"{name}_best_policy": row["policy"]}
+    return best

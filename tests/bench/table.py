@@ -11,13 +11,16 @@ from typing import Any
 Row = Mapping[str, Any]
 
 
-def report(figures: Iterable[Row]) -> None:
-    """Print figures; those that follow each other and have the same keys share a table."""
+def report(figures: Iterable[Row]) -> list[Row]:
+    """Print figures, and return them; those that follow each other and have the same keys share a table."""
+    reported: list[Row] = []
     for _, group in groupby(figures, key=lambda figure: (figure["bench"], tuple(figure))):
         rows = list(group)
         print(table(rows), file=sys.stderr, flush=True)
         for row in rows:
             print(json.dumps(row), flush=True)
+        reported += rows
+    return reported
 
 
 def table(rows: Sequence[Row]) -> str:

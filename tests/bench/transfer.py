@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,7 +37,7 @@ from shared.protocol.messages import (
     Ready,
     ReqKey,
 )
-from tests.bench.table import report
+from tests.bench.table import Row
 
 NUM_LAYERS, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM = 16, 8, 16, 64
 LAYOUT = KVLayout("bench", "bfloat16", PAGE_SIZE, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM)
@@ -226,5 +227,6 @@ def measure(options: TransferOptions) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    report(main())
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Of the default slots and of the best: the whole path over raw gloo."""
+    return {"ratio": rows[0]["ratio"], "best_ratio": max(row["ratio"] for row in rows)}

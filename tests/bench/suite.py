@@ -1,0 +1,83 @@
+"""The benches by name, and how one is run and kept.
+
+A bench is a module with two functions: `main() -> Iterable[Row]` measures, row by row; `summary(rows) -> dict` says
+in a few figures what came out, and is what `targets` compares with what was promised.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.bench.machine import machine
+from tests.bench.table import report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Where it is, and what it asks."""
+
+    module: str
+    question: str
+    only_by_name: bool = False
+    """Too long for every run, or in need of what is not installed."""
+
+
+BENCHES: dict[str, Bench] = {
+    "scheduling": Bench(module="scheduling", question="How long does one scheduling decision take?"),
+    "overlap": Bench(module="overlap", question="How much of the scheduler's cost does overlap hide?"),
+    "transfer": Bench(module="transfer", question="How fast do KV pages move, against what carries them?"),
+    "serving": Bench(module="serving", question="Tokens a second and times to first token, end to end?"),
+    "router": Bench(module="router_load", question="What does a token cost in the router?"),
+    "long_prompts": Bench(
+        module="long_prompts",
+        question="What do prompts of 100,000 tokens do to a stream beside them?",
+        only_by_name=True,
+    ),
+    "multi_step": Bench(
+        module="multi_step", question="Overlap, or several decode steps a plan?", only_by_name=True
+    ),
+    "simulation": Bench(
+        module="simulation", question="What is each scheduling policy worth on a trace?", only_by_name=True
+    ),
+    "fleet": Bench(
+        module="fleet",
+        question="How long does it take to simulate a fleet of 1,000 nodes?",
+        only_by_name=True,
+    ),
+}
+
+
+def run(name: str) -> dict[str, Any]:
+    """Measure, print rows as they come, and return them with their summary and the machine."""
+    module = importlib.import_module(f"tests.bench.{BENCHES[name].module}")
+    about, start = machine(), time.perf_counter()
+    rows = report(module.main())
+    return {
+        "bench": name,
+        "summary": module.summary(rows),
+        "machine": about,
+        "seconds": round(time.perf_counter() - start),
+        "rows": rows,
+    }
+
+
+def save(result: Mapping[str, Any], folder: Path) -> Path:
+    """Write FOLDER/NAME.json, a line for each row, so that a new run is a readable change."""
+    folder.mkdir(parents=True, exist_ok=True)
+    head = {key: value for key, value in result.items() if key != "rows"}
+    lines = ",\n  ".join(json.dumps(row) for row in result["rows"])
+    path = folder / f"{result['bench']}.json"
+    path.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n')
+    return path
+
+
+def load(folder: Path) -> dict[str, dict[str, Any]]:
+    """The kept results by name."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return {result["bench"]: result for result in results}
