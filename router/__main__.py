@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -123,7 +122,8 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
             control_port=args.control_port,
             fleet_key=args.fleet_key,
             insecure=args.insecure,
-            node_argv=_node_argv(args, len(local.node_ids())) if starts_nodes else (),
+            node_argv=_node_argv(args) if starts_nodes else (),
+            cpu_cores=args.cpu_cores,
         ),
         http=HttpOptions(
             host=args.host,
@@ -165,28 +165,20 @@ def origins(text: str) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _node_flags(args: argparse.Namespace) -> list[str]:
-    return cli.node_argv(argparse.Namespace(**{**vars(args), "model": BUILTIN_MODEL}))
+def _node_flags(args: argparse.Namespace, **changed: object) -> list[str]:
+    return cli.node_argv(argparse.Namespace(**{**vars(args), "model": BUILTIN_MODEL, **changed}))
 
 
-def _node_argv(args: argparse.Namespace, num_nodes: int) -> tuple[str, ...]:
+def _node_argv(args: argparse.Namespace) -> tuple[str, ...]:
     model = ["--model", args.model] if args.model else []
     fleet_key = ["--fleet-key", args.fleet_key] if args.fleet_key else []
     return (
-        *_node_flags(args),
+        *_node_flags(args, cpu_cores=None),  # each node gets its share of them
         *model,
         *fleet_key,
-        *_cpu_share(args, num_nodes),
         "--log-level",
         args.log_level,
     )
-
-
-def _cpu_share(args: argparse.Namespace, num_nodes: int) -> list[str]:
-    """Nodes on one machine get an equal share of its cores: threads that compete for cores cost far more."""
-    if args.cpu_threads is not None:
-        return []
-    return ["--cpu-threads", str(max(1, (os.cpu_count() or 1) // num_nodes))]
 
 
 def _add_topology_flags(parser: argparse.ArgumentParser) -> None:

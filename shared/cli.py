@@ -14,6 +14,7 @@ from shared.config import (
     ScheduleOptions,
     TransferOptions,
 )
+from shared.cpu_cores import CpuCores
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
@@ -54,6 +55,14 @@ def fraction(minimum: float, maximum: float):  # type: ignore[no-untyped-def]
         return value
 
     return parse
+
+
+def cores(text: str) -> CpuCores:
+    """An argparse type: see `CpuCores.parse`."""
+    try:
+        return CpuCores.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def retract_interval(text: str) -> int:
@@ -127,10 +136,11 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
             help="longest prompt plus output; None: as in the model",
         ),
         add(
-            "--cpu-threads",
-            type=whole(1, 4096),
-            metavar="N",
-            help="threads that one forward uses; None: all cores",
+            "--cpu-cores",
+            type=cores,
+            metavar="LIST",
+            help="cores of forwards, one thread pinned to each, like 0-3,8; or any:N: N threads that are not pinned; "
+            "None: a thread for each core that there is, pinned where a router shares them out to its nodes",
         ),
     ]
     add = parser.add_argument_group("KV cache").add_argument
@@ -401,7 +411,7 @@ def node_config(args: argparse.Namespace) -> NodeConfig:
             device=args.device,
             dtype=args.dtype,
             context_length=args.context_length,
-            cpu_threads=args.cpu_threads,
+            cpu_cores=args.cpu_cores,
         ),
         cache=CacheOptions(
             page_size=args.page_size,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shared.cpu_cores import CpuCores
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
@@ -13,7 +15,8 @@ class ModelOptions:
     device: str = "auto"
     dtype: str = "auto"
     context_length: int | None = None
-    cpu_threads: int | None = None
+    cpu_cores: CpuCores | None = None
+    """Of one forward; None: `own_cores`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ T = TypeVar("T")
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
 HOST = "127.0.0.1"
-FLOAT32 = ("--dtype", "float32", "--device", "cpu", "--cpu-threads", "1")
+FLOAT32 = ("--dtype", "float32", "--device", "cpu", "--cpu-cores", "any:1")
 LOG_TAIL_CHARS = 6000
 
 

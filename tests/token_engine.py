@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from shared.config import CacheOptions, NodeConfig
+from shared.cpu_cores import CpuCores
 from shared.engine.attention import Progress
 from shared.engine.build import Engine, make_ledger
 from shared.engine.model_worker_batch import ModelWorkerBatch
@@ -229,4 +230,5 @@ def token_engine(config: NodeConfig) -> Engine:
         progress=Progress(),
         eos_token_ids=frozenset({EOS}),
         profiler=Profiler(config.profile_dir, "tokens"),
+        cpu_cores=CpuCores(1),
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from router.http.limits import HttpLimits
 from router.http.topology import LocalTopology
+from shared.cpu_cores import CpuCores
 from shared.protocol.messages import Role
 from shared.protocol.security import require_key_beyond_loopback
 
@@ -57,6 +58,8 @@ class FleetOptions:
     fleet_key: str | None = None
     insecure: bool = False
     node_argv: tuple[str, ...] = ()
+    cpu_cores: CpuCores | None = None
+    """Of all local nodes together; None: what this process may use."""
 
 
 @dataclass(frozen=True, kw_only=True)

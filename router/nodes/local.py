@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from router.http.topology import LocalTopology
+from shared.cpu_cores import CpuCores, split_cores
 from shared.log import event, warn
 from shared.protocol.messages import LoadFailed, NodeToLobby, Role
 
@@ -58,19 +59,23 @@ class LocalFleet:
         *,
         control_address: str,
         node_argv: Sequence[str],
+        cpu_cores: CpuCores | None,
         on_exit: Callable[[LocalNode], None],
     ) -> None:
         self._topology = topology
         self._control_address = control_address
         self._node_argv = node_argv
+        self._cpu_cores = cpu_cores
         self._on_exit = on_exit
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping = False
         self.nodes: list[LocalNode] = []
 
     async def start(self) -> None:
-        """Start every child; they join by the control port when they have loaded."""
-        for role, node_id in self._topology.node_ids():
+        """Start every child with its share of the cores; they join by the control port when they have loaded."""
+        nodes = self._topology.node_ids()
+        shares = split_cores(self._cpu_cores, len(nodes))
+        for (role, node_id), cores in zip(nodes, shares, strict=True):
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -82,13 +87,15 @@ class LocalFleet:
                 "--node-id",
                 node_id,
                 "--exit-with-parent",
+                "--cpu-cores",
+                str(cores),
                 *self._node_argv,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=_STDERR,
                 start_new_session=True,
             )
             node = LocalNode(role, node_id, process)
-            event("node_started", node=node_id, pid=process.pid)
+            event("node_started", node=node_id, pid=process.pid, cpu_cores=cores)
             self.nodes.append(node)
             self._watchers.append(asyncio.create_task(self._watch(node)))
 

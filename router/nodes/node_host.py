@@ -80,6 +80,7 @@ class NodeHost:
             fleet.local,
             control_address=f"{host}:{self.control_port}",
             node_argv=fleet.node_argv,
+            cpu_cores=fleet.cpu_cores,
             on_exit=self._on_exit,
         )
         self._exits.push_async_callback(self._local.stop, self._config.dispatch.stop_timeout_s)

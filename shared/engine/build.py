@@ -13,6 +13,7 @@ import xxhash
 
 from shared import log
 from shared.config import CacheOptions, ModelOptions, NodeConfig
+from shared.cpu_cores import CpuCores, own_cores
 from shared.engine.attention import Progress
 from shared.engine.forward_stream import ForwardStream, make_forward_stream
 from shared.engine.model_runner import ModelRunner
@@ -54,6 +55,7 @@ class Engine:
     progress: Progress
     eos_token_ids: frozenset[int]
     profiler: Profiler
+    cpu_cores: CpuCores
     grammars: CompilePool = field(default_factory=lambda: CompilePool(no_grammars))
 
 
@@ -64,8 +66,8 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model, model_config, device)
     context_length = resolve_context_length(config.model, model_config)
-    if config.model.cpu_threads is not None:
-        torch.set_num_threads(config.model.cpu_threads)
+    cpu_cores = config.model.cpu_cores or own_cores()
+    torch.set_num_threads(cpu_cores.num_threads)
     on_progress("loading weights", 0.0)
     with _memory_of(device, "the model"):
         decoder = Decoder.load(
@@ -114,13 +116,13 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         page_size=config.cache.page_size,
         kv_mib=round(pool.buffer_LSNHPD.nbytes / 2**20),
         host_kv_mib=round(num_host_pages * page_nbytes / 2**20),
-        threads=torch.get_num_threads(),
+        cpu_cores=cpu_cores,
     )
     return Engine(
         model_config=model_config,
         pool=pool,
         ledger=ledger,
-        stream=make_forward_stream(runner, host_pool),
+        stream=make_forward_stream(runner, host_pool, cpu_cores.pinned),
         layout=KVLayout(
             fingerprint=fingerprint(folder),
             dtype=dtype_name(dtype),
@@ -132,6 +134,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         limits=limits,
         progress=progress,
         profiler=profiler,
+        cpu_cores=cpu_cores,
         grammars=CompilePool(make_grammar_backend(config.schedule.grammar_backend, folder, model_config)),
         eos_token_ids=frozenset(model_config.eos_token_ids),
     )

@@ -6,7 +6,9 @@ two the scheduler may commit the step before, which is what a mask that depends 
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -82,10 +84,15 @@ class CpuResult:
 class CpuForwardStream:
     """One worker thread. Right but weak as overlap: torch calls hold the GIL in between, so little Python hides."""
 
-    def __init__(self, runner: ModelRunner, host_pool: HostKVPool | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, host_pool: HostKVPool | None = None, cores: Sequence[int] = ()
+    ) -> None:
+        """The worker runs on `cores` alone, and so do the threads that torch starts from there; none: anywhere."""
         self._runner = runner
         self._host_pool = host_pool
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forward")
+        self._worker = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="forward", initializer=_stay_on, initargs=(cores,)
+        )
 
     def submit(self, batch: ModelWorkerBatch) -> Future[Forwarded]:
         """See ForwardStream."""
@@ -111,6 +118,12 @@ class CpuForwardStream:
 
     def _sample(self, forwarded: Future[Forwarded], vocab_mask: VocabMask | None) -> Sampled:
         return self._runner.sample(forwarded.result(), vocab_mask).as_values()
+
+
+def _stay_on(cores: Sequence[int]) -> None:
+    """Of this thread alone: the scheduler, the links and the control thread go where there is time for them."""
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +205,12 @@ def _start_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_forward_stream(
-    runner: ModelRunner, host_pool: HostKVPool | None = None
+    runner: ModelRunner, host_pool: HostKVPool | None = None, cores: Sequence[int] = ()
 ) -> CpuForwardStream | CudaForwardStream:
-    """The stream for the runner's device; `host_pool` is what it copies KV pages to, if anything."""
-    stream = CudaForwardStream if runner.device.type == "cuda" else CpuForwardStream
-    return stream(runner, host_pool)
+    """The stream for the runner's device; `host_pool` is what it copies KV pages to, if anything.
+
+    On a CPU it runs on `cores`, or anywhere if there are none.
+    """
+    if runner.device.type == "cuda":
+        return CudaForwardStream(runner, host_pool)
+    return CpuForwardStream(runner, host_pool, cores)

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.cpu_cores import CpuCores
 from shared.engine.build import build_engine, make_ledger
 from shared.engine.forward_stream import ForwardStream
 from shared.kvcache.ledger import KVLedger
@@ -35,7 +36,7 @@ class Device:
 def builtin_device(max_running: int) -> Device:
     """The real engine with the built-in model, on one thread of a CPU."""
     config = NodeConfig(
-        model=ModelOptions(model="builtin", cpu_threads=1),
+        model=ModelOptions(model="builtin", cpu_cores=CpuCores(1)),
         cache=CacheOptions(max_total_tokens=max_running * CONTEXT_LENGTH),
         schedule=ScheduleOptions(max_running_requests=max_running),
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.cpu_cores import CpuCores
 from shared.engine.build import Engine, build_engine
 from shared.protocol.messages import ReqKey
 from shared.protocol.sampling_params import SamplingParams
@@ -31,7 +32,7 @@ def node_config(
     **schedule: float,
 ) -> NodeConfig:
     return NodeConfig(
-        model=ModelOptions(model=str(folder), dtype="float32", device="cpu", cpu_threads=1),
+        model=ModelOptions(model=str(folder), dtype="float32", device="cpu", cpu_cores=CpuCores(1)),
         cache=CacheOptions(
             page_size=page_size,
             max_total_tokens=max_total_tokens,

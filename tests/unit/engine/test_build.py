@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.cpu_cores import CpuCores
 from shared.engine.build import (
     CPU_KV_CAP_BYTES,
     FINGERPRINT_SAMPLE_BYTES,
@@ -124,7 +125,7 @@ def test_the_ledger_has_the_sizes_that_were_asked_for() -> None:
 class TestBuildEngine:
     def test_from_flags_to_engine(self, folder: Path) -> None:
         config = NodeConfig(
-            model=ModelOptions(model=str(folder), device="cpu", context_length=100, cpu_threads=1),
+            model=ModelOptions(model=str(folder), device="cpu", context_length=100, cpu_cores=CpuCores(1)),
             cache=CacheOptions(page_size=8, max_total_tokens=800),
             schedule=ScheduleOptions(max_running_requests=7),
         )

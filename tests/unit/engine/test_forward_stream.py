@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from shared.cpu_cores import allowed_cores, can_pin
 from shared.engine.forward_stream import CpuForwardStream, make_forward_stream
 from shared.engine.model_runner import SampledTensors
 from shared.engine.model_worker_batch import ModelWorkerBatch
@@ -49,6 +50,7 @@ class GatedRunner:
     began: threading.Event = field(default_factory=threading.Event)
     order: list[int] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
+    cores: set[int] = field(default_factory=set)
     fails_at: int | None = None
     device = torch.device("cpu")
 
@@ -58,6 +60,7 @@ class GatedRunner:
         number = int(batch.input_ids[0])
         self.order.append(number)
         self.threads.add(threading.get_ident())
+        self.cores |= set(allowed_cores())
         if number == self.fails_at:
             raise ValueError(f"forward {number}")
         return number
@@ -117,6 +120,17 @@ def test_close_finishes_what_was_launched(runner: GatedRunner) -> None:
     assert runner.order == list(range(5))
     assert results[4].wait().token_ids == [4, 5]
     assert not any(thread.name.startswith("forward") for thread in threading.enumerate())
+
+
+@pytest.mark.skipif(not can_pin(), reason="threads choose their cores here")
+def test_forwards_alone_stay_on_their_cores(runner: GatedRunner) -> None:
+    allowed = allowed_cores()
+    stream = make_forward_stream(runner, cores=allowed[-1:])  # type: ignore[arg-type]
+    runner.gate.set()
+    stream.sample(stream.submit(batch(1))).wait()
+    stream.close()
+    assert runner.cores == set(allowed[-1:])
+    assert allowed_cores() == allowed
 
 
 def test_a_cpu_runner_gets_a_cpu_stream(runner: GatedRunner) -> None:

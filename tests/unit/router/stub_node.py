@@ -32,7 +32,7 @@ def write_packages(folder: Path) -> None:
 
 def main(role: str) -> None:
     parser = argparse.ArgumentParser()
-    for flag in ("--router", "--node-id", "--port", "--model", "--log-level", "--page-size", "--cpu-threads"):
+    for flag in ("--router", "--node-id", "--port", "--model", "--log-level", "--page-size", "--cpu-cores"):
         parser.add_argument(flag)
     parser.add_argument("--exit-with-parent", action="store_true")
     args = parser.parse_args()

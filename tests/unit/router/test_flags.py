@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from router.http.config import ConnectionOptions, FleetOptions, HttpOptions, Rou
 from router.http.topology import LocalTopology, parse_address
 from router.one_process import RouterProcess
 from router.server import load_model
+from shared.cpu_cores import CpuCores
 from shared.errors import ConfigError
 from shared.protocol.messages import Role
 
@@ -30,8 +30,7 @@ def test_alone_is_one_of_each_with_the_built_in_model() -> None:
     config = config_of()
     assert config.model == "builtin" and str(config.fleet.local) == "1P1D"
     assert config.fleet.local.node_ids() == [(Role.PREFILL, "prefill-0"), (Role.DECODE, "decode-0")]
-    share = max(1, (os.cpu_count() or 1) // 2)
-    assert config.fleet.node_argv == ("--cpu-threads", str(share), "--log-level", "info")
+    assert config.fleet.node_argv == ("--log-level", "info") and config.fleet.cpu_cores is None
     assert (config.http.host, config.http.port, config.fleet.control_port) == ("127.0.0.1", 8000, 8001)
 
 
@@ -54,10 +53,9 @@ def test_node_flags_go_to_the_nodes() -> None:
         assert part in argv
 
 
-def test_nodes_share_the_cores_unless_told_otherwise() -> None:
-    assert config_of("--local", "32P32D").fleet.node_argv[:2] == ("--cpu-threads", "1")
-    argv = config_of("--cpu-threads", "7").fleet.node_argv
-    assert argv.count("--cpu-threads") == 1 and "7" in argv
+def test_the_cores_are_those_of_all_nodes_together() -> None:
+    fleet = config_of("--cpu-cores", "any:7").fleet
+    assert fleet.cpu_cores == CpuCores(7) and "--cpu-cores" not in fleet.node_argv
 
 
 def test_joining() -> None:
@@ -96,6 +94,7 @@ def test_flags_that_make_no_sense(args: list[str], message: str, capsys: pytest.
     ("args", "message"),
     [
         (["--local", "1P1D", "--prefill", "host"], "give one or the other"),
+        (["--decode", "host", "--cpu-cores", "any:8"], "--cpu-cores: only for nodes that --local starts"),
         (["--decode", "host", "--page-size", "8"], "--page-size: only for nodes that --local starts"),
         (["--control-host", "0.0.0.0"], "--fleet-key FILE, or --insecure"),
     ],

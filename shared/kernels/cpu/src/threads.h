@@ -17,7 +17,7 @@ namespace baton {
 
 class Team {
  public:
-  // One worker for each of `cores`; the caller's own thread is pinned by whoever made it.
+  // One worker for each of `cores`, of which -1 is any; the caller's own thread is pinned by whoever made it.
   explicit Team(std::vector<int> cores) : cores_(std::move(cores)) {
     for (int i = 1; i < size(); i++) threads_.emplace_back([this, i] { work(i); });
   }
@@ -65,10 +65,12 @@ class Team {
   static constexpr int kSpins = 4000;  // about 50 us
 
   void work(int worker) {
-    cpu_set_t only;
-    CPU_ZERO(&only);
-    CPU_SET(cores_[worker], &only);
-    pthread_setaffinity_np(pthread_self(), sizeof only, &only);  // refused: it runs unpinned
+    if (cores_[worker] >= 0) {
+      cpu_set_t only;
+      CPU_ZERO(&only);
+      CPU_SET(cores_[worker], &only);
+      pthread_setaffinity_np(pthread_self(), sizeof only, &only);  // refused: it runs unpinned
+    }
     pthread_setname_np(pthread_self(), "forward-team");
     for (uint32_t seen = 0;;) {
       for (int spins = 0; begun_.load(std::memory_order_acquire) == seen && spins < kSpins; spins++) _mm_pause();

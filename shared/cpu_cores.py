@@ -1,0 +1,160 @@
+"""Which cores of this machine a forward runs on: what is there, and how nodes that start together share it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+MAX_THREADS = 4096
+
+_ANY = re.compile(r"any:(\d{1,9})")
+_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+
+
+@dataclass(frozen=True)
+class CpuCores:
+    """The threads of a forward: one pinned to each core of `pinned`, or as many wherever the kernel puts them."""
+
+    num_threads: int
+    pinned: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> CpuCores:
+        """`0-3,8`: a thread on each of these cores; `any:4`: four threads that are not pinned. Raises ValueError."""
+        if free := _ANY.fullmatch(text):
+            if not 1 <= int(free[1]) <= MAX_THREADS:
+                raise ValueError(f"{text}: {free[1]} threads are not between 1 and {MAX_THREADS}")
+            return cls(int(free[1]))
+        cores = _listed(text)
+        allowed = allowed_cores()
+        if absent := sorted(set(cores) - set(allowed)):
+            raise ValueError(
+                f"{text}: no core {_ranges(absent)} here; this process may use {_ranges(allowed)}"
+            )
+        return cls(len(cores), tuple(cores))
+
+    @property
+    def team(self) -> tuple[int, ...]:
+        """The core of each thread; -1 where the kernel may choose."""
+        return self.pinned or (-1,) * self.num_threads
+
+    def __str__(self) -> str:
+        return _ranges(self.pinned) if self.pinned else f"any:{self.num_threads}"
+
+
+def own_cores() -> CpuCores:
+    """What a node uses that was told nothing: a thread for each core that it may use, by affinity and CPU quota.
+
+    Not pinned: nobody said that it is alone on them, and two that pin themselves to the same few are both slowed.
+    """
+    return CpuCores(min(len(one_a_core(allowed_cores())), _whole_cores_of(cpu_quota())))
+
+
+def split_cores(cores: CpuCores | None, num_nodes: int) -> list[CpuCores]:
+    """The share of each of `num_nodes`, as equal as it can be; None is all that this process may use.
+
+    More nodes than cores share them in turn, with one thread each. Under a CPU quota nothing is pinned: the cores
+    that the kernel gives then are not always the same ones.
+    """
+    if cores is None:
+        cores = _everything(num_nodes)
+    each, rest = divmod(cores.num_threads, num_nodes)
+    if not cores.pinned:
+        return [CpuCores(max(each + (i < rest), 1)) for i in range(num_nodes)]
+    if each == 0:
+        return [CpuCores(1, (cores.pinned[i % cores.num_threads],)) for i in range(num_nodes)]
+    starts = [i * each + min(i, rest) for i in range(num_nodes + 1)]
+    shares = [cores.pinned[start:end] for start, end in pairwise(starts)]
+    return [CpuCores(len(share), share) for share in shares]
+
+
+def _everything(num_nodes: int) -> CpuCores:
+    allowed = allowed_cores()
+    whole = one_a_core(allowed)
+    ids = whole if len(whole) >= num_nodes else allowed
+    quota = _whole_cores_of(cpu_quota())
+    if quota < len(ids) or not can_pin():
+        return CpuCores(min(quota, len(ids)))
+    return CpuCores(len(ids), tuple(ids))
+
+
+def can_pin() -> bool:
+    """Whether this system lets a thread choose its cores."""
+    return hasattr(os, "sched_setaffinity")
+
+
+def allowed_cores() -> list[int]:
+    """The cores that this process may run on, as a container or `taskset` leaves them."""
+    return sorted(os.sched_getaffinity(0)) if can_pin() else list(range(os.cpu_count() or 1))
+
+
+def one_a_core(cores: Iterable[int], topology: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """Those of `cores` that are no second hardware thread of one before: they would share its vector units."""
+    kept: list[int] = []
+    for core in sorted(cores):
+        siblings = topology / f"cpu{core}" / "topology" / "thread_siblings_list"
+        same = _listed(siblings.read_text().strip()) if siblings.is_file() else [core]
+        if not set(same) & set(kept):
+            kept.append(core)
+    return kept
+
+
+def cpu_quota(own: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """How many cores' worth of time the control groups grant (`docker run --cpus`); None: no bound.
+
+    Both versions; a container may see its own group as the root, so every level up to there counts.
+    """
+    if not own.is_file():
+        return None
+    quotas: list[float] = []
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        version2 = controllers == ""
+        if not version2 and "cpu" not in controllers.split(","):
+            continue
+        group = Path(path.lstrip("/"))
+        for level in (group, *group.parents):
+            quotas += _quota_of((cgroups if version2 else cgroups / "cpu") / level, version2=version2)
+    return min(quotas, default=None)
+
+
+def _quota_of(group: Path, *, version2: bool) -> list[float]:
+    names = ["cpu.max"] if version2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+    files = [group / name for name in names]
+    if not all(file.is_file() for file in files):
+        return []
+    quota, period = " ".join(file.read_text() for file in files).split()
+    return [] if quota in ("max", "-1") else [int(quota) / int(period)]
+
+
+def _whole_cores_of(quota: float | None) -> int:
+    return MAX_THREADS if quota is None else max(int(quota), 1)
+
+
+def _listed(text: str) -> list[int]:
+    """`0-3,8` as integers, in order. Raises ValueError."""
+    cores: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{text!r} is not a list of cores like 0-3,8, nor any:N")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or set(cores) & set(range(first, last + 1)):
+            raise ValueError(f"{text!r} names a core twice, or a range that ends before it begins")
+        cores += range(first, last + 1)
+    return sorted(cores)
+
+
+def _ranges(cores: Sequence[int]) -> str:
+    """Integers as `0-3,8`."""
+    parts: list[list[int]] = []
+    for core in cores:
+        if parts and core == parts[-1][-1] + 1:
+            parts[-1].append(core)
+        else:
+            parts.append([core])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
