@@ -21,15 +21,31 @@ _Float = ctypes.c_float
 _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_team_new": (_Pointer, (_Pointer, _Int)),
     "baton_team_free": (None, (_Pointer,)),
+    **dict.fromkeys(
+        ("baton_linear", "baton_linear_float", "baton_linear_add", "baton_linear_silu_mul"),
+        (None, (_Pointer, _Pointer, _Int, _Pointer, _Pointer, _Int, _Int, _Pointer)),
+    ),
+    **dict.fromkeys(
+        ("baton_pack_linear", "baton_pack_gate_up"),
+        (None, (_Pointer, _Pointer, _Int, _Int, _Int, _Pointer, _Int)),
+    ),
+    "baton_embed": (None, (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer)),
+    "baton_rms_norm": (None, (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer)),
+    "baton_rotary_cos_sin": (None, (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer)),
+    "baton_norm_rope_write": (
+        None,
+        (_Pointer, _Pointer, *(_Int,) * 4, _Pointer, _Float, *(_Pointer,) * 3, _Int, *(_Pointer,) * 3),
+    ),
 }
 
 
-def load_library() -> ctypes.CDLL:
-    """Build the kernels if need be, and load them. Raises NativeUnavailable."""
+def load_library(*flags: str) -> ctypes.CDLL:
+    """Build the kernels if need be, with more compiler `flags` in tests, and load them. Raises NativeUnavailable."""
     missing = [flag for flag in NEEDED_CPU_FLAGS if flag not in cpu_flags()]
     if missing:
         raise NativeUnavailable(f"this CPU lacks {missing[0]}")
-    library = ctypes.CDLL(str(build_library("kernels", sorted(SRC.glob("*.cpp")), sorted(SRC.glob("*.h")))))
+    sources, headers = sorted(SRC.glob("*.cpp")), sorted(SRC.glob("*.h"))
+    library = ctypes.CDLL(str(build_library("kernels", sources, headers, flags=flags)))
     for name, (result, arguments) in _PROTOTYPES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -41,11 +57,11 @@ class Team:
 
     def __init__(self, library: ctypes.CDLL, cores: Sequence[int]) -> None:
         assert cores, "a team has a core"
-        self._library = library
+        self.library = library
         self.handle: int | None = library.baton_team_new((ctypes.c_int32 * len(cores))(*cores), len(cores))
 
     def close(self) -> None:
         """End the threads. No kernel may run."""
         if self.handle is not None:
-            self._library.baton_team_free(self.handle)
+            self.library.baton_team_free(self.handle)
             self.handle = None

@@ -37,6 +37,17 @@ inline __m256i narrow(__m512 x) {
 
 inline void store16(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
 
+// Lanes of elements [first, first + 16) that are below `end`; loads of the others are 0, and they are not stored.
+inline __mmask16 lanes_below(int64_t end, int64_t first) {
+  const int64_t lanes = end - first;
+  return lanes >= 16 ? __mmask16(0xffff) : lanes <= 0 ? __mmask16(0) : __mmask16((1u << lanes) - 1);
+}
+
+inline __m512 load_lanes(const float* p, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, p); }
+inline __m512 load_lanes(const bf16* p, __mmask16 lanes) { return widen(_mm256_maskz_loadu_epi16(lanes, p)); }
+inline void store_lanes(float* p, __mmask16 lanes, __m512 x) { _mm512_mask_storeu_ps(p, lanes, x); }
+inline void store_lanes(bf16* p, __mmask16 lanes, __m512 x) { _mm256_mask_storeu_epi16(p, lanes, narrow(x)); }
+
 inline bf16 to_bf16(float x) { return bf16(_mm_extract_epi16(_mm256_castsi256_si128(narrow(_mm512_set1_ps(x))), 0)); }
 
 // acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1] for 32 bf16 in a and in b.

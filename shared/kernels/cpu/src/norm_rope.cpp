@@ -1,0 +1,157 @@
+#include "norm_rope.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace baton {
+namespace {
+
+constexpr int64_t kTokens = 4;  // that one worker takes at a time: some microseconds
+
+template <class F>
+void each_token(Team& team, int64_t T, F&& f) {
+  team.each((T + kTokens - 1) / kTokens, [&](int64_t block) {
+    for (int64_t t = block * kTokens; t < std::min(T, (block + 1) * kTokens); t++) f(t);
+  });
+}
+
+template <class In>
+float inverse_rms(const In* x, int64_t size, float eps) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int64_t i = 0; i < size; i += 16) {
+    const __m512 part = load_lanes(x + i, lanes_below(size, i));
+    squares = _mm512_fmadd_ps(part, part, squares);
+  }
+  return 1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / float(size) + eps);
+}
+
+// Cosine and sine of 16 angles, absolute error below 2e-7: reduced to [-pi/4, pi/4] in float64, so that far positions
+// lose nothing, then the polynomials of Cephes' sinf and cosf.
+void cos_sin16(__m512 angle, __m512& cosine, __m512& sine) {
+  const auto reduce = [](__m256 angle, __m256i& quadrant) {
+    const __m512d wide = _mm512_cvtps_pd(angle);
+    const __m512d turns = _mm512_mul_pd(wide, _mm512_set1_pd(0.63661977236758134308));
+    const __m512d whole = _mm512_roundscale_pd(turns, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    quadrant = _mm512_cvtpd_epi32(whole);
+    return _mm512_cvtpd_ps(_mm512_fnmadd_pd(whole, _mm512_set1_pd(1.57079632679489661923), wide));
+  };
+  __m256i lower_quadrant, upper_quadrant;
+  const __m256 lower = reduce(_mm512_castps512_ps256(angle), lower_quadrant);
+  const __m256 upper = reduce(_mm512_extractf32x8_ps(angle, 1), upper_quadrant);
+  const __m512 r = _mm512_insertf32x8(_mm512_castps256_ps512(lower), upper, 1);
+  const __m512i quadrant = _mm512_inserti64x4(_mm512_castsi256_si512(lower_quadrant), upper_quadrant, 1);
+  const __m512 r2 = _mm512_mul_ps(r, r);
+  __m512 s = _mm512_fmadd_ps(_mm512_set1_ps(-1.9515295891e-4f), r2, _mm512_set1_ps(8.3321608736e-3f));
+  s = _mm512_fmadd_ps(s, r2, _mm512_set1_ps(-1.6666654611e-1f));
+  s = _mm512_fmadd_ps(_mm512_mul_ps(s, r2), r, r);
+  __m512 c = _mm512_fmadd_ps(_mm512_set1_ps(2.443315711809948e-5f), r2, _mm512_set1_ps(-1.388731625493765e-3f));
+  c = _mm512_fmadd_ps(c, r2, _mm512_set1_ps(4.166664568298827e-2f));
+  c = _mm512_fmadd_ps(c, r2, _mm512_set1_ps(-0.5f));
+  c = _mm512_fmadd_ps(c, r2, _mm512_set1_ps(1.0f));
+  const __mmask16 odd = _mm512_test_epi32_mask(quadrant, _mm512_set1_epi32(1));
+  const auto negate_if = [](__m512 x, __m512i condition) {  // bit 1 of `condition` becomes the sign
+    return _mm512_xor_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_and_si512(condition, _mm512_set1_epi32(2)), 30)));
+  };
+  sine = negate_if(_mm512_mask_blend_ps(odd, s, c), quadrant);
+  cosine = negate_if(_mm512_mask_blend_ps(odd, c, s), _mm512_add_epi32(quadrant, _mm512_set1_epi32(1)));
+}
+
+// One head: normed if `weight` is given, then rotated.
+void norm_rope(const bf16* x, int64_t head_dim, const float* weight, float eps, const float* cos_sin, bf16* out) {
+  const int64_t half = head_dim / 2;
+  const __m512 scale = _mm512_set1_ps(weight ? inverse_rms(x, head_dim, eps) : 1.0f);
+  for (int64_t i = 0; i < half; i += 16) {
+    const __mmask16 lanes = lanes_below(half, i);
+    __m512 first = load_lanes(x + i, lanes), second = load_lanes(x + half + i, lanes);
+    if (weight) {
+      first = _mm512_mul_ps(_mm512_mul_ps(first, scale), load_lanes(weight + i, lanes));
+      second = _mm512_mul_ps(_mm512_mul_ps(second, scale), load_lanes(weight + half + i, lanes));
+    }
+    const __m512 cosine = load_lanes(cos_sin + i, lanes), sine = load_lanes(cos_sin + half + i, lanes);
+    store_lanes(out + i, lanes, _mm512_fmsub_ps(first, cosine, _mm512_mul_ps(second, sine)));
+    store_lanes(out + half + i, lanes, _mm512_fmadd_ps(second, cosine, _mm512_mul_ps(first, sine)));
+  }
+}
+
+}  // namespace
+
+void embed(Team& team, const int64_t* input_ids, int64_t T, const bf16* table, int64_t size, float* residual) {
+  each_token(team, T, [&](int64_t t) {
+    for (int64_t i = 0; i < size; i += 16) {
+      const __mmask16 lanes = lanes_below(size, i);
+      store_lanes(residual + t * size + i, lanes, load_lanes(table + input_ids[t] * size + i, lanes));
+    }
+  });
+}
+
+void rms_norm(Team& team, const float* x, int64_t T, int64_t size, const float* weight, float eps, bf16* out) {
+  each_token(team, T, [&](int64_t t) {
+    const __m512 scale = _mm512_set1_ps(inverse_rms(x + t * size, size, eps));
+    for (int64_t i = 0; i < size; i += 16) {
+      const __mmask16 lanes = lanes_below(size, i);
+      const __m512 normed = _mm512_mul_ps(load_lanes(x + t * size + i, lanes), scale);
+      store_lanes(out + t * size + i, lanes, _mm512_mul_ps(normed, load_lanes(weight + i, lanes)));
+    }
+  });
+}
+
+void rotary_cos_sin(Team& team, const int64_t* positions, int64_t T, const float* frequencies, int64_t half,
+                    float* cos_sin) {
+  each_token(team, T, [&](int64_t t) {
+    const __m512 position = _mm512_set1_ps(float(positions[t]));
+    float* place = cos_sin + t * 2 * half;
+    for (int64_t i = 0; i < half; i += 16) {
+      const __mmask16 lanes = lanes_below(half, i);
+      __m512 cosine, sine;
+      cos_sin16(_mm512_mul_ps(position, load_lanes(frequencies + i, lanes)), cosine, sine);
+      store_lanes(place + i, lanes, cosine);
+      store_lanes(place + half + i, lanes, sine);
+    }
+  });
+}
+
+void norm_rope_write(Team& team, const bf16* qkv, int64_t T, int64_t num_heads, const QkNorm& norm, const float* cos_sin,
+                     const KVPages& kv, const int64_t* pages, const int64_t* offsets, bf16* q) {
+  const int64_t D = kv.head_dim, K = kv.num_kv_heads, width = (num_heads + 2 * K) * D;
+  each_token(team, T, [&](int64_t t) {
+    const bf16* x = qkv + t * width;
+    const float* token_cos_sin = cos_sin + t * D;
+    const auto rotate = [&](int64_t head, bf16* out) {
+      const float* weight = norm.weight ? norm.weight + head * D : nullptr;
+      norm_rope(x + head * D, D, weight, norm.eps, token_cos_sin, out);
+    };
+    for (int64_t head = 0; head < num_heads; head++) rotate(head, q + (t * num_heads + head) * D);
+    for (int64_t head = 0; head < K; head++) {
+      const int64_t place = ((pages[t] * K + head) * kv.page_size + offsets[t]) * D;
+      rotate(num_heads + head, kv.k + place);
+      std::memcpy(kv.v + place, x + (num_heads + K + head) * D, size_t(D) * sizeof(bf16));
+    }
+  });
+}
+
+}  // namespace baton
+
+using baton::bf16, baton::Team;
+
+extern "C" void baton_embed(Team* team, const int64_t* input_ids, int64_t T, const bf16* table, int64_t size,
+                            float* residual) {
+  baton::embed(*team, input_ids, T, table, size, residual);
+}
+
+extern "C" void baton_rms_norm(Team* team, const float* x, int64_t T, int64_t size, const float* weight, float eps,
+                               bf16* out) {
+  baton::rms_norm(*team, x, T, size, weight, eps, out);
+}
+
+extern "C" void baton_rotary_cos_sin(Team* team, const int64_t* positions, int64_t T, const float* frequencies,
+                                     int64_t half, float* cos_sin) {
+  baton::rotary_cos_sin(*team, positions, T, frequencies, half, cos_sin);
+}
+
+extern "C" void baton_norm_rope_write(Team* team, const bf16* qkv, int64_t T, int64_t num_heads, int64_t num_kv_heads,
+                                      int64_t head_dim, const float* norm_weight, float eps, const float* cos_sin,
+                                      bf16* k_pages, bf16* v_pages, int64_t page_size, const int64_t* pages,
+                                      const int64_t* offsets, bf16* q) {
+  const baton::KVPages kv{k_pages, v_pages, page_size, num_kv_heads, head_dim};
+  baton::norm_rope_write(*team, qkv, T, num_heads, {norm_weight, eps}, cos_sin, kv, pages, offsets, q);
+}

@@ -1,0 +1,44 @@
+// Row-major weights [rows][k] into panels, from wherever they lie (a mapped file, a tensor).
+#include "linear.h"
+
+namespace baton {
+namespace {
+
+// Rows of a weight become columns of panels: group g holds columns [16 g, 16 g + 16), row 16 g + lane - first each.
+// place(g) is where the group's pairs of k = 0, 1 go; those of the next k are one panel's row, 2 * kPanel, behind.
+template <class Place>
+void pack(Team& team, const bf16* weight, int64_t rows, int64_t k, int64_t stride, int64_t first, Place&& place) {
+  const int64_t first_group = first / 16, end_group = (first + rows + 15) / 16;
+  team.each(end_group - first_group, [&](int64_t i) {
+    const int64_t group = first_group + i, row = 16 * group - first;  // of lane 0, below 0 where lanes belong to others
+    const __mmask16 lanes = lanes_below(rows, row) & ~lanes_below(0, row);
+    const int64_t lowest = row < 0 ? 0 : row;
+    const __m512i lane_rows = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                               _mm512_set1_epi32(int(row - lowest)));
+    const __m512i offsets = _mm512_mullo_epi32(lane_rows, _mm512_set1_epi32(int(2 * stride)));
+    const bf16* from = weight + lowest * stride;
+    bf16* to = place(group);
+    for (int64_t pair = 0; pair < k / 2; pair++, from += 2, to += 2 * kPanel)
+      _mm512_mask_storeu_epi32(to, lanes, _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lanes, offsets, from, 1));
+  });
+}
+
+}  // namespace
+}  // namespace baton
+
+using baton::bf16, baton::kPanel, baton::Team;
+
+// weight [rows][k], `stride` elements a row, becomes columns [first_column, first_column + rows) of panels [..][k / 2][64][2].
+// Columns that nobody packs must hold zeros already. 32 * stride fits an int32.
+extern "C" void baton_pack_linear(Team* team, const bf16* weight, int64_t rows, int64_t k, int64_t stride, bf16* panels,
+                                  int64_t first_column) {
+  baton::pack(*team, weight, rows, k, stride, first_column,
+              [&](int64_t group) { return panels + group / 4 * kPanel * k + group % 4 * 32; });
+}
+
+// gate (is_up 0) or up (1) [rows][k] becomes the first or the second half of each panel of linear_silu_mul.
+extern "C" void baton_pack_gate_up(Team* team, const bf16* weight, int64_t rows, int64_t k, int64_t stride, bf16* panels,
+                                   int64_t is_up) {
+  baton::pack(*team, weight, rows, k, stride, 0,
+              [&](int64_t group) { return panels + group / 2 * kPanel * k + (group % 2 + 2 * is_up) * 32; });
+}

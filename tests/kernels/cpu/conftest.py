@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shared.kernels.cpu.build import NativeUnavailable
+from shared.kernels.cpu.library import Team, load_library
+
+BUILDS = {"as-built": (), "emulated-amx": ("-DBATON_EMULATE_AMX",), "without-bf16": ("-mno-avx512bf16",)}
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", params=BUILDS)
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """The kernels as this CPU gets them, and as others would."""
+    try:
+        return load_library(*BUILDS[request.param])
+    except NativeUnavailable as e:
+        pytest.skip(f"NO NATIVE KERNELS: {e}")
+
+
+@pytest.fixture
+def team(library: ctypes.CDLL) -> Iterator[Team]:
+    team = Team(library, [0, 0])
+    yield team
+    team.close()

@@ -1,0 +1,195 @@
+"""Packed linear layers against float64, within the bound of a float32 sum in any order.
+
+k products, exact in float32, are summed with k roundings at most (u = 2^-24), so the error is at most
+k u / (1 - k u) times the sum of their magnitudes; one more rounding for the bias, and one of bf16 (2^-8) for the
+output.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from shared.kernels.cpu.build import FLAGS, NativeUnavailable, find_compiler
+from shared.kernels.cpu.library import SRC, Team
+from shared.kernels.cpu.linear import (
+    PackedLinear,
+    linear,
+    linear_add,
+    linear_float,
+    linear_silu_mul,
+    new_panels,
+    pack_gate_up,
+    pack_rows,
+)
+
+U = 2.0**-24
+BF16 = 2.0**-8
+
+
+@dataclass(frozen=True)
+class Shape:
+    m: int
+    n: int
+    k: int
+    bias: bool = False
+
+    def __str__(self) -> str:
+        return f"m{self.m}-n{self.n}-k{self.k}" + "-bias" * self.bias
+
+
+SHAPES = [
+    Shape(1, 64, 2),
+    Shape(1, 130, 96, bias=True),
+    Shape(2, 16, 34),
+    Shape(5, 62, 128, bias=True),
+    Shape(7, 130, 96),
+    Shape(13, 192, 62, bias=True),
+    Shape(33, 66, 320),
+    Shape(301, 80, 256, bias=True),
+    Shape(0, 64, 32),
+]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+class Case:
+    """Random x, weight and bias of a shape, with the float64 result and the bound of a float32 sum's error."""
+
+    def __init__(self, team: Team, shape: Shape) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x_MK = torch.randn(shape.m, shape.k, generator=generator).bfloat16()
+        self.w_NK = torch.randn(shape.n, shape.k, generator=generator).bfloat16()
+        self.bias_N = torch.randn(shape.n, generator=generator) if shape.bias else None
+        wide_x, wide_w = self.x_MK.double(), self.w_NK.double()
+        bias = torch.zeros(1) if self.bias_N is None else self.bias_N
+        self.y_MN = wide_x @ wide_w.T + bias
+        magnitudes_MN = wide_x.abs() @ wide_w.abs().T
+        self.bound_MN = shape.k * U / (1 - shape.k * U) * magnitudes_MN + 2 * U * self.y_MN.abs()
+        self.shape = shape
+
+    def packed(self, team: Team) -> PackedLinear:
+        panels = new_panels(self.shape.n, self.shape.k)
+        pack_rows(team, self.w_NK, panels)
+        return PackedLinear(panels, self.bias_N, self.shape.n, self.shape.k)
+
+    def packed_gate_up(self, team: Team) -> PackedLinear:
+        panels = new_panels(self.shape.n, self.shape.k)
+        pack_gate_up(team, *self.w_NK.chunk(2), panels)
+        return PackedLinear(panels, self.bias_N, self.shape.n, self.shape.k)
+
+
+def assert_within(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> None:
+    assert actual.shape == expected.shape
+    excess = (actual.double() - expected).abs() - bound
+    assert not (excess > 0).any() and not actual.isnan().any(), f"beyond its bound by {excess.max()}"
+
+
+@shapes
+def test_linear_float(team: Team, shape: Shape) -> None:
+    case = Case(team, shape)
+    y = linear_float(team, case.x_MK, case.packed(team))
+    assert y.dtype == torch.float32
+    assert_within(y, case.y_MN, case.bound_MN)
+
+
+@shapes
+def test_linear(team: Team, shape: Shape) -> None:
+    case = Case(team, shape)
+    y = linear(team, case.x_MK, case.packed(team))
+    assert y.dtype == torch.bfloat16
+    assert_within(y, case.y_MN, case.bound_MN + BF16 * (case.y_MN.abs() + case.bound_MN))
+
+
+@shapes
+def test_linear_add(team: Team, shape: Shape) -> None:
+    case = Case(team, shape)
+    residual_MN = torch.randn(shape.m, shape.n)
+    total_MN = residual_MN + case.y_MN
+    linear_add(team, case.x_MK, case.packed(team), residual_MN)
+    assert_within(residual_MN, total_MN, case.bound_MN + U * (total_MN.abs() + case.bound_MN))
+
+
+@shapes
+def test_linear_silu_mul(team: Team, shape: Shape) -> None:
+    case = Case(team, shape)
+    (gate, up), (gate_bound, up_bound) = case.y_MN.chunk(2, -1), case.bound_MN.chunk(2, -1)
+    y = linear_silu_mul(team, case.x_MK, case.packed_gate_up(team))
+    expected = silu(gate) * up
+    # silu's slope is at most 1.1; its own arithmetic, exp included, is good to 2^-20.
+    sums = 1.1 * gate_bound * (up.abs() + up_bound) + silu(gate).abs() * up_bound
+    assert_within(y, expected, sums + (2.0**-20 + BF16) * (expected.abs() + sums))
+
+
+def test_silu_mul_of_extremes(team: Team) -> None:
+    """A gate far below zero closes, one far above passes everything."""
+    gates = torch.tensor([-1e30, -200.0, -88.0, -20.0, 0.0, 20.0, 88.0, 200.0, 1e30])
+    x_MK = torch.tensor([[1.0, 0.0]]).bfloat16()
+    panels = new_panels(18, 2)
+    pack_gate_up(
+        team, torch.stack([gates, gates], 1).bfloat16(), torch.ones(9, 2, dtype=torch.bfloat16), panels
+    )
+    y = linear_silu_mul(team, x_MK, PackedLinear(panels, None, 18, 2))
+    expected = silu(gates.bfloat16().double())[None]
+    assert_within(y, expected, 2 * BF16 * expected.abs() + 1e-37)
+
+
+@pytest.mark.parametrize("k", [64, 66])
+def test_a_row_has_the_same_bits_in_any_batch_and_team(library: ctypes.CDLL, k: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x_MK = torch.randn(70, k, generator=generator).bfloat16()
+    w_NK = torch.randn(192, k, generator=generator).bfloat16()
+    teams = [Team(library, [0]), Team(library, [0, 0])]
+    panels, gate_up_panels = new_panels(192, k), new_panels(192, k)
+    pack_rows(teams[0], w_NK, panels)
+    pack_gate_up(teams[0], *w_NK.chunk(2), gate_up_panels)
+    w, gate_up = PackedLinear(panels, None, 192, k), PackedLinear(gate_up_panels, None, 192, k)
+    whole, whole_silu_mul = linear_float(teams[0], x_MK, w), linear_silu_mul(teams[0], x_MK, gate_up)
+    try:
+        for m in range(1, 71):
+            for team in teams:
+                assert torch.equal(linear_float(team, x_MK[70 - m :], w), whole[70 - m :])
+                assert torch.equal(linear_silu_mul(team, x_MK[:m], gate_up), whole_silu_mul[:m])
+    finally:
+        for team in teams:
+            team.close()
+
+
+@pytest.mark.parametrize("rows", [(64, 64, 64), (32, 16, 16), (40, 7, 81)])
+def test_parts_of_a_weight_share_panels(team: Team, rows: tuple[int, ...]) -> None:
+    """As q, k and v do; each comes from a view with rows of its own stride, and leaves its neighbours alone."""
+    k = 34
+    w_NK = torch.randn(sum(rows), k).bfloat16()
+    whole, of_parts = new_panels(len(w_NK), k), new_panels(len(w_NK), k)
+    pack_rows(team, w_NK, whole)
+    first = 0
+    for part in torch.split(w_NK, rows):
+        wider = torch.full((len(part), k + 10), 99.0, dtype=torch.bfloat16)
+        wider[:, 4 : 4 + k] = part
+        pack_rows(team, wider[:, 4 : 4 + k], of_parts, first)
+        first += len(part)
+    assert torch.equal(of_parts, whole)
+    assert torch.equal(whole.transpose(1, 2).reshape(-1, k)[: len(w_NK)], w_NK)
+    assert not whole.transpose(1, 2).reshape(-1, k)[len(w_NK) :].any()
+
+
+def test_amx_code_compiles_to_tile_instructions(tmp_path: Path) -> None:
+    """This needs a compiler that knows AMX, not a CPU that has it."""
+    try:
+        compiler = find_compiler()
+    except NativeUnavailable as e:
+        pytest.skip(f"NO NATIVE KERNELS: {e}")
+    target = "-march=sapphirerapids"
+    flags = [target if flag == "-march=native" else flag for flag in FLAGS]
+    assembly = tmp_path / "linear.s"
+    subprocess.run([compiler, *flags, "-S", str(SRC / "linear.cpp"), "-o", str(assembly)], check=True)
+    used = set(
+        re.findall(r"^\s+(ldtilecfg|tileloadd|tdpbf16ps|tilestored|tilerelease)", assembly.read_text(), re.M)
+    )
+    assert used == {"ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"}
