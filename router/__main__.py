@@ -13,8 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from router import terminal
 from router.http.config import (
     MAX_ROUTER_WORKERS,
@@ -56,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run(config: RouterConfig, flags: Sequence[str]) -> int:
     """Each way imports what it needs: a parent of workers stays small."""
+    from rich.console import Console
+
     from router.serving import serve
 
     console, owns_nodes = Console(stderr=True), bool(config.fleet.local.node_ids())

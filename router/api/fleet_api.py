@@ -25,8 +25,8 @@ from router.nodes.member import Member
 from router.nodes.membership import Membership
 from router.nodes.status import describe_member
 from shared.errors import RequestError
+from shared.protocol.loopback import is_loopback
 from shared.protocol.messages import Role
-from shared.protocol.security import is_loopback
 
 DEFAULT_DRAIN_TIMEOUT_S = 60.0
 _MAX_DRAIN_TIMEOUT_S = 86400.0

@@ -14,9 +14,9 @@ from router.api.openai_bodies import CompletionBody, OpenAIBody, StreamOptions
 from router.api.tool_calls import ForcedCall
 from router.dispatch.live_rids import Claim
 from router.dispatch.scheduling_hints import read_hints
-from router.http.body import shown, wrong
 from router.http.limits import HttpLimits
 from router.http.request_ids import requested_rid
+from router.http.wording import shown, wrong
 from router.request.admission import Ticket
 from router.request.generation import Prompt
 from router.request.logprob_fields import chat_logprobs, check_num_completion, completion_logprobs

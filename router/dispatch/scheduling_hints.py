@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.http.body import wrong
+from router.http.wording import wrong
 
 MAX_PRIORITY = 1000
 """Either way. Ageing lifts a request by one for so many forwards: a bound on priorities is one on waiting."""

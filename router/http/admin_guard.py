@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 
 from router.http.api_keys import ApiKeys, require_admin
 from shared.errors import RequestError
-from shared.protocol.security import is_loopback
+from shared.protocol.loopback import is_loopback
 
 AdminGuard = Callable[[Request], Awaitable[None]]
 """Raises RequestError for whoever is no administrator. A dependency of routes, or awaited where a body decides."""

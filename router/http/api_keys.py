@@ -29,7 +29,7 @@ from router.http.page_api import PAGE_PATHS
 from router.http.responses import error_response
 from shared.errors import ConfigError, RequestError
 from shared.log import event, warn
-from shared.protocol.security import is_loopback
+from shared.protocol.loopback import is_loopback
 
 OPEN_PATHS = frozenset({"/health"}) | PAGE_PATHS
 """What probes may see without a key, and the page, which asks for one."""

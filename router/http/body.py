@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,12 +20,11 @@ from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandl
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
+from router.http.wording import cut, shown, wrong
 from shared.errors import RequestError
 
 T = TypeVar("T")
 B = TypeVar("B", bound="Body")
-
-_SHOWN_CHARS = 60
 
 _MAX_BRACKETS = 1 << 18
 """Opening ones. A body of nothing but tiny lists takes 2 us for each to decode, and no other request gets on
@@ -59,23 +57,6 @@ _EXPECTED: Mapping[str, str] = {
     "string_unicode": "valid Unicode text",
     "string_pattern_mismatch": "text that matches {pattern}",
 }
-
-
-class _JsonNames(reprlib.Repr):
-    """Names values as JSON does. Looks at no more of one than it shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = _SHOWN_CHARS
-
-    def repr1(self, x: Any, level: int) -> str:
-        """See reprlib.Repr."""
-        if x is None or isinstance(x, bool):
-            return msgspec.json.encode(x).decode()
-        return super().repr1(list(x) if isinstance(x, tuple) else x, level)
-
-
-_short = _JsonNames()
 
 
 class Body(BaseModel):
@@ -122,18 +103,6 @@ def validate(kind: type[B], values: object, path: str = "") -> B:
         return kind.model_validate(values)
     except ValidationError as e:
         raise _refusal(kind, e.errors(include_url=False)[0], path) from e
-
-
-def wrong(name: str, expected: str, value: object, *, param: str | None = None) -> RequestError:
-    """The error for a field whose value is not what it should be; `param` where `name` holds text of the client."""
-    return RequestError(
-        f"{name} must be {expected}, not {shown(value)}", param=name if param is None else param
-    )
-
-
-def shown(value: object) -> str:
-    """A value as it is quoted in an error message: short, and never a whole prompt."""
-    return _cut(_short.repr(value))
 
 
 def must(expected: str, holds: Callable[[Any], bool]) -> AfterValidator:
@@ -259,7 +228,7 @@ def _dotted(loc: Sequence[int | str], path: str) -> str:
         if isinstance(step, int):
             name += f"[{step}]"
         elif not step.startswith(_BRANCH):
-            name += f".{_cut(step)}" if name else _cut(step)
+            name += f".{cut(step)}" if name else cut(step)
     return name
 
 
@@ -289,7 +258,3 @@ def _first_bad_byte(body: bytes) -> str:
     except UnicodeDecodeError as e:
         return f": byte {e.start} is 0x{body[e.start]:02x}"
     return ""
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

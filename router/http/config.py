@@ -8,8 +8,8 @@ from pathlib import Path
 from router.http.limits import HttpLimits
 from router.http.topology import LocalTopology
 from shared.cpu_cores import CpuCores
+from shared.protocol.loopback import require_key_beyond_loopback
 from shared.protocol.messages import Role
-from shared.protocol.security import require_key_beyond_loopback
 
 MAX_ROUTER_WORKERS = 64
 

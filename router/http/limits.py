@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.http.body import wrong
+from router.http.wording import wrong
 from shared import cli
 from shared.errors import RequestError
 from shared.protocol.logprobs import MAX_TOP_LOGPROBS

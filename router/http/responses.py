@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from router.http.answer import ErrorAnswer, ErrorDetail
-from router.http.body import shown
+from router.http.wording import shown
 from shared.errors import RequestError
 from shared.log import crash
 

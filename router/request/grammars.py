@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
-from router.http.body import Body, OneOf, wrong
+from router.http.body import Body, OneOf
 from router.http.limits import HttpLimits
+from router.http.wording import wrong
 from shared.errors import RequestError
 from shared.protocol.sampling_params import MAX_GRAMMAR_CHARS, Grammar
 

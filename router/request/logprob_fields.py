@@ -7,8 +7,9 @@ from typing import Annotated, cast
 
 from pydantic import Field
 
-from router.http.body import FailFast, OneOf, wrong
+from router.http.body import FailFast, OneOf
 from router.http.limits import HttpLimits
+from router.http.wording import wrong
 from router.request.generation import Prompt
 from router.request.prompts import TokenIds, check_token_ids, per_prompt
 from shared.errors import RequestError

@@ -8,8 +8,9 @@ from typing import Annotated, TypeVar, cast
 
 from pydantic import Field, WithJsonSchema
 
-from router.http.body import FailFast, OneOf, wrong
+from router.http.body import FailFast, OneOf
 from router.http.limits import MAX_BATCH_SIZE, HttpLimits
+from router.http.wording import wrong
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
 

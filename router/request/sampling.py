@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field, WithJsonSchema
 
-from router.http.body import Body, FailFast, OneOf, Refused, must, shown, wrong
+from router.http.body import Body, FailFast, OneOf, Refused, must
 from router.http.limits import MAX_CHOICES, MAX_STOPS, HttpLimits
+from router.http.wording import shown, wrong
 from router.request.grammars import (
     AskedGrammar,
     GrammarText,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import regex
 
-from router.http.body import shown
+from router.http.wording import shown
 from router.text.stop_strings import Stop
 from shared.errors import RequestError
 

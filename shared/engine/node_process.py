@@ -22,9 +22,10 @@ from shared.engine.vitals import Vitals
 from shared.errors import ConfigError
 from shared.protocol.channel import ControlThread, Guests
 from shared.protocol.lobby import LobbyCaller
+from shared.protocol.loopback import require_key_beyond_loopback
 from shared.protocol.messages import LoadFailed, NodeHello, NodeRef, Role, RouterToNode
 from shared.protocol.router_port import RouterPort
-from shared.protocol.security import FleetKey, require_key_beyond_loopback
+from shared.protocol.security import FleetKey
 
 SWITCH_INTERVAL_S = 1e-4
 """A thread that wants the GIL asks for it after so long, not after Python's 5 ms.

@@ -7,7 +7,6 @@ client talks only to such a server (RFC 26/CurveZMQ). KV links are keyed over th
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 from pathlib import Path
 from typing import Any
 
@@ -59,23 +58,3 @@ class FleetKey:
     def callback(self, domain: str, key: bytes) -> bool:
         """The authenticator's question: may the client with public key `key` (in Z85) come in?"""
         return key == self._public
-
-
-def require_key_beyond_loopback(flag: str, host: str, *, has_key: bool, insecure: bool) -> None:
-    """Refuse to listen on `host` for everyone without a key, unless told so. Raises ConfigError naming `flag`."""
-    if has_key or insecure or is_loopback(host):
-        return
-    raise ConfigError(
-        f"{flag} {host} is reachable from other machines: give every process the same --fleet-key FILE, "
-        "or --insecure when the network is trusted"
-    )
-
-
-def is_loopback(host: str) -> bool:
-    """True for localhost and the loopback ranges."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -103,5 +103,26 @@ def test_the_terminals_commands_start_without_what_serves() -> None:
     assert "fastapi" in loaded_after("router.server", *serving), "it would be seen"
 
 
+SLOW_TO_IMPORT = ("torch", "numpy", "safetensors", "transformers", "xgrammar", "tokenizers", "pydantic", "fastapi",
+                  "uvicorn", "uvloop", "zmq", "asyncio", "rich", "prometheus_client", "huggingface_hub")  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["router", "prefill_node", "decode_node"])
+def test_help_and_wrong_flags_wait_for_nothing(command: str) -> None:
+    """What makes a command slow to start is imported once it is known that it is to run."""
+    code = f"""
+import atexit, sys
+atexit.register(lambda: print("loaded:", *sorted({set(SLOW_TO_IMPORT)!r} & set(sys.modules))))
+from {command}.__main__ import main
+main([%r, "0"])
+"""
+    asked = run_python(code % "--help")
+    assert asked.returncode == 0 and "--page-size" in asked.stdout, asked.stderr
+    assert asked.stdout.endswith("loaded:\n"), asked.stdout.splitlines()[-1]
+    refused = run_python(code % "--page-size")
+    assert refused.returncode == 2 and "--page-size" in refused.stderr, refused.stderr
+    assert refused.stdout == "loaded:\n"
+
+
 def test_a_loaded_torch_would_be_seen() -> None:
     assert loaded_after("shared.kvcache.pools", "torch") == ["torch"]

@@ -10,8 +10,9 @@ import pytest
 import zmq
 
 from shared.errors import ConfigError
+from shared.protocol.loopback import is_loopback, require_key_beyond_loopback
 from shared.protocol.messages import Load, Ping, Pong
-from shared.protocol.security import MIN_KEY_BYTES, FleetKey, is_loopback, require_key_beyond_loopback
+from shared.protocol.security import MIN_KEY_BYTES, FleetKey
 from tests.unit.protocol.conftest import MakeParty
 
 RIGHT, WRONG = FleetKey(b"the secret of this fleet"), FleetKey(b"the secret of another one")

@@ -1,0 +1,40 @@
+"""What a decode node is built of."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from decode_node.scheduler import DecodeScheduler
+from shared.engine.node_process import NodeParts, Scheduler
+from shared.kvtransfer.link import make_link_factory
+from shared.kvtransfer.receiver import ReceiveSide
+from shared.protocol.channel import Guests
+from shared.protocol.messages import PrefillToDecode
+
+
+def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
+    """The decode scheduler; prefill nodes dial a decode node."""
+    receiver = ReceiveSide(
+        node=parts.node,
+        layout=parts.engine.layout,
+        pages=parts.engine.pool,
+        outbox=parts.control,
+        link_factory=make_link_factory(
+            parts.config.transfer.backend, parts.config.transfer, parts.engine.pool.device
+        ),
+        clock=time.monotonic,
+        options=parts.config.transfer,
+        wake=parts.wake.set,
+    )
+    scheduler = DecodeScheduler(
+        parts.engine,
+        parts.config.schedule,
+        receiver,
+        parts.router_port,
+        parts.vitals,
+        parts.wake,
+        parts.config.net.router_timeout_s,
+    )
+    return scheduler, {"prefill": Guests(msgspec.msgpack.Decoder(PrefillToDecode), receiver.on_message)}

@@ -1,0 +1,39 @@
+"""What a prefill node is built of."""
+
+from __future__ import annotations
+
+import time
+
+from prefill_node.peering import DialledPeering
+from prefill_node.scheduler import PrefillScheduler
+from shared.engine.node_process import NodeParts, Scheduler
+from shared.kvtransfer.link import make_link_factory
+from shared.kvtransfer.sender import SendSide
+from shared.protocol.channel import Guests
+
+
+def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
+    """The prefill scheduler; nobody but routers dials a prefill node."""
+    sender = SendSide(
+        node=parts.node,
+        layout=parts.engine.layout,
+        pages=parts.engine.pool,
+        outbox=parts.control,
+        link_factory=make_link_factory(
+            parts.config.transfer.backend, parts.config.transfer, parts.engine.pool.device
+        ),
+        clock=time.monotonic,
+        options=parts.config.transfer,
+        wake=parts.wake.set,
+    )
+    scheduler = PrefillScheduler(
+        parts.engine,
+        parts.config.schedule,
+        sender,
+        DialledPeering(parts.node, parts.control, sender),
+        parts.router_port,
+        parts.vitals,
+        parts.wake,
+        parts.config.net.router_timeout_s,
+    )
+    return scheduler, {}

@@ -1,0 +1,46 @@
+"""How errors quote what a client sent. Apart from `body`, so that the flags need no pydantic."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+import msgspec
+
+from shared.errors import RequestError
+
+_SHOWN_CHARS = 60
+
+
+class _JsonNames(reprlib.Repr):
+    """Names values as JSON does. Looks at no more of one than it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = _SHOWN_CHARS
+
+    def repr1(self, x: Any, level: int) -> str:
+        """See reprlib.Repr."""
+        if x is None or isinstance(x, bool):
+            return msgspec.json.encode(x).decode()
+        return super().repr1(list(x) if isinstance(x, tuple) else x, level)
+
+
+_short = _JsonNames()
+
+
+def wrong(name: str, expected: str, value: object, *, param: str | None = None) -> RequestError:
+    """The error for a field whose value is not what it should be; `param` where `name` holds text of the client."""
+    return RequestError(
+        f"{name} must be {expected}, not {shown(value)}", param=name if param is None else param
+    )
+
+
+def shown(value: object) -> str:
+    """A value as it is quoted in an error message: short, and never a whole prompt."""
+    return cut(_short.repr(value))
+
+
+def cut(text: str) -> str:
+    """The beginning of a text that is too long for a message."""
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
