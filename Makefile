@@ -34,8 +34,9 @@ serve: $(INSTALLED)
 demo: $(INSTALLED)
 	@$(BIN)/python -m router.demo
 
+# Two processes at a time; those tests that start real nodes one after the other (tests/conftest.py).
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 # Real clients and load generators, each in a venv of its own; writes docs/clients.md. ARGS name some of them.
 test-clients: $(INSTALLED)
