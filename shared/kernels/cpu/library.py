@@ -29,6 +29,10 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         ("baton_pack_linear", "baton_pack_gate_up"),
         (None, (_Pointer, _Pointer, _Int, _Int, _Int, _Pointer, _Int)),
     ),
+    **dict.fromkeys(
+        ("baton_decode_attention", "baton_extend_attention"),
+        (None, (*(_Pointer,) * 4, *(_Int,) * 4, _Pointer, _Int, *(_Pointer,) * 2, _Int, _Pointer)),
+    ),
     "baton_embed": (None, (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer)),
     "baton_rms_norm": (None, (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer)),
     "baton_rotary_cos_sin": (None, (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer)),
