@@ -8,8 +8,8 @@ import msgspec
 
 from decode_node.scheduler import DecodeScheduler
 from shared.engine.node_process import NodeParts, Scheduler
-from shared.kvtransfer.link import make_link_factory
 from shared.kvtransfer.receiver import ReceiveSide
+from shared.kvtransfer.transports import make_transports
 from shared.protocol.channel import Guests
 from shared.protocol.messages import PrefillToDecode
 
@@ -21,9 +21,7 @@ def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
         layout=parts.engine.layout,
         pages=parts.engine.pool,
         outbox=parts.control,
-        link_factory=make_link_factory(
-            parts.config.transfer.backend, parts.config.transfer, parts.engine.pool.device
-        ),
+        transports=make_transports(parts.config.transfer, parts.engine.pool.device),
         clock=time.monotonic,
         options=parts.config.transfer,
         wake=parts.wake.set,

@@ -333,7 +333,7 @@ class DecodeScheduler:
             num_bootstrapping=len(self.prealloc_queue),
             num_retractions=self.batcher.num_retractions,
             retraction=self._retraction.count,
-            num_links=self._receiver.num_links,
+            links=self._receiver.links_by_transport,
             schedule_policy=self.batcher.schedule_policy,
         )
 

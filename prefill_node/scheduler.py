@@ -286,7 +286,7 @@ class PrefillScheduler:
             num_transferring=len(self.inflight_queue),
             num_bootstrapping=len(self.bootstrap_queue),
             num_retractions=self.batcher.num_retractions,
-            num_links=self._sender.num_links,
+            links=self._sender.links_by_transport,
             schedule_policy=self.batcher.schedule_policy,
         )
 

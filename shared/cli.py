@@ -325,8 +325,9 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
         add(
             "--kv-transfer",
             default=transfer.backend,
-            choices=("gloo", "nccl"),
-            help="how pages travel: gloo (through host memory) or nccl (between GPUs)",
+            choices=("auto", "gloo", "shm", "nccl"),
+            help="how pages travel: shm (memory that processes of one host share), gloo (host memory and sockets) or "
+            "nccl (between GPUs); auto: shm where both nodes are on one host and compute on its CPUs, else gloo",
         ),
         add(
             "--kv-slot-bytes",

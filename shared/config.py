@@ -90,8 +90,9 @@ class NetOptions:
 class TransferOptions:
     """How KV pages move. Durations are seconds of the node's clock, except those of gloo and NCCL themselves."""
 
-    backend: str = "gloo"
-    """How pages travel: `gloo` through host memory, `nccl` between GPUs."""
+    backend: str = "auto"
+    """What a node offers to its peers: `shm` between processes of one host, `gloo` through host memory and sockets,
+    `nccl` between GPUs; `auto`: shm and gloo, whichever is best for each peer."""
 
     # staging: one ring per link
     slot_nbytes: int = 4 << 20

@@ -5,7 +5,9 @@ BatonError
 │   └── ModelError          the model folder cannot be served; the message names the file, tensor or field
 ├── RequestError            the client's fault, or the fleet cannot serve it now; carries the HTTP status
 ├── TransferError           one KV transfer failed; its pages come back and its client is told
-│   └── LayoutMismatch      two nodes' KV layouts differ; names the field
+│   └── PeerMismatch        two nodes cannot exchange KV pages; names the field
+│       ├── LayoutMismatch      their KV layouts differ
+│       └── TransportMismatch   what they offer for `--kv-transfer` has nothing in common
 └── LinkError               a link could not be built, or died
 """
 
@@ -52,12 +54,23 @@ class TransferError(BatonError):
     """One KV transfer failed."""
 
 
-class LayoutMismatch(TransferError):
-    """Two nodes cannot exchange KV pages, because their layouts differ in `field`."""
+class PeerMismatch(TransferError):
+    """Two nodes cannot exchange KV pages; `str(error)` names the field."""
+
+
+class LayoutMismatch(PeerMismatch):
+    """Their layouts differ in `field`."""
 
     def __init__(self, field: str, ours: object, theirs: object) -> None:
         super().__init__(f"KV layouts differ in {field}: this node has {ours!r}, the peer has {theirs!r}")
         self.field = field
+
+
+class TransportMismatch(PeerMismatch):
+    """Their `kv_transfer` has nothing in common, for this reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"kv_transfer: {reason}")
 
 
 class LinkError(BatonError):

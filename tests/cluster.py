@@ -221,7 +221,7 @@ class Node:
             layout=engine.layout,
             pages=CorruptingPages(engine.pool, network),
             outbox=outbox,
-            link_factory=network.link_factory(name, options),
+            transports=network.transports(name, options),
             clock=network.clock,
             options=options,
             wake=wake.set,

@@ -5,6 +5,8 @@ The first event of a feed holds the samples of the last ten minutes, each later 
 
 from __future__ import annotations
 
+import msgspec
+
 from router.http.answer import Answer
 
 SAMPLE_INTERVAL_S = 1.0
@@ -35,6 +37,7 @@ class NodeNow(Answer, frozen=True, kw_only=True):
 
     Held pages belong to requests and transfers, cached ones only to the RadixCache: they are given up when needed.
     `prompt_tokens_per_s` are those computed, so without the cached ones; `tokens_per_s` are those generated.
+    `links` counts `num_links` by what carries their KV pages: shm, gloo or nccl.
     """
 
     node_id: str
@@ -53,6 +56,7 @@ class NodeNow(Answer, frozen=True, kw_only=True):
     num_cached_pages: int = 0
     num_held_pages: int = 0
     num_links: int = 0
+    links: dict[str, int] = msgspec.field(default_factory=dict)
     prompt_tokens_per_s: float = 0.0
     tokens_per_s: float = 0.0
     kv_bytes_per_s: float = 0.0

@@ -235,6 +235,7 @@ class LiveState:
             num_cached_pages=load.num_evictable_pages,
             num_held_pages=load.num_held_pages,
             num_links=load.num_links,
+            links=load.links,
             prompt_tokens_per_s=prompt_tokens_per_s,
             tokens_per_s=tokens_per_s,
             kv_bytes_per_s=kv_bytes_per_s,

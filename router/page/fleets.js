@@ -142,7 +142,8 @@ class Card {
       `${count(node.num_pages)} KV pages: ${count(pages[0])} held, ${count(pages[1])} cached, ${count(pages[2])} free`,
     );
     const moved = `${bytes(node.kv_bytes_per_s)}/s KV ${this.role === "decode" ? "in" : "out"}`;
-    const links = `${count(node.num_links)} ${node.num_links === 1 ? "link" : "links"}`;
+    const by = Object.entries(node.links).map(([transport, number]) => `${count(number)} ${transport}`);
+    const links = `${by.join(", ") || count(node.num_links)} ${node.num_links === 1 ? "link" : "links"}`;
     const retracted = node.num_retracted_reqs ? [`${count(node.num_retracted_reqs)} retracted`] : [];
     const tokens = this.role === "decode" ? `${rate(node.tokens_per_s)} tokens/s` : `${rate(node.prompt_tokens_per_s)} prompt tokens/s`;
     setText(this.speed, [tokens, moved, links, ...retracted].join(" · "));

@@ -186,6 +186,12 @@ class _Column:
         return self.of_known(node) if self.always or node.num_pages else ""
 
 
+def _links(node: NodeNow) -> str:
+    return " ".join(f"{number} {transport}" for transport, number in node.links.items()) or str(
+        node.num_links
+    )
+
+
 _COLUMNS = (
     _Column("role", lambda node: node.role, "left", always=True),
     _Column("state", _state, "left", always=True),
@@ -201,7 +207,7 @@ _COLUMNS = (
     ),
     _Column("tokens/s", _tokens),
     _Column("KV/s", lambda node: f"{_bytes(node.kv_bytes_per_s)}/s"),
-    _Column("links", lambda node: str(node.num_links)),
+    _Column("links", _links),
 )
 _LEAST_FIRST = (
     "KV pages", "links", "pairing", "KV/s", "transfer", "held/cached/free", "tokens/s", "waiting", "running", "role",

@@ -60,7 +60,7 @@ class Vitals:
         num_transferring: int,
         num_bootstrapping: int,
         num_retractions: int,
-        num_links: int,
+        links: dict[str, int],
         schedule_policy: str,
         retraction: RetractionCounts | None = None,
     ) -> None:
@@ -89,7 +89,8 @@ class Vitals:
             gen_throughput=self._gen_throughput,
             kv_bytes_transferred=self.kv_bytes_transferred,
             kv_transfer_s=self.kv_transfer_s,
-            num_links=num_links,
+            num_links=sum(links.values()),
+            links=links,
             schedule_policy=schedule_policy,
             num_retracted=retraction.num_retracted,
             num_retractions_host=retraction.num_host,

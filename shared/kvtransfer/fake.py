@@ -2,7 +2,7 @@
 
     network = FakeNetwork(seed=1, faults=Faults(drop=0.01))
     outbox = network.join("p0", on_message=handler, on_disconnected=...)
-    SendSide(..., outbox=outbox, link_factory=network.link_factory("p0", options), clock=network.clock, ...)
+    SendSide(..., outbox=outbox, transports=network.transports("p0", options), clock=network.clock, ...)
     network.connect("p0", "d0")
     network.advance(0.5)
 
@@ -27,8 +27,9 @@ import msgspec
 import torch
 
 from shared.config import TransferOptions
-from shared.kvtransfer.link import LinkFactory, Stepped
+from shared.kvtransfer.link import Stepped
 from shared.kvtransfer.page_store import PageStore
+from shared.kvtransfer.transports import Transports
 from shared.protocol.messages import (
     DecodeToPrefill,
     NodeToLobby,
@@ -158,11 +159,11 @@ class FakeNetwork:
         self._parties[name] = party
         return _FakeOutbox(self, party)
 
-    def link_factory(self, name: str, options: TransferOptions) -> LinkFactory:
-        """Builds data links for a party that has joined."""
+    def transports(self, name: str, options: TransferOptions) -> Transports:
+        """The data links of a party that has joined."""
         from shared.kvtransfer.fake_link import FakeLinkFactory
 
-        return FakeLinkFactory(self, name, options)
+        return Transports({"fake": FakeLinkFactory(self, name, options)})
 
     def connect(self, dialler: str, listener: str) -> None:
         """`dialler` connects: it is told so at once; both are told when the connection ends.

@@ -18,7 +18,8 @@ from shared.errors import LinkError
 from shared.kvtransfer.copier import Copier
 from shared.kvtransfer.fake import FakeNetwork
 from shared.kvtransfer.link import Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.staging import HEADER_NBYTES
+from shared.kvtransfer.ring_arrival import RingArrival, receive_into
+from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
 
 
 class FakeLinkFactory:
@@ -38,9 +39,9 @@ class FakeLinkFactory:
         """See LinkFactory."""
         return _InlineCopier()
 
-    def new_buffer(self, nbytes: int) -> torch.Tensor:
+    def new_slot(self, nbytes: int) -> Slot:
         """See LinkFactory."""
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return Slot(torch.zeros(nbytes, dtype=torch.uint8))
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         """See LinkFactory. Both ends meet through the store, so lost control messages delay or prevent it."""
@@ -58,7 +59,8 @@ class FakeLinkFactory:
         if spec.store.check([f"fake/{1 - spec.rank}"]):
             if wire.secrets[0] != wire.secrets[1]:
                 raise LinkError(f"the peer of link {spec.name} failed the challenge")
-            link = FakeLink(wire, self._party, spec.rank, on_dead)
+            ring = SlotRing(self._options.num_slots, self._options.slot_nbytes, self.new_slot)
+            link = FakeLink(wire, self._party, spec.rank, ring, on_dead)
             wire.ends[spec.rank] = link
             return link
         if now >= deadline:
@@ -97,18 +99,21 @@ class Wire:
 class FakeLink:
     """One end."""
 
-    def __init__(self, wire: Wire, party: str, rank: int, on_dead: Callable[[str], None]) -> None:
+    def __init__(
+        self, wire: Wire, party: str, rank: int, ring: SlotRing, on_dead: Callable[[str], None]
+    ) -> None:
         self.wire = wire
         self.party = party
         self.receives: dict[int, FakeOp] = {}
         self._rank = rank
+        self._ring = ring
         self._on_dead = on_dead
         self._ops: list[FakeOp] = []
         self._closed = False
 
-    def send(self, buffer: torch.Tensor, seq: int) -> FakeOp:
+    def send(self, slot: Slot, nbytes: int, seq: int) -> FakeOp:
         """See Link."""
-        op = self._start(buffer)
+        op = self._start(slot.message(nbytes))
         wire, network = self.wire, self.wire.network
         peer = wire.ends.get(1 - self._rank)
         network.require(peer is not None, "a chunk was granted on a link that the receiver has not built")
@@ -117,11 +122,9 @@ class FakeLink:
         network.schedule_for(peer.party, wire.last_arrival, lambda: self._arrive(op, peer, seq))
         return op
 
-    def recv(self, buffer: torch.Tensor, seq: int) -> FakeOp:
+    def recv(self, nbytes: int, seq: int) -> RingArrival:
         """See Link."""
-        op = self._start(buffer)
-        self.receives[seq] = op
-        return op
+        return receive_into(self._ring, nbytes, lambda buffer: self._receive(buffer, seq))
 
     def abort(self) -> None:
         """See Link."""
@@ -154,6 +157,10 @@ class FakeLink:
     def _canary(self) -> None:
         if not self._closed:
             self._on_dead("the peer is gone")
+
+    def _receive(self, buffer: torch.Tensor, seq: int) -> FakeOp:
+        op = self.receives[seq] = self._start(buffer)
+        return op
 
     def _start(self, buffer: torch.Tensor) -> FakeOp:
         if self.wire.broken:

@@ -25,6 +25,8 @@ from shared.host_memory import new_host_buffer
 from shared.kvtransfer.challenge import NBYTES, challenge
 from shared.kvtransfer.copier import Copier, thread_copier
 from shared.kvtransfer.link import Driver, Link, LinkSpec, Stepped
+from shared.kvtransfer.ring_arrival import RingArrival, receive_into
+from shared.kvtransfer.staging import Slot, SlotRing
 from shared.kvtransfer.thread_driver import ThreadDriver
 
 _CANARY_TAG = 0x7FFFFFF0
@@ -58,17 +60,18 @@ class GlooLinkFactory:
         """See LinkFactory."""
         return thread_copier(name)
 
-    def new_buffer(self, nbytes: int) -> torch.Tensor:
+    def new_slot(self, nbytes: int) -> Slot:
         """See LinkFactory. Pinned when the KV pages are on a GPU."""
         if self._pin_memory:
-            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-        return new_host_buffer(nbytes)
+            return Slot(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True))
+        return Slot(new_host_buffer(nbytes))
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         """See LinkFactory."""
         assert block, "gloo builds by blocking"
         try:
-            return GlooLink(spec, self._group(spec), on_dead)
+            ring = SlotRing(self._options.num_slots, self._options.slot_nbytes, self.new_slot)
+            return GlooLink(spec, self._group(spec), ring, on_dead)
         except RuntimeError as error:
             raise LinkError(f"building link {spec.name}: {_first_line(error)}") from None
 
@@ -85,22 +88,25 @@ class GlooLinkFactory:
 class GlooLink:
     """One pair group, with a canary thread that notices when the peer is gone."""
 
-    def __init__(self, spec: LinkSpec, group: _Group, on_dead: Callable[[str], None]) -> None:
+    def __init__(self, spec: LinkSpec, group: _Group, ring: SlotRing, on_dead: Callable[[str], None]) -> None:
         self._peer = 1 - spec.rank
         self._group = group
+        self._ring = ring
         self._on_dead = on_dead
         challenge(spec, self._exchange)
         self._canary = group.recv([torch.zeros(1, dtype=torch.uint8)], self._peer, _CANARY_TAG)
         self._canary_thread = threading.Thread(target=self._watch, name=f"canary {spec.name}", daemon=True)
         self._canary_thread.start()
 
-    def send(self, buffer: torch.Tensor, seq: int) -> GlooOp:
+    def send(self, slot: Slot, nbytes: int, seq: int) -> GlooOp:
         """See Link."""
-        return self._start(self._group.send, buffer, _FIRST_DATA_TAG + seq % _NUM_DATA_TAGS)
+        return self._start(self._group.send, slot.message(nbytes), _data_tag(seq))
 
-    def recv(self, buffer: torch.Tensor, seq: int) -> GlooOp:
+    def recv(self, nbytes: int, seq: int) -> RingArrival:
         """See Link."""
-        return self._start(self._group.recv, buffer, _FIRST_DATA_TAG + seq % _NUM_DATA_TAGS)
+        return receive_into(
+            self._ring, nbytes, lambda buffer: self._start(self._group.recv, buffer, _data_tag(seq))
+        )
 
     def abort(self) -> None:
         """See Link. The canary's timeout closes the pair, which fails everything that waits on it."""
@@ -114,6 +120,7 @@ class GlooLink:
         """See Link."""
         self.abort()
         self._canary_thread.join()
+        self._ring.close()
 
     def _start(
         self, op: Callable[[list[torch.Tensor], int, int], Work], buffer: torch.Tensor, tag: int
@@ -158,6 +165,10 @@ class GlooOp:
         if self._failure is not None:
             raise LinkError(self._failure)
         return True
+
+
+def _data_tag(seq: int) -> int:
+    return _FIRST_DATA_TAG + seq % _NUM_DATA_TAGS
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -5,7 +5,14 @@ alone decides their order: it posts the receive of message `seq`, then sends the
 come only from the Grant: on gloo a send that is longer than its receive aborts the receiver's process, and a
 shorter one leaves a stale tail.
 
-`gloo_link` and `nccl_link` drive the loops with threads; `fake` steps them under a virtual clock.
+Who owns the memory of a message:
+
+| | sending: a slot of the sender's ring | receiving |
+| --- | --- | --- |
+| gloo, nccl, fake | the op, until it has left | a slot of the link's own ring, the arrival's until `release` |
+| shm | the op, until the receiver has released it | the same slot, mapped: readable until `release` |
+
+`gloo_link`, `shm_link` and `nccl_link` drive the loops with threads; `fake` steps them under a virtual clock.
 """
 
 from __future__ import annotations
@@ -16,9 +23,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from shared.config import TransferOptions
-from shared.errors import ConfigError
 from shared.kvtransfer.copier import Copier
+from shared.kvtransfer.staging import Slot
 
 if TYPE_CHECKING:
     from shared.kvtransfer.link_store import LinkStore
@@ -37,22 +43,41 @@ class LinkSpec:
 
 
 class Op(Protocol):
-    """A send or receive under way. It owns its buffer until `wait` returned True or raised."""
+    """A send or receive under way. It owns its memory until `wait` returned True or raised."""
 
     def wait(self, *, block: bool) -> bool:
         """Whether the op has finished. LinkError: it failed, and the link is dead; asked again, it says so again."""
         ...
 
 
-class Link(Protocol):
-    """Belongs to one data thread, which alone calls send, recv and close."""
+class Arrival(Op, Protocol):
+    """A receive. It says where its message lies, and holds that memory until it is released."""
 
-    def send(self, buffer: torch.Tensor, seq: int) -> Op:
-        """Start sending the whole of `buffer` as message `seq`. Raises LinkError."""
+    @property
+    def message(self) -> torch.Tensor:
+        """The message (uint8, not to be written), from `wait` having returned True until `release`."""
         ...
 
-    def recv(self, buffer: torch.Tensor, seq: int) -> Op:
-        """Start receiving message `seq`, which is exactly as long as `buffer`. Raises LinkError."""
+    def release(self) -> None:
+        """Nobody reads the message any more; called once `wait` returned True or raised. LinkError: as for `wait`."""
+        ...
+
+
+class Link(Protocol):
+    """One end. The loop that was given it calls `send` from its copier, and everything else from its data thread."""
+
+    def send(self, slot: Slot, nbytes: int, seq: int) -> Op:
+        """Start sending the first `nbytes` of `slot`, which the link's factory made, as message `seq`.
+
+        Raises LinkError.
+        """
+        ...
+
+    def recv(self, nbytes: int, seq: int) -> Arrival:
+        """Start receiving message `seq` of exactly `nbytes`. Raises LinkError.
+
+        At most as many arrivals may be unreleased as there are slots.
+        """
         ...
 
     def abort(self) -> None:
@@ -60,7 +85,7 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """End the link's own threads and let go of its descriptors. Every op has left by now."""
+        """End the link's own threads and let go of its descriptors and memory. Every op has left by now."""
         ...
 
 
@@ -96,8 +121,8 @@ class LinkFactory(Protocol):
         """Who gathers pages into the slots of one link."""
         ...
 
-    def new_buffer(self, nbytes: int) -> torch.Tensor:
-        """Staging memory, uint8. Called on the thread that is the first to use it."""
+    def new_slot(self, nbytes: int) -> Slot:
+        """Staging memory to send from. Called on the thread that is the first to use it."""
         ...
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
@@ -107,18 +132,3 @@ class LinkFactory(Protocol):
         op is under way. Raises LinkError: the peer did not come in time, or failed the challenge.
         """
         ...
-
-
-def make_link_factory(backend: str, options: TransferOptions, device: torch.device) -> LinkFactory:
-    """The factory of a backend, `gloo` or `nccl`; each is imported only when it is asked for."""
-    match backend:
-        case "gloo":
-            from shared.kvtransfer.gloo_link import GlooLinkFactory
-
-            return GlooLinkFactory(options, pin_memory=device.type == "cuda")
-        case "nccl":
-            from shared.kvtransfer.nccl_link import NcclLinkFactory
-
-            return NcclLinkFactory(options, device)
-        case _:
-            raise ConfigError(f"unknown transfer backend {backend!r}: use gloo or nccl")

@@ -21,6 +21,10 @@ from shared.kvtransfer.link import Driver, Link, LinkFactory, LinkSpec
 class LinkLoop(Protocol):
     """What a link is for: `SendLoop` or `ReceiveLoop`. All but `kick` belong to the thread that steps it."""
 
+    def attach(self, link: Link) -> None:
+        """The link is built. Called once, before the first `step`."""
+        ...
+
     @property
     def num_slots_out(self) -> int:
         """Staging slots that are not home."""
@@ -30,12 +34,12 @@ class LinkLoop(Protocol):
         """Look for work again. Any thread."""
         ...
 
-    def step(self, link: Link, *, block: bool) -> bool:
+    def step(self, *, block: bool) -> bool:
         """Do one piece of work; with `block`, wait for one. Raises LinkError."""
         ...
 
     def drain(self, *, block: bool) -> bool:
-        """Wait for ops of a dead link to leave; True when none is left."""
+        """Wait for ops of a dead link to leave; True when none is left, nor anything else of the link."""
         ...
 
 
@@ -47,6 +51,7 @@ class LinkWorker:
         *,
         spec: LinkSpec,
         peer_id: str,
+        transport: str,
         loop: LinkLoop,
         factory: LinkFactory,
         clock: Callable[[], float],
@@ -54,6 +59,7 @@ class LinkWorker:
     ) -> None:
         self.peer_id = peer_id
         self.name = spec.name
+        self.transport = transport
         self.store = spec.store
         self.loop = loop
         self.death: str | None = None
@@ -98,7 +104,7 @@ class LinkWorker:
             if self.death is None:
                 if self._link is None:
                     return self._build(block=block)
-                return self.loop.step(self._link, block=block)
+                return self.loop.step(block=block)
         except LinkError as error:
             self._report_dead(self, str(error))
             return True
@@ -118,8 +124,9 @@ class LinkWorker:
         self._link = self._factory.build(self._spec, self._on_peer_gone, block=block)
         if self._link is None:
             return False
+        self.loop.attach(self._link)
         self.live_at = self._clock()
-        log.event("link_up", link=self.name)
+        log.event("link_up", link=self.name, transport=self.transport)
         return True
 
     def _on_peer_gone(self, reason: str) -> None:

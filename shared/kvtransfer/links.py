@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from shared import log
 from shared.config import TransferOptions
-from shared.kvtransfer.link import LinkFactory, LinkSpec
+from shared.kvtransfer.link import LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.link_worker import LinkLoop, LinkWorker
+from shared.kvtransfer.transports import Transports
 from shared.protocol.messages import LinkLost, StoreSet
 from shared.protocol.outbox import Outbox
 
@@ -34,7 +35,7 @@ class Links(Generic[Loop]):
         clock: Callable[[], float],
         options: TransferOptions,
         outbox: Outbox,
-        factory: LinkFactory,
+        transports: Transports,
         on_dead: Callable[[LinkWorker, str], None],
     ) -> None:
         self._rank = rank
@@ -42,7 +43,7 @@ class Links(Generic[Loop]):
         self._clock = clock
         self._options = options
         self._outbox = outbox
-        self._factory = factory
+        self._transports = transports
         self._on_dead = on_dead
         self._current: dict[str, tuple[LinkWorker, Loop]] = {}
         self._workers: list[LinkWorker] = []
@@ -52,6 +53,11 @@ class Links(Generic[Loop]):
     def num_live(self) -> int:
         """Links that are built and not dead."""
         return sum(worker.live for worker, _ in self._current.values())
+
+    @property
+    def live_by_transport(self) -> dict[str, int]:
+        """Live links, counted by what carries them."""
+        return dict(sorted(Counter(w.transport for w, _ in self._current.values() if w.live).items()))
 
     @property
     def num_slots_out(self) -> int:
@@ -74,8 +80,8 @@ class Links(Generic[Loop]):
         """Whether a link of this name was ever begun; a name is not used twice."""
         return name in self._names
 
-    def begin(self, peer_id: str, name: str, secret: bytes, loop: Loop) -> None:
-        """Build the link `name` with a peer that has none."""
+    def begin(self, peer_id: str, name: str, secret: bytes, transport: str, loop: Loop) -> None:
+        """Build the link `name` over `transport`, with a peer that has none."""
         assert peer_id not in self._current, "fail the old link first"
 
         def tell(entry: str, value: bytes) -> None:
@@ -85,8 +91,9 @@ class Links(Generic[Loop]):
         worker = LinkWorker(
             spec=LinkSpec(name=name, rank=self._rank, secret=secret, store=store),
             peer_id=peer_id,
+            transport=transport,
             loop=loop,
-            factory=self._factory,
+            factory=self._transports.factories[transport],
             clock=self._clock,
             report_dead=self._reported_dead,
         )

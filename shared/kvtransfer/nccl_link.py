@@ -26,6 +26,8 @@ from shared.errors import ConfigError, LinkError
 from shared.kvtransfer.challenge import NBYTES, challenge
 from shared.kvtransfer.copier import Copier, thread_copier
 from shared.kvtransfer.link import RECEIVER, Driver, Link, LinkSpec, Stepped
+from shared.kvtransfer.ring_arrival import RingArrival, receive_into
+from shared.kvtransfer.staging import Slot, SlotRing
 from shared.kvtransfer.thread_driver import ThreadDriver
 
 _POLL_S = 100e-6
@@ -76,9 +78,9 @@ class NcclLinkFactory:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return thread_copier(name, lambda: torch.cuda.set_stream(stream))
 
-    def new_buffer(self, nbytes: int) -> torch.Tensor:
+    def new_slot(self, nbytes: int) -> Slot:
         """See LinkFactory."""
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        return Slot(torch.zeros(nbytes, dtype=torch.uint8, device=self._device))
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         """See LinkFactory. `on_dead` is never called: see the head of this file."""
@@ -94,7 +96,8 @@ class NcclLinkFactory:
             group.eager_connect_single_device(self._device)
         except RuntimeError as error:
             raise LinkError(f"building link {spec.name}: {error}") from None
-        link = NcclLink(spec, group, self._device, self._options.op_timeout_s)
+        ring = SlotRing(self._options.num_slots, self._options.slot_nbytes, self.new_slot)
+        link = NcclLink(spec, group, ring, self._device, self._options.op_timeout_s)
         try:
             challenge(spec, link.exchange)
         except LinkError:
@@ -106,19 +109,22 @@ class NcclLinkFactory:
 class NcclLink:
     """One NCCL communicator of two ranks."""
 
-    def __init__(self, spec: LinkSpec, group: Any, device: torch.device, op_timeout_s: float) -> None:
+    def __init__(
+        self, spec: LinkSpec, group: Any, ring: SlotRing, device: torch.device, op_timeout_s: float
+    ) -> None:
         self._rank = spec.rank
         self._group = group
+        self._ring = ring
         self._device = device
         self._op_timeout_s = op_timeout_s
 
-    def send(self, buffer: torch.Tensor, seq: int) -> NcclOp:
+    def send(self, slot: Slot, nbytes: int, seq: int) -> NcclOp:
         """See Link. NCCL has no tags: the order of the calls is the order of the messages."""
-        return self._start(self._group.send, buffer)
+        return self._start(self._group.send, slot.message(nbytes))
 
-    def recv(self, buffer: torch.Tensor, seq: int) -> NcclOp:
+    def recv(self, nbytes: int, seq: int) -> RingArrival:
         """See Link."""
-        return self._start(self._group.recv, buffer)
+        return receive_into(self._ring, nbytes, lambda buffer: self._start(self._group.recv, buffer))
 
     def abort(self) -> None:
         """See Link."""

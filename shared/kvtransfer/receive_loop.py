@@ -1,18 +1,19 @@
-"""The data thread of a link on the decode node: grants chunks, receives them into slots, scatters them."""
+"""The data thread of a link on the decode node: grants chunks, takes them in, scatters them."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.link import Link, Op
+from shared.kvtransfer.link import Arrival, Link
 from shared.kvtransfer.page_store import PageStore
-from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Flag, Slot, SlotRing
+from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Flag, open_message
 from shared.protocol.messages import Grant, ReqKey
 
 
@@ -38,29 +39,29 @@ class ScatterGate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Granted:
-    op: Op
-    slot: Slot
+    arrival: Arrival
     envelope: Envelope
     nbytes: int
 
 
 class ReceiveLoop:
-    """Grants chunks in the order in which their pages were offered, as many at a time as there are slots."""
+    """Grants chunks in the order in which their pages were offered, `num_slots` at a time."""
 
     def __init__(
         self,
         *,
         name: str,
-        ring: SlotRing,
+        num_slots: int,
         pages: PageStore,
         gate: ScatterGate,
         send_grant: Callable[[Grant], None],
     ) -> None:
         self._name = name
-        self._ring = ring
+        self._num_slots = num_slots
         self._pages = pages
         self._gate = gate
         self._send_grant = send_grant
+        self._link: Link | None = None
         self._queue: deque[tuple[ReqKey, Chunk]] = deque()
         self._seq = 0
         self._kicked = threading.Event()
@@ -68,8 +69,12 @@ class ReceiveLoop:
 
     @property
     def num_slots_out(self) -> int:
-        """Slots that receives under way still write."""
-        return self._ring.num_out
+        """Slots that arrivals hold."""
+        return len(self._granted)
+
+    def attach(self, link: Link) -> None:
+        """See LinkLoop."""
+        self._link = link
 
     def enqueue(self, key: ReqKey, chunks: Iterable[Chunk]) -> None:
         """These chunks are computed and held by the peer. Any thread."""
@@ -80,11 +85,12 @@ class ReceiveLoop:
         """Look for work again. Any thread."""
         self._kicked.set()
 
-    def step(self, link: Link, *, block: bool) -> bool:
+    def step(self, *, block: bool) -> bool:
         """Grant what there are slots for, then take in the oldest granted chunk."""
+        assert self._link is not None
         self._kicked.clear()
         granted = False
-        while self._grant_next(link):
+        while self._grant_next(self._link):
             granted = True
         if self._granted:
             return self._take_in(block=block) or granted
@@ -95,30 +101,25 @@ class ReceiveLoop:
     def drain(self, *, block: bool) -> bool:
         """See LinkLoop. What still arrives is dropped: the transfers of a dead link have failed."""
         while self._granted:
-            granted = self._granted[0]
-            try:
-                if not granted.op.wait(block=block):
+            arrival = self._granted[0].arrival
+            with suppress(LinkError):  # expected of a dead link; what matters is that the op has left
+                if not arrival.wait(block=block):
                     return False
-            except LinkError:  # expected of a dead link; what matters is that the op has left
-                pass
+            with suppress(LinkError):
+                arrival.release()
             self._granted.popleft()
-            self._ring.give_back(granted.slot)
+        self._link = None
         return True
 
     def _grant_next(self, link: Link) -> bool:
         while self._queue and not self._gate.wants(self._queue[0][0]):
             self._queue.popleft()
-        if not self._queue or (slot := self._ring.take()) is None:
+        if not self._queue or len(self._granted) == self._num_slots:
             return False
         key, chunk = self._queue.popleft()
         seq, self._seq = self._seq, self._seq + 1
         nbytes = HEADER_NBYTES + self._pages.gather_nbytes(chunk.num_pages, chunk.num_layers)
-        try:
-            op = link.recv(slot.message(nbytes), seq)
-        except BaseException:
-            self._ring.give_back(slot)
-            raise
-        self._granted.append(_Granted(op, slot, Envelope(key, chunk, seq), nbytes))
+        self._granted.append(_Granted(link.recv(nbytes, seq), Envelope(key, chunk, seq), nbytes))
         # Only now: a chunk that arrives before its receive is posted would take another one's place.
         self._send_grant(
             Grant(
@@ -136,18 +137,18 @@ class ReceiveLoop:
 
     def _take_in(self, *, block: bool) -> bool:
         granted = self._granted[0]
-        if not granted.op.wait(block=block):
+        if not granted.arrival.wait(block=block):
             return False
-        self._granted.popleft()
         try:
             self._scatter(granted)
         finally:
-            self._ring.give_back(granted.slot)
+            self._granted.popleft()
+            granted.arrival.release()
         return True
 
     def _scatter(self, granted: _Granted) -> None:
-        envelope, nbytes = granted.envelope, granted.nbytes
-        flag, intact = granted.slot.open(envelope, nbytes)
+        envelope, message = granted.envelope, granted.arrival.message
+        flag, intact = open_message(message, envelope)
         if flag is Flag.VOID:
             self._gate.refused(envelope.key, "the peer sent a void chunk", by_peer=True)
             return
@@ -158,10 +159,10 @@ class ReceiveLoop:
         if page_ids is None:
             return
         try:
-            payload = granted.slot.payload(nbytes)
+            payload = message[HEADER_NBYTES:]
             self._pages.scatter(page_ids, envelope.chunk.first_layer, envelope.chunk.num_layers, payload)
         except BaseException:
             self._gate.refused(envelope.key, "its pages could not be written", by_peer=False)
             raise
         finally:
-            self._gate.end_scatter(envelope.key, envelope.chunk, nbytes - HEADER_NBYTES)
+            self._gate.end_scatter(envelope.key, envelope.chunk, granted.nbytes - HEADER_NBYTES)

@@ -12,22 +12,22 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shared import log
 from shared.config import TransferOptions
-from shared.errors import LayoutMismatch, TransferError
+from shared.errors import PeerMismatch, TransferError
 from shared.kvtransfer.layout import Chunk, ChunkPlan, check_layout
 from shared.kvtransfer.leases import Heartbeat, Parking, Tombstones
-from shared.kvtransfer.link import RECEIVER, LinkFactory
+from shared.kvtransfer.link import RECEIVER
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.links import Links
 from shared.kvtransfer.page_store import PageStore
 from shared.kvtransfer.receive_loop import ReceiveLoop
-from shared.kvtransfer.staging import SlotRing
 from shared.kvtransfer.states import Received, ReceiveEvent, ReceiveFailed, ReceiveState, ReceiveTransfer
+from shared.kvtransfer.transports import Transports
 from shared.protocol.messages import (
     CancelTransfer,
     Done,
@@ -61,6 +61,8 @@ class _Peer:
     """A prefill node that has said hello on a connection that is up."""
 
     heartbeat: Heartbeat
+    transports: deque[str]
+    """What both ends can use; the first is what the next link will use."""
     refused: str | None = None
     silent: bool = False
     num_failures: int = 0
@@ -82,7 +84,7 @@ class ReceiveSide:
         layout: KVLayout,
         pages: PageStore,
         outbox: Outbox,
-        link_factory: LinkFactory,
+        transports: Transports,
         clock: Callable[[], float],
         options: TransferOptions,
         wake: Callable[[], None],
@@ -91,7 +93,7 @@ class ReceiveSide:
         self._layout = layout
         self._pages = pages
         self._outbox = outbox
-        self._factory = link_factory
+        self._transports = transports
         self._clock = clock
         self._options = options
         self._wake = wake
@@ -118,7 +120,7 @@ class ReceiveSide:
             clock=clock,
             options=options,
             outbox=outbox,
-            factory=link_factory,
+            transports=transports,
             on_dead=self._link_died,
         )
 
@@ -199,6 +201,12 @@ class ReceiveSide:
         """Links that are ready for use."""
         with self._lock:
             return self._links.num_live
+
+    @property
+    def links_by_transport(self) -> dict[str, int]:
+        """Links that are ready for use, counted by what carries them."""
+        with self._lock:
+            return self._links.live_by_transport
 
     @property
     def num_transfers(self) -> int:
@@ -327,11 +335,12 @@ class ReceiveSide:
     def _met(self, peer_id: str, hello: PeerHello) -> None:
         self._links.fail_peer(peer_id, "the peer connected anew", tell_peer=False)
         now = self._clock()
-        peer = _Peer(Heartbeat(self._options.ping_s, self._options.peer_timeout_s, now))
+        peer = _Peer(Heartbeat(self._options.ping_s, self._options.peer_timeout_s, now), deque())
         self._peers[peer_id] = peer
         try:
             check_layout(self._layout, hello.layout)
-        except LayoutMismatch as error:
+            peer.transports.extend(self._transports.in_common(hello.transports, hello.host))
+        except PeerMismatch as error:
             peer.refused = str(error)
             log.warn("peer_refused", peer=peer_id, reason=peer.refused)
             self._outbox.send(peer_id, Refused(peer.refused))
@@ -339,22 +348,26 @@ class ReceiveSide:
                 if transfer.peer_id == peer_id:
                     self._fail(transfer, peer.refused, tell=None)
             return
-        self._open_link(peer_id)
+        self._open_link(peer_id, peer)
 
-    def _open_link(self, peer_id: str) -> None:
+    def _open_link(self, peer_id: str, peer: _Peer) -> None:
         self.num_links_opened += 1
         name = f"{peer_id}>{self._node.node_id}/{self._node.incarnation}#{self.num_links_opened}"
-        secret = secrets.token_bytes(32)
+        secret, transport = secrets.token_bytes(32), peer.transports[0]
 
         def send_grant(grant: Grant) -> None:
             self._outbox.send(peer_id, grant)
 
-        options = self._options
-        ring = SlotRing(options.num_slots, options.slot_nbytes, self._factory.new_buffer)
-        loop = ReceiveLoop(name=name, ring=ring, pages=self._pages, gate=self, send_grant=send_grant)
+        loop = ReceiveLoop(
+            name=name,
+            num_slots=self._options.num_slots,
+            pages=self._pages,
+            gate=self,
+            send_grant=send_grant,
+        )
         # LinkOpen goes out before anything that the worker may send about the link.
-        self._outbox.send(peer_id, LinkOpen(name, self._node, secret))
-        self._links.begin(peer_id, name, secret, loop)
+        self._outbox.send(peer_id, LinkOpen(name, self._node, secret, transport))
+        self._links.begin(peer_id, name, secret, transport, loop)
         for transfer in list(self._transfers.values()):
             if transfer.peer_id == peer_id:
                 self._try_start(transfer)
@@ -377,6 +390,9 @@ class ReceiveSide:
             peer.num_failures = 1 if lasted else peer.num_failures + 1
             pause = self._options.rebuild_min_s * 2 ** min(peer.num_failures - 1, 30)
             peer.rebuild_at = now + min(pause, self._options.rebuild_max_s)
+            if worker.live_at is None and len(peer.transports) > 1:
+                peer.transports.rotate(-1)  # it could not be built: try the next thing that both can use
+                log.warn("transport_fallback", link=worker.name, to=peer.transports[0], reason=reason)
         for transfer in list(self._transfers.values()):
             if transfer.peer_id == worker.peer_id and transfer.state is ReceiveState.RECEIVING:
                 text = f"link lost: {reason}"
@@ -415,7 +431,7 @@ class ReceiveSide:
             self._outbox.send(peer_id, PeerPing(self._ping_seq))
         idle = self._links.worker(peer_id) is None and peer.refused is None and not peer.silent
         if idle and now >= peer.rebuild_at:
-            self._open_link(peer_id)
+            self._open_link(peer_id, peer)
 
     def _peer_state(self, peer_id: str, peer: _Peer) -> str:
         worker = self._links.worker(peer_id)

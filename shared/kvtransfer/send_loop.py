@@ -1,13 +1,13 @@
-"""The data thread of a link on the prefill node: takes Grants in order, has pages gathered, sends them.
+"""Sending on one link of the prefill node: takes Grants in order, gathers pages, sends them.
 
-While one chunk is being sent, the copier already gathers the next into another slot.
+The copier gathers a chunk into a slot and starts its sending; the link's data thread waits for sends to leave their
+slots. So the next chunk is gathered while the last one is on its way, and nothing waits between the two.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass
 from typing import Protocol
 
 from shared.errors import LinkError
@@ -31,13 +31,6 @@ class GatherGate(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    slot: Slot
-    grant: Grant
-    failure: Exception | None
-
-
 class SendLoop:
     """Serves every Grant, since a receive is posted for each: a Grant that came too late is answered void."""
 
@@ -49,11 +42,14 @@ class SendLoop:
         self._pages = pages
         self._num_layers = num_layers
         self._gate = gate
+        self._link: Link | None = None
         self._grants: deque[Grant] = deque()
         self._next_seq = 0
         self._kicked = threading.Event()
-        self._gathered: deque[_Gathered] = deque()
         self._sending: deque[tuple[Op, Slot]] = deque()
+        """The copier appends, the data thread takes from the front."""
+        self._failure: Exception | None = None
+        """Why the copier has stopped; the data thread ends the link with it."""
         self._lock = threading.Lock()
         """Guards the ring and the grants: the copier takes them, other threads bring them."""
 
@@ -61,6 +57,12 @@ class SendLoop:
     def num_slots_out(self) -> int:
         """Slots that are being filled, or that sends under way still read."""
         return self._ring.num_out
+
+    def attach(self, link: Link) -> None:
+        """See LinkLoop. The peer may have been faster: grants may be waiting."""
+        with self._lock:
+            self._link = link
+        self._copier.submit(self._serve)
 
     def accept(self, grant: Grant) -> None:
         """Queue a Grant. LinkError: it makes no sense, so the two ends disagree. Under the side's lock."""
@@ -79,18 +81,17 @@ class SendLoop:
         self._next_seq += 1
         with self._lock:
             self._grants.append(grant)
-        self._copier.submit(self._gather_granted)
+        self._copier.submit(self._serve)
 
     def kick(self) -> None:
         """Look for work again. Any thread."""
         self._kicked.set()
 
-    def step(self, link: Link, *, block: bool) -> bool:
-        """Send the next gathered chunk, or wait for the oldest send to leave its slot."""
+    def step(self, *, block: bool) -> bool:
+        """Wait for the oldest send to leave its slot."""
         self._kicked.clear()
-        if self._gathered:
-            self._send(link, self._gathered[0])
-            return True
+        if self._failure is not None:
+            raise self._failure
         if self._sending:
             return self._reap(block=block)
         if block:
@@ -102,33 +103,42 @@ class SendLoop:
         with self._lock:
             self._grants.clear()
         self._copier.shutdown(wait=block)
-        while self._gathered:
-            self._give_back(self._gathered.popleft().slot)
         while self._sending:
             try:
                 if not self._reap(block=block):
                     return False
             except LinkError:  # expected of a dead link; what matters is that the op has left
                 self._give_back(self._sending.popleft()[1])
+        self._ring.close()
+        self._link = None
         return True
 
     # ----------------------------------------------------------------------------------- the copier
-    def _gather_granted(self) -> None:
-        while (work := self._next_gather()) is not None:
-            grant, slot = work
-            try:
-                self._gather(grant, slot)
-                failure = None
-            except Exception as error:  # kept for the link's thread, which ends the link with it
-                failure = error
-            self._gathered.append(_Gathered(slot, grant, failure))
+    def _serve(self) -> None:
+        try:
+            while (work := self._next_grant()) is not None:
+                self._send(*work)
+                self.kick()
+        except Exception as error:  # kept for the data thread, which ends the link with it
+            self._failure = error
             self.kick()
 
-    def _next_gather(self) -> tuple[Grant, Slot] | None:
+    def _send(self, link: Link, grant: Grant, slot: Slot) -> None:
+        try:
+            self._gather(grant, slot)
+            op = link.send(slot, grant.nbytes, grant.seq)
+        except BaseException:
+            with self._lock:
+                self._ring.give_back(slot)
+            raise
+        self._sending.append((op, slot))
+
+    def _next_grant(self) -> tuple[Link, Grant, Slot] | None:
         with self._lock:
-            if not self._grants or (slot := self._ring.take()) is None:
+            if self._link is None or self._failure is not None or not self._grants:
                 return None
-            return self._grants.popleft(), slot
+            slot = self._ring.take()
+            return None if slot is None else (self._link, self._grants.popleft(), slot)
 
     def _gather(self, grant: Grant, slot: Slot) -> None:
         chunk = Chunk(grant.first_page, grant.num_pages, grant.first_layer, grant.num_layers)
@@ -141,14 +151,7 @@ class SendLoop:
                 self._gate.end_gather(grant.key, payload.numel())
         slot.seal(Envelope(grant.key, chunk, grant.seq), grant.nbytes, void=page_ids is None)
 
-    # ----------------------------------------------------------------------------- the link's thread
-    def _send(self, link: Link, gathered: _Gathered) -> None:
-        if gathered.failure is not None:
-            raise gathered.failure
-        op = link.send(gathered.slot.message(gathered.grant.nbytes), gathered.grant.seq)
-        self._gathered.popleft()
-        self._sending.append((op, gathered.slot))
-
+    # ------------------------------------------------------------------------------ the data thread
     def _reap(self, *, block: bool) -> bool:
         op, slot = self._sending[0]
         if not op.wait(block=block):
@@ -162,4 +165,4 @@ class SendLoop:
             self._ring.give_back(slot)
             waiting = bool(self._grants)
         if waiting:
-            self._copier.submit(self._gather_granted)
+            self._copier.submit(self._serve)

@@ -19,13 +19,14 @@ from shared.config import TransferOptions
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.leases import Heartbeat, Parking, Tombstones
-from shared.kvtransfer.link import SENDER, LinkFactory
+from shared.kvtransfer.link import SENDER
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.links import Links
 from shared.kvtransfer.page_store import PageStore
 from shared.kvtransfer.send_loop import SendLoop
 from shared.kvtransfer.staging import SlotRing
 from shared.kvtransfer.states import SendEnded, SendEvent, SendState, SendTransfer
+from shared.kvtransfer.transports import Transports
 from shared.protocol.messages import (
     CancelTransfer,
     DecodeToPrefill,
@@ -78,7 +79,7 @@ class SendSide:
         layout: KVLayout,
         pages: PageStore,
         outbox: Outbox,
-        link_factory: LinkFactory,
+        transports: Transports,
         clock: Callable[[], float],
         options: TransferOptions,
         wake: Callable[[], None],
@@ -87,7 +88,7 @@ class SendSide:
         self._layout = layout
         self._pages = pages
         self._outbox = outbox
-        self._factory = link_factory
+        self._transports = transports
         self._clock = clock
         self._options = options
         self._wake = wake
@@ -106,7 +107,7 @@ class SendSide:
             clock=clock,
             options=options,
             outbox=outbox,
-            factory=link_factory,
+            transports=transports,
             on_dead=self._link_died,
         )
 
@@ -201,6 +202,12 @@ class SendSide:
             return self._links.num_live
 
     @property
+    def links_by_transport(self) -> dict[str, int]:
+        """Links that are ready for use, counted by what carries them."""
+        with self._lock:
+            return self._links.live_by_transport
+
+    @property
     def num_transfers(self) -> int:
         """Opened keys without a terminal event."""
         return len(self._transfers)
@@ -227,7 +234,7 @@ class SendSide:
             now = self._clock()
             heartbeat = Heartbeat(self._options.ping_s, self._options.peer_timeout_s, now)
             self._peers[peer_id] = _Peer(heartbeat, now)
-            self._outbox.send(peer_id, PeerHello(self._node, self._layout))
+            self._say_hello(peer_id)
 
     def on_disconnected(self, peer_id: str, reason: str) -> None:
         """The control connection is gone, and with it every transfer to that peer."""
@@ -342,8 +349,17 @@ class SendSide:
         except LinkError as error:
             self._links.fail_peer(peer_id, str(error))
 
+    def _say_hello(self, peer_id: str) -> None:
+        offered = tuple(self._transports.factories)
+        self._outbox.send(peer_id, PeerHello(self._node, self._layout, offered, self._transports.host))
+
     def _open_link(self, peer_id: str, peer: _Peer, message: LinkOpen) -> None:
         if self._links.known(message.link):
+            return
+        factory = self._transports.factories.get(message.transport)
+        if factory is None:
+            reason = f"kv_transfer: {message.transport} was not offered"
+            self._outbox.send(peer_id, LinkLost(message.link, reason))
             return
         self._links.fail_peer(peer_id, "replaced by another incarnation")
         # A Ready that came before this LinkOpen spoke of the old link.
@@ -351,15 +367,15 @@ class SendSide:
         peer.refused = None
         peer.hello_at = self._clock()
         options = self._options
-        ring = SlotRing(options.num_slots, options.slot_nbytes, self._factory.new_buffer)
+        ring = SlotRing(options.num_slots, options.slot_nbytes, factory.new_slot)
         loop = SendLoop(
             ring=ring,
             pages=self._pages,
             num_layers=self._layout.num_layers,
             gate=self,
-            copier=self._factory.new_copier(message.link),
+            copier=factory.new_copier(message.link),
         )
-        self._links.begin(peer_id, message.link, message.secret, loop)
+        self._links.begin(peer_id, message.link, message.secret, message.transport, loop)
 
     def _link_died(self, worker: LinkWorker, reason: str) -> None:
         peer = self._peers.get(worker.peer_id)
@@ -402,7 +418,7 @@ class SendSide:
         unlinked = self._links.worker(peer_id) is None and peer.refused is None
         if unlinked and now - peer.hello_at >= self._options.hello_retry_s:
             peer.hello_at = now
-            self._outbox.send(peer_id, PeerHello(self._node, self._layout))
+            self._say_hello(peer_id)
 
     def _peer_state(self, peer_id: str, peer: _Peer) -> str:
         worker = self._links.worker(peer_id)

@@ -1,9 +1,9 @@
 """Staging slots: data never lands in KV pages directly.
 
-The receiver owns a slot from the posting of the receive until the chunk is scattered or dropped, so a cancelled
-transfer gives its pages back at once and a late write can corrupt nobody. On the sending side pages are free
-again as soon as they are gathered into a slot. One ring belongs to one link and to the thread that steps it; a
-slot that a stuck op may still write into stays out of the ring until that op has left (or for good, with the
+A message that arrives lies in a slot (the receiver's own, or the sender's where both share memory) until the chunk
+is scattered or dropped, so a cancelled transfer gives its pages back at once and a late write can corrupt nobody.
+On the sending side pages are free again as soon as they are gathered into a slot. One ring belongs to one link; a
+slot that a stuck op may still read or write stays out of the ring until that op has left (or for good, with the
 dead link's ring).
 
 A chunk on the wire: 64 bytes of header, then the payload.
@@ -37,7 +37,7 @@ class Flag(IntEnum):
     CHECKED = 1
     """Pages, with their digest in the header."""
     UNCHECKED = 2
-    """Pages in device memory, which is not read back to digest it."""
+    """Pages that were not digested: in device memory, which would have to be read back, or in shared memory."""
     VOID = 3
     """Nothing: the transfer was given up after its Grant, and this drains the posted receive."""
 
@@ -58,11 +58,15 @@ class Envelope:
 
 
 class Slot:
-    """One staging buffer. Its payload starts at byte 64, so that it is aligned for any element type."""
+    """One staging buffer. Its payload starts at byte 64, so that it is aligned for any element type.
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    `digested`: whether a chunk that is sealed here carries a digest of its payload; never one in device memory.
+    """
+
+    def __init__(self, buffer: torch.Tensor, *, digested: bool = True) -> None:
         self.buffer = buffer
-        self._host_bytes = buffer.numpy().data if buffer.device.type == "cpu" else None
+        self._host_bytes = _host_bytes(buffer)
+        self._digested = digested and self._host_bytes is not None
 
     def message(self, nbytes: int) -> torch.Tensor:
         """The first `nbytes` of the slot, header included: what a Grant speaks of."""
@@ -74,32 +78,39 @@ class Slot:
 
     def seal(self, envelope: Envelope, nbytes: int, *, void: bool) -> None:
         """Write the header of a message of `nbytes` whose payload is in place."""
+        flag = Flag.VOID if void else Flag.CHECKED if self._digested else Flag.UNCHECKED
+        fields, digest = envelope.fields(flag), 0
         if self._host_bytes is None:
-            fields = envelope.fields(Flag.VOID if void else Flag.UNCHECKED)
-            header = torch.frombuffer(bytearray(fields + _DIGEST.pack(0)), dtype=torch.uint8)
+            header = torch.frombuffer(bytearray(fields + _DIGEST.pack(digest)), dtype=torch.uint8)
             self.buffer[:HEADER_NBYTES].copy_(header)
             return
-        fields = envelope.fields(Flag.VOID if void else Flag.CHECKED)
-        digest = 0 if void else _digest(fields, self._host_bytes[HEADER_NBYTES:nbytes])
+        if flag is Flag.CHECKED:
+            digest = _digest(fields, self._host_bytes[HEADER_NBYTES:nbytes])
         self._host_bytes[:HEADER_NBYTES] = fields + _DIGEST.pack(digest)
 
-    def open(self, envelope: Envelope, nbytes: int) -> tuple[Flag, bool]:
-        """Read the header of a message of `nbytes`: its flag, and whether the payload is intact.
 
-        LinkError: this is another message than the one that was granted, so the two ends disagree on order.
-        """
-        if self._host_bytes is not None:
-            header = bytes(self._host_bytes[:HEADER_NBYTES])
-            fields = envelope.fields(Flag.CHECKED)
-            if header.startswith(fields):
-                digest = _digest(fields, self._host_bytes[HEADER_NBYTES:nbytes])
-                return Flag.CHECKED, header == fields + _DIGEST.pack(digest)
-        else:
-            header = self.buffer[:HEADER_NBYTES].cpu().numpy().tobytes()
-        for flag in (Flag.UNCHECKED, Flag.VOID):
-            if header.startswith(envelope.fields(flag)):
-                return flag, True
-        raise LinkError(f"message {envelope.seq} is not the chunk that was granted: header {header.hex()}")
+def open_message(message: torch.Tensor, envelope: Envelope) -> tuple[Flag, bool]:
+    """Read the header of a message that has arrived: its flag, and whether the payload is intact as far as it tells.
+
+    LinkError: this is another message than the one that was granted, so the two ends disagree on order.
+    """
+    host_bytes = _host_bytes(message)
+    if host_bytes is None:
+        header = message[:HEADER_NBYTES].cpu().numpy().tobytes()
+    else:
+        header = bytes(host_bytes[:HEADER_NBYTES])
+        fields = envelope.fields(Flag.CHECKED)
+        if header.startswith(fields):
+            digest = _digest(fields, host_bytes[HEADER_NBYTES:])
+            return Flag.CHECKED, header == fields + _DIGEST.pack(digest)
+    for flag in (Flag.UNCHECKED, Flag.VOID):
+        if header.startswith(envelope.fields(flag)):
+            return flag, True
+    raise LinkError(f"message {envelope.seq} is not the chunk that was granted: header {header.hex()}")
+
+
+def _host_bytes(buffer: torch.Tensor) -> memoryview | None:
+    return buffer.numpy().data if buffer.device.type == "cpu" else None
 
 
 def _digest(fields: bytes, payload: memoryview) -> int:
@@ -110,10 +121,10 @@ def _digest(fields: bytes, payload: memoryview) -> int:
 class SlotRing:
     """The free slots of one link. Memory is taken on first use, on the thread that uses it."""
 
-    def __init__(self, num_slots: int, slot_nbytes: int, new_buffer: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, num_slots: int, slot_nbytes: int, new_slot: Callable[[int], Slot]) -> None:
         self.num_slots = num_slots
         self.message_nbytes = HEADER_NBYTES + slot_nbytes
-        self._new_buffer = new_buffer
+        self._new_slot = new_slot
         self._free: deque[Slot] = deque()
         self._num_made = 0
 
@@ -128,10 +139,17 @@ class SlotRing:
             return self._free.popleft()
         if self._num_made == self.num_slots:
             return None
+        slot = self._new_slot(self.message_nbytes)
         self._num_made += 1
-        return Slot(self._new_buffer(self.message_nbytes))
+        return slot
 
     def give_back(self, slot: Slot) -> None:
         """No op can touch `slot` any more."""
         assert self.num_out > 0
         self._free.append(slot)
+
+    def close(self) -> None:
+        """The link is gone and every slot is home: let go of the memory."""
+        assert self.num_out == 0
+        self._free.clear()
+        self._num_made = self.num_slots = 0

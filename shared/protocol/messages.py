@@ -107,6 +107,8 @@ class Load(Record, frozen=True):
     """The policy in effect, which may be a simpler one than --schedule-policy."""
     num_jumped_tokens: int = 0
     """Output tokens that a grammar forced and nobody sampled; `num_generated_tokens` counts them as well."""
+    links: dict[str, int] = {}
+    """`num_links` by transport: which of `--kv-transfer` each pair of nodes came to use."""
 
 
 class Finish(Record, frozen=True):
@@ -331,7 +333,7 @@ class LoadFailed(Struct, frozen=True):
 
 # --------------------------------------------------------------------------------- both ways on a pair
 class StoreSet(Struct, frozen=True):
-    """One entry of the rendezvous store of `link`, while the pair group is being built."""
+    """One entry of the rendezvous store of `link`, while it is being built."""
 
     link: str
     name: str
@@ -366,10 +368,15 @@ class PeerPong(Struct, frozen=True):
 
 # ----------------------------------------------------------------------------------------- prefill → decode
 class PeerHello(Struct, frozen=True):
-    """First message of a prefill node on a fresh connection; answered with LinkOpen or Refused."""
+    """First message of a prefill node on a fresh connection; answered with LinkOpen or Refused.
+
+    `transports` are the data paths that it offers, the best first; `host` is the same on nodes that can share memory.
+    """
 
     node: NodeRef
     layout: KVLayout
+    transports: tuple[str, ...]
+    host: str
 
 
 class Offer(Struct, frozen=True):
@@ -404,11 +411,15 @@ class Handoff(Struct, frozen=True):
 
 # ----------------------------------------------------------------------------------------- decode → prefill
 class LinkOpen(Struct, frozen=True):
-    """Build the pair group `link` with me; `node` says who I am. `secret` keys the challenge over the new link."""
+    """Build `link` with me over `transport`, which you offered; `node` says who I am.
+
+    `secret` keys the challenge over the new link.
+    """
 
     link: str
     node: NodeRef
     secret: bytes
+    transport: str
 
 
 class Ready(Struct, frozen=True):

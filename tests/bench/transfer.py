@@ -1,32 +1,35 @@
-"""How fast do KV pages move through the whole path (gather, send, scatter), against raw gloo in the same run?
+"""How fast do KV pages move through the whole path, against what carries them, in the same run?
 
-Two processes on loopback. In each round the same bytes move both ways of sending: raw gloo (4 MB messages, 4 in
-flight, nothing but send and recv) and the whole path (offers, grants, gather, digest, send, digest, scatter).
+Two processes on loopback, pages scattered over pools that no cache holds. In each round a batch of transfers moves
+(offers, grants, gather, send, scatter, and on gloo two digests), then the same bytes by the limit: on gloo raw gloo
+(4 MB messages, 4 in flight, nothing but send and recv), on shared memory one thread's memcpy.
 """
 
 from __future__ import annotations
 
 import datetime
 import multiprocessing
-import statistics
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
 from shared.config import TransferOptions
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.layout import record_digest
-from shared.kvtransfer.link import make_link_factory
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.states import Received
+from shared.kvtransfer.transports import make_transports
 from shared.protocol.channel import ControlThread, Guests
 from shared.protocol.messages import (
     DecodeToPrefill,
@@ -37,21 +40,41 @@ from shared.protocol.messages import (
     Ready,
     ReqKey,
 )
+from tests.bench.limits import Memcpy
+from tests.bench.stats import figure, ratios
 from tests.bench.table import Row
 
 NUM_LAYERS, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM = 16, 8, 16, 64
 LAYOUT = KVLayout("bench", "bfloat16", PAGE_SIZE, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM)
+PAGE_NBYTES = 2 * NUM_LAYERS * NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM * 2
+"""One page of all layers: 512 KiB."""
+NUM_PAGES = 1024
 PAGES_PER_TRANSFER = 64
-TRANSFERS_PER_ROUND = 16
+BATCHES = {1: 64, 16: 16, 64: 6, 256: 2}
+"""MiB of a batch of transfers, and how many such batches follow each other in a round."""
 ROUNDS = 9
 MESSAGE_BYTES = 4 << 20
 IN_FLIGHT = 4
 CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Transfers that are opened at once."""
+
+    number: int
+    num_pages: int
+
+    def transfers(self) -> dict[ReqKey, list[int]]:
+        """The pages of each transfer, the same on both sides, in the random order of a pool that is in use."""
+        pages = np.random.default_rng(self.number).permutation(NUM_PAGES)[: self.num_pages] + 1
+        parts = [pages[at : at + PAGES_PER_TRANSFER] for at in range(0, self.num_pages, PAGES_PER_TRANSFER)]
+        return {ReqKey("bench", f"{self.number}-{i}"): part.tolist() for i, part in enumerate(parts)}
+
+
 def make_pool() -> TokenToKVPool:
     return TokenToKVPool(
-        num_pages=PAGES_PER_TRANSFER * TRANSFERS_PER_ROUND + 1,
+        num_pages=NUM_PAGES + 1,
         page_size=PAGE_SIZE,
         num_layers=NUM_LAYERS,
         num_kv_heads=NUM_KV_HEADS,
@@ -59,24 +82,6 @@ def make_pool() -> TokenToKVPool:
         dtype=torch.bfloat16,
         device=CPU,
     )
-
-
-def round_bytes() -> int:
-    return 2 * NUM_LAYERS * NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM * 2 * PAGES_PER_TRANSFER * TRANSFERS_PER_ROUND
-
-
-def page_ids(i: int) -> list[int]:
-    """Pages of transfer i, scattered over the pool as they are after a while of serving."""
-    ids = (
-        torch.randperm(PAGES_PER_TRANSFER * TRANSFERS_PER_ROUND, generator=torch.Generator().manual_seed(1))
-        + 1
-    )
-    part: list[int] = ids[i * PAGES_PER_TRANSFER : (i + 1) * PAGES_PER_TRANSFER].tolist()
-    return part
-
-
-def keys(round_: int) -> list[ReqKey]:
-    return [ReqKey("bench", f"{round_}-{i}") for i in range(TRANSFERS_PER_ROUND)]
 
 
 class RawGloo:
@@ -113,13 +118,12 @@ def prefill_side(pipe: Connection, address: str, port: int, options: TransferOpt
     torch.set_num_threads(1)
     pool, control, wake = make_pool(), ControlThread(), threading.Event()
     pool.buffer_LSNHPD.normal_()
-    node = NodeRef("p", "p#1", "tcp://nowhere:0")
     sender = SendSide(
-        node=node,
+        node=NodeRef("p", "p#1", "tcp://nowhere:0"),
         layout=LAYOUT,
         pages=pool,
         outbox=control,
-        link_factory=make_link_factory("gloo", options, CPU),
+        transports=make_transports(options, CPU),
         clock=time.monotonic,
         options=options,
         wake=wake.set,
@@ -129,104 +133,132 @@ def prefill_side(pipe: Connection, address: str, port: int, options: TransferOpt
     control.dial("d#1", address, "prefill|p#1", guests, sender.on_connected, sender.on_disconnected)
     raw = RawGloo(1, port)
     while (command := pipe.recv()) is not None:
-        kind, round_ = command
-        if kind == "raw":
-            raw.move(round_bytes())
-            continue
-        places = {key: i for i, key in enumerate(keys(round_))}
-        for key in places:
-            sender.open(key, "d#1")
-        pending = set(places)
-        while pending:
-            wake.wait(0.1)
-            wake.clear()
-            sender.tick()
-            for event in sender.poll():
-                if isinstance(event, Ready):
-                    sender.offer(event.key, page_ids(places[event.key]))
-                    kv_len = PAGES_PER_TRANSFER * PAGE_SIZE
-                    digest = record_digest([1], [], [2], kv_len)
-                    sender.handoff(
-                        event.key, Handoff(event.key, PAGES_PER_TRANSFER, 0, (2,), kv_len, digest, 0, ())
-                    )
-                else:
-                    assert event.ok, event
-                    pending.discard(event.key)
+        if isinstance(command, int):
+            raw.move(command)
+        else:
+            send_batch(sender, command, wake)
     sender.close()
     control.close()
 
 
-def main() -> list[dict[str, Any]]:
-    """Measure with the default staging slots, and with few large ones."""
-    defaults = TransferOptions()
-    large = TransferOptions(slot_nbytes=16 << 20)
-    return [measure(options) for options in (defaults, large)]
+def send_batch(sender: SendSide, batch: Batch, wake: threading.Event) -> None:
+    """What a prefill scheduler does, without a model."""
+    pending = batch.transfers()
+    for key in pending:
+        sender.open(key, "d#1")
+    while pending:
+        wake.wait(0.1)
+        wake.clear()
+        sender.tick()
+        for event in sender.poll():
+            if isinstance(event, Ready):
+                pages = pending[event.key]
+                sender.offer(event.key, pages)
+                kv_len = len(pages) * PAGE_SIZE
+                digest = record_digest([1], [], [2], kv_len)
+                sender.handoff(event.key, Handoff(event.key, len(pages), 0, (2,), kv_len, digest, 0, ()))
+            else:
+                assert event.ok, event
+                del pending[event.key]
 
 
-def measure(options: TransferOptions) -> dict[str, Any]:
-    """Run both ways in turn and return the figures."""
-    torch.set_num_threads(1)
-    pool, control, wake = make_pool(), ControlThread(), threading.Event()
-    port = control.bind("127.0.0.1", 0)
-    receiver = ReceiveSide(
-        node=NodeRef("d", "d#1", f"tcp://127.0.0.1:{port}"),
-        layout=LAYOUT,
-        pages=pool,
-        outbox=control,
-        link_factory=make_link_factory("gloo", options, CPU),
-        clock=time.monotonic,
-        options=options,
-        wake=wake.set,
-    )
-    control.start()
-    control.admit({"prefill": Guests(msgspec.msgpack.Decoder(PrefillToDecode), receiver.on_message)})
-    listener = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-    raw_port = listener.port
-    del listener
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    child = context.Process(
-        target=prefill_side, args=(there, f"tcp://127.0.0.1:{port}", raw_port, options), daemon=True
-    )
-    child.start()
-    raw = RawGloo(0, raw_port)
-    raw_gbs, path_gbs = [], []
-    for round_ in range(ROUNDS + 1):
-        here.send(("raw", round_))
-        raw_s = raw.move(round_bytes())
-        here.send(("path", round_))
+class DecodeSide:
+    """This process: receives, and measures."""
+
+    def __init__(self, options: TransferOptions) -> None:
+        self.pool, self.control, self.wake = make_pool(), ControlThread(), threading.Event()
+        port = self.control.bind("127.0.0.1", 0)
+        self.receiver = ReceiveSide(
+            node=NodeRef("d", "d#1", f"tcp://127.0.0.1:{port}"),
+            layout=LAYOUT,
+            pages=self.pool,
+            outbox=self.control,
+            transports=make_transports(options, CPU),
+            clock=time.monotonic,
+            options=options,
+            wake=self.wake.set,
+        )
+        self.control.start()
+        prefill = Guests(msgspec.msgpack.Decoder(PrefillToDecode), self.receiver.on_message)
+        self.control.admit({"prefill": prefill})
+        listener = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        raw_port = listener.port
+        del listener
+        context = multiprocessing.get_context("spawn")
+        self.pipe, there = context.Pipe()
+        self.child = context.Process(
+            target=prefill_side, args=(there, f"tcp://127.0.0.1:{port}", raw_port, options), daemon=True
+        )
+        self.child.start()
+        self.raw = RawGloo(0, raw_port)
+        self.num_batches = 0
+
+    def batch_s(self, num_pages: int) -> float:
+        """Seconds from opening a batch to having all of it."""
+        batch = Batch(self.num_batches, num_pages)
+        self.num_batches += 1
+        transfers = batch.transfers()
+        self.pipe.send(batch)
         start = time.perf_counter()
-        for i, key in enumerate(keys(round_)):
-            receiver.open(key, "p#1", page_ids(i), 0)
-        left = TRANSFERS_PER_ROUND
+        for key, pages in transfers.items():
+            self.receiver.open(key, "p#1", pages, 0)
+        left = len(transfers)
         while left:
-            wake.wait(0.1)
-            wake.clear()
-            receiver.tick()
-            for event in receiver.poll():
+            self.wake.wait(0.1)
+            self.wake.clear()
+            self.receiver.tick()
+            for event in self.receiver.poll():
                 assert isinstance(event, Received), event
                 left -= 1
-        path_s = time.perf_counter() - start
-        if round_:  # the first is for warming up
-            raw_gbs.append(round_bytes() / raw_s / 1e9)
-            path_gbs.append(round_bytes() / path_s / 1e9)
-    here.send(None)
-    child.join(20)
-    receiver.close()
-    control.close()
-    ratios = [path / limit for path, limit in zip(path_gbs, raw_gbs, strict=True)]
-    return {
-        "bench": "transfer",
-        "slots": f"{options.num_slots} x {options.slot_nbytes >> 20} MiB",
-        "mib_per_round": round_bytes() >> 20,
-        "raw_gloo_gb_s": round(statistics.median(raw_gbs), 3),
-        "whole_path_gb_s": round(statistics.median(path_gbs), 3),
-        "ratio": round(statistics.median(ratios), 3),
-        "ratio_spread": [round(min(ratios), 3), round(max(ratios), 3)],
-        "rounds": ROUNDS,
-    }
+        return time.perf_counter() - start
+
+    def raw_s(self, nbytes: int) -> float:
+        """Seconds that raw gloo takes."""
+        self.pipe.send(nbytes)
+        return self.raw.move(nbytes)
+
+    def close(self) -> None:
+        self.pipe.send(None)
+        self.child.join(20)
+        self.receiver.close()
+        self.control.close()
+
+
+def main() -> Iterator[dict[str, Any]]:
+    """By what carries the pages, by size, and on gloo also with few large staging slots."""
+    for backend in ("gloo", "shm"):
+        yield from measure(TransferOptions(backend=backend), BATCHES)
+    yield from measure(TransferOptions(backend="gloo", slot_nbytes=16 << 20), {256: BATCHES[256]})
+
+
+def measure(options: TransferOptions, batches: Mapping[int, int]) -> Iterator[dict[str, Any]]:
+    """Run a backend and its limit in turn."""
+    torch.set_num_threads(1)
+    decode = DecodeSide(options)
+    memcpy = Memcpy([min(os.sched_getaffinity(0))])
+    for mib, num_batches in batches.items():
+        path, limit = [], []
+        for round_ in range(ROUNDS + 1):
+            nbytes = num_batches * mib << 20
+            path_s = sum(decode.batch_s((mib << 20) // PAGE_NBYTES) for _ in range(num_batches))
+            limit_gb_s = memcpy.gb_s() if options.backend == "shm" else nbytes / decode.raw_s(nbytes) / 1e9
+            if round_:  # the first is for warming up
+                path.append(nbytes / path_s / 1e9)
+                limit.append(limit_gb_s)
+        yield {
+            "bench": "transfer",
+            "backend": options.backend,
+            "slots": f"{options.num_slots} x {options.slot_nbytes >> 20} MiB",
+            "batch_mib": mib,
+            **figure("whole_path_gb_s", path),
+            "limit": "memcpy" if options.backend == "shm" else "raw gloo",
+            **figure("limit_gb_s", limit),
+            **figure("ratio", ratios(path, limit)),
+            "rounds": ROUNDS,
+        }
+    decode.close()
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Of the default slots and of the best: the whole path over raw gloo."""
-    return {"ratio": rows[0]["ratio"], "best_ratio": max(row["ratio"] for row in rows)}
+    """The whole path over what carries it, of the largest batches and the default slots."""
+    return {f"{row['backend']}_ratio": row["ratio"] for row in reversed(rows) if row["batch_mib"] == 256}

@@ -60,7 +60,7 @@ FLAGS = """\
 --enable-jump-forward
 --debug-checks
 --retract-every STEPS = 0
---kv-transfer {gloo,nccl} = gloo
+--kv-transfer {auto,gloo,shm,nccl} = auto
 --kv-slot-bytes BYTES = 4194304
 --kv-slots N = 4
 --ready-timeout-s READY_TIMEOUT_S = 600.0

@@ -125,7 +125,7 @@ class _Side:
         self._wake = wake
         self._early: dict[ReqKey, list[Message]] = {}
         self._over: dict[ReqKey, str] = {}
-        self.num_links = 0
+        self.links_by_transport: dict[str, int] = {}
 
     def tick(self) -> None:
         """Deadlines are not modelled: what is lost here is always noticed."""

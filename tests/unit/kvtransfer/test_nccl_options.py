@@ -9,8 +9,8 @@ import torch
 
 from shared.config import TransferOptions
 from shared.errors import ConfigError
-from shared.kvtransfer.link import make_link_factory
 from shared.kvtransfer.nccl_link import NcclOp, configure, nccl_environment
+from shared.kvtransfer.transports import make_transports
 
 
 class Config:
@@ -55,9 +55,9 @@ def test_the_environment_keeps_the_process_alive() -> None:
 
 def test_backends_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="pages are on cpu"):
-        make_link_factory("nccl", TransferOptions(), torch.device("cpu"))
+        make_transports(TransferOptions(backend="nccl"), torch.device("cpu"))
     with pytest.raises(ConfigError, match="unknown transfer backend 'nixl'"):
-        make_link_factory("nixl", TransferOptions(), torch.device("cpu"))
+        make_transports(TransferOptions(backend="nixl"), torch.device("cpu"))
 
 
 class Work:

@@ -10,11 +10,11 @@ import torch
 from shared.errors import LinkError
 from shared.kvtransfer.copier import thread_copier
 from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.link import Driver, Link, LinkSpec, Stepped
+from shared.kvtransfer.link import Arrival, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.send_loop import SendLoop
-from shared.kvtransfer.staging import HEADER_NBYTES, SlotRing
+from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
 from shared.protocol.messages import Grant, ReqKey
 
 KEY = ReqKey("router", "a", 0)
@@ -52,15 +52,19 @@ class DoneOp:
 
 
 class RecordingLink:
+    failure: LinkError | None = None
+
     def __init__(self) -> None:
         self.sent: list[int] = []
 
-    def send(self, buffer: torch.Tensor, seq: int) -> DoneOp:
+    def send(self, slot: Slot, nbytes: int, seq: int) -> DoneOp:
+        if self.failure is not None:
+            raise self.failure
         assert seq == len(self.sent)
-        self.sent.append(int(buffer[HEADER_NBYTES]))
+        self.sent.append(int(slot.payload(nbytes)[0]))
         return DoneOp()
 
-    def recv(self, buffer: torch.Tensor, seq: int) -> DoneOp:
+    def recv(self, nbytes: int, seq: int) -> Arrival:
         raise AssertionError("a sender receives nothing")
 
     def abort(self) -> None:
@@ -71,7 +75,7 @@ class RecordingLink:
 
 
 def new_loop(pages: Pages, num_slots: int = 2) -> SendLoop:
-    ring = SlotRing(num_slots, PAGE_NBYTES, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    ring = SlotRing(num_slots, PAGE_NBYTES, lambda nbytes: Slot(torch.zeros(nbytes, dtype=torch.uint8)))
     return SendLoop(ring=ring, pages=pages, num_layers=1, gate=Gate(), copier=thread_copier("test"))
 
 
@@ -89,22 +93,31 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def step_until_it_fails(loop: SendLoop) -> None:
+    while True:
+        loop.step(block=True)
+
+
 def test_chunks_go_out_in_the_order_of_their_grants_through_fewer_slots() -> None:
     loop, link = new_loop(Pages()), RecordingLink()
-    for seq in range(20):
+    for seq in range(10):
         loop.accept(grant(seq))
-    while len(link.sent) < 20:
-        loop.step(link, block=True)
+    loop.attach(link)  # the peer was faster
+    for seq in range(10, 20):
+        loop.accept(grant(seq))
+    while len(link.sent) < 20 or loop.num_slots_out:
+        loop.step(block=True)
     assert link.sent == list(range(20))
     assert loop.drain(block=True)
-    assert loop.num_slots_out == 0
 
 
-def test_chunks_are_gathered_while_the_link_is_busy() -> None:
-    loop = new_loop(Pages())
+def test_chunks_are_gathered_and_sent_while_earlier_ones_are_on_their_way() -> None:
+    loop, link = new_loop(Pages()), RecordingLink()
+    loop.attach(link)
     for seq in range(3):
         loop.accept(grant(seq))
-    wait_until(lambda: loop.num_slots_out == 2)  # without a step: nobody has sent anything
+    wait_until(lambda: link.sent == [0, 1])  # without a step: nobody has seen a send leave its slot
+    assert loop.num_slots_out == 2
     assert loop.drain(block=True)
     assert loop.num_slots_out == 0
 
@@ -112,17 +125,38 @@ def test_chunks_are_gathered_while_the_link_is_busy() -> None:
 def test_a_gather_that_fails_ends_the_link_and_keeps_no_slot() -> None:
     pages = Pages()
     pages.failure = RuntimeError("device lost")
-    loop, link = new_loop(pages), RecordingLink()
+    loop = new_loop(pages)
+    loop.attach(RecordingLink())
     loop.accept(grant(0))
-
-    def step_until_it_is_gathered() -> None:
-        while not loop.step(link, block=True):
-            pass
-
     with pytest.raises(RuntimeError, match="device lost"):
-        step_until_it_is_gathered()
+        step_until_it_fails(loop)
     assert loop.drain(block=True)
     assert loop.num_slots_out == 0
+
+
+def test_a_send_that_fails_ends_the_link_and_keeps_no_slot() -> None:
+    loop, link = new_loop(Pages()), RecordingLink()
+    link.failure = LinkError("the peer is gone")
+    loop.attach(link)
+    for seq in range(3):
+        loop.accept(grant(seq))
+    with pytest.raises(LinkError, match="the peer is gone"):
+        step_until_it_fails(loop)
+    assert loop.drain(block=True)
+    assert loop.num_slots_out == 0
+
+
+def test_a_slot_that_cannot_be_had_ends_the_link() -> None:
+    def no_memory(nbytes: int) -> Slot:
+        raise LinkError("no shared memory")
+
+    ring = SlotRing(2, PAGE_NBYTES, no_memory)
+    loop = SendLoop(ring=ring, pages=Pages(), num_layers=1, gate=Gate(), copier=thread_copier("test"))
+    loop.attach(RecordingLink())
+    loop.accept(grant(0))
+    with pytest.raises(LinkError, match="no shared memory"):
+        step_until_it_fails(loop)
+    assert loop.drain(block=True)
 
 
 def test_a_grant_for_a_link_that_is_never_built_leaves_nothing_behind() -> None:
@@ -133,7 +167,7 @@ def test_a_grant_for_a_link_that_is_never_built_leaves_nothing_behind() -> None:
         def new_copier(self, name: str) -> ThreadPoolExecutor:
             raise AssertionError("made by the test")
 
-        def new_buffer(self, nbytes: int) -> torch.Tensor:
+        def new_slot(self, nbytes: int) -> Slot:
             raise AssertionError("made by the ring")
 
         def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
@@ -143,13 +177,13 @@ def test_a_grant_for_a_link_that_is_never_built_leaves_nothing_behind() -> None:
     worker = LinkWorker(
         spec=LinkSpec(name="l", rank=1, secret=b"", store=LinkStore(lambda entry, value: None, 1.0)),
         peer_id="d",
+        transport="never",
         loop=loop,
         factory=NeverBuilt(),
         clock=time.monotonic,
         report_dead=lambda worker, reason: worker.stop(reason),
     )
     loop.accept(grant(0))
-    wait_until(lambda: loop.num_slots_out == 1)
     while not worker.finished:
         worker.step(block=True)
     assert loop.num_slots_out == 0

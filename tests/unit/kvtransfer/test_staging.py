@@ -5,15 +5,15 @@ import torch
 
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Flag, Slot, SlotRing
+from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Flag, Slot, SlotRing, open_message
 from shared.protocol.messages import ReqKey
 
 ENVELOPE = Envelope(ReqKey("router", "a", 0), Chunk(3, 2, 0, 4), 17)
 NBYTES = HEADER_NBYTES + 100
 
 
-def sealed(*, void: bool = False) -> Slot:
-    slot = Slot(torch.zeros(256, dtype=torch.uint8))
+def sealed(*, void: bool = False, digested: bool = True) -> Slot:
+    slot = Slot(torch.zeros(256, dtype=torch.uint8), digested=digested)
     slot.payload(NBYTES).copy_(torch.arange(100, dtype=torch.uint8))
     slot.seal(ENVELOPE, NBYTES, void=void)
     return slot
@@ -21,19 +21,28 @@ def sealed(*, void: bool = False) -> Slot:
 
 def test_a_sealed_chunk_opens_intact() -> None:
     slot = sealed()
-    assert slot.open(ENVELOPE, NBYTES) == (Flag.CHECKED, True)
+    assert open_message(slot.message(NBYTES), ENVELOPE) == (Flag.CHECKED, True)
     assert torch.equal(slot.payload(NBYTES), torch.arange(100, dtype=torch.uint8))
 
 
 def test_a_void_chunk_says_so() -> None:
-    assert sealed(void=True).open(ENVELOPE, NBYTES) == (Flag.VOID, True)
+    assert open_message(sealed(void=True).message(NBYTES), ENVELOPE) == (Flag.VOID, True)
+
+
+def test_without_a_digest_only_the_header_is_checked() -> None:
+    slot = sealed(digested=False)
+    slot.payload(NBYTES)[7] ^= 1
+    assert open_message(slot.message(NBYTES), ENVELOPE) == (Flag.UNCHECKED, True)
+    slot.buffer[8] ^= 1
+    with pytest.raises(LinkError):
+        open_message(slot.message(NBYTES), ENVELOPE)
 
 
 @pytest.mark.parametrize("at", [0, 1, 63, 99])
 def test_any_damaged_byte_of_the_payload_shows(at: int) -> None:
     slot = sealed()
     slot.payload(NBYTES)[at] ^= 1
-    assert slot.open(ENVELOPE, NBYTES) == (Flag.CHECKED, False)
+    assert open_message(slot.message(NBYTES), ENVELOPE) == (Flag.CHECKED, False)
 
 
 def test_any_damaged_byte_of_the_header_shows() -> None:
@@ -42,9 +51,9 @@ def test_any_damaged_byte_of_the_header_shows() -> None:
         slot.buffer[at] ^= 1
         if at < HEADER_NBYTES - 8:
             with pytest.raises(LinkError):
-                slot.open(ENVELOPE, NBYTES)
+                open_message(slot.message(NBYTES), ENVELOPE)
         else:
-            assert slot.open(ENVELOPE, NBYTES) == (Flag.CHECKED, False)
+            assert open_message(slot.message(NBYTES), ENVELOPE) == (Flag.CHECKED, False)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +67,7 @@ def test_any_damaged_byte_of_the_header_shows() -> None:
 )
 def test_another_chunk_than_the_granted_one_is_an_error_of_the_link(other: Envelope) -> None:
     with pytest.raises(LinkError, match="not the chunk that was granted"):
-        sealed().open(other, NBYTES)
+        open_message(sealed().message(NBYTES), other)
 
 
 def test_the_payload_is_aligned_for_any_element() -> None:
@@ -69,11 +78,11 @@ def test_the_payload_is_aligned_for_any_element() -> None:
 def test_a_ring_hands_out_each_slot_once() -> None:
     made: list[int] = []
 
-    def new_buffer(nbytes: int) -> torch.Tensor:
+    def new_slot(nbytes: int) -> Slot:
         made.append(nbytes)
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return Slot(torch.zeros(nbytes, dtype=torch.uint8))
 
-    ring = SlotRing(2, 1000, new_buffer)
+    ring = SlotRing(2, 1000, new_slot)
     assert made == []  # memory is taken on first use, on the thread that uses it
     first, second = ring.take(), ring.take()
     assert first is not None
@@ -87,3 +96,5 @@ def test_a_ring_hands_out_each_slot_once() -> None:
     ring.give_back(second)
     assert ring.num_out == 0
     assert made == [1064, 1064]
+    ring.close()
+    assert ring.take() is None  # of a link that is gone

@@ -115,13 +115,14 @@ def test_nodes_are_told_as_their_pongs_say(model_folder: Path) -> None:
                 num_evictable_pages=30,
                 num_held_pages=20,
                 num_links=1,
+                links={"shm": 1},
             )
             node = await node_with(client, "decode-0", num_running_reqs=3)
             assert (node.role, node.state, node.reason) == ("decode", "live", "")
             assert (node.num_queue_reqs, node.num_transferring_reqs, node.num_bootstrapping_reqs) == (2, 1, 4)
             pages = (node.num_pages, node.num_free_pages, node.num_cached_pages, node.num_held_pages)
             assert pages == (100, 50, 30, 20)
-            assert node.num_links == 1
+            assert (node.num_links, node.links) == (1, {"shm": 1})
             assert [n.node_id for n in (await state(client)).nodes] == ["prefill-0", "decode-0"]
 
     asyncio.run(run())

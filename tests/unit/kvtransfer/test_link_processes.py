@@ -13,11 +13,11 @@ from multiprocessing.process import BaseProcess
 import pytest
 import torch
 
-from shared.kvtransfer.gloo_link import GlooLinkFactory
+from shared.config import TransferOptions
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import NodeRef, ReqKey
-from tests.unit.kvtransfer.gloo_pair import (
+from tests.unit.kvtransfer.link_pair import (
     DECODER,
     LAYOUT,
     REAL,
@@ -27,6 +27,8 @@ from tests.unit.kvtransfer.gloo_pair import (
     pattern,
     prefill_process,
     pump,
+    real,
+    transports,
     wait_until,
 )
 
@@ -38,7 +40,8 @@ SPAWN = multiprocessing.get_context("spawn")  # a process must not fork once it 
 class Decode:
     """A decode side here; prefill processes come and go. `hang_up` is what ZMQ reports of a dead peer."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: TransferOptions) -> None:
+        self.options = options
         self.pool = new_pool(NUM_PAGES)
         self.ended: dict[ReqKey, Received | ReceiveFailed] = {}
         self.outbox: PipeOutbox | None = None
@@ -49,9 +52,9 @@ class Decode:
             layout=LAYOUT,
             pages=self.pool,
             outbox=self,
-            link_factory=GlooLinkFactory(REAL),
+            transports=transports(options),
             clock=time.monotonic,
-            options=REAL,
+            options=options,
             wake=lambda: None,
         )
 
@@ -61,7 +64,7 @@ class Decode:
 
     def spawn(self, *, tell_disconnect: bool) -> BaseProcess:
         ours, theirs = SPAWN.Pipe()
-        process = SPAWN.Process(target=prefill_process, args=(theirs, NUM_PAGES), daemon=True)
+        process = SPAWN.Process(target=prefill_process, args=(theirs, NUM_PAGES, self.options), daemon=True)
         process.start()
         theirs.close()
         self.processes.append(process)
@@ -105,8 +108,8 @@ class Decode:
 
 
 @pytest.fixture
-def decode() -> Iterator[Decode]:
-    decode = Decode()
+def decode(backend: str) -> Iterator[Decode]:
+    decode = Decode(real(backend))
     yield decode
     decode.side.close()
     for process in decode.processes:
@@ -115,7 +118,11 @@ def decode() -> Iterator[Decode]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("tell_disconnect", [True, False], ids=["hang-up", "canary-only"])
+@pytest.mark.parametrize(
+    ("backend", "tell_disconnect"),
+    [("gloo", False), ("shm", True), ("shm", False)],
+    ids=["gloo-canary-only", "shm-hang-up", "shm-canary-only"],
+)
 def test_sigkill_in_the_middle_fails_the_transfer_and_a_new_incarnation_works(
     decode: Decode, tell_disconnect: bool
 ) -> None:
@@ -138,6 +145,7 @@ def test_sigkill_in_the_middle_fails_the_transfer_and_a_new_incarnation_works(
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("backend", ["shm"])
 def test_pings_detect_a_stopped_process_and_it_may_come_back(decode: Decode) -> None:
     process = decode.spawn(tell_disconnect=True)
     decode.works()

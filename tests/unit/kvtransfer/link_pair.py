@@ -1,7 +1,8 @@
-"""Two sides over real gloo links, their control channel a queue and a thread each, or a pipe between processes."""
+"""Two sides over real links, their control channel a queue and a thread each, or a pipe between processes."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import threading
@@ -16,10 +17,10 @@ import torch
 
 from shared.config import TransferOptions
 from shared.kvcache.pools import TokenToKVPool
-from shared.kvtransfer.gloo_link import GlooLinkFactory
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
+from shared.kvtransfer.transports import Transports, make_transports
 from shared.protocol.messages import (
     DecodeToPrefill,
     Handoff,
@@ -32,6 +33,7 @@ from shared.protocol.messages import (
 )
 
 LAYOUT = KVLayout("f00d", "float32", 16, 4, 2, 32)
+BACKENDS = ("gloo", "shm")
 REAL = TransferOptions(
     slot_nbytes=256 << 10,
     ping_s=0.2,
@@ -41,6 +43,14 @@ REAL = TransferOptions(
     op_timeout_s=2.0,
     build_timeout_s=5.0,
 )
+
+
+def real(backend: str) -> TransferOptions:
+    return dataclasses.replace(REAL, backend=backend)
+
+
+def transports(options: TransferOptions) -> Transports:
+    return make_transports(options, torch.device("cpu"))
 
 
 def new_pool(num_pages: int) -> TokenToKVPool:
@@ -115,12 +125,15 @@ class ToMailbox:
         self._mailbox.put(self._tamper(message))
 
 
-class GlooPair:
+class LinkPair:
     """One prefill and one decode side in this process. `step` is both schedulers' round."""
 
     def __init__(
         self,
-        options: TransferOptions = REAL,
+        options: TransferOptions,
+        *,
+        p_transports: Transports | None = None,
+        d_transports: Transports | None = None,
         num_pages: int = 64,
         tamper: Callable[[Struct], Struct] = lambda message: message,
     ) -> None:
@@ -136,7 +149,7 @@ class GlooPair:
             layout=LAYOUT,
             pages=self.p_pool,
             outbox=ToMailbox(self.at_d),
-            link_factory=GlooLinkFactory(options),
+            transports=p_transports or transports(options),
             clock=time.monotonic,
             options=options,
             wake=self.woken.set,
@@ -146,7 +159,7 @@ class GlooPair:
             layout=LAYOUT,
             pages=self.d_pool,
             outbox=ToMailbox(self.at_p, tamper),
-            link_factory=GlooLinkFactory(options),
+            transports=d_transports or transports(options),
             clock=time.monotonic,
             options=options,
             wake=self.woken.set,
@@ -237,7 +250,7 @@ def pump(
     threading.Thread(target=run, daemon=True).start()
 
 
-def prefill_process(pipe: Connection, num_pages: int) -> None:
+def prefill_process(pipe: Connection, num_pages: int, options: TransferOptions) -> None:
     """A prefill node that offers all its pages for every key that the decode node opens, until it is killed.
 
     There is no router here: a Ready of an unknown key stands for the router's Prefill message.
@@ -250,9 +263,9 @@ def prefill_process(pipe: Connection, num_pages: int) -> None:
         layout=LAYOUT,
         pages=pool,
         outbox=PipeOutbox(pipe),
-        link_factory=GlooLinkFactory(REAL),
+        transports=transports(options),
         clock=time.monotonic,
-        options=REAL,
+        options=options,
         wake=lambda: None,
     )
     asked: queue.SimpleQueue[ReqKey] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Real gloo links in one process: threads, secrets, leaks."""
+"""Real links in one process: threads, secrets, leaks."""
 
 from __future__ import annotations
 
@@ -10,21 +10,35 @@ import msgspec
 import pytest
 import torch
 
+from shared.config import TransferOptions
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import LinkOpen, Struct
-from tests.unit.kvtransfer.gloo_pair import REAL, GlooPair, key, num_descriptors, num_threads, wait_until
+from tests.unit.kvtransfer.link_pair import (
+    BACKENDS,
+    LinkPair,
+    key,
+    num_descriptors,
+    num_threads,
+    real,
+    wait_until,
+)
 
 torch.set_num_threads(1)
 
 
+@pytest.fixture(params=BACKENDS)
+def options(request: pytest.FixtureRequest) -> TransferOptions:
+    return real(request.param)
+
+
 @pytest.fixture
-def pair() -> Iterator[GlooPair]:
-    pair = GlooPair()
+def pair(options: TransferOptions) -> Iterator[LinkPair]:
+    pair = LinkPair(options)
     yield pair
     pair.close()
 
 
-def test_pages_arrive_byte_for_byte(pair: GlooPair) -> None:
+def test_pages_arrive_byte_for_byte(pair: LinkPair) -> None:
     d_pages = list(range(40, 0, -1))
     pair.transfer(0, list(range(1, 41)), d_pages)
     pair.until(lambda: key(0) in pair.sent and key(0) in pair.received)
@@ -36,8 +50,8 @@ def test_pages_arrive_byte_for_byte(pair: GlooPair) -> None:
     assert pair.woken.is_set()
 
 
-def test_an_idle_link_outlives_the_timeout_of_its_ops() -> None:
-    pair = GlooPair(dataclasses.replace(REAL, op_timeout_s=0.3))
+def test_an_idle_link_outlives_the_timeout_of_its_ops(options: TransferOptions) -> None:
+    pair = LinkPair(dataclasses.replace(options, op_timeout_s=0.3))
     pair.until(pair.linked)
     start = time.monotonic()
     pair.until(lambda: time.monotonic() - start > 1.0)
@@ -48,7 +62,7 @@ def test_an_idle_link_outlives_the_timeout_of_its_ops() -> None:
     pair.close()
 
 
-def test_cancelled_chunks_are_drained_and_the_link_goes_on(pair: GlooPair) -> None:
+def test_cancelled_chunks_are_drained_and_the_link_goes_on(pair: LinkPair) -> None:
     for number in range(20):
         pair.transfer(number, list(range(1, 60)), list(range(1, 60)))
         (pair.p if number % 2 else pair.d).cancel(key(number), "the client went away")
@@ -59,13 +73,13 @@ def test_cancelled_chunks_are_drained_and_the_link_goes_on(pair: GlooPair) -> No
     wait_until(lambda: pair.p.num_slots_out == pair.d.num_slots_out == 0)
 
 
-def test_a_wrong_secret_fails_the_challenge() -> None:
+def test_a_wrong_secret_fails_the_challenge(options: TransferOptions) -> None:
     def tamper(message: Struct) -> Struct:
         return (
             msgspec.structs.replace(message, secret=b"guessed") if isinstance(message, LinkOpen) else message
         )
 
-    pair = GlooPair(tamper=tamper)
+    pair = LinkPair(options, tamper=tamper)
     pair.d.open(key(0), "p0", [1], 0)
     pair.until(lambda: key(0) in pair.received)
     # The end that finds out first hangs up on the other.
@@ -76,7 +90,7 @@ def test_a_wrong_secret_fails_the_challenge() -> None:
     pair.close()
 
 
-def test_a_lost_link_is_built_anew(pair: GlooPair) -> None:
+def test_a_lost_link_is_built_anew(pair: LinkPair) -> None:
     pair.until(pair.linked)
     pair.transfer(0, list(range(1, 60)), list(range(1, 60)))
     worker = pair.p._links.worker("d0")
@@ -90,12 +104,12 @@ def test_a_lost_link_is_built_anew(pair: GlooPair) -> None:
     assert isinstance(pair.received[key(1)], Received)
 
 
-def test_a_hundred_links_leave_nothing_behind() -> None:
-    warm_up = GlooPair()
+def test_a_hundred_links_leave_nothing_behind(options: TransferOptions) -> None:
+    warm_up = LinkPair(options)
     warm_up.until(warm_up.linked)
     warm_up.close()
     threads, descriptors = num_threads(), num_descriptors()
-    pair = GlooPair()
+    pair = LinkPair(options)
     for number in range(99):
         pair.until(pair.linked)
         if number % 3 == 0:
@@ -110,7 +124,7 @@ def test_a_hundred_links_leave_nothing_behind() -> None:
     wait_until(lambda: num_threads() <= threads and num_descriptors() <= descriptors)
 
 
-def test_throughput_smoke(pair: GlooPair, capsys: pytest.CaptureFixture[str]) -> None:
+def test_throughput_smoke(pair: LinkPair, capsys: pytest.CaptureFixture[str]) -> None:
     pair.until(pair.linked)
     start, nbytes = time.monotonic(), 0
     for number in range(20):

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.config import TransferOptions
+from shared.errors import LinkError
+from shared.kvtransfer.link import RECEIVER, SENDER, Link, LinkSpec
+from shared.kvtransfer.link_store import LinkStore
+from shared.kvtransfer.shared_memory import SharedSlot, map_read_only
+from shared.kvtransfer.shm_link import ShmLinkFactory
+from shared.kvtransfer.staging import HEADER_NBYTES
+
+torch.set_num_threads(1)
+OPTIONS = TransferOptions(op_timeout_s=0.5, build_timeout_s=5.0)
+
+
+def num_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("baton-kv-slot")
+
+
+def test_a_slot_is_seen_through_its_descriptor_and_cannot_be_written_there() -> None:
+    slot = SharedSlot(8192)
+    seen = map_read_only(os.dup(slot.descriptor))
+    slot.buffer.copy_(torch.arange(8192) % 251)
+    assert torch.equal(seen, slot.buffer)
+    with pytest.raises(PermissionError):
+        mmap.mmap(slot.descriptor, 8192)
+    with pytest.raises(PermissionError):
+        os.ftruncate(slot.descriptor, 0)
+
+
+def test_memory_that_its_owner_could_shrink_is_not_mapped() -> None:
+    descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 4096)
+    with pytest.raises(LinkError, match="not sealed"):
+        map_read_only(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):  # it was taken over, and closed
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+
+
+def test_a_mapping_lives_as_long_as_its_last_tensor() -> None:
+    before = num_mappings()
+    slot = SharedSlot(1 << 20)
+    part = map_read_only(os.dup(slot.descriptor))[5:10]
+    slot.buffer.fill_(3)
+    del slot
+    assert part.tolist() == [3] * 5
+    assert num_mappings() == before + 1
+    del part
+    assert num_mappings() == before
+
+
+class Ends:
+    """Both ends of one link in this process."""
+
+    def __init__(self) -> None:
+        stores: dict[int, LinkStore] = {}
+        for rank in (RECEIVER, SENDER):
+            stores[rank] = LinkStore(lambda name, value, to=1 - rank: stores[to].feed(name, value), 5.0)  # type: ignore[misc]
+        self.factory = ShmLinkFactory(OPTIONS, torch.device("cpu"))
+        self.links: dict[int, Link] = {}
+        self.died = {rank: threading.Event() for rank in (RECEIVER, SENDER)}
+        threads = [threading.Thread(target=self._build, args=(rank, stores[rank])) for rank in stores]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.sender, self.receiver = self.links[SENDER], self.links[RECEIVER]
+
+    def _build(self, rank: int, store: LinkStore) -> None:
+        spec = LinkSpec(name="l", rank=rank, secret=b"s", store=store)
+        link = self.factory.build(spec, lambda reason: self.died[rank].set(), block=True)
+        assert link is not None
+        self.links[rank] = link
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.close()
+
+
+def test_a_slot_stays_with_its_send_until_the_receiver_has_released_it(ends: Ends) -> None:
+    slot = ends.factory.new_slot(HEADER_NBYTES + 100)
+    left: list[int] = []
+
+    def send(seq: int) -> None:
+        assert ends.sender.send(slot, HEADER_NBYTES + 50, seq).wait(block=True)
+        left.append(seq)
+
+    for seq in range(3):  # the second time without a descriptor
+        slot.buffer.fill_(seq + 1)
+        arrival = ends.receiver.recv(HEADER_NBYTES + 50, seq)
+        sender = threading.Thread(target=send, args=(seq,))
+        sender.start()
+        assert arrival.wait(block=True)
+        assert arrival.message.tolist() == [seq + 1] * (HEADER_NBYTES + 50)
+        sender.join(0.05)
+        assert left == list(range(seq))
+        arrival.release()
+        sender.join(5)
+        assert left == list(range(seq + 1))
+
+
+def test_a_message_of_another_length_than_was_granted_ends_the_link(ends: Ends) -> None:
+    ends.sender.send(ends.factory.new_slot(100), 100, 0)
+    arrival = ends.receiver.recv(99, 0)
+    for _ in range(2):  # asked again, it says so again
+        with pytest.raises(LinkError, match="of 100 bytes came where 0 of 99 was granted"):
+            arrival.wait(block=True)
+
+
+def test_a_record_that_points_outside_its_slot_ends_the_link(ends: Ends) -> None:
+    ends.sender.send(ends.factory.new_slot(100), 1 << 30, 0)
+    with pytest.raises(LinkError, match="came where"):
+        ends.receiver.recv(1 << 30, 0).wait(block=True)
+
+
+def test_an_op_times_out_when_the_peer_does_nothing(ends: Ends) -> None:
+    op = ends.sender.send(ends.factory.new_slot(100), 100, 0)
+    with pytest.raises(LinkError, match=r"timed out after 0.5 s"):
+        op.wait(block=True)
+
+
+def test_abort_frees_whoever_waits_and_tells_the_other_end(ends: Ends) -> None:
+    arrival = ends.receiver.recv(100, 0)
+    failed = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(LinkError, match="the peer is gone"):
+            arrival.wait(block=True)
+        failed.set()
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    ends.receiver.abort()
+    waiter.join(5)
+    assert failed.is_set()
+    assert ends.died[SENDER].wait(5)
+    with pytest.raises(LinkError):
+        ends.sender.send(ends.factory.new_slot(100), 100, 0)
