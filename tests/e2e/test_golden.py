@@ -34,6 +34,8 @@ class Case:
     chunk: int
     overlap: bool
     retract_every: int
+    carried_by: str = "shm"
+    """Which transport moves the pages; shm is what --kv-transfer auto comes to on one host."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -41,20 +43,22 @@ class Case:
             *("--page-size", str(self.page_size), "--chunked-prefill-size", str(self.chunk)),
             *("--retract-every", str(self.retract_every), "--max-total-tokens", "16384"),
             *(() if self.overlap else ("--disable-overlap-schedule",)),
+            *(() if self.carried_by == "shm" else ("--kv-transfer", self.carried_by)),
         )
 
     def __str__(self) -> str:
         overlap = "overlap" if self.overlap else "serial"
-        return f"{self.model}-page{self.page_size}-chunk{self.chunk}-{overlap}-retract{self.retract_every}"
+        retract = f"retract{self.retract_every}"
+        return f"{self.model}-page{self.page_size}-chunk{self.chunk}-{overlap}-{retract}-{self.carried_by}"
 
 
 CASES = [
     Case(model="builtin", page_size=16, chunk=20, overlap=True, retract_every=0),
-    Case(model="llama", page_size=1, chunk=23, overlap=False, retract_every=5),
+    Case(model="llama", page_size=1, chunk=23, overlap=False, retract_every=5, carried_by="gloo"),
     Case(model="llama3", page_size=16, chunk=23, overlap=True, retract_every=0),
     Case(model="mistral", page_size=1, chunk=20, overlap=False, retract_every=0),
     Case(model="qwen2", page_size=16, chunk=20, overlap=False, retract_every=5),
-    Case(model="qwen3", page_size=1, chunk=23, overlap=True, retract_every=5),
+    Case(model="qwen3", page_size=1, chunk=23, overlap=True, retract_every=5, carried_by="gloo"),
 ]
 
 
@@ -130,6 +134,8 @@ def test_golden(case: Case, zoo: Zoo, tmp_path: Path) -> None:
         )
         check_prefix_hits(serving)
         check_concurrent(serving)
+        links = {name: load["links"] for name, load in fleet.router.loads().items()}
+        assert links == {"p0": {case.carried_by: 1}, "d0": {case.carried_by: 1}}
         retractions = fleet.router.loads()["d0"]["num_retractions"]
         assert retractions >= 10 if case.retract_every else retractions == 0
         fleet.router.wait_home()
