@@ -1,23 +1,29 @@
-"""Where a bench without a network runs its forwards: the built-in model, or a device that needs no GIL."""
+"""Where a bench without a network runs its forwards: a node's engine on one core, or a device that needs no GIL."""
 
 from __future__ import annotations
 
 import random
+import sys
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import CpuCores
 from shared.engine.build import build_engine, make_ledger
 from shared.engine.forward_stream import ForwardStream
+from shared.engine.node_process import SWITCH_INTERVAL_S
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import ReqKey, Role
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
 from shared.timeline import Timeline
+from tests.bench.machine import usable_cores
+from tests.bench.models import random_model
 from tests.bench.timed_stream import VOCAB_SIZE, TimedStream
 
-BUILTIN = "built-in model, CPU thread, shares the GIL"
 TIMED = "timed wait, needs no GIL"
 CONTEXT_LENGTH = 2048
 FIRST_TEXT_TOKEN = 256
@@ -31,30 +37,54 @@ class Device:
     stream: ForwardStream
     ledger: KVLedger
     eos_token_ids: frozenset[int]
+    busy_s: Callable[[], float]
+    """Seconds that forwards have taken so far, whatever was waited for before and after them."""
 
 
 def builtin_device(max_running: int) -> Device:
-    """The real engine with the built-in model, on one thread of a CPU."""
+    """The built-in model on one core."""
+    return engine_device("builtin", max_running, num_tokens=max_running * CONTEXT_LENGTH)
+
+
+def engine_device(model: str, max_running: int, *, num_tokens: int) -> Device:
+    """A node's engine on the first core: `builtin`, or one of the random models."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as a node does
     config = NodeConfig(
-        model=ModelOptions(model="builtin", cpu_cores=CpuCores(1)),
-        cache=CacheOptions(max_total_tokens=max_running * CONTEXT_LENGTH),
+        model=ModelOptions(
+            model=model if model == "builtin" else str(random_model(model)),
+            cpu_cores=CpuCores(1, usable_cores()[:1]),
+        ),
+        cache=CacheOptions(max_total_tokens=num_tokens),
         schedule=ScheduleOptions(max_running_requests=max_running),
     )
     engine = build_engine(config, lambda what, fraction: None)
     return Device(
-        name=BUILTIN, stream=engine.stream, ledger=engine.ledger, eos_token_ids=engine.eos_token_ids
+        name=model,
+        stream=engine.stream,
+        ledger=engine.ledger,
+        eos_token_ids=engine.eos_token_ids,
+        busy_s=_forward_thread_cpu_s,
     )
+
+
+def _forward_thread_cpu_s() -> float:
+    """CPU time of the forward stream's thread: it computes, or waits for work and for the GIL without using any."""
+    thread = next(thread for thread in threading.enumerate() if thread.name.startswith("forward"))
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
 def timed_device(max_running: int, *, step_s: float, prompt_token_s: float = 0.0) -> Device:
     """A stand-in for a GPU; see `TimedStream`."""
     cache = CacheOptions()
     num_pages = max_running * CONTEXT_LENGTH // cache.page_size + 1
+    stream = TimedStream(step_s=step_s, prompt_token_s=prompt_token_s)
     return Device(
         name=TIMED,
-        stream=TimedStream(step_s=step_s, prompt_token_s=prompt_token_s),
+        stream=stream,
         ledger=make_ledger(num_pages, cache, max_running, CONTEXT_LENGTH),
         eos_token_ids=frozenset(),
+        busy_s=lambda: stream.busy_s,
     )
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shared.cpu_cores import allowed_cores, one_a_core
 from shared.kernels.cpu.build import cpu_flags
 
 MATTERS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
@@ -17,9 +20,20 @@ MATTERS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
-def usable_cores() -> list[int]:
-    """The cores that this process may use, in order."""
-    return sorted(os.sched_getaffinity(0))
+def usable_cores() -> tuple[int, ...]:
+    """The cores that local mode would share out here, in order."""
+    return tuple(one_a_core(allowed_cores()))
+
+
+@contextmanager
+def pinned(cores: Collection[int]) -> Iterator[None]:
+    """This thread, and those that it starts, on `cores`."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def machine() -> dict[str, Any]:

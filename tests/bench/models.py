@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -110,8 +108,11 @@ def random_model(name: str) -> Path:
             made = Path(scratch) / name
             made.mkdir()
             write_random_model(made, SHAPES[name])
-            with contextlib.suppress(FileExistsError):  # somebody else has just made it
-                os.rename(made, folder)
+            try:
+                made.rename(folder)
+            except OSError:
+                if not folder.exists():  # else somebody has just made it
+                    raise
     return folder
 
 

@@ -1,24 +1,20 @@
-"""What overlap is worth: decode steps with one forward in flight against none, on two kinds of device.
+"""How much of the scheduler's cost does overlap hide? Decode steps with one forward in flight against none.
 
-The real Batcher and Launcher in one process, no network. `num_running` requests take decode steps only; rounds with
-overlap off and on alternate over the same requests.
+The real Batcher and Launcher in one process, no network, on a core of their own: the forwards have another.
+`num_running` requests take decode steps only; rounds with overlap off and on alternate over the same requests.
 
-wall_off_ms, wall_on_ms   one step; medians of all steps
-added_ms                  pure Python added to every plan, as it takes undisturbed: where the real cost is too small
-                          beside the forward to tell what becomes of it
-cost_ms                   what the host does for a step when overlap is off: plan, launch, commit; all but waiting
-cost_on_ms                the same with overlap on; more than `cost_ms` where the host waits for the GIL
-hidden                    share of `cost_ms` that overlap hides: (wall_off - wall_on) / cost; with its standard error
-                          from round to round, which is large where the cost is small beside the forward. Waiting is
-                          also for the hand-over between threads, and for a core on a busy machine: overlap hides that
-                          as well, so more than all of the cost may be hidden
-speedup                   throughput with overlap on over off. Its bound: only the longer of forward and cost remains
+    forward_ms               what the forward stream is busy for a step
+    wall_off_ms, wall_on_ms  one step, without overlap and with it
+    cost_ms                  what the node adds to a forward without overlap: plan, launch, hand-over, commit
+    hidden                   the share of that which overlap hides: 1 - (wall_on - forward) / (wall_off - forward)
+    speedup                  throughput with overlap over that without; `speedup_bound` if all could be hidden
+    added_ms                 pure Python added to every plan: more to hide, where the cost is small
 
-    built-in model   its forward is a thread of the same interpreter: torch lets the GIL go within its operations, and
-                     takes it back between them, so the host's work and the forward's mostly take turns. The cost is
-                     a few percent of such a forward at most: there is next to nothing to hide
-    timed wait       a forward that only takes time, as on a GPU. The gain is 1 + cost / forward as long as the cost
-                     is the shorter. SGLang's up to 1.3x is where batches are large and forwards short
+Each figure is the median over blocks of steps, every block with requests of its own. The devices:
+
+    builtin, llama-160m      a node's engine on one core; the name says which kernels compute. A native forward is a
+                             call without the GIL; torch takes the GIL between its operations, and hides little
+    timed wait               a forward that only takes time, as on a GPU
 """
 
 from __future__ import annotations
@@ -31,58 +27,22 @@ from typing import Any
 
 from shared.config import ScheduleOptions
 from shared.engine.launcher import Launcher
-from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.kvcache.host_pages import PageCopy
 from shared.protocol.messages import Finish
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
-from shared.scheduling.sampled import Sampled
-from tests.bench.devices import Device, builtin_device, make_req, release, timed_device
+from tests.bench.devices import Device, engine_device, make_req, release, timed_device
+from tests.bench.machine import pinned, usable_cores
+from tests.bench.stats import figure, hidden_share
 from tests.bench.table import Row
 
-BUILTIN_RUNNING = (1, 8, 32)
-TIMED_RUNNING = (32, 256)
-TIMED_STEP_MS = (2, 5, 10)
-ADDED_MS = 4
+ENGINES = {"builtin": (1, 8, 32, 64), "llama-160m": (1, 8, 32)}
+ADDED = {"llama-160m": (8, 2.0)}
+"""(running, ms)"""
+TIMED_CASES = ((32, 5), (256, 2), (256, 5), (256, 10))
+"""(running, ms of a forward)"""
 PROMPT_LEN = 32
 MAX_NEW_TOKENS = 512
 WARM_UP, STEPS, ROUNDS, BLOCKS = 10, 10, 6, 5
-
-
-class WaitClock:
-    """A ForwardStream that counts the seconds spent waiting for the one below it."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.waited_s = 0.0
-
-    def submit(self, batch: ModelWorkerBatch) -> Any:
-        """See ForwardStream."""
-        return self._stream.submit(batch)
-
-    def sample(self, forwarded: Any, vocab_mask: Any = None) -> _Waiting:
-        """See ForwardStream."""
-        return _Waiting(self, self._stream.sample(forwarded, vocab_mask))
-
-    def copy(self, pages: PageCopy) -> Any:
-        """See ForwardStream."""
-        return self._stream.copy(pages)
-
-    def close(self) -> None:
-        """See ForwardStream."""
-        self._stream.close()
-
-
-class _Waiting:
-    def __init__(self, clock: WaitClock, result: Any) -> None:
-        self._clock = clock
-        self._result = result
-
-    def wait(self) -> Sampled:
-        start = time.perf_counter()
-        sampled: Sampled = self._result.wait()
-        self._clock.waited_s += time.perf_counter() - start
-        return sampled
 
 
 class Steps:
@@ -90,11 +50,10 @@ class Steps:
 
     def __init__(self, device: Device, num_running: int, added: range) -> None:
         self._added = added
-        self._ledger = device.ledger
-        self._clock = WaitClock(device.stream)
+        self._device = device
         self._batcher = Batcher(device.ledger, ScheduleOptions(max_running_requests=num_running))
         self._launchers = {
-            overlap: Launcher(self._clock, device.ledger, device.eos_token_ids, overlap=overlap)
+            overlap: Launcher(device.stream, device.ledger, device.eos_token_ids, overlap=overlap)
             for overlap in (False, True)
         }
         params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=0.0, ignore_eos=True)
@@ -103,28 +62,27 @@ class Steps:
             self._batcher.add(req)
         while self._batcher.waiting_queue or self._batcher.chunked_req is not None:
             self._turn(overlap=False)
-        self.measure(WARM_UP, overlap=False)
-        self.measure(WARM_UP, overlap=True)
+        self.walls_s(WARM_UP, overlap=False)
+        self.walls_s(WARM_UP, overlap=True)
 
-    def measure(self, num_steps: int, *, overlap: bool) -> list[tuple[float, float]]:
-        """Milliseconds of each step: of wall time, and of what was not waiting for the forward."""
+    def walls_s(self, num_steps: int, *, overlap: bool) -> list[float]:
+        """Seconds of each step."""
         if overlap:
             self._turn(overlap=True)  # one is in flight from now on
-        times = []
+        walls = []
         for _ in range(num_steps):
-            start, self._clock.waited_s = time.perf_counter(), 0.0
+            start = time.perf_counter()
             self._turn(overlap=overlap)
-            wall_s = time.perf_counter() - start
-            times.append((1e3 * wall_s, 1e3 * (wall_s - self._clock.waited_s)))
+            walls.append(time.perf_counter() - start)
         if overlap:
             self._launchers[True].turn(None)
-        return times
+        return walls
 
     def end(self) -> None:
         """Every page comes home."""
         for req in self._reqs:
             req.end(Finish("abort"))
-            release(req, self._batcher, self._ledger)
+            release(req, self._batcher, self._device.ledger)
 
     def _turn(self, *, overlap: bool) -> None:
         for _ in self._added:
@@ -146,66 +104,80 @@ def python_for(milliseconds: float) -> range:
     return range(int(turns * milliseconds / 1e3 / quickest_s))
 
 
-def measure(device: Device, num_running: int, added_ms: float = 0) -> dict[str, Any]:
+def block(device: Device, num_running: int, added: range) -> tuple[float, float, float]:
+    """Seconds of a step without overlap, of one with it, and of its forward: medians over one set of requests."""
+    steps = Steps(device, num_running, added)
+    walls: dict[bool, list[float]] = {False: [], True: []}
+    forwards_s = []
+    gc.collect()
+    gc.disable()  # a collection belongs to no step in particular
+    try:
+        for i in range(ROUNDS):
+            for overlap in (False, True) if i % 2 == 0 else (True, False):  # KV grows: no order is favoured
+                busy_before = device.busy_s()
+                walls[overlap] += steps.walls_s(STEPS, overlap=overlap)
+                if not overlap:
+                    forwards_s.append((device.busy_s() - busy_before) / STEPS)
+    finally:
+        gc.enable()
+    steps.end()
+    return statistics.median(walls[False]), statistics.median(walls[True]), statistics.median(forwards_s)
+
+
+def measure(device: Device, num_running: int, added_ms: float = 0.0) -> dict[str, Any]:
     """One row of the table."""
     added = python_for(added_ms)
-    times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-    gains: list[float] = []
-    for _ in range(BLOCKS):
-        steps = Steps(device, num_running, added)
-        gc.collect()
-        gc.disable()  # a collection belongs to no step in particular
-        try:
-            for i in range(ROUNDS):
-                for overlap in (
-                    (False, True) if i % 2 == 0 else (True, False)
-                ):  # KV grows: no order is favoured
-                    times[overlap] += steps.measure(STEPS, overlap=overlap)
-                gains.append(medians(times[False][-STEPS:])[0] - medians(times[True][-STEPS:])[0])
-        finally:
-            gc.enable()
-        steps.end()
-    off, cost = medians(times[False])
-    on, cost_on = medians(times[True])
-    error = statistics.stdev(gains) / len(gains) ** 0.5
     return {
         "bench": "overlap",
         "device": device.name,
         "num_running": num_running,
         "added_ms": added_ms,
-        "forward_ms": round(off - cost, 2),
-        "wall_off_ms": round(off, 3),
-        "wall_on_ms": round(on, 3),
-        "cost_ms": round(cost, 3),
-        "cost_on_ms": round(cost_on, 3),
-        "hidden": round((off - on) / cost, 2),
-        "hidden_error": round(error / cost, 2),
-        "tokens_s_off": round(1e3 * num_running / off, 1),
-        "tokens_s_on": round(1e3 * num_running / on, 1),
-        "speedup_bound": round(off / max(off - cost, cost), 3),
-        "speedup": round(off / on, 3),
-        "speedup_error": round(error / on, 3),
+        **figures([block(device, num_running, added) for _ in range(BLOCKS)], num_running),
     }
 
 
-def medians(times: list[tuple[float, float]]) -> tuple[float, float]:
-    """Of each column."""
-    walls, costs = zip(*times, strict=True)
-    return statistics.median(walls), statistics.median(costs)
+def figures(blocks: Sequence[tuple[float, float, float]], num_running: int) -> dict[str, Any]:
+    """What blocks of (step without overlap, step with it, forward) come to."""
+    off, on, forward = (statistics.median(column) for column in zip(*blocks, strict=True))
+    cost = off - forward
+    return {
+        "forward_ms": round(1e3 * forward, 3),
+        "wall_off_ms": round(1e3 * off, 3),
+        "wall_on_ms": round(1e3 * on, 3),
+        "cost_ms": round(1e3 * cost, 3),
+        **figure("hidden", [hidden_share(*one) for one in blocks]),
+        "tokens_s_off": round(num_running / off, 1),
+        "tokens_s_on": round(num_running / on, 1),
+        **figure("speedup", [one[0] / one[1] for one in blocks]),
+        "speedup_bound": round(off / max(forward, cost), 3),
+    }
 
 
 def main() -> Iterator[dict[str, Any]]:
     """Row by row."""
-    device = builtin_device(max(BUILTIN_RUNNING))
-    for num_running in BUILTIN_RUNNING:
-        yield measure(device, num_running)
-    yield measure(device, 1, added_ms=ADDED_MS)
-    device.stream.close()
-    for num_running in TIMED_RUNNING:
-        for step_ms in TIMED_STEP_MS:
+    cores = usable_cores()
+    for model, all_running in ENGINES.items():
+        device = engine_device(
+            model, max(all_running), num_tokens=max(all_running) * (PROMPT_LEN + MAX_NEW_TOKENS)
+        )
+        with pinned(cores[1:] or cores):
+            for num_running in all_running:
+                yield measure(device, num_running)
+            if model in ADDED:
+                yield measure(device, *ADDED[model])
+        device.stream.close()
+    with pinned(cores[:1]):
+        for num_running, step_ms in TIMED_CASES:
             yield measure(timed_device(num_running, step_s=step_ms / 1e3), num_running)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """The share of the scheduler's cost that is hidden, on each device."""
-    return {f"{row['device']}, {row['num_running']} running": row["hidden"] for row in rows}
+    """The share hidden behind the engine's own forwards, with nothing added, and behind a device's."""
+    own = [row for row in rows if not row["device"].startswith("timed") and not row["added_ms"]]
+    timed = [row for row in rows if row["device"].startswith("timed")]
+    return {
+        "devices": sorted({row["device"] for row in own}),
+        "least_hidden": min(row["hidden"] for row in own),
+        **{f"hidden, {row['device']}, {row['num_running']} running": row["hidden"] for row in own},
+        "least_hidden_timed": min(row["hidden"] for row in timed),
+    }

@@ -29,10 +29,19 @@ class Bench:
 
 
 BENCHES: dict[str, Bench] = {
+    "decode": Bench(module="decode", question="How near is a decode step to what the machine allows?"),
+    "prefill": Bench(module="prefill", question="How near is a prefill to oneDNN's best GEMM rate?"),
+    "attention": Bench(
+        module="attention", question="How near are the attention kernels to what the machine allows?"
+    ),
     "scheduling": Bench(module="scheduling", question="How long does one scheduling decision take?"),
     "overlap": Bench(module="overlap", question="How much of the scheduler's cost does overlap hide?"),
     "transfer": Bench(module="transfer", question="How fast do KV pages move, against what carries them?"),
     "serving": Bench(module="serving", question="Tokens a second and times to first token, end to end?"),
+    "interference": Bench(
+        module="interference", question="What does a prefill do to the streams that are running?"
+    ),
+    "trace": Bench(module="trace_serving", question="How does a fleet serve a recorded workload?"),
     "router": Bench(module="router_load", question="What does a token cost in the router?"),
     "long_prompts": Bench(
         module="long_prompts",

@@ -42,12 +42,16 @@ class TimedStream:
         self._step_s = step_s
         self._prompt_token_s = prompt_token_s
         self._free_at = 0.0
+        self.busy_s = 0.0
+        """Of all forwards so far, those in flight included."""
 
     def submit(self, batch: ModelWorkerBatch) -> TimedResult:
         """See ForwardStream. Every token beyond one of each sequence costs `prompt_token_s`."""
         num_more = int(batch.lengths_B.sum()) - len(batch.rows_B)
         self._free_at = max(self._free_at, time.perf_counter())
-        self._free_at += self._step_s + num_more * self._prompt_token_s
+        takes_s = self._step_s + num_more * self._prompt_token_s
+        self._free_at += takes_s
+        self.busy_s += takes_s
         return TimedResult(self._free_at, (batch.sampling.uniforms * VOCAB_SIZE).astype(int).tolist())
 
     def sample(self, forwarded: TimedResult, vocab_mask: object = None) -> TimedResult:

@@ -1,0 +1,100 @@
+"""A node's own engine, fed with forwards made by hand: what a step costs without a scheduler.
+
+The KV pool is full of random values, and a sequence's pages lie anywhere in it, as they do after a while of serving.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.cpu_cores import CpuCores
+from shared.engine.build import build_engine
+from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.sampling_inputs import SamplingInputs
+from tests.bench.models import SHAPES, VOCAB_SIZE, random_model
+
+PAGE_SIZE = 16
+
+
+class Forwards:
+    """Runs forwards of a random model on the node's forward stream, one at a time."""
+
+    kernels = "torch"
+    """What computes the model."""
+
+    def __init__(self, model: str, cores: Sequence[int], *, num_tokens: int, max_batch: int) -> None:
+        self.shape = SHAPES[model]
+        config = NodeConfig(
+            model=ModelOptions(model=str(random_model(model)), cpu_cores=CpuCores(len(cores), tuple(cores))),
+            cache=CacheOptions(max_total_tokens=num_tokens, page_size=PAGE_SIZE),
+            schedule=ScheduleOptions(max_running_requests=max_batch),
+        )
+        self._engine = build_engine(config, lambda what, fraction: None)
+        fill_randomly(self._engine.pool.buffer_LSNHPD)
+        self._pages = np.random.default_rng(0).permutation(num_tokens // PAGE_SIZE).astype(np.int32) + 1
+
+    def decode(self, batch: int, context: int) -> ModelWorkerBatch:
+        """A decode step of `batch` sequences that have `context` tokens each with the new one."""
+        return self._batch(
+            np.empty(0, dtype=np.int64),
+            starts=np.full(batch, context - 1, dtype=np.int64),
+            lengths=np.ones(batch, dtype=np.int64),
+        )
+
+    def extend(self, start: int, length: int) -> ModelWorkerBatch:
+        """A prompt of which `start` tokens are cached and `length` are computed; one token is sampled."""
+        ids = np.random.default_rng(start + length).integers(256, VOCAB_SIZE, length)
+        return self._batch(ids, starts=np.array([start]), lengths=np.array([length]))
+
+    def seconds(self, batch: ModelWorkerBatch) -> float:
+        """From its launch until its tokens are on the host."""
+        begun = time.perf_counter()
+        stream = self._engine.stream
+        stream.sample(stream.submit(batch)).wait()
+        return time.perf_counter() - begun
+
+    def close(self) -> None:
+        """End the forward stream."""
+        self._engine.stream.close()
+
+    def _batch(self, input_ids: np.ndarray, *, starts: np.ndarray, lengths: np.ndarray) -> ModelWorkerBatch:
+        num, num_pages = len(starts), -(-int((starts + lengths).max()) // PAGE_SIZE)
+        return ModelWorkerBatch(
+            num_decodes=num if len(input_ids) == 0 else 0,
+            input_ids=input_ids,
+            rows_B=np.arange(num, dtype=np.int64),
+            starts_B=starts,
+            lengths_B=lengths,
+            page_table_BP=self._pages[: num * num_pages].reshape(num, num_pages).copy(),
+            sampled_B=np.arange(num, dtype=np.int64),
+            sampling=greedy(num),
+            future_writes=(),
+        )
+
+
+def greedy(num: int) -> SamplingInputs:
+    """Of `num` sequences that take the likeliest token."""
+    return SamplingInputs(
+        temperatures=np.zeros(num, dtype=np.float32),
+        top_ks=np.full(num, -1, dtype=np.int64),
+        top_ps=np.ones(num, dtype=np.float32),
+        min_ps=np.zeros(num, dtype=np.float32),
+        uniforms=np.full(num, 0.5),
+        masked_ids=((),) * num,
+        all_greedy=True,
+        needs_filter=False,
+    )
+
+
+def fill_randomly(buffer: torch.Tensor) -> None:
+    """A block of normal values, over and over: drawing gigabytes would take longer than the bench."""
+    flat = buffer.view(-1)
+    block = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).to(buffer.dtype)
+    for first in range(0, flat.numel(), block.numel()):
+        part = flat[first : first + block.numel()]
+        part.copy_(block[: part.numel()])
