@@ -40,6 +40,11 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         None,
         (_Pointer, _Pointer, *(_Int,) * 4, _Pointer, _Float, *(_Pointer,) * 3, _Int, *(_Pointer,) * 3),
     ),
+    "baton_decoder_new": (_Pointer, (_Pointer, _Pointer, _Pointer)),
+    "baton_decoder_free": (None, (_Pointer,)),
+    "baton_decoder_forward": (_Int, (_Pointer, _Pointer)),
+    "baton_decoder_logits": (_Int, (_Pointer, _Pointer, _Int, _Pointer)),
+    "baton_sample": (None, (_Pointer, _Pointer, _Int, _Int, _Pointer, _Pointer, _Pointer, _Pointer)),
 }
 
 

@@ -1,0 +1,218 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <new>
+#include <vector>
+
+#include "norm_rope.h"
+
+namespace baton {
+namespace {
+
+enum Status : int64_t { kDone = 0, kUnknownToken = 1, kOutOfMemory = 2 };
+
+// Memory for one array that every forward uses anew; it keeps the size of the largest.
+template <class T>
+class Scratch {
+ public:
+  Scratch() = default;
+  ~Scratch() { std::free(data_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  T* of(int64_t count) {
+    if (count > size_) {
+      std::free(data_);
+      size_ = 0;
+      data_ = static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64));
+      if (data_ == nullptr) throw std::bad_alloc();
+      size_ = count;
+    }
+    return data_;
+  }
+
+ private:
+  T* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+class Decoder {
+ public:
+  Decoder(Team& team, const DecoderDesc& model, const KVPool& pool)
+      : team_(team), model_(model), layers_(model.layers, model.layers + model.num_layers), pool_(pool) {}
+
+  Status forward(const BatchDesc& batch);
+  void logits(const float* hidden, int64_t num_rows, float* out);
+
+ private:
+  int64_t q_size() const { return model_.num_heads * model_.head_dim; }
+  int64_t qkv_size() const { return (model_.num_heads + 2 * model_.num_kv_heads) * model_.head_dim; }
+  KVPages pages_of(int64_t layer) const;
+  bool read_inputs(const BatchDesc&);
+  void place_tokens(const BatchDesc&);
+  void list_wanted(const BatchDesc&);
+  void keep_wanted(float*& residual, bf16*& attended);
+  void attend(const BatchDesc&, const KVPages&, const bf16* q, bf16* out);
+  void mlp(const LayerDesc&, float* residual, int64_t num_rows);
+
+  Team& team_;
+  const DecoderDesc model_;
+  const std::vector<LayerDesc> layers_;
+  const KVPool pool_;
+
+  std::vector<int64_t> ids_, positions_, pages_, offsets_, wanted_;
+  Scratch<float> residual_, wanted_residual_, rotary_;
+  Scratch<bf16> normed_, wide_, q_, attended_;
+};
+
+KVPages Decoder::pages_of(int64_t layer) const {
+  const int64_t size = pool_.num_pages * pool_.page_size * model_.num_kv_heads * model_.head_dim;
+  bf16* k = pool_.pages + 2 * layer * size;
+  return {k, k + size, pool_.page_size, model_.num_kv_heads, model_.head_dim};
+}
+
+// The tokens that are computed; false where one is not of the vocabulary.
+bool Decoder::read_inputs(const BatchDesc& batch) {
+  for (int64_t i = 0; i < batch.num_future_writes; i++)
+    batch.last_tokens[batch.future_rows[i]] = batch.future_tokens[i];
+  const int64_t num_extends = batch.num_sequences - batch.num_decodes;
+  int64_t num_ids = 0;
+  for (int64_t b = 0; b < num_extends; b++) num_ids += batch.lengths[b];
+  ids_.assign(batch.input_ids, batch.input_ids + num_ids);
+  for (int64_t b = num_extends; b < batch.num_sequences; b++) ids_.push_back(batch.last_tokens[batch.rows[b]]);
+  return std::all_of(ids_.begin(), ids_.end(), [&](int64_t id) { return 0 <= id && id < model_.vocab_size; });
+}
+
+// Where each token stands in its sequence, and its K and V in the pool.
+void Decoder::place_tokens(const BatchDesc& batch) {
+  positions_.clear();
+  pages_.clear();
+  offsets_.clear();
+  for (int64_t b = 0; b < batch.num_sequences; b++) {
+    const int32_t* pages = batch.page_table + b * batch.table_stride;
+    for (int64_t i = batch.starts[b]; i < batch.starts[b] + batch.lengths[b]; i++) {
+      positions_.push_back(i);
+      pages_.push_back(pages[i / pool_.page_size]);
+      offsets_.push_back(i % pool_.page_size);
+    }
+  }
+}
+
+// The tokens of which anything is wanted after the last layer: those that sample, then hidden_rows.
+void Decoder::list_wanted(const BatchDesc& batch) {
+  wanted_.clear();
+  int64_t b = 0, end = 0;
+  for (int64_t i = 0; i < batch.num_sampled; i++) {
+    for (; b <= batch.sampled[i]; b++) end += batch.lengths[b];
+    wanted_.push_back(end - 1);
+  }
+  wanted_.insert(wanted_.end(), batch.hidden_rows, batch.hidden_rows + batch.num_hidden);
+}
+
+Status Decoder::forward(const BatchDesc& batch) {
+  if (!read_inputs(batch)) return kUnknownToken;
+  place_tokens(batch);
+  list_wanted(batch);
+  const int64_t num_tokens = ids_.size(), num_wanted = wanted_.size(), d = model_.hidden_size;
+  float* residual = residual_.of(num_tokens * d);
+  bf16* normed = normed_.of(std::max(num_tokens, num_wanted) * d);
+  bf16* qkv = wide_.of(std::max(num_tokens, num_wanted) * std::max(qkv_size(), model_.intermediate_size));
+  bf16* q = q_.of(std::max(num_tokens, num_wanted) * q_size());
+  bf16* attended = attended_.of(num_tokens * q_size());
+  float* rotary = rotary_.of(num_tokens * model_.head_dim);
+  rotary_cos_sin(team_, positions_.data(), num_tokens, model_.rotary_frequencies, model_.head_dim / 2, rotary);
+  embed(team_, ids_.data(), num_tokens, model_.embed, d, residual);
+
+  for (int64_t i = 0; i < model_.num_layers; i++) {
+    const LayerDesc& layer = layers_[i];
+    const KVPages pages = pages_of(i);
+    const bool is_last = i + 1 == model_.num_layers;
+    rms_norm(team_, residual, num_tokens, d, layer.input_norm, model_.rms_norm_eps, normed);
+    linear(team_, normed, num_tokens, layer.qkv, qkv);
+    norm_rope_write(team_, qkv, num_tokens, model_.num_heads, {layer.qk_norm, model_.rms_norm_eps}, rotary, pages,
+                    pages_.data(), offsets_.data(), q);
+    int64_t num_rows = num_tokens;
+    if (is_last && (num_rows = num_wanted) == 0) {
+      __atomic_fetch_add(batch.progress, 1, __ATOMIC_RELAXED);
+      break;  // a chunk in the middle of its prompt leaves K and V, and nothing else
+    }
+    attend(batch, pages, q, attended);
+    if (is_last) keep_wanted(residual, attended);
+    linear_add(team_, attended, num_rows, layer.o, residual);
+    mlp(layer, residual, num_rows);
+    __atomic_fetch_add(batch.progress, 1, __ATOMIC_RELAXED);
+  }
+  if (batch.num_sampled > 0) logits(residual, batch.num_sampled, batch.logits);
+  if (batch.num_hidden > 0) std::copy_n(residual + batch.num_sampled * d, batch.num_hidden * d, batch.hidden);
+  return kDone;
+}
+
+// From here on only rows that somebody asks for are computed: a token's K and V are all that others need of it.
+void Decoder::keep_wanted(float*& residual, bf16*& attended) {
+  const int64_t d = model_.hidden_size;
+  float* rows = wanted_residual_.of(wanted_.size() * d);
+  bf16* outputs = q_.of(wanted_.size() * q_size());
+  team_.each(wanted_.size(), [&](int64_t i) {
+    std::copy_n(residual + wanted_[i] * d, d, rows + i * d);
+    std::copy_n(attended + wanted_[i] * q_size(), q_size(), outputs + i * q_size());
+  });
+  residual = rows;
+  attended = outputs;
+}
+
+void Decoder::attend(const BatchDesc& batch, const KVPages& pages, const bf16* q, bf16* out) {
+  const int64_t num_extends = batch.num_sequences - batch.num_decodes;
+  const Sequences extends{num_extends, batch.page_table, batch.table_stride, batch.starts, batch.lengths};
+  const Sequences decodes{batch.num_decodes, batch.page_table + num_extends * batch.table_stride, batch.table_stride,
+                          batch.starts + num_extends, batch.lengths + num_extends};
+  const int64_t first_decode = (int64_t(ids_.size()) - batch.num_decodes) * q_size();
+  if (extends.num > 0) extend_attention(team_, q, pages, extends, model_.num_heads, out);
+  if (decodes.num > 0) decode_attention(team_, q + first_decode, pages, decodes, model_.num_heads, out + first_decode);
+}
+
+void Decoder::mlp(const LayerDesc& layer, float* residual, int64_t num_rows) {
+  bf16* normed = normed_.of(0);
+  bf16* product = wide_.of(0);
+  rms_norm(team_, residual, num_rows, model_.hidden_size, layer.post_attention_norm, model_.rms_norm_eps, normed);
+  linear_silu_mul(team_, normed, num_rows, layer.gate_up, product);
+  linear_add(team_, product, num_rows, layer.down, residual);
+}
+
+void Decoder::logits(const float* hidden, int64_t num_rows, float* out) {
+  bf16* normed = normed_.of(num_rows * model_.hidden_size);
+  rms_norm(team_, hidden, num_rows, model_.hidden_size, model_.norm, model_.rms_norm_eps, normed);
+  linear_float(team_, normed, num_rows, model_.lm_head, out);
+}
+
+template <class Call>
+int64_t status_of(Call&& call) {
+  try {
+    return call();
+  } catch (const std::bad_alloc&) {  // no exception crosses into Python
+    return kOutOfMemory;
+  }
+}
+
+}  // namespace
+}  // namespace baton
+
+extern "C" void* baton_decoder_new(void* team, const baton::DecoderDesc* model, const baton::KVPool* pool) {
+  return new baton::Decoder(*static_cast<baton::Team*>(team), *model, *pool);
+}
+
+extern "C" void baton_decoder_free(void* decoder) { delete static_cast<baton::Decoder*>(decoder); }
+
+// 0, or what went wrong (Status); then the KV of this batch is undefined and nothing else has changed.
+extern "C" int64_t baton_decoder_forward(void* decoder, const baton::BatchDesc* batch) {
+  return baton::status_of([&] { return static_cast<baton::Decoder*>(decoder)->forward(*batch); });
+}
+
+// Logits [num_rows][vocab_size] of rows of BatchDesc::hidden.
+extern "C" int64_t baton_decoder_logits(void* decoder, const float* hidden, int64_t num_rows, float* out) {
+  return baton::status_of([&] {
+    static_cast<baton::Decoder*>(decoder)->logits(hidden, num_rows, out);
+    return baton::kDone;
+  });
+}

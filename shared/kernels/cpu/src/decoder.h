@@ -1,0 +1,57 @@
+// A whole forward of the dense decoder family (Llama, Mistral, Qwen2, Qwen3) in one call.
+//
+// The slow twin is shared/model/decoder.py. The structs are those of shared/kernels/cpu/decoder.py, field by field.
+#pragma once
+#include "attention.h"
+#include "linear.h"
+#include "threads.h"
+#include "vec.h"
+
+namespace baton {
+
+struct LayerDesc {
+  const float* input_norm;           // [hidden_size]
+  const float* post_attention_norm;  // [hidden_size]
+  const float* qk_norm;              // [num_heads + num_kv_heads][head_dim], or null
+  PackedLinear qkv, o, gate_up, down;
+};
+
+struct DecoderDesc {
+  int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size;
+  float rms_norm_eps;
+  const float* rotary_frequencies;  // [head_dim / 2], radians per position
+  const bf16* embed;                // [vocab_size][hidden_size]
+  const float* norm;                // [hidden_size]
+  PackedLinear lm_head;
+  const LayerDesc* layers;
+};
+
+// The KV pool: pages of K of layer 0, of V of layer 0, of K of layer 1, ...
+struct KVPool {
+  bf16* pages;
+  int64_t num_pages, page_size;
+};
+
+// B sequences, T new tokens; extends first, then `num_decodes` of one token each.
+struct BatchDesc {
+  int64_t num_sequences, num_decodes;
+  const int64_t* rows;        // [B], of the FutureMap
+  const int64_t* starts;      // [B]
+  const int64_t* lengths;     // [B]
+  const int32_t* page_table;  // [B][table_stride]
+  int64_t table_stride;
+  const int64_t* input_ids;  // of the extends
+  int64_t* last_tokens;      // the FutureMap; decodes read their token from it
+  int64_t num_future_writes;
+  const int64_t* future_rows;    // written to the FutureMap before anything is read
+  const int64_t* future_tokens;  // [num_future_writes]
+  int64_t num_sampled;
+  const int64_t* sampled;  // [num_sampled], sequences whose last token's logits are wanted
+  float* logits;           // [num_sampled][vocab_size]
+  int64_t num_hidden;
+  const int64_t* hidden_rows;  // [num_hidden], tokens whose residual is wanted
+  float* hidden;               // [num_hidden][hidden_size], before the final norm
+  int64_t* progress;           // rises by one a layer
+};
+
+}  // namespace baton

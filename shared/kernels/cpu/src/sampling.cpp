@@ -1,0 +1,215 @@
+// The slow twin is shared/engine/sampler.py; it says why filters cut by value and the inverse CDF walks by id.
+//
+// Nothing is sorted. A threshold is found by bisection over the bits of the probabilities, which for positive floats
+// are in the order of their values, among ever fewer candidates.
+#include "sampling.h"
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <vector>
+
+#include "vec.h"
+
+namespace baton {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int64_t kBlock = 256;          // probabilities summed at once on the walk to the drawn token
+constexpr int64_t kFewCandidates = 128;  // fewer are not worth another selection
+
+float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+__mmask16 lanes(int64_t n) { return n >= 16 ? 0xffff : __mmask16((1u << n) - 1); }
+
+// The largest; a NaN never is.
+float largest(const float* x, int64_t n) {
+  __m512 best[4];
+  for (auto& b : best) b = _mm512_set1_ps(-kInfinity);
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int j = 0; j < 4; j++) best[j] = _mm512_max_ps(_mm512_loadu_ps(x + i + 16 * j), best[j]);
+  for (; i < n; i += 16)
+    best[0] = _mm512_mask_max_ps(best[0], lanes(n - i), _mm512_maskz_loadu_ps(lanes(n - i), x + i), best[0]);
+  return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(best[0], best[1]), _mm512_max_ps(best[2], best[3])));
+}
+
+// Where `value` is first; 0 where it is not.
+int64_t first_at(const float* x, int64_t n, float value) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const __m512 these = _mm512_maskz_loadu_ps(lanes(n - i), x + i);
+    const __mmask16 at = _mm512_mask_cmp_ps_mask(lanes(n - i), these, _mm512_set1_ps(value), _CMP_EQ_OQ);
+    if (at) return i + __builtin_ctz(at);
+  }
+  return 0;
+}
+
+// Logits to exp(x / temperature - top / temperature) in place: probabilities, but for a factor that gives the
+// likeliest 1.
+void to_probabilities(float* x, int64_t n, float top, float temperature) {
+  const __m512 t = _mm512_set1_ps(temperature);
+  const __m512 shift = _mm512_div_ps(_mm512_set1_ps(top), t);
+  for (int64_t i = 0; i < n; i += 16) {
+    const __m512 logits = _mm512_maskz_loadu_ps(lanes(n - i), x + i);
+    _mm512_mask_storeu_ps(x + i, lanes(n - i), exp16(_mm512_sub_ps(_mm512_div_ps(logits, t), shift)));
+  }
+}
+
+// The chosen of 16 floats added up in 8 double lanes.
+__m512d add_wide(__m512d sum, __mmask16 chosen, __m512 x) {
+  sum = _mm512_mask_add_pd(sum, __mmask8(chosen), sum, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
+  return _mm512_mask_add_pd(sum, __mmask8(chosen >> 8), sum, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
+}
+
+struct Weight {
+  int64_t count;
+  double mass;
+};
+
+// What is larger than `pivot`.
+Weight above(const float* p, int64_t n, float pivot) {
+  const __m512 limit = _mm512_set1_ps(pivot);
+  __m512d mass = _mm512_setzero_pd();
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    const __m512 x = _mm512_maskz_loadu_ps(lanes(n - i), p + i);
+    const __mmask16 chosen = _mm512_mask_cmp_ps_mask(lanes(n - i), x, limit, _CMP_GT_OQ);
+    count += __builtin_popcount(chosen);
+    mass = add_wide(mass, chosen, x);
+  }
+  return {count, _mm512_reduce_add_pd(mass)};
+}
+
+// Packs those from low to high; returns how many. `out` may be `p`, else it has room for 16 more than it gets.
+int64_t pick(const float* p, int64_t n, float low, float high, float* out) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    const __m512 x = _mm512_maskz_loadu_ps(lanes(n - i), p + i);
+    const __mmask16 from = _mm512_mask_cmp_ps_mask(lanes(n - i), x, _mm512_set1_ps(low), _CMP_GE_OQ);
+    const __mmask16 chosen = _mm512_mask_cmp_ps_mask(from, x, _mm512_set1_ps(high), _CMP_LE_OQ);
+    _mm512_storeu_ps(out + kept, _mm512_maskz_compress_ps(chosen, x));
+    kept += __builtin_popcount(chosen);
+  }
+  return kept;
+}
+
+struct Cut {
+  float at;
+  Weight above;  // of those larger than it
+};
+
+// The smallest value with less than `limit` above it, by the count or by the mass: one of p, which are in [0, 1], or 0
+// where all of them weigh less. `candidates` is scratch for n / 2 + 16.
+template <class Measure>
+Cut smallest_with_less_above(const float* p, int64_t n, Measure measure, double limit, float* candidates) {
+  uint32_t low = 0, high = 0x3f800000;  // bits of 0 and 1; the answer is between them
+  int64_t from_low = n;                 // how many are at least `low`
+  Weight over{0, 0.0};                  // those larger than `high`
+  Weight left_out{0, 0.0};              // those larger than `high` when candidates were picked last
+  while (low < high) {
+    const uint32_t middle = low + (high - low) / 2;
+    Weight found = above(p, n, from_bits(middle));
+    found = {found.count + left_out.count, found.mass + left_out.mass};
+    if (measure(found) < limit) {
+      high = middle;
+      over = found;
+    } else {
+      low = middle + 1;
+      from_low = found.count;
+    }
+    if (n > kFewCandidates && 2 * (from_low - over.count) <= n) {
+      n = pick(p, n, from_bits(low), from_bits(high), candidates);
+      p = candidates;
+      left_out = over;
+    }
+  }
+  return {from_bits(high), over};
+}
+
+// Probabilities below this are out: top-k, then top-p of the mass that it left, and min-p.
+float threshold(const float* p, int64_t n, int64_t top_k, float top_p, float min_p, std::vector<float>& candidates) {
+  const bool limits_k = top_k > 0 && top_k < n;
+  float lowest = 0.0f;
+  double mass = 0.0;
+  if (limits_k || top_p < 1.0f) candidates.resize(n / 2 + 16);
+  if (limits_k) {
+    const auto count = [](const Weight& weight) { return double(weight.count); };
+    const Cut cut = smallest_with_less_above(p, n, count, double(top_k), candidates.data());
+    lowest = cut.at;
+    mass = cut.above.mass + double(top_k - cut.above.count) * cut.at;  // of exactly top_k, however many tie
+  }
+  if (top_p < 1.0f) {
+    if (!limits_k) mass = above(p, n, 0.0f).mass;
+    const auto of_mass = [](const Weight& weight) { return weight.mass; };
+    lowest = std::max(lowest, smallest_with_less_above(p, n, of_mass, top_p * mass, candidates.data()).at);
+  }
+  return std::max(lowest, min_p);  // the likeliest has 1
+}
+
+// The first id whose cumulative probability, among those not below `lowest`, exceeds its share `uniform` of the whole;
+// -1 where there is no probability at all.
+int64_t draw(const float* p, int64_t n, float lowest, double uniform, std::vector<double>& block_mass) {
+  const __m512 limit = _mm512_set1_ps(lowest);
+  double total = 0.0;
+  block_mass.clear();
+  for (int64_t first = 0; first < n; first += kBlock) {
+    __m512d sum = _mm512_setzero_pd();
+    for (int64_t i = first; i < std::min(first + kBlock, n); i += 16) {
+      const __m512 x = _mm512_maskz_loadu_ps(lanes(n - i), p + i);
+      sum = add_wide(sum, _mm512_mask_cmp_ps_mask(lanes(n - i), x, limit, _CMP_GE_OQ), x);
+    }
+    block_mass.push_back(_mm512_reduce_add_pd(sum));
+    total += block_mass.back();
+  }
+  const double target = uniform * total;
+  double before = 0.0;
+  int64_t last = -1;  // a sum in another order may fall short of the target by its last bit
+  for (int64_t first = 0; first < n; first += kBlock) {
+    const double mass = block_mass[first / kBlock];
+    if (mass > 0.0 && (before + mass > target || before + mass >= total)) {
+      double cdf = before;
+      for (int64_t i = first; i < std::min(first + kBlock, n); i++) {
+        if (!(p[i] >= lowest) || p[i] <= 0.0f) continue;
+        cdf += p[i];
+        last = i;
+        if (cdf > target) return i;
+      }
+    }
+    before += mass;
+  }
+  return last;
+}
+
+}  // namespace
+
+void sample(Team& team, float* logits, int64_t num_rows, int64_t vocab_size, const Sampling& s, int64_t* token_ids) {
+  std::atomic<int64_t> next{0};
+  team.run([&](int) {
+    std::vector<float> candidates;
+    std::vector<double> block_mass;
+    for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < num_rows;) {
+      float* x = logits + row * vocab_size;
+      const float top = largest(x, vocab_size);
+      token_ids[row] = first_at(x, vocab_size, top);
+      if (s.temperatures == nullptr || s.temperatures[row] == 0.0f) continue;
+      to_probabilities(x, vocab_size, top, s.temperatures[row]);
+      const float lowest = threshold(x, vocab_size, s.top_ks[row], s.top_ps[row], s.min_ps[row], candidates);
+      const int64_t drawn = draw(x, vocab_size, lowest, s.uniforms[row], block_mass);
+      if (drawn >= 0) token_ids[row] = drawn;
+    }
+  });
+}
+
+}  // namespace baton
+
+// `last_tokens` is the FutureMap; row_ids [num_rows] are the rows that have sampled.
+extern "C" void baton_sample(void* team, float* logits, int64_t num_rows, int64_t vocab_size,
+                             const baton::Sampling* sampling, const int64_t* row_ids, int64_t* last_tokens,
+                             int64_t* token_ids) {
+  baton::sample(*static_cast<baton::Team*>(team), logits, num_rows, vocab_size, *sampling, token_ids);
+  for (int64_t i = 0; i < num_rows; i++) last_tokens[row_ids[i]] = token_ids[i];
+}
