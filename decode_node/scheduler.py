@@ -139,7 +139,7 @@ class DecodeScheduler:
 
     # ------------------------------------------------------------------------------------------- hear
     def _hear(self) -> None:
-        self._engine.progress.count += 1
+        self._engine.progress.steps += 1
         for heard in self._router_port.take():
             match heard.message:
                 case RouterHello():  # it has given up what it sent over an earlier connection

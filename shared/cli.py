@@ -142,6 +142,13 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
             help="cores of forwards, one thread pinned to each, like 0-3,8; or any:N: N threads that are not pinned; "
             "None: a thread for each core that there is, pinned where a router shares them out to its nodes",
         ),
+        add(
+            "--cpu-kernels",
+            default=model.cpu_kernels,
+            choices=("auto", "native", "torch"),
+            help="what computes the model on a CPU: kernels in C++, built at the first start, for bfloat16 with "
+            "AVX-512, or torch; auto: native where it can be had",
+        ),
     ]
     add = parser.add_argument_group("KV cache").add_argument
     actions += [
@@ -413,6 +420,7 @@ def node_config(args: argparse.Namespace) -> NodeConfig:
             dtype=args.dtype,
             context_length=args.context_length,
             cpu_cores=args.cpu_cores,
+            cpu_kernels=args.cpu_kernels,
         ),
         cache=CacheOptions(
             page_size=args.page_size,

@@ -17,6 +17,8 @@ class ModelOptions:
     context_length: int | None = None
     cpu_cores: CpuCores | None = None
     """Of one forward; None: `own_cores`."""
+    cpu_kernels: str = "auto"
+    """What computes the model on a CPU: see `engine.backends`."""
 
 
 @dataclass(frozen=True, kw_only=True)

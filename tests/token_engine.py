@@ -228,6 +228,7 @@ def token_engine(config: NodeConfig) -> Engine:
         layout=KVLayout("tokens", "int64", cache.page_size, 1, 1, 1),
         limits=NodeLimits(context_length, (num_pages - 1) * cache.page_size, num_rows),
         progress=Progress(),
+        kernels="tokens",
         eos_token_ids=frozenset({EOS}),
         profiler=Profiler(config.profile_dir, "tokens"),
         cpu_cores=CpuCores(1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from shared.engine.forward_batch import ForwardBatch
@@ -13,11 +14,18 @@ from shared.model.decoder import Attend
 class Progress:
     """Counts layers computed and steps planned, so that silence can be told from a long forward.
 
-    Written by the forward stream and the scheduler, read by the control thread; a lost increment does no harm.
+    The forward stream counts layers, the scheduler steps, and the control thread reads.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.layers = np.zeros(1, dtype=np.int64)
+        """In memory, where native code finds it."""
+        self.steps = 0
+
+    @property
+    def count(self) -> int:
+        """Of both."""
+        return int(self.layers[0]) + self.steps
 
 
 def make_attend(batch: ForwardBatch, pool: TokenToKVPool, progress: Progress) -> Attend:
@@ -36,7 +44,7 @@ def make_attend(batch: ForwardBatch, pool: TokenToKVPool, progress: Progress) ->
         return decode_attention(q_BHD, k_pages, v_pages, batch.page_table_BP[e:], batch.seq_lens_B[e:])
 
     def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-        progress.count += 1
+        progress.layers[0] += 1
         k_pages, v_pages = pool.layer_kv(layer)
         write_kv(k_pages, v_pages, k_TKD, v_TKD, batch.out_pages_T, batch.out_offsets_T)
         if batch.num_decodes == 0:

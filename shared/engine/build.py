@@ -15,6 +15,7 @@ from shared import log
 from shared.config import CacheOptions, ModelOptions, NodeConfig
 from shared.cpu_cores import CpuCores, own_cores
 from shared.engine.attention import Progress
+from shared.engine.backends import OnProgress, load_model
 from shared.engine.forward_stream import ForwardStream, make_forward_stream
 from shared.engine.model_runner import ModelRunner
 from shared.engine.profiler import Profiler
@@ -28,7 +29,6 @@ from shared.kvcache.ledger import KVLedger
 from shared.kvcache.pools import ReqToTokenPool, TokenToKVPool
 from shared.kvcache.radix_cache import RadixCache
 from shared.model.config import ModelConfig, load_model_config
-from shared.model.decoder import Decoder
 from shared.model.files import resolve_model
 from shared.protocol.messages import KVLayout, NodeLimits
 
@@ -37,9 +37,6 @@ HOST_KV_CAP_BYTES = 4 << 30
 CPU_KV_CAP_BYTES = 2 << 30
 """Largest KV pool that is chosen by itself on a CPU, where other processes share the memory."""
 FINGERPRINT_SAMPLE_BYTES = 1 << 16
-
-OnProgress = Callable[[str, float], None]
-"""(what is being done, fraction done)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +50,8 @@ class Engine:
     layout: KVLayout
     limits: NodeLimits
     progress: Progress
+    kernels: str
+    """The name of the backend that computes the model."""
     eos_token_ids: frozenset[int]
     profiler: Profiler
     cpu_cores: CpuCores
@@ -68,14 +67,15 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
     context_length = resolve_context_length(config.model, model_config)
     cpu_cores = config.model.cpu_cores or own_cores()
     torch.set_num_threads(cpu_cores.num_threads)
-    on_progress("loading weights", 0.0)
     with _memory_of(device, "the model"):
-        decoder = Decoder.load(
+        model = load_model(
+            config.model.cpu_kernels,
             folder,
             model_config,
             dtype=dtype,
             device=device,
-            on_progress=lambda f: on_progress("loading weights", f),
+            cores=cpu_cores.pinned or (-1,) * cpu_cores.num_threads,
+            on_progress=on_progress,
         )
     on_progress("allocating KV pages", 1.0)
     max_rows = config.schedule.max_running_requests
@@ -103,7 +103,8 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         num_pages + 1, config.cache, max_rows, context_length, HostPages(num_host_pages, page_nbytes)
     )
     profiler = Profiler(config.profile_dir, config.net.node_id or "node")
-    runner = ModelRunner(decoder, pool, max_rows, progress, profiler.span)
+    backend = model.bind(pool, progress)
+    runner = ModelRunner(backend, max_rows, device, profiler.span)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the forward stream does not wait for the stream that made all this
     log.event(
@@ -111,6 +112,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         model=config.model.model,
         device=device,
         dtype=dtype_name(dtype),
+        kernels=backend.name,
         context_length=context_length,
         max_total_num_tokens=limits.max_total_num_tokens,
         page_size=config.cache.page_size,
@@ -133,6 +135,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         ),
         limits=limits,
         progress=progress,
+        kernels=backend.name,
         profiler=profiler,
         cpu_cores=cpu_cores,
         grammars=CompilePool(make_grammar_backend(config.schedule.grammar_backend, folder, model_config)),

@@ -26,7 +26,6 @@ class ForwardBatch:
     seq_lens_B: torch.Tensor
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
-    rows_S: torch.Tensor
     last_token_S: torch.Tensor
     """Index in T of the last token of each sequence that samples."""
 
@@ -49,6 +48,5 @@ class ForwardBatch:
             seq_lens_B=to_device(batch.starts_B + batch.lengths_B, device),
             starts=tuple(batch.starts_B.tolist()),
             lengths=tuple(batch.lengths_B.tolist()),
-            rows_S=to_device(batch.rows_B[batch.sampled_B], device),
             last_token_S=to_device(ends[batch.sampled_B] - 1, device),
         )

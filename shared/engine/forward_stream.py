@@ -109,6 +109,7 @@ class CpuForwardStream:
     def close(self) -> None:
         """See ForwardStream."""
         self._worker.shutdown()
+        self._runner.close()
 
     def _copy(self, pages: PageCopy) -> float:
         assert self._host_pool is not None, "no host pages, no copies"
@@ -197,6 +198,7 @@ class CudaForwardStream:
     def close(self) -> None:
         """See ForwardStream."""
         self._stream.synchronize()
+        self._runner.close()
 
 
 def _start_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -94,19 +94,21 @@ class RawLogprobs:
 
 def prompt_logprobs(
     logits: Callable[[torch.Tensor], torch.Tensor],
-    hidden_TD: torch.Tensor,
+    hidden_ND: torch.Tensor,
     inputs: LogprobInputs,
     vocab_size: int,
 ) -> GatheredLogprobs:
-    """Logprobs of prompt tokens; `logits` maps rows of `hidden_TD` to float32 logits over `vocab_size` tokens."""
+    """Logprobs of the prompt tokens whose hidden states are `hidden_ND`, one for each of `inputs.rows_N`.
+
+    `logits` maps rows of them to float32 logits over `vocab_size` tokens.
+    """
     assert inputs.targets_N is not None, "the tokens of a prompt are known"
-    device = hidden_TD.device
-    rows_N, targets_N = to_device(inputs.rows_N, device), to_device(inputs.targets_N, device)
+    targets_N = to_device(inputs.targets_N, hidden_ND.device)
     step = max(1, MAX_LOGITS_AT_ONCE // vocab_size)
     blocks: list[GatheredLogprobs] = []
-    for first in range(0, len(rows_N), step):
+    for first in range(0, len(hidden_ND), step):
         block = slice(first, first + step)
-        logprobs_NV = torch.log_softmax(logits(hidden_TD[rows_N[block]]), dim=-1)
+        logprobs_NV = torch.log_softmax(logits(hidden_ND[block]), dim=-1)
         part = replace(inputs, token_ids_NM=inputs.token_ids_NM[block])
         blocks.append(gather(logprobs_NV, targets_N[block], part))
     return GatheredLogprobs(

@@ -1,25 +1,24 @@
-"""The two halves of a forward, on the forward stream: inputs and model, then sampling and FutureMap."""
+"""The two halves of a forward, on the forward stream: inputs and model, then sampling and FutureMap.
+
+What computes them is a backend, chosen once when the engine is built.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from shared.engine.attention import Progress, make_attend
-from shared.engine.forward_batch import ForwardBatch
-from shared.engine.future_map import FutureMap
-from shared.engine.logprobs import GatheredLogprobs, RawLogprobs, prompt_logprobs
+from shared.engine.future_map import FutureMap, to_device
+from shared.engine.logprobs import GatheredLogprobs, RawLogprobs
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.penalties import PenaltyTable
 from shared.engine.profiler import Span
-from shared.engine.sampler import sample
 from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.vocab_mask import VocabMask
-from shared.kvcache.pools import TokenToKVPool
-from shared.model.decoder import Decoder
 from shared.scheduling.sampled import Sampled
 
 
@@ -58,51 +57,66 @@ class SampledTensors:
         )
 
 
-class ModelRunner:
-    """Owns the FutureMap and the PenaltyTable; reads the model's weights, reads and writes the KV pool.
+class ModelBackend(Protocol):
+    """Reads the model's weights, reads and writes the KV pool. Used on the forward stream, in launch order."""
 
-    It knows rows, not requests.
-    """
+    name: str
+    vocab_size: int
+
+    def forward(
+        self, batch: ModelWorkerBatch, future_map: FutureMap
+    ) -> tuple[torch.Tensor | None, GatheredLogprobs | None]:
+        """Logits float32 [S, V] of the sampling sequences (None: nothing samples), and the prompt's logprobs.
+
+        The logits are good until the next forward.
+        """
+        ...
+
+    def draw(
+        self,
+        logits_SV: torch.Tensor,
+        inputs: SamplingInputs,
+        vocab_mask: VocabMask | None,
+        rows_S: torch.Tensor,
+        future_map: FutureMap,
+    ) -> torch.Tensor:
+        """The next token of each row, int64 [S], which enters the FutureMap. The logits may be overwritten."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and memory. Nothing runs."""
+        ...
+
+
+class ModelRunner:
+    """Owns the FutureMap and the PenaltyTable. It knows rows, not requests."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        pool: TokenToKVPool,
-        num_rows: int,
-        progress: Progress,
-        span: Span = nullcontext,
+        self, backend: ModelBackend, num_rows: int, device: torch.device, span: Span = nullcontext
     ) -> None:
-        self._decoder = decoder
-        self._pool = pool
-        self._future_map = FutureMap(num_rows, pool.device)
-        self._penalties = PenaltyTable(decoder.config.vocab_size, pool.device)
-        self._progress = progress
+        self._backend = backend
+        self._future_map = FutureMap(num_rows, device)
+        self._penalties = PenaltyTable(backend.vocab_size, device)
         self._span = span
-        self.device = pool.device
+        self.device = device
 
     @torch.inference_mode()
     def forward(self, batch: ModelWorkerBatch) -> Forwarded:
         """Compute `batch` up to the logits of its S sampling sequences."""
         with self._span("forward"):
-            return self._forward(batch)
-
-    def _forward(self, batch: ModelWorkerBatch) -> Forwarded:
-        fb = ForwardBatch.from_model_worker_batch(batch, self._future_map, self._pool.page_size, self.device)
-        attend = make_attend(fb, self._pool, self._progress)
-        hidden_TD = self._decoder.forward(fb.input_ids_T, fb.positions_T, attend)
-        logits_SV = self._decoder.logits(hidden_TD[fb.last_token_S]) if len(fb.rows_S) else None
-        of_prompt = None
-        if batch.input_logprobs is not None:
-            of_prompt = prompt_logprobs(
-                self._decoder.logits, hidden_TD, batch.input_logprobs, self._decoder.config.vocab_size
-            )
-        return Forwarded(logits_SV, fb.rows_S, batch.sampling, of_prompt)
+            rows_S = to_device(batch.rows_B[batch.sampled_B], self.device)
+            logits_SV, of_prompt = self._backend.forward(batch, self._future_map)
+            return Forwarded(logits_SV, rows_S, batch.sampling, of_prompt)
 
     @torch.inference_mode()
     def sample(self, forwarded: Forwarded, vocab_mask: VocabMask | None = None) -> SampledTensors:
         """Draw the next token of each sampling sequence, on the device; the next forward reads them."""
         with self._span("sample"):
             return self._sample(forwarded, vocab_mask)
+
+    def close(self) -> None:
+        """Let go of the backend's threads and memory. Nothing runs."""
+        self._backend.close()
 
     def _sample(self, forwarded: Forwarded, vocab_mask: VocabMask | None) -> SampledTensors:
         logits_SV, inputs = forwarded.logits_SV, forwarded.sampling
@@ -112,9 +126,8 @@ class ModelRunner:
         raw = RawLogprobs.of(logits_SV, inputs.logprobs) if inputs.logprobs is not None else None
         if inputs.penalties is not None:
             self._penalties.apply(logits_SV, inputs.penalties)
-        token_ids_S = sample(logits_SV, inputs, vocab_mask)
+        token_ids_S = self._backend.draw(logits_SV, inputs, vocab_mask, forwarded.rows_S, self._future_map)
         if inputs.penalties is not None:
             self._penalties.count(token_ids_S, inputs.penalties)
-        self._future_map.store(forwarded.rows_S, token_ids_S)
         logprobs = raw.gather(token_ids_S) if raw is not None else None
         return SampledTensors(token_ids_S, logprobs, forwarded.input_logprobs)

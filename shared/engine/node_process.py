@@ -137,6 +137,7 @@ def _parts(
         "cpu_cores": str(engine.cpu_cores),
         "device": str(engine.pool.device),
         "dtype": engine.layout.dtype,
+        "cpu_kernels": engine.kernels,
         "host_kv_tokens": engine.ledger.host.num_pages * engine.layout.page_size,
     }
     hello = NodeHello(node, role, engine.layout, engine.limits, flags)

@@ -19,6 +19,12 @@ def sample(
     logits_SV: torch.Tensor, inputs: SamplingInputs, vocab_mask: VocabMask | None = None
 ) -> torch.Tensor:
     """Next token ids, int64 [S]; `logits_SV` is float32 and may be overwritten."""
+    adjust_logits(logits_SV, inputs, vocab_mask)
+    return draw(logits_SV, inputs)
+
+
+def adjust_logits(logits_SV: torch.Tensor, inputs: SamplingInputs, vocab_mask: VocabMask | None) -> None:
+    """Add biases, and take out what may not be sampled; in place. Where nobody asks for that, nothing is done."""
     device = logits_SV.device
     if inputs.biases is not None:
         add_biases(logits_SV, inputs.biases)
@@ -27,6 +33,11 @@ def sample(
             logits_SV[i, to_device(ids, device)] = -torch.inf
     if vocab_mask is not None:
         apply_vocab_mask(logits_SV, vocab_mask)
+
+
+def draw(logits_SV: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    """Token ids, int64 [S], of adjusted logits. The slow twin of `shared/kernels/cpu/src/sampling.cpp`."""
+    device = logits_SV.device
     greedy_S = logits_SV.argmax(dim=-1)
     if inputs.all_greedy:
         return greedy_S

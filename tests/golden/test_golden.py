@@ -12,6 +12,7 @@ import pytest
 
 from shared.config import NodeConfig
 from tests.cluster import Cluster
+from tests.golden.pairwise import pairwise
 from tests.golden.references import MODELS, NUM_NEW, NUM_PROMPTS, Zoo
 from tests.golden.serving import Client, node_config, split, unsplit
 
@@ -51,23 +52,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
 }
 
 
-def pairs(values: tuple[object, ...]) -> set[tuple[int, object, int, object]]:
-    return {(i, values[i], j, values[j]) for i, j in combinations(range(len(values)), 2)}
-
-
-def pairwise() -> list[Case]:
-    """Greedily the case that covers most pairs not covered yet; the order of `product` breaks ties."""
-    candidates = [(values, pairs(values)) for values in product(*FACTORS.values())]
-    open_pairs = set().union(*(covered for _, covered in candidates))
-    cases: list[Case] = []
-    while open_pairs:
-        values, covered = max(candidates, key=lambda candidate: len(candidate[1] & open_pairs))
-        open_pairs -= covered
-        cases.append(Case(*values))  # type: ignore[arg-type]
-    return cases
-
-
-CASES = pairwise()
+CASES = [Case(*values) for values in pairwise(FACTORS)]  # type: ignore[arg-type]
 
 
 def test_the_cases_cover_every_pair() -> None:

@@ -17,6 +17,7 @@ from shared.engine.attention import Progress
 from shared.engine.build import Engine
 from shared.engine.forward_stream import make_forward_stream
 from shared.engine.model_runner import ModelRunner
+from shared.engine.torch_backend import TorchBackend
 from shared.kvcache.pools import ReqToTokenPool
 from shared.kvtransfer.page_store import PageStore
 from shared.model.config import load_model_config
@@ -145,7 +146,8 @@ def test_rotary_positions_off_by_one_on_the_decode_node(zoo: Zoo, config: NodeCo
         decoder = ShiftedDecoder.load(
             llama, load_model_config(llama), dtype=torch.float32, device=torch.device("cpu")
         )
-        runner = ModelRunner(decoder, engine.pool, config.schedule.max_running_requests, Progress())
+        backend = TorchBackend(decoder, engine.pool, Progress())
+        runner = ModelRunner(backend, config.schedule.max_running_requests, engine.pool.device)
         return replace(engine, stream=make_forward_stream(runner))
 
     tokens = split_tokens(zoo, config, SecondEngine(ON_DECODE, change))

@@ -74,7 +74,6 @@ def test_an_extend_concatenates_its_requests() -> None:
     assert fb.positions_T.tolist() == [6, 7, 8, 9, *range(7), 0, 1, 2]
     assert (fb.starts, fb.lengths) == ((6, 0, 0), (4, 7, 3))
     assert fb.seq_lens_B.tolist() == [10, 7, 3]
-    assert fb.rows_S.tolist() == [world.row(0), world.row(1)]
     assert fb.last_token_S.tolist() == [3, 10]
 
 
@@ -118,7 +117,6 @@ def test_a_decode_step_beside_an_extend_comes_behind_it() -> None:
     assert fb.num_decodes == 2
     assert fb.input_ids_T.tolist() == [200, 201, 202, 203, 13, 11]
     assert fb.positions_T.tolist() == [0, 1, 2, 3, 5, 10]
-    assert fb.rows_S.tolist() == [world.row(2), world.row(0)]
     assert fb.last_token_S.tolist() == [4, 5]
 
 
@@ -146,7 +144,7 @@ def test_nobody_samples_in_the_middle_of_a_prompt() -> None:
     assert len(batch.sampled_B) == 0
     assert batch.sampling.masked_ids == ()
     fb = world.forward_batch(batch)
-    assert fb.rows_S.shape == fb.last_token_S.shape == (0,)
+    assert fb.last_token_S.shape == (0,)
 
 
 def test_the_snapshot_does_not_see_later_changes() -> None:

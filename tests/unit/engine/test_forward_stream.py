@@ -65,6 +65,9 @@ class GatedRunner:
             raise ValueError(f"forward {number}")
         return number
 
+    def close(self) -> None:
+        pass
+
     def sample(self, number: int, vocab_mask: object) -> SampledTensors:
         self.threads.add(threading.get_ident())
         return SampledTensors(torch.tensor([number, number + 1]))

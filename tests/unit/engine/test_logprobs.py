@@ -113,6 +113,7 @@ def test_prompt_logprobs_chunk_by_chunk(
         hidden = torch.cat([logits[at : at + length] for logits in logits_of])
         at += length
         if inputs is not None:
+            hidden = hidden[inputs.rows_N]
             for owner, part in prompt_logprobs(lambda rows: rows, hidden, inputs, V).by_owner().items():
                 collected[owner].append(part)
     for i, (name, req) in enumerate(zip(names, world.reqs, strict=True)):

@@ -1,0 +1,121 @@
+"""The model by native calls on a CPU: one for a forward, one for sampling, both without the GIL.
+
+The scheduler's Python runs beside them, and no Python runs between two layers. The snapshot's arrays are read where
+they are, and so is the FutureMap.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from shared.engine.attention import Progress
+from shared.engine.future_map import FutureMap
+from shared.engine.logprobs import GatheredLogprobs, prompt_logprobs
+from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.sampler import adjust_logits
+from shared.engine.sampling_inputs import LogprobInputs, SamplingInputs
+from shared.engine.vocab_mask import VocabMask
+from shared.kernels.cpu.decoder import BatchDesc, KVPool, NativeDecoder
+from shared.kernels.cpu.library import Team
+from shared.kernels.cpu.sampling import Sampling, sample
+from shared.kvcache.pools import TokenToKVPool
+from shared.model.config import ModelConfig
+from shared.model.packed_weights import PackedWeights
+
+
+class NativeBackend:
+    """See ModelBackend."""
+
+    name = "native"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: PackedWeights,
+        team: Team,
+        pool: TokenToKVPool,
+        progress: Progress,
+    ) -> None:
+        """`team` becomes its own; it ends with `close`."""
+        self.vocab_size = config.vocab_size
+        self._hidden_size = config.hidden_size
+        self._team = team
+        pages = KVPool(pool.buffer_LSNHPD.data_ptr(), pool.num_pages, pool.page_size)
+        self._decoder = NativeDecoder(team, weights.desc, pages, (weights, pool))
+        self._progress = progress.layers.ctypes.data
+        self._logits = np.empty(0, dtype=np.float32)
+        """Of the latest forward, whose sampling comes before the next one."""
+
+    def forward(
+        self, batch: ModelWorkerBatch, future_map: FutureMap
+    ) -> tuple[torch.Tensor | None, GatheredLogprobs | None]:
+        """See ModelBackend."""
+        wanted = batch.input_logprobs
+        logits_SV = self._logits_buffer(len(batch.sampled_B))
+        rows_N = wanted.rows_N if wanted is not None else np.empty(0, dtype=np.int64)
+        hidden_ND = np.empty((len(rows_N), self._hidden_size), dtype=np.float32)
+        writes = np.array(batch.future_writes, dtype=np.int64).reshape(-1, 2).T.copy()
+        page_table_BP = np.ascontiguousarray(batch.page_table_BP)
+        self._decoder.forward(
+            BatchDesc(
+                num_sequences=len(batch.rows_B),
+                num_decodes=batch.num_decodes,
+                rows=batch.rows_B.ctypes.data,
+                starts=batch.starts_B.ctypes.data,
+                lengths=batch.lengths_B.ctypes.data,
+                page_table=page_table_BP.ctypes.data,
+                table_stride=page_table_BP.shape[1],
+                input_ids=batch.input_ids.ctypes.data,
+                last_tokens=future_map.last_token_R.data_ptr(),
+                num_future_writes=writes.shape[1],
+                future_rows=writes[0].ctypes.data,
+                future_tokens=writes[1].ctypes.data,
+                num_sampled=len(batch.sampled_B),
+                sampled=batch.sampled_B.ctypes.data,
+                logits=logits_SV.ctypes.data,
+                num_hidden=len(rows_N),
+                hidden_rows=rows_N.ctypes.data,
+                hidden=hidden_ND.ctypes.data,
+                progress=self._progress,
+            )
+        )
+        of_prompt = self._prompt_logprobs(hidden_ND, wanted) if wanted is not None else None
+        return torch.from_numpy(logits_SV) if len(logits_SV) else None, of_prompt
+
+    def draw(
+        self,
+        logits_SV: torch.Tensor,
+        inputs: SamplingInputs,
+        vocab_mask: VocabMask | None,
+        rows_S: torch.Tensor,
+        future_map: FutureMap,
+    ) -> torch.Tensor:
+        """See ModelBackend."""
+        adjust_logits(logits_SV, inputs, vocab_mask)
+        return sample(self._team, logits_SV, _sampling(inputs), rows_S, future_map.last_token_R)
+
+    def close(self) -> None:
+        """See ModelBackend."""
+        self._decoder.close()
+        self._team.close()
+
+    def _logits_buffer(self, num_rows: int) -> np.ndarray:
+        """[num_rows, vocab_size] of memory that was touched before: fresh pages cost more than the sampling."""
+        if len(self._logits) < num_rows * self.vocab_size:
+            self._logits = np.empty(num_rows * self.vocab_size, dtype=np.float32)
+        return self._logits[: num_rows * self.vocab_size].reshape(num_rows, self.vocab_size)
+
+    def _prompt_logprobs(self, hidden_ND: np.ndarray, inputs: LogprobInputs) -> GatheredLogprobs:
+        def logits(rows_ND: torch.Tensor) -> torch.Tensor:
+            out_NV = torch.empty(len(rows_ND), self.vocab_size)
+            self._decoder.logits(rows_ND.data_ptr(), len(rows_ND), out_NV.data_ptr())
+            return out_NV
+
+        return prompt_logprobs(logits, torch.from_numpy(hidden_ND), inputs, self.vocab_size)
+
+
+def _sampling(inputs: SamplingInputs) -> Sampling:
+    if inputs.all_greedy:
+        return Sampling()
+    return Sampling.of(inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps, inputs.uniforms)

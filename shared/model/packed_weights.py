@@ -1,0 +1,115 @@
+"""A decoder's weights as the native kernels read them: linear weights in panels, everything small in float32.
+
+A layer is packed as soon as it is read, so that loading holds one copy of the weights and one layer. The embedding
+table stays as it is, a view of the mapped file where that is bfloat16. A model with tied embeddings has it twice: as
+rows, of which a forward reads a few, and as the panels of its lm_head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from shared.kernels.cpu.decoder import DecoderDesc, LayerDesc, LinearDesc
+from shared.kernels.cpu.library import Team
+from shared.kernels.cpu.linear import new_panels, pack_gate_up, pack_rows
+from shared.model.config import ModelConfig
+from shared.model.layers import rotary_frequencies
+from shared.model.weights import LayerWeights, WeightReader
+
+MAX_HEAD_DIM = 256
+
+
+def native_obstacle(config: ModelConfig) -> str | None:
+    """What the native kernels cannot do about this model's shape; None where they can."""
+    if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {config.head_dim} is no multiple of 16 up to {MAX_HEAD_DIM}"
+    if config.hidden_size % 2 or config.intermediate_size % 2:
+        return f"hidden_size {config.hidden_size} or intermediate_size {config.intermediate_size} is odd"
+    return None
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """`desc` points into what `kept` keeps alive."""
+
+    desc: DecoderDesc
+    kept: tuple[object, ...]
+
+
+def load_packed_weights(
+    folder: Path,
+    config: ModelConfig,
+    team: Team,
+    *,
+    on_progress: Callable[[float], None] | None = None,
+) -> PackedWeights:
+    """Read and pack a folder's weights; see `WeightReader` for `on_progress` and the ModelErrors raised."""
+    packer = _Packer(team)
+    cpu = torch.device("cpu")
+    with WeightReader(folder, config, dtype=torch.bfloat16, device=cpu, on_progress=on_progress) as reader:
+        embed_VD = reader.embed()
+        layers = (LayerDesc * config.num_layers)(*(packer.layer(layer) for layer in reader.layers()))
+        norm = packer.floats(reader.norm())
+        lm_head = packer.linear(embed_VD if config.tie_word_embeddings else reader.lm_head(), None)
+    desc = DecoderDesc(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        rms_norm_eps=config.rms_norm_eps,
+        rotary_frequencies=packer.floats(rotary_frequencies(config, cpu)),
+        embed=embed_VD.data_ptr(),
+        norm=norm,
+        lm_head=lm_head,
+        layers=ctypes.addressof(layers),
+    )
+    return PackedWeights(desc, (embed_VD, layers, *packer.kept))
+
+
+@dataclass
+class _Packer:
+    """Describes layers natively, and keeps what the descriptions point to."""
+
+    team: Team
+    kept: list[object] = field(default_factory=list)
+
+    def layer(self, layer: LayerWeights) -> LayerDesc:
+        gate_FD, up_FD = layer.gate_up_proj_GD.chunk(2)
+        gate_up_panels = new_panels(*layer.gate_up_proj_GD.shape)
+        pack_gate_up(self.team, gate_FD, up_FD, gate_up_panels)
+        return LayerDesc(
+            input_norm=self.floats(layer.input_norm_D),
+            post_attention_norm=self.floats(layer.post_attention_norm_D),
+            qk_norm=self.floats(layer.qk_norm_ND),
+            qkv=self.linear(layer.qkv_proj_QD, layer.qkv_bias_Q),
+            o=self.linear(layer.o_proj_DA, layer.o_bias_D),
+            gate_up=self._described(gate_up_panels, layer.gate_up_proj_GD, layer.gate_up_bias_G),
+            down=self.linear(layer.down_proj_DF, layer.down_bias_D),
+        )
+
+    def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> LinearDesc:
+        panels = new_panels(*weight_NK.shape)
+        pack_rows(self.team, weight_NK, panels)
+        return self._described(panels, weight_NK, bias_N)
+
+    def floats(self, values: torch.Tensor | None) -> int | None:
+        """Where float32 copies of them are."""
+        if values is None:
+            return None
+        copy = values.to(torch.float32, copy=True).contiguous()
+        self.kept.append(copy)
+        return copy.data_ptr()
+
+    def _described(
+        self, panels: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
+    ) -> LinearDesc:
+        self.kept.append(panels)
+        return LinearDesc(panels.data_ptr(), self.floats(bias_N), *weight_NK.shape)
