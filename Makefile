@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve demo test test-clients check bench format clean
+.PHONY: serve demo test test-clients check bench bench-page format clean
 .DEFAULT_GOAL := serve
 
 $(INSTALLED): pyproject.toml
@@ -57,6 +57,10 @@ format: $(INSTALLED)
 # say where results are kept: ARGS="--save docs/performance".
 bench: $(INSTALLED)
 	@$(BIN)/python -m tests.bench $(ARGS)
+
+# Draw what `make bench ARGS="--save docs/performance"` has measured, and fill in docs/performance.md.
+bench-page: $(INSTALLED)
+	@$(BIN)/python -m tests.bench.page
 
 clean:
 	rm -rf $(VENV) .clients build *.egg-info

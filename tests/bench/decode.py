@@ -22,6 +22,7 @@ from typing import Any
 from tests.bench.forwards import Forwards
 from tests.bench.limits import Gemms, StreamingRead
 from tests.bench.machine import usable_cores
+from tests.bench.models import Shape
 from tests.bench.rounds import in_turn
 from tests.bench.stats import figure, ratios
 from tests.bench.table import Row
@@ -55,10 +56,6 @@ def measure(
             for context in contexts:
                 step = forwards.decode(batch, context)
                 gb_s, gflop_s, step_s = in_turn([read.gb_s, gemms.gflop_s, partial(forwards.seconds, step)])
-                nbytes = shape.weight_nbytes + batch * context * shape.kv_nbytes
-                flops = batch * (shape.linear_flops + shape.lm_head_flops)
-                read_s = [nbytes / 1e9 / rate for rate in gb_s]
-                limit_s = [max(r, flops / 1e9 / rate) for r, rate in zip(read_s, gflop_s, strict=True)]
                 yield {
                     "bench": "decode",
                     "model": model,
@@ -66,16 +63,35 @@ def measure(
                     "cores": len(cores),
                     "batch": batch,
                     "context": context,
-                    **figure("step_ms", [1e3 * s for s in step_s]),
-                    **figure("tokens_s", [batch / s for s in step_s]),
-                    **figure("read_gb_s", gb_s),
-                    **figure("gemm_gflop_s", gflop_s),
-                    "bound_by": "reading" if sum(read_s) >= sum(limit_s) else "arithmetic",
-                    **figure("ratio", ratios(limit_s, step_s)),
-                    **figure("ratio_read", ratios(read_s, step_s)),
+                    **figures(shape, batch, context, gb_s, gflop_s, step_s),
                 }
     finally:
         forwards.close()
+
+
+def figures(
+    shape: Shape,
+    batch: int,
+    context: int,
+    gb_s: Sequence[float],
+    gflop_s: Sequence[float],
+    step_s: Sequence[float],
+) -> dict[str, Any]:
+    """What rounds of (read rate, GEMM rate, step) come to."""
+    nbytes = shape.weight_nbytes + batch * context * shape.kv_nbytes
+    flops = batch * (shape.linear_flops + shape.lm_head_flops)
+    read_s = [nbytes / 1e9 / rate for rate in gb_s]
+    multiply_s = [flops / 1e9 / rate for rate in gflop_s]
+    limit_s = [max(both) for both in zip(read_s, multiply_s, strict=True)]
+    return {
+        **figure("step_ms", [1e3 * s for s in step_s]),
+        **figure("tokens_s", [batch / s for s in step_s]),
+        **figure("read_gb_s", gb_s),
+        **figure("gemm_gflop_s", gflop_s),
+        "bound_by": "reading" if sum(read_s) >= sum(multiply_s) else "arithmetic",
+        **figure("ratio", ratios(limit_s, step_s)),
+        **figure("ratio_read", ratios(read_s, step_s)),
+    }
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:

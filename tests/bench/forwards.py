@@ -24,9 +24,6 @@ PAGE_SIZE = 16
 class Forwards:
     """Runs forwards of a random model on the node's forward stream, one at a time."""
 
-    kernels = "torch"
-    """What computes the model."""
-
     def __init__(self, model: str, cores: Sequence[int], *, num_tokens: int, max_batch: int) -> None:
         self.shape = SHAPES[model]
         config = NodeConfig(
@@ -35,6 +32,8 @@ class Forwards:
             schedule=ScheduleOptions(max_running_requests=max_batch),
         )
         self._engine = build_engine(config, lambda what, fraction: None)
+        self.kernels = self._engine.kernels
+        """What computes the model: `native` or `torch`."""
         fill_randomly(self._engine.pool.buffer_LSNHPD)
         self._pages = np.random.default_rng(0).permutation(num_tokens // PAGE_SIZE).astype(np.int32) + 1
 

@@ -1,0 +1,106 @@
+"""What was promised of this machine's own limits, and what the kept results say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A figure of a bench's summary, and its bound: at least so much, or at most."""
+
+    what: str
+    bench: str
+    key: str
+    at_least: float | None = None
+    at_most: float | None = None
+    unit: str = ""
+
+    @property
+    def bound(self) -> str:
+        """In words."""
+        if self.at_least is not None:
+            return f"at least {self.at_least:g}{self.unit}"
+        return f"at most {self.at_most:g}{self.unit}"
+
+    def is_met(self, value: float) -> bool:
+        """Whether `value` keeps the bound."""
+        if self.at_least is not None:
+            return value >= self.at_least
+        assert self.at_most is not None
+        return value <= self.at_most
+
+    def reached(self, results: Mapping[str, Mapping[str, Any]]) -> float | None:
+        """The figure; None if the bench was not run, or says nothing of it."""
+        result = results.get(self.bench)
+        return None if result is None else result["summary"].get(self.key)
+
+
+TARGETS = (
+    Target(
+        what="decode step, batch 1 to 32: limit / step, the worst case",
+        bench="decode",
+        key="least_ratio",
+        at_least=0.6,
+    ),
+    Target(
+        what="single-stream decode: streaming read / step, the worst case",
+        bench="decode",
+        key="single_stream_ratio_read",
+        at_least=0.75,
+    ),
+    Target(
+        what="paged decode attention / streaming read, the worst case",
+        bench="attention",
+        key="decode_least_ratio",
+        at_least=0.8,
+    ),
+    Target(what="prefill of 2k tokens / oneDNN's GEMM rate", bench="prefill", key="ratio_2k", at_least=0.6),
+    Target(what="transfer over shared memory / memcpy", bench="transfer", key="shm_ratio", at_least=0.7),
+    Target(what="transfer over gloo / raw gloo", bench="transfer", key="gloo_ratio", at_least=0.7),
+    Target(
+        what="scheduling cost hidden by overlap, two cores, the worst case",
+        bench="overlap",
+        key="least_hidden",
+        at_least=0.6,
+    ),
+    Target(
+        what="ITL p99 beside a 2k prefill: one node doing both / 1P1D",
+        bench="interference",
+        key="unsplit_over_split",
+        at_least=3,
+        unit="x",
+    ),
+    Target(
+        what="from `router` to ready, built-in model",
+        bench="cold_start",
+        key="ready_s",
+        at_most=10,
+        unit=" s",
+    ),
+    Target(what="`--help`, the slowest", bench="cold_start", key="slowest_help_s", at_most=0.5, unit=" s"),
+    Target(
+        what="a node's peak memory beyond weights and KV pool",
+        bench="memory",
+        key="beyond_mib",
+        at_most=400,
+        unit=" MiB",
+    ),
+)
+
+
+def targets_table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown: each target, and what was reached."""
+    lines = ["| target | bound | reached | |", "| --- | --- | --- | --- |"]
+    for target in TARGETS:
+        value = target.reached(results)
+        if value is None:
+            lines.append(f"| {target.what} | {target.bound} | {NOT_MEASURED} | |")
+        else:
+            verdict = "met" if target.is_met(value) else "**missed**"
+            lines.append(f"| {target.what} | {target.bound} | {value:g}{target.unit} | {verdict} |")
+    return "\n".join(lines)
