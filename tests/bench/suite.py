@@ -44,6 +44,7 @@ BENCHES: dict[str, Bench] = {
     "trace": Bench(module="trace_serving", question="How does a fleet serve a recorded workload?"),
     "router": Bench(module="router_load", question="What does a token cost in the router?"),
     "cold_start": Bench(module="cold_start", question="How long does it take to start, and why?"),
+    "memory": Bench(module="memory", question="How much memory does a node need beyond weights and KV pool?"),
     "long_prompts": Bench(
         module="long_prompts",
         question="What do prompts of 100,000 tokens do to a stream beside them?",
