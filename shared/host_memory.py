@@ -1,7 +1,8 @@
-"""Large buffers in host memory that are copied through all the time: KV pages and staging slots."""
+"""Host memory: large buffers that are copied through all the time (KV pages, staging slots), and the heap."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
 import torch
@@ -25,3 +26,13 @@ def new_host_buffer(nbytes: int) -> torch.Tensor:
     whole = torch.frombuffer(area, dtype=torch.uint8)  # keeps `area` alive, and unmaps it with the last view
     start = -whole.data_ptr() % _HUGE_PAGE
     return whole[start : start + nbytes].zero_()
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system that the C library keeps, where it can (glibc).
+
+    Loading copies weights through buffers of a few MiB; freed, they are holes in the heap.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

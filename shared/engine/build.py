@@ -22,6 +22,7 @@ from shared.engine.profiler import Profiler
 from shared.errors import ConfigError, RequestError
 from shared.grammar.backend import GrammarBackend
 from shared.grammar.compile_pool import CompilePool
+from shared.host_memory import trim_heap
 from shared.kvcache.allocator import PageAllocator
 from shared.kvcache.host_pages import HostPages
 from shared.kvcache.host_pool import HostKVPool, make_host_pool
@@ -77,6 +78,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
             cores=cpu_cores.pinned or (-1,) * cpu_cores.num_threads,
             on_progress=on_progress,
         )
+    trim_heap()
     on_progress("allocating KV pages", 1.0)
     max_rows = config.schedule.max_running_requests
     num_pages = resolve_num_pages(config.cache, model_config, dtype, device, max_rows * context_length)
