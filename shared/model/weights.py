@@ -158,7 +158,8 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 
     def note(rows: Rows, *width: int) -> torch.Tensor:
         shapes.update({name: (num_rows, *width) for name, num_rows in rows.items()})
-        return torch.empty((sum(rows.values()), *width), device="meta")
+        # Of one element: operations on the meta device would import torch's compiler, 190 MB of it.
+        return torch.zeros(()).expand(sum(rows.values()), *width)
 
     note({_EMBED: c.vocab_size}, c.hidden_size)
     for i in range(c.num_layers):

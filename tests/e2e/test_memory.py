@@ -21,8 +21,8 @@ pytestmark = [
 ]
 
 WIDE = Shape(
-    architecture="LlamaForCausalLM",
-    model_type="llama",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
     hidden_size=1024,
     num_layers=4,
     num_heads=16,
@@ -30,6 +30,7 @@ WIDE = Shape(
     head_dim=64,
     intermediate_size=6144,
     tie_word_embeddings=False,
+    qk_norm=True,
 )
 """315 MiB of weights in few layers: a second copy of half of them would be over the bound."""
 PROMPT = [3 + i % 500 for i in range(600)]
@@ -80,6 +81,13 @@ def test_a_node_needs_its_weights_its_kv_pool_and_little_more(router: Router, mo
     for node in seen:
         assert node.weights > 300 and node.kv == 128, node
         assert 0 < node.beyond < BEYOND_MIB, node
+
+
+def test_no_compiler_is_loaded(router: Router) -> None:
+    """Torch imports its own by itself for some operations, and Triton's with it: seconds, and 190 MB."""
+    for process in psutil.Process(router.pid).children():
+        mapped = [Path(file.path).name for file in process.memory_maps()]
+        assert "libtorch_cpu.so" in mapped and "libtriton.so" not in mapped
 
 
 def _allowed(pid: int, thread: int) -> list[int]:
