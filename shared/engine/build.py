@@ -23,10 +23,13 @@ from shared.errors import ConfigError, RequestError
 from shared.grammar.backend import GrammarBackend
 from shared.grammar.compile_pool import CompilePool
 from shared.host_memory import trim_heap
+from shared.kernels.cpu.build import NativeUnavailable
+from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.allocator import PageAllocator
 from shared.kvcache.host_pages import HostPages
 from shared.kvcache.host_pool import HostKVPool, make_host_pool
 from shared.kvcache.ledger import KVLedger
+from shared.kvcache.page_mover import NumpyPageMover, PageMover
 from shared.kvcache.pools import ReqToTokenPool, TokenToKVPool
 from shared.kvcache.radix_cache import RadixCache
 from shared.model.config import ModelConfig, load_model_config
@@ -91,6 +94,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
             head_dim=model_config.head_dim,
             dtype=dtype,
             device=device,
+            mover=_page_mover(config.model.cpu_kernels),
         )
     limits = NodeLimits(
         context_length=context_length,
@@ -115,6 +119,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         device=device,
         dtype=dtype_name(dtype),
         kernels=backend.name,
+        page_mover=pool.mover.name,
         context_length=context_length,
         max_total_num_tokens=limits.max_total_num_tokens,
         page_size=config.cache.page_size,
@@ -143,6 +148,15 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         grammars=CompilePool(make_grammar_backend(config.schedule.grammar_backend, folder, model_config)),
         eos_token_ids=frozenset(model_config.eos_token_ids),
     )
+
+
+def _page_mover(kernels: str) -> PageMover:
+    if kernels != "torch":
+        try:
+            return NativePageMover()
+        except NativeUnavailable as error:
+            log.event("native_page_mover_unavailable", reason=error)
+    return NumpyPageMover()
 
 
 def no_grammars() -> GrammarBackend:

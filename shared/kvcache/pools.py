@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from shared.host_memory import new_host_buffer
+from shared.kvcache.page_mover import NumpyPageMover, PageMover
 
 
 class ReqToTokenPool:
@@ -54,7 +55,7 @@ class TokenToKVPool:
 
     `buffer_LSNHPD[layer, 0 | 1, page]` is one page of K | V with shape [num_kv_heads, page_size, head_dim]:
     a head range of a page is contiguous, and so is a page. Page 0 is never handed out; padded work writes
-    there. Who may touch which page is the allocator's business (see `allocator`).
+    there. Who may touch which page is the allocator's business (see `allocator`). `mover` copies pages on a CPU.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class TokenToKVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        mover: PageMover | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
@@ -81,6 +83,7 @@ class TokenToKVPool:
             self.buffer_LSNHPD = torch.zeros(shape, dtype=dtype, device=device)
         self.page_nbytes = num_kv_heads * page_size * head_dim * dtype.itemsize
         """Bytes of one page of one layer, of K or of V alone."""
+        self.mover = mover or NumpyPageMover()
         self._host_pages: npt.NDArray[np.void] | None = None
         """[layers * 2, pages], each item one page of K or V."""
         if device.type == "cpu":
@@ -104,9 +107,7 @@ class TokenToKVPool:
             out.copy_(picked.view(-1).view(torch.uint8))
             torch.cuda.current_stream(self.device).synchronize()
             return
-        pages = self._host_pages[rows]
-        # Any other mode than clip copies twice; what it would clip cannot come from the allocator.
-        np.take(pages, page_ids, axis=1, out=self._opaque(out).reshape(-1, len(page_ids)), mode="clip")
+        self.mover.gather(self._host_pages[rows], page_ids, self._opaque(out).reshape(-1, len(page_ids)))
 
     def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
         """The inverse of `gather`: write `src` (uint8) into pages; blocks until they are written."""
@@ -118,11 +119,8 @@ class TokenToKVPool:
             device_pages.index_copy_(1, torch.tensor(page_ids, device=self.device), arrived)
             torch.cuda.current_stream(self.device).synchronize()
             return
-        self._host_pages[rows][:, page_ids] = self._opaque(src).reshape(-1, len(page_ids))
+        self.mover.scatter(self._host_pages[rows], page_ids, self._opaque(src).reshape(-1, len(page_ids)))
 
     def _opaque(self, pages: torch.Tensor) -> npt.NDArray[np.void]:
-        """Host memory (uint8) as a row of whole pages, of which numpy copies each by one memcpy.
-
-        torch's `index_select` and `index_copy_` go word by word: about as fast to read, far slower to write.
-        """
+        """Host memory (uint8) as a row of whole pages."""
         return pages.numpy().view(np.dtype((np.void, self.page_nbytes)))

@@ -24,6 +24,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
 from shared.config import TransferOptions
+from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.layout import record_digest
 from shared.kvtransfer.receiver import ReceiveSide
@@ -81,6 +82,7 @@ def make_pool() -> TokenToKVPool:
         head_dim=HEAD_DIM,
         dtype=torch.bfloat16,
         device=CPU,
+        mover=NativePageMover(),
     )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shared.kernels.cpu.build import NativeUnavailable
+from shared.kernels.cpu.pages import NativePageMover
+from shared.kvcache.page_mover import NumpyPageMover, PageMover
 from shared.kvcache.pools import TokenToKVPool
 
 NUM_LAYERS = 4
@@ -16,7 +19,19 @@ POOLS = [
 ]
 
 
-def make_pool(page_size: int, dtype: torch.dtype, K: int, D: int, num_pages: int = 9) -> TokenToKVPool:
+@pytest.fixture(scope="module", params=["numpy", "native"])
+def mover(request: pytest.FixtureRequest) -> PageMover:
+    if request.param == "numpy":
+        return NumpyPageMover()
+    try:
+        return NativePageMover()
+    except NativeUnavailable as e:
+        pytest.skip(f"NO NATIVE KERNELS: {e}")
+
+
+def make_pool(
+    mover: PageMover, page_size: int, dtype: torch.dtype, K: int, D: int, num_pages: int = 9
+) -> TokenToKVPool:
     return TokenToKVPool(
         num_pages=num_pages,
         page_size=page_size,
@@ -25,6 +40,7 @@ def make_pool(page_size: int, dtype: torch.dtype, K: int, D: int, num_pages: int
         head_dim=D,
         dtype=dtype,
         device=torch.device("cpu"),
+        mover=mover,
     )
 
 
@@ -41,8 +57,10 @@ def raw_pages(pool: TokenToKVPool) -> torch.Tensor:
 
 @pytest.mark.parametrize(("page_size", "dtype", "K", "D"), POOLS)
 @pytest.mark.parametrize("layers", [(0, NUM_LAYERS), (1, 2), (3, 1)], ids=str)
-def test_round_trip(page_size: int, dtype: torch.dtype, K: int, D: int, layers: tuple[int, int]) -> None:
-    source, target = (make_pool(page_size, dtype, K, D) for _ in range(2))
+def test_round_trip(
+    mover: PageMover, page_size: int, dtype: torch.dtype, K: int, D: int, layers: tuple[int, int]
+) -> None:
+    source, target = (make_pool(mover, page_size, dtype, K, D) for _ in range(2))
     fill(source, 1)
     fill(target, 2)
     before = raw_pages(target).clone()
@@ -56,8 +74,8 @@ def test_round_trip(page_size: int, dtype: torch.dtype, K: int, D: int, layers: 
     assert torch.equal(raw_pages(target), expected)
 
 
-def test_a_gather_is_layer_major_with_k_before_v() -> None:
-    pool = make_pool(3, torch.float32, 2, 8)
+def test_a_gather_is_layer_major_with_k_before_v(mover: PageMover) -> None:
+    pool = make_pool(mover, 3, torch.float32, 2, 8)
     fill(pool, 3)
     out = torch.empty(pool.gather_nbytes(2, 2), dtype=torch.uint8)
     pool.gather([5, 2], 1, 2, out)
@@ -65,8 +83,8 @@ def test_a_gather_is_layer_major_with_k_before_v() -> None:
     assert torch.equal(out, torch.cat(parts))
 
 
-def test_sizes_are_exact() -> None:
-    pool = make_pool(16, torch.bfloat16, 2, 32)
+def test_sizes_are_exact(mover: PageMover) -> None:
+    pool = make_pool(mover, 16, torch.bfloat16, 2, 32)
     assert pool.page_nbytes == 16 * 2 * 32 * 2
     assert pool.gather_nbytes(5, 3) == 2 * 3 * 5 * pool.page_nbytes
     k, v = pool.layer_kv(2)
@@ -74,16 +92,29 @@ def test_sizes_are_exact() -> None:
     assert k.data_ptr() != v.data_ptr()
 
 
-def test_a_head_range_of_a_page_is_contiguous() -> None:
-    pool = make_pool(16, torch.float32, 4, 8)
+def test_a_head_range_of_a_page_is_contiguous(mover: PageMover) -> None:
+    pool = make_pool(mover, 16, torch.float32, 4, 8)
     k, _ = pool.layer_kv(1)
     assert k[3].is_contiguous()
     assert k[3, 1:3].is_contiguous()
 
 
-def test_layer_views_write_into_the_gathered_pages() -> None:
-    pool = make_pool(1, torch.float32, 1, 2)
+def test_layer_views_write_into_the_gathered_pages(mover: PageMover) -> None:
+    pool = make_pool(mover, 1, torch.float32, 1, 2)
     pool.layer_kv(3)[1][5] = 7.0
     out = torch.empty(pool.gather_nbytes(1, 1), dtype=torch.uint8)
     pool.gather([5], 3, 1, out)
     assert out.view(torch.float32).tolist() == [0.0, 0.0, 7.0, 7.0]
+
+
+@pytest.mark.parametrize("page", [-1, 9])
+def test_a_page_that_is_not_there_is_neither_read_nor_written(mover: PageMover, page: int) -> None:
+    pool = make_pool(mover, 3, torch.float32, 1, 3)
+    fill(pool, 1)
+    before, slot = raw_pages(pool).clone(), torch.full((pool.gather_nbytes(2, 1),), 5, dtype=torch.uint8)
+    with pytest.raises(IndexError, match="one is not of these 9"):
+        pool.gather([1, page], 0, 1, slot)
+    assert (slot == 5).all()
+    with pytest.raises(IndexError, match="one is not of these 9"):
+        pool.scatter([1, page], 0, 1, slot)
+    assert torch.equal(raw_pages(pool), before)
