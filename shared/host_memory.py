@@ -1,4 +1,4 @@
-"""Host memory: large buffers that are copied through all the time (KV pages, staging slots), and the heap."""
+"""Host memory: KV pages and staging slots that are copied through all the time, weights, and the heap."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ import mmap
 import torch
 
 _HUGE_PAGE = 2 << 20
+
+
+def new_mapping(nbytes: int) -> torch.Tensor:
+    """uint8 memory that is there when it is touched, zeroed, and back with the system once nothing refers to it.
+
+    What malloc gives back depends on what it has given out behind it: a model that was read layer by layer, each
+    freed before the next, left a third of its size on the heap.
+    """
+    return torch.frombuffer(
+        mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+    )
 
 
 def new_host_buffer(nbytes: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from types import TracebackType
 
 import torch
 
+from shared.host_memory import new_mapping
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import ModelConfig
 
@@ -142,7 +143,11 @@ class WeightReader:
 
     def _stack(self, rows: Rows, *width: int) -> torch.Tensor:
         """See Stack."""
-        buffer = torch.empty((sum(rows.values()), *width), dtype=self._dtype, device=self._device)
+        shape = (sum(rows.values()), *width)
+        if self._device.type == "cpu":
+            buffer = new_mapping(math.prod(shape) * self._dtype.itemsize).view(self._dtype).view(shape)
+        else:
+            buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
         for place, name in zip(torch.split(buffer, list(rows.values())), rows, strict=True):
             self._checkpoint.take(name, place, self._count)
         return buffer
