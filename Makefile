@@ -24,6 +24,7 @@ $(INSTALLED): pyproject.toml
 	    || $(PIP) install "torch==$(TORCH_VERSION)" --index-url $(TORCH_CPU_INDEX); \
 	fi
 	$(PIP) install --editable ".[dev]"
+	@$(BIN)/python -m shared.kernels.cpu
 	@touch $@
 
 # Start one prefill node, one decode node and the router with the built-in model. ARGS are the router's flags.
