@@ -78,7 +78,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
             model_config,
             dtype=dtype,
             device=device,
-            cores=cpu_cores.pinned or (-1,) * cpu_cores.num_threads,
+            cores=cpu_cores.team,
             on_progress=on_progress,
         )
     trim_heap()
@@ -110,6 +110,10 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
     )
     profiler = Profiler(config.profile_dir, config.net.node_id or "node")
     backend = model.bind(pool, progress)
+    stream_cores = cpu_cores.pinned
+    if backend.has_threads:
+        stream_cores = stream_cores[:1]
+        torch.set_num_threads(1)  # what is left to torch between two native calls is not worth more
     runner = ModelRunner(backend, max_rows, device, profiler.span)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the forward stream does not wait for the stream that made all this
@@ -131,7 +135,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         model_config=model_config,
         pool=pool,
         ledger=ledger,
-        stream=make_forward_stream(runner, host_pool, cpu_cores.pinned),
+        stream=make_forward_stream(runner, host_pool, stream_cores),
         layout=KVLayout(
             fingerprint=fingerprint(folder),
             dtype=dtype_name(dtype),

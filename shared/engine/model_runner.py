@@ -61,6 +61,8 @@ class ModelBackend(Protocol):
     """Reads the model's weights, reads and writes the KV pool. Used on the forward stream, in launch order."""
 
     name: str
+    has_threads: bool
+    """Of its own, of which the forward stream's is the first; otherwise torch starts what it needs."""
     vocab_size: int
 
     def forward(

@@ -28,6 +28,7 @@ class NativeBackend:
     """See ModelBackend."""
 
     name = "native"
+    has_threads = True
 
     def __init__(
         self,

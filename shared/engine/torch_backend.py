@@ -20,6 +20,7 @@ class TorchBackend:
     """See ModelBackend."""
 
     name = "torch"
+    has_threads = False
 
     def __init__(self, decoder: Decoder, pool: TokenToKVPool, progress: Progress) -> None:
         self.vocab_size = decoder.config.vocab_size
