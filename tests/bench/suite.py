@@ -45,6 +45,9 @@ BENCHES: dict[str, Bench] = {
     "router": Bench(module="router_load", question="What does a token cost in the router?"),
     "cold_start": Bench(module="cold_start", question="How long does it take to start, and why?"),
     "memory": Bench(module="memory", question="How much memory does a node need beyond weights and KV pool?"),
+    "accuracy": Bench(
+        module="accuracy", question="How far are bf16 logits from those of float32?", only_by_name=True
+    ),
     "long_prompts": Bench(
         module="long_prompts",
         question="What do prompts of 100,000 tokens do to a stream beside them?",
