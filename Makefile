@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve demo test test-clients check bench bench-page format clean
+.PHONY: serve demo test test-clients check bench bench-peers bench-page format clean
 .DEFAULT_GOAL := serve
 
 $(INSTALLED): pyproject.toml
@@ -59,9 +59,14 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	@$(BIN)/python -m tests.bench $(ARGS)
 
+# Against vLLM, OpenVINO GenAI and transformers, each in a venv of its own in .peers/ (6 GB). ARGS choose models, workloads,
+# engines and rounds.
+bench-peers: $(INSTALLED)
+	@$(BIN)/python -m tests.bench.peers $(ARGS)
+
 # Draw what `make bench ARGS="--save docs/performance"` has measured, and fill in docs/performance.md.
 bench-page: $(INSTALLED)
 	@$(BIN)/python -m tests.bench.page
 
 clean:
-	rm -rf $(VENV) .clients build *.egg-info
+	rm -rf $(VENV) .clients .peers build *.egg-info

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.bench.machine import machine
-from tests.bench.table import report
+from tests.bench.table import Row, report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +68,22 @@ BENCHES: dict[str, Bench] = {
 
 
 def run(name: str) -> dict[str, Any]:
-    """Measure, print rows as they come, and return them with their summary and the machine."""
+    """Measure a bench by its name; see `measure`."""
     module = importlib.import_module(f"tests.bench.{BENCHES[name].module}")
+    return measure(name, module.main, module.summary)
+
+
+def measure(
+    name: str,
+    main: Callable[[], Iterable[Row]],
+    summary: Callable[[Sequence[Row]], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Measure, print rows as they come, and return them with their summary and the machine."""
     about, start = machine(), time.perf_counter()
-    rows = report(module.main())
+    rows = report(main())
     return {
         "bench": name,
-        "summary": module.summary(rows),
+        "summary": summary(rows),
         "machine": about,
         "seconds": round(time.perf_counter() - start),
         "rows": rows,

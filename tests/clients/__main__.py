@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.clients.catalog import CLIENTS, Client
 from tests.clients.outcome import Outcome, write_table
 from tests.clients.servers import Servers, running
-from tests.clients.venvs import InstallError, ready_venv, versions
+from tests.venvs import InstallError, ready_venv, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _install(client: Client, cache: Path) -> Path | InstallError:
     print(f"installing {client.name} into {cache / client.name}", file=sys.stderr, flush=True)
     try:
-        return ready_venv(client, cache)
+        return ready_venv(client.venv, cache)
     except InstallError as e:
         return e
 

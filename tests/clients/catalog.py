@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.venvs import Venv
+
+REQUIREMENTS = Path(__file__).parent / "requirements"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,9 +16,7 @@ class Client:
     """One client library or tool.
 
     `script` lies in scripts/; requirements/`name`.txt is installed into its venv. `version_of` are the packages whose
-    versions are shown. With `torch`, a CPU build of it is installed first, so that no dependency takes one with CUDA;
-    `without_dependencies` are installed last, and alone; `build_environment` is for packages that are built from
-    their sources.
+    versions are shown. For `torch`, `without_dependencies` and `build_environment` see `Venv`.
     """
 
     name: str
@@ -24,6 +27,17 @@ class Client:
     without_dependencies: tuple[str, ...] = ()
     build_environment: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 600.0
+
+    @property
+    def venv(self) -> Venv:
+        """What it runs in."""
+        return Venv(
+            name=self.name,
+            requirements=REQUIREMENTS / f"{self.name}.txt",
+            torch=self.torch,
+            without_dependencies=self.without_dependencies,
+            build_environment=self.build_environment,
+        )
 
 
 CLIENTS = (

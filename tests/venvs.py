@@ -1,4 +1,4 @@
-"""A venv for each client, made once and again when what it needs has changed."""
+"""Venvs of other people's tools, made once and again when what they need has changed."""
 
 from __future__ import annotations
 
@@ -7,40 +7,58 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from tests.clients.catalog import Client
 
 TORCH_VERSION = os.environ.get("TORCH_VERSION", "2.13.0")
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
-REQUIREMENTS = Path(__file__).parent / "requirements"
 INSTALL_TIMEOUT_S = 1800.0
 LOG_TAIL_LINES = 5
 
 
 class InstallError(Exception):
-    """A client could not be installed; the message holds pip's last words."""
+    """A venv could not be made; the message holds pip's last words."""
 
 
-def ready_venv(client: Client, cache: Path) -> Path:
-    """The Python of the client's venv. Raises InstallError."""
-    folder = cache / client.name
+@dataclass(frozen=True, kw_only=True)
+class Venv:
+    """What is installed into a venv called `name`: first of all a CPU build of torch, with `torch`, so that no
+    dependency takes one with CUDA; then `requirements`; last, and each alone, `without_dependencies`.
+
+    `build_environment` is for packages that are built from their sources. `unwanted` are taken out again: packages
+    that others ask for and that do not work beside torch's CPU build.
+    """
+
+    name: str
+    requirements: Path
+    torch: bool = False
+    without_dependencies: tuple[str, ...] = ()
+    build_environment: Mapping[str, str] = field(default_factory=dict)
+    unwanted: tuple[str, ...] = ()
+
+
+def ready_venv(venv: Venv, cache: Path) -> Path:
+    """The venv's Python. Raises InstallError."""
+    folder = cache / venv.name
     python, stamp = folder / "bin" / "python", folder / "installed-for"
-    wanted = _fingerprint(client)
+    wanted = _fingerprint(venv)
     if stamp.is_file() and stamp.read_text() == wanted:
         return python
+    log = cache / f"{venv.name}.log"
     shutil.rmtree(folder, ignore_errors=True)
-    _run(sys.executable, "-m", "venv", str(folder), log=cache / f"{client.name}.log")
+    _run(sys.executable, "-m", "venv", str(folder), log=log)
     pip = (str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install")
-    log = cache / f"{client.name}.log"
     _run(*pip, "--upgrade", "pip", log=log)
-    if client.torch:
+    if venv.torch:
         _install_torch(pip, log)
-    _run(*pip, "--requirement", str(_requirements(client)), log=log)
-    if client.without_dependencies:
+    _run(*pip, "--requirement", str(venv.requirements), log=log)
+    if venv.without_dependencies:
         # Sources are built with the torch that is here: a build environment of their own would fetch one with CUDA.
-        alone = (*pip, "--no-deps", "--no-build-isolation", *client.without_dependencies)
-        _run(*alone, log=log, environment=client.build_environment)
+        alone = (*pip, "--no-deps", "--no-build-isolation", *venv.without_dependencies)
+        _run(*alone, log=log, environment=venv.build_environment)
+    if venv.unwanted:
+        _run(str(python), "-m", "pip", "--quiet", "uninstall", "--yes", *venv.unwanted, log=log)
     stamp.write_text(wanted)
     return python
 
@@ -62,23 +80,20 @@ def _install_torch(pip: tuple[str, ...], log: Path) -> None:
         _run(*pip, f"torch=={TORCH_VERSION}", "--index-url", TORCH_CPU_INDEX, log=log)
 
 
-def _requirements(client: Client) -> Path:
-    return REQUIREMENTS / f"{client.name}.txt"
-
-
-def _fingerprint(client: Client) -> str:
+def _fingerprint(venv: Venv) -> str:
     """Changes when the venv has to be made again."""
     parts = (
         sys.version,
-        _requirements(client).read_text(),
-        TORCH_VERSION if client.torch else "",
-        *client.without_dependencies,
-        *(f"{name}={value}" for name, value in sorted(client.build_environment.items())),
+        venv.requirements.read_text(),
+        TORCH_VERSION if venv.torch else "",
+        *venv.without_dependencies,
+        *venv.unwanted,
+        *(f"{name}={value}" for name, value in sorted(venv.build_environment.items())),
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _run(*command: str, log: Path, environment: dict[str, str] | None = None) -> None:
+def _run(*command: str, log: Path, environment: Mapping[str, str] | None = None) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         try:

@@ -1,0 +1,70 @@
+"""Against the engines that one would else take on a CPU: vLLM, OpenVINO GenAI, transformers.
+
+All run the same random weights in bfloat16 on the cores that this process may use (`taskset` chooses them), in turn.
+Peers are installed into .peers/ when they are needed first (`--install` does only that), each into a venv of its own;
+one that cannot be is said and left out. Tables go to stderr, JSON lines to stdout, the last of a model sums it up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from tests.bench.models import SHAPES
+from tests.bench.peers.catalog import PEERS, installed
+from tests.bench.peers.compare import ENGINES, compare
+from tests.bench.peers.rounds import summary
+from tests.bench.peers.workloads import WORKLOADS
+from tests.bench.suite import measure, save
+from tests.venvs import InstallError
+
+
+def main() -> int:
+    """Measure model after model. 1 when `--install` could not install all."""
+    options = _options()
+    if options.install:
+        return _install([name for name in options.engines if name in PEERS])
+    workloads = [workload for workload in WORKLOADS if workload.name in options.workloads]
+    for model in options.models:
+        with tempfile.TemporaryDirectory(prefix="baton-peers-") as folder:
+            rows = partial(compare, model, workloads, options.engines, options.rounds, Path(folder))
+            result = measure(f"peers-{model}", rows, summary)
+        print(json.dumps({key: value for key, value in result.items() if key != "rows"}), flush=True)
+        if options.save is not None:
+            print(f"written to {save(result, options.save)}", file=sys.stderr)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.peers", description=__doc__)
+    names = [workload.name for workload in WORKLOADS]
+    several = partial(parser.add_argument, nargs="+", metavar="NAME")
+    several("--models", choices=SHAPES, default=list(SHAPES), help=f"of {', '.join(SHAPES)} (default: all)")
+    several("--workloads", choices=names, default=names, help=f"of {', '.join(names)} (default: all)")
+    several(
+        "--engines", choices=ENGINES, default=list(ENGINES), help=f"of {', '.join(ENGINES)} (default: all)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each workload (default: 3)")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="also write DIR/peers-MODEL.json")
+    parser.add_argument("--install", action="store_true", help="install the peers, and measure nothing")
+    return parser.parse_args()
+
+
+def _install(names: list[str]) -> int:
+    failed = 0
+    for name in names:
+        print(f"installing {name}", file=sys.stderr, flush=True)
+        try:
+            installed(name)
+        except InstallError as error:
+            print(f"{name} cannot be installed here: {error}", file=sys.stderr, flush=True)
+            failed = 1
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

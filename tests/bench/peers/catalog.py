@@ -1,0 +1,108 @@
+"""The engines that Baton is compared with: what each is installed from, and how its runner is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.venvs import InstallError, Venv, ready_venv
+
+FOLDER = Path(__file__).parent
+RUNNERS = FOLDER / "runners"
+CACHE = Path(__file__).resolve().parents[3] / ".peers"
+CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
+"""What PyPI has of these is for torch with CUDA; engines import them where they are installed, and fail."""
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OPENVINO_TELEMETRY": "0",
+    "DO_NOT_TRACK": "1",
+}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`name` names its requirements, its runner and its venv."""
+
+    name: str
+
+    @property
+    def venv(self) -> Venv:
+        """All bring torch, if only to convert a model."""
+        requirements = FOLDER / "requirements" / f"{self.name}.txt"
+        return Venv(name=self.name, requirements=requirements, torch=True, unwanted=CUDA_BUILDS)
+
+    @property
+    def runner(self) -> Path:
+        """The script that its venv's Python runs."""
+        return RUNNERS / f"run_{self.name}.py"
+
+
+PEERS = {name: Peer(name) for name in ("vllm", "openvino", "transformers")}
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A peer whose venv is there."""
+
+    peer: Peer
+    python: Path
+
+    def command(self, model: Path, threads: int, kv_tokens: int) -> list[str]:
+        """Of its runner. Raises InstallError if the model cannot be converted."""
+        words = (self.python, self.peer.runner, self._converted(model), threads, kv_tokens)
+        return [str(word) for word in words]
+
+    def environment(self) -> Mapping[str, str]:
+        """Of its runner."""
+        preloaded = _preloads(self.python.parents[1]) if self.peer.name == "vllm" else []
+        return {**os.environ, **OFFLINE, **({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {})}
+
+    def _converted(self, folder: Path) -> Path:
+        """The model as this engine reads it: for OpenVINO converted once, weights in bfloat16 as they are."""
+        if self.peer.name != "openvino":
+            return folder
+        converted = CACHE / "openvino-models" / folder.name
+        if not (converted / "written").exists():
+            command = (self.python, RUNNERS / "export_openvino.py", folder, converted)
+            done = subprocess.run(
+                command, env=self.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+            if done.returncode:
+                raise InstallError(f"does not convert the model: {done.stdout.strip()[-500:]}")
+            (converted / "written").touch()
+        return converted
+
+
+def installed(name: str) -> Installed:
+    """The peer, installed if it is not. Raises InstallError."""
+    peer = PEERS[name]
+    python = ready_venv(peer.venv, CACHE)
+    if name == "vllm":
+        _fetch_tcmalloc(python.parents[1])
+    return Installed(peer, python)
+
+
+def _preloads(venv: Path) -> list[str]:
+    """The OpenMP and malloc that vLLM's documentation asks for on CPUs, as far as they are there."""
+    found = [*venv.glob("lib/libiomp5.so"), *venv.glob("tcmalloc/**/libtcmalloc_minimal.so.4")]
+    return [str(path) for path in found]
+
+
+def _fetch_tcmalloc(venv: Path) -> None:
+    """Debian's package, unpacked into the venv; elsewhere vLLM runs with the C library's malloc."""
+    folder = venv / "tcmalloc"
+    if folder.exists():
+        return
+    folder.mkdir()
+    try:
+        download = ("apt-get", "download", "libtcmalloc-minimal4")
+        subprocess.run(download, cwd=folder, check=True, capture_output=True, timeout=60)
+        for package in folder.glob("*.deb"):
+            subprocess.run(("dpkg", "-x", package, folder), check=True, capture_output=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"vllm runs without tcmalloc: {error}", flush=True)

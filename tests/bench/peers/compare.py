@@ -1,0 +1,104 @@
+"""Engines in turn, in one run: load all, then round by round and workload by workload ask each the same."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.bench.limits import StreamingRead
+from tests.bench.machine import usable_cores
+from tests.bench.models import SHAPES, VOCAB_SIZE, random_model
+from tests.bench.peers.catalog import PEERS, installed
+from tests.bench.peers.engines import BatonEngine, Engine, EngineError, Memory, PeerEngine
+from tests.bench.peers.rounds import Rounds, engine_row, workload_rows
+from tests.bench.peers.workloads import WARM_UP, Workload
+from tests.venvs import InstallError
+
+BATONS = {"baton-0P1D": "0P1D", "baton-1P1D": "1P1D"}
+ENGINES = (*BATONS, *PEERS)
+KV_TOKENS = 16_384
+"""KV pool of each engine that has one: enough for every workload at once."""
+PASSES = 5
+
+
+@dataclass
+class Contender:
+    """A loaded engine, and what it has done."""
+
+    engine: Engine
+    load_s: float
+    loaded: Memory
+    rounds: dict[Workload, Rounds] = field(default_factory=lambda: defaultdict(Rounds))
+
+
+def compare(
+    model: str, workloads: Sequence[Workload], engines: Sequence[str], num_rounds: int, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Measure one model; rows when all rounds are over. Logs are in `folder`.
+
+    An engine that cannot be installed, does not start or breaks is said, and left out.
+    """
+    read, shape = StreamingRead(usable_cores()), SHAPES[model]
+    with ExitStack() as stack:
+        contenders: dict[str, Contender] = {}
+        for name in engines:
+            try:
+                contenders[name] = _load(stack, name, random_model(model), folder)
+            except (InstallError, EngineError) as error:
+                _tell(f"{name} is left out: {error}")
+        for round_ in range(num_rounds):
+            for workload in workloads:
+                for name in _turns(list(contenders), round_):
+                    try:
+                        _measure(contenders[name], workload, round_, read)
+                    except EngineError as error:
+                        _tell(f"{name} is left out: {error}")
+                        del contenders[name]
+        for workload in workloads:
+            rounds = {name: contender.rounds[workload] for name, contender in contenders.items()}
+            yield from workload_rows(model, shape, workload, rounds)
+        for c in contenders.values():
+            yield engine_row(model, shape, c.engine, c.load_s, c.loaded, KV_TOKENS)
+
+
+def _load(stack: ExitStack, name: str, model: Path, folder: Path) -> Contender:
+    if name in BATONS:
+        engine: Engine = BatonEngine(BATONS[name], model, KV_TOKENS, folder)
+    else:
+        peer = installed(name)
+        command = peer.command(model, len(usable_cores()), KV_TOKENS)
+        engine = PeerEngine(name, command, peer.environment(), folder / f"{name}.log")
+    start = time.perf_counter()
+    stack.enter_context(engine)
+    load_s = time.perf_counter() - start
+    for workload in WARM_UP:
+        engine.ask(workload.prompts(0, VOCAB_SIZE), workload.output_tokens)
+    engine.pause()
+    _tell(f"{name} has loaded {model.name} in {load_s:.1f} s")
+    return Contender(engine, load_s, engine.memory())
+
+
+def _turns(names: list[str], round_: int) -> list[str]:
+    """Each round another one is first."""
+    start = round_ % len(names) if names else 0
+    return names[start:] + names[:start]
+
+
+def _measure(contender: Contender, workload: Workload, round_: int, read: StreamingRead) -> None:
+    rounds = contender.rounds[workload]
+    read_gb_s = max(read.gb_s() for _ in range(PASSES))
+    answers = contender.engine.ask(workload.prompts(round_, VOCAB_SIZE), workload.output_tokens)
+    contender.engine.pause()
+    rounds.answers.append(answers)
+    rounds.read_gb_s.append(read_gb_s)
+    _tell(f"round {round_ + 1}, {workload.name}, {contender.engine.name}: {answers.seconds:.2f} s")
+
+
+def _tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)

@@ -1,0 +1,133 @@
+"""What was measured, round by round, and the figures that come of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.bench.models import Shape
+from tests.bench.peers.catalog import PEERS
+from tests.bench.peers.engines import Answers, Engine, Memory
+from tests.bench.peers.workloads import Workload
+from tests.bench.stats import figure, ratios, significant
+
+MIB = 1 << 20
+
+
+@dataclass
+class Rounds:
+    """The answers of one engine to one workload, and the read bandwidth measured right before each."""
+
+    answers: list[Answers] = field(default_factory=list)
+    read_gb_s: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        """From sending the prompts to the last token, by round."""
+        return [answers.seconds for answers in self.answers]
+
+    @property
+    def ttft_s(self) -> list[float]:
+        """Mean over the prompts, by round."""
+        return [statistics.mean(answers.first_token_s) for answers in self.answers]
+
+    @property
+    def token_s(self) -> list[float]:
+        """Time of an output token after the first one, of single streams, by round."""
+        return [
+            (answers.end_s[0] - answers.first_token_s[0]) / (len(answers.output_ids[0]) - 1)
+            for answers in self.answers
+        ]
+
+
+def read_limit_s(shape: Shape, workload: Workload, read_gb_s: float) -> float:
+    """Shortest time of a decode step of one stream, half-way through its output: weights and KV are read once."""
+    context = workload.prompt_tokens + workload.output_tokens // 2
+    return (shape.weight_nbytes + context * shape.kv_nbytes) / read_gb_s / 1e9
+
+
+def workload_rows(
+    model: str, shape: Shape, workload: Workload, measured: Mapping[str, Rounds]
+) -> Iterator[dict[str, Any]]:
+    """A row for each engine: medians, and for what is compared how far the rounds were apart."""
+    best = best_peer({name: rounds.seconds for name, rounds in measured.items()})
+    agreeing = first_token_agreement({name: rounds.answers for name, rounds in measured.items()})
+    for name, rounds in measured.items():
+        row: dict[str, Any] = {"bench": f"peers {workload.name}", "model": model, "engine": name}
+        row["rounds"] = len(rounds.answers)
+        row |= figure("seconds", rounds.seconds)
+        row["output_tokens_s"] = _median([workload.num_outputs / s for s in rounds.seconds])
+        row["ttft_ms"] = _median([1e3 * s for s in rounds.ttft_s])
+        if workload.num_prompts == 1 and workload.output_tokens > 1:
+            limits = [read_limit_s(shape, workload, gb_s) for gb_s in rounds.read_gb_s]
+            row["tpot_ms"] = _median([1e3 * s for s in rounds.token_s])
+            row["read_gb_s"] = _median(rounds.read_gb_s)
+            row |= figure("of_read_limit", ratios(limits, rounds.token_s))
+        if best is not None:
+            row["best_peer"] = best
+            row |= figure("against_best", ratios(measured[best].seconds, rounds.seconds))
+        row["first_tokens_agree"] = significant(agreeing[name], 3)
+        yield row
+
+
+def engine_row(
+    model: str, shape: Shape, engine: Engine, load_s: float, loaded: Memory, kv_tokens: int
+) -> dict[str, Any]:
+    """Its version, and its memory beside the least that weights and KV pool take."""
+    used = engine.memory()
+    return {
+        "bench": "peers memory",
+        "model": model,
+        "engine": engine.name,
+        "version": engine.version,
+        "load_s": significant(load_s),
+        "kv_tokens": kv_tokens,
+        "kv_mib": round(kv_tokens * shape.kv_nbytes / MIB),
+        "weights_mib": round(shape.weight_nbytes / MIB),
+        "loaded_peak_mib": round(loaded.peak / MIB),
+        "peak_mib": round(used.peak / MIB),
+        "proportional_mib": round(used.proportional / MIB),
+    }
+
+
+def best_peer(seconds: Mapping[str, Sequence[float]]) -> str | None:
+    """The peer with the least median; None when none was measured."""
+    peers = [name for name in seconds if name in PEERS]
+    return min(peers, key=lambda name: statistics.median(seconds[name]), default=None)
+
+
+def first_token_agreement(answers: Mapping[str, Sequence[Answers]]) -> dict[str, float]:
+    """The share of prompts whose first token is the one that most engines give: all compute the same model.
+
+    Of random weights the likeliest tokens are nearly tied, and bfloat16 rounds differently in each engine.
+    """
+    first = {
+        name: [ids[0] for round_ in rounds for ids in round_.output_ids] for name, rounds in answers.items()
+    }
+    usual = [Counter(tokens).most_common(1)[0][0] for tokens in zip(*first.values(), strict=True)]
+    return {
+        name: statistics.mean(token == most for token, most in zip(tokens, usual, strict=True))
+        for name, tokens in first.items()
+    }
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Single streams against the read limit; Baton's times against the best peer's, its memory against vLLM's."""
+    short: dict[str, Any] = {}
+    peaks = {row["engine"]: row["peak_mib"] for row in rows if row["bench"] == "peers memory"}
+    for row in rows:
+        workload, engine = row["bench"].removeprefix("peers "), row["engine"]
+        if "of_read_limit" in row:
+            short[f"{workload}, {engine}: of read limit"] = row["of_read_limit"]
+        if engine not in PEERS and "best_peer" in row:
+            short[f"{workload}, {engine} against {row['best_peer']}"] = row["against_best"]
+        if engine not in PEERS and workload == "memory" and "vllm" in peaks:
+            short[f"peak memory, {engine} / vllm"] = significant(row["peak_mib"] / peaks["vllm"])
+    return short
+
+
+def _median(values: Sequence[float]) -> float:
+    return significant(statistics.median(values))
