@@ -17,6 +17,22 @@ from tests.bench.table import Row
 from tests.bench.targets import targets_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+PEERS = (
+    "workload",
+    "engine",
+    "seconds",
+    "ttft_ms",
+    "tpot_ms",
+    "of_read_limit",
+    "against_best",
+    "first_tokens_agree",
+    "version",
+    "load_s",
+    "kv_mib",
+    "weights_mib",
+    "peak_mib",
+    "proportional_mib",
+)
 COLUMNS: dict[str, tuple[str, ...]] = {
     "decode": (
         "model",
@@ -108,6 +124,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "tokens_s_one_core",
     ),
     "cold_start": ("command", "phase", "seconds"),
+    "peers_llama_160m": PEERS,
+    "peers_qwen3_0_6b": PEERS,
     "memory": ("model", "node", "after", "weights_mib", "kv_mib", "peak_mib", "beyond_mib"),
 }
 """What the page's tables show of the rows; the JSON files have the rest."""

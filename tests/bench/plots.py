@@ -208,6 +208,23 @@ def memory(figure: Figure, rows: Sequence[Row]) -> None:
     axes.legend()
 
 
+def peers(figure: Figure, rows: Sequence[Row]) -> None:
+    """Speed by workload and engine over that of the best peer, and memory."""
+    speed, memory = figure.subplots(1, 2, width_ratios=(3, 1))
+    timed = [row for row in rows if row["bench"] == "peers" and "against_best" in row]
+    by_engine = {
+        name: _spreads(of, "against_best") for name, of in _groups(timed, lambda r: str(r["engine"]))
+    }
+    _bars(speed, list(dict.fromkeys(row["workload"] for row in timed)), by_engine)
+    speed.axhline(1.2, **TARGET)
+    speed.set(title="speed over the best peer's")
+    speed.legend(fontsize=7)
+    kept = [row for row in rows if row["bench"] == "peers_memory"]
+    memory.bar([row["engine"] for row in kept], [row["peak_mib"] for row in kept], color="C7")
+    memory.tick_params(axis="x", labelrotation=90, labelsize=7)
+    memory.set(title="peak memory, MiB")
+
+
 DRAWINGS: dict[str, Callable[[Figure, Sequence[Row]], None]] = {
     "decode": decode,
     "prefill": prefill,
@@ -221,6 +238,8 @@ DRAWINGS: dict[str, Callable[[Figure, Sequence[Row]], None]] = {
     "router": router,
     "cold_start": cold_start,
     "memory": memory,
+    "peers_llama_160m": peers,
+    "peers_qwen3_0_6b": peers,
 }
 
 Spreads = list[tuple[float, Sequence[float] | None]]

@@ -40,6 +40,17 @@ class Target:
         return None if result is None else result["summary"].get(self.key)
 
 
+_PEERS = (("llama-160m", "peers_llama_160m"), ("qwen3-0.6b", "peers_qwen3_0_6b"))
+_AGAINST_PEERS = tuple(
+    Target(what=f"{model}, one node on all cores, {what}", bench=bench, key=f"baton-0P1D_{key}", **bound)
+    for model, bench in _PEERS
+    for what, key, bound in (
+        ("single stream over HTTP: streaming read / token", "of_read_limit", {"at_least": 0.75}),
+        ("speed over the best peer's, the worst other workload", "least_against_best", {"at_least": 1.2}),
+        ("peak memory / vLLM's with as large a KV pool", "memory_over_vllm", {"at_most": 1.0}),
+    )
+)
+
 TARGETS = (
     Target(
         what="decode step, batch 1 to 32: limit / step, the worst case",
@@ -90,6 +101,7 @@ TARGETS = (
         at_most=400,
         unit=" MiB",
     ),
+    *_AGAINST_PEERS,
 )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import signal
 import sys
 import tempfile
 from functools import partial
@@ -25,6 +27,7 @@ from tests.venvs import InstallError
 
 def main() -> int:
     """Measure model after model. 1 when `--install` could not install all."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by the `with` blocks that end all engines
     options = _options()
     if options.install:
         return _install([name for name in options.engines if name in PEERS])
@@ -32,11 +35,16 @@ def main() -> int:
     for model in options.models:
         with tempfile.TemporaryDirectory(prefix="baton-peers-") as folder:
             rows = partial(compare, model, workloads, options.engines, options.rounds, Path(folder))
-            result = measure(f"peers-{model}", rows, summary)
+            result = measure(result_name(model), rows, summary)
         print(json.dumps({key: value for key, value in result.items() if key != "rows"}), flush=True)
         if options.save is not None:
             print(f"written to {save(result, options.save)}", file=sys.stderr)
     return 0
+
+
+def result_name(model: str) -> str:
+    """What its result is called, in letters that the page's marks allow."""
+    return "peers_" + re.sub(r"\W", "_", model)
 
 
 def _options() -> argparse.Namespace:
@@ -49,7 +57,7 @@ def _options() -> argparse.Namespace:
         "--engines", choices=ENGINES, default=list(ENGINES), help=f"of {', '.join(ENGINES)} (default: all)"
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each workload (default: 3)")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="also write DIR/peers-MODEL.json")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="also write DIR/peers_MODEL.json")
     parser.add_argument("--install", action="store_true", help="install the peers, and measure nothing")
     return parser.parse_args()
 

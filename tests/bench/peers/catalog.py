@@ -1,4 +1,4 @@
-"""The engines that Baton is compared with: what each is installed from, and how its runner is started."""
+"""The engines: Baton in two shapes, and its peers, what each is installed from and how its runner is started."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tests.venvs import InstallError, Venv, ready_venv
 FOLDER = Path(__file__).parent
 RUNNERS = FOLDER / "runners"
 CACHE = Path(__file__).resolve().parents[3] / ".peers"
+BATONS = {"baton-0P1D": "0P1D", "baton-1P1D": "1P1D"}
+"""Baton as one node on all cores, and split: `router --local` of each."""
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 """What PyPI has of these is for torch with CUDA; engines import them where they are installed, and fail."""
 OFFLINE = {

@@ -14,13 +14,12 @@ from typing import Any
 from tests.bench.limits import StreamingRead
 from tests.bench.machine import usable_cores
 from tests.bench.models import SHAPES, VOCAB_SIZE, random_model
-from tests.bench.peers.catalog import PEERS, installed
+from tests.bench.peers.catalog import BATONS, PEERS, installed
 from tests.bench.peers.engines import BatonEngine, Engine, EngineError, Memory, PeerEngine
 from tests.bench.peers.rounds import Rounds, engine_row, workload_rows
 from tests.bench.peers.workloads import WARM_UP, Workload
 from tests.venvs import InstallError
 
-BATONS = {"baton-0P1D": "0P1D", "baton-1P1D": "1P1D"}
 ENGINES = (*BATONS, *PEERS)
 KV_TOKENS = 16_384
 """KV pool of each engine that has one: enough for every workload at once."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.bench.models import Shape
-from tests.bench.peers.catalog import PEERS
+from tests.bench.peers.catalog import BATONS, PEERS
 from tests.bench.peers.engines import Answers, Engine, Memory
-from tests.bench.peers.workloads import Workload
+from tests.bench.peers.workloads import SINGLE, Workload
 from tests.bench.stats import figure, ratios, significant
 
 MIB = 1 << 20
@@ -56,12 +56,12 @@ def workload_rows(
     best = best_peer({name: rounds.seconds for name, rounds in measured.items()})
     agreeing = first_token_agreement({name: rounds.answers for name, rounds in measured.items()})
     for name, rounds in measured.items():
-        row: dict[str, Any] = {"bench": f"peers {workload.name}", "model": model, "engine": name}
+        row: dict[str, Any] = {"bench": "peers", "model": model, "workload": workload.name, "engine": name}
         row["rounds"] = len(rounds.answers)
         row |= figure("seconds", rounds.seconds)
         row["output_tokens_s"] = _median([workload.num_outputs / s for s in rounds.seconds])
         row["ttft_ms"] = _median([1e3 * s for s in rounds.ttft_s])
-        if workload.num_prompts == 1 and workload.output_tokens > 1:
+        if workload.name == SINGLE:
             limits = [read_limit_s(shape, workload, gb_s) for gb_s in rounds.read_gb_s]
             row["tpot_ms"] = _median([1e3 * s for s in rounds.token_s])
             row["read_gb_s"] = _median(rounds.read_gb_s)
@@ -79,7 +79,7 @@ def engine_row(
     """Its version, and its memory beside the least that weights and KV pool take."""
     used = engine.memory()
     return {
-        "bench": "peers memory",
+        "bench": "peers_memory",
         "model": model,
         "engine": engine.name,
         "version": engine.version,
@@ -115,17 +115,23 @@ def first_token_agreement(answers: Mapping[str, Sequence[Answers]]) -> dict[str,
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Single streams against the read limit; Baton's times against the best peer's, its memory against vLLM's."""
+    """One node doing both (0P1D) and two (1P1D): single streams against the read limit, the least advantage over the
+    best peer of any other workload, peak memory against vLLM's. The fields of what was not measured are missing.
+    """
     short: dict[str, Any] = {}
-    peaks = {row["engine"]: row["peak_mib"] for row in rows if row["bench"] == "peers memory"}
-    for row in rows:
-        workload, engine = row["bench"].removeprefix("peers "), row["engine"]
-        if "of_read_limit" in row:
-            short[f"{workload}, {engine}: of read limit"] = row["of_read_limit"]
-        if engine not in PEERS and "best_peer" in row:
-            short[f"{workload}, {engine} against {row['best_peer']}"] = row["against_best"]
-        if engine not in PEERS and workload == "memory" and "vllm" in peaks:
-            short[f"peak memory, {engine} / vllm"] = significant(row["peak_mib"] / peaks["vllm"])
+    peaks = {row["engine"]: row["peak_mib"] for row in rows if row["bench"] == "peers_memory"}
+    for name in BATONS:
+        of_it = [row for row in rows if row["engine"] == name and row["bench"] == "peers"]
+        for row in of_it:
+            if "of_read_limit" in row:
+                short[f"{name}_of_read_limit"] = row["of_read_limit"]
+        others = {row["workload"]: row["against_best"] for row in of_it if "against_best" in row}
+        others.pop(SINGLE, None)
+        if others:
+            short[f"{name}_least_against_best"] = min(others.values())
+            short[f"{name}_against_best"] = others
+        if name in peaks and "vllm" in peaks:
+            short[f"{name}_memory_over_vllm"] = significant(peaks[name] / peaks["vllm"])
     return short
 
 

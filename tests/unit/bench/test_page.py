@@ -32,6 +32,13 @@ STREAM = TokenStream(0.0, times=[0.1, 0.2, 0.3], meta={"completion_tokens": 3})
 GAPS = interference.Seen(beside=[5.0, 6.0], quiet=[4.0], ttfts=[1000.0])
 HEADS = attention.HEADS[0]
 
+PEERS = [
+    {"bench": "peers", "workload": workload, "engine": engine, "seconds": 2.0, "against_best": ratio}
+    | {"against_best_spread": [ratio, ratio]}
+    for workload in ("single", "batch")
+    for engine, ratio in (("baton-0P1D", 1.3), ("vllm", 1.0))
+] + [{"bench": "peers_memory", "engine": "vllm", "version": "1", "peak_mib": 900}]
+
 ROWS: dict[str, list[dict[str, Any]]] = {
     "decode": [
         {**ENGINE, "batch": batch, "context": 512}
@@ -81,6 +88,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"model": "builtin", "node": "d0", "after": "idle", "weights_mib": 14, "kv_mib": 100}
         | {"peak_mib": 300, "beyond_mib": 186}
     ],
+    "peers_llama_160m": PEERS,
+    "peers_qwen3_0_6b": PEERS,
 }
 
 

@@ -105,22 +105,24 @@ def test_agreement_is_with_what_most_engines_say() -> None:
     assert first_token_agreement(given) == {"a": 0.5, "b": 1.0, "c": 0.5}
 
 
-def test_the_summary_is_of_what_was_promised() -> None:
-    rows: list[dict[str, Any]] = [
-        {"bench": "peers single", "engine": "openvino", "of_read_limit": 0.68, "best_peer": "openvino"},
-        {
-            "bench": "peers batch",
-            "engine": "baton-0P1D",
-            "best_peer": "vllm",
-            "against_best": 1.3,
-        },
-        {"bench": "peers memory", "engine": "baton-0P1D", "peak_mib": 900},
-        {"bench": "peers memory", "engine": "vllm", "peak_mib": 1200},
+def test_the_summary_is_what_targets_ask_for() -> None:
+    def row(workload: str, engine: str, **figures: float) -> dict[str, Any]:
+        return {"bench": "peers", "workload": workload, "engine": engine, **figures}
+
+    rows = [
+        row("single", "openvino", of_read_limit=0.68, against_best=1.0),
+        row("single", "baton-0P1D", of_read_limit=0.7, against_best=0.9),
+        row("batch", "baton-0P1D", against_best=1.3),
+        row("batch", "vllm", against_best=1.0),
+        row("shared", "baton-0P1D", against_best=1.1),
+        {"bench": "peers_memory", "engine": "baton-0P1D", "peak_mib": 900},
+        {"bench": "peers_memory", "engine": "vllm", "peak_mib": 1200},
     ]
     assert summary(rows) == {
-        "single, openvino: of read limit": 0.68,
-        "batch, baton-0P1D against vllm": 1.3,
-        "peak memory, baton-0P1D / vllm": 0.75,
+        "baton-0P1D_of_read_limit": 0.7,
+        "baton-0P1D_least_against_best": 1.1,
+        "baton-0P1D_against_best": {"batch": 1.3, "shared": 1.1},
+        "baton-0P1D_memory_over_vllm": 0.75,
     }
 
 
