@@ -16,7 +16,7 @@ import torch
 
 from shared.kernels.cpu.decoder import DecoderDesc, LayerDesc, LinearDesc
 from shared.kernels.cpu.library import Team
-from shared.kernels.cpu.linear import new_panels, pack_gate_up, pack_rows
+from shared.kernels.cpu.linear import PanelArena, pack_gate_up, pack_rows
 from shared.model.config import ModelConfig
 from shared.model.layers import rotary_frequencies
 from shared.model.weights import LayerWeights, WeightReader
@@ -79,11 +79,12 @@ class _Packer:
     """Describes layers natively, and keeps what the descriptions point to."""
 
     team: Team
+    arena: PanelArena = field(default_factory=PanelArena)
     kept: list[object] = field(default_factory=list)
 
     def layer(self, layer: LayerWeights) -> LayerDesc:
         gate_FD, up_FD = layer.gate_up_proj_GD.chunk(2)
-        gate_up_panels = new_panels(*layer.gate_up_proj_GD.shape)
+        gate_up_panels = self.arena.new_panels(*layer.gate_up_proj_GD.shape)
         pack_gate_up(self.team, gate_FD, up_FD, gate_up_panels)
         return LayerDesc(
             input_norm=self.floats(layer.input_norm_D),
@@ -96,7 +97,7 @@ class _Packer:
         )
 
     def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> LinearDesc:
-        panels = new_panels(*weight_NK.shape)
+        panels = self.arena.new_panels(*weight_NK.shape)
         pack_rows(self.team, weight_NK, panels)
         return self._described(panels, weight_NK, bias_N)
 

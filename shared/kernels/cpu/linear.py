@@ -6,14 +6,15 @@ is the same bits in any batch and for a team of any size.
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 
 import torch
 
+from shared.host_memory import reserve_host_memory
 from shared.kernels.cpu.library import Team
 
 PANEL = 64  # output columns; kPanel of src/linear.h
+_CHUNK_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,24 @@ class PackedLinear:
         assert self.bias_N is None or _is_float32(self.bias_N, self.n)
 
 
-def new_panels(n: int, k: int) -> torch.Tensor:
-    """Panels of zeros for `n` outputs of `k` inputs, in huge pages where the system gives them to who asks.
+class PanelArena:
+    """Room for the panels of a model, one weight behind the other, so that almost all of it lies in huge pages.
 
-    Nothing is resident until it is packed.
+    Weights one by one would leave the ends of each in small pages, which stream at two thirds of the rate.
     """
-    assert n > 0 and k > 0 and k % 2 == 0
-    shape = (-(-n // PANEL), k // 2, PANEL, 2)
-    memory = mmap.mmap(-1, 2 * shape[0] * PANEL * k, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.bfloat16).view(shape)
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def new_panels(self, n: int, k: int) -> torch.Tensor:
+        """Panels of zeros for `n` outputs of `k` inputs; nothing is resident until it is packed."""
+        assert n > 0 and k > 0 and k % 2 == 0
+        shape = (-(-n // PANEL), k // 2, PANEL, 2)
+        nbytes = 2 * shape[0] * PANEL * k
+        if len(self._rest) < nbytes:
+            self._rest = reserve_host_memory(max(nbytes, _CHUNK_NBYTES))
+        taken, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        return taken.view(torch.bfloat16).view(shape)
 
 
 def pack_rows(team: Team, weight_RK: torch.Tensor, panels: torch.Tensor, first_column: int = 0) -> None:

@@ -21,11 +21,11 @@ from shared.kernels.cpu.build import FLAGS, NativeUnavailable, find_compiler
 from shared.kernels.cpu.library import SRC, Team
 from shared.kernels.cpu.linear import (
     PackedLinear,
+    PanelArena,
     linear,
     linear_add,
     linear_float,
     linear_silu_mul,
-    new_panels,
     pack_gate_up,
     pack_rows,
 )
@@ -57,6 +57,10 @@ SHAPES = [
     Shape(0, 64, 32),
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def new_panels(n: int, k: int) -> torch.Tensor:
+    return PanelArena().new_panels(n, k)
 
 
 class Case:

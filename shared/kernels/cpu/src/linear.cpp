@@ -30,7 +30,8 @@ void multiply(Team& team, const bf16* x, int64_t m, const PackedLinear& w, const
 #ifdef BATON_HAS_AMX
     if (amx::usable(w.k)) return amx::rows_times_panel(x, begin, end, w.k, weights, finish);
 #endif
-    avx512::rows_times_panel(x, begin, end, w.k, weights, finish);
+    const bf16* const next = w.panels + (task + team.size()) % panels * kPanel * w.k;  // as far as anyone can tell
+    avx512::rows_times_panel(x, begin, end, w.k, weights, next, finish);
   });
 }
 
