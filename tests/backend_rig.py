@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shared.engine.attention import Progress
-from shared.engine.backends import load_model
+from shared.engine.backends import LoadedModel, load_model
 from shared.engine.future_map import FutureMap
 from shared.engine.logprobs import GatheredLogprobs
 from shared.engine.model_runner import ModelBackend
@@ -79,12 +79,16 @@ def rig(folder: Path, kernels: str, dtype: torch.dtype = torch.bfloat16) -> Iter
         dtype=dtype,
         device=CPU,
     )
-    progress = Progress()
-    backend = model.bind(pool, progress)
+    path = _bound(model, pool)
     try:
-        yield Rig(backend, progress)
+        yield path
     finally:
-        backend.close()
+        path.backend.close()
+
+
+def _bound(model: LoadedModel, pool: TokenToKVPool) -> Rig:
+    progress = Progress()
+    return Rig(model.bind(pool, progress), progress)
 
 
 def batch_of(extends: dict[int, tuple[int, Sequence[int]]], decodes: dict[int, int]) -> ModelWorkerBatch:

@@ -44,7 +44,7 @@ class NativeBackend:
         self._team = team
         pages = KVPool(pool.buffer_LSNHPD.data_ptr(), pool.num_pages, pool.page_size)
         self._decoder = NativeDecoder(team, weights.desc, pages, (weights, pool))
-        self._progress = progress.layers.ctypes.data
+        self._progress = progress
         self._logits = np.empty(0, dtype=np.float32)
         """Of the latest forward, whose sampling comes before the next one."""
 
@@ -78,7 +78,7 @@ class NativeBackend:
                 num_hidden=len(rows_N),
                 hidden_rows=rows_N.ctypes.data,
                 hidden=hidden_ND.ctypes.data,
-                progress=self._progress,
+                progress=self._progress.layers.ctypes.data,
             )
         )
         of_prompt = self._prompt_logprobs(hidden_ND, wanted) if wanted is not None else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,3 +193,12 @@ class TestChoice:
             rig(folder_of("llama"), "native"),
         ):
             pass
+
+
+def test_it_keeps_what_native_code_writes_to(folder_of: Callable[[str], Path]) -> None:
+    """The progress it counts in lives as long as the backend, whoever else has let go of it."""
+    with rig(folder_of("llama"), "native") as path:
+        progress, layers = weakref.ref(path.progress), weakref.ref(path.progress.layers)
+        del path.progress
+        gc.collect()
+        assert progress() is not None and layers() is not None
