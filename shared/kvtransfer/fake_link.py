@@ -107,6 +107,7 @@ class FakeLink:
         self.receives: dict[int, FakeOp] = {}
         self._rank = rank
         self._ring = ring
+        self.max_arrivals = ring.num_slots
         self._on_dead = on_dead
         self._ops: list[FakeOp] = []
         self._closed = False

@@ -92,6 +92,7 @@ class GlooLink:
         self._peer = 1 - spec.rank
         self._group = group
         self._ring = ring
+        self.max_arrivals = ring.num_slots
         self._on_dead = on_dead
         challenge(spec, self._exchange)
         self._canary = group.recv([torch.zeros(1, dtype=torch.uint8)], self._peer, _CANARY_TAG)

@@ -66,6 +66,11 @@ class Arrival(Op, Protocol):
 class Link(Protocol):
     """One end. The loop that was given it calls `send` from its copier, and everything else from its data thread."""
 
+    @property
+    def max_arrivals(self) -> int:
+        """How many arrivals may be unreleased."""
+        ...
+
     def send(self, slot: Slot, nbytes: int, seq: int) -> Op:
         """Start sending the first `nbytes` of `slot`, which the link's factory made, as message `seq`.
 
@@ -74,10 +79,7 @@ class Link(Protocol):
         ...
 
     def recv(self, nbytes: int, seq: int) -> Arrival:
-        """Start receiving message `seq` of exactly `nbytes`. Raises LinkError.
-
-        At most as many arrivals may be unreleased as there are slots.
-        """
+        """Start receiving message `seq` of exactly `nbytes`. Raises LinkError."""
         ...
 
     def abort(self) -> None:

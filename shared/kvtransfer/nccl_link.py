@@ -115,6 +115,7 @@ class NcclLink:
         self._rank = spec.rank
         self._group = group
         self._ring = ring
+        self.max_arrivals = ring.num_slots
         self._device = device
         self._op_timeout_s = op_timeout_s
 

@@ -14,7 +14,7 @@ from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link import Arrival, Link
 from shared.kvtransfer.page_store import PageStore
 from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Flag, open_message
-from shared.protocol.messages import Grant, ReqKey
+from shared.protocol.messages import Grant, GrantedChunk, ReqKey
 
 
 class ScatterGate(Protocol):
@@ -45,31 +45,29 @@ class _Granted:
 
 
 class ReceiveLoop:
-    """Grants chunks in the order in which their pages were offered, `num_slots` at a time."""
+    """Grants chunks in the order in which their pages were offered, as many at a time as the link takes."""
 
     def __init__(
         self,
         *,
         name: str,
-        num_slots: int,
         pages: PageStore,
         gate: ScatterGate,
         send_grant: Callable[[Grant], None],
     ) -> None:
         self._name = name
-        self._num_slots = num_slots
         self._pages = pages
         self._gate = gate
         self._send_grant = send_grant
         self._link: Link | None = None
         self._queue: deque[tuple[ReqKey, Chunk]] = deque()
-        self._seq = 0
+        self._next_seq = 0
         self._kicked = threading.Event()
         self._granted: deque[_Granted] = deque()
 
     @property
     def num_slots_out(self) -> int:
-        """Slots that arrivals hold."""
+        """Slots that arrivals hold, or will."""
         return len(self._granted)
 
     def attach(self, link: Link) -> None:
@@ -89,9 +87,7 @@ class ReceiveLoop:
         """Grant what there are slots for, then take in the oldest granted chunk."""
         assert self._link is not None
         self._kicked.clear()
-        granted = False
-        while self._grant_next(self._link):
-            granted = True
+        granted = self._grant(self._link)
         if self._granted:
             return self._take_in(block=block) or granted
         if block:
@@ -111,29 +107,33 @@ class ReceiveLoop:
         self._link = None
         return True
 
-    def _grant_next(self, link: Link) -> bool:
-        while self._queue and not self._gate.wants(self._queue[0][0]):
-            self._queue.popleft()
-        if not self._queue or len(self._granted) == self._num_slots:
+    def _grant(self, link: Link) -> bool:
+        # A Grant of several chunks costs both nodes hardly more than one, so they are topped up half by half.
+        if len(self._granted) > link.max_arrivals // 2:
             return False
-        key, chunk = self._queue.popleft()
-        seq, self._seq = self._seq, self._seq + 1
+        seq, chunks = self._next_seq, []
+        while len(self._granted) < link.max_arrivals and (wanted := self._next_wanted()) is not None:
+            chunks.append(self._post_receive(link, *wanted))
+        if chunks:
+            # Only now: a chunk that arrives before its receive is posted would take another one's place.
+            self._send_grant(Grant(self._name, seq, tuple(chunks)))
+        return bool(chunks)
+
+    def _next_wanted(self) -> tuple[ReqKey, Chunk] | None:
+        while self._queue:
+            key, chunk = self._queue.popleft()
+            if self._gate.wants(key):
+                return key, chunk
+        return None
+
+    def _post_receive(self, link: Link, key: ReqKey, chunk: Chunk) -> GrantedChunk:
         nbytes = HEADER_NBYTES + self._pages.gather_nbytes(chunk.num_pages, chunk.num_layers)
-        self._granted.append(_Granted(link.recv(nbytes, seq), Envelope(key, chunk, seq), nbytes))
-        # Only now: a chunk that arrives before its receive is posted would take another one's place.
-        self._send_grant(
-            Grant(
-                link=self._name,
-                seq=seq,
-                key=key,
-                first_page=chunk.first_page,
-                num_pages=chunk.num_pages,
-                first_layer=chunk.first_layer,
-                num_layers=chunk.num_layers,
-                nbytes=nbytes,
-            )
+        envelope = Envelope(key, chunk, self._next_seq)
+        self._granted.append(_Granted(link.recv(nbytes, self._next_seq), envelope, nbytes))
+        self._next_seq += 1
+        return GrantedChunk(
+            key, chunk.first_page, chunk.num_pages, chunk.first_layer, chunk.num_layers, nbytes
         )
-        return True
 
     def _take_in(self, *, block: bool) -> bool:
         granted = self._granted[0]

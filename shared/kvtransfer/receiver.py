@@ -360,7 +360,6 @@ class ReceiveSide:
 
         loop = ReceiveLoop(
             name=name,
-            num_slots=self._options.num_slots,
             pages=self._pages,
             gate=self,
             send_grant=send_grant,

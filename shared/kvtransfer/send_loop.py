@@ -16,7 +16,7 @@ from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link import Link, Op
 from shared.kvtransfer.page_store import PageStore
 from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Slot, SlotRing
-from shared.protocol.messages import Grant, ReqKey
+from shared.protocol.messages import Grant, GrantedChunk, ReqKey
 
 
 class GatherGate(Protocol):
@@ -43,15 +43,17 @@ class SendLoop:
         self._num_layers = num_layers
         self._gate = gate
         self._link: Link | None = None
-        self._grants: deque[Grant] = deque()
+        self._due: deque[tuple[int, GrantedChunk]] = deque()
         self._next_seq = 0
+        self._serving = False
+        """Whether the copier is at work or has been told to be; for ever, once it has failed."""
         self._kicked = threading.Event()
         self._sending: deque[tuple[Op, Slot]] = deque()
         """The copier appends, the data thread takes from the front."""
         self._failure: Exception | None = None
         """Why the copier has stopped; the data thread ends the link with it."""
         self._lock = threading.Lock()
-        """Guards the ring and the grants: the copier takes them, other threads bring them."""
+        """Guards the ring and what is due: the copier takes it, other threads bring it."""
 
     @property
     def num_slots_out(self) -> int:
@@ -62,7 +64,7 @@ class SendLoop:
         """See LinkLoop. The peer may have been faster: grants may be waiting."""
         with self._lock:
             self._link = link
-        self._copier.submit(self._serve)
+        self._wake_copier()
 
     def accept(self, grant: Grant) -> None:
         """Queue a Grant. LinkError: it makes no sense, so the two ends disagree. Under the side's lock."""
@@ -70,18 +72,12 @@ class SendLoop:
             return
         if grant.seq > self._next_seq:
             raise LinkError(f"grant {grant.seq} came where {self._next_seq} was due")
-        last_layer = grant.first_layer + grant.num_layers
-        fits = 0 <= grant.first_layer < last_layer <= self._num_layers and grant.num_pages > 0
-        if not fits or grant.nbytes != HEADER_NBYTES + self._pages.gather_nbytes(
-            grant.num_pages, grant.num_layers
-        ):
-            raise LinkError(f"malformed grant {grant.seq} of {grant.nbytes} bytes")
-        if grant.nbytes > self._ring.message_nbytes:
-            raise LinkError(f"grant of {grant.nbytes} bytes exceeds slots of {self._ring.message_nbytes}")
-        self._next_seq += 1
+        for seq, chunk in enumerate(grant.chunks, grant.seq):
+            self._check(seq, chunk)
+        self._next_seq += len(grant.chunks)
         with self._lock:
-            self._grants.append(grant)
-        self._copier.submit(self._serve)
+            self._due.extend(enumerate(grant.chunks, grant.seq))
+        self._wake_copier()
 
     def kick(self) -> None:
         """Look for work again. Any thread."""
@@ -101,7 +97,7 @@ class SendLoop:
     def drain(self, *, block: bool) -> bool:
         """See LinkLoop."""
         with self._lock:
-            self._grants.clear()
+            self._due.clear()
         self._copier.shutdown(wait=block)
         while self._sending:
             try:
@@ -113,43 +109,63 @@ class SendLoop:
         self._link = None
         return True
 
+    def _check(self, seq: int, chunk: GrantedChunk) -> None:
+        last_layer = chunk.first_layer + chunk.num_layers
+        fits = 0 <= chunk.first_layer < last_layer <= self._num_layers and chunk.num_pages > 0
+        if not fits or chunk.nbytes != HEADER_NBYTES + self._pages.gather_nbytes(
+            chunk.num_pages, chunk.num_layers
+        ):
+            raise LinkError(f"malformed grant {seq} of {chunk.nbytes} bytes")
+        if chunk.nbytes > self._ring.message_nbytes:
+            raise LinkError(f"grant of {chunk.nbytes} bytes exceeds slots of {self._ring.message_nbytes}")
+
+    def _wake_copier(self) -> None:
+        """Something has come that it may have been waiting for."""
+        with self._lock:
+            if not self._due or self._serving or self._link is None:
+                return
+            self._serving = True
+        self._copier.submit(self._serve)
+
     # ----------------------------------------------------------------------------------- the copier
     def _serve(self) -> None:
         try:
-            while (work := self._next_grant()) is not None:
+            while (work := self._next_due()) is not None:
                 self._send(*work)
                 self.kick()
         except Exception as error:  # kept for the data thread, which ends the link with it
             self._failure = error
             self.kick()
 
-    def _send(self, link: Link, grant: Grant, slot: Slot) -> None:
+    def _next_due(self) -> tuple[Link, int, GrantedChunk, Slot] | None:
+        with self._lock:
+            slot = self._ring.take() if self._due else None
+            if slot is None:
+                self._serving = False
+                return None
+            assert self._link is not None
+            return self._link, *self._due.popleft(), slot
+
+    def _send(self, link: Link, seq: int, chunk: GrantedChunk, slot: Slot) -> None:
         try:
-            self._gather(grant, slot)
-            op = link.send(slot, grant.nbytes, grant.seq)
+            self._gather(seq, chunk, slot)
+            op = link.send(slot, chunk.nbytes, seq)
         except BaseException:
             with self._lock:
                 self._ring.give_back(slot)
             raise
         self._sending.append((op, slot))
 
-    def _next_grant(self) -> tuple[Link, Grant, Slot] | None:
-        with self._lock:
-            if self._link is None or self._failure is not None or not self._grants:
-                return None
-            slot = self._ring.take()
-            return None if slot is None else (self._link, self._grants.popleft(), slot)
-
-    def _gather(self, grant: Grant, slot: Slot) -> None:
-        chunk = Chunk(grant.first_page, grant.num_pages, grant.first_layer, grant.num_layers)
-        page_ids = self._gate.begin_gather(grant.key, chunk)
+    def _gather(self, seq: int, granted: GrantedChunk, slot: Slot) -> None:
+        chunk = Chunk(granted.first_page, granted.num_pages, granted.first_layer, granted.num_layers)
+        page_ids = self._gate.begin_gather(granted.key, chunk)
         if page_ids is not None:
-            payload = slot.payload(grant.nbytes)
+            payload = slot.payload(granted.nbytes)
             try:
                 self._pages.gather(page_ids, chunk.first_layer, chunk.num_layers, payload)
             finally:
-                self._gate.end_gather(grant.key, payload.numel())
-        slot.seal(Envelope(grant.key, chunk, grant.seq), grant.nbytes, void=page_ids is None)
+                self._gate.end_gather(granted.key, payload.numel())
+        slot.seal(Envelope(granted.key, chunk, seq), granted.nbytes, void=page_ids is None)
 
     # ------------------------------------------------------------------------------ the data thread
     def _reap(self, *, block: bool) -> bool:
@@ -163,6 +179,4 @@ class SendLoop:
     def _give_back(self, slot: Slot) -> None:
         with self._lock:
             self._ring.give_back(slot)
-            waiting = bool(self._grants)
-        if waiting:
-            self._copier.submit(self._serve)
+        self._wake_copier()

@@ -74,7 +74,7 @@ class ShmLinkFactory:
             raise LinkError(f"building link {spec.name}: {error}") from None
         sock.settimeout(self._options.op_timeout_s)
         try:
-            return ShmLink(spec, sock, on_dead)
+            return ShmLink(spec, sock, self._options.num_slots, on_dead)
         except BaseException:
             sock.close()
             raise
@@ -110,7 +110,12 @@ class ShmLinkFactory:
 class ShmLink:
     """One end: a socket, and a canary thread that notices when the peer is gone."""
 
-    def __init__(self, spec: LinkSpec, sock: socket.socket, on_dead: Callable[[str], None]) -> None:
+    def __init__(
+        self, spec: LinkSpec, sock: socket.socket, num_slots: int, on_dead: Callable[[str], None]
+    ) -> None:
+        # Arrivals hold no memory of this side, so more are granted than the sender has slots: the next chunk is
+        # known there by the time that a slot comes home.
+        self.max_arrivals = 2 * num_slots
         self._rank = spec.rank
         self._socket = sock
         self._on_dead = on_dead

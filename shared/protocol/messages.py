@@ -429,17 +429,23 @@ class Ready(Struct, frozen=True):
     prefix_pages: int
 
 
-class Grant(Struct, frozen=True):
-    """A receive is posted: send these pages of these layers as message `seq` of the link, exactly `nbytes`."""
+class GrantedChunk(Record, frozen=True):
+    """These pages of these layers, in a message of exactly `nbytes`."""
 
-    link: str
-    seq: int
     key: ReqKey
     first_page: int
     num_pages: int
     first_layer: int
     num_layers: int
     nbytes: int
+
+
+class Grant(Struct, frozen=True):
+    """Receives are posted: send these chunks as messages `seq`, `seq + 1`, ... of the link."""
+
+    link: str
+    seq: int
+    chunks: tuple[GrantedChunk, ...]
 
 
 class Done(Struct, frozen=True):

@@ -15,7 +15,7 @@ from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.send_loop import SendLoop
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
-from shared.protocol.messages import Grant, ReqKey
+from shared.protocol.messages import Grant, GrantedChunk, ReqKey
 
 KEY = ReqKey("router", "a", 0)
 PAGE_NBYTES = 8
@@ -79,11 +79,9 @@ def new_loop(pages: Pages, num_slots: int = 2) -> SendLoop:
     return SendLoop(ring=ring, pages=pages, num_layers=1, gate=Gate(), copier=thread_copier("test"))
 
 
-def grant(seq: int) -> Grant:
+def grant(seq: int, num_chunks: int = 1) -> Grant:
     nbytes = HEADER_NBYTES + PAGE_NBYTES
-    return Grant(
-        link="l", seq=seq, key=KEY, first_page=seq, num_pages=1, first_layer=0, num_layers=1, nbytes=nbytes
-    )
+    return Grant("l", seq, tuple(GrantedChunk(KEY, seq + i, 1, 0, 1, nbytes) for i in range(num_chunks)))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -103,8 +101,8 @@ def test_chunks_go_out_in_the_order_of_their_grants_through_fewer_slots() -> Non
     for seq in range(10):
         loop.accept(grant(seq))
     loop.attach(link)  # the peer was faster
-    for seq in range(10, 20):
-        loop.accept(grant(seq))
+    loop.accept(grant(10, num_chunks=10))
+    loop.accept(grant(10, num_chunks=10))  # a message that came twice
     while len(link.sent) < 20 or loop.num_slots_out:
         loop.step(block=True)
     assert link.sent == list(range(20))
