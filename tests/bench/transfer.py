@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -24,6 +25,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
 from shared.config import TransferOptions
+from shared.engine.node_process import SWITCH_INTERVAL_S
 from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.layout import record_digest
@@ -117,7 +119,7 @@ class RawGloo:
 
 def prefill_side(pipe: Connection, address: str, port: int, options: TransferOptions) -> None:
     """The child: sends when told."""
-    torch.set_num_threads(1)
+    behave_like_a_node()
     pool, control, wake = make_pool(), ControlThread(), threading.Event()
     pool.buffer_LSNHPD.normal_()
     sender = SendSide(
@@ -141,6 +143,12 @@ def prefill_side(pipe: Connection, address: str, port: int, options: TransferOpt
             send_batch(sender, command, wake)
     sender.close()
     control.close()
+
+
+def behave_like_a_node() -> None:
+    """As far as it matters to the threads of a transfer."""
+    torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def send_batch(sender: SendSide, batch: Batch, wake: threading.Event) -> None:
@@ -235,7 +243,7 @@ def main() -> Iterator[dict[str, Any]]:
 
 def measure(options: TransferOptions, batches: Mapping[int, int]) -> Iterator[dict[str, Any]]:
     """Run a backend and its limit in turn."""
-    torch.set_num_threads(1)
+    behave_like_a_node()
     decode = DecodeSide(options)
     memcpy = Memcpy([min(os.sched_getaffinity(0))])
     for mib, num_batches in batches.items():

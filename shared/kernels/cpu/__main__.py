@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import load_library
+from shared.kernels.cpu.pages import NativePageMover
 
 
 def main() -> None:
@@ -12,6 +13,10 @@ def main() -> None:
         print(f"native CPU kernels: {load_library()._name}")
     except NativeUnavailable as reason:
         print(f"no native CPU kernels, torch computes: {reason}")
+    try:
+        NativePageMover()
+    except NativeUnavailable as reason:
+        print(f"no native page mover, numpy copies: {reason}")
 
 
 if __name__ == "__main__":

@@ -81,6 +81,10 @@ def num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def num_shared_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("baton-kv-slot")
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
     """Seconds until the condition held; fails the test when it never does."""
     start = time.monotonic()

@@ -18,6 +18,7 @@ from tests.unit.kvtransfer.link_pair import (
     LinkPair,
     key,
     num_descriptors,
+    num_shared_mappings,
     num_threads,
     real,
     wait_until,
@@ -108,7 +109,7 @@ def test_a_hundred_links_leave_nothing_behind(options: TransferOptions) -> None:
     warm_up = LinkPair(options)
     warm_up.until(warm_up.linked)
     warm_up.close()
-    threads, descriptors = num_threads(), num_descriptors()
+    threads, descriptors, mappings = num_threads(), num_descriptors(), num_shared_mappings()
     pair = LinkPair(options)
     for number in range(99):
         pair.until(pair.linked)
@@ -121,7 +122,13 @@ def test_a_hundred_links_leave_nothing_behind(options: TransferOptions) -> None:
     pair.until(pair.linked)
     assert pair.d.num_links_opened >= 100
     pair.close()
-    wait_until(lambda: num_threads() <= threads and num_descriptors() <= descriptors)
+    wait_until(
+        lambda: (
+            num_threads() <= threads
+            and num_descriptors() <= descriptors
+            and num_shared_mappings() <= mappings
+        )
+    )
 
 
 def test_throughput_smoke(pair: LinkPair, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +16,10 @@ from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.shared_memory import SharedSlot, map_read_only
 from shared.kvtransfer.shm_link import ShmLinkFactory
 from shared.kvtransfer.staging import HEADER_NBYTES
+from tests.unit.kvtransfer.link_pair import num_shared_mappings
 
 torch.set_num_threads(1)
 OPTIONS = TransferOptions(op_timeout_s=0.5, build_timeout_s=5.0)
-
-
-def num_mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("baton-kv-slot")
 
 
 def test_a_slot_is_seen_through_its_descriptor_and_cannot_be_written_there() -> None:
@@ -47,15 +43,15 @@ def test_memory_that_its_owner_could_shrink_is_not_mapped() -> None:
 
 
 def test_a_mapping_lives_as_long_as_its_last_tensor() -> None:
-    before = num_mappings()
+    before = num_shared_mappings()
     slot = SharedSlot(1 << 20)
     part = map_read_only(os.dup(slot.descriptor))[5:10]
     slot.buffer.fill_(3)
     del slot
     assert part.tolist() == [3] * 5
-    assert num_mappings() == before + 1
+    assert num_shared_mappings() == before + 1
     del part
-    assert num_mappings() == before
+    assert num_shared_mappings() == before
 
 
 class Ends:
