@@ -1,8 +1,7 @@
-"""Host memory: KV pages and staging slots that are copied through all the time, weights, and the heap."""
+"""Host memory: KV pages and staging slots, which are copied through all the time, and weights."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 
 import torch
@@ -45,13 +44,3 @@ def reserve_host_memory(nbytes: int) -> torch.Tensor:
     whole = torch.frombuffer(area, dtype=torch.uint8)  # keeps `area` alive, and unmaps it with the last view
     start = -whole.data_ptr() % _HUGE_PAGE
     return whole[start : start + nbytes]
-
-
-def trim_heap() -> None:
-    """Give freed memory back to the system that the C library keeps, where it can (glibc).
-
-    Loading copies weights through buffers of a few MiB; freed, they are holes in the heap.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))

@@ -22,7 +22,6 @@ from shared.engine.profiler import Profiler
 from shared.errors import ConfigError, RequestError
 from shared.grammar.backend import GrammarBackend
 from shared.grammar.compile_pool import CompilePool
-from shared.host_memory import trim_heap
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.allocator import PageAllocator
@@ -81,7 +80,6 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
             cores=cpu_cores.team,
             on_progress=on_progress,
         )
-    trim_heap()
     on_progress("allocating KV pages", 1.0)
     max_rows = config.schedule.max_running_requests
     num_pages = resolve_num_pages(config.cache, model_config, dtype, device, max_rows * context_length)
