@@ -64,7 +64,7 @@ bench: $(INSTALLED)
 bench-peers: $(INSTALLED)
 	@$(BIN)/python -m tests.bench.peers $(ARGS)
 
-# Draw what `make bench ARGS="--save docs/performance"` has measured, and fill in docs/performance.md.
+# Draw what `make bench ARGS="--save docs/performance"` has measured; fill in docs/performance.md and the README.
 bench-page: $(INSTALLED)
 	@$(BIN)/python -m tests.bench.page
 

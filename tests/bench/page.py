@@ -1,4 +1,5 @@
-"""Words and draws the kept results: `python -m tests.bench.page` fills in docs/performance.md from docs/performance/.
+"""Words and draws the kept results in docs/performance/: `python -m tests.bench.page` fills in the README and
+docs/performance.md.
 
 What people write there stays. What stands between `<!-- NAME -->` and `<!-- /NAME -->` is generated: the drawing and
 the table of the bench NAME; `targets`; and `machine`.
@@ -16,7 +17,9 @@ from tests.bench.suite import load
 from tests.bench.table import Row
 from tests.bench.targets import targets_table
 
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "performance.md"
+PAGES = (PAGE, ROOT / "README.md")
 PEERS = (
     "workload",
     "engine",
@@ -132,11 +135,12 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    """Draw, and write the page anew."""
+    """Draw, and write the pages anew."""
     folder = PAGE.with_suffix("")
     results = load(folder)
     draw_all(results, folder)
-    PAGE.write_text(filled(PAGE.read_text(), results))
+    for page in PAGES:
+        page.write_text(filled(page.read_text(), results))
 
 
 def filled(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
