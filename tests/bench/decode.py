@@ -52,7 +52,7 @@ def measure(
     read, shape = StreamingRead(cores), forwards.shape
     try:
         for batch in batches:
-            gemms = Gemms(max(batch, LEAST_GEMM_ROWS), shape.linears)
+            gemms = Gemms(max(batch, LEAST_GEMM_ROWS), shape.linears, len(cores))
             for context in contexts:
                 step = forwards.decode(batch, context)
                 gb_s, gflop_s, step_s = in_turn([read.gb_s, gemms.gflop_s, partial(forwards.seconds, step)])

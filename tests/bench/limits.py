@@ -16,7 +16,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -62,12 +63,13 @@ class Memcpy:
 
 
 class Gemm:
-    """oneDNN's x[m, k] @ w[n, k]^T in bfloat16 on torch's threads, by the faster of plain and packed weights.
+    """oneDNN's x[m, k] @ w[n, k]^T in bfloat16 on `num_threads`, by the faster of plain and packed weights.
 
     The weights stay in the last-level cache if they fit: this is what the arithmetic takes, not the memory.
     """
 
-    def __init__(self, m: int, n: int, k: int) -> None:
+    def __init__(self, m: int, n: int, k: int, num_threads: int = 1) -> None:
+        self._num_threads = num_threads
         generator = torch.Generator().manual_seed(0)
         self._x = torch.randn((m, k), generator=generator).bfloat16()
         self._weight = torch.randn((n, k), generator=generator).bfloat16()
@@ -91,20 +93,21 @@ class Gemm:
     @torch.inference_mode()
     def seconds(self) -> float:
         """Of one multiplication."""
-        start = time.perf_counter()
-        for _ in range(self._repeats):
-            if self._packed is None:
-                linear(self._x, self._weight)
-            else:
-                torch.ops.mkldnn._linear_pointwise(self._x, self._packed, None, "none", [], "")
-        return (time.perf_counter() - start) / self._repeats
+        with torch_threads(self._num_threads):
+            start = time.perf_counter()
+            for _ in range(self._repeats):
+                if self._packed is None:
+                    linear(self._x, self._weight)
+                else:
+                    torch.ops.mkldnn._linear_pointwise(self._x, self._packed, None, "none", [], "")
+            return (time.perf_counter() - start) / self._repeats
 
 
 class Gemms:
     """Several GEMMs with the same m, as those of a decoder layer are."""
 
-    def __init__(self, m: int, shapes: Sequence[tuple[int, int]]) -> None:
-        self._gemms = [Gemm(m, n, k) for n, k in shapes]
+    def __init__(self, m: int, shapes: Sequence[tuple[int, int]], num_threads: int = 1) -> None:
+        self._gemms = [Gemm(m, n, k, num_threads) for n, k in shapes]
 
     def gflop_s(self) -> float:
         """1e9 floating point operations a second, of all after each other."""
@@ -140,14 +143,21 @@ class _MemoryLimits:
         return seconds
 
     def _by_torch(self, work: Callable[[], object]) -> float:
-        before = torch.get_num_threads()
-        torch.set_num_threads(len(self._cores))
-        try:
+        with torch_threads(len(self._cores)):
             start = time.perf_counter()
             work()
             return time.perf_counter() - start
-        finally:
-            torch.set_num_threads(before)
+
+
+@contextmanager
+def torch_threads(num: int) -> Iterator[None]:
+    """Torch's operations on `num` threads, whatever an engine of this process has chosen for itself."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @cache

@@ -46,7 +46,7 @@ def measure(model: str, cores: Sequence[int], cases: Sequence[tuple[int, int]]) 
     shape = forwards.shape
     try:
         for cached, length in cases:
-            gemms, extend = Gemms(length, shape.linears), forwards.extend(cached, length)
+            gemms, extend = Gemms(length, shape.linears, len(cores)), forwards.extend(cached, length)
             gflop_s, prefill_s = in_turn([gemms.gflop_s, partial(forwards.seconds, extend)])
             yield {
                 "bench": "prefill",
