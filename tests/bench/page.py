@@ -2,7 +2,7 @@
 docs/performance.md.
 
 What people write there stays. What stands between `<!-- NAME -->` and `<!-- /NAME -->` is generated: the drawing and
-the table of the bench NAME; `targets`; and `machine`.
+the table of the bench NAME; `targets`, or only their `headlines`; and `machine`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def filled(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
 
     def part(match: re.Match[str]) -> str:
         name = match[1]
-        return f"<!-- {name} -->\n{_generated(name, results)}\n<!-- /{name} -->"
+        return f"<!-- {name} -->\n\n{_generated(name, results)}\n\n<!-- /{name} -->"
 
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", part, page, flags=re.DOTALL)
 
@@ -157,6 +157,8 @@ def _generated(name: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     match name:
         case "targets":
             return targets_table(results)
+        case "headlines":
+            return targets_table(results, headlines=True)
         case "machine":
             return _machine(results)
     columns = COLUMNS[name]

@@ -118,7 +118,7 @@ def test_generated_parts_of_a_page_are_replaced_and_the_rest_stays() -> None:
         "# Title\n\n<!-- machine -->\nold\n<!-- /machine -->\n\nmine\n\n<!-- decode -->\n<!-- /decode -->\n"
     )
     once = filled(page, {"decode": result("decode")})
-    assert once.startswith("# Title\n\n<!-- machine -->\nsome CPU (avx2), 2 cores")
+    assert once.startswith("# Title\n\n<!-- machine -->\n\nsome CPU (avx2), 2 cores")
     assert "\nmine\n" in once and "old" not in once
     assert "![decode](performance/decode.svg)" in once
     assert "| llama-160m | 1 | native | 8 | 512 | 11.5 (11 to 12) |" in once
@@ -157,3 +157,10 @@ def test_targets_are_met_missed_or_not_measured() -> None:
 def test_a_bound_is_kept_at_the_bound() -> None:
     assert Target(what="", bench="", key="", at_least=3, unit="x").bound == "at least 3x"
     assert Target(what="", bench="", key="", at_most=0.5, unit=" s").bound == "at most 0.5 s"
+
+
+def test_the_readme_has_the_headlines_whether_they_are_met_or_not() -> None:
+    headlines = targets_table({"decode": result("decode", {"least_ratio": 0.1})}, headlines=True)
+    assert "| 0.1 | **missed** |" in headlines
+    assert 3 < len(headlines.splitlines()) < len(targets_table({}).splitlines())
+    assert "<!-- headlines -->\n" in (PAGE.parents[1] / "README.md").read_text()
