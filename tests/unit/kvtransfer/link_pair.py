@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -254,6 +254,23 @@ def pump(
     threading.Thread(target=run, daemon=True).start()
 
 
+class SlowPages:
+    """A pool that takes a millisecond longer to gather, so that a transfer has a middle."""
+
+    def __init__(self, pool: TokenToKVPool) -> None:
+        self._pool = pool
+
+    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
+        return self._pool.gather_nbytes(num_pages, num_layers)
+
+    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
+        time.sleep(0.001)
+        self._pool.gather(page_ids, first_layer, num_layers, out)
+
+    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+        raise AssertionError("a prefill node scatters nothing")
+
+
 def prefill_process(pipe: Connection, num_pages: int, options: TransferOptions) -> None:
     """A prefill node that offers all its pages for every key that the decode node opens, until it is killed.
 
@@ -265,7 +282,7 @@ def prefill_process(pipe: Connection, num_pages: int, options: TransferOptions) 
     side = SendSide(
         node=NodeRef("p0", str(os.getpid()), ""),
         layout=LAYOUT,
-        pages=pool,
+        pages=SlowPages(pool),
         outbox=PipeOutbox(pipe),
         transports=transports(options),
         clock=time.monotonic,

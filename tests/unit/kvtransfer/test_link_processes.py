@@ -95,10 +95,13 @@ class Decode:
 
         return wait_until(stepped, timeout_s)
 
-    def some_arrived(self) -> None:
-        """Let the transfer get going."""
+    def open_and_get_some(self) -> ReqKey:
+        """Of a transfer that goes on for half a second."""
         self.pool.buffer_LSNHPD.zero_()
+        new = self.open()
         self.until(lambda: bool(self.pool.buffer_LSNHPD[:, :, 1].any()))
+        assert new not in self.ended
+        return new
 
     def works(self) -> None:
         new = self.open()
@@ -127,8 +130,7 @@ def test_sigkill_in_the_middle_fails_the_transfer_and_a_new_incarnation_works(
     decode: Decode, tell_disconnect: bool
 ) -> None:
     process = decode.spawn(tell_disconnect=tell_disconnect)
-    new = decode.open()
-    decode.some_arrived()
+    new = decode.open_and_get_some()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     took = decode.until(lambda: new in decode.ended)
