@@ -132,9 +132,11 @@ class SendLoop:
         try:
             while (work := self._next_due()) is not None:
                 self._send(*work)
-                self.kick()
+                if 2 * self._ring.num_out > self._ring.num_slots:
+                    self.kick()  # not for every chunk: each wakes a thread
         except Exception as error:  # kept for the data thread, which ends the link with it
             self._failure = error
+        finally:
             self.kick()
 
     def _next_due(self) -> tuple[Link, int, GrantedChunk, Slot] | None:

@@ -113,9 +113,9 @@ class ShmLink:
     def __init__(
         self, spec: LinkSpec, sock: socket.socket, num_slots: int, on_dead: Callable[[str], None]
     ) -> None:
-        # Arrivals hold no memory of this side, so more are granted than the sender has slots: the next chunk is
-        # known there by the time that a slot comes home.
-        self.max_arrivals = 2 * num_slots
+        # Arrivals hold no memory of this side, so more are granted than the sender has slots: what to gather next is
+        # known there when a slot comes home, and one Grant is for many chunks.
+        self.max_arrivals = 4 * num_slots
         self._rank = spec.rank
         self._socket = sock
         self._on_dead = on_dead
@@ -209,7 +209,7 @@ class ShmLink:
 
     def _read(self, nbytes: int) -> tuple[bytes, list[int]]:
         try:
-            record, descriptors, flags, _ = socket.recv_fds(self._socket, nbytes, 1)
+            record, descriptors, flags, _ = socket.recv_fds(self._socket, nbytes, 1, socket.MSG_CMSG_CLOEXEC)
         except TimeoutError:
             raise LinkError(f"timed out after {self._socket.gettimeout():g} s") from None
         except OSError as error:

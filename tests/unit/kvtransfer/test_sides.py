@@ -684,3 +684,11 @@ def test_messages_are_wire_safe(world: World) -> None:
     sent = set(world.network.num_sent)  # each was encoded and decoded on its way
     assert {"PeerHello", "LinkOpen", "StoreSet", "Ready", "Offer", "Grant", "Handoff", "Done"} <= sent
     assert {"PeerPing", "PeerPong"} <= sent
+
+
+def test_chunks_are_granted_several_to_a_message(world: World) -> None:
+    open_both(world, total=16)
+    world.run(1.0)
+    assert isinstance(world.d.ended[key(0)], Received)
+    num_chunks = 16 * 2  # a slot holds two layers of a page, which has three
+    assert world.network.num_sent["Grant"] <= num_chunks / 1.5
