@@ -82,7 +82,10 @@ class CpuResult:
 
 
 class CpuForwardStream:
-    """One worker thread. Right but weak as overlap: torch calls hold the GIL in between, so little Python hides."""
+    """One worker thread. Native code that it runs lets go of the GIL: the scheduler's Python runs beside it.
+
+    Where torch computes, the GIL is taken between its operations, and little Python hides (ADR 14).
+    """
 
     def __init__(
         self, runner: ModelRunner, host_pool: HostKVPool | None = None, cores: Sequence[int] = ()
