@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from shared.kernels.cpu.attention import MAX_GROUP, MAX_HEAD_DIM
 from shared.kernels.cpu.decoder import DecoderDesc, LayerDesc, LinearDesc
 from shared.kernels.cpu.library import Team
 from shared.kernels.cpu.linear import PanelArena, pack_gate_up, pack_rows
@@ -21,13 +22,13 @@ from shared.model.config import ModelConfig
 from shared.model.layers import rotary_frequencies
 from shared.model.weights import LayerWeights, WeightReader
 
-MAX_HEAD_DIM = 256
-
-
 def native_obstacle(config: ModelConfig) -> str | None:
     """What the native kernels cannot do about this model's shape; None where they can."""
     if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is no multiple of 16 up to {MAX_HEAD_DIM}"
+    group = config.num_heads // config.num_kv_heads
+    if group > MAX_GROUP:
+        return f"{group} query heads share a KV head, and at most {MAX_GROUP} can"
     if config.hidden_size % 2 or config.intermediate_size % 2:
         return f"hidden_size {config.hidden_size} or intermediate_size {config.intermediate_size} is odd"
     return None

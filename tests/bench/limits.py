@@ -25,7 +25,7 @@ import torch
 from torch.nn.functional import linear
 
 from shared.host_memory import new_host_buffer
-from shared.kernels.cpu.build import NativeUnavailable, build_library
+from shared.kernels.cpu.build import NativeUnavailable, open_library
 from tests.bench.machine import last_level_cache_nbytes
 
 CACHES = 8
@@ -164,7 +164,7 @@ def torch_threads(num: int) -> Iterator[None]:
 def _library() -> ctypes.CDLL | None:
     """limits.cpp, or None where it cannot be built."""
     try:
-        library = ctypes.CDLL(str(build_library("bench-limits", [Path(__file__).with_suffix(".cpp")])))
+        library = open_library("bench-limits", [Path(__file__).with_suffix(".cpp")])
     except NativeUnavailable as error:
         print(f"limits are torch's: {error}", file=sys.stderr)
         return None

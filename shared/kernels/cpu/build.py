@@ -5,6 +5,7 @@ Libraries lie in a cache of the user: `$BATON_CACHE_DIR`, else `$XDG_CACHE_HOME/
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import platform
@@ -25,6 +26,17 @@ _COMPILE_TIMEOUT_S = 300
 
 class NativeUnavailable(Exception):
     """Native kernels cannot be had here; the message says why."""
+
+
+def open_library(
+    name: str, sources: Sequence[Path], headers: Sequence[Path] = (), *, flags: Sequence[str] = ()
+) -> ctypes.CDLL:
+    """Build a library (see `build_library`) and load it. Raises NativeUnavailable."""
+    path = build_library(name, sources, headers, flags=flags)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:  # a cache mounted noexec; a file cut short by a crash
+        raise NativeUnavailable(f"the native kernels cannot be loaded: {error}") from error
 
 
 def build_library(
@@ -60,9 +72,13 @@ def find_compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept."""
-    own = os.environ.get("BATON_CACHE_DIR")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+    """Where libraries are kept. Raises NativeUnavailable where nothing says so."""
+    if own := os.environ.get("BATON_CACHE_DIR"):
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+    except RuntimeError as error:  # a container's user that is only a number
+        raise NativeUnavailable(f"no cache for native kernels ($BATON_CACHE_DIR): {error}") from error
 
 
 def cpu_flags() -> frozenset[str]:

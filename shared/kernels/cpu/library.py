@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.kernels.cpu.build import NativeUnavailable, build_library, cpu_flags
+from shared.kernels.cpu.build import NativeUnavailable, cpu_flags, open_library
 
 SRC = Path(__file__).parent / "src"
 NEEDED_CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
@@ -54,7 +54,7 @@ def load_library(*flags: str) -> ctypes.CDLL:
     if missing:
         raise NativeUnavailable(f"this CPU lacks {missing[0]}")
     sources, headers = sorted(SRC.glob("*.cpp")), sorted(SRC.glob("*.h"))
-    library = ctypes.CDLL(str(build_library("kernels", sources, headers, flags=flags)))
+    library = open_library("kernels", sources, headers, flags=flags)
     for name, (result, arguments) in _PROTOTYPES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -62,12 +62,17 @@ def load_library(*flags: str) -> ctypes.CDLL:
 
 
 class Team:
-    """Threads that share the work of a kernel, one for each of `cores`; the calling thread is the first of them."""
+    """Threads that share the work of a kernel, one for each of `cores`; the calling thread is the first of them.
+
+    Raises NativeUnavailable where the system does not let so many start.
+    """
 
     def __init__(self, library: ctypes.CDLL, cores: Sequence[int]) -> None:
         assert cores, "a team has a core"
         self.library = library
         self.handle: int | None = library.baton_team_new((ctypes.c_int32 * len(cores))(*cores), len(cores))
+        if self.handle is None:
+            raise NativeUnavailable(f"{len(cores)} threads cannot be started (a limit of processes?)")
 
     def close(self) -> None:
         """End the threads. No kernel may run."""

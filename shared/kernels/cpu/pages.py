@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shared.kernels.cpu.build import build_library
+from shared.kernels.cpu.build import open_library
 
 _SOURCE = Path(__file__).parent / "src" / "pages.cpp"
 _ARGUMENTS = (ctypes.c_void_p, *(ctypes.c_int64,) * 3, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
@@ -26,7 +26,7 @@ class NativePageMover:
     name = "native"
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(str(build_library("pages", [_SOURCE])))
+        library = open_library("pages", [_SOURCE])
         self._gather, self._scatter = library.baton_gather_pages, library.baton_scatter_pages
         for function in (self._gather, self._scatter):
             function.restype, function.argtypes = ctypes.c_bool, _ARGUMENTS

@@ -9,7 +9,11 @@ import torch
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import Team, load_library
 
-BUILDS = {"as-built": (), "emulated-amx": ("-DBATON_EMULATE_AMX",), "without-bf16": ("-mno-avx512bf16",)}
+BUILDS = {
+    "as-built": (),
+    "emulated-amx": ("-DBATON_EMULATE_AMX",),
+    "without-bf16": ("-mno-avx512bf16", "-mno-amx-tile"),
+}
 
 
 @pytest.fixture(autouse=True)

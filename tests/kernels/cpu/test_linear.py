@@ -183,17 +183,21 @@ def test_parts_of_a_weight_share_panels(team: Team, rows: tuple[int, ...]) -> No
     assert not whole.transpose(1, 2).reshape(-1, k)[len(w_NK) :].any()
 
 
-def test_amx_code_compiles_to_tile_instructions(tmp_path: Path) -> None:
-    """This needs a compiler that knows AMX, not a CPU that has it."""
-    try:
-        compiler = find_compiler()
-    except NativeUnavailable as e:
-        pytest.skip(f"NO NATIVE KERNELS: {e}")
+@pytest.mark.parametrize("source", ["linear", "extend_attention"])
+def test_amx_code_assembles_to_tile_instructions(tmp_path: Path, source: str) -> None:
+    """This needs a compiler and an assembler that know AMX, not a CPU that has it."""
     target = "-march=sapphirerapids"
     flags = [target if flag == "-march=native" else flag for flag in FLAGS]
-    assembly = tmp_path / "linear.s"
-    subprocess.run([compiler, *flags, "-S", str(SRC / "linear.cpp"), "-o", str(assembly)], check=True)
-    used = set(
-        re.findall(r"^\s+(ldtilecfg|tileloadd|tdpbf16ps|tilestored|tilerelease)", assembly.read_text(), re.M)
-    )
-    assert used == {"ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"}
+    try:
+        compiler = [find_compiler(), *flags]
+    except NativeUnavailable as e:
+        pytest.skip(f"NO NATIVE KERNELS: {e}")
+    probe = subprocess.run([*compiler, "-E", "-x", "c++", "/dev/null"], capture_output=True)
+    if probe.returncode != 0:
+        pytest.skip(f"THIS COMPILER KNOWS NO AMX: {probe.stderr.decode()}")
+    assembly = tmp_path / f"{source}.s"
+    subprocess.run([*compiler, "-S", str(SRC / f"{source}.cpp"), "-o", str(assembly)], check=True)
+    subprocess.run([*compiler, "-c", str(assembly), "-o", str(tmp_path / "assembled.o")], check=True)
+    tiles = "ldtilecfg|tileloadd|tdpbf16ps|tilestored|tilerelease"
+    used = set(re.findall(rf"^\s+({tiles})", assembly.read_text(), re.M))
+    assert used == set(tiles.split("|"))

@@ -19,14 +19,14 @@ class Team {
  public:
   // One worker for each of `cores`, of which -1 is any; the caller's own thread is pinned by whoever made it.
   explicit Team(std::vector<int> cores) : cores_(std::move(cores)) {
-    for (int i = 1; i < size(); i++) threads_.emplace_back([this, i] { work(i); });
+    try {
+      for (int i = 1; i < size(); i++) threads_.emplace_back([this, i] { work(i); });
+    } catch (...) {
+      end();
+      throw;
+    }
   }
-  ~Team() {
-    stop_ = true;
-    begun_.fetch_add(1);
-    begun_.notify_all();
-    for (auto& thread : threads_) thread.join();
-  }
+  ~Team() { end(); }
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
@@ -63,6 +63,13 @@ class Team {
 
  private:
   static constexpr int kSpins = 4000;  // about 50 us
+
+  void end() {
+    stop_ = true;
+    begun_.fetch_add(1);
+    begun_.notify_all();
+    for (auto& thread : threads_) thread.join();
+  }
 
   void work(int worker) {
     if (cores_[worker] >= 0) {
