@@ -22,6 +22,7 @@ from shared.model.config import ModelConfig
 from shared.model.layers import rotary_frequencies
 from shared.model.weights import LayerWeights, WeightReader
 
+
 def native_obstacle(config: ModelConfig) -> str | None:
     """What the native kernels cannot do about this model's shape; None where they can."""
     if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:

@@ -85,7 +85,7 @@ def test_a_cache_that_cannot_be_written(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATON_CACHE_DIR", str(compiler.source / "cache"))
-    with pytest.raises(NativeUnavailable, match="cannot be built: .*Not a directory"):
+    with pytest.raises(NativeUnavailable, match=r"cannot be built: .*Not a directory"):
         compiler.build()
 
 
@@ -98,7 +98,7 @@ def test_a_user_without_a_home(compiler: Compiler, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("os.path.expanduser", expanduser)
     for name in ("BATON_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(NativeUnavailable, match="no cache for native kernels .*home directory"):
+    with pytest.raises(NativeUnavailable, match=r"no cache for native kernels .*home directory"):
         compiler.build()
 
 

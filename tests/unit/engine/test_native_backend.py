@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from shared.errors import ConfigError
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import load_library
 from shared.model.config import load_model_config
+from shared.model.packed_weights import native_obstacle
 from tests.backend_rig import NUM_ROWS, Rig, rig
 from tests.modelzoo import make_model, random_prompt
 
@@ -180,6 +182,22 @@ class TestChoice:
             rig(folder_of("llama"), "native", torch.float32),
         ):
             pass
+
+    @pytest.mark.parametrize(
+        ("changes", "obstacle"),
+        [
+            ({"head_dim": 24}, "head_dim 24 is no multiple of 16"),
+            ({"head_dim": 272}, "up to 256"),
+            ({"num_heads": 193, "num_kv_heads": 1}, "193 query heads share a KV head"),
+            ({"hidden_size": 65}, "hidden_size 65"),
+            ({"num_heads": 192, "num_kv_heads": 1, "head_dim": 256}, None),
+        ],
+    )
+    def test_shapes_that_the_kernels_cannot_do(
+        self, folder_of: Callable[[str], Path], changes: dict[str, int], obstacle: str | None
+    ) -> None:
+        found = native_obstacle(replace(load_model_config(folder_of("llama")), **changes))  # type: ignore[arg-type]
+        assert found is None if obstacle is None else obstacle in str(found)
 
     def test_without_a_compiler_torch_computes(
         self, folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
