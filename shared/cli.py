@@ -140,7 +140,7 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
             type=cores,
             metavar="LIST",
             help="cores of forwards, one thread pinned to each, like 0-3,8; or any:N: N threads that are not pinned; "
-            "None: a thread for each core that there is, pinned where a router shares them out to its nodes",
+            "None: every core that this process may use; a router shares its own out to the nodes that it starts",
         ),
         add(
             "--cpu-kernels",

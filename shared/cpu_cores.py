@@ -47,18 +47,15 @@ class CpuCores:
 
 
 def own_cores() -> CpuCores:
-    """What a node uses that was told nothing: a thread for each core that it may use, by affinity and CPU quota.
-
-    Not pinned: nobody said that it is alone on them, and two that pin themselves to the same few are both slowed.
-    """
-    return CpuCores(min(len(one_a_core(allowed_cores())), _whole_cores_of(cpu_quota())))
+    """What a node uses that was told nothing: all that this process may use."""
+    return split_cores(None, 1)[0]
 
 
 def split_cores(cores: CpuCores | None, num_nodes: int) -> list[CpuCores]:
     """The share of each of `num_nodes`, as equal as it can be; None is all that this process may use.
 
-    More nodes than cores share them in turn, with one thread each. Under a CPU quota nothing is pinned: the cores
-    that the kernel gives then are not always the same ones.
+    More nodes than cores share them in turn, with one thread each. Under a CPU quota of fewer cores nothing is
+    pinned: every container of a large machine would choose the same few.
     """
     if cores is None:
         cores = _everything(num_nodes)

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tests.bench.stats import figure, ratios, significant
+from tests.bench.stats import figure, ratios
 from tests.bench.table import Row
 from tests.processes import free_port
 
@@ -52,7 +52,7 @@ def main() -> Iterator[Row]:
         yield {"bench": "help", "command": command.replace("_", "-"), **figure("seconds", times)}
     with tempfile.TemporaryDirectory() as empty:
         build = run_s([sys.executable, "-m", "shared.kernels.cpu"], {"BATON_CACHE_DIR": empty})
-    yield {"bench": "build", "what": "native kernels, once a machine", "seconds": significant(build)}
+    yield {"bench": "build", "command": "python -m shared.kernels.cpu", **figure("seconds", [build])}
     run_s([sys.executable, "-m", "shared.kernels.cpu"])
     limits, starts = list[float](), list[dict[str, float]]()
     for _ in range(STARTS):

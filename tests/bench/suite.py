@@ -48,6 +48,9 @@ BENCHES: dict[str, Bench] = {
     "accuracy": Bench(
         module="accuracy", question="How far are bf16 logits from those of float32?", only_by_name=True
     ),
+    "cores": Bench(
+        module="cores", question="What is it worth to pin the threads of forwards?", only_by_name=True
+    ),
     "long_prompts": Bench(
         module="long_prompts",
         question="What do prompts of 100,000 tokens do to a stream beside them?",

@@ -90,13 +90,13 @@ def test_nodes_share_what_was_named(cores: CpuCores, num_nodes: int, shares: lis
 def test_nodes_share_what_is_there(machine: Machine) -> None:
     machine.has(range(4, 8))
     assert [str(share) for share in split_cores(None, 2)] == ["4-5", "6-7"]
-    assert own_cores() == CpuCores(4)
+    assert own_cores() == CpuCores(4, (4, 5, 6, 7))
 
 
 def test_a_second_hardware_thread_is_used_only_for_want_of_cores(machine: Machine) -> None:
     machine.has(range(8))
     machine.pairs((0, 4), (1, 5), (2, 6), (3, 7))
-    assert own_cores() == CpuCores(4)
+    assert own_cores() == CpuCores(4, (0, 1, 2, 3))
     assert [str(share) for share in split_cores(None, 2)] == ["0-1", "2-3"]
     assert [str(share) for share in split_cores(None, 8)] == [str(core) for core in range(8)]
 
