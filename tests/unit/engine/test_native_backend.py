@@ -12,14 +12,26 @@ import numpy as np
 import pytest
 import torch
 
+from shared.engine.future_map import FutureMap
 from shared.engine.logprobs import GatheredLogprobs
-from shared.engine.sampling_inputs import LogprobInputs, LogprobShare
+from shared.engine.model_runner import ModelRunner
+from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.sampling_inputs import (
+    BiasInputs,
+    KnownTokens,
+    LogprobInputs,
+    LogprobShare,
+    PenaltyInputs,
+    SamplingInputs,
+)
+from shared.engine.torch_backend import TorchBackend
+from shared.engine.vocab_mask import VocabMask
 from shared.errors import ConfigError
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import load_library
 from shared.model.config import load_model_config
 from shared.model.packed_weights import native_obstacle
-from tests.backend_rig import NUM_ROWS, Rig, rig
+from tests.backend_rig import NUM_ROWS, Rig, batch_of, rig
 from tests.modelzoo import make_model, random_prompt
 
 MODELS = {
@@ -151,6 +163,84 @@ def test_prompt_logprobs_are_those_of_torch(folder_of: Callable[[str], Path]) ->
             found[kernels] = of_prompt
     assert torch.allclose(found["native"].chosen_N, found["torch"].chosen_N, atol=0.6)
     assert torch.allclose(found["native"].top_NK, found["torch"].top_NK, atol=0.6)
+
+
+class SameLogits:
+    """Draws as torch does, from logits that are given."""
+
+    name = "torch"
+    has_threads = False
+    draw = TorchBackend.draw
+
+    def __init__(self, logits_SV: torch.Tensor) -> None:
+        self.vocab_size = logits_SV.shape[1]
+        self._logits_SV = logits_SV
+
+    def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> tuple[torch.Tensor, None]:
+        return self._logits_SV.clone(), None
+
+    def close(self) -> None:
+        pass
+
+
+def test_everything_that_changes_logits_changes_them_before_the_native_draw(
+    folder_of: Callable[[str], Path],
+) -> None:
+    """Penalties, biases, stop tokens that may not come yet, a grammar's mask, and the logprobs of what was drawn."""
+    S, V = 4, 512
+    steps = [sampling_of_everything(seed) for seed in range(6)]
+    mask = VocabMask(np.array([1]), np.full((1, V // 32), 0x0F0F0F0F, dtype=np.int32))
+    with rig(folder_of("llama"), "native") as path:
+        path.extend({row: (0, prompts(S)[row]) for row in range(S)})
+        starts = {row: len(prompts(S)[row]) for row in range(S)}
+        batch = replace(batch_of({}, starts), future_writes=tuple((row, 0) for row in starts))
+        logits_SV = path.forward({}, starts)
+        runners = [
+            ModelRunner(backend, NUM_ROWS, torch.device("cpu"))
+            for backend in (path.backend, SameLogits(logits_SV))
+        ]
+        for inputs in steps:
+            native, by_torch = (
+                runner.sample(runner.forward(replace(batch, sampling=inputs)), mask).as_values()
+                for runner in runners
+            )
+            assert native.token_ids == by_torch.token_ids
+            assert native.token_ids[0] == 9, "the bias decides"
+            assert native.token_ids[1] & 7 < 4, "the mask decides"
+            assert native.logprobs == by_torch.logprobs
+
+
+def sampling_of_everything(seed: int) -> SamplingInputs:
+    uniforms = np.random.default_rng(seed).random(4)
+    known = KnownTokens(0, np.array([5, 6]), np.array([7, 7]))
+    return SamplingInputs(
+        temperatures=np.array([0, 1, 0.7, 2], dtype=np.float32),
+        top_ks=np.array([0, 0, 20, 0], dtype=np.int64),
+        top_ps=np.array([1, 1, 0.9, 0.95], dtype=np.float32),
+        min_ps=np.array([0, 0, 0, 0.02], dtype=np.float32),
+        uniforms=uniforms,
+        masked_ids=((), (), (3, 4), ()),
+        all_greedy=False,
+        needs_filter=True,
+        penalties=PenaltyInputs(
+            entries_P=np.array([3]),
+            rows_P=np.array([3]),
+            frequency_P=np.array([0.5], dtype=np.float32),
+            presence_P=np.array([0.5], dtype=np.float32),
+            repetition_P=np.array([1.5], dtype=np.float32),
+            anew=(known,) if seed == 0 else (),
+        ),
+        biases=BiasInputs(
+            entries_N=np.array([0]), token_ids_N=np.array([9]), values_N=np.array([100], dtype=np.float32)
+        ),
+        logprobs=LogprobInputs(
+            rows_N=np.array([2, 3]),
+            targets_N=None,
+            token_ids_NM=np.zeros((2, 0), dtype=np.int64),
+            top_num=3,
+            shares=(LogprobShare(2, 1, 3, 0), LogprobShare(3, 1, 1, 0)),
+        ),
+    )
 
 
 def test_a_token_outside_the_vocabulary_is_refused(folder_of: Callable[[str], Path]) -> None:
