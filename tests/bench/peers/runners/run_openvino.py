@@ -11,6 +11,8 @@ from lines import Answers, claim_output, serve
 
 BLOCK_SIZE = 32
 """Tokens in a block of the CPU plugin's KV cache."""
+BATCHED_TOKENS = 2048
+"""Of one step. With its default of 256, 2048 tokens of llama-160m took a fifth more CPU time (Zen 4, two threads)."""
 
 
 def main() -> None:
@@ -18,6 +20,7 @@ def main() -> None:
     folder, num_threads, kv_tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     scheduler = genai.SchedulerConfig()
     scheduler.num_kv_blocks = kv_tokens // BLOCK_SIZE
+    scheduler.max_num_batched_tokens = BATCHED_TOKENS
     scheduler.enable_prefix_caching = True
     properties = {
         "INFERENCE_PRECISION_HINT": "bf16",
