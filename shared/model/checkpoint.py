@@ -68,14 +68,22 @@ class Checkpoint:
 
     def take(self, name: str, place: torch.Tensor, on_copied: Callable[[int], None]) -> None:
         """Copy a tensor into `place`, converted; `on_copied` is told how many elements each piece had."""
+        for first_row, piece in self.pieces(name):
+            place[first_row : first_row + len(piece)].copy_(piece)
+            on_copied(piece.numel())
+
+    def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """A tensor as it is in its file, some rows at a time, each with the index of its first.
+
+        A piece is dropped when the next one is asked for; not to be written to.
+        """
         file = self._file_of(name)
         source = file.view(name)
         step = max(PIECE_NBYTES // source[0].nbytes, 1)
-        for start in range(0, len(source), step):
-            piece = source[start : start + step]
-            place[start : start + step].copy_(piece)
+        for first_row in range(0, len(source), step):
+            piece = source[first_row : first_row + step]
+            yield first_row, piece
             file.drop_resident(piece)
-            on_copied(piece.numel())
 
     def close(self) -> None:
         """Let go of the files, and of what is resident of tensors from `mapped`, which stay good."""

@@ -8,7 +8,7 @@ rows, of which a forward reads a few, and as the panels of its lm_head.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def load_packed_weights(
         embed_VD = reader.embed()
         layers = (LayerDesc * config.num_layers)(*(packer.layer(layer) for layer in reader.layers()))
         norm = packer.floats(reader.norm())
-        lm_head = packer.linear(embed_VD if config.tie_word_embeddings else reader.lm_head(), None)
+        lm_head = packer.lm_head(config, reader.lm_head_pieces())
     desc = DecoderDesc(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -102,6 +102,13 @@ class _Packer:
         panels = self.arena.new_panels(*weight_NK.shape)
         pack_rows(self.team, weight_NK, panels)
         return self._described(panels, weight_NK, bias_N)
+
+    def lm_head(self, c: ModelConfig, pieces: Iterator[tuple[int, torch.Tensor]]) -> LinearDesc:
+        panels = self.arena.new_panels(c.vocab_size, c.hidden_size)
+        for first_row, rows_RD in pieces:
+            pack_rows(self.team, rows_RD, panels, first_row)
+        self.kept.append(panels)
+        return LinearDesc(panels.data_ptr(), None, c.vocab_size, c.hidden_size)
 
     def floats(self, values: torch.Tensor | None) -> int | None:
         """Where float32 copies of them are."""

@@ -141,6 +141,17 @@ class WeightReader:
         """The lm_head [V, D] of a model whose embeddings are not tied."""
         return self._stack({_LM_HEAD: self._config.vocab_size}, self._config.hidden_size)
 
+    def lm_head_pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The lm_head, tied or not, some rows at a time, each with the index of its first: for who repacks it.
+
+        It may be the largest tensor by far, and a copy of it would stand beside the packed one.
+        """
+        tied = self._config.tie_word_embeddings
+        for first_row, piece in self._checkpoint.pieces(_EMBED if tied else _LM_HEAD):
+            yield first_row, piece.to(device=self._device, dtype=self._dtype)
+            if not tied:  # else `embed` has counted it
+                self._count(piece.numel())
+
     def _stack(self, rows: Rows, *width: int) -> torch.Tensor:
         """See Stack."""
         shape = (sum(rows.values()), *width)

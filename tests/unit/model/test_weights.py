@@ -104,6 +104,24 @@ def test_layers_come_one_at_a_time_and_are_the_callers(model_folder: ModelFolder
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_lm_head_comes_in_pieces(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    """As large as is asked for, in order, of the type that is asked for; nothing is left out."""
+    monkeypatch.setattr("shared.model.checkpoint.PIECE_NBYTES", 100 * 64 * 4 + 1)
+    folder, seen = model_folder("llama", tie_word_embeddings=tied), list[float]()
+    config, cpu = load_model_config(folder), torch.device("cpu")
+    with WeightReader(folder, config, dtype=torch.bfloat16, device=cpu, on_progress=seen.append) as reader:
+        reader.embed()
+        assert len(list(reader.layers())) == 3
+        reader.norm()
+        pieces = list(reader.lm_head_pieces())
+    assert [first for first, _ in pieces] == [0, 100, 200, 300, 400, 500]
+    assert torch.equal(torch.cat([rows for _, rows in pieces]), load(folder, torch.bfloat16).lm_head_VD)
+    assert seen[-1] == 1.0
+
+
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the kernel says what is resident")
 @pytest.mark.parametrize("options", [{}, SHARDED], ids=["single", "sharded"])
 def test_nothing_of_the_files_stays_resident(
