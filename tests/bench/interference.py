@@ -2,7 +2,7 @@
 
 The model has the shape of llama-160m, large enough that a prompt of 2048 tokens takes a while. NUM_STREAMS streams
 run; then long prompts come, one after the other. What counts is every gap between two events of a running stream that
-lies, in part at least, between the sending of a long prompt and its first token.
+lies, in part at least, between the sending of a long prompt and its second token, for which its KV has to have moved.
 
     itl_p50_ms, itl_p99_ms, itl_max_ms   of those gaps, which are few and long where the streams stand still
     quiet_p50_ms                         of the other gaps: a step with nothing beside it
@@ -38,7 +38,7 @@ FLEETS = {
 }
 FLAGS = ["--max-total-tokens", "24576"]
 NUM_STREAMS, STREAM_PROMPT_TOKENS, STREAM_OUTPUT_TOKENS = 8, 64, 2000
-LONG_PROMPT_TOKENS, NUM_LONG = 2048, 3
+LONG_PROMPT_TOKENS, LONG_OUTPUT_TOKENS, NUM_LONG = 2048, 2, 3
 ROUNDS = 3
 PAUSE_S = 0.5
 
@@ -56,10 +56,10 @@ class Seen:
     def of(cls, streams: Sequence[TokenStream], long: Sequence[TokenStream]) -> Seen:
         """Sort the streams' gaps by whether they overlap the prefill of one of `long`."""
         seen = cls(ttfts=[1e3 * one.ttft_s for one in long])
-        windows = [(one.sent_at, one.times[0]) for one in long]
+        windows = [(one.sent_at, one.times[-1]) for one in long]
         for running in streams:
             for begin, end in running.gaps():
-                beside = any(begin < first_token and end > sent for sent, first_token in windows)
+                beside = any(begin < last and end > sent for sent, last in windows)
                 (seen.beside if beside else seen.quiet).append(1e3 * (end - begin))
         return seen
 
@@ -79,7 +79,8 @@ async def play(url: str, rng: random.Random) -> Seen:
         long = []
         for _ in range(NUM_LONG):
             await asyncio.sleep(PAUSE_S)
-            long.append(await stream(client, url, prompt_ids(rng, LONG_PROMPT_TOKENS, VOCAB_SIZE), 1))
+            ids = prompt_ids(rng, LONG_PROMPT_TOKENS, VOCAB_SIZE)
+            long.append(await stream(client, url, ids, LONG_OUTPUT_TOKENS))
         await asyncio.sleep(PAUSE_S)
         assert not any(task.done() for task in tasks), (
             "a stream ended too early to see what a prefill does to it"

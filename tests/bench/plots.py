@@ -30,6 +30,7 @@ STYLE: dict[str, Any] = {
 }
 METADATA = {"Date": None, "Creator": None}
 WIDTH, HEIGHT = 7.2, 3.2
+MOST_RATIO = 1.5
 TARGET = {"color": "black", "linewidth": 1, "linestyle": ":"}
 
 
@@ -57,7 +58,7 @@ def decode(figure: Figure, rows: Sequence[Row]) -> None:
     ):
         for label, of_label in _groups(rows, lambda row: f"{row['model']}, {_cores(row)}, {row['context']}"):
             _line(axes, of_label, "batch", key, label)
-        axes.set(title=title, xlabel="batch", xscale="log", ylim=(0, None))
+        axes.set(title=title, xlabel="batch", xscale="log", ylim=_from_zero(axes))
         axes.set_xticks(*2 * [sorted({row["batch"] for row in rows})], minor=False)
         axes.minorticks_off()
         axes.axhline(0.6, **TARGET)
@@ -70,7 +71,7 @@ def prefill(figure: Figure, rows: Sequence[Row]) -> None:
     names = [f"{row['model']}\n{_cores(row)}\n{row['cached']} + {row['length']}" for row in rows]
     _bars(axes, names, {key: _spreads(rows, key) for key in ("ratio", "ratio_all")})
     axes.axhline(0.6, **TARGET)
-    axes.set(title="rate / oneDNN's GEMM rate, by cached + computed tokens")
+    axes.set(title="rate / oneDNN's GEMM rate, by cached + computed tokens", ylim=_from_zero(axes))
     axes.legend(["target", "linear layers alone", "with attention"], fontsize=7)
     axes.tick_params(axis="x", labelsize=6)
 
@@ -86,6 +87,7 @@ def attention(figure: Figure, rows: Sequence[Row]) -> None:
         }
         _bars(axes, list(dict.fromkeys(map(name, some))), by_heads)
         axes.tick_params(axis="x", labelsize=7)
+        axes.set(ylim=_from_zero(axes))
     left.axhline(0.8, **TARGET)
     left.set(title="decode: KV bytes / s over streaming read", xlabel="sequences x tokens")
     right.set(title="extend: rate over oneDNN's GEMM", xlabel="cached + computed tokens")
@@ -138,8 +140,9 @@ def interference(figure: Figure, rows: Sequence[Row]) -> None:
     keys = ("quiet_p50_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms")
     series = {key: _spreads(rows, key) for key in keys}
     _bars(axes, [row["fleet"] for row in rows], series)
-    axes.set(title="gaps of running streams while a 2k prompt is prefilled", ylabel="ms", yscale="log")
-    axes.legend(["median, no prefill", "median", "p99", "largest"], fontsize=7)
+    axes.set(title="gaps of running streams while a 2k prompt is prefilled", ylabel="ms")
+    _log_y(axes)
+    axes.legend(["median, no prefill", "median", "p99", "largest"], fontsize=7, loc="upper left")
 
 
 def trace(figure: Figure, rows: Sequence[Row]) -> None:
@@ -147,8 +150,9 @@ def trace(figure: Figure, rows: Sequence[Row]) -> None:
     names = [f"{row['fleet']}\n{row['times_recorded_rate']:g}x rate" for row in rows]
     for axes, what in zip(figure.subplots(1, 2), ("ttft", "itl"), strict=True):
         _bars(axes, names, {key: _spreads(rows, key) for key in (f"{what}_p50_ms", f"{what}_p99_ms")})
-        axes.set(title=what.upper(), ylabel="ms", yscale="log")
-        axes.legend(["median", "p99"])
+        axes.set(title=what.upper(), ylabel="ms")
+        _log_y(axes)
+        axes.legend(["median", "p99"], loc="upper left")
 
 
 def serving(figure: Figure, rows: Sequence[Row]) -> None:
@@ -265,6 +269,20 @@ def _bars(axes: Axes, names: Sequence[str], series: Mapping[str, Spreads]) -> No
         axes.bar(places, values, width, yerr=_errors(spreads), label=label, error_kw={"linewidth": 0.8})
     axes.set_xticks(range(len(names)), names)
     axes.grid(visible=False, axis="x")
+
+
+def _from_zero(axes: Axes) -> tuple[float, float]:
+    """Limits of a ratio's axis; what is far above 1 can only be noise, and would hide the rest."""
+    return 0.0, min(axes.get_ylim()[1], MOST_RATIO)
+
+
+def _log_y(axes: Axes) -> None:
+    """A logarithmic axis with plain numbers, and room for a legend."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    least, most = axes.get_ylim()
+    axes.set_ylim(least, 4 * most)
 
 
 def _line(axes: Axes, rows: Sequence[Row], x: str, y: str, label: str, **more: Any) -> None:
