@@ -42,7 +42,9 @@ TIMED_CASES = ((32, 5), (256, 2), (256, 5), (256, 10))
 """(running, ms of a forward)"""
 PROMPT_LEN = 32
 MAX_NEW_TOKENS = 512
-WARM_UP, STEPS, ROUNDS, BLOCKS = 10, 10, 6, 5
+POOL_TOKENS = 1024
+"""Of each request: the Batcher keeps some back."""
+WARM_UP, STEPS, ROUNDS, BLOCKS = 10, 20, 4, 5
 
 
 class Steps:
@@ -62,21 +64,20 @@ class Steps:
             self._batcher.add(req)
         while self._batcher.waiting_queue or self._batcher.chunked_req is not None:
             self._turn(overlap=False)
-        self.walls_s(WARM_UP, overlap=False)
-        self.walls_s(WARM_UP, overlap=True)
+        self.step_s(WARM_UP, overlap=False)
+        self.step_s(WARM_UP, overlap=True)
 
-    def walls_s(self, num_steps: int, *, overlap: bool) -> list[float]:
-        """Seconds of each step."""
+    def step_s(self, num_steps: int, *, overlap: bool) -> float:
+        """Seconds of a step: the mean, since with overlap a late one is followed by a quick one."""
         if overlap:
             self._turn(overlap=True)  # one is in flight from now on
-        walls = []
+        start = time.perf_counter()
         for _ in range(num_steps):
-            start = time.perf_counter()
             self._turn(overlap=overlap)
-            walls.append(time.perf_counter() - start)
+        seconds = (time.perf_counter() - start) / num_steps
         if overlap:
             self._launchers[True].turn(None)
-        return walls
+        return seconds
 
     def end(self) -> None:
         """Every page comes home."""
@@ -105,7 +106,7 @@ def python_for(milliseconds: float) -> range:
 
 
 def block(device: Device, num_running: int, added: range) -> tuple[float, float, float]:
-    """Seconds of a step without overlap, of one with it, and of its forward: medians over one set of requests."""
+    """Seconds of a step without overlap, of one with it, and of its forward: medians over rounds of one block."""
     steps = Steps(device, num_running, added)
     walls: dict[bool, list[float]] = {False: [], True: []}
     forwards_s = []
@@ -115,7 +116,7 @@ def block(device: Device, num_running: int, added: range) -> tuple[float, float,
         for i in range(ROUNDS):
             for overlap in (False, True) if i % 2 == 0 else (True, False):  # KV grows: no order is favoured
                 busy_before = device.busy_s()
-                walls[overlap] += steps.walls_s(STEPS, overlap=overlap)
+                walls[overlap].append(steps.step_s(STEPS, overlap=overlap))
                 if not overlap:
                     forwards_s.append((device.busy_s() - busy_before) / STEPS)
     finally:
@@ -157,9 +158,7 @@ def main() -> Iterator[dict[str, Any]]:
     """Row by row."""
     cores = usable_cores()
     for model, all_running in ENGINES.items():
-        device = engine_device(
-            model, max(all_running), num_tokens=max(all_running) * (PROMPT_LEN + MAX_NEW_TOKENS)
-        )
+        device = engine_device(model, max(all_running), num_tokens=max(all_running) * POOL_TOKENS)
         with pinned(cores[1:] or cores):
             for num_running in all_running:
                 yield measure(device, num_running)
