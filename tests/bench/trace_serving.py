@@ -29,7 +29,7 @@ from tests.sim.simulator.trace import AZURE, SimRequest, load_trace, scaled
 
 SCALE = 4
 NUM_REQUESTS = 48
-RATES = (1.0, 3.0)
+RATES = (2.0, 6.0)
 ROUNDS = 2
 TTFT_S, TPOT_S = 0.5, 0.05
 FLEETS = {"1P1D": ["--local", "1P1D"], "0P1D": ["--local", "0P1D"]}

@@ -93,3 +93,16 @@ def test_the_trace_fits_the_built_in_model() -> None:
     assert len(requests) == trace_serving.NUM_REQUESTS
     assert requests[0].at_s == 0
     assert [r.input_len for r in requests] == [r.input_len for r in trace_serving.workload(1.0)]
+
+
+def test_a_cost_too_small_to_tell_what_becomes_of_it_does_not_count() -> None:
+    rows = [
+        {"device": device, "cost_ms": cost, "wall_off_ms": 10.0, "hidden": hidden}
+        for device, cost, hidden in (("builtin", 1.0, 0.7), ("builtin", 0.1, -3.0), ("timed wait", 1.0, 0.9))
+    ]
+    assert overlap.summary(rows) == {
+        "devices": ["builtin"],
+        "least_hidden": 0.7,
+        "least_hidden_timed": 0.9,
+        "rows_left_out": 1,
+    }
