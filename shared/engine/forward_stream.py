@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shared import log
 from shared.engine.model_runner import Forwarded, ModelRunner, SampledTensors
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.vocab_mask import VocabMask
@@ -126,8 +127,12 @@ class CpuForwardStream:
 
 def _stay_on(cores: Sequence[int]) -> None:
     """Of this thread alone: the scheduler, the links and the control thread go where there is time for them."""
-    if cores:
+    if not cores:
+        return
+    try:
         os.sched_setaffinity(0, cores)
+    except OSError as error:  # a sandbox that forbids it, or a cpuset that has shrunk; right all the same
+        log.warn("forward_not_pinned", cores=",".join(map(str, cores)), reason=error.strerror)
 
 
 @dataclass(frozen=True, slots=True)

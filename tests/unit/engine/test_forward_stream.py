@@ -136,6 +136,18 @@ def test_forwards_alone_stay_on_their_cores(runner: GatedRunner) -> None:
     assert allowed_cores() == allowed
 
 
+@pytest.mark.skipif(not can_pin(), reason="threads choose their cores here")
+def test_where_pinning_is_refused_forwards_run_all_the_same(
+    runner: GatedRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = make_forward_stream(runner, cores=[9999])  # type: ignore[arg-type]
+    runner.gate.set()
+    assert stream.sample(stream.submit(batch(1))).wait().token_ids == [1, 2]
+    stream.close()
+    assert runner.cores == set(allowed_cores())
+    assert "forward_not_pinned" in caplog.text
+
+
 def test_a_cpu_runner_gets_a_cpu_stream(runner: GatedRunner) -> None:
     stream = make_forward_stream(runner)  # type: ignore[arg-type]
     assert isinstance(stream, CpuForwardStream)
