@@ -77,7 +77,7 @@ class Gemm:
         self._packed: torch.Tensor | None = None
         self._repeats = 1
         best_s = min(self.seconds() for _ in range(3))
-        if torch.backends.mkldnn.is_available():
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, m)
             packed_s = min(self.seconds() for _ in range(3))
             if packed_s > best_s:
