@@ -44,15 +44,21 @@ def build_library(
 ) -> Path:
     """The shared library `name` made of `sources`, from the cache if they were built before.
 
-    Processes that ask at the same time build it once. Raises NativeUnavailable: no compiler, no writable cache, or
-    the compiler's own words.
+    Processes that ask at the same time build it once. Without a compiler one that was built here by any does.
+    Raises NativeUnavailable: no compiler, no writable cache, or the compiler's own words.
     """
-    compiler = find_compiler()
     all_flags = (*FLAGS, *flags)
+    folder = cache_folder()
     try:
-        folder = cache_folder()
+        stem = f"{name}-{_key(all_flags, [*sources, *headers])}"
+        try:
+            compiler = find_compiler()
+        except NativeUnavailable:
+            if built := sorted(folder.glob(f"{stem}-*.so")):  # an image whose compiler was taken out again
+                return built[0]
+            raise
         folder.mkdir(parents=True, exist_ok=True)
-        library = folder / f"{name}-{_key(compiler, all_flags, [*sources, *headers])}.so"
+        library = folder / f"{stem}-{_version(compiler)}.so"
         if library.exists():
             return library
         with _locked(folder / f"{name}.lock"):
@@ -90,17 +96,20 @@ def cpu_flags() -> frozenset[str]:
     return next((frozenset(line.split()[2:]) for line in lines if line.startswith("flags")), frozenset())
 
 
-def _key(compiler: str, flags: Sequence[str], files: Sequence[Path]) -> str:
+def _key(flags: Sequence[str], files: Sequence[Path]) -> str:
     digest = xxhash.xxh3_128()
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S
-    )
-    for part in (compiler.encode(), version.stdout, " ".join(flags).encode(), platform.machine().encode()):
-        digest.update(part + b"\0")
-    digest.update(" ".join(sorted(cpu_flags())).encode())
+    for part in (" ".join(flags), platform.machine(), " ".join(sorted(cpu_flags()))):
+        digest.update(part.encode() + b"\0")
     for path in sorted(files):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def _version(compiler: str) -> str:
+    words = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S
+    )
+    return xxhash.xxh3_64_hexdigest(compiler.encode() + b"\0" + words.stdout)
 
 
 @contextmanager

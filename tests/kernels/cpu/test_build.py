@@ -74,6 +74,18 @@ def test_whatever_decides_the_code_decides_the_name(compiler: Compiler) -> None:
     assert compiler.build() == found[-1]
 
 
+def test_without_a_compiler_what_was_built_before_is_found(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = compiler.build()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX")
+    assert compiler.build() == built
+    compiler.header.write_text("#pragma twice")
+    with pytest.raises(NativeUnavailable, match=r"there is no C\+\+ compiler"):
+        compiler.build()
+
+
 def test_the_compilers_own_words_are_the_reason(compiler: Compiler, tmp_path: Path) -> None:
     compiler.set("error", "one.cpp:1: no -std=c++20 here")
     with pytest.raises(NativeUnavailable, match=r"do not compile: one.cpp:1: no -std=c\+\+20 here"):

@@ -294,6 +294,7 @@ class TestChoice:
     ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.setenv("CXX", "no-such-compiler")
+        monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
         with rig(folder_of("llama"), "auto") as path:
             assert path.backend.name == "torch"
         with (
