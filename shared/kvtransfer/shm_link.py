@@ -17,7 +17,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ class ShmLink:
     # -------------------------------------------------------------------------------- for the ops
     def read_message(self, nbytes: int, seq: int) -> torch.Tensor:
         """Wait for message `seq`, and say where it lies."""
-        record, descriptors = self._read(_MESSAGE.size)
+        record, descriptors = self._read_with_descriptor(_MESSAGE.size)
         got_seq, number, got_nbytes = _MESSAGE.unpack(record)
         for descriptor in descriptors:
             self._mapped[number] = map_read_only(descriptor)
@@ -178,13 +179,13 @@ class ShmLink:
 
     def wait_released(self, seq: int) -> None:
         """Wait until the receiver has read message `seq`. It reads them in order."""
-        (released,) = _RELEASED.unpack(self._read(_RELEASED.size)[0])
+        (released,) = _RELEASED.unpack(self._read(_RELEASED.size))
         if released != seq:
             raise LinkError(f"message {released} was released where {seq} was under way")
 
     def _exchange(self, turn: int, ours: bytes) -> bytes:
         self._write(ours)
-        return self._read(NBYTES)[0]
+        return self._read(NBYTES)
 
     def _rehearse(self) -> None:
         # One message passes, so that memory that cannot be shared shows before pages depend on it.
@@ -192,11 +193,11 @@ class ShmLink:
             arrival = self.recv(NBYTES, _REHEARSAL)
             arrival.wait(block=True)
             arrival.release()
-            del self._mapped[0]
+            self._mapped.clear()
         else:
             slot = SharedSlot(NBYTES)
             self.send(slot, NBYTES, _REHEARSAL).wait(block=True)
-            del self._shown[slot]
+            self._shown.clear()
 
     def _write(self, record: bytes, *descriptors: int) -> None:
         try:
@@ -207,18 +208,30 @@ class ShmLink:
         except OSError as error:
             raise LinkError(f"the peer takes no more: {error}") from None
 
-    def _read(self, nbytes: int) -> tuple[bytes, list[int]]:
+    def _read(self, nbytes: int) -> bytes:
+        # The kernel closes descriptors that come with a record that is read like this.
+        with self._reading():
+            record = self._socket.recv(nbytes + 1)
+        return _checked(record, nbytes)
+
+    def _read_with_descriptor(self, nbytes: int) -> tuple[bytes, list[int]]:
+        with self._reading():
+            record, descriptors, _, _ = socket.recv_fds(self._socket, nbytes + 1, 1, socket.MSG_CMSG_CLOEXEC)
         try:
-            record, descriptors, flags, _ = socket.recv_fds(self._socket, nbytes, 1, socket.MSG_CMSG_CLOEXEC)
+            return _checked(record, nbytes), descriptors
+        except LinkError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
         except TimeoutError:
             raise LinkError(f"timed out after {self._socket.gettimeout():g} s") from None
         except OSError as error:
             raise LinkError(f"the peer is gone: {error}") from None
-        if len(record) == nbytes and not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            return record, descriptors
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise LinkError("the peer is gone: end of file" if not record else "the peer sent a malformed record")
 
     def _watch(self) -> None:
         hang_up = select.poll()
@@ -287,6 +300,12 @@ class _Outcome:
                 self._failure = str(error)
         if self._failure is not None:
             raise LinkError(self._failure)
+
+
+def _checked(record: bytes, nbytes: int) -> bytes:
+    if len(record) != nbytes:
+        raise LinkError("the peer sent a malformed record" if record else "the peer is gone: end of file")
+    return record
 
 
 def _uid_of_peer(sock: socket.socket) -> int:

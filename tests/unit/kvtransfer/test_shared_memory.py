@@ -16,7 +16,7 @@ from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.shared_memory import SharedSlot, map_read_only
 from shared.kvtransfer.shm_link import ShmLinkFactory
 from shared.kvtransfer.staging import HEADER_NBYTES
-from tests.unit.kvtransfer.link_pair import num_shared_mappings
+from tests.unit.kvtransfer.link_pair import num_descriptors, num_shared_mappings
 
 torch.set_num_threads(1)
 OPTIONS = TransferOptions(op_timeout_s=0.5, build_timeout_s=5.0)
@@ -148,3 +148,21 @@ def test_abort_frees_whoever_waits_and_tells_the_other_end(ends: Ends) -> None:
     assert ends.died[SENDER].wait(5)
     with pytest.raises(LinkError):
         ends.sender.send(ends.factory.new_slot(100), 100, 0)
+
+
+def test_records_of_another_kind_end_the_link_and_leak_no_descriptor(ends: Ends) -> None:
+    """What a peer of another make might do: a descriptor beside a release, and a message of a wrong length."""
+    slot = ends.factory.new_slot(100)
+    assert isinstance(slot, SharedSlot)
+    before = num_descriptors()
+    ends.receiver._write(bytes(20), slot.descriptor)  # type: ignore[attr-defined]
+    op = ends.sender.send(slot, 100, 0)
+    with pytest.raises(LinkError, match="malformed"):
+        op.wait(block=True)
+    arrival = ends.receiver.recv(100, 0)
+    assert arrival.wait(block=True)
+    assert num_descriptors() == before + 1  # of the mapping
+    ends.sender._write(bytes(5), slot.descriptor)  # type: ignore[attr-defined]
+    with pytest.raises(LinkError, match="malformed"):
+        ends.receiver.recv(100, 1).wait(block=True)
+    assert num_descriptors() == before + 1
