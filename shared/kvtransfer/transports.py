@@ -86,6 +86,8 @@ def make_transports(options: TransferOptions, device: torch.device) -> Transport
 def _new_factory(name: str, options: TransferOptions, device: torch.device) -> LinkFactory:
     match name:
         case "shm":
+            if sys.platform != "linux":
+                raise ConfigError("--kv-transfer shm needs Linux: memfd, and sockets without names in files")
             from shared.kvtransfer.shm_link import ShmLinkFactory
 
             return ShmLinkFactory(options, device)
