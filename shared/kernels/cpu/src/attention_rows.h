@@ -53,11 +53,6 @@ inline __m512 exp2_16(__m512 x) {
 
 inline float exp2_one(float x) { return _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(x))); }
 
-// The lanes of a register that lie before `count`.
-inline __mmask16 lanes_before(int64_t count) {
-  return count >= 16 ? __mmask16(0xffff) : count <= 0 ? __mmask16(0) : __mmask16((1u << count) - 1);
-}
-
 // Where tokens [first, first + count) of a sequence lie from the first row of a head on; head h adds
 // h * page_size * head_dim.
 inline void find_rows(const KVPages& kv, const int32_t* pages, int64_t first, int64_t count, int64_t* rows) {

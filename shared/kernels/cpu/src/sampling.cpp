@@ -24,8 +24,6 @@ float from_bits(uint32_t bits) {
   return value;
 }
 
-__mmask16 lanes(int64_t n) { return n >= 16 ? 0xffff : __mmask16((1u << n) - 1); }
-
 // The largest; a NaN never is.
 float largest(const float* x, int64_t n) {
   __m512 best[4];
@@ -34,15 +32,15 @@ float largest(const float* x, int64_t n) {
   for (; i + 64 <= n; i += 64)
     for (int j = 0; j < 4; j++) best[j] = _mm512_max_ps(_mm512_loadu_ps(x + i + 16 * j), best[j]);
   for (; i < n; i += 16)
-    best[0] = _mm512_mask_max_ps(best[0], lanes(n - i), _mm512_maskz_loadu_ps(lanes(n - i), x + i), best[0]);
+    best[0] = _mm512_mask_max_ps(best[0], lanes_below(n, i), _mm512_maskz_loadu_ps(lanes_below(n, i), x + i), best[0]);
   return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(best[0], best[1]), _mm512_max_ps(best[2], best[3])));
 }
 
 // Where `value` is first; 0 where it is not.
 int64_t first_at(const float* x, int64_t n, float value) {
   for (int64_t i = 0; i < n; i += 16) {
-    const __m512 these = _mm512_maskz_loadu_ps(lanes(n - i), x + i);
-    const __mmask16 at = _mm512_mask_cmp_ps_mask(lanes(n - i), these, _mm512_set1_ps(value), _CMP_EQ_OQ);
+    const __m512 these = _mm512_maskz_loadu_ps(lanes_below(n, i), x + i);
+    const __mmask16 at = _mm512_mask_cmp_ps_mask(lanes_below(n, i), these, _mm512_set1_ps(value), _CMP_EQ_OQ);
     if (at) return i + __builtin_ctz(at);
   }
   return 0;
@@ -54,8 +52,8 @@ void to_probabilities(float* x, int64_t n, float top, float temperature) {
   const __m512 t = _mm512_set1_ps(temperature);
   const __m512 shift = _mm512_div_ps(_mm512_set1_ps(top), t);
   for (int64_t i = 0; i < n; i += 16) {
-    const __m512 logits = _mm512_maskz_loadu_ps(lanes(n - i), x + i);
-    _mm512_mask_storeu_ps(x + i, lanes(n - i), exp16(_mm512_sub_ps(_mm512_div_ps(logits, t), shift)));
+    const __m512 logits = _mm512_maskz_loadu_ps(lanes_below(n, i), x + i);
+    _mm512_mask_storeu_ps(x + i, lanes_below(n, i), exp16(_mm512_sub_ps(_mm512_div_ps(logits, t), shift)));
   }
 }
 
@@ -76,8 +74,8 @@ Weight above(const float* p, int64_t n, float pivot) {
   __m512d mass = _mm512_setzero_pd();
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += 16) {
-    const __m512 x = _mm512_maskz_loadu_ps(lanes(n - i), p + i);
-    const __mmask16 chosen = _mm512_mask_cmp_ps_mask(lanes(n - i), x, limit, _CMP_GT_OQ);
+    const __m512 x = _mm512_maskz_loadu_ps(lanes_below(n, i), p + i);
+    const __mmask16 chosen = _mm512_mask_cmp_ps_mask(lanes_below(n, i), x, limit, _CMP_GT_OQ);
     count += __builtin_popcount(chosen);
     mass = add_wide(mass, chosen, x);
   }
@@ -88,8 +86,8 @@ Weight above(const float* p, int64_t n, float pivot) {
 int64_t pick(const float* p, int64_t n, float low, float high, float* out) {
   int64_t kept = 0;
   for (int64_t i = 0; i < n; i += 16) {
-    const __m512 x = _mm512_maskz_loadu_ps(lanes(n - i), p + i);
-    const __mmask16 from = _mm512_mask_cmp_ps_mask(lanes(n - i), x, _mm512_set1_ps(low), _CMP_GE_OQ);
+    const __m512 x = _mm512_maskz_loadu_ps(lanes_below(n, i), p + i);
+    const __mmask16 from = _mm512_mask_cmp_ps_mask(lanes_below(n, i), x, _mm512_set1_ps(low), _CMP_GE_OQ);
     const __mmask16 chosen = _mm512_mask_cmp_ps_mask(from, x, _mm512_set1_ps(high), _CMP_LE_OQ);
     _mm512_storeu_ps(out + kept, _mm512_maskz_compress_ps(chosen, x));
     kept += __builtin_popcount(chosen);
@@ -159,8 +157,8 @@ int64_t draw(const float* p, int64_t n, float lowest, double uniform, std::vecto
   for (int64_t first = 0; first < n; first += kBlock) {
     __m512d sum = _mm512_setzero_pd();
     for (int64_t i = first; i < std::min(first + kBlock, n); i += 16) {
-      const __m512 x = _mm512_maskz_loadu_ps(lanes(n - i), p + i);
-      sum = add_wide(sum, _mm512_mask_cmp_ps_mask(lanes(n - i), x, limit, _CMP_GE_OQ), x);
+      const __m512 x = _mm512_maskz_loadu_ps(lanes_below(n, i), p + i);
+      sum = add_wide(sum, _mm512_mask_cmp_ps_mask(lanes_below(n, i), x, limit, _CMP_GE_OQ), x);
     }
     block_mass.push_back(_mm512_reduce_add_pd(sum));
     total += block_mass.back();

@@ -37,11 +37,13 @@ inline __m256i narrow(__m512 x) {
 
 inline void store16(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
 
-// Lanes of elements [first, first + 16) that are below `end`; loads of the others are 0, and they are not stored.
-inline __mmask16 lanes_below(int64_t end, int64_t first) {
-  const int64_t lanes = end - first;
-  return lanes >= 16 ? __mmask16(0xffff) : lanes <= 0 ? __mmask16(0) : __mmask16((1u << lanes) - 1);
+// The first `count` lanes of a register.
+inline __mmask16 lanes_before(int64_t count) {
+  return count >= 16 ? __mmask16(0xffff) : count <= 0 ? __mmask16(0) : __mmask16((1u << count) - 1);
 }
+
+// Lanes of elements [first, first + 16) that are below `end`; loads of the others are 0, and they are not stored.
+inline __mmask16 lanes_below(int64_t end, int64_t first) { return lanes_before(end - first); }
 
 inline __m512 load_lanes(const float* p, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, p); }
 inline __m512 load_lanes(const bf16* p, __mmask16 lanes) { return widen(_mm256_maskz_loadu_epi16(lanes, p)); }
