@@ -50,23 +50,6 @@ struct Workspace {
   float total[kRows], maximum[kRows], shrink[kRows];
 };
 
-// Transposes 16 x 16 values of 32 bits.
-inline void transpose(__m512i (&x)[16]) {
-  __m512i y[16];
-  for (int i = 0; i < 16; i += 4) {
-    const __m512i a = _mm512_unpacklo_epi32(x[i], x[i + 1]), b = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    const __m512i c = _mm512_unpacklo_epi32(x[i + 2], x[i + 3]), d = _mm512_unpackhi_epi32(x[i + 2], x[i + 3]);
-    y[i] = _mm512_unpacklo_epi64(a, c), y[i + 1] = _mm512_unpackhi_epi64(a, c);
-    y[i + 2] = _mm512_unpacklo_epi64(b, d), y[i + 3] = _mm512_unpackhi_epi64(b, d);
-  }
-  for (int i = 0; i < 4; i++) {
-    const __m512i a = _mm512_shuffle_i32x4(y[i], y[i + 4], 0x88), b = _mm512_shuffle_i32x4(y[i], y[i + 4], 0xdd);
-    const __m512i c = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0x88), d = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0xdd);
-    x[i] = _mm512_shuffle_i32x4(a, c, 0x88), x[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
-    x[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), x[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
-  }
-}
-
 // Keys [first, first + count) of a sequence; zeros behind them, whatever an earlier owner of the page left there.
 void pack_keys(const Call& call, const Task& task, int64_t first, int64_t count, Workspace& work) {
   const int64_t head_dim = call.kv.head_dim, dim = call.padded_dim();

@@ -6,35 +6,6 @@
 namespace baton {
 namespace {
 
-// Rows of 16 pairs, as 32-bit lanes, become columns.
-void transpose(__m512i (&rows)[16]) {
-  __m512i t[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {  // each 128 bits of rows[i + c] are four rows of one column
-    rows[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    rows[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    rows[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    rows[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) {
-    constexpr int even = 0x88, odd = 0xdd;  // of the quarters of both
-    const __m512i upper_even = _mm512_shuffle_i32x4(rows[c], rows[4 + c], even);
-    const __m512i upper_odd = _mm512_shuffle_i32x4(rows[c], rows[4 + c], odd);
-    const __m512i lower_even = _mm512_shuffle_i32x4(rows[8 + c], rows[12 + c], even);
-    const __m512i lower_odd = _mm512_shuffle_i32x4(rows[8 + c], rows[12 + c], odd);
-    rows[c] = _mm512_shuffle_i32x4(upper_even, lower_even, even);
-    rows[4 + c] = _mm512_shuffle_i32x4(upper_odd, lower_odd, even);
-    rows[8 + c] = _mm512_shuffle_i32x4(upper_even, lower_even, odd);
-    rows[12 + c] = _mm512_shuffle_i32x4(upper_odd, lower_odd, odd);
-  }
-}
-
 // Rows of a weight become columns of panels: group g holds columns [16 g, 16 g + 16), row 16 g + lane - first each.
 // place(g) is where the group's pairs of k = 0, 1 go; those of the next k are one panel's row, 2 * kPanel, behind.
 template <class Place>
