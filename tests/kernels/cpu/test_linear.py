@@ -53,7 +53,7 @@ SHAPES = [
     Shape(7, 130, 96),
     Shape(13, 192, 62, bias=True),
     Shape(33, 66, 320),
-    Shape(301, 80, 256, bias=True),
+    Shape(401, 24, 2048, bias=True),  # several blocks of rows
     Shape(0, 64, 32),
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
