@@ -3,6 +3,8 @@
 // A sequence is cut into splits of kSplit tokens and these into blocks, each with an online softmax in float32; splits
 // are merged in their order. Neither cut depends on the batch or on the team, so a sequence's result does not either.
 // Blocks are outside and heads inside: with pages [head][token][dim] that reads whole pages, a page after the other.
+#include <atomic>
+#include <type_traits>
 #include <vector>
 
 #include "attention_rows.h"
@@ -47,28 +49,112 @@ struct Partials {
   Scratch<float> floats;
 };
 
+// Where the rows of up to kBlock tokens of a sequence lie, as find_rows, filled up to a multiple of 16 with the last.
+//
+// A full block is read in turn from its four quarters, two rows at a time: with pages of 16 tokens that is four pages
+// at once. Memory that is read in streams is fetched ahead by the hardware, and several streams hide the time each
+// takes to start (pages of 24 KB in random order, Zen 4: 15 GB/s one by one, 24 GB/s from four at once).
 struct Block {
-  int64_t rows[kBlock];  // as find_rows; filled up to a multiple of 16 with the last
+  int64_t rows[kBlock];
   int64_t count = 0;
 
   void fill(const Call& call, int64_t b, int64_t first, int64_t end) {
-    count = std::clamp<int64_t>(end - first, 0, kBlock);
-    if (count == 0) return;
-    find_rows(call.kv, call.pages(b), first, count, rows);
-    std::fill(rows + count, rows + (count + 15) / 16 * 16, rows[count - 1]);
+    count = std::min(end - first, kBlock);
+    int64_t in_order[kBlock];
+    find_rows(call.kv, call.pages(b), first, count, in_order);
+    for (int64_t i = 0; i < (count + 15) / 16 * 16; i++)
+      rows[i] = in_order[count == kBlock ? i / 2 % 4 * (kBlock / 4) + i / 8 * 2 + i % 2 : std::min(i, count - 1)];
   }
 };
 
-// The rows read after these: by the time their turn comes they are in the L2 cache.
-struct Ahead {
-  const bf16 *k, *v;
-  const int64_t* rows;
-  int64_t count;
+// A part of one sequence, tokens [first, end), for KV heads [first_head, end_head).
+struct Task {
+  int64_t b, split, first, end, first_head, end_head;
+};
 
-  void fetch(const bf16* values, int64_t i, int64_t head_dim) const {
+// The smallest piece of work: one block for some query heads of one KV head.
+struct Unit {
+  const Task* task = nullptr;  // null behind the last
+  const Block* block = nullptr;
+  int64_t kv_head = 0, head = 0, num_heads = 0;
+  bool is_first = false, is_last = false;  // of the task's blocks
+  bool is_read_first = false;              // of those that read the same rows
+};
+
+// The units of one worker in order: block by block, head by head. Tasks are claimed kLead units early, to look ahead.
+class Units {
+ public:
+  static constexpr int kLead = 2;
+
+  Units(const Call& call, const std::vector<Task>& tasks, std::atomic<size_t>& next_task)
+      : call_(call), tasks_(tasks), next_task_(next_task) {
+    for (int i = 0; i < kLead; i++) add();
+  }
+  Unit next() {
+    add();
+    return ring_[taken_++ % kRing];
+  }
+  // The one that comes `lead` after what next() returned last.
+  const Unit& ahead(int lead) const { return ring_[(taken_ - 1 + lead) % kRing]; }
+
+ private:
+  static constexpr int kRing = 8;  // also of blocks: the last unit's is in use as well
+  static_assert(kRing >= kLead + 2);
+
+  void add() {
+    Unit& unit = ring_[added_++ % kRing];
+    unit = Unit{};
+    if (!task_ || first_ >= task_->end) claim();
+    if (!task_) return;
+    const int64_t group = call_.group(), of_group = head_ % group, kv_head = head_ / group;
+    unit = {task_, &blocks_[block_ % kRing], kv_head, head_, std::min(kHeads, group - of_group), first_ == task_->first,
+            first_ + kBlock >= task_->end, of_group == 0};
+    head_ += unit.num_heads;
+    if (head_ == task_->end_head * group) first_ += kBlock, new_block();
+  }
+  void claim() {
+    const size_t i = next_task_.fetch_add(1, std::memory_order_relaxed);
+    task_ = i < tasks_.size() ? &tasks_[i] : nullptr;
+    if (!task_) return;
+    first_ = task_->first;
+    new_block();
+  }
+  void new_block() {
+    head_ = task_->first_head * call_.group();
+    if (first_ < task_->end) blocks_[++block_ % kRing].fill(call_, task_->b, first_, task_->end);
+  }
+
+  const Call& call_;
+  const std::vector<Task>& tasks_;
+  std::atomic<size_t>& next_task_;
+  const Task* task_ = nullptr;
+  int64_t first_ = 0, head_ = 0;
+  Unit ring_[kRing];
+  Block blocks_[kRing];
+  int64_t added_ = 0, taken_ = 0, block_ = 0;
+};
+
+// Rows of K or of V of a unit that comes later, on their way to the L2 cache.
+struct Ahead {
+  const bf16* values = nullptr;
+  const int64_t* rows = nullptr;
+  int64_t count = 0;
+
+  Ahead(const Call& call, const bf16* pages, const Unit& unit) {
+    if (unit.is_read_first) values = pages + call.head_offset(unit.kv_head), rows = unit.block->rows, count = unit.block->count;
+  }
+  [[gnu::always_inline]] void fetch(int64_t i, int64_t head_dim) const {  // GCC drops calls that do nothing but prefetch
     if (i >= count) return;
     for (int64_t d = 0; d < head_dim; d += 32) _mm_prefetch(reinterpret_cast<const char*>(values + rows[i] + d), _MM_HINT_T1);
   }
+};
+
+// A unit on its way from scores to weights to sums.
+struct Stage {
+  Unit unit;
+  __m512 scores[kHeads][kBlock / 16];
+  alignas(64) bf16 weights[kHeads][kBlock];
+  float shrink[kHeads];
 };
 
 // Lane i of the result is the sum of the lanes of sums[i].
@@ -94,16 +180,15 @@ struct Kernel {
   int64_t chunks() const { return num_chunks(head_dim()); }
 
   // q . k of 16 rows.
-  __m512 scores(const bf16* q, const bf16* k, const int64_t* rows, const Ahead& ahead, int64_t first_ahead) const {
+  __m512 scores(const bf16* q, const bf16* k, const int64_t* rows, const Ahead* ahead, int64_t first) const {
     __m512 sums[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
       const bf16* row = k + rows[i];
       sums[i] = _mm512_setzero_ps();
-#pragma GCC unroll 8
       for (int64_t c = 0; c < chunks(); c++)
         sums[i] = dot_pairs(sums[i], load_chunk(q, c, head_dim()), load_chunk(row, c, head_dim()));
-      ahead.fetch(ahead.k, first_ahead + i, head_dim());
+      if (ahead) ahead->fetch(first + i, head_dim());
     }
     return sum_lanes(sums);
   }
@@ -130,18 +215,15 @@ struct Kernel {
 
   // sums = sums * shrink + weights * v for chunks [c, c + Chunks) of Heads heads.
   template <int Heads, int Chunks>
-  void add_values(int64_t c, const bf16 (*weights)[kBlock], const float* shrink, const bf16* v, const Block& block, const Partial* partials,
-                  const Ahead* ahead) const {
+  void add_values(int64_t c, const Stage& stage, const bf16* v, const Partial* partials, const Ahead* ahead) const {
+    const Block& block = *stage.unit.block;
     __m512 sums[Heads][2 * Chunks];
     for (int h = 0; h < Heads; h++)
       for (int i = 0; i < 2 * Chunks; i++)
-        sums[h][i] = _mm512_mul_ps(_mm512_load_ps(partials[h].sums + 32 * c + 16 * i), _mm512_set1_ps(shrink[h]));
+        sums[h][i] = _mm512_mul_ps(_mm512_load_ps(partials[h].sums + 32 * c + 16 * i), _mm512_set1_ps(stage.shrink[h]));
     for (int64_t t = 0; t < block.count; t += 2) {
       const bf16 *even = v + block.rows[t], *odd = v + block.rows[t + 1];
-      if (ahead) {
-        ahead->fetch(ahead->v, t, head_dim());
-        ahead->fetch(ahead->v, t + 1, head_dim());
-      }
+      if (ahead) ahead->fetch(t, head_dim()), ahead->fetch(t + 1, head_dim());
       __m512i pairs[2 * Chunks];
 #pragma GCC unroll 8
       for (int i = 0; i < Chunks; i++) {
@@ -152,7 +234,7 @@ struct Kernel {
 #pragma GCC unroll 4
       for (int h = 0; h < Heads; h++) {
         int32_t pair;
-        std::memcpy(&pair, weights[h] + t, 4);
+        std::memcpy(&pair, stage.weights[h] + t, 4);
         const __m512i weight = _mm512_set1_epi32(pair);
 #pragma GCC unroll 8
         for (int i = 0; i < 2 * Chunks; i++) sums[h][i] = dot_pairs(sums[h][i], weight, pairs[i]);
@@ -162,60 +244,69 @@ struct Kernel {
       for (int i = 0; i < 2 * Chunks; i++) _mm512_store_ps(partials[h].sums + 32 * c + 16 * i, sums[h][i]);
   }
 
-  // One block of tokens for Heads query heads of a KV head.
   template <int Heads>
-  void attend(const bf16* q, const bf16* k, const bf16* v, const Block& block, const Partial* partials, const Ahead& ahead) const {
-    __m512 scores_of[Heads][kBlock / 16];
-    for (int64_t t = 0; t < block.count; t += 16)
+  void score(Stage& stage, const Ahead& ahead) const {
+    const Unit& unit = stage.unit;
+    const bf16* q = call.q + (unit.task->b * call.num_heads + unit.head) * head_dim();
+    const bf16* k = call.kv.k + call.head_offset(unit.kv_head);
+    for (int64_t t = 0; t < unit.block->count; t += 16)
       for (int h = 0; h < Heads; h++)
-        scores_of[h][t / 16] = scores(q + h * head_dim(), k, block.rows + t, ahead, h == 0 ? t : kBlock);
-    alignas(64) bf16 weights[Heads][kBlock];
-    float shrink[Heads];
-    for (int h = 0; h < Heads; h++) shrink[h] = softmax(scores_of[h], block.count, partials[h], weights[h]);
+        stage.scores[h][t / 16] = scores(q + h * head_dim(), k, unit.block->rows + t, h == 0 ? &ahead : nullptr, t);
+  }
+
+  void weigh(Stage& stage, const Partials& partials) const {
+    for (int64_t h = 0; h < stage.unit.num_heads; h++) {
+      const Partial partial = partials.at(stage.unit.task->split, stage.unit.head + h);
+      if (stage.unit.is_first) {
+        std::fill(partial.sums, partial.sums + call.sums_size(), 0.0f);
+        *partial.total = 0.0f, *partial.maximum = kNoScore;
+      }
+      stage.shrink[h] = softmax(stage.scores[h], stage.unit.block->count, partial, stage.weights[h]);
+    }
+  }
+
+  template <int Heads>
+  void add(const Stage& stage, const Partials& partials, const Ahead& ahead) const {
+    const Unit& unit = stage.unit;
+    const bf16* v = call.kv.v + call.head_offset(unit.kv_head);
+    Partial mine[Heads];
+    for (int h = 0; h < Heads; h++) mine[h] = partials.at(unit.task->split, unit.head + h);
     constexpr int kChunks = Heads <= 2 ? 4 : 2;
     int64_t c = 0;
-    for (; c + kChunks <= chunks(); c += kChunks)
-      add_values<Heads, kChunks>(c, weights, shrink, v, block, partials, c == 0 ? &ahead : nullptr);
-    for (; c < chunks(); c++)
-      add_values<Heads, 1>(c, weights, shrink, v, block, partials, c == 0 ? &ahead : nullptr);
+    for (; c + kChunks <= chunks(); c += kChunks) add_values<Heads, kChunks>(c, stage, v, mine, c == 0 ? &ahead : nullptr);
+    if (kChunks > 2 && c + 2 <= chunks()) add_values<Heads, 2>(c, stage, v, mine, c == 0 ? &ahead : nullptr), c += 2;
+    for (; c < chunks(); c++) add_values<Heads, 1>(c, stage, v, mine, c == 0 ? &ahead : nullptr);
   }
 
-  void attend_group(int64_t num_heads, const bf16* q, const bf16* k, const bf16* v, const Block& block, const Partial* partials, const Ahead& ahead) const {
-    switch (num_heads) {
-      case 1: return attend<1>(q, k, v, block, partials, ahead);
-      case 2: return attend<2>(q, k, v, block, partials, ahead);
-      case 3: return attend<3>(q, k, v, block, partials, ahead);
-      default: return attend<4>(q, k, v, block, partials, ahead);
-    }
-  }
-
-  // Tokens [first, end) of sequence b for KV heads [first_head, end_head).
-  void attend_split(const Partials& partials, int64_t split, int64_t b, int64_t first, int64_t end, int64_t first_head, int64_t end_head) const {
-    const int64_t group = call.group();
-    for (int64_t h = first_head * group; h < end_head * group; h++) {
-      const Partial p = partials.at(split, h);
-      std::fill(p.sums, p.sums + call.sums_size(), 0.0f);
-      *p.total = 0.0f, *p.maximum = kNoScore;
-    }
-    Block blocks[2];
-    blocks[0].fill(call, b, first, end);
-    for (int64_t n = 0; first < end; first += kBlock, n++) {
-      const Block& block = blocks[n % 2];
-      Block& next = blocks[(n + 1) % 2];
-      next.fill(call, b, first + kBlock, end);
-      for (int64_t kv_head = first_head; kv_head < end_head; kv_head++) {
-        const bool last = kv_head + 1 == end_head;
-        const Block& then = last ? next : block;
-        const int64_t here = call.head_offset(kv_head), there = call.head_offset(last ? first_head : kv_head + 1);
-        const Ahead ahead{call.kv.k + there, call.kv.v + there, then.rows, then.count}, nothing{nullptr, nullptr, nullptr, 0};
-        for (int64_t g = 0; g < group; g += kHeads) {
-          const int64_t head = kv_head * group + g, heads = std::min(kHeads, group - g);
-          Partial mine[kHeads];
-          for (int64_t i = 0; i < heads; i++) mine[i] = partials.at(split, head + i);
-          attend_group(heads, call.q + (b * call.num_heads + head) * head_dim(), call.kv.k + here, call.kv.v + here, block, mine,
-                       g == 0 ? ahead : nothing);
-        }
+  // The scores of a unit are computed before the values of the one before it are added: nobody waits for a softmax.
+  void work_off(Units& units, const Partials& partials, const std::vector<int64_t>& num_splits) const {
+    Stage stages[2];
+    for (int64_t n = 0;; n++) {
+      Stage &stage = stages[n % 2], &before = stages[(n + 1) % 2];
+      stage.unit = units.next();
+      if (stage.unit.task) {
+        const Ahead ahead(call, call.kv.k, units.ahead(Units::kLead));
+        with_heads(stage.unit.num_heads, [&](auto heads) { score<heads>(stage, ahead); });
       }
+      if (n > 0) {
+        const Ahead ahead(call, call.kv.v, units.ahead(Units::kLead - 1));
+        with_heads(before.unit.num_heads, [&](auto heads) { add<heads>(before, partials, ahead); });
+        const Task& task = *before.unit.task;
+        if (before.unit.is_last && num_splits[task.b] == 1)
+          for (int64_t h = 0; h < before.unit.num_heads; h++) finish(partials, task.split, 1, task.b, before.unit.head + h);
+      }
+      if (!stage.unit.task) return;
+      weigh(stage, partials);
+    }
+  }
+
+  template <class F>
+  static void with_heads(int64_t num_heads, F&& f) {
+    switch (num_heads) {
+      case 1: return f(std::integral_constant<int, 1>());
+      case 2: return f(std::integral_constant<int, 2>());
+      case 3: return f(std::integral_constant<int, 3>());
+      default: return f(std::integral_constant<int, 4>());
     }
   }
 
@@ -239,41 +330,40 @@ struct Kernel {
   }
 };
 
-struct Split {
-  int64_t b, first, end;
-};
-
 template <int HeadDim>
 void attend(Team& team, const Call& call) {
-  std::vector<Split> splits;
-  std::vector<int64_t> first_split;
-  for (int64_t b = 0; b < call.sequences.num; b++) {
-    first_split.push_back(int64_t(splits.size()));
-    for (int64_t first = 0; first < call.context(b); first += kSplit)
-      splits.push_back({b, first, std::min(first + kSplit, call.context(b))});
+  const int64_t batch = call.sequences.num, kv_heads = call.kv.num_kv_heads;
+  std::vector<int64_t> num_splits, first_split;
+  int64_t total_splits = 0;
+  for (int64_t b = 0; b < batch; b++) {
+    first_split.push_back(total_splits);
+    num_splits.push_back((call.context(b) + kSplit - 1) / kSplit);
+    total_splits += num_splits[b];
   }
-  first_split.push_back(int64_t(splits.size()));
-  const Kernel<HeadDim> kernel{call};
-  const Partials partials(call, int64_t(splits.size()));
 
   // Heads do not meet, so few splits are shared out by head as well.
-  const int64_t kv_heads = call.kv.num_kv_heads, num_splits = int64_t(splits.size());
   const int64_t wanted = team.size() == 1 ? 1 : 4 * team.size();
-  const int64_t shares = std::min(kv_heads, (wanted + num_splits - 1) / std::max<int64_t>(num_splits, 1));
-  team.each(num_splits * shares, [&](int64_t task) {
-    const int64_t split = task / shares, share = task % shares;
-    const auto [b, first, end] = splits[split];
-    const int64_t first_head = share * kv_heads / shares, end_head = (share + 1) * kv_heads / shares;
-    kernel.attend_split(partials, split, b, first, end, first_head, end_head);
-    if (first_split[b + 1] - first_split[b] > 1) return;
-    for (int64_t head = first_head * call.group(); head < end_head * call.group(); head++) kernel.finish(partials, split, 1, b, head);
+  const int64_t shares = std::min(kv_heads, (wanted + total_splits - 1) / std::max<int64_t>(total_splits, 1));
+  std::vector<Task> tasks;
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t i = 0; i < num_splits[b]; i++)
+      for (int64_t share = 0; share < shares; share++)
+        tasks.push_back({b, first_split[b] + i, i * kSplit, std::min((i + 1) * kSplit, call.context(b)), share * kv_heads / shares,
+                         (share + 1) * kv_heads / shares});
+
+  const Kernel<HeadDim> kernel{call};
+  const Partials partials(call, total_splits);
+  std::atomic<size_t> next_task{0};
+  team.run([&](int) {
+    Units units(call, tasks, next_task);
+    kernel.work_off(units, partials, num_splits);
   });
-  std::vector<int64_t> in_splits;
-  for (int64_t b = 0; b < call.sequences.num; b++)
-    if (first_split[b + 1] - first_split[b] > 1) in_splits.push_back(b);
-  team.each(int64_t(in_splits.size()), [&](int64_t i) {
-    const int64_t b = in_splits[i];
-    for (int64_t head = 0; head < call.num_heads; head++) kernel.finish(partials, first_split[b], first_split[b + 1] - first_split[b], b, head);
+  std::vector<int64_t> to_merge;
+  for (int64_t b = 0; b < batch; b++)
+    if (num_splits[b] > 1) to_merge.push_back(b);
+  team.each(int64_t(to_merge.size()), [&](int64_t i) {
+    const int64_t b = to_merge[i];
+    for (int64_t head = 0; head < call.num_heads; head++) kernel.finish(partials, first_split[b], num_splits[b], b, head);
   });
 }
 
