@@ -3,32 +3,12 @@
 // A sequence is cut into splits of kSplit tokens and these into blocks, each with an online softmax in float32; splits
 // are merged in their order. Neither cut depends on the batch or on the team, so a sequence's result does not either.
 // Blocks are outside and heads inside: with pages [head][token][dim] that reads whole pages, a page after the other.
-#include <atomic>
 #include <type_traits>
-#include <vector>
 
-#include "attention_rows.h"
+#include "decode_units.h"
 
-namespace baton {
+namespace baton::decode {
 namespace {
-
-constexpr int64_t kSplit = 512;
-constexpr int64_t kBlock = 64;
-constexpr int64_t kHeads = 4;  // query heads of one KV head that share the registers a row of V was loaded to
-
-struct Call {
-  const bf16* q;
-  KVPages kv;
-  Sequences sequences;
-  int64_t num_heads;
-  bf16* out;
-
-  int64_t group() const { return num_heads / kv.num_kv_heads; }
-  int64_t context(int64_t b) const { return sequences.starts[b] + sequences.lengths[b]; }
-  const int32_t* pages(int64_t b) const { return sequences.page_table + b * sequences.table_stride; }
-  int64_t head_offset(int64_t kv_head) const { return kv_head * kv.page_size * kv.head_dim; }
-  int64_t sums_size() const { return 32 * num_chunks(kv.head_dim); }
-};
 
 // What one head has seen of one split: sums of p * v (a chunk's two registers side by side), of p, and the maximum.
 struct Partial {
@@ -49,106 +29,6 @@ struct Partials {
   Scratch<float> floats;
 };
 
-// Where the rows of up to kBlock tokens of a sequence lie, as find_rows, filled up to a multiple of 16 with the last.
-//
-// A full block is read in turn from its four quarters, two rows at a time: with pages of 16 tokens that is four pages
-// at once. Memory that is read in streams is fetched ahead by the hardware, and several streams hide the time each
-// takes to start (pages of 24 KB in random order, Zen 4: 15 GB/s one by one, 24 GB/s from four at once).
-struct Block {
-  int64_t rows[kBlock];
-  int64_t count = 0;
-
-  void fill(const Call& call, int64_t b, int64_t first, int64_t end) {
-    count = std::min(end - first, kBlock);
-    int64_t in_order[kBlock];
-    find_rows(call.kv, call.pages(b), first, count, in_order);
-    for (int64_t i = 0; i < (count + 15) / 16 * 16; i++)
-      rows[i] = in_order[count == kBlock ? i / 2 % 4 * (kBlock / 4) + i / 8 * 2 + i % 2 : std::min(i, count - 1)];
-  }
-};
-
-// A part of one sequence, tokens [first, end), for KV heads [first_head, end_head).
-struct Task {
-  int64_t b, split, first, end, first_head, end_head;
-};
-
-// The smallest piece of work: one block for some query heads of one KV head.
-struct Unit {
-  const Task* task = nullptr;  // null behind the last
-  const Block* block = nullptr;
-  int64_t kv_head = 0, head = 0, num_heads = 0;
-  bool is_first = false, is_last = false;  // of the task's blocks
-  bool is_read_first = false;              // of those that read the same rows
-};
-
-// The units of one worker in order: block by block, head by head. Tasks are claimed kLead units early, to look ahead.
-class Units {
- public:
-  static constexpr int kLead = 2;
-
-  Units(const Call& call, const std::vector<Task>& tasks, std::atomic<size_t>& next_task)
-      : call_(call), tasks_(tasks), next_task_(next_task) {
-    for (int i = 0; i < kLead; i++) add();
-  }
-  Unit next() {
-    add();
-    return ring_[taken_++ % kRing];
-  }
-  // The one that comes `lead` after what next() returned last.
-  const Unit& ahead(int lead) const { return ring_[(taken_ - 1 + lead) % kRing]; }
-
- private:
-  static constexpr int kRing = 8;  // also of blocks: the last unit's is in use as well
-  static_assert(kRing >= kLead + 2);
-
-  void add() {
-    Unit& unit = ring_[added_++ % kRing];
-    unit = Unit{};
-    if (!task_ || first_ >= task_->end) claim();
-    if (!task_) return;
-    const int64_t group = call_.group(), of_group = head_ % group, kv_head = head_ / group;
-    unit = {task_, &blocks_[block_ % kRing], kv_head, head_, std::min(kHeads, group - of_group), first_ == task_->first,
-            first_ + kBlock >= task_->end, of_group == 0};
-    head_ += unit.num_heads;
-    if (head_ == task_->end_head * group) first_ += kBlock, new_block();
-  }
-  void claim() {
-    const size_t i = next_task_.fetch_add(1, std::memory_order_relaxed);
-    task_ = i < tasks_.size() ? &tasks_[i] : nullptr;
-    if (!task_) return;
-    first_ = task_->first;
-    new_block();
-  }
-  void new_block() {
-    head_ = task_->first_head * call_.group();
-    if (first_ < task_->end) blocks_[++block_ % kRing].fill(call_, task_->b, first_, task_->end);
-  }
-
-  const Call& call_;
-  const std::vector<Task>& tasks_;
-  std::atomic<size_t>& next_task_;
-  const Task* task_ = nullptr;
-  int64_t first_ = 0, head_ = 0;
-  Unit ring_[kRing];
-  Block blocks_[kRing];
-  int64_t added_ = 0, taken_ = 0, block_ = 0;
-};
-
-// Rows of K or of V of a unit that comes later, on their way to the L2 cache.
-struct Ahead {
-  const bf16* values = nullptr;
-  const int64_t* rows = nullptr;
-  int64_t count = 0;
-
-  Ahead(const Call& call, const bf16* pages, const Unit& unit) {
-    if (unit.is_read_first) values = pages + call.head_offset(unit.kv_head), rows = unit.block->rows, count = unit.block->count;
-  }
-  [[gnu::always_inline]] void fetch(int64_t i, int64_t head_dim) const {  // GCC drops calls that do nothing but prefetch
-    if (i >= count) return;
-    for (int64_t d = 0; d < head_dim; d += 32) _mm_prefetch(reinterpret_cast<const char*>(values + rows[i] + d), _MM_HINT_T1);
-  }
-};
-
 // A unit on its way from scores to weights to sums.
 struct Stage {
   Unit unit;
@@ -161,13 +41,16 @@ struct Stage {
 inline __m512 sum_lanes(const __m512 (&sums)[16]) {
   __m512 fours[4];
   for (int i = 0; i < 4; i++) {
-    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(sums[4 * i], sums[4 * i + 1]), _mm512_unpackhi_ps(sums[4 * i], sums[4 * i + 1]));
-    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(sums[4 * i + 2], sums[4 * i + 3]), _mm512_unpackhi_ps(sums[4 * i + 2], sums[4 * i + 3]));
+    const __m512 a = sums[4 * i], b = sums[4 * i + 1], c = sums[4 * i + 2], d = sums[4 * i + 3];
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
     const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
     const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
     fours[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
   }
-  auto halve = [](__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)); };
+  auto halve = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
   return halve(halve(fours[0], fours[1]), halve(fours[2], fours[3]));
 }
 
@@ -273,9 +156,10 @@ struct Kernel {
     for (int h = 0; h < Heads; h++) mine[h] = partials.at(unit.task->split, unit.head + h);
     constexpr int kChunks = Heads <= 2 ? 4 : 2;
     int64_t c = 0;
-    for (; c + kChunks <= chunks(); c += kChunks) add_values<Heads, kChunks>(c, stage, v, mine, c == 0 ? &ahead : nullptr);
-    if (kChunks > 2 && c + 2 <= chunks()) add_values<Heads, 2>(c, stage, v, mine, c == 0 ? &ahead : nullptr), c += 2;
-    for (; c < chunks(); c++) add_values<Heads, 1>(c, stage, v, mine, c == 0 ? &ahead : nullptr);
+    auto first = [&] { return c == 0 ? &ahead : nullptr; };
+    for (; c + kChunks <= chunks(); c += kChunks) add_values<Heads, kChunks>(c, stage, v, mine, first());
+    if (kChunks > 2 && c + 2 <= chunks()) add_values<Heads, 2>(c, stage, v, mine, first()), c += 2;
+    for (; c < chunks(); c++) add_values<Heads, 1>(c, stage, v, mine, first());
   }
 
   // The scores of a unit are computed before the values of the one before it are added: nobody waits for a softmax.
@@ -293,7 +177,8 @@ struct Kernel {
         with_heads(before.unit.num_heads, [&](auto heads) { add<heads>(before, partials, ahead); });
         const Task& task = *before.unit.task;
         if (before.unit.is_last && num_splits[task.b] == 1)
-          for (int64_t h = 0; h < before.unit.num_heads; h++) finish(partials, task.split, 1, task.b, before.unit.head + h);
+          for (int64_t h = 0; h < before.unit.num_heads; h++)
+            finish(partials, task.split, 1, task.b, before.unit.head + h);
       }
       if (!stage.unit.task) return;
       weigh(stage, partials);
@@ -325,8 +210,11 @@ struct Kernel {
       *whole.maximum = maximum;
     }
     bf16* row = call.out + (b * call.num_heads + head) * head_dim();
-    for (int64_t c = 0; c < chunks(); c++)
-      store_chunk(row, c, head_dim(), _mm512_load_ps(whole.sums + 32 * c), _mm512_load_ps(whole.sums + 32 * c + 16), _mm512_set1_ps(1.0f / *whole.total));
+    const __m512 scale = _mm512_set1_ps(1.0f / *whole.total);
+    for (int64_t c = 0; c < chunks(); c++) {
+      const float* sums = whole.sums + 32 * c;
+      store_chunk(row, c, head_dim(), _mm512_load_ps(sums), _mm512_load_ps(sums + 16), scale);
+    }
   }
 };
 
@@ -348,8 +236,8 @@ void attend(Team& team, const Call& call) {
   for (int64_t b = 0; b < batch; b++)
     for (int64_t i = 0; i < num_splits[b]; i++)
       for (int64_t share = 0; share < shares; share++)
-        tasks.push_back({b, first_split[b] + i, i * kSplit, std::min((i + 1) * kSplit, call.context(b)), share * kv_heads / shares,
-                         (share + 1) * kv_heads / shares});
+        tasks.push_back({b, first_split[b] + i, i * kSplit, std::min((i + 1) * kSplit, call.context(b)),
+                         share * kv_heads / shares, (share + 1) * kv_heads / shares});
 
   const Kernel<HeadDim> kernel{call};
   const Partials partials(call, total_splits);
@@ -363,28 +251,35 @@ void attend(Team& team, const Call& call) {
     if (num_splits[b] > 1) to_merge.push_back(b);
   team.each(int64_t(to_merge.size()), [&](int64_t i) {
     const int64_t b = to_merge[i];
-    for (int64_t head = 0; head < call.num_heads; head++) kernel.finish(partials, first_split[b], num_splits[b], b, head);
+    for (int64_t head = 0; head < call.num_heads; head++)
+      kernel.finish(partials, first_split[b], num_splits[b], b, head);
   });
 }
 
 }  // namespace
+}  // namespace baton::decode
 
-void decode_attention(Team& team, const bf16* q, const KVPages& kv, const Sequences& sequences, int64_t num_heads, bf16* out) {
-  const Call call{q, kv, sequences, num_heads, out};
+namespace baton {
+
+void decode_attention(Team& team, const bf16* q, const KVPages& kv, const Sequences& sequences, int64_t num_heads,
+                      bf16* out) {
+  const decode::Call call{q, kv, sequences, num_heads, out};
   switch (kv.head_dim) {
-    case 64: return attend<64>(team, call);
-    case 96: return attend<96>(team, call);
-    case 128: return attend<128>(team, call);
-    default: return attend<0>(team, call);
+    case 64: return decode::attend<64>(team, call);
+    case 96: return decode::attend<96>(team, call);
+    case 128: return decode::attend<128>(team, call);
+    default: return decode::attend<0>(team, call);
   }
 }
 
 }  // namespace baton
 
-extern "C" void baton_decode_attention(void* team, const uint16_t* q, uint16_t* k_pages, uint16_t* v_pages, int64_t page_size,
-                                       int64_t num_kv_heads, int64_t head_dim, int64_t num_sequences, const int32_t* page_table,
-                                       int64_t table_stride, const int64_t* starts, const int64_t* lengths, int64_t num_heads,
+extern "C" void baton_decode_attention(void* team, const uint16_t* q, uint16_t* k_pages, uint16_t* v_pages,
+                                       int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
+                                       int64_t num_sequences, const int32_t* page_table, int64_t table_stride,
+                                       const int64_t* starts, const int64_t* lengths, int64_t num_heads,
                                        uint16_t* out) {
-  baton::decode_attention(*static_cast<baton::Team*>(team), q, {k_pages, v_pages, page_size, num_kv_heads, head_dim},
-                          {num_sequences, page_table, table_stride, starts, lengths}, num_heads, out);
+  const baton::KVPages kv{k_pages, v_pages, page_size, num_kv_heads, head_dim};
+  const baton::Sequences sequences{num_sequences, page_table, table_stride, starts, lengths};
+  baton::decode_attention(*static_cast<baton::Team*>(team), q, kv, sequences, num_heads, out);
 }

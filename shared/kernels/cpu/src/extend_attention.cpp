@@ -39,7 +39,8 @@ struct Task {
 // What a worker keeps while it is busy with a task.
 struct Workspace {
   explicit Workspace(int64_t dim)
-      : q(kRows * dim), k(kKeys * dim), v(kKeys * dim), sums(kRows * dim), scores(kRows * kKeys), weights(kRows * kKeys) {}
+      : q(kRows * dim), k(kKeys * dim), v(kKeys * dim), sums(kRows * dim), scores(kRows * kKeys),
+        weights(kRows * kKeys) {}
 
   Scratch<bf16> q;      // [rows][dim]
   Scratch<bf16> k;      // [dim / 2][keys][2]
@@ -105,17 +106,20 @@ struct VectorStrip {
   }
 
   // sums [row][dim] = sums * shrink + weights v, over the first num_keys keys
-  static void add_values(const bf16* weights, const bf16* v, int64_t num_keys, int64_t dim, const float* shrink, float* sums) {
+  static void add_values(const bf16* weights, const bf16* v, int64_t num_keys, int64_t dim, const float* shrink,
+                         float* sums) {
     int64_t d = 0;
     for (; d + 64 <= dim; d += 64) add_values_of<4>(weights, v, num_keys, dim, d, shrink, sums);
     if (d < dim) add_values_of<2>(weights, v, num_keys, dim, d, shrink, sums);
   }
 
   template <int N>
-  static void add_values_of(const bf16* weights, const bf16* v, int64_t num_keys, int64_t dim, int64_t first, const float* shrink, float* sums) {
+  static void add_values_of(const bf16* weights, const bf16* v, int64_t num_keys, int64_t dim, int64_t first,
+                            const float* shrink, float* sums) {
     __m512 x[kHeight][N];
     for (int r = 0; r < kHeight; r++)
-      for (int i = 0; i < N; i++) x[r][i] = _mm512_mul_ps(_mm512_load_ps(sums + r * dim + first + 16 * i), _mm512_set1_ps(shrink[r]));
+      for (int i = 0; i < N; i++)
+        x[r][i] = _mm512_mul_ps(_mm512_load_ps(sums + r * dim + first + 16 * i), _mm512_set1_ps(shrink[r]));
     for (int64_t key = 0; key < num_keys; key += 2) {
       __m512i values[N];
       for (int i = 0; i < N; i++) values[i] = _mm512_load_si512(v + key * dim + (first + 16 * i) * 2);
@@ -146,7 +150,8 @@ struct TileStrip {
     }
   }
 
-  static void add_values(const bf16* weights, const bf16* v, int64_t num_keys, int64_t dim, const float* shrink, float* sums) {
+  static void add_values(const bf16* weights, const bf16* v, int64_t num_keys, int64_t dim, const float* shrink,
+                         float* sums) {
     for (int64_t r = 0; r < kHeight; r++)
       for (int64_t d = 0; d < dim; d += 16) {
         float* x = sums + r * dim + d;
@@ -177,7 +182,8 @@ struct TileStrip {
 #endif
 
 // One row of scores over keys [0, visible) of a block becomes weights, and `shrink` what the sums so far are worth.
-inline void softmax_row(const float* scores, int64_t visible, __m512 scale, float& total, float& maximum, float& shrink, bf16* weights) {
+inline void softmax_row(const float* scores, int64_t visible, __m512 scale, float& total, float& maximum,
+                        float& shrink, bf16* weights) {
   constexpr int kParts = kKeys / 16;
   __m512 x[kParts], highest = _mm512_set1_ps(kNoScore);
   for (int i = 0; i < kParts; i++) {
@@ -205,12 +211,14 @@ void attend(const Call& call, const Task& task, Workspace& work) {
   const int64_t num_rows = (task.end - task.first) * group, start = call.sequences.starts[task.b];
   const int64_t padded_rows = (num_rows + kHeight - 1) / kHeight * kHeight;
   auto offset = [&](int64_t row) {  // in q and in out
-    return ((task.row_of_q + task.first + row / group) * call.num_heads + task.kv_head * group + row % group) * head_dim;
+    const int64_t token = task.row_of_q + task.first + row / group, head = task.kv_head * group + row % group;
+    return (token * call.num_heads + head) * head_dim;
   };
   auto position = [&](int64_t row) { return start + task.first + row / group; };
 
   std::memset(work.q.data, 0, size_t(padded_rows * dim) * sizeof(bf16));
-  for (int64_t row = 0; row < num_rows; row++) std::memcpy(work.q.data + row * dim, call.q + offset(row), size_t(head_dim) * sizeof(bf16));
+  for (int64_t row = 0; row < num_rows; row++)
+    std::memcpy(work.q.data + row * dim, call.q + offset(row), size_t(head_dim) * sizeof(bf16));
   std::fill(work.sums.data, work.sums.data + padded_rows * dim, 0.0f);
   std::fill(work.weights.data, work.weights.data + kHeight * kKeys, bf16(0));
   std::fill(work.total, work.total + padded_rows, 0.0f);
@@ -226,16 +234,18 @@ void attend(const Call& call, const Task& task, Workspace& work) {
       if (visible <= 0) continue;
       Strip::multiply_keys(work.q.data + first * dim, work.k.data, dim, work.scores.data);
       for (int64_t row = first; row < end_row; row++)
-        softmax_row(work.scores.data + (row - first) * kKeys, position(row) + 1 - key, scale, work.total[row], work.maximum[row],
-                    work.shrink[row], work.weights.data + (row - first) * kKeys);
+        softmax_row(work.scores.data + (row - first) * kKeys, position(row) + 1 - key, scale, work.total[row],
+                    work.maximum[row], work.shrink[row], work.weights.data + (row - first) * kKeys);
       std::fill(work.shrink + end_row, work.shrink + first + kHeight, 0.0f);
-      Strip::add_values(work.weights.data, work.v.data, visible, dim, work.shrink + first, work.sums.data + first * dim);
+      Strip::add_values(work.weights.data, work.v.data, visible, dim, work.shrink + first,
+                        work.sums.data + first * dim);
     }
   }
   for (int64_t row = 0; row < num_rows; row++)
     for (int64_t c = 0; c < dim / 32; c++) {
       const float* sums = work.sums.data + row * dim + 32 * c;
-      store_chunk(call.out + offset(row), c, head_dim, _mm512_load_ps(sums), _mm512_load_ps(sums + 16), _mm512_set1_ps(1.0f / work.total[row]));
+      const __m512 factor = _mm512_set1_ps(1.0f / work.total[row]);
+      store_chunk(call.out + offset(row), c, head_dim, _mm512_load_ps(sums), _mm512_load_ps(sums + 16), factor);
     }
 }
 
@@ -246,10 +256,12 @@ std::vector<Task> plan(const Call& call, int team_size) {
   for (int64_t b = 0; b < call.sequences.num; b++) num_tokens += call.sequences.lengths[b];
   const int64_t shares = 4 * team_size;
   int64_t block = std::max<int64_t>(kRows / call.group(), 1);
-  if (team_size > 1) block = std::clamp(num_tokens * call.kv.num_kv_heads / shares, std::min<int64_t>(block, 32), block);
+  if (team_size > 1)
+    block = std::clamp(num_tokens * call.kv.num_kv_heads / shares, std::min<int64_t>(block, 32), block);
   for (int64_t b = 0, row = 0; b < call.sequences.num; row += call.sequences.lengths[b++])
     for (int64_t end = call.sequences.lengths[b]; end > 0; end -= block)
-      for (int64_t kv_head = 0; kv_head < call.kv.num_kv_heads; kv_head++) tasks.push_back({b, kv_head, std::max<int64_t>(end - block, 0), end, row});
+      for (int64_t kv_head = 0; kv_head < call.kv.num_kv_heads; kv_head++)
+        tasks.push_back({b, kv_head, std::max<int64_t>(end - block, 0), end, row});
   std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& x, const Task& y) {
     return call.sequences.starts[x.b] + x.end > call.sequences.starts[y.b] + y.end;
   });
@@ -269,7 +281,8 @@ void attend_all(Team& team, const Call& call) {
       amx::configure(shapes);
     }
 #endif
-    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks.size();) attend<Strip>(call, tasks[i], work);
+    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks.size();)
+      attend<Strip>(call, tasks[i], work);
 #ifdef BATON_HAS_AMX
     if (std::is_same_v<Strip, TileStrip>) amx::release();
 #endif
@@ -278,7 +291,8 @@ void attend_all(Team& team, const Call& call) {
 
 }  // namespace
 
-void extend_attention(Team& team, const bf16* q, const KVPages& kv, const Sequences& sequences, int64_t num_heads, bf16* out) {
+void extend_attention(Team& team, const bf16* q, const KVPages& kv, const Sequences& sequences, int64_t num_heads,
+                      bf16* out) {
   const Call call{q, kv, sequences, num_heads, out};
 #ifdef BATON_HAS_AMX
   if (amx::permitted()) return attend_all<TileStrip>(team, call);
@@ -288,10 +302,12 @@ void extend_attention(Team& team, const bf16* q, const KVPages& kv, const Sequen
 
 }  // namespace baton
 
-extern "C" void baton_extend_attention(void* team, const uint16_t* q, uint16_t* k_pages, uint16_t* v_pages, int64_t page_size,
-                                       int64_t num_kv_heads, int64_t head_dim, int64_t num_sequences, const int32_t* page_table,
-                                       int64_t table_stride, const int64_t* starts, const int64_t* lengths, int64_t num_heads,
+extern "C" void baton_extend_attention(void* team, const uint16_t* q, uint16_t* k_pages, uint16_t* v_pages,
+                                       int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
+                                       int64_t num_sequences, const int32_t* page_table, int64_t table_stride,
+                                       const int64_t* starts, const int64_t* lengths, int64_t num_heads,
                                        uint16_t* out) {
-  baton::extend_attention(*static_cast<baton::Team*>(team), q, {k_pages, v_pages, page_size, num_kv_heads, head_dim},
-                          {num_sequences, page_table, table_stride, starts, lengths}, num_heads, out);
+  const baton::KVPages kv{k_pages, v_pages, page_size, num_kv_heads, head_dim};
+  const baton::Sequences sequences{num_sequences, page_table, table_stride, starts, lengths};
+  baton::extend_attention(*static_cast<baton::Team*>(team), q, kv, sequences, num_heads, out);
 }
