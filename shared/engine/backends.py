@@ -108,8 +108,7 @@ def _native_team(
             )
         if obstacle := native_obstacle(config):
             raise NativeUnavailable(f"{config.architecture}: {obstacle}")
-        on_progress("building kernels", 0.0)
-        return Team(load_library(), cores)
+        return Team(load_library(on_build=lambda: on_progress("building kernels", 0.0)), cores)
     except NativeUnavailable as reason:
         if kernels == "native":
             raise ConfigError(f"--cpu-kernels native: {reason}") from reason

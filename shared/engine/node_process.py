@@ -96,11 +96,11 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
         lobby = LobbyCaller(control, node, role, net.routers)
         try:
             engine = build_engine(config, lobby.loading)
+            parts = _parts(role, config, node, engine, control, stop.wake)
+            scheduler, guests = build_role(parts)
         except ConfigError as error:
             lobby.say(LoadFailed(node_id, role, str(error)))
             raise
-        parts = _parts(role, config, node, engine, control, stop.wake)
-        scheduler, guests = build_role(parts)
         routers = Guests(msgspec.msgpack.Decoder(RouterToNode), parts.router_port.on_message)
         control.admit({"router": routers, **guests})
         lobby.start()
@@ -138,6 +138,7 @@ def _parts(
         "device": str(engine.pool.device),
         "dtype": engine.layout.dtype,
         "cpu_kernels": engine.kernels,
+        "kv_transfer": config.transfer.backend,
         "host_kv_tokens": engine.ledger.host.num_pages * engine.layout.page_size,
     }
     hello = NodeHello(node, role, engine.layout, engine.limits, flags)

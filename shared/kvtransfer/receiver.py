@@ -389,8 +389,10 @@ class ReceiveSide:
             peer.num_failures = 1 if lasted else peer.num_failures + 1
             pause = self._options.rebuild_min_s * 2 ** min(peer.num_failures - 1, 30)
             peer.rebuild_at = now + min(pause, self._options.rebuild_max_s)
-            if worker.live_at is None and len(peer.transports) > 1:
-                peer.transports.rotate(-1)  # it could not be built: try the next thing that both can use
+            # It could not be built, and not because either node was going or gone: the next transport is tried.
+            of_itself = not self._closed and not peer.heartbeat.silent(now)
+            if worker.live_at is None and of_itself and len(peer.transports) > 1:
+                peer.transports.rotate(-1)
                 log.warn("transport_fallback", link=worker.name, to=peer.transports[0], reason=reason)
         for transfer in list(self._transfers.values()):
             if transfer.peer_id == worker.peer_id and transfer.state is ReceiveState.RECEIVING:

@@ -28,17 +28,17 @@ class Transports:
     host: str = ""
 
     def in_common(self, theirs: Sequence[str], their_host: str) -> list[str]:
-        """What this node and a peer can both use, in this node's order. TransportMismatch: nothing."""
+        """What this decode node and a prefill node can both use, in this node's order. TransportMismatch: nothing."""
         both = [name for name in self.factories if name in theirs]
         if not both:
             raise TransportMismatch(
-                f"this node offers {'/'.join(self.factories)}, the peer {'/'.join(theirs)}"
+                f"the decode node offers {'/'.join(self.factories)}, the prefill node {'/'.join(theirs)}"
             )
         one_host = bool(self.host) and self.host == their_host
         usable = [name for name in both if name != "shm" or one_host]
         if not usable:
             raise TransportMismatch(
-                f"shm is for nodes of one host; this node's is {self.host!r}, the peer's {their_host!r}"
+                f"shm is for nodes of one host; the decode node's is {self.host!r}, the prefill node's {their_host!r}"
             )
         return usable
 

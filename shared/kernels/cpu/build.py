@@ -12,7 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,11 +28,20 @@ class NativeUnavailable(Exception):
     """Native kernels cannot be had here; the message says why."""
 
 
+def do_nothing() -> None:
+    """What is called by default when a build begins."""
+
+
 def open_library(
-    name: str, sources: Sequence[Path], headers: Sequence[Path] = (), *, flags: Sequence[str] = ()
+    name: str,
+    sources: Sequence[Path],
+    headers: Sequence[Path] = (),
+    *,
+    flags: Sequence[str] = (),
+    on_build: Callable[[], None] = do_nothing,
 ) -> ctypes.CDLL:
     """Build a library (see `build_library`) and load it. Raises NativeUnavailable."""
-    path = build_library(name, sources, headers, flags=flags)
+    path = build_library(name, sources, headers, flags=flags, on_build=on_build)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:  # a cache mounted noexec; a file cut short by a crash
@@ -40,10 +49,16 @@ def open_library(
 
 
 def build_library(
-    name: str, sources: Sequence[Path], headers: Sequence[Path] = (), *, flags: Sequence[str] = ()
+    name: str,
+    sources: Sequence[Path],
+    headers: Sequence[Path] = (),
+    *,
+    flags: Sequence[str] = (),
+    on_build: Callable[[], None] = do_nothing,
 ) -> Path:
     """The shared library `name` made of `sources`, from the cache if they were built before.
 
+    `on_build` is called where they were not, before this process builds them or waits for another that does.
     Processes that ask at the same time build it once. Without a compiler one that was built here by any does.
     Raises NativeUnavailable: no compiler, no writable cache, or the compiler's own words.
     """
@@ -61,6 +76,7 @@ def build_library(
         library = folder / f"{stem}-{_version(compiler)}.so"
         if library.exists():
             return library
+        on_build()
         with _locked(folder / f"{name}.lock"):
             if not library.exists():
                 _build(compiler, all_flags, sources, library)

@@ -6,10 +6,10 @@ A prototype stands beside the C++ it calls: `extern "C" baton_*` at the end of e
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shared.kernels.cpu.build import NativeUnavailable, cpu_flags, open_library
+from shared.kernels.cpu.build import NativeUnavailable, cpu_flags, do_nothing, open_library
 
 SRC = Path(__file__).parent / "src"
 NEEDED_CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
@@ -48,13 +48,13 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 
 
-def load_library(*flags: str) -> ctypes.CDLL:
+def load_library(*flags: str, on_build: Callable[[], None] = do_nothing) -> ctypes.CDLL:
     """Build the kernels if need be, with more compiler `flags` in tests, and load them. Raises NativeUnavailable."""
     missing = [flag for flag in NEEDED_CPU_FLAGS if flag not in cpu_flags()]
     if missing:
         raise NativeUnavailable(f"this CPU lacks {missing[0]}")
     sources, headers = sorted(SRC.glob("*.cpp")), sorted(SRC.glob("*.h"))
-    library = open_library("kernels", sources, headers, flags=flags)
+    library = open_library("kernels", sources, headers, flags=flags, on_build=on_build)
     for name, (result, arguments) in _PROTOTYPES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -62,6 +62,15 @@ def test_those_that_ask_at_once_get_one_library(compiler: Compiler, tmp_path: Pa
     ), "nothing is left of building"
 
 
+def test_who_asks_is_told_of_a_build_and_only_of_a_build(compiler: Compiler) -> None:
+    told: list[str] = []
+    for name in ("built", "cached"):
+        build_library(
+            "one", [compiler.source], [compiler.header], on_build=lambda name=name: told.append(name)
+        )
+    assert told == ["built"]
+
+
 def test_whatever_decides_the_code_decides_the_name(compiler: Compiler) -> None:
     found = [compiler.build(), compiler.build("-DONE")]
     compiler.header.write_text("#pragma twice")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from msgspec import Struct
 
 from shared.config import TransferOptions
 from shared.errors import ConfigError, LinkError, TransportMismatch
@@ -14,6 +16,7 @@ from shared.kvtransfer.link import Link, LinkSpec
 from shared.kvtransfer.shm_link import ShmLinkFactory
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.kvtransfer.transports import Transports, host_identity, make_transports
+from shared.protocol.messages import LinkOpen, Ping
 from tests.unit.kvtransfer.link_pair import LinkPair, key, real, transports
 
 torch.set_num_threads(1)
@@ -80,11 +83,26 @@ def test_shared_memory_that_cannot_be_set_up_gives_way_to_gloo(
     assert pair.d.num_links_opened == 2
 
 
+def test_a_node_that_goes_while_a_link_is_built_is_no_reason_for_another_transport(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def keep_waiting(message: Struct) -> Struct:
+        return Ping(0) if isinstance(message, LinkOpen) else message
+
+    caplog.set_level(logging.INFO)
+    pair = LinkPair(real("auto"), tamper=keep_waiting)
+    try:
+        pair.until_opened(1)
+    finally:
+        pair.close()
+    assert "link_lost" in caplog.text and "transport_fallback" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("p_backend", "p_host", "d_backend", "reason"),
     [
-        ("shm", "here", "gloo", "kv_transfer: this node offers gloo, the peer shm"),
-        ("gloo", "here", "shm", "kv_transfer: this node offers shm, the peer gloo"),
+        ("shm", "here", "gloo", "kv_transfer: the decode node offers gloo, the prefill node shm"),
+        ("gloo", "here", "shm", "kv_transfer: the decode node offers shm, the prefill node gloo"),
         ("shm", "there", "auto", "kv_transfer: shm is for nodes of one host"),
         ("shm", "", "shm", "kv_transfer: shm is for nodes of one host"),
     ],
