@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from shared.host_memory import new_host_buffer
@@ -84,11 +83,11 @@ class TokenToKVPool:
         self.page_nbytes = num_kv_heads * page_size * head_dim * dtype.itemsize
         """Bytes of one page of one layer, of K or of V alone."""
         self.mover = mover or NumpyPageMover()
-        self._host_pages: npt.NDArray[np.void] | None = None
-        """[layers * 2, pages], each item one page of K or V."""
+        self._host_pages_RPN: torch.Tensor | None = None
+        """uint8 [layers * 2, pages, bytes of a page of K or V]."""
         if device.type == "cpu":
-            every_page = self._opaque(self.buffer_LSNHPD.view(-1).view(torch.uint8))
-            self._host_pages = every_page.reshape(num_layers * 2, num_pages)
+            every_byte = self.buffer_LSNHPD.view(-1).view(torch.uint8)
+            self._host_pages_RPN = every_byte.view(num_layers * 2, num_pages, self.page_nbytes)
 
     def layer_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V pages of one layer, each [num_pages, num_kv_heads, page_size, head_dim]."""
@@ -100,27 +99,23 @@ class TokenToKVPool:
 
     def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
         """Copy pages into the uint8 tensor `out`, layer-major, K before V; blocks until they are there."""
-        rows = slice(2 * first_layer, 2 * (first_layer + num_layers))
-        if self._host_pages is None:
-            device_pages = self.buffer_LSNHPD.flatten(0, 1)[rows]
+        rows = range(2 * first_layer, 2 * (first_layer + num_layers))
+        if self._host_pages_RPN is None:
+            device_pages = self.buffer_LSNHPD.flatten(0, 1)[rows.start : rows.stop]
             picked = device_pages.index_select(1, torch.tensor(page_ids, device=self.device))
             out.copy_(picked.view(-1).view(torch.uint8))
             torch.cuda.current_stream(self.device).synchronize()
             return
-        self.mover.gather(self._host_pages[rows], page_ids, self._opaque(out).reshape(-1, len(page_ids)))
+        self.mover.gather(self._host_pages_RPN, rows, page_ids, out)
 
     def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
         """The inverse of `gather`: write `src` (uint8) into pages; blocks until they are written."""
-        rows = slice(2 * first_layer, 2 * (first_layer + num_layers))
-        if self._host_pages is None:
-            device_pages = self.buffer_LSNHPD.flatten(0, 1)[rows]
+        rows = range(2 * first_layer, 2 * (first_layer + num_layers))
+        if self._host_pages_RPN is None:
+            device_pages = self.buffer_LSNHPD.flatten(0, 1)[rows.start : rows.stop]
             shape = (device_pages.shape[0], len(page_ids), *device_pages.shape[2:])
             arrived = src.to(self.device).view(self.dtype).view(shape)
             device_pages.index_copy_(1, torch.tensor(page_ids, device=self.device), arrived)
             torch.cuda.current_stream(self.device).synchronize()
             return
-        self.mover.scatter(self._host_pages[rows], page_ids, self._opaque(src).reshape(-1, len(page_ids)))
-
-    def _opaque(self, pages: torch.Tensor) -> npt.NDArray[np.void]:
-        """Host memory (uint8) as a row of whole pages."""
-        return pages.numpy().view(np.dtype((np.void, self.page_nbytes)))
+        self.mover.scatter(self._host_pages_RPN, rows, page_ids, src)

@@ -21,8 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from shared.kvtransfer.copier import Copier
 from shared.kvtransfer.staging import Slot
 
@@ -54,8 +52,8 @@ class Arrival(Op, Protocol):
     """A receive. It says where its message lies, and holds that memory until it is released."""
 
     @property
-    def message(self) -> torch.Tensor:
-        """The message (uint8, not to be written), from `wait` having returned True until `release`."""
+    def slot(self) -> Slot:
+        """Where the message lies (not to be written), from `wait` having returned True until `release`."""
         ...
 
     def release(self) -> None:

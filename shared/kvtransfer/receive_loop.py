@@ -13,7 +13,7 @@ from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link import Arrival, Link
 from shared.kvtransfer.page_store import PageStore
-from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Flag, open_message
+from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Flag
 from shared.protocol.messages import Grant, GrantedChunk, ReqKey
 
 
@@ -147,8 +147,8 @@ class ReceiveLoop:
         return True
 
     def _scatter(self, granted: _Granted) -> None:
-        envelope, message = granted.envelope, granted.arrival.message
-        flag, intact = open_message(message, envelope)
+        envelope, slot = granted.envelope, granted.arrival.slot
+        flag, intact = slot.open(envelope, granted.nbytes)
         if flag is Flag.VOID:
             self._gate.refused(envelope.key, "the peer sent a void chunk", by_peer=True)
             return
@@ -159,7 +159,7 @@ class ReceiveLoop:
         if page_ids is None:
             return
         try:
-            payload = message[HEADER_NBYTES:]
+            payload = slot.payload(granted.nbytes)
             self._pages.scatter(page_ids, envelope.chunk.first_layer, envelope.chunk.num_layers, payload)
         except BaseException:
             self._gate.refused(envelope.key, "its pages could not be written", by_peer=False)

@@ -13,10 +13,9 @@ from shared.kvtransfer.staging import Slot, SlotRing
 class RingArrival:
     """A receive into a slot of `ring`, which has the slot back when the message is released."""
 
-    def __init__(self, op: Op, slot: Slot, nbytes: int, ring: SlotRing) -> None:
-        self.message = slot.message(nbytes)
+    def __init__(self, op: Op, slot: Slot, ring: SlotRing) -> None:
+        self.slot = slot
         self._op = op
-        self._slot = slot
         self._ring = ring
 
     def wait(self, *, block: bool) -> bool:
@@ -25,7 +24,7 @@ class RingArrival:
 
     def release(self) -> None:
         """See Arrival."""
-        self._ring.give_back(self._slot)
+        self._ring.give_back(self.slot)
 
 
 def receive_into(ring: SlotRing, nbytes: int, start: Callable[[torch.Tensor], Op]) -> RingArrival:
@@ -37,4 +36,4 @@ def receive_into(ring: SlotRing, nbytes: int, start: Callable[[torch.Tensor], Op
     except BaseException:
         ring.give_back(slot)
         raise
-    return RingArrival(op, slot, nbytes, ring)
+    return RingArrival(op, slot, ring)

@@ -120,7 +120,7 @@ class ShmLink:
         self._on_dead = on_dead
         self._shown: dict[Slot, int] = {}
         """SENDER: slots that the peer has been shown, and their numbers."""
-        self._mapped: dict[int, torch.Tensor] = {}
+        self._mapped: dict[int, Slot] = {}
         """RECEIVER: the peer's slots, by number."""
         challenge(spec, self._exchange)
         self._rehearse()
@@ -158,18 +158,18 @@ class ShmLink:
         self._mapped.clear()
 
     # -------------------------------------------------------------------------------- for the ops
-    def read_message(self, nbytes: int, seq: int) -> torch.Tensor:
+    def read_message(self, nbytes: int, seq: int) -> Slot:
         """Wait for message `seq`, and say where it lies."""
         record, descriptors = self._read_with_descriptor(_MESSAGE.size)
         got_seq, number, got_nbytes = _MESSAGE.unpack(record)
         for descriptor in descriptors:
-            self._mapped[number] = map_read_only(descriptor)
-        memory = self._mapped.get(number)
-        if (got_seq, got_nbytes) != (seq, nbytes) or memory is None or memory.numel() < nbytes:
+            self._mapped[number] = Slot(map_read_only(descriptor))
+        slot = self._mapped.get(number)
+        if (got_seq, got_nbytes) != (seq, nbytes) or slot is None or slot.buffer.numel() < nbytes:
             raise LinkError(
                 f"message {got_seq} of {got_nbytes} bytes came where {seq} of {nbytes} was granted"
             )
-        return memory[:nbytes]
+        return slot
 
     def release(self, seq: int) -> None:
         """Tell the sender that message `seq` has been read."""
@@ -269,10 +269,10 @@ class ShmArrival:
         return True
 
     @property
-    def message(self) -> torch.Tensor:
+    def slot(self) -> Slot:
         """See Arrival."""
-        message: torch.Tensor = self._outcome.value
-        return message
+        slot: Slot = self._outcome.value
+        return slot
 
     def release(self) -> None:
         """See Arrival."""

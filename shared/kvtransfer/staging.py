@@ -12,7 +12,6 @@ A chunk on the wire: 64 bytes of header, then the payload.
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -42,6 +41,11 @@ class Flag(IntEnum):
     """Nothing: the transfer was given up after its Grant, and this drains the posted receive."""
 
 
+_FLAGS = {int(flag): flag for flag in Flag}
+_FLAG_AT = 4
+"""Its lowest byte. The others are compared with all the header."""
+
+
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """Which chunk of which transfer a message must be: both ends know it from the Grant."""
@@ -65,16 +69,22 @@ class Slot:
 
     def __init__(self, buffer: torch.Tensor, *, digested: bool = True) -> None:
         self.buffer = buffer
-        self._host_bytes = _host_bytes(buffer)
+        self._host_bytes = buffer.numpy().data if buffer.device.type == "cpu" else None
         self._digested = digested and self._host_bytes is not None
+        # Most messages of a link have one length, and a view made anew for each costs more than it looks.
+        self._message = self._payload = buffer[:0]
 
     def message(self, nbytes: int) -> torch.Tensor:
         """The first `nbytes` of the slot, header included: what a Grant speaks of."""
-        return self.buffer[:nbytes]
+        if self._message.numel() != nbytes:
+            self._message = self.buffer[:nbytes]
+        return self._message
 
     def payload(self, nbytes: int) -> torch.Tensor:
         """The pages of a message of `nbytes`."""
-        return self.buffer[HEADER_NBYTES:nbytes]
+        if self._payload.numel() != nbytes - HEADER_NBYTES:
+            self._payload = self.buffer[HEADER_NBYTES:nbytes]
+        return self._payload
 
     def seal(self, envelope: Envelope, nbytes: int, *, void: bool) -> None:
         """Write the header of a message of `nbytes` whose payload is in place."""
@@ -88,29 +98,25 @@ class Slot:
             digest = _digest(fields, self._host_bytes[HEADER_NBYTES:nbytes])
         self._host_bytes[:HEADER_NBYTES] = fields + _DIGEST.pack(digest)
 
+    def open(self, envelope: Envelope, nbytes: int) -> tuple[Flag, bool]:
+        """Read the header of a message of `nbytes` that has arrived: its flag, and whether the payload is intact as
+        far as that tells.
 
-def open_message(message: torch.Tensor, envelope: Envelope) -> tuple[Flag, bool]:
-    """Read the header of a message that has arrived: its flag, and whether the payload is intact as far as it tells.
-
-    LinkError: this is another message than the one that was granted, so the two ends disagree on order.
-    """
-    host_bytes = _host_bytes(message)
-    if host_bytes is None:
-        header = message[:HEADER_NBYTES].cpu().numpy().tobytes()
-    else:
-        header = bytes(host_bytes[:HEADER_NBYTES])
-        fields = envelope.fields(Flag.CHECKED)
-        if header.startswith(fields):
-            digest = _digest(fields, host_bytes[HEADER_NBYTES:])
-            return Flag.CHECKED, header == fields + _DIGEST.pack(digest)
-    for flag in (Flag.UNCHECKED, Flag.VOID):
-        if header.startswith(envelope.fields(flag)):
+        LinkError: this is another message than the one that was granted, so the two ends disagree on order.
+        """
+        if self._host_bytes is None:
+            header = self.buffer[:HEADER_NBYTES].cpu().numpy().tobytes()
+        else:
+            header = bytes(self._host_bytes[:HEADER_NBYTES])
+        flag = _FLAGS.get(header[_FLAG_AT])
+        fields = b"" if flag is None else envelope.fields(flag)
+        if flag is None or not header.startswith(fields):
+            raise LinkError(
+                f"message {envelope.seq} is not the chunk that was granted: header {header.hex()}"
+            )
+        if flag is not Flag.CHECKED or self._host_bytes is None:
             return flag, True
-    raise LinkError(f"message {envelope.seq} is not the chunk that was granted: header {header.hex()}")
-
-
-def _host_bytes(buffer: torch.Tensor) -> memoryview | None:
-    return buffer.numpy().data if buffer.device.type == "cpu" else None
+        return flag, header == fields + _DIGEST.pack(_digest(fields, self._host_bytes[HEADER_NBYTES:nbytes]))
 
 
 def _digest(fields: bytes, payload: memoryview) -> int:
@@ -125,7 +131,8 @@ class SlotRing:
         self.num_slots = num_slots
         self.message_nbytes = HEADER_NBYTES + slot_nbytes
         self._new_slot = new_slot
-        self._free: deque[Slot] = deque()
+        self._free: list[Slot] = []
+        """The last to come home goes out first: of its memory most is still in a cache."""
         self._num_made = 0
 
     @property
@@ -136,7 +143,7 @@ class SlotRing:
     def take(self) -> Slot | None:
         """A free slot, or None."""
         if self._free:
-            return self._free.popleft()
+            return self._free.pop()
         if self._num_made == self.num_slots:
             return None
         slot = self._new_slot(self.message_nbytes)

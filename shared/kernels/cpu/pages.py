@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
+import torch
 
 from shared.kernels.cpu.build import open_library
 
 _SOURCE = Path(__file__).parent / "src" / "pages.cpp"
 _ARGUMENTS = (ctypes.c_void_p, *(ctypes.c_int64,) * 3, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-
-Pages = npt.NDArray[np.void]
 
 
 class NativePageMover:
@@ -31,20 +29,32 @@ class NativePageMover:
         for function in (self._gather, self._scatter):
             function.restype, function.argtypes = ctypes.c_bool, _ARGUMENTS
 
-    def gather(self, pages: Pages, page_ids: Sequence[int], out: Pages) -> None:
+    def gather(
+        self, pages_RPN: torch.Tensor, rows: range, page_ids: Sequence[int], out: torch.Tensor
+    ) -> None:
         """See PageMover."""
-        _call(self._gather, pages, page_ids, out)
+        _call(self._gather, pages_RPN, rows, page_ids, out)
 
-    def scatter(self, pages: Pages, page_ids: Sequence[int], src: Pages) -> None:
+    def scatter(
+        self, pages_RPN: torch.Tensor, rows: range, page_ids: Sequence[int], src: torch.Tensor
+    ) -> None:
         """See PageMover."""
-        _call(self._scatter, pages, page_ids, src)
+        _call(self._scatter, pages_RPN, rows, page_ids, src)
 
 
-def _call(function: ctypes._NamedFuncPointer, pages: Pages, page_ids: Sequence[int], slot: Pages) -> None:
-    assert pages.flags.c_contiguous and slot.flags.c_contiguous
-    assert slot.shape == (len(pages), len(page_ids)) and slot.itemsize == pages.itemsize
-    ids = np.asarray(page_ids, dtype=np.int64)
-    if not function(
-        pages.ctypes.data, *pages.shape, pages.itemsize, ids.ctypes.data, len(ids), slot.ctypes.data
-    ):
-        raise IndexError(f"of pages {page_ids} one is not of these {pages.shape[1]}")
+def _call(
+    function: ctypes._NamedFuncPointer,
+    pages_RPN: torch.Tensor,
+    rows: range,
+    page_ids: Sequence[int],
+    slot: torch.Tensor,
+) -> None:
+    # Called for every chunk, with caches full of pages: numpy views and their addresses took longer than the rest.
+    num_rows, num_pages, page_nbytes = pages_RPN.shape
+    ids = array("q", page_ids)
+    assert pages_RPN.is_contiguous() and 0 <= rows.start <= rows.stop <= num_rows and rows.step == 1
+    assert slot.is_contiguous() and slot.nbytes == len(rows) * len(ids) * page_nbytes
+    first_row = pages_RPN.data_ptr() + rows.start * num_pages * page_nbytes
+    ids_address, num_ids = ids.buffer_info()
+    if not function(first_row, len(rows), num_pages, page_nbytes, ids_address, num_ids, slot.data_ptr()):
+        raise IndexError(f"of pages {page_ids} one is not of these {num_pages}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+import math
+
 import pytest
+import torch
 
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.pages import NativePageMover
@@ -16,12 +17,17 @@ SHAPES = [  # rows, pages, bytes of a page, distance of the first page from a mu
     (6, 40, 256, 32),  # not aligned for wide stores
     (3, 17, 24, 0),  # no multiple of a vector
     (2, 9, 1, 0),
+    (5, 13, 16384, 0),  # several pages at once, in many steps
+    (3, 11, 960, 0),  # a page of no whole number of steps
+    (3, 11, 960, 16),
+    (3, 7, 1000, 0),
 ]
 IDS = {
     "one": [3],
     "neighbours": [0, 1, 2, 3, 4],
     "runs": [3, 4, 0, 1, 2],
     "falling": [4, 3, 2, 1],
+    "scattered": [4, 0, 3],
     "none": [],
 }
 
@@ -34,13 +40,14 @@ def native() -> NativePageMover:
         pytest.skip(f"NO NATIVE KERNELS: {e}")
 
 
-def random_pages(rows: int, num_pages: int, nbytes: int, offset: int = 0) -> npt.NDArray[np.void]:
+def random_bytes(shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
     """Aligned to 64 bytes, but for `offset`."""
-    size = rows * num_pages * nbytes
-    memory = np.empty(size + 128, dtype=np.uint8)
-    start = -memory.ctypes.data % 64 + offset
-    memory[start : start + size] = np.random.default_rng(0).integers(0, 256, size)
-    return memory[start : start + size].view(np.dtype((np.void, nbytes))).reshape(rows, num_pages)
+    nbytes = math.prod(shape)
+    memory = torch.randint(
+        0, 256, (nbytes + 128,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes)
+    )
+    start = -memory.data_ptr() % 64 + offset
+    return memory[start : start + nbytes].view(shape)
 
 
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
@@ -48,15 +55,36 @@ def random_pages(rows: int, num_pages: int, nbytes: int, offset: int = 0) -> npt
 def test_native_and_numpy_agree(
     native: NativePageMover, shape: tuple[int, int, int, int], ids: list[int]
 ) -> None:
-    rows, num_pages, nbytes, offset = shape
-    pages = random_pages(*shape)
-    gathered = [random_pages(rows, len(ids), nbytes) for _ in range(2)]
+    *RPN, offset = shape
+    rows = range(RPN[0] // 3, RPN[0])
+    pages_RPN = random_bytes((*RPN,), offset)
+    before = pages_RPN.clone()
+    gathered = [torch.zeros(len(rows) * len(ids) * RPN[2], dtype=torch.uint8) for _ in range(2)]
     for mover, out in zip((native, NumpyPageMover()), gathered, strict=True):
-        mover.gather(pages, ids, out)
-    assert gathered[0].tobytes() == gathered[1].tobytes()
+        mover.gather(pages_RPN, rows, ids, out)
+    assert torch.equal(gathered[0], pages_RPN[rows.start :, ids].flatten())
+    assert torch.equal(gathered[0], gathered[1])
+    assert torch.equal(pages_RPN, before)
 
-    src = random_pages(rows, len(ids), nbytes, offset=1)
-    scattered = [random_pages(rows, num_pages, nbytes, offset) for _ in range(2)]
+    src = random_bytes((len(rows), len(ids), RPN[2]), offset=1)
+    scattered = [random_bytes((*RPN,), offset) for _ in range(2)]
     for mover, into in zip((native, NumpyPageMover()), scattered, strict=True):
-        mover.scatter(into, ids, src)
-    assert scattered[0].tobytes() == scattered[1].tobytes()
+        mover.scatter(into, rows, ids, src)
+    before[rows.start :, ids] = src
+    assert torch.equal(scattered[0], before)
+    assert torch.equal(scattered[0], scattered[1])
+
+
+@pytest.mark.parametrize("no_page", [-1, 5])
+def test_a_page_that_is_not_there_is_an_error_and_nothing_is_copied(
+    native: NativePageMover, no_page: int
+) -> None:
+    pages_RPN, slot = random_bytes((2, 5, 64)), torch.zeros((2, 2, 64), dtype=torch.uint8)
+    before = pages_RPN.clone()
+    for mover in (native, NumpyPageMover()):
+        with pytest.raises(IndexError):
+            mover.gather(pages_RPN, range(2), [1, no_page], slot)
+        with pytest.raises(IndexError):
+            mover.scatter(pages_RPN, range(2), [1, no_page], slot)
+    assert not slot.any()
+    assert torch.equal(pages_RPN, before)

@@ -103,7 +103,7 @@ def test_a_slot_stays_with_its_send_until_the_receiver_has_released_it(ends: End
         sender = threading.Thread(target=send, args=(seq,))
         sender.start()
         assert arrival.wait(block=True)
-        assert arrival.message.tolist() == [seq + 1] * (HEADER_NBYTES + 50)
+        assert arrival.slot.message(HEADER_NBYTES + 50).tolist() == [seq + 1] * (HEADER_NBYTES + 50)
         sender.join(0.05)
         assert left == list(range(seq))
         arrival.release()

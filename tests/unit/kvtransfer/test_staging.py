@@ -5,7 +5,7 @@ import torch
 
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Flag, Slot, SlotRing, open_message
+from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Flag, Slot, SlotRing
 from shared.protocol.messages import ReqKey
 
 ENVELOPE = Envelope(ReqKey("router", "a", 0), Chunk(3, 2, 0, 4), 17)
@@ -21,28 +21,28 @@ def sealed(*, void: bool = False, digested: bool = True) -> Slot:
 
 def test_a_sealed_chunk_opens_intact() -> None:
     slot = sealed()
-    assert open_message(slot.message(NBYTES), ENVELOPE) == (Flag.CHECKED, True)
+    assert slot.open(ENVELOPE, NBYTES) == (Flag.CHECKED, True)
     assert torch.equal(slot.payload(NBYTES), torch.arange(100, dtype=torch.uint8))
 
 
 def test_a_void_chunk_says_so() -> None:
-    assert open_message(sealed(void=True).message(NBYTES), ENVELOPE) == (Flag.VOID, True)
+    assert sealed(void=True).open(ENVELOPE, NBYTES) == (Flag.VOID, True)
 
 
 def test_without_a_digest_only_the_header_is_checked() -> None:
     slot = sealed(digested=False)
     slot.payload(NBYTES)[7] ^= 1
-    assert open_message(slot.message(NBYTES), ENVELOPE) == (Flag.UNCHECKED, True)
+    assert slot.open(ENVELOPE, NBYTES) == (Flag.UNCHECKED, True)
     slot.buffer[8] ^= 1
     with pytest.raises(LinkError):
-        open_message(slot.message(NBYTES), ENVELOPE)
+        slot.open(ENVELOPE, NBYTES)
 
 
 @pytest.mark.parametrize("at", [0, 1, 63, 99])
 def test_any_damaged_byte_of_the_payload_shows(at: int) -> None:
     slot = sealed()
     slot.payload(NBYTES)[at] ^= 1
-    assert open_message(slot.message(NBYTES), ENVELOPE) == (Flag.CHECKED, False)
+    assert slot.open(ENVELOPE, NBYTES) == (Flag.CHECKED, False)
 
 
 def test_any_damaged_byte_of_the_header_shows() -> None:
@@ -51,9 +51,9 @@ def test_any_damaged_byte_of_the_header_shows() -> None:
         slot.buffer[at] ^= 1
         if at < HEADER_NBYTES - 8:
             with pytest.raises(LinkError):
-                open_message(slot.message(NBYTES), ENVELOPE)
+                slot.open(ENVELOPE, NBYTES)
         else:
-            assert open_message(slot.message(NBYTES), ENVELOPE) == (Flag.CHECKED, False)
+            assert slot.open(ENVELOPE, NBYTES) == (Flag.CHECKED, False)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_any_damaged_byte_of_the_header_shows() -> None:
 )
 def test_another_chunk_than_the_granted_one_is_an_error_of_the_link(other: Envelope) -> None:
     with pytest.raises(LinkError, match="not the chunk that was granted"):
-        open_message(sealed().message(NBYTES), other)
+        sealed().open(other, NBYTES)
 
 
 def test_the_payload_is_aligned_for_any_element() -> None:

@@ -1,11 +1,17 @@
-// Gathering KV pages into a staging slot, and scattering them out of one: memcpy, a run of neighbouring pages at a time.
+// Gathering KV pages into a staging slot, and scattering them out of one.
+//
+// Pages lie anywhere in a pool that no cache holds, and at each of them the CPU's prefetcher has to start anew. So four
+// are copied at once, four cache lines of each in turn: on a Zen 4 core, gathering 16 KiB pages runs at 15 GB/s instead
+// of 11 (memcpy page by page), where a memcpy of the whole pool runs at 14. Eight at once are slower, since pages of a
+// power of two fall into the same sets of the first-level cache, and so is software prefetch with any lead tried.
 //
 // A scatter writes past the caches. Its pages are not read before the whole sequence has arrived, and a plain store
-// would first read the line that it is about to overwrite: on a Zen 4 core, 16 KiB pages out of a slot in the cache are
-// written at 24 GB/s (20 with 16-byte stores) instead of 11. A gather uses plain stores: its slot is read next.
+// would first read the line that it is about to overwrite: 24 GB/s instead of 16. A gather uses plain stores: its slot
+// is read next.
 //
-// Needs nothing of the CPU; without SSE2 it is plain memcpy.
+// Needs nothing of the CPU; without SSE2 all stores are plain ones.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -15,46 +21,62 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-using Vec = __m512i;
-Vec load(const char* from) { return _mm512_loadu_si512(from); }
-void stream(char* to, Vec value) { _mm512_stream_si512(reinterpret_cast<Vec*>(to), value); }
-#elif defined(__SSE2__)
-using Vec = __m128i;
-Vec load(const char* from) { return _mm_loadu_si128(reinterpret_cast<const Vec*>(from)); }
-void stream(char* to, Vec value) { _mm_stream_si128(reinterpret_cast<Vec*>(to), value); }
-#endif
+typedef uint64_t Line __attribute__((vector_size(64), aligned(1), may_alias));
 
-void copy_past_caches(char* to, const char* from, int64_t nbytes) {
-#ifdef __SSE2__
-  constexpr int64_t kStep = 4 * sizeof(Vec);
-  if (reinterpret_cast<uintptr_t>(to) % sizeof(Vec) == 0 && nbytes % kStep == 0) {
-    for (int64_t i = 0; i < nbytes; i += kStep) {
-      const Vec a = load(from + i), b = load(from + i + sizeof(Vec));
-      const Vec c = load(from + i + 2 * sizeof(Vec)), d = load(from + i + 3 * sizeof(Vec));
-      stream(to + i, a);
-      stream(to + i + sizeof(Vec), b);
-      stream(to + i + 2 * sizeof(Vec), c);
-      stream(to + i + 3 * sizeof(Vec), d);
-    }
-    return;
-  }
-#endif
-  std::memcpy(to, from, nbytes);
+constexpr int64_t kLine = sizeof(Line);
+constexpr int64_t kStep = 4 * kLine;  // copied of one page before the next page's turn
+constexpr int64_t kAtOnce = 4;
+
+void copy_step(char* to, const char* from) {
+  Line* out = reinterpret_cast<Line*>(to);
+  const Line* in = reinterpret_cast<const Line*>(from);
+  const Line a = in[0], b = in[1], c = in[2], d = in[3];
+  out[0] = a, out[1] = b, out[2] = c, out[3] = d;
 }
 
-// `move(page's bytes in the pool, its bytes in the slot, nbytes)` for each run of neighbours. False: no such page.
-template <typename Move>
-bool each_run(int64_t num_rows, int64_t num_pages, int64_t page_nbytes, const int64_t* page_ids, int64_t num_ids, Move move) {
-  for (int64_t i = 0; i < num_ids; i++)
-    if (page_ids[i] < 0 || page_ids[i] >= num_pages) return false;
+// Past the caches; `to` is at the beginning of a cache line.
+void stream_step(char* to, const char* from) {
+#if defined(__AVX512F__)
+  __m512i lines[4];
+  for (int i = 0; i < 4; i++) lines[i] = _mm512_loadu_si512(from + i * kLine);
+  for (int i = 0; i < 4; i++) _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i * kLine), lines[i]);
+#elif defined(__SSE2__)
+  for (int64_t i = 0; i < kStep; i += sizeof(__m128i))
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+#else
+  copy_step(to, from);
+#endif
+}
+
+struct Page {
+  char* to;
+  const char* from;
+};
+
+template <void (*Step)(char*, const char*)>
+void copy_at_once(const Page* pages, int64_t nbytes) {
+  int64_t at = 0;
+  for (; at + kStep <= nbytes; at += kStep)
+    for (int64_t i = 0; i < kAtOnce; i++) Step(pages[i].to + at, pages[i].from + at);
+  for (int64_t i = 0; i < kAtOnce; i++) std::memcpy(pages[i].to + at, pages[i].from + at, nbytes - at);
+}
+
+// `page(row, id, i)` says where the i-th page of a row, which is `id` in the pool, is copied from and to.
+template <void (*Step)(char*, const char*), typename At>
+void copy_pages(int64_t num_rows, const int64_t* page_ids, int64_t num_ids, int64_t nbytes, At page) {
+  Page pages[kAtOnce];
+  int64_t num = 0;
   for (int64_t row = 0; row < num_rows; row++) {
-    for (int64_t first = 0, end; first < num_ids; first = end) {
-      for (end = first + 1; end < num_ids && page_ids[end] == page_ids[end - 1] + 1;) end++;
-      move((row * num_pages + page_ids[first]) * page_nbytes, (row * num_ids + first) * page_nbytes, (end - first) * page_nbytes);
+    for (int64_t i = 0; i < num_ids; i++) {
+      pages[num++] = page(row, page_ids[i], i);
+      if (num == kAtOnce) copy_at_once<Step>(pages, nbytes), num = 0;
     }
   }
-  return true;
+  for (int64_t i = 0; i < num; i++) std::memcpy(pages[i].to, pages[i].from, nbytes);
+}
+
+bool all_within(const int64_t* page_ids, int64_t num_ids, int64_t num_pages) {
+  return std::all_of(page_ids, page_ids + num_ids, [&](int64_t id) { return 0 <= id && id < num_pages; });
 }
 
 }  // namespace
@@ -63,18 +85,27 @@ bool each_run(int64_t num_rows, int64_t num_pages, int64_t page_nbytes, const in
 // and nothing was copied.
 extern "C" bool baton_gather_pages(const char* pages, int64_t num_rows, int64_t num_pages, int64_t page_nbytes,
                                    const int64_t* page_ids, int64_t num_ids, char* out) {
-  return each_run(num_rows, num_pages, page_nbytes, page_ids, num_ids,
-                  [&](int64_t page, int64_t slot, int64_t nbytes) { std::memcpy(out + slot, pages + page, nbytes); });
+  if (!all_within(page_ids, num_ids, num_pages)) return false;
+  copy_pages<copy_step>(num_rows, page_ids, num_ids, page_nbytes, [&](int64_t row, int64_t id, int64_t i) {
+    return Page{out + (row * num_ids + i) * page_nbytes, pages + (row * num_pages + id) * page_nbytes};
+  });
+  return true;
 }
 
 // The inverse: `src` is [num_rows, num_ids].
 extern "C" bool baton_scatter_pages(char* pages, int64_t num_rows, int64_t num_pages, int64_t page_nbytes,
                                     const int64_t* page_ids, int64_t num_ids, const char* src) {
-  const bool ok = each_run(num_rows, num_pages, page_nbytes, page_ids, num_ids, [&](int64_t page, int64_t slot, int64_t nbytes) {
-    copy_past_caches(pages + page, src + slot, nbytes);
-  });
+  if (!all_within(page_ids, num_ids, num_pages)) return false;
+  const auto page = [&](int64_t row, int64_t id, int64_t i) {
+    return Page{pages + (row * num_pages + id) * page_nbytes, src + (row * num_ids + i) * page_nbytes};
+  };
+  if (reinterpret_cast<uintptr_t>(pages) % kLine == 0 && page_nbytes % kLine == 0) {
+    copy_pages<stream_step>(num_rows, page_ids, num_ids, page_nbytes, page);
+  } else {
+    copy_pages<copy_step>(num_rows, page_ids, num_ids, page_nbytes, page);
+  }
 #ifdef __SSE2__
   _mm_sfence();  // streamed stores are ordered by nothing else; whoever is told of these pages must see them
 #endif
-  return ok;
+  return true;
 }
