@@ -144,7 +144,7 @@ def test_silu_mul_of_extremes(team: Team) -> None:
     assert_within(y, expected, 2 * BF16 * expected.abs() + 1e-37)
 
 
-@pytest.mark.parametrize("k", [64, 66])
+@pytest.mark.parametrize("k", [64, 66, 1090])
 def test_a_row_has_the_same_bits_in_any_batch_and_team(library: ctypes.CDLL, k: int) -> None:
     generator = torch.Generator().manual_seed(1)
     x_MK = torch.randn(70, k, generator=generator).bfloat16()
