@@ -45,10 +45,8 @@ class ScheduleOptions:
     """On decode nodes: a step of the running requests is part of the forward that prefills a prompt there."""
     random_seed: int = 0
     """Of the policy `random`."""
-    in_batch_prefix_check_threshold: int = 32
-    """A waiting request with more cached tokens than this never waits for another to compute a prefix they share."""
     in_batch_prefix_deprioritize_threshold: int = 32
-    """It waits where they share at least so many tokens that are not cached yet."""
+    """A request waits while another computes at least so many tokens of a prefix that they share."""
     enable_priority_scheduling: bool = False
     schedule_low_priority_values_first: bool = False
     priority_scheduling_preemption_threshold: int = 10

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
+from shared.scheduling.cached_prefixes import CachedPrefixes
+from shared.scheduling.in_batch_prefix import InBatchPrefix
 from shared.scheduling.new_token_ratio import NewTokenRatio
 from shared.scheduling.preemption import choose_victims, preemptable
 from shared.scheduling.prefill_adder import AddReqResult, PrefillAdder
@@ -32,7 +34,9 @@ class Batcher:
         self._ledger = ledger
         self._options = options
         self._priority = PriorityRule(options)
-        self.policy = SchedulePolicy(options, ledger, self._priority)
+        cached = CachedPrefixes(ledger)
+        self.policy = SchedulePolicy(options, ledger, self._priority, cached)
+        self._in_batch_prefix = InBatchPrefix(ledger, options, self._priority, cached)
         self._prefills_in_flight: list[Req] = []
         self._blocked_arrivals: list[Req] = []
         self.num_steps = 0
@@ -123,17 +127,28 @@ class Batcher:
             return ScheduleBatch()
         return self._step(running)
 
-    def _offered(self, adder: PrefillAdder) -> list[Req]:
-        """The waiting requests in the order of the policy; none when the batch is full for every one of them."""
+    def _offered(self, adder: PrefillAdder) -> Iterator[Req]:
+        """The waiting requests in the order of the policy; none when the batch is full for every one of them.
+
+        Who had better wait for a prefix that is being computed is left out, which is found when its turn comes:
+        those admitted before it compute prefixes too.
+        """
         waiting = [*self.retraction.to_prefill(), *self.retraction.let_pass(self.waiting_queue)]
         if self._blocked_arrivals:  # what is free, or was freed for it, is not for those below it
             least = max(map(self.level, self._blocked_arrivals))
             waiting = [req for req in waiting if self.level(req) >= least]
         running = self.running_batch
         if adder.is_full and not self._priority.may_preempt_any(waiting, running, self.num_steps):
-            return []
-        being_computed = [*self._prefills_in_flight, *([self.chunked_req] if self.chunked_req else [])]
-        return self.policy.order(waiting, running, being_computed, self.num_steps)
+            return
+        in_flight = self._prefills_in_flight
+        being_computed = [*in_flight, *([self.chunked_req] if self.chunked_req else [])]
+        for req in self.policy.order(waiting, running, being_computed, self.num_steps):
+            leaders = (*in_flight, *adder.can_run)
+            num_shared = self._in_batch_prefix.shared_tokens(req, leaders, self.num_steps)
+            if not num_shared:
+                yield req
+            elif not adder.keep_room_for(req, num_shared):
+                return
 
     def _preempt_for(self, req: Req, adder: PrefillAdder) -> bool:
         """Retract running requests that count far less than `req`, if that makes room for it."""

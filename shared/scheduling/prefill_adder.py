@@ -21,7 +21,7 @@ class AddReqResult(Enum):
     CONTINUE = auto()
     """It was added; there may be room for another."""
     NO_TOKEN = auto()
-    """The KV pool has no room for it now."""
+    """There is no room for it now: in the KV pool, or beside those for whom room is kept."""
     OTHER = auto()
     """Another budget is used up: chunk tokens, prefill tokens, or request slots."""
 
@@ -51,6 +51,7 @@ class PrefillAdder:
         self._reserved_tokens = sum(self._reserve(req) for req in running)
         self._rem_chunk_tokens = _beside(num_decodes, options.chunked_prefill_size)
         self._rem_input_tokens = _beside(num_decodes, options.max_prefill_tokens)
+        self._num_kept_rows = self._num_kept_pages = 0
         self.can_run: list[Req] = []
         self.chunked_req: Req | None = None
         """The request of which only a part fits into this batch."""
@@ -58,17 +59,28 @@ class PrefillAdder:
     @property
     def is_full(self) -> bool:
         """True when no waiting request whatsoever could be admitted: each needs a slot, a token and a page."""
-        ledger = self._ledger
-        return ledger.rows.num_free == 0 or not self._has_tokens or ledger.num_available_pages == 0
+        return self._num_free_rows <= 0 or not self._has_tokens or self._num_available_pages <= 0
+
+    @property
+    def _num_free_rows(self) -> int:
+        return self._ledger.rows.num_free - self._num_kept_rows
+
+    @property
+    def _num_available_pages(self) -> int:
+        return self._ledger.num_available_pages - self._num_kept_pages
+
+    @property
+    def _rem_tokens(self) -> int:
+        return min(self._rem_chunk_tokens, self._rem_input_tokens)
 
     @property
     def _has_tokens(self) -> bool:
-        return min(self._rem_chunk_tokens, self._rem_input_tokens) > 0
+        return self._rem_tokens > 0
 
     def would_fit(self, req: Req, victims: Sequence[Req]) -> bool:
         """Whether a waiting request could be admitted if `victims`, who run, were retracted."""
         ledger = self._ledger
-        if not self._has_tokens or ledger.rows.num_free + len(victims) == 0:
+        if not self._has_tokens or self._num_free_rows + len(victims) <= 0:
             return False
         match = ledger.match_prefix(req.matchable_ids, req.extra_key)
         lock = ledger.radix_cache.lock(match.node)
@@ -82,6 +94,18 @@ class PrefillAdder:
         self._running.remove(victim)
         self._reserved_tokens -= self._reserve(victim)
 
+    def keep_room_for(self, req: Req, num_shared_tokens: int) -> bool:
+        """`req` goes later, when the prefix it shares is computed: whoever goes before it must fit beside it.
+
+        So nobody takes its row or pages, nor the next batches for the rest of a long prompt. False when that leaves
+        nothing for anybody else.
+        """
+        ledger = self._ledger
+        num_pages = ledger.pages_for(len(req.ids) + self._reserve(req))
+        self._num_kept_rows += 1
+        self._num_kept_pages += num_pages - num_shared_tokens // ledger.page_size
+        return not self.is_full
+
     def add_chunked_req(self, req: Req) -> AddReqResult:
         """Go on with the request whose last chunk was launched before."""
         return self._take(req)
@@ -89,7 +113,7 @@ class PrefillAdder:
     def add_one_req(self, req: Req) -> AddReqResult:
         """Admit a waiting request: match its prefix, take a slot and pages, schedule its first chunk."""
         ledger = self._ledger
-        if ledger.rows.num_free == 0 or not self._has_tokens:
+        if self._num_free_rows <= 0 or not self._has_tokens:
             return AddReqResult.OTHER
         with ledger.tentative(
             ledger.match_prefix(req.matchable_ids, req.extra_key), req.extra_key
@@ -108,7 +132,7 @@ class PrefillAdder:
     def _take(self, req: Req) -> AddReqResult:
         self._reserved_tokens += self._reserve(req)
         todo = len(req.ids) - req.kv_len
-        req.extend_len = min(todo, self._rem_chunk_tokens, self._rem_input_tokens)
+        req.extend_len = min(todo, self._rem_tokens)
         self._rem_chunk_tokens -= req.extend_len
         self._rem_input_tokens -= req.extend_len
         self.can_run.append(req)
@@ -123,8 +147,11 @@ class PrefillAdder:
         `victims` count as if they were gone.
         """
         ledger = self._ledger
+        todo = len(req.ids) - num_cached_pages * ledger.page_size
+        if self._num_kept_rows and todo > self._rem_tokens:
+            return False  # its further chunks would be in the way of those for whom room is kept
         released = [victim.kv for victim in victims if victim.kv is not None]
-        available = ledger.num_available_pages + ledger.num_pages_released_by(released)
+        available = self._num_available_pages + ledger.num_pages_released_by(released)
         if req.params.ignore_eos:
             available -= ledger.pages_for(len(req.ids)) - num_cached_pages
             return available >= 0 and self._fits_to_the_end(req, lock, num_cached_pages, victims, available)

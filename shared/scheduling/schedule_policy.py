@@ -15,11 +15,10 @@ from typing import Any
 from shared import log
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
-from shared.kvcache.radix_cache import Peek
+from shared.scheduling.cached_prefixes import CachedPrefixes
 from shared.scheduling.dfs_weight import dfs_positions
 from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
-from shared.scheduling.waiting_prefixes import WaitingPrefixes
 
 LPM_MAX_WAITING = 128
 """With more requests waiting `lpm` acts as `fcfs`: matching costs O(requests * prompt length) every step."""
@@ -35,29 +34,14 @@ class Round:
         waiting: Sequence[Req],
         running: Sequence[Req],
         being_computed: Sequence[Req],
-        ledger: KVLedger,
+        cached: CachedPrefixes,
         rng: random.Random,
-        peeks: dict[tuple[Req, int], Peek],
     ) -> None:
         self.waiting = waiting
         self.running = running
         self.being_computed = being_computed
+        self.cached = cached
         self.rng = rng
-        self._ledger = ledger
-        self._peeks = peeks
-
-    def cached_prefix(self, req: Req) -> Peek:
-        """The longest prefix in the RadixCache that `req` could use; looking is no use of it."""
-        ids = req.matchable_ids
-        key = req, len(ids)
-        peek = self._peeks.get(key)
-        if peek is None:
-            peek = self._peeks[key] = self._ledger.peek_prefix(ids, req.extra_key)
-        return peek
-
-    def num_cached_tokens(self, req: Req) -> int:
-        """Its length."""
-        return self.cached_prefix(req).num_pages * self._ledger.page_size
 
 
 def fcfs(round_: Round) -> SortKey:
@@ -67,12 +51,12 @@ def fcfs(round_: Round) -> SortKey:
 
 def lpm(round_: Round) -> SortKey:
     """Longest prefix match first: those who have least left to compute of their prompt's beginning."""
-    return lambda req: -round_.cached_prefix(req).num_pages
+    return lambda req: -round_.cached.peek(req).num_pages
 
 
 def dfs_weight(round_: Round) -> SortKey:
     """Depth first through the RadixCache, subtrees with most waiting requests first."""
-    position = dfs_positions(round_.waiting, round_.cached_prefix)
+    position = dfs_positions(round_.waiting, round_.cached.peek)
     return lambda req: position[req]
 
 
@@ -110,15 +94,14 @@ CACHE_AWARE = frozenset({"lpm", "dfs-weight"})
 class SchedulePolicy:
     """The configured policy, adjusted to what there is: one object for each Batcher."""
 
-    def __init__(self, options: ScheduleOptions, ledger: KVLedger, priority: PriorityRule) -> None:
+    def __init__(
+        self, options: ScheduleOptions, ledger: KVLedger, priority: PriorityRule, cached: CachedPrefixes
+    ) -> None:
         self._options = options
-        self._ledger = ledger
         self._priority = priority
+        self._cached = cached
         self._rng = random.Random(options.random_seed)
         self._configured = options.schedule_policy
-        self._peeks: dict[tuple[Req, int], Peek] = {}
-        """What the RadixCache was found to hold when it had changed `_peeked_at` times."""
-        self._peeked_at = -1
         self._logged = False
         if self._configured in CACHE_AWARE and not ledger.keep_prefixes:
             self._configured = "fcfs"
@@ -134,40 +117,15 @@ class SchedulePolicy:
     def order(
         self, waiting: Sequence[Req], running: Sequence[Req], being_computed: Sequence[Req], step: int
     ) -> list[Req]:
-        """Who may be offered to the PrefillAdder now, in which order.
-
-        With a cache-aware policy, those for whom it is worth waiting are left out: `being_computed` are the
-        requests whose prefix is chunked or in flight, and others are before them in the order itself.
-        """
+        """Who is offered to the PrefillAdder now, in which order. `being_computed` is chunked, or in flight."""
         policy = self.acts_as(len(waiting))
-        if self._peeked_at != self._ledger.radix_cache.num_changes:
-            self._peeked_at = self._ledger.radix_cache.num_changes
-            self._peeks = {}
-        round_ = Round(waiting, running, being_computed, self._ledger, self._rng, self._peeks)
+        round_ = Round(waiting, running, being_computed, self._cached, self._rng)
         key, level = POLICIES[policy](round_), self._priority.level
 
         def full_key(req: Req) -> tuple[Any, ...]:
             return (-level(req, step), 0) if req.num_retractions else (-level(req, step), 1, key(req))
 
-        ordered = sorted(waiting, key=full_key)
-        if policy in CACHE_AWARE:
-            return self._without_followers(ordered, being_computed, round_)
-        return ordered
-
-    def _without_followers(
-        self, ordered: Sequence[Req], being_computed: Sequence[Req], round_: Round
-    ) -> list[Req]:
-        soon_cached = WaitingPrefixes(self._ledger.page_size, self._options)
-        for req in being_computed:
-            soon_cached.announce(req)
-        offered: list[Req] = []
-        for req in ordered:
-            num_cached_tokens = round_.num_cached_tokens(req)
-            if soon_cached.is_worth_waiting(req, num_cached_tokens):
-                continue
-            soon_cached.announce(req, num_cached_tokens)
-            offered.append(req)
-        return offered
+        return sorted(waiting, key=full_key)
 
     def _log_once(self, reason: str) -> None:
         if not self._logged:

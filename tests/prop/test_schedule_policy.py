@@ -15,13 +15,12 @@ from shared.kvcache.ledger import KVLedger
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import ReqKey, Role
 from shared.protocol.sampling_params import SamplingParams
+from shared.scheduling.cached_prefixes import CachedPrefixes
+from shared.scheduling.in_batch_prefix import InBatchPrefix
 from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_policy import LPM_MAX_WAITING, POLICIES, SchedulePolicy
 from shared.timeline import Timeline
-
-NEVER = 1 << 30
-"""A check threshold of -1 is not to be had; a distance that no prompt here has switches in-batch caching off."""
 
 
 class World:
@@ -80,14 +79,12 @@ class World:
         )
 
     def order(self, policy: str, step: int = 100, **options: object) -> list[Req]:
-        schedule = ScheduleOptions(
-            schedule_policy=policy,
-            **{"in_batch_prefix_deprioritize_threshold": NEVER, **options},  # type: ignore[arg-type]
-        )
-        rule = PriorityRule(schedule)
-        return SchedulePolicy(schedule, self.ledger, rule).order(
-            self.waiting, self.running, self.prefilling, step
-        )
+        schedule = ScheduleOptions(schedule_policy=policy, **options)  # type: ignore[arg-type]
+        return make_policy(schedule, self.ledger).order(self.waiting, self.running, self.prefilling, step)
+
+
+def make_policy(options: ScheduleOptions, ledger: KVLedger) -> SchedulePolicy:
+    return SchedulePolicy(options, ledger, PriorityRule(options), CachedPrefixes(ledger))
 
 
 def compute(ledger: KVLedger, ids: Sequence[int], extra_key: str) -> None:
@@ -224,30 +221,29 @@ def test_a_peek_sees_what_a_match_finds_and_changes_nothing(seed: int) -> None:
         assert len(match.pages) == peek.num_pages
 
 
-@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
-@given(seed=st.integers(0, 2**32), check=st.integers(0, 8), worth=st.integers(1, 8))
-@settings(max_examples=150, deadline=None)
-def test_who_waits_for_a_prefix(policy: str, seed: int, check: int, worth: int) -> None:
-    """Exactly those who share enough that is not cached with somebody who goes before them."""
+@given(seed=st.integers(0, 2**32), worth=st.integers(1, 8), aging_steps=st.sampled_from([0, 30]))
+@settings(max_examples=400, deadline=None)
+def test_who_waits_for_a_prefix(seed: int, worth: int, aging_steps: int) -> None:
+    """Exactly those who share enough that is not cached with somebody being computed who has aged no less."""
     world = World(seed, num_waiting=10)
-    ordered = world.order(policy)
-    offered = world.order(
-        policy, in_batch_prefix_check_threshold=check, in_batch_prefix_deprioritize_threshold=worth
-    )
-    expected: list[Req] = []
-    for req in ordered:
-        cached = world.cached_len(req)
+    options = ScheduleOptions(in_batch_prefix_deprioritize_threshold=worth, priority_aging_steps=aging_steps)
+    prefixes = InBatchPrefix(world.ledger, options, PriorityRule(options), CachedPrefixes(world.ledger))
+
+    def age(req: Req) -> int:
+        assert req.arrival_step is not None
+        return (100 - req.arrival_step) // aging_steps if aging_steps else 0
+
+    for req in world.waiting:
         shared = max(
             (
                 shared_len(cacheable(req), other.ids, world.page_size)
-                for other in (*world.prefilling, *expected)
-                if other.extra_key == req.extra_key
+                for other in world.prefilling
+                if other.extra_key == req.extra_key and age(other) >= age(req)
             ),
             default=0,
         )
-        if cached > check or shared - cached < worth:
-            expected.append(req)
-    assert offered == expected
+        expected = 0 if req.num_retractions or shared - world.cached_len(req) < worth else shared
+        assert prefixes.shared_tokens(req, world.prefilling, 100) == expected
 
 
 class TestRandom:
@@ -256,7 +252,7 @@ class TestRandom:
         for req in world.waiting:
             req.num_retractions, req.arrival_step = 0, 100
         options = ScheduleOptions(schedule_policy="random", random_seed=seed)
-        policy = SchedulePolicy(options, world.ledger, PriorityRule(options))
+        policy = make_policy(options, world.ledger)
         orders = [policy.order(world.waiting, (), (), 100) for _ in range(num_rounds)]
         return [[world.waiting.index(req) for req in order] for order in orders]  # type: ignore[misc]
 
@@ -281,8 +277,8 @@ class TestAdjustment:
         world = World(11, num_waiting=LPM_MAX_WAITING + 1)
         for req in world.waiting:
             req.num_retractions, req.arrival_step = 0, 0
-        options = ScheduleOptions(schedule_policy="lpm", in_batch_prefix_deprioritize_threshold=NEVER)
-        policy = SchedulePolicy(options, world.ledger, PriorityRule(options))
+        options = ScheduleOptions(schedule_policy="lpm")
+        policy = make_policy(options, world.ledger)
         for _ in range(3):
             assert policy.order(world.waiting, (), (), 0) == world.waiting
         assert policy.acts_as(LPM_MAX_WAITING + 1) == "fcfs"
@@ -299,7 +295,7 @@ class TestAdjustment:
         caplog.set_level("INFO", logger="baton")
         ledger = make_ledger(30, CacheOptions(page_size=4, disable_radix_cache=True), 4, 64)
         options = ScheduleOptions(schedule_policy=name)
-        policy = SchedulePolicy(options, ledger, PriorityRule(options))
+        policy = make_policy(options, ledger)
         assert policy.acts_as(0) == "fcfs"
         assert self.logged(caplog) == [
             f'schedule_policy_adjusted policy={name} acts_as=fcfs reason="the RadixCache is off"'
@@ -309,5 +305,5 @@ class TestAdjustment:
     def test_the_others_need_no_cache(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
         ledger = make_ledger(30, CacheOptions(page_size=4, disable_radix_cache=True), 4, 64)
         options = ScheduleOptions(schedule_policy=name)
-        assert SchedulePolicy(options, ledger, PriorityRule(options)).acts_as(10_000) == name
+        assert make_policy(options, ledger).acts_as(10_000) == name
         assert not self.logged(caplog)

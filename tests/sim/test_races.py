@@ -37,6 +37,7 @@ def config(
     retract_every: int = 0,
     overlap: bool = True,
     slots: int = 8,
+    worth_waiting: int = 32,
 ) -> NodeConfig:
     return NodeConfig(
         cache=CacheOptions(page_size=page_size, max_total_tokens=tokens),
@@ -47,6 +48,7 @@ def config(
             debug_checks=True,
             num_reserved_decode_tokens=4,
             disable_overlap_schedule=not overlap,
+            in_batch_prefix_deprioritize_threshold=worth_waiting,
         ),
         model=ModelOptions(context_length=200),
     )
@@ -165,7 +167,7 @@ def test_retraction_while_a_transfer_wants_the_pages() -> None:
 
 def test_two_requests_compute_the_same_prefix_at_once() -> None:
     """Both are admitted before either is cached; the duplicate pages stay held until their offers have ended."""
-    with Cluster(1, 1, token_engine, config(chunk=64)) as cluster:
+    with Cluster(1, 1, token_engine, config(chunk=64, worth_waiting=64)) as cluster:
         cluster.network.hold(Done)
         ids = prompt(40)
         keys = [cluster.router.submit(f"r{i}", [*ids, 100 + i], params(6), "p0", "d0") for i in range(3)]

@@ -45,7 +45,6 @@ FLAGS = """\
 --schedule-policy {fcfs,lpm,dfs-weight,lof,random,routing-key} = fcfs
 --enable-mixed-chunk
 --random-seed SEED = 0
---in-batch-prefix-caching-check-threshold TOKENS = 32
 --in-batch-prefix-caching-deprioritize-threshold TOKENS = 32
 --enable-priority-scheduling
 --schedule-low-priority-values-first
@@ -94,7 +93,6 @@ VALUES = {
     "--schedule-policy": "lpm",
     "--enable-mixed-chunk": None,
     "--random-seed": "77",
-    "--in-batch-prefix-caching-check-threshold": "40",
     "--in-batch-prefix-caching-deprioritize-threshold": "48",
     "--enable-priority-scheduling": None,
     "--schedule-low-priority-values-first": None,
@@ -240,7 +238,6 @@ def test_the_other_flags_reach_theirs(argv: list[str], changes: dict[str, object
         ("--schedule-conservativeness", "-0.1", "not between"),
         ("--schedule-policy", "lifo", "invalid choice"),
         ("--random-seed", "-1", "not between"),
-        ("--in-batch-prefix-caching-check-threshold", "-1", "not between"),
         ("--in-batch-prefix-caching-deprioritize-threshold", "0", "not between"),
         ("--priority-scheduling-preemption-threshold", "-1", "not between"),
         ("--priority-aging-steps", "-1", "not between"),
