@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+from tests.bench.leaving import leave_on_signals, run_to_its_end
 from tests.bench.suite import BENCHES, run, save
 
 
@@ -25,14 +25,13 @@ def main() -> None:
     unknown = [name for name in options.names if name not in BENCHES]
     if unknown:
         parser.error(f"no bench {', '.join(unknown)}; there are {', '.join(BENCHES)}")
+    leave_on_signals()
     names = options.names or [name for name, bench in BENCHES.items() if not bench.only_by_name]
     if len(names) == 1:
         _measure(names[0], options.save)
         return
     more = [] if options.save is None else ["--save", str(options.save)]
-    codes = {
-        name: subprocess.run([sys.executable, "-m", "tests.bench", name, *more]).returncode for name in names
-    }
+    codes = {name: run_to_its_end([sys.executable, "-m", "tests.bench", name, *more]) for name in names}
     if failed := [f"{name} (code {code})" for name, code in codes.items() if code]:
         sys.exit(f"failed: {', '.join(failed)}")
 

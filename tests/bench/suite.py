@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ BENCHES: dict[str, Bench] = {
 
 def run(name: str) -> dict[str, Any]:
     """Measure a bench by its name; see `measure`."""
+    print(f"{name}: {BENCHES[name].question}", file=sys.stderr, flush=True)
     module = importlib.import_module(f"tests.bench.{BENCHES[name].module}")
     return measure(name, module.main, module.summary)
 

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 Row = Mapping[str, Any]
+FIRST_WORDS = 4
+"""So many fields tell which row of a table one is."""
 
 
 def report(figures: Iterable[Row]) -> list[Row]:
     """Print figures, and return them; those that follow each other and have the same keys share a table."""
     reported: list[Row] = []
-    for _, group in groupby(figures, key=lambda figure: (figure["bench"], tuple(figure))):
+    for _, group in groupby(_told(figures), key=lambda figure: (figure["bench"], tuple(figure))):
         rows = list(group)
         print(table(rows), file=sys.stderr, flush=True)
         for row in rows:
             print(json.dumps(row), flush=True)
         reported += rows
     return reported
+
+
+def _told(figures: Iterable[Row]) -> Iterator[Row]:
+    """The same, each said in a line when it comes: a table is printed when it is complete, after minutes for some."""
+    start = time.perf_counter()
+    for number, row in enumerate(figures, 1):
+        first = [f"{key} {_text(value)}" for key, value in row.items() if key != "bench"][:FIRST_WORDS]
+        seconds = time.perf_counter() - start
+        print(
+            f"{row['bench']}: row {number} after {seconds:.0f} s: {', '.join(first)}",
+            file=sys.stderr,
+            flush=True,
+        )
+        yield row
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import signal
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
+from tests.bench.leaving import leave_on_signals
 from tests.bench.models import SHAPES
 from tests.bench.peers.catalog import PEERS, installed
 from tests.bench.peers.compare import ENGINES, compare
@@ -27,7 +27,7 @@ from tests.venvs import InstallError
 
 def main() -> int:
     """Measure model after model. 1 when `--install` could not install all."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by the `with` blocks that end all engines
+    leave_on_signals()
     options = _options()
     if options.install:
         return _install([name for name in options.engines if name in PEERS])

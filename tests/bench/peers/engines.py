@@ -93,7 +93,7 @@ class PeerEngine:
             )
         try:
             self.version = self._read()["ready"]
-        except EngineError:
+        except BaseException:  # also when the bench is interrupted: `__exit__` is for what has been entered
             self.__exit__(None, None, None)
             raise
         return self
@@ -153,12 +153,15 @@ class BatonEngine:
         self._router = Router(folder, *flags, "--max-total-tokens", str(kv_tokens), name=self.name)
 
     def __enter__(self) -> BatonEngine:
-        self._router.start()
         try:
+            self._router.start()
             self._router.wait_ready(LOAD_TIMEOUT_S)
         except AssertionError as error:
             self._router.close()
             raise EngineError(str(error)) from error
+        except BaseException:  # the bench is interrupted
+            self._router.close()
+            raise
         return self
 
     def __exit__(

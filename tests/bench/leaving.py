@@ -1,0 +1,36 @@
+"""Benches that are interrupted end what they started."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+
+def leave_on_signals() -> None:
+    """From now on SIGINT and SIGTERM end this process as `sys.exit` does, by its `with` blocks.
+
+    Only the first counts, so that nothing interrupts their ends. Servers run in sessions of their own: a signal from
+    the terminal does not reach them.
+    """
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _leave)
+
+
+def run_to_its_end(command: Sequence[str]) -> int:
+    """The exit code of a bench in a process of its own. When this one leaves, that one is told to, and awaited."""
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(128 + signum)
