@@ -9,7 +9,6 @@ import msgspec
 from decode_node.scheduler import DecodeScheduler
 from shared.engine.node_process import NodeParts, Scheduler
 from shared.kvtransfer.receiver import ReceiveSide
-from shared.kvtransfer.transports import make_transports
 from shared.protocol.channel import Guests
 from shared.protocol.messages import PrefillToDecode
 
@@ -21,7 +20,7 @@ def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
         layout=parts.engine.layout,
         pages=parts.engine.pool,
         outbox=parts.control,
-        transports=make_transports(parts.config.transfer, parts.engine.pool.device),
+        transports=parts.transports,
         clock=time.monotonic,
         options=parts.config.transfer,
         wake=parts.wake.set,

@@ -8,7 +8,6 @@ from prefill_node.peering import DialledPeering
 from prefill_node.scheduler import PrefillScheduler
 from shared.engine.node_process import NodeParts, Scheduler
 from shared.kvtransfer.sender import SendSide
-from shared.kvtransfer.transports import make_transports
 from shared.protocol.channel import Guests
 
 
@@ -19,7 +18,7 @@ def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
         layout=parts.engine.layout,
         pages=parts.engine.pool,
         outbox=parts.control,
-        transports=make_transports(parts.config.transfer, parts.engine.pool.device),
+        transports=parts.transports,
         clock=time.monotonic,
         options=parts.config.transfer,
         wake=parts.wake.set,

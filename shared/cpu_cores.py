@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-MAX_THREADS = 4096
-
 _ANY = re.compile(r"any:(\d{1,9})")
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
@@ -25,12 +23,15 @@ class CpuCores:
     @classmethod
     def parse(cls, text: str) -> CpuCores:
         """`0-3,8`: a thread on each of these cores; `any:4`: four threads that are not pinned. Raises ValueError."""
+        allowed = allowed_cores()
         if free := _ANY.fullmatch(text):
-            if not 1 <= int(free[1]) <= MAX_THREADS:
-                raise ValueError(f"{text}: {free[1]} threads are not between 1 and {MAX_THREADS}")
+            if not 1 <= int(free[1]) <= len(allowed):
+                raise ValueError(
+                    f"{text}: {free[1]} threads are not between 1 and {len(allowed)}: "
+                    f"this process may use the cores {_ranges(allowed)}"
+                )
             return cls(int(free[1]))
         cores = _listed(text)
-        allowed = allowed_cores()
         if absent := sorted(set(cores) - set(allowed)):
             raise ValueError(
                 f"{text}: no core {_ranges(absent)} here; this process may use {_ranges(allowed)}"
@@ -73,9 +74,10 @@ def _everything(num_nodes: int) -> CpuCores:
     allowed = allowed_cores()
     whole = one_a_core(allowed)
     ids = whole if len(whole) >= num_nodes else allowed
-    quota = _whole_cores_of(cpu_quota())
-    if quota < len(ids) or not can_pin():
-        return CpuCores(min(quota, len(ids)))
+    quota = cpu_quota()
+    granted = len(ids) if quota is None else max(int(quota), 1)
+    if granted < len(ids) or not can_pin():
+        return CpuCores(min(granted, len(ids)))
     return CpuCores(len(ids), tuple(ids))
 
 
@@ -126,10 +128,6 @@ def _quota_of(group: Path, *, version2: bool) -> list[float]:
         return []
     quota, period = " ".join(file.read_text() for file in files).split()
     return [] if quota in ("max", "-1") else [int(quota) / int(period)]
-
-
-def _whole_cores_of(quota: float | None) -> int:
-    return MAX_THREADS if quota is None else max(int(quota), 1)
 
 
 def _listed(text: str) -> list[int]:

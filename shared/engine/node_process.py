@@ -17,9 +17,10 @@ import msgspec
 
 from shared import log
 from shared.config import NodeConfig
-from shared.engine.build import Engine, build_engine
+from shared.engine.build import Engine, build_engine, resolve_device
 from shared.engine.vitals import Vitals
 from shared.errors import ConfigError
+from shared.kvtransfer.transports import Transports, make_transports
 from shared.protocol.channel import ControlThread, Guests
 from shared.protocol.lobby import LobbyCaller
 from shared.protocol.loopback import require_key_beyond_loopback
@@ -55,6 +56,7 @@ class NodeParts:
     config: NodeConfig
     node: NodeRef
     engine: Engine
+    transports: Transports
     control: ControlThread
     router_port: RouterPort
     vitals: Vitals
@@ -95,8 +97,10 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
         control.start()
         lobby = LobbyCaller(control, node, role, net.routers)
         try:
+            # First what is refused at once: a model takes minutes to load.
+            transports = make_transports(config.transfer, resolve_device(config.model.device))
             engine = build_engine(config, lobby.loading)
-            parts = _parts(role, config, node, engine, control, stop.wake)
+            parts = _parts(role, config, node, engine, transports, control, stop.wake)
             scheduler, guests = build_role(parts)
         except ConfigError as error:
             lobby.say(LoadFailed(node_id, role, str(error)))
@@ -126,6 +130,7 @@ def _parts(
     config: NodeConfig,
     node: NodeRef,
     engine: Engine,
+    transports: Transports,
     control: ControlThread,
     wake: threading.Event,
 ) -> NodeParts:
@@ -146,6 +151,7 @@ def _parts(
         config=config,
         node=node,
         engine=engine,
+        transports=transports,
         control=control,
         router_port=RouterPort(control, hello, vitals.load, wake, time.monotonic),
         vitals=vitals,

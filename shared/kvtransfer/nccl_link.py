@@ -60,9 +60,9 @@ class NcclLinkFactory:
 
     def __init__(self, options: TransferOptions, device: torch.device) -> None:
         if device.type != "cuda":
-            raise ConfigError(f"NCCL moves KV between GPUs; the KV pages are on {device}")
+            raise ConfigError(f"--kv-transfer nccl moves KV between GPUs; the KV pages are on {device}")
         if not torch.distributed.is_nccl_available():
-            raise ConfigError("this build of torch has no NCCL; use the gloo transfer backend")
+            raise ConfigError("--kv-transfer nccl: this build of torch has no NCCL; use gloo")
         for name, value in nccl_environment(options).items():
             os.environ.setdefault(name, value)
         self._options = options

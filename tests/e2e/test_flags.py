@@ -33,6 +33,11 @@ REFUSALS = {
         "router", "--port 0 --control-port 0 --local 1P1D --max-total-tokens 1", "--max-total-tokens 1"
     ),
     "context too long": Refusal("decode_node", "--port 0 --context-length 4096", "2048"),
+    "no GPU to move between, before the model is looked at": Refusal(
+        "decode_node",
+        "--port 0 --device cpu --kv-transfer nccl --model /no/such/folder",
+        "--kv-transfer nccl",
+    ),
     "slot too small": Refusal("decode_node", "--port 0 --page-size 64 --kv-slot-bytes 4096", "staging slot"),
     "node port taken": Refusal("decode_node", "--port TAKEN", "TAKEN"),
     "HTTP port taken": Refusal("router", "--port TAKEN --control-port 0", "TAKEN"),

@@ -90,7 +90,13 @@ def find_compiler() -> str:
     for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
         if name and (found := shutil.which(name)):
             return found
-    raise NativeUnavailable("there is no C++ compiler ($CXX, g++, c++ or clang++)")
+    raise NativeUnavailable(f"there is no C++ compiler ({missing_cxx() or '$CXX'}, g++, c++ or clang++)")
+
+
+def missing_cxx() -> str | None:
+    """What `$CXX` says where that is no program, so that another compiler is taken; else None."""
+    name = os.environ.get("CXX")
+    return f"$CXX={name}, which is not there" if name and shutil.which(name) is None else None
 
 
 def cache_folder() -> Path:

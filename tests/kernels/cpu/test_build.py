@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from shared.kernels.cpu.build import NativeUnavailable, build_library, open_library
+from shared.kernels.cpu.build import (
+    NativeUnavailable,
+    build_library,
+    find_compiler,
+    missing_cxx,
+    open_library,
+)
 from shared.kernels.cpu.library import load_library
 
 COMPILER = """#!/bin/sh
@@ -93,6 +99,19 @@ def test_without_a_compiler_what_was_built_before_is_found(
     compiler.header.write_text("#pragma twice")
     with pytest.raises(NativeUnavailable, match=r"there is no C\+\+ compiler"):
         compiler.build()
+
+
+def test_a_compiler_that_is_not_there_is_said(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_cxx() is None
+    monkeypatch.setenv("CXX", "no-such-c++")
+    assert missing_cxx() == "$CXX=no-such-c++, which is not there"
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(
+        NativeUnavailable, match=r"no C\+\+ compiler \(\$CXX=no-such-c\+\+, which is not there, g"
+    ):
+        find_compiler()
+    monkeypatch.delenv("CXX")
+    assert missing_cxx() is None
 
 
 def test_the_compilers_own_words_are_the_reason(compiler: Compiler, tmp_path: Path) -> None:
