@@ -6,13 +6,16 @@ What gloo does that shapes this file (measured on torch 2.13):
 - an op waiting in the middle of a message may not notice a killed peer before its own timeout, but a receive
   on a tag that nobody sends on (the canary) fails within milliseconds; waiting on it with a tiny timeout is
   also the one way to abort the pair at will;
-- a group rebuilt under a name that was used before is half broken: names are never reused.
+- a group rebuilt under a name that was used before is half broken: names are never reused;
+- starting a send writes into the socket what it takes, for up to a millisecond of a 4 MiB chunk. So a thread of its
+  own starts sends, and the next chunk is gathered and digested meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -86,7 +89,7 @@ class GlooLinkFactory:
 
 
 class GlooLink:
-    """One pair group, with a canary thread that notices when the peer is gone."""
+    """One pair group, a thread that starts sends, and a canary thread that notices when the peer is gone."""
 
     def __init__(self, spec: LinkSpec, group: _Group, ring: SlotRing, on_dead: Callable[[str], None]) -> None:
         self._peer = 1 - spec.rank
@@ -94,14 +97,16 @@ class GlooLink:
         self._ring = ring
         self.max_arrivals = ring.num_slots
         self._on_dead = on_dead
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix=f"sender {spec.name}")
         challenge(spec, self._exchange)
         self._canary = group.recv([torch.zeros(1, dtype=torch.uint8)], self._peer, _CANARY_TAG)
         self._canary_thread = threading.Thread(target=self._watch, name=f"canary {spec.name}", daemon=True)
         self._canary_thread.start()
 
-    def send(self, slot: Slot, nbytes: int, seq: int) -> GlooOp:
+    def send(self, slot: Slot, nbytes: int, seq: int) -> GlooSend:
         """See Link."""
-        return self._start(self._group.send, slot.message(nbytes), _data_tag(seq))
+        message, tag = slot.message(nbytes), _data_tag(seq)
+        return GlooSend(self._starter.submit(self._start, self._group.send, message, tag))
 
     def recv(self, nbytes: int, seq: int) -> RingArrival:
         """See Link."""
@@ -120,6 +125,7 @@ class GlooLink:
     def close(self) -> None:
         """See Link."""
         self.abort()
+        self._starter.shutdown()
         self._canary_thread.join()
         self._ring.close()
 
@@ -166,6 +172,18 @@ class GlooOp:
         if self._failure is not None:
             raise LinkError(self._failure)
         return True
+
+
+class GlooSend:
+    """A send that the link's thread starts. From here until it has left, its slot must not be written."""
+
+    def __init__(self, started: Future[GlooOp]) -> None:
+        self._started = started
+
+    def wait(self, *, block: bool) -> bool:
+        """See Op."""
+        assert block, "a gloo op cannot be polled"
+        return self._started.result().wait(block=True)
 
 
 def _data_tag(seq: int) -> int:
