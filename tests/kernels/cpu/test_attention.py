@@ -2,7 +2,8 @@
 
 Products with K are exact in float32 and so are those with V, up to sums in float32. What is rounded to bf16 (unit
 roundoff u = 2^-8) are the softmax weights w, which moves a result by at most u * sum(w |v|), and the result itself,
-by u * |result|. SLACK covers the rest: sums and powers in float32, below 1e-4.
+by u * |result|. SLACK covers the rest, below 0.05 u = 1.9e-4 of sum(w |v|) + |result|: powers of two, which extend
+takes to 7.5e-5 (in the weights and in what they are divided by), and sums in float32.
 """
 
 from __future__ import annotations

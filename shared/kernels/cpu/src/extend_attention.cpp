@@ -9,14 +9,12 @@
 #include <type_traits>
 #include <vector>
 
-#include "amx.h"
-#include "attention_rows.h"
+#include "extend_strips.h"
 
-namespace baton {
+namespace baton::extend {
 namespace {
 
-constexpr int64_t kKeys = 64;
-constexpr int64_t kRows = 192;  // of a task; whole strips of any height below
+constexpr int64_t kRows = 384;  // of a task; whole strips of any height
 
 struct Call {
   const bf16* q;
@@ -39,168 +37,62 @@ struct Task {
 // What a worker keeps while it is busy with a task.
 struct Workspace {
   explicit Workspace(int64_t dim)
-      : q(kRows * dim), k(kKeys * dim), v(kKeys * dim), sums(kRows * dim), scores(kRows * kKeys),
+      : q(kRows * dim), k(kKeys * dim), v(kKeys * dim), sums(kRows * dim), products(kRows * kKeys),
         weights(kRows * kKeys) {}
 
-  Scratch<bf16> q;      // [rows][dim]
-  Scratch<bf16> k;      // [dim / 2][keys][2]
-  Scratch<bf16> v;      // [keys / 2][dim][2], dims of a chunk as interleave leaves them
-  Scratch<float> sums;  // [rows][dim], dims like v
-  Scratch<float> scores;   // [strip][keys]
-  Scratch<bf16> weights;   // [strip][keys]
-  float total[kRows], maximum[kRows], shrink[kRows];
+  Scratch<bf16> q;          // [rows][dim]
+  Scratch<bf16> k;          // [dim / 2][keys][2]
+  Scratch<bf16> v;          // [keys / 2][dim][2], dims of a chunk as interleave leaves them
+  Scratch<float> sums;      // [rows][dim], dims like v
+  Scratch<float> products;  // [strip][keys], q . k
+  Scratch<bf16> weights;    // [strip][keys]
+  alignas(64) float totals[kRows * 16];
+  float references[kRows];
 };
 
-// Keys [first, first + count) of a sequence; zeros behind them, whatever an earlier owner of the page left there.
-void pack_keys(const Call& call, const Task& task, int64_t first, int64_t count, Workspace& work) {
-  const int64_t head_dim = call.kv.head_dim, dim = call.padded_dim();
+// Where K and V of a block of a sequence's keys lie for one KV head.
+struct KeyRows {
+  KeyRows(const Call& call, const Task& task, int64_t first, int64_t end)
+      : k(call.kv.k + task.kv_head * call.kv.page_size * call.kv.head_dim),
+        v(call.kv.v + task.kv_head * call.kv.page_size * call.kv.head_dim),
+        count(std::clamp<int64_t>(end - first, 0, kKeys)) {
+    find_rows(call.kv, call.pages(task.b), first, count, rows);
+  }
+
+  // Have part i of n in the cache soon. Inlined: GCC drops calls of functions that do nothing but prefetch.
+  [[gnu::always_inline]] void fetch(int64_t i, int64_t n, int64_t head_dim) const {
+    for (int64_t key = count * i / n; key < count * (i + 1) / n; key++)
+      for (int64_t d = 0; d < head_dim; d += 32) {
+        _mm_prefetch(k + rows[key] + d, _MM_HINT_T0);
+        _mm_prefetch(v + rows[key] + d, _MM_HINT_T0);
+      }
+  }
+
+  const bf16 *k, *v;
+  int64_t count;
   int64_t rows[kKeys];
-  find_rows(call.kv, call.pages(task.b), first, count, rows);
-  const int64_t head = task.kv_head * call.kv.page_size * head_dim;
-  const bf16 *k = call.kv.k + head, *v = call.kv.v + head;
+};
+
+// Zeros come behind the last key, whatever an earlier owner of the page left there.
+void pack_keys(const KeyRows& keys, int64_t head_dim, Workspace& work) {
+  const int64_t dim = 32 * num_chunks(head_dim);
   auto load = [&](const bf16* from, int64_t key, int64_t chunk) {
-    return key < count ? load_chunk(from + rows[key], chunk, head_dim) : _mm512_setzero_si512();
+    return key < keys.count ? load_chunk(from + keys.rows[key], chunk, head_dim) : _mm512_setzero_si512();
   };
   for (int64_t chunk = 0; chunk < num_chunks(head_dim); chunk++) {
     for (int64_t key = 0; key < kKeys; key += 16) {
       __m512i square[16];
-      for (int i = 0; i < 16; i++) square[i] = load(k, key + i, chunk);
+      for (int i = 0; i < 16; i++) square[i] = load(keys.k, key + i, chunk);
       transpose(square);
       for (int i = 0; i < 16; i++) _mm512_store_si512(work.k.data + ((16 * chunk + i) * kKeys + key) * 2, square[i]);
     }
     for (int64_t key = 0; key < kKeys; key += 2) {
-      const __m512i even = load(v, key, chunk), odd = load(v, key + 1, chunk);
+      const __m512i even = load(keys.v, key, chunk), odd = load(keys.v, key + 1, chunk);
       bf16* to = work.v.data + key * dim + 64 * chunk;
       _mm512_store_si512(to, interleave_low(even, odd));
       _mm512_store_si512(to + 32, interleave_high(even, odd));
     }
   }
-}
-
-// Products of a strip of 6 rows in registers.
-struct VectorStrip {
-  static constexpr int64_t kHeight = 6;
-
-  static int32_t pair(const bf16* from) {
-    int32_t value;
-    std::memcpy(&value, from, 4);
-    return value;
-  }
-
-  // scores [row][key] = q k^T
-  static void multiply_keys(const bf16* q, const bf16* k, int64_t dim, float* scores) {
-    __m512 sums[kHeight][kKeys / 16];
-    for (auto& row : sums)
-      for (auto& sum : row) sum = _mm512_setzero_ps();
-    for (int64_t d = 0; d < dim / 2; d++) {
-      __m512i keys[kKeys / 16];
-      for (int i = 0; i < kKeys / 16; i++) keys[i] = _mm512_load_si512(k + (d * kKeys + 16 * i) * 2);
-#pragma GCC unroll 8
-      for (int r = 0; r < kHeight; r++) {
-        const __m512i query = _mm512_set1_epi32(pair(q + r * dim + 2 * d));
-        for (int i = 0; i < kKeys / 16; i++) sums[r][i] = dot_pairs(sums[r][i], query, keys[i]);
-      }
-    }
-    for (int r = 0; r < kHeight; r++)
-      for (int i = 0; i < kKeys / 16; i++) _mm512_store_ps(scores + r * kKeys + 16 * i, sums[r][i]);
-  }
-
-  // sums [row][dim] = sums * shrink + weights v, over the first num_keys keys
-  static void add_values(const bf16* weights, const bf16* v, int64_t num_keys, int64_t dim, const float* shrink,
-                         float* sums) {
-    int64_t d = 0;
-    for (; d + 64 <= dim; d += 64) add_values_of<4>(weights, v, num_keys, dim, d, shrink, sums);
-    if (d < dim) add_values_of<2>(weights, v, num_keys, dim, d, shrink, sums);
-  }
-
-  template <int N>
-  static void add_values_of(const bf16* weights, const bf16* v, int64_t num_keys, int64_t dim, int64_t first,
-                            const float* shrink, float* sums) {
-    __m512 x[kHeight][N];
-    for (int r = 0; r < kHeight; r++)
-      for (int i = 0; i < N; i++)
-        x[r][i] = _mm512_mul_ps(_mm512_load_ps(sums + r * dim + first + 16 * i), _mm512_set1_ps(shrink[r]));
-    for (int64_t key = 0; key < num_keys; key += 2) {
-      __m512i values[N];
-      for (int i = 0; i < N; i++) values[i] = _mm512_load_si512(v + key * dim + (first + 16 * i) * 2);
-#pragma GCC unroll 8
-      for (int r = 0; r < kHeight; r++) {
-        const __m512i weight = _mm512_set1_epi32(pair(weights + r * kKeys + key));
-        for (int i = 0; i < N; i++) x[r][i] = dot_pairs(x[r][i], weight, values[i]);
-      }
-    }
-    for (int r = 0; r < kHeight; r++)
-      for (int i = 0; i < N; i++) _mm512_store_ps(sums + r * dim + first + 16 * i, x[r][i]);
-  }
-};
-
-#ifdef BATON_HAS_AMX
-// The same by AMX: two by two tiles of 16 rows and 16 columns.
-struct TileStrip {
-  static constexpr int64_t kHeight = 32;
-
-  static void multiply_keys(const bf16* q, const bf16* k, int64_t dim, float* scores) {
-    for (int64_t key = 0; key < kKeys; key += 32) {
-      amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
-      for (int64_t d = 0; d < dim; d += 32) {
-        const bf16* keys = k + (d / 2 * kKeys + key) * 2;
-        multiply(q + d, dim, keys, kKeys);
-      }
-      store_sums(scores + key, kKeys);
-    }
-  }
-
-  static void add_values(const bf16* weights, const bf16* v, int64_t num_keys, int64_t dim, const float* shrink,
-                         float* sums) {
-    for (int64_t r = 0; r < kHeight; r++)
-      for (int64_t d = 0; d < dim; d += 16) {
-        float* x = sums + r * dim + d;
-        _mm512_store_ps(x, _mm512_mul_ps(_mm512_load_ps(x), _mm512_set1_ps(shrink[r])));
-      }
-    for (int64_t d = 0; d < dim; d += 32) {
-      float* x = sums + d;
-      amx::load<0>(x, 4 * dim), amx::load<1>(x + 16, 4 * dim);
-      amx::load<2>(x + 16 * dim, 4 * dim), amx::load<3>(x + 16 * dim + 16, 4 * dim);
-      for (int64_t key = 0; key < num_keys; key += 32) multiply(weights + key, kKeys, v + key * dim + 2 * d, dim);
-      store_sums(x, dim);
-    }
-  }
-
- private:
-  // Tiles 0 to 3 += a [32][32] (rows of a_stride) times b [16][32][2] (rows of b_stride pairs).
-  static void multiply(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride) {
-    amx::load<4>(a, 2 * a_stride), amx::load<5>(a + 16 * a_stride, 2 * a_stride);
-    amx::load<6>(b, 4 * b_stride), amx::load<7>(b + 32, 4 * b_stride);
-    amx::dot<0, 4, 6>(), amx::dot<1, 4, 7>(), amx::dot<2, 5, 6>(), amx::dot<3, 5, 7>();
-  }
-
-  static void store_sums(float* to, int64_t stride) {
-    amx::store<0>(to, 4 * stride), amx::store<1>(to + 16, 4 * stride);
-    amx::store<2>(to + 16 * stride, 4 * stride), amx::store<3>(to + 16 * stride + 16, 4 * stride);
-  }
-};
-#endif
-
-// One row of scores over keys [0, visible) of a block becomes weights, and `shrink` what the sums so far are worth.
-inline void softmax_row(const float* scores, int64_t visible, __m512 scale, float& total, float& maximum,
-                        float& shrink, bf16* weights) {
-  constexpr int kParts = kKeys / 16;
-  __m512 x[kParts], highest = _mm512_set1_ps(kNoScore);
-  for (int i = 0; i < kParts; i++) {
-    x[i] = _mm512_mul_ps(_mm512_load_ps(scores + 16 * i), scale);
-    highest = _mm512_mask_max_ps(highest, lanes_before(visible - 16 * i), highest, x[i]);
-  }
-  const float before = maximum;
-  maximum = std::max(before, _mm512_reduce_max_ps(highest));
-  shrink = exp2_one(before - maximum);
-  __m512 sum = _mm512_setzero_ps();
-  for (int i = 0; i < kParts; i++) {
-    const __m512 power = exp2_16(_mm512_sub_ps(x[i], _mm512_set1_ps(maximum)));
-    const __m512 weight = _mm512_maskz_mov_ps(lanes_before(visible - 16 * i), power);
-    sum = _mm512_add_ps(sum, weight);
-    store16(weights + 16 * i, weight);
-  }
-  total = total * shrink + _mm512_reduce_add_ps(sum);
 }
 
 template <class Strip>
@@ -221,32 +113,39 @@ void attend(const Call& call, const Task& task, Workspace& work) {
     std::memcpy(work.q.data + row * dim, call.q + offset(row), size_t(head_dim) * sizeof(bf16));
   std::fill(work.sums.data, work.sums.data + padded_rows * dim, 0.0f);
   std::fill(work.weights.data, work.weights.data + kHeight * kKeys, bf16(0));
-  std::fill(work.total, work.total + padded_rows, 0.0f);
-  std::fill(work.maximum, work.maximum + padded_rows, kNoScore);
+  std::fill(work.totals, work.totals + padded_rows * 16, 0.0f);
+  std::fill(work.references, work.references + padded_rows, kNoScore);
 
   const __m512 scale = _mm512_set1_ps(score_scale(head_dim));
   const int64_t num_keys = start + call.sequences.lengths[task.b], end = start + task.end;
+  KeyRows keys(call, task, 0, num_keys);
   for (int64_t key = 0; key < end; key += kKeys) {
-    pack_keys(call, task, key, std::min(kKeys, num_keys - key), work);
+    pack_keys(keys, head_dim, work);
+    keys = KeyRows(call, task, key + kKeys, key + kKeys < end ? num_keys : 0);  // the next ones
     for (int64_t first = 0; first < num_rows; first += kHeight) {
+      keys.fetch(first / kHeight, padded_rows / kHeight, head_dim);
       const int64_t end_row = std::min(first + kHeight, num_rows);
       const int64_t visible = std::min(position(end_row - 1) + 1 - key, kKeys);
       if (visible <= 0) continue;
-      Strip::multiply_keys(work.q.data + first * dim, work.k.data, dim, work.scores.data);
-      for (int64_t row = first; row < end_row; row++)
-        softmax_row(work.scores.data + (row - first) * kKeys, position(row) + 1 - key, scale, work.total[row],
-                    work.maximum[row], work.shrink[row], work.weights.data + (row - first) * kKeys);
-      std::fill(work.shrink + end_row, work.shrink + first + kHeight, 0.0f);
-      Strip::add_values(work.weights.data, work.v.data, visible, dim, work.shrink + first,
-                        work.sums.data + first * dim);
+      Strip::multiply_keys(work.q.data + first * dim, work.k.data, dim, work.products.data);
+      const bool sees_all = position(first) + 1 - key >= kKeys;
+      for (int64_t i = first; i < end_row; i++) {
+        const float* products = work.products.data + (i - first) * kKeys;
+        bf16* weights = work.weights.data + (i - first) * kKeys;
+        const Row row{work.totals + 16 * i, work.sums.data + i * dim, work.references[i]};
+        if (sees_all) softmax_row<false>(products, kKeys, scale, dim, row, weights);
+        else softmax_row<true>(products, position(i) + 1 - key, scale, dim, row, weights);
+      }
+      Strip::add_values(work.weights.data, work.v.data, visible, dim, work.sums.data + first * dim);
     }
   }
-  for (int64_t row = 0; row < num_rows; row++)
+  for (int64_t row = 0; row < num_rows; row++) {
+    const __m512 factor = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(_mm512_load_ps(work.totals + 16 * row)));
     for (int64_t c = 0; c < dim / 32; c++) {
       const float* sums = work.sums.data + row * dim + 32 * c;
-      const __m512 factor = _mm512_set1_ps(1.0f / work.total[row]);
       store_chunk(call.out + offset(row), c, head_dim, _mm512_load_ps(sums), _mm512_load_ps(sums + 16), factor);
     }
+  }
 }
 
 // Longest first, so that no worker begins a long one when the others are done.
@@ -290,14 +189,17 @@ void attend_all(Team& team, const Call& call) {
 }
 
 }  // namespace
+}  // namespace baton::extend
+
+namespace baton {
 
 void extend_attention(Team& team, const bf16* q, const KVPages& kv, const Sequences& sequences, int64_t num_heads,
                       bf16* out) {
-  const Call call{q, kv, sequences, num_heads, out};
+  const extend::Call call{q, kv, sequences, num_heads, out};
 #ifdef BATON_HAS_AMX
-  if (amx::permitted()) return attend_all<TileStrip>(team, call);
+  if (amx::permitted()) return extend::attend_all<extend::TileStrip>(team, call);
 #endif
-  attend_all<VectorStrip>(team, call);
+  extend::attend_all<extend::VectorStrip>(team, call);
 }
 
 }  // namespace baton
