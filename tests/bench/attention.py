@@ -129,9 +129,14 @@ def _decode(
     def by_torch(table: torch.Tensor) -> None:
         reference.decode_attention(q_BHD, pages.k_NKSD, pages.v_NKSD, table.long(), lens_B)
 
-    gb_s, torch_s, call_s = in_turn(
-        [read.gb_s, _calls(by_torch, tables, 2), _calls(by_native if team else by_torch, tables, 16)]
-    )
+    twin = _calls(by_torch, tables, 2)
+
+    def twin_s() -> float:
+        seconds = twin()
+        read.gb_s()  # what the twin wrote is on its way from the caches to memory: not at the kernel's cost
+        return seconds
+
+    torch_s, call_s, gb_s = in_turn([twin_s, _calls(by_native if team else by_torch, tables, 16), read.gb_s])
     return {
         "bench": "attention_decode",
         "kernels": "native" if team else "torch",

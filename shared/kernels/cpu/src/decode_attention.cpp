@@ -5,54 +5,53 @@
 // Blocks are outside and heads inside: with pages [head][token][dim] that reads whole pages, a page after the other.
 #include <type_traits>
 
-#include "decode_units.h"
+#include "decode_blocks.h"
+#include "decode_lanes.h"
 
 namespace baton::decode {
 namespace {
 
-// What one head has seen of one split: sums of p * v (a chunk's two registers side by side), of p, and the maximum.
+// What the heads of a unit have seen of one split: sums of p * v by head (a chunk's two registers side by side), of p,
+// and the maxima, both by lane as scores are; a maximum is the same in all lanes of a head.
 struct Partial {
   float* sums;
-  float* total;
-  float* maximum;
+  float* totals;
+  float* maxima;
 };
 
 struct Partials {
   explicit Partials(const Call& call, int64_t num_splits)
-      : num_heads(call.num_heads), stride(call.sums_size() + 16), floats(num_splits * num_heads * stride) {}
-  Partial at(int64_t split, int64_t head) const {
-    float* first = floats.data + (split * num_heads + head) * stride;
-    return {first, first + stride - 16, first + stride - 15};
+      : num_heads(call.num_heads), stride(call.sums_size() + 32), floats(num_splits * num_heads * stride) {}
+  Partial at(int64_t split, int64_t first_head, int64_t heads) const {
+    float* first = floats.data + (split * num_heads + first_head) * stride;
+    float* last = first + heads * (stride - 32);
+    return {first, last, last + 16};
   }
 
   int64_t num_heads, stride;
   Scratch<float> floats;
 };
 
-// A unit on its way from scores to weights to sums.
-struct Stage {
-  Unit unit;
-  __m512 scores[kHeads][kBlock / 16];
-  alignas(64) bf16 weights[kHeads][kBlock];
-  float shrink[kHeads];
-};
-
-// Lane i of the result is the sum of the lanes of sums[i].
-inline __m512 sum_lanes(const __m512 (&sums)[16]) {
-  __m512 fours[4];
-  for (int i = 0; i < 4; i++) {
-    const __m512 a = sums[4 * i], b = sums[4 * i + 1], c = sums[4 * i + 2], d = sums[4 * i + 3];
-    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-    const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-    fours[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+// f(first, number) for the query heads of KV head `kv_head`, as many at once as are worked on at once.
+template <class F>
+inline void each_unit(const Call& call, int64_t kv_head, F&& f) {
+  const int64_t end = (kv_head + 1) * call.group;
+  for (int64_t head = kv_head * call.group, num; head < end; head += num) {
+    num = heads_at_once(end - head);
+    if (num == 4) f(head, std::integral_constant<int, 4>());
+    else if (num == 2) f(head, std::integral_constant<int, 2>());
+    else f(head, std::integral_constant<int, 1>());
   }
-  auto halve = [](__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  };
-  return halve(halve(fours[0], fours[1]), halve(fours[2], fours[3]));
 }
+
+// What a worker has of its block: weights of the tokens by head, and by how much what was summed before shrinks.
+struct Weights {
+  bf16* weights;
+  float* shrinks;
+
+  bf16* of(int64_t head) const { return weights + head * kBlock; }
+  float* shrink(int64_t head) const { return shrinks + head * 16; }
+};
 
 // HeadDim is known to the compiler, or 0: then `head_dim` says it.
 template <int HeadDim>
@@ -62,51 +61,95 @@ struct Kernel {
   int64_t head_dim() const { return HeadDim ? HeadDim : call.kv.head_dim; }
   int64_t chunks() const { return num_chunks(head_dim()); }
 
-  // q . k of 16 rows.
-  __m512 scores(const bf16* q, const bf16* k, const int64_t* rows, const Ahead* ahead, int64_t first) const {
-    __m512 sums[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) {
-      const bf16* row = k + rows[i];
-      sums[i] = _mm512_setzero_ps();
-      for (int64_t c = 0; c < chunks(); c++)
-        sums[i] = dot_pairs(sums[i], load_chunk(q, c, head_dim()), load_chunk(row, c, head_dim()));
-      if (ahead) ahead->fetch(first + i, head_dim());
-    }
-    return sum_lanes(sums);
+  // Part j of a row for each of Heads heads: of 32 dims for one, of 16 for two, of 8 for four.
+  template <int Heads>
+  __m512i load_part(const bf16* row, int64_t j) const {
+    if constexpr (Heads == 1) return load_chunk(row, j, head_dim());
+    if constexpr (Heads == 2) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(row + 16 * j)));
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(row + 8 * j)));
+  }
+  template <int Heads>
+  int64_t num_parts() const {
+    return Heads == 1 ? chunks() : head_dim() * Heads / 32;
   }
 
-  // The weights of a block's rows as bf16 (zeros behind the last), and by how much what was summed before shrinks.
-  float softmax(const __m512* scores, int64_t count, Partial partial, bf16* weights) const {
-    const __m512 scale = _mm512_set1_ps(score_scale(head_dim()));
-    __m512 highest = _mm512_set1_ps(kNoScore);
-    for (int64_t i = 0; i < count; i += 16)
-      highest = _mm512_mask_max_ps(highest, lanes_before(count - i), highest, _mm512_mul_ps(scores[i / 16], scale));
-    const float maximum = std::max(*partial.maximum, _mm512_reduce_max_ps(highest));
-    const float shrink = exp2_one(*partial.maximum - maximum);
-    __m512 total = _mm512_setzero_ps();
-    for (int64_t i = 0; i < count; i += 16) {
-      const __m512 power = exp2_16(_mm512_fmsub_ps(scores[i / 16], scale, _mm512_set1_ps(maximum)));
-      const __m512 weight = _mm512_maskz_mov_ps(lanes_before(count - i), power);
-      total = _mm512_add_ps(total, weight);
-      store16(weights + i, weight);
+  // Part j of the queries of Heads heads, [head][dim].
+  template <int Heads>
+  __m512i load_query(const bf16* q, int64_t j) const {
+    if constexpr (Heads == 1) return load_chunk(q, j, head_dim());
+    __m512i part = _mm512_setzero_si512();
+    for (int h = 0; h < Heads; h++)
+      part = _mm512_mask_mov_epi64(part, __mmask8((Heads == 2 ? 0xf : 0x3) << (8 / Heads * h)),
+                                   load_part<Heads>(q + h * head_dim(), j));
+    return part;
+  }
+
+  // The scores of a block's tokens with Heads heads.
+  template <int Heads>
+  void score(const Block& block, int64_t head, const bf16* k, const Ahead& ahead, __m512* scores) const {
+    constexpr int kTokens = 16 / Heads;
+    const bf16* q = call.q + (block.task->b * call.num_heads + head) * head_dim();
+    __m512i query[32];
+    for (int64_t j = 0; j < num_parts<Heads>(); j++) query[j] = load_query<Heads>(q, j);
+    for (int64_t t = 0; t < block.count; t += kTokens) {
+      __m512 sums[kTokens];
+#pragma GCC unroll 16
+      for (int i = 0; i < kTokens; i++) {
+        const bf16* row = k + block.rows[t + i];
+        sums[i] = _mm512_setzero_ps();
+        for (int64_t j = 0; j < num_parts<Heads>(); j++)
+          sums[i] = dot_pairs(sums[i], query[j], load_part<Heads>(row, j));
+        ahead.fetch(t + i, head_dim());
+      }
+      scores[t / kTokens] = sum_parts<Heads>(sums);
     }
-    *partial.total = *partial.total * shrink + _mm512_reduce_add_ps(total);
-    *partial.maximum = maximum;
-    return shrink;
+  }
+
+  // Weights as bf16 (zeros behind the last token), and by how much what was summed before shrinks.
+  template <int Heads>
+  void weigh(const Block& block, const __m512* scores, const Partial& partial, bf16* weights, float* shrinks) const {
+    constexpr int kTokens = 16 / Heads;
+    if (block.is_first) {
+      std::fill(partial.sums, partial.sums + Heads * call.sums_size(), 0.0f);
+      _mm512_store_ps(partial.totals, _mm512_setzero_ps());
+      _mm512_store_ps(partial.maxima, _mm512_set1_ps(kNoScore));
+    }
+    const __m512 scale = _mm512_set1_ps(score_scale(head_dim())), before = _mm512_load_ps(partial.maxima);
+    const __m512i token = token_of_lane<Heads>();
+    auto is_there = [&](int64_t t) {
+      return _mm512_cmplt_epi32_mask(token, _mm512_set1_epi32(int(block.count - t)));
+    };
+    __m512 highest = _mm512_set1_ps(kNoScore);
+    for (int64_t t = 0; t < block.count; t += kTokens)
+      highest = _mm512_mask_max_ps(highest, is_there(t), highest, _mm512_mul_ps(scores[t / kTokens], scale));
+    const __m512 maxima = _mm512_max_ps(before, max_of_heads<Heads>(highest));
+    const __m512 shrink = exp2_16(_mm512_sub_ps(before, maxima));
+    __m512 totals = _mm512_mul_ps(_mm512_load_ps(partial.totals), shrink);
+    for (int64_t t = 0; t < block.count; t += kTokens) {
+      const __m512 power = exp2_16(_mm512_fmsub_ps(scores[t / kTokens], scale, maxima));
+      const __m512 weight = _mm512_maskz_mov_ps(is_there(t), power);
+      totals = _mm512_add_ps(totals, weight);
+      store16(weights + t * Heads, weight);
+    }
+    _mm512_store_ps(shrinks, shrink);
+    _mm512_store_ps(partial.totals, totals);
+    _mm512_store_ps(partial.maxima, maxima);
   }
 
   // sums = sums * shrink + weights * v for chunks [c, c + Chunks) of Heads heads.
   template <int Heads, int Chunks>
-  void add_values(int64_t c, const Stage& stage, const bf16* v, const Partial* partials, const Ahead* ahead) const {
-    const Block& block = *stage.unit.block;
+  void add_chunks(int64_t c, const Block& block, const bf16* v, const bf16* weights, const float* shrinks,
+                  float* partial, const Ahead& ahead) const {
     __m512 sums[Heads][2 * Chunks];
-    for (int h = 0; h < Heads; h++)
+    float* first[Heads];
+    for (int h = 0; h < Heads; h++) {
+      first[h] = partial + h * call.sums_size() + 32 * c;
       for (int i = 0; i < 2 * Chunks; i++)
-        sums[h][i] = _mm512_mul_ps(_mm512_load_ps(partials[h].sums + 32 * c + 16 * i), _mm512_set1_ps(stage.shrink[h]));
+        sums[h][i] = _mm512_mul_ps(_mm512_load_ps(first[h] + 16 * i), _mm512_set1_ps(shrinks[4 * h]));
+    }
     for (int64_t t = 0; t < block.count; t += 2) {
       const bf16 *even = v + block.rows[t], *odd = v + block.rows[t + 1];
-      if (ahead) ahead->fetch(t, head_dim()), ahead->fetch(t + 1, head_dim());
+      ahead.fetch(t, head_dim()), ahead.fetch(t + 1, head_dim());
       __m512i pairs[2 * Chunks];
 #pragma GCC unroll 8
       for (int i = 0; i < Chunks; i++) {
@@ -114,107 +157,98 @@ struct Kernel {
         pairs[2 * i] = interleave_low(a, b);
         pairs[2 * i + 1] = interleave_high(a, b);
       }
+      const bf16* of_pair = weights + t / 4 * 4 * Heads + t % 4;
 #pragma GCC unroll 4
       for (int h = 0; h < Heads; h++) {
         int32_t pair;
-        std::memcpy(&pair, stage.weights[h] + t, 4);
+        std::memcpy(&pair, of_pair + 4 * h, 4);
         const __m512i weight = _mm512_set1_epi32(pair);
 #pragma GCC unroll 8
         for (int i = 0; i < 2 * Chunks; i++) sums[h][i] = dot_pairs(sums[h][i], weight, pairs[i]);
       }
     }
     for (int h = 0; h < Heads; h++)
-      for (int i = 0; i < 2 * Chunks; i++) _mm512_store_ps(partials[h].sums + 32 * c + 16 * i, sums[h][i]);
+      for (int i = 0; i < 2 * Chunks; i++) _mm512_store_ps(first[h] + 16 * i, sums[h][i]);
   }
 
   template <int Heads>
-  void score(Stage& stage, const Ahead& ahead) const {
-    const Unit& unit = stage.unit;
-    const bf16* q = call.q + (unit.task->b * call.num_heads + unit.head) * head_dim();
-    const bf16* k = call.kv.k + call.head_offset(unit.kv_head);
-    for (int64_t t = 0; t < unit.block->count; t += 16)
-      for (int h = 0; h < Heads; h++)
-        stage.scores[h][t / 16] = scores(q + h * head_dim(), k, unit.block->rows + t, h == 0 ? &ahead : nullptr, t);
-  }
-
-  void weigh(Stage& stage, const Partials& partials) const {
-    for (int64_t h = 0; h < stage.unit.num_heads; h++) {
-      const Partial partial = partials.at(stage.unit.task->split, stage.unit.head + h);
-      if (stage.unit.is_first) {
-        std::fill(partial.sums, partial.sums + call.sums_size(), 0.0f);
-        *partial.total = 0.0f, *partial.maximum = kNoScore;
-      }
-      stage.shrink[h] = softmax(stage.scores[h], stage.unit.block->count, partial, stage.weights[h]);
-    }
-  }
-
-  template <int Heads>
-  void add(const Stage& stage, const Partials& partials, const Ahead& ahead) const {
-    const Unit& unit = stage.unit;
-    const bf16* v = call.kv.v + call.head_offset(unit.kv_head);
-    Partial mine[Heads];
-    for (int h = 0; h < Heads; h++) mine[h] = partials.at(unit.task->split, unit.head + h);
+  void add(const Block& block, const bf16* v, const bf16* weights, const float* shrinks, float* sums,
+           Ahead ahead) const {
     constexpr int kChunks = Heads <= 2 ? 4 : 2;
     int64_t c = 0;
-    auto first = [&] { return c == 0 ? &ahead : nullptr; };
-    for (; c + kChunks <= chunks(); c += kChunks) add_values<Heads, kChunks>(c, stage, v, mine, first());
-    if (kChunks > 2 && c + 2 <= chunks()) add_values<Heads, 2>(c, stage, v, mine, first()), c += 2;
-    for (; c < chunks(); c++) add_values<Heads, 1>(c, stage, v, mine, first());
+    auto add_next = [&](auto chunks) {
+      add_chunks<Heads, chunks>(c, block, v, weights, shrinks, sums, ahead);
+      c += chunks, ahead = Ahead();
+    };
+    while (c + kChunks <= chunks()) add_next(std::integral_constant<int, kChunks>());
+    if (kChunks > 2 && c + 2 <= chunks()) add_next(std::integral_constant<int, 2>());
+    while (c < chunks()) add_next(std::integral_constant<int, 1>());
   }
 
-  // The scores of a unit are computed before the values of the one before it are added: nobody waits for a softmax.
-  void work_off(Units& units, const Partials& partials, const std::vector<int64_t>& num_splits) const {
-    Stage stages[2];
-    for (int64_t n = 0;; n++) {
-      Stage &stage = stages[n % 2], &before = stages[(n + 1) % 2];
-      stage.unit = units.next();
-      if (stage.unit.task) {
-        const Ahead ahead(call, call.kv.k, units.ahead(Units::kLead));
-        with_heads(stage.unit.num_heads, [&](auto heads) { score<heads>(stage, ahead); });
+  // K of all heads of a block, then V of all: long streams. A head's rows are fetched while those before it are read.
+  void work_off(Blocks& blocks, const Partials& partials, const Weights& weights,
+                const std::vector<int64_t>& num_splits) const {
+    __m512 scores[4 * kBlock / 16];
+    for (;;) {
+      const Block& block = blocks.next();
+      if (!block.task) return;
+      const Task& task = *block.task;
+      Ahead ahead;
+      for (int64_t kv_head = task.first_head; kv_head < task.end_head; kv_head++) {
+        ahead = kv_head + 1 < task.end_head ? Ahead(call.k(kv_head + 1), block) : Ahead(call.v(task.first_head), block);
+        each_unit(call, kv_head, [&](int64_t head, auto heads) {
+          score<heads>(block, head, call.k(kv_head), ahead, scores);
+          weigh<heads>(block, scores, partials.at(task.split, head, heads), weights.of(head), weights.shrink(head));
+          ahead = Ahead();
+        });
       }
-      if (n > 0) {
-        const Ahead ahead(call, call.kv.v, units.ahead(Units::kLead - 1));
-        with_heads(before.unit.num_heads, [&](auto heads) { add<heads>(before, partials, ahead); });
-        const Task& task = *before.unit.task;
-        if (before.unit.is_last && num_splits[task.b] == 1)
-          for (int64_t h = 0; h < before.unit.num_heads; h++)
-            finish(partials, task.split, 1, task.b, before.unit.head + h);
+      for (int64_t kv_head = task.first_head; kv_head < task.end_head; kv_head++) {
+        const Block& next = blocks.ahead();
+        ahead = kv_head + 1 < task.end_head ? Ahead(call.v(kv_head + 1), block)
+                : next.task                 ? Ahead(call.k(next.task->first_head), next)
+                                            : Ahead();
+        each_unit(call, kv_head, [&](int64_t head, auto heads) {
+          float* sums = partials.at(task.split, head, heads).sums;
+          add<heads>(block, call.v(kv_head), weights.of(head), weights.shrink(head), sums, ahead);
+          ahead = Ahead();
+          if (block.is_last && num_splits[task.b] == 1) finish(partials, task.split, 1, task.b, head, heads);
+        });
       }
-      if (!stage.unit.task) return;
-      weigh(stage, partials);
     }
   }
 
-  template <class F>
-  static void with_heads(int64_t num_heads, F&& f) {
-    switch (num_heads) {
-      case 1: return f(std::integral_constant<int, 1>());
-      case 2: return f(std::integral_constant<int, 2>());
-      case 3: return f(std::integral_constant<int, 3>());
-      default: return f(std::integral_constant<int, 4>());
+  // The result of a unit's heads from their splits, which it overwrites.
+  void finish(const Partials& partials, int64_t first_split, int64_t num_splits, int64_t b, int64_t head,
+              int64_t num_heads) const {
+    const Partial whole = partials.at(first_split, head, num_heads);
+    for (int64_t split = 1; split < num_splits; split++)
+      merge(whole, partials.at(first_split + split, head, num_heads), num_heads);
+    for (int64_t h = 0; h < num_heads; h++) {
+      float total = 0;
+      for (int64_t lane = 4 * h; lane < 16; lane += 4 * num_heads)
+        for (int64_t i = lane; i < lane + 4; i++) total += whole.totals[i];
+      bf16* row = call.out + (b * call.num_heads + head + h) * head_dim();
+      const float* sums = whole.sums + h * call.sums_size();
+      for (int64_t c = 0; c < chunks(); c++)
+        store_chunk(row, c, head_dim(), _mm512_load_ps(sums + 32 * c), _mm512_load_ps(sums + 32 * c + 16),
+                    _mm512_set1_ps(1.0f / total));
     }
   }
 
-  // The result of a head from its splits, which it overwrites.
-  void finish(const Partials& partials, int64_t first_split, int64_t num_splits, int64_t b, int64_t head) const {
-    const Partial whole = partials.at(first_split, head);
-    for (int64_t split = 1; split < num_splits; split++) {
-      const Partial part = partials.at(first_split + split, head);
-      const float maximum = std::max(*whole.maximum, *part.maximum);
-      const float before = exp2_one(*whole.maximum - maximum), now = exp2_one(*part.maximum - maximum);
-      for (int64_t d = 0; d < 32 * chunks(); d += 16) {
-        const __m512 sum = _mm512_mul_ps(_mm512_load_ps(whole.sums + d), _mm512_set1_ps(before));
-        _mm512_store_ps(whole.sums + d, _mm512_fmadd_ps(_mm512_load_ps(part.sums + d), _mm512_set1_ps(now), sum));
-      }
-      *whole.total = *whole.total * before + *part.total * now;
-      *whole.maximum = maximum;
-    }
-    bf16* row = call.out + (b * call.num_heads + head) * head_dim();
-    const __m512 scale = _mm512_set1_ps(1.0f / *whole.total);
-    for (int64_t c = 0; c < chunks(); c++) {
-      const float* sums = whole.sums + 32 * c;
-      store_chunk(row, c, head_dim(), _mm512_load_ps(sums), _mm512_load_ps(sums + 16), scale);
-    }
+  void merge(const Partial& whole, const Partial& part, int64_t num_heads) const {
+    const __m512 before = _mm512_load_ps(whole.maxima), now = _mm512_load_ps(part.maxima);
+    const __m512 maxima = _mm512_max_ps(before, now);
+    alignas(64) float keep[16], take[16];
+    _mm512_store_ps(keep, exp2_16(_mm512_sub_ps(before, maxima)));
+    _mm512_store_ps(take, exp2_16(_mm512_sub_ps(now, maxima)));
+    auto blend = [](float* to, const float* from, __m512 a, __m512 b) {
+      _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(from), b, _mm512_mul_ps(_mm512_load_ps(to), a)));
+    };
+    for (int64_t h = 0; h < num_heads; h++)
+      for (int64_t d = h * call.sums_size(); d < (h + 1) * call.sums_size(); d += 16)
+        blend(whole.sums + d, part.sums + d, _mm512_set1_ps(keep[4 * h]), _mm512_set1_ps(take[4 * h]));
+    blend(whole.totals, part.totals, _mm512_load_ps(keep), _mm512_load_ps(take));
+    _mm512_store_ps(whole.maxima, maxima);
   }
 };
 
@@ -241,18 +275,23 @@ void attend(Team& team, const Call& call) {
 
   const Kernel<HeadDim> kernel{call};
   const Partials partials(call, total_splits);
+  const Scratch<bf16> weights(team.size() * call.num_heads * kBlock);
+  const Scratch<float> shrinks(team.size() * call.num_heads * 16);
   std::atomic<size_t> next_task{0};
-  team.run([&](int) {
-    Units units(call, tasks, next_task);
-    kernel.work_off(units, partials, num_splits);
+  team.run([&](int worker) {
+    const int64_t first = worker * call.num_heads;
+    Blocks blocks(call, tasks, next_task);
+    kernel.work_off(blocks, partials, {weights.data + first * kBlock, shrinks.data + first * 16}, num_splits);
   });
   std::vector<int64_t> to_merge;
   for (int64_t b = 0; b < batch; b++)
     if (num_splits[b] > 1) to_merge.push_back(b);
   team.each(int64_t(to_merge.size()), [&](int64_t i) {
     const int64_t b = to_merge[i];
-    for (int64_t head = 0; head < call.num_heads; head++)
-      kernel.finish(partials, first_split[b], num_splits[b], b, head);
+    for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++)
+      each_unit(call, kv_head, [&](int64_t head, auto heads) {
+        kernel.finish(partials, first_split[b], num_splits[b], b, head, heads);
+      });
   });
 }
 
@@ -263,7 +302,7 @@ namespace baton {
 
 void decode_attention(Team& team, const bf16* q, const KVPages& kv, const Sequences& sequences, int64_t num_heads,
                       bf16* out) {
-  const decode::Call call{q, kv, sequences, num_heads, out};
+  const decode::Call call(q, kv, sequences, num_heads, out);
   switch (kv.head_dim) {
     case 64: return decode::attend<64>(team, call);
     case 96: return decode::attend<96>(team, call);
