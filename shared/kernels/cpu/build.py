@@ -1,6 +1,7 @@
 """C++ to a shared library, once for each version of the sources, compiler and CPU.
 
-Libraries lie in a cache of the user: `$BATON_CACHE_DIR`, else `$XDG_CACHE_HOME/baton`, else `~/.cache/baton`.
+Libraries lie in a cache of the user: `$BATON_CACHE_DIR`, else `$XDG_CACHE_HOME/baton`, else `~/.cache/baton`. Each
+use touches a library; one that was not used for 30 days goes when another version of it is built.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -22,6 +25,7 @@ from shared import log
 
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 _COMPILE_TIMEOUT_S = 300
+_UNUSED_S = 30 * 24 * 3600.0
 
 
 class NativeUnavailable(Exception):
@@ -41,7 +45,17 @@ def open_library(
     on_build: Callable[[], None] = do_nothing,
 ) -> ctypes.CDLL:
     """Build a library (see `build_library`) and load it. Raises NativeUnavailable."""
-    path = build_library(name, sources, headers, flags=flags, on_build=on_build)
+    build = partial(build_library, name, sources, headers, flags=flags, on_build=on_build)
+    path = build()
+    try:
+        return _load(path)
+    except NativeUnavailable:
+        if path.exists():
+            raise
+    return _load(build())  # another process, which had found it unused, has removed it just now
+
+
+def _load(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:  # a cache mounted noexec; a file cut short by a crash
@@ -70,15 +84,16 @@ def build_library(
             compiler = find_compiler()
         except NativeUnavailable:
             if built := sorted(folder.glob(f"{stem}-*.so")):  # an image whose compiler was taken out again
-                return built[0]
+                return _used(built[0])
             raise
         folder.mkdir(parents=True, exist_ok=True)
         library = folder / f"{stem}-{_version(compiler)}.so"
         if library.exists():
-            return library
+            return _used(library)
         on_build()
         with _locked(folder / f"{name}.lock"):
             if not library.exists():
+                _remove_unused(folder, name)
                 _build(compiler, all_flags, sources, library)
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailable(f"the native kernels cannot be built: {error}") from error
@@ -132,6 +147,20 @@ def _version(compiler: str) -> str:
         [compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S
     )
     return xxhash.xxh3_64_hexdigest(compiler.encode() + b"\0" + words.stdout)
+
+
+def _used(library: Path) -> Path:
+    with suppress(OSError):  # a cache that others fill, and that this user may only read
+        os.utime(library)
+    return library
+
+
+def _remove_unused(folder: Path, name: str) -> None:
+    """Versions of a library that nobody has used for long. Where one is loaded it stays so until its process ends."""
+    for library in folder.glob(f"{name}-*.so"):
+        if time.time() - library.stat().st_mtime > _UNUSED_S:
+            log.event("removing_unused_kernels", library=library.name)
+            library.unlink()
 
 
 @contextmanager
