@@ -9,12 +9,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from shared.kernels.cpu.library import Team
+from shared.kernels.cpu.library import Team, check_status
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
-
-_UNKNOWN_TOKEN, _OUT_OF_MEMORY = 1, 2
 
 
 class LinearDesc(ctypes.Structure):
@@ -103,21 +101,14 @@ class NativeDecoder:
 
     def forward(self, batch: BatchDesc) -> None:
         """Compute a batch. Raises IndexError for an id that is not of the vocabulary, and MemoryError."""
-        _check(self._library.baton_decoder_forward(self._handle, ctypes.byref(batch)))
+        check_status(self._library.baton_decoder_forward(self._handle, ctypes.byref(batch)))
 
     def logits(self, hidden: int, num_rows: int, out: int) -> None:
         """Logits of rows of `BatchDesc.hidden`; pointers to float32. Raises MemoryError."""
-        _check(self._library.baton_decoder_logits(self._handle, hidden, num_rows, out))
+        check_status(self._library.baton_decoder_logits(self._handle, hidden, num_rows, out))
 
     def close(self) -> None:
         """Free its scratch memory. No call may run."""
         if self._handle is not None:
             self._library.baton_decoder_free(self._handle)
             self._handle = None
-
-
-def _check(status: int) -> None:
-    if status == _UNKNOWN_TOKEN:
-        raise IndexError("a token id is not of the model's vocabulary")
-    if status == _OUT_OF_MEMORY:
-        raise MemoryError("there is no memory for the activations of this forward")

@@ -17,6 +17,7 @@ NEEDED_CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
 _Float = ctypes.c_float
+_UNKNOWN_TOKEN, _OUT_OF_MEMORY = 1, 2
 
 _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_team_new": (_Pointer, (_Pointer, _Int)),
@@ -44,7 +45,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_decoder_free": (None, (_Pointer,)),
     "baton_decoder_forward": (_Int, (_Pointer, _Pointer)),
     "baton_decoder_logits": (_Int, (_Pointer, _Pointer, _Int, _Pointer)),
-    "baton_sample": (None, (_Pointer, _Pointer, _Int, _Int, _Pointer, _Pointer, _Pointer, _Pointer)),
+    "baton_sample": (_Int, (_Pointer, _Pointer, _Int, _Int, _Pointer, _Pointer, _Pointer, _Pointer)),
 }
 
 
@@ -59,6 +60,14 @@ def load_library(*flags: str, on_build: Callable[[], None] = do_nothing) -> ctyp
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def check_status(status: int) -> None:
+    """Raise IndexError or MemoryError where a native call returned that (`Status` in `src/status.h`)."""
+    if status == _UNKNOWN_TOKEN:
+        raise IndexError("a token id is not of the model's vocabulary")
+    if status == _OUT_OF_MEMORY:
+        raise MemoryError("there is no memory for what this forward computes")
 
 
 class Team:

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import torch
 
-from shared.kernels.cpu.library import Team
+from shared.kernels.cpu.library import Team, check_status
 
 _Pointer = ctypes.c_void_p
 
@@ -47,20 +47,22 @@ def sample(
 ) -> torch.Tensor:
     """Next token ids, int64 [S]; they are also written to `last_token_R[rows_S]`, int64.
 
-    `logits_SV` is float32 and overwritten where a row draws.
+    `logits_SV` is float32 and overwritten where a row draws. Raises MemoryError.
     """
     num_rows, vocab_size = logits_SV.shape
     assert logits_SV.dtype == torch.float32 and logits_SV.is_contiguous()
     assert rows_S.dtype == last_token_R.dtype == torch.int64 and len(rows_S) == num_rows
     token_ids_S = torch.empty(num_rows, dtype=torch.int64)
-    team.library.baton_sample(
-        team.handle,
-        logits_SV.data_ptr(),
-        num_rows,
-        vocab_size,
-        ctypes.byref(sampling),
-        rows_S.data_ptr(),
-        last_token_R.data_ptr(),
-        token_ids_S.data_ptr(),
+    check_status(
+        team.library.baton_sample(
+            team.handle,
+            logits_SV.data_ptr(),
+            num_rows,
+            vocab_size,
+            ctypes.byref(sampling),
+            rows_S.data_ptr(),
+            last_token_R.data_ptr(),
+            token_ids_S.data_ptr(),
+        )
     )
     return token_ids_S

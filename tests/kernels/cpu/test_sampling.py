@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 from shared.engine.sampler import draw
 from shared.engine.sampling_inputs import SamplingInputs
-from shared.kernels.cpu.library import Team
+from shared.kernels.cpu.build import NativeUnavailable
+from shared.kernels.cpu.library import Team, load_library
 from shared.kernels.cpu.sampling import Sampling, sample
 
 PARAMS = {  # temperature, top-k, top-p, min-p
@@ -123,3 +127,39 @@ def test_broken_logits_give_a_token_of_the_vocabulary(team: Team, broken: float)
     inputs = inputs_of(list(PARAMS), 100)
     tokens = native(team, torch.full((len(PARAMS), 100), broken), inputs)
     assert all(0 <= token < 100 for token in tokens)
+
+
+def test_want_of_memory_is_an_error_of_this_call_alone() -> None:
+    """A thread of the team that does not catch what it throws would end the process."""
+    try:
+        load_library()
+    except NativeUnavailable as e:
+        pytest.skip(f"NO NATIVE KERNELS: {e}")
+    script = """if True:
+        import resource
+        from pathlib import Path
+
+        import numpy as np
+        import torch
+
+        from shared.kernels.cpu.library import Team, load_library
+        from shared.kernels.cpu.sampling import Sampling, sample
+
+        rows, vocab_size = 2, 10_000_000
+        arrays = [np.full(rows, value, dtype) for value, dtype in
+                  ((1.0, "float32"), (50, "int64"), (0.9, "float32"), (0.0, "float32"), (0.5, "float64"))]
+        logits, ids, last = torch.zeros(rows, vocab_size), torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
+        logits[:, 7] = 50.0
+        team = Team(load_library(), [-1, -1])
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        for more in (16 << 20, 1 << 30):
+            resource.setrlimit(resource.RLIMIT_AS, (used + more, resource.RLIM_INFINITY))
+            try:
+                print(sample(team, logits, Sampling.of(*arrays), ids, last).tolist())
+            except MemoryError as error:
+                print(error)
+                logits[:] = 0.0
+                logits[:, 7] = 50.0
+    """
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.splitlines() == ["there is no memory for what this forward computes", "[7, 7]"], ended

@@ -7,11 +7,10 @@
 #include <vector>
 
 #include "norm_rope.h"
+#include "status.h"
 
 namespace baton {
 namespace {
-
-enum Status : int64_t { kDone = 0, kUnknownToken = 1, kOutOfMemory = 2 };
 
 // Memory for one array that every forward uses anew; it keeps the size of the largest.
 template <class T>
@@ -184,15 +183,6 @@ void Decoder::logits(const float* hidden, int64_t num_rows, float* out) {
   bf16* normed = normed_.of(num_rows * model_.hidden_size);
   rms_norm(team_, hidden, num_rows, model_.hidden_size, model_.norm, model_.rms_norm_eps, normed);
   linear_float(team_, normed, num_rows, model_.lm_head, out);
-}
-
-template <class Call>
-int64_t status_of(Call&& call) {
-  try {
-    return call();
-  } catch (const std::bad_alloc&) {  // no exception crosses into Python
-    return kOutOfMemory;
-  }
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <limits>
 #include <vector>
 
+#include "status.h"
 #include "vec.h"
 
 namespace baton {
@@ -205,9 +206,12 @@ void sample(Team& team, float* logits, int64_t num_rows, int64_t vocab_size, con
 }  // namespace baton
 
 // `last_tokens` is the FutureMap; row_ids [num_rows] are the rows that have sampled.
-extern "C" void baton_sample(void* team, float* logits, int64_t num_rows, int64_t vocab_size,
-                             const baton::Sampling* sampling, const int64_t* row_ids, int64_t* last_tokens,
-                             int64_t* token_ids) {
-  baton::sample(*static_cast<baton::Team*>(team), logits, num_rows, vocab_size, *sampling, token_ids);
-  for (int64_t i = 0; i < num_rows; i++) last_tokens[row_ids[i]] = token_ids[i];
+extern "C" int64_t baton_sample(void* team, float* logits, int64_t num_rows, int64_t vocab_size,
+                                const baton::Sampling* sampling, const int64_t* row_ids, int64_t* last_tokens,
+                                int64_t* token_ids) {
+  return baton::status_of([&] {
+    baton::sample(*static_cast<baton::Team*>(team), logits, num_rows, vocab_size, *sampling, token_ids);
+    for (int64_t i = 0; i < num_rows; i++) last_tokens[row_ids[i]] = token_ids[i];
+    return baton::kDone;
+  });
 }

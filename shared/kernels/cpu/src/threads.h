@@ -9,8 +9,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace baton {
@@ -32,19 +34,31 @@ class Team {
 
   int size() const { return cores_.empty() ? 1 : int(cores_.size()); }
 
-  // f(worker) on every worker; returns when all have returned.
+  // f(worker) on every worker; returns when all have returned. Throws what the first of them threw: by then the others
+  // have returned as well, or they would go on with what the caller's end takes from under them.
   template <class F>
   void run(F&& f) {
     if (size() == 1) return f(0);
-    call_ = [](void* context, int worker) { (*static_cast<std::remove_reference_t<F>*>(context))(worker); };
-    context_ = &f;
+    auto caught = [&](int worker) noexcept {
+      try {
+        f(worker);
+      } catch (...) {
+        if (!thrown_.test_and_set(std::memory_order_relaxed)) exception_ = std::current_exception();
+      }
+    };
+    call_ = [](void* context, int worker) { (*static_cast<decltype(caught)*>(context))(worker); };
+    context_ = &caught;
     left_.store(size() - 1, std::memory_order_relaxed);
     begun_.fetch_add(1, std::memory_order_release);
     begun_.notify_all();
-    f(0);
+    caught(0);
     for (int spins = 0; left_.load(std::memory_order_acquire) > 0; spins++) {
       if (spins < kSpins) _mm_pause();
       else sched_yield();
+    }
+    if (thrown_.test(std::memory_order_relaxed)) [[unlikely]] {
+      thrown_.clear(std::memory_order_relaxed);
+      std::rethrow_exception(std::exchange(exception_, nullptr));
     }
   }
 
@@ -96,6 +110,8 @@ class Team {
   std::atomic<uint32_t> begun_{0};
   std::atomic<int> left_{0};
   std::atomic<bool> stop_{false};
+  std::atomic_flag thrown_;
+  std::exception_ptr exception_;
 };
 
 }  // namespace baton
