@@ -37,8 +37,8 @@ struct Task {
 // What a worker keeps while it is busy with a task.
 struct Workspace {
   explicit Workspace(int64_t dim)
-      : q(kRows * dim), k(kKeys * dim), v(kKeys * dim), sums(kRows * dim), products(kRows * kKeys),
-        weights(kRows * kKeys) {}
+      : q(kRows * dim), k(kKeys * dim), v(kKeys * dim), sums(kRows * dim), products(kTallest * kKeys),
+        weights(kTallest * kKeys) {}
 
   Scratch<bf16> q;          // [rows][dim]
   Scratch<bf16> k;          // [dim / 2][keys][2]
@@ -98,7 +98,7 @@ void pack_keys(const KeyRows& keys, int64_t head_dim, Workspace& work) {
 template <class Strip>
 void attend(const Call& call, const Task& task, Workspace& work) {
   constexpr int64_t kHeight = Strip::kHeight;
-  static_assert(kRows % kHeight == 0);
+  static_assert(kRows % kHeight == 0 && kHeight <= kTallest);
   const int64_t head_dim = call.kv.head_dim, dim = call.padded_dim(), group = call.group();
   const int64_t num_rows = (task.end - task.first) * group, start = call.sequences.starts[task.b];
   const int64_t padded_rows = (num_rows + kHeight - 1) / kHeight * kHeight;

@@ -6,6 +6,7 @@
 namespace baton::extend {
 
 constexpr int64_t kKeys = 64;
+constexpr int64_t kTallest = 32;  // rows of a strip of any kind
 
 // Products of a strip of 6 rows in registers; functions of their own, since nothing else may take registers from them.
 struct VectorStrip {
