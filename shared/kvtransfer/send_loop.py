@@ -132,8 +132,10 @@ class SendLoop:
         try:
             while (work := self._next_due()) is not None:
                 self._send(*work)
-                if 2 * self._ring.num_out > self._ring.num_slots:
-                    self.kick()  # not for every chunk: each wakes a thread
+                # Not for every chunk: each wakes a thread. Not when all slots are out: few that come home soon, and
+                # are taken again, stay in the cache.
+                if 2 * self._ring.num_out >= self._ring.num_slots:
+                    self.kick()
         except Exception as error:  # kept for the data thread, which ends the link with it
             self._failure = error
         finally:

@@ -114,8 +114,12 @@ class Slot:
             raise LinkError(
                 f"message {envelope.seq} is not the chunk that was granted: header {header.hex()}"
             )
-        if flag is not Flag.CHECKED or self._host_bytes is None:
+        if flag is not Flag.CHECKED:
             return flag, True
+        if self._host_bytes is None:
+            raise LinkError(
+                f"message {envelope.seq} has a digest, which nobody puts on what stays on a device"
+            )
         return flag, header == fields + _DIGEST.pack(_digest(fields, self._host_bytes[HEADER_NBYTES:nbytes]))
 
 

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.pages import NativePageMover
@@ -73,6 +75,24 @@ def test_native_and_numpy_agree(
     before[rows.start :, ids] = src
     assert torch.equal(scattered[0], before)
     assert torch.equal(scattered[0], scattered[1])
+
+
+@given(st.data())
+def test_native_copies_whatever_the_sizes(native: NativePageMover, data: st.DataObject) -> None:
+    num_rows, num_pages, nbytes = (data.draw(st.integers(1, most)) for most in (4, 12, 1300))
+    pages_RPN = random_bytes((num_rows, num_pages, nbytes), data.draw(st.sampled_from((0, 0, 16, 61))))
+    start = data.draw(st.integers(0, num_rows - 1))
+    rows = range(start, data.draw(st.integers(start, num_rows)))
+    ids = data.draw(st.lists(st.integers(0, num_pages - 1), unique=True))
+    guarded = torch.zeros(len(rows) * len(ids) * nbytes + 2, dtype=torch.uint8)
+    slot = guarded[1:-1]
+    native.gather(pages_RPN, rows, ids, slot)
+    assert torch.equal(slot, pages_RPN[rows.start : rows.stop][:, ids].flatten())
+    assert guarded[0] == guarded[-1] == 0
+    after = pages_RPN.clone()
+    after[rows.start : rows.stop, ids] = 255 - after[rows.start : rows.stop, ids]
+    native.scatter(pages_RPN, rows, ids, 255 - slot)
+    assert torch.equal(pages_RPN, after)
 
 
 @pytest.mark.parametrize("no_page", [-1, 5])

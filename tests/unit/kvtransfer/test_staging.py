@@ -70,6 +70,13 @@ def test_another_chunk_than_the_granted_one_is_an_error_of_the_link(other: Envel
         sealed().open(other, NBYTES)
 
 
+def test_a_slot_is_seen_at_the_length_that_is_asked_for() -> None:
+    slot = Slot(torch.arange(256).to(torch.uint8))
+    for nbytes in (100, 200, 200, HEADER_NBYTES, 100):
+        assert slot.message(nbytes).tolist() == list(range(nbytes))
+        assert slot.payload(nbytes).tolist() == list(range(HEADER_NBYTES, nbytes))
+
+
 def test_the_payload_is_aligned_for_any_element() -> None:
     slot = sealed()
     assert slot.payload(HEADER_NBYTES + 96).view(torch.int64).numel() == 12
@@ -93,6 +100,8 @@ def test_a_ring_hands_out_each_slot_once() -> None:
     ring.give_back(first)
     assert ring.take() is first
     ring.give_back(first)
+    ring.give_back(second)
+    assert ring.take() is second  # the last to come home
     ring.give_back(second)
     assert ring.num_out == 0
     assert made == [1064, 1064]
