@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 
 from decode_node.scheduler import DecodeScheduler
@@ -15,16 +13,7 @@ from shared.protocol.messages import PrefillToDecode
 
 def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
     """The decode scheduler; prefill nodes dial a decode node."""
-    receiver = ReceiveSide(
-        node=parts.node,
-        layout=parts.engine.layout,
-        pages=parts.engine.pool,
-        outbox=parts.control,
-        transports=parts.transports,
-        clock=time.monotonic,
-        options=parts.config.transfer,
-        wake=parts.wake.set,
-    )
+    receiver = parts.transfer_side(ReceiveSide)
     scheduler = DecodeScheduler(
         parts.engine,
         parts.config.schedule,

@@ -26,7 +26,7 @@ from decode_node.transfer_queue import TransferQueue, take_over
 from shared import log
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
-from shared.engine.launcher import Launcher
+from shared.engine.loop_parts import new_grammar_queue, new_launcher
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError, TransferError
 from shared.kvtransfer.receiver import ReceiveSide
@@ -48,7 +48,7 @@ from shared.protocol.router_port import RouterPort
 from shared.scheduling.admission import accept
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Committed
-from shared.scheduling.grammar_queue import GrammarQueue, stuck
+from shared.scheduling.grammar_queue import stuck
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 
@@ -75,21 +75,8 @@ class DecodeScheduler:
         self._vitals = vitals
         self._wake = wake
         self._router_timeout_s = router_timeout_s
-        self._launcher = Launcher(
-            engine.stream,
-            engine.ledger,
-            engine.eos_token_ids,
-            overlap=not options.disable_overlap_schedule,
-            span=engine.profiler.span,
-            debug_checks=options.debug_checks,
-        )
-        self.grammar_queue = GrammarQueue(
-            engine.grammars,
-            options.grammar_compile_timeout_s,
-            time.monotonic,
-            wake.set,
-            jump_forward=options.enable_jump_forward,
-        )
+        self._launcher = new_launcher(engine, options)
+        self.grammar_queue = new_grammar_queue(engine, options, wake)
         self.batcher = Batcher(engine.ledger, options)
         self._announcer = CacheAnnouncer(engine.ledger, router_port)
         self._retraction = self.batcher.retraction

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from prefill_node.peering import DialledPeering
 from prefill_node.scheduler import PrefillScheduler
 from shared.engine.node_process import NodeParts, Scheduler
@@ -13,16 +11,7 @@ from shared.protocol.channel import Guests
 
 def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
     """The prefill scheduler; nobody but routers dials a prefill node."""
-    sender = SendSide(
-        node=parts.node,
-        layout=parts.engine.layout,
-        pages=parts.engine.pool,
-        outbox=parts.control,
-        transports=parts.transports,
-        clock=time.monotonic,
-        options=parts.config.transfer,
-        wake=parts.wake.set,
-    )
+    sender = parts.transfer_side(SendSide)
     scheduler = PrefillScheduler(
         parts.engine,
         parts.config.schedule,

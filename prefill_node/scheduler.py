@@ -16,7 +16,6 @@ A request that nobody continues (`decode` is None) skips the first and the last.
 from __future__ import annotations
 
 import threading
-import time
 from functools import partial
 
 from prefill_node.bootstrap_queue import BootstrapQueue
@@ -25,7 +24,7 @@ from prefill_node.peering import Peering
 from shared import log
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
-from shared.engine.launcher import Launcher
+from shared.engine.loop_parts import new_grammar_queue, new_launcher
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError
 from shared.kvtransfer.sender import SendSide
@@ -47,7 +46,7 @@ from shared.protocol.router_port import RouterPort
 from shared.scheduling.admission import accept
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Committed
-from shared.scheduling.grammar_queue import GrammarQueue, stuck
+from shared.scheduling.grammar_queue import stuck
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 
@@ -76,21 +75,8 @@ class PrefillScheduler:
         self._vitals = vitals
         self._wake = wake
         self._router_timeout_s = router_timeout_s
-        self._launcher = Launcher(
-            engine.stream,
-            engine.ledger,
-            engine.eos_token_ids,
-            overlap=not options.disable_overlap_schedule,
-            span=engine.profiler.span,
-            debug_checks=options.debug_checks,
-        )
-        self.grammar_queue = GrammarQueue(
-            engine.grammars,
-            options.grammar_compile_timeout_s,
-            time.monotonic,
-            wake.set,
-            jump_forward=options.enable_jump_forward,
-        )
+        self._launcher = new_launcher(engine, options)
+        self.grammar_queue = new_grammar_queue(engine, options, wake)
         self.batcher = Batcher(engine.ledger, options)
         self.bootstrap_queue = BootstrapQueue()
         self.inflight_queue = InflightQueue(engine.ledger, sender)

@@ -29,7 +29,7 @@ from router.dispatch.live_rids import LiveRids
 from router.dispatch.metrics import Metrics
 from router.dispatch.policy import RoundRobin
 from router.http.admin_guard import admin_guard
-from router.http.api_keys import Access, api_keys
+from router.http.api_keys import api_keys
 from router.http.config import RouterConfig
 from router.http.http_server import HttpServer, http_server
 from router.nodes.conversation import Timing
@@ -83,7 +83,7 @@ class Router:
     @property
     def needs_key(self) -> bool:
         """True when clients must send the API key."""
-        return self.keys.access(b"") is Access.NOTHING
+        return self.keys.needed
 
     async def serve(self, http_socket: socket.socket) -> None:
         """Answer HTTP on a socket that listens, from now on. Raises what keeps the server from it."""

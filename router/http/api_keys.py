@@ -109,6 +109,11 @@ class ApiKeys:
             return
         event("api_keys_read", num_keys=len(self._clients), num_admin_keys=len(self._admins))
 
+    @property
+    def needed(self) -> bool:
+        """True when clients must send one."""
+        return self.access(b"") is Access.NOTHING
+
     def access(self, authorization: bytes) -> Access:
         """What the sender of this header may do. Compares with every key, in the same time for any of them."""
         scheme, _, token = authorization.partition(b" ")

@@ -17,7 +17,7 @@ from types import TracebackType
 from rich.console import Console
 
 from router.bus.worker_messages import NotDone, Proof, Prove
-from router.http.api_keys import Access, api_keys, warn_if_open
+from router.http.api_keys import api_keys, warn_if_open
 from router.http.config import RouterConfig
 from router.http.http_socket import reserve_http
 from router.nodes.node_host import NodeHost
@@ -90,7 +90,7 @@ class RouterParent:
     @property
     def needs_key(self) -> bool:
         """See serving.Serving."""
-        return self._keys.access(b"") is Access.NOTHING
+        return self._keys.needed
 
     @property
     def has_key_files(self) -> bool:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -20,6 +20,8 @@ from shared.config import NodeConfig
 from shared.engine.build import Engine, build_engine, resolve_device
 from shared.engine.vitals import Vitals
 from shared.errors import ConfigError
+from shared.kvtransfer.receiver import ReceiveSide
+from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.transports import Transports, make_transports
 from shared.protocol.channel import ControlThread, Guests
 from shared.protocol.lobby import LobbyCaller
@@ -34,6 +36,7 @@ SWITCH_INTERVAL_S = 1e-4
 A native forward that has ended needs the GIL to say so, while the scheduler plans the next step: at 5 ms nothing of
 that planning was hidden behind forwards of a few ms, at 0.1 ms nine tenths of it (2 cores, AVX-512, llama-160m).
 """
+TransferSide = TypeVar("TransferSide", SendSide, ReceiveSide)
 ANY_HOST = ("0.0.0.0", "::", "*")
 
 
@@ -61,6 +64,19 @@ class NodeParts:
     router_port: RouterPort
     vitals: Vitals
     wake: threading.Event
+
+    def transfer_side(self, side: Callable[..., TransferSide]) -> TransferSide:
+        """`side` is SendSide or ReceiveSide: that of this node."""
+        return side(
+            node=self.node,
+            layout=self.engine.layout,
+            pages=self.engine.pool,
+            outbox=self.control,
+            transports=self.transports,
+            clock=time.monotonic,
+            options=self.config.transfer,
+            wake=self.wake.set,
+        )
 
 
 BuildRole = Callable[[NodeParts], tuple[Scheduler, dict[str, Guests]]]

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
+import openai
 import pytest
 import torch
 
 from tests.golden.references import Zoo
-from tests.processes import attach_logs
+from tests.processes import Router, attach_logs
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,6 +18,13 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture
+def client(router: Router) -> Iterator[openai.OpenAI]:
+    """The official client, of the `router` that a module starts."""
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
 
 
 @pytest.hookimpl(wrapper=True)

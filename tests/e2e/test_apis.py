@@ -42,12 +42,6 @@ def router(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         router.assert_clean_log()
 
 
-@pytest.fixture
-def client(router: Router) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
 def test_a_stream_adds_up_to_the_answer(router: Router) -> None:
     whole = router.generate(PROMPT, 64).finish().answer
     assert "�" in whole["text"]  # text to be careful with

@@ -45,12 +45,6 @@ def router(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         router.assert_clean_log()
 
 
-@pytest.fixture
-def client(router: Router) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
 def check_schema(text: str) -> None:
     found = json.loads(text)
     assert list(found) == SCHEMA["required"]

@@ -8,7 +8,7 @@ import torch
 
 from tests.fault.slow_model import SlowModel
 from tests.modelzoo import make_model
-from tests.processes import attach_logs
+from tests.processes import Fleet, attach_logs
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,6 +24,13 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> SlowModel:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny", "llama")
+
+
+@pytest.fixture
+def fleet(shared_fleet: Fleet) -> Fleet:
+    """The `shared_fleet` that a module starts, whole and empty, whatever the test before did."""
+    shared_fleet.mend()
+    return shared_fleet
 
 
 @pytest.hookimpl(wrapper=True)

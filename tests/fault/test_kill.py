@@ -41,13 +41,6 @@ def shared_fleet(slow_model: SlowModel, tmp_path_factory: pytest.TempPathFactory
         fleet.stop()
 
 
-@pytest.fixture
-def fleet(shared_fleet: Fleet) -> Fleet:
-    """Whole and empty, whatever the test before did."""
-    shared_fleet.mend()
-    return shared_fleet
-
-
 @pytest.mark.parametrize("stage", list(Stage))
 def test_decode_node_is_killed(stage: Stage, fleet: Fleet, slow_model: SlowModel) -> None:
     running = bring_into(stage, fleet, slow_model, num_new=600)

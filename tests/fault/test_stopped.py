@@ -44,13 +44,6 @@ def shared_fleet(slow_model: SlowModel, tmp_path_factory: pytest.TempPathFactory
         fleet.stop()
 
 
-@pytest.fixture
-def fleet(shared_fleet: Fleet) -> Fleet:
-    """Whole and empty, whatever the test before did."""
-    shared_fleet.mend()
-    return shared_fleet
-
-
 @pytest.mark.parametrize(
     ("name", "stage"),
     [

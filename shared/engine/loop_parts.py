@@ -1,0 +1,34 @@
+"""What the loops of both roles have in common, built from an engine and the node's options."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from shared.config import ScheduleOptions
+from shared.engine.build import Engine
+from shared.engine.launcher import Launcher
+from shared.scheduling.grammar_queue import GrammarQueue
+
+
+def new_launcher(engine: Engine, options: ScheduleOptions) -> Launcher:
+    """What runs the batches that are planned, overlapped unless that is switched off."""
+    return Launcher(
+        engine.stream,
+        engine.ledger,
+        engine.eos_token_ids,
+        overlap=not options.disable_overlap_schedule,
+        span=engine.profiler.span,
+        debug_checks=options.debug_checks,
+    )
+
+
+def new_grammar_queue(engine: Engine, options: ScheduleOptions, wake: threading.Event) -> GrammarQueue:
+    """Where requests wait until their grammars are compiled; `wake` is set when one is."""
+    return GrammarQueue(
+        engine.grammars,
+        options.grammar_compile_timeout_s,
+        time.monotonic,
+        wake.set,
+        jump_forward=options.enable_jump_forward,
+    )
