@@ -1,8 +1,8 @@
 """A model whose KV is large and whose every stage lasts, so that a test can act in the middle of one.
 
 A token's KV takes 24 chunks of 4096 bytes, which travel one after the other through one staging slot; a prompt is
-computed token by token. A prompt of LONG tokens is prefilled for seconds, with its pages behind, and when its first
-token is sampled, seconds of transfer are still to come.
+computed three tokens at a time, faster than that. A prompt of LONG tokens is prefilled for seconds, with its pages
+behind, and when its first token is sampled, a second of transfer is still to come.
 
     bootstrap      a request that runs on the decode node keeps the headroom of every other: see RESERVE
     prefilling     the prefill node has taken it from the bootstrap queue (by its load), and no token has come
@@ -24,13 +24,13 @@ TOKEN_NBYTES = 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * 4
 POOL_TOKENS = 1600
 RESERVE = 1000
 """`--num-reserved-decode-tokens`: an arrival wants this much for itself and for each that runs. Two do not fit."""
-SHORT, LONG = 24, 300
+SHORT, LONG = 24, 360
 LOCAL = 8
 """A prompt of this length goes to the decode node alone."""
 NUM_NEW = 80
 
 NODE_FLAGS = (
-    *("--page-size", "1", "--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "1"),
+    *("--page-size", "1", "--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "3"),
     *("--kv-slot-bytes", "4096", "--kv-slots", "1"),
 )
 DECODE_FLAGS = ("--num-reserved-decode-tokens", str(RESERVE))
