@@ -139,8 +139,9 @@ def _node_actions(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
             "--cpu-cores",
             type=cores,
             metavar="LIST",
-            help="cores of forwards, one thread pinned to each, like 0-3,8; or any:N: N threads that are not pinned; "
-            "None: every core that this process may use; a router shares its own out to the nodes that it starts",
+            help="cores of forwards, one thread pinned to each, like 0-3,8; or any:N: N threads that are not pinned, "
+            "at most one a core; None: every core that this process may use; a router shares its own out to the "
+            "nodes that it starts",
         ),
         add(
             "--cpu-kernels",

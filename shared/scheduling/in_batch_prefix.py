@@ -42,23 +42,30 @@ class InBatchPrefix:
         """Tokens of the prefix that `req` had better wait for; 0 when it had better go on by itself.
 
         Whole pages, cached or not, that one of `leaders`, who are being computed, has in common with it. Costs a
-        comparison of few tokens for a leader that has nothing, and O(shared tokens) for one that has something.
+        comparison of few tokens for a leader that adds nothing to what `req` lacks, and O(shared tokens) for one that
+        does.
         """
-        ids, worth = req.matchable_ids, self._worth_tokens
-        if not self._enabled or req.num_retractions or len(ids) <= worth:
+        if not self._enabled or req.num_retractions or len(req.matchable_ids) <= self._worth_tokens:
             return 0
         level = self._level(req, step)
         shared = max(
             (
-                _shared_pages(other.ids, ids, self._page_size) * self._page_size
+                _shared_pages(other.ids, req.matchable_ids, self._page_size) * self._page_size
                 for other in leaders
-                if other.extra_key == req.extra_key
-                and other.ids[:worth] == ids[:worth]
-                and self._level(other, step) >= level
+                if self._adds_enough(other, req) and self._level(other, step) >= level
             ),
             default=0,
         )
-        return shared if shared and shared - self._cached.num_tokens(req) >= worth else 0
+        return shared if shared and shared - self._cached.num_tokens(req) >= self._worth_tokens else 0
+
+    def _adds_enough(self, other: Req, req: Req) -> bool:
+        # What `other` adds to the RadixCache begins where its own committed KV ends; what comes before is cached
+        # for both. Many who share a system prompt that has long been cached are told apart here.
+        committed = other.kv.kv_committed_len if other.kv else 0
+        begin = committed // self._page_size * self._page_size
+        end = begin + self._worth_tokens
+        ids = req.matchable_ids
+        return end < len(ids) and other.extra_key == req.extra_key and other.ids[begin:end] == ids[begin:end]
 
 
 def _shared_pages(theirs: Sequence[int], ids: Sequence[int], page_size: int) -> int:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+LEAVING_S = 60.0
+
 
 def leave_on_signals() -> None:
     """From now on SIGINT and SIGTERM end this process as `sys.exit` does, by its `with` blocks.
@@ -20,13 +22,20 @@ def leave_on_signals() -> None:
 
 
 def run_to_its_end(command: Sequence[str]) -> int:
-    """The exit code of a bench in a process of its own. When this one leaves, that one is told to, and awaited."""
+    """The exit code of a bench in a process of its own. When this one leaves, that one is told to, and awaited.
+
+    One that has not ended its servers after LEAVING_S is killed.
+    """
     process = subprocess.Popen(command)
     try:
         return process.wait()
     except BaseException:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(LEAVING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         raise
 
 

@@ -57,18 +57,21 @@ def test_nodes_die_under_many_streams_and_the_others_go_on(tiny_model: Path, tmp
     with Fleet(tmp_path / "logs", tiny_model, "2P2D", flags=flags) as fleet:
         router = fleet.router
         calls = {n: router.generate(prompt(n, 40), num_new, stream=True) for n in range(8)}
-        for call in calls.values():
-            call.wait_tokens(3)
-        under_way = [call for call in calls.values() if not call.ended]
+
+        def under_way() -> set[int]:
+            return {n for n, call in calls.items() if len(call.token_ids) >= 3 and not call.ended}
+
+        wait_until("most streams run at once", lambda: len(under_way()) >= 6, 30)
+        streaming = under_way()
         fleet.nodes["d0"].kill()
-        lost = [n for n, call in calls.items() if call.finish().error is not None]
-        assert 1 <= len(lost) < len(under_way), "of those under way, d0 had some and d1 had some"
+        lost = {n for n, call in calls.items() if call.finish().error is not None}
+        assert 0 < len(streaming & lost) < len(streaming), "of those under way, d0 had some and d1 had some"
         for n, call in calls.items():
             compared = call.token_ids[:num_compared]
             assert compared == reference_greedy(tiny_model, prompt(n, 40), len(compared))
             if n in lost:
                 assert call.saw_done and "d0" in (call.error or "")
-                assert 3 <= len(call.token_ids) < num_new
+                assert (3 if n in streaming else 0) <= len(call.token_ids) < num_new
             else:
                 assert len(call.tokens()) == num_new
         router.wait_home("p0", "p1", "d1")

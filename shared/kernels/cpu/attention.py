@@ -14,7 +14,7 @@ from shared.kernels.cpu.library import Team
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 192
-"""Query heads of one KV head: kRows of src/extend_attention.cpp."""
+"""Query heads of one KV head; extend attention takes up to kRows of them at once."""
 
 
 def decode_attention(

@@ -156,11 +156,16 @@ def _used(library: Path) -> Path:
 
 
 def _remove_unused(folder: Path, name: str) -> None:
-    """Versions of a library that nobody has used for long. Where one is loaded it stays so until its process ends."""
+    """Versions of a library that nobody has used for long. Where one is loaded it stays so until its process ends.
+
+    One that cannot be removed stays: another user's, in a cache that several fill. To a user who may only read the
+    cache theirs are removed after 30 days in use, and built anew.
+    """
     for library in folder.glob(f"{name}-*.so"):
-        if time.time() - library.stat().st_mtime > _UNUSED_S:
-            log.event("removing_unused_kernels", library=library.name)
-            library.unlink()
+        with suppress(OSError):
+            if time.time() - library.stat().st_mtime > _UNUSED_S:
+                library.unlink()
+                log.event("removed_unused_kernels", library=library.name)
 
 
 @contextmanager

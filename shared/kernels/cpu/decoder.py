@@ -98,6 +98,8 @@ class NativeDecoder:
         self._handle: int | None = self._library.baton_decoder_new(
             team.handle, ctypes.byref(model), ctypes.byref(pool)
         )
+        if self._handle is None:
+            raise MemoryError("for a decoder's own arrays")
 
     def forward(self, batch: BatchDesc) -> None:
         """Compute a batch. Raises IndexError for an id that is not of the vocabulary, and MemoryError."""

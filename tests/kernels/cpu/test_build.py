@@ -116,7 +116,15 @@ def test_versions_that_nobody_uses_go_when_another_is_built(
     assert compiler.build("-DUSED") == used and unused.exists()
     new = compiler.build()
     assert [library.exists() for library in (new, used, unused, other)] == [True, True, False, True]
-    assert f"removing_unused_kernels library={unused.name}" in caplog.text
+    assert f"removed_unused_kernels library={unused.name}" in caplog.text
+
+
+def test_an_unused_library_that_cannot_be_removed_is_no_reason_not_to_build(compiler: Compiler) -> None:
+    """Another user's, in a cache that several fill; here a folder, which nobody can unlink."""
+    stuck = compiler.build().parent / "one-0123456789abcdef-0.so"
+    stuck.mkdir()
+    os.utime(stuck, (0, 0))
+    assert compiler.build("-DANOTHER").exists() and stuck.exists()
 
 
 def test_one_that_goes_before_it_is_loaded_is_built_again(

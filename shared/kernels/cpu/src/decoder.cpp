@@ -188,8 +188,13 @@ void Decoder::logits(const float* hidden, int64_t num_rows, float* out) {
 }  // namespace
 }  // namespace baton
 
+// Null where there is no memory for it.
 extern "C" void* baton_decoder_new(void* team, const baton::DecoderDesc* model, const baton::KVPool* pool) {
-  return new baton::Decoder(*static_cast<baton::Team*>(team), *model, *pool);
+  try {
+    return new baton::Decoder(*static_cast<baton::Team*>(team), *model, *pool);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
 }
 
 extern "C" void baton_decoder_free(void* decoder) { delete static_cast<baton::Decoder*>(decoder); }

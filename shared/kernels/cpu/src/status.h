@@ -1,4 +1,4 @@
-// What native calls return: no exception crosses into Python.
+// What the calls return that serve an engine: none of their exceptions crosses into Python.
 #pragma once
 #include <cstdint>
 #include <new>
