@@ -21,7 +21,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from shared.kvtransfer.fake_link import Wire
 
 AnyMessage = RouterToNode | NodeToRouter | NodeToLobby | PrefillToDecode | DecodeToPrefill
+
+AnyMessageType = TypeVar("AnyMessageType", bound=Struct)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
@@ -230,6 +232,12 @@ class FakeNetwork:
         """Send what `hold` kept back, and hold no more."""
         for sender, to, message in self._held.pop(message_type, []):
             self._deliver_later(sender, to, message)
+
+    def take_held(self, message_type: type[AnyMessageType]) -> AnyMessageType:
+        """The oldest message of this type that `hold` keeps back; it is not delivered any more."""
+        message = self._held[message_type].pop(0)[2]
+        assert isinstance(message, message_type)
+        return message
 
     def num_held(self, message_type: type[Struct]) -> int:
         """Messages of this type that `hold` keeps back."""

@@ -85,13 +85,7 @@ class ShmLinkFactory:
             listener.listen()
             spec.store.set("shm/address", address)
             spec.store.wait(["shm/connected"])  # can be given up; from here on the peer is in the queue
-            deadline = time.monotonic() + self._options.op_timeout_s
-            while True:
-                listener.settimeout(max(0.001, deadline - time.monotonic()))
-                sock, _ = listener.accept()
-                if _uid_of_peer(sock) == os.getuid():
-                    return sock
-                sock.close()  # abstract names can be seen by all users
+            return accept_from(os.getuid(), listener, self._options.op_timeout_s)
 
     def _connect(self, spec: LinkSpec) -> socket.socket:
         address = spec.store.get("shm/address").decode()
@@ -304,6 +298,20 @@ def _checked(record: bytes, nbytes: int) -> bytes:
     if len(record) != nbytes:
         raise LinkError("the peer sent a malformed record" if record else "the peer is gone: end of file")
     return record
+
+
+def accept_from(uid: int, listener: socket.socket, timeout_s: float) -> socket.socket:
+    """The first connection of a process of the user `uid`. OSError: none came in time.
+
+    All users of the host see an abstract name, so connections of others are closed.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        listener.settimeout(max(0.001, deadline - time.monotonic()))
+        sock, _ = listener.accept()
+        if _uid_of_peer(sock) == uid:
+            return sock
+        sock.close()
 
 
 def _uid_of_peer(sock: socket.socket) -> int:

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
@@ -265,6 +266,28 @@ def test_corrupt_payload_fails_the_transfer_not_the_answer() -> None:
         again = cluster.router.submit("b", ids, params(5), "p0", "d0")
         cluster.run(lambda: cluster.router.answers[again].ended)
         assert cluster.tokens(again) == reference_tokens(ids, 5)
+
+
+@pytest.mark.parametrize("change", [{"digest": 1}, {"token_ids": (7,)}], ids=["digest", "tokens"])
+def test_a_handoff_that_its_digest_does_not_fit_is_an_error(change: dict[str, int]) -> None:
+    """The first token reaches the router from the prefill node; the decode node goes on with no other."""
+    with Cluster(1, 1, token_engine, config()) as cluster:
+        cluster.network.hold(Handoff)
+        ids = prompt(30)
+        key = cluster.router.submit("a", ids, params(12), "p0", "d0")
+        cluster.run(lambda: cluster.network.num_held(Handoff) == 1)
+        handoff = cluster.network.take_held(Handoff)
+        cluster.nodes["d0"].side.on_message("p0", msgspec.structs.replace(handoff, **change))  # type: ignore[arg-type]
+        cluster.run(lambda: cluster.router.answers[key].ended)
+        (failure,) = cluster.router.answers[key].failures
+        assert (failure.status, "digest" in failure.message) == (500, True)
+        cluster.run_all()
+        cluster.assert_idle()
+        cluster.network.release(Handoff)
+        again = cluster.router.submit("b", ids, params(5), "p0", "d0")
+        cluster.run_all()
+        assert cluster.tokens(again) == reference_tokens(ids, 5)
+        cluster.assert_idle()
 
 
 def test_resumed_request_goes_on_where_it_was() -> None:

@@ -3,6 +3,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import secrets
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -14,7 +18,7 @@ from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, SENDER, Link, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.shared_memory import SharedSlot, map_read_only
-from shared.kvtransfer.shm_link import ShmLinkFactory
+from shared.kvtransfer.shm_link import ShmLinkFactory, accept_from
 from shared.kvtransfer.staging import HEADER_NBYTES
 from tests.unit.kvtransfer.link_pair import num_descriptors, num_shared_mappings
 
@@ -166,3 +170,44 @@ def test_records_of_another_kind_end_the_link_and_leak_no_descriptor(ends: Ends)
     with pytest.raises(LinkError, match="malformed"):
         ends.receiver.recv(100, 1).wait(block=True)
     assert num_descriptors() == before + 1
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0baton-test-{secrets.token_hex(8)}")
+        listener.listen()
+        yield listener
+
+
+def test_only_a_process_of_the_right_user_may_connect(listener: socket.socket) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ours:
+        ours.connect(listener.getsockname())
+        with pytest.raises(TimeoutError):
+            accept_from(os.getuid() + 1, listener, 0.1)
+        assert ours.recv(1) == b"", "its connection was closed"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ours:
+        ours.connect(listener.getsockname())
+        accept_from(os.getuid(), listener, 5.0).close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="ANOTHER USER'S PROCESS: only root may start one")
+def test_a_link_is_not_built_with_another_users_process() -> None:
+    """Both are under way: the stranger connects to the address that only the store tells."""
+    connect = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
+        "s.connect(chr(0) + sys.argv[1]); s.recv(1)"
+    )
+    strangers: list[subprocess.Popen[bytes]] = []
+
+    def tell(name: str, value: bytes) -> None:
+        address = value.decode()[1:]
+        strangers.append(subprocess.Popen([sys.executable, "-c", connect, address]))
+
+    store = LinkStore(tell, 5.0)
+    store.feed("shm/connected", b"")
+    spec = LinkSpec(name="l", rank=RECEIVER, secret=b"s", store=store)
+    factory = ShmLinkFactory(TransferOptions(op_timeout_s=2.0, build_timeout_s=5.0), torch.device("cpu"))
+    with pytest.raises(LinkError, match=r"timed out$"):
+        factory.build(spec, lambda reason: None, block=True)
+    assert strangers[0].wait() == 0, "it connected, and was hung up on"

@@ -16,6 +16,7 @@ from shared.protocol.messages import (
     Done,
     Grant,
     Handoff,
+    LeaseRenew,
     Offer,
     PeerHello,
     Ready,
@@ -300,6 +301,19 @@ def test_pages_handed_off_are_held_while_the_lease_is_renewed_and_no_longer(worl
     assert "lease" in world.p.ended[key(1)].reason
 
 
+def test_pages_are_held_without_a_lease_while_the_prompt_is_computed(world: World) -> None:
+    world.p.rate = 0
+    open_both(world, total=4)
+    world.run(FAST.lease_s / 2)
+    assert world.network.num_sent["LeaseRenew"]
+    world.network.drop_next(LeaseRenew, 100)
+    offer_one(world)
+    world.run(FAST.lease_s * 1.5)
+    world.p.rate = 4
+    world.run(0.3)
+    assert world.p.ended[key(0)].ok
+
+
 def test_a_slow_transfer_keeps_its_lease() -> None:
     faults = Faults(link_delay_s=(0.2, 0.2))
     world = World(faults=faults)
@@ -392,6 +406,44 @@ def test_another_peer_cannot_touch_a_transfer() -> None:
     world.close()
 
 
+@pytest.mark.parametrize(
+    "message",
+    [Ready(key(0), 3), Done(key(0), False, "not yours"), CancelTransfer(key(0), "not yours")],
+    ids=lambda message: type(message).__name__,
+)
+@pytest.mark.parametrize("when", ["waiting", "offering"])
+def test_another_decode_node_cannot_touch_a_transfer(message: Struct, when: str) -> None:
+    world = World(decodes=("d0", "d1"))
+    world.p.rate = 0
+    world.p.open(key(0), "d0", 6)
+    if when == "offering":
+        world.d.open(key(0), "p0", 6, 0)
+    world.run(0.2)
+    world.decodes["d1"].side._outbox.send("p0", message)
+    world.run(0.2)
+    if when == "waiting":
+        world.d.open(key(0), "p0", 6, 0)
+    world.p.rate = 2
+    world.run(0.5)
+    received = world.d.ended[key(0)]
+    assert isinstance(received, Received)
+    assert received.pages == 6
+    world.settle()
+    world.close()
+
+
+def test_another_decode_node_cannot_renew_a_lease() -> None:
+    world = World(decodes=("d0", "d1"))
+    world.network.drop_next(Done)
+    open_both(world, total=2)
+    for _ in range(8):
+        world.run(FAST.lease_s / 4)
+        world.decodes["d1"].side._outbox.send("p0", LeaseRenew((key(0),)))
+    assert "lease" in world.p.ended[key(0)].reason
+    world.settle()
+    world.close()
+
+
 def changed(grant: Grant, change: dict[str, int]) -> Grant:
     """With another `seq`, or another field of its last chunk."""
     if "seq" in change:
@@ -409,9 +461,7 @@ def test_a_grant_that_makes_no_sense_ends_the_link(world: World, change: dict[st
     open_both(world)
     world.run(0.2)
     assert world.network.num_held(Grant)
-    _, _, grant = world.network._held[Grant][0]
-    world.d.side._outbox.send("p0", grant)
-    world.network._held[Grant].clear()
+    grant = world.network.take_held(Grant)
     world.p.side.on_message("d0", changed(grant, change))
     world.network.release(Grant)
     world.run(0.3)
