@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -23,21 +23,52 @@ from shared.kvcache.host_pages import PageCopy
 from shared.kvcache.host_pool import HostKVPool
 from shared.scheduling.sampled import Sampled
 
+_CUDA_ERROR_MEMORY_ALLOCATION = 2
 
-class GenerationBatchResult(Protocol):
-    """A forward that was launched and told to sample. Whoever holds it keeps its buffers alive."""
 
-    def wait(self) -> Sampled:
-        """Block until `copy_done`: what was sampled is on the host. Raises what the forward raised."""
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """Work that was queued on the stream. Its holder keeps the buffers of the work alive."""
+
+    def wait(self) -> T_co:
+        """Block until the work is done. Returns its result, or raises what the work raised."""
         ...
 
 
-class CopyResult(Protocol):
-    """A copy between device and host that was launched."""
+GenerationBatchResult = Pending[Sampled]
+"""A forward that was told to sample; `wait` returns at `copy_done`, when what was sampled is on the host."""
+CopyResult = Pending[float]
+"""A copy between device and host; `wait` returns the seconds that the copy took on the stream."""
+Fence = Pending[None]
+"""A point on the stream; `wait` returns when everything that was queued before it is done."""
 
-    def wait(self) -> float:
-        """Block until it is done. Returns the seconds it took on the stream; raises what it raised."""
-        ...
+
+@dataclass(frozen=True, slots=True)
+class FailedLaunch:
+    """Stands for a forward or a copy whose launch raised, perhaps with a part of its kernels queued already.
+
+    Those kernels still write to pages, so the launch counts as over only behind `queued`.
+    """
+
+    error: Exception
+    queued: Fence
+
+    def wait(self) -> NoReturn:
+        """Block until what was queued is done, then raise the error of the launch."""
+        self.queued.wait()
+        raise self.error
+
+
+def is_device_lost(error: Exception) -> bool:
+    """True for an error of the CUDA context (an illegal address, a device assert): every later call fails as well.
+
+    An allocation that fails, on the device or of pinned memory, leaves the context intact.
+    """
+    return isinstance(error, torch.AcceleratorError) and (
+        getattr(error, "error_code", None) != _CUDA_ERROR_MEMORY_ALLOCATION
+    )
 
 
 class ForwardStream(Protocol):
@@ -55,30 +86,33 @@ class ForwardStream(Protocol):
         """Copy KV pages to host memory or back, behind all forwards launched before and ahead of all later ones."""
         ...
 
+    def fence(self) -> Fence:
+        """The point behind everything that is queued, what a call queued before it raised included."""
+        ...
+
     def close(self) -> None:
         """Finish what was launched, then end."""
         ...
 
 
+def failed_launch(stream: ForwardStream, error: Exception) -> FailedLaunch:
+    """What stands for a launch on `stream` that raised `error`. Raises `error` where the device is lost."""
+    if is_device_lost(error):
+        raise error
+    return FailedLaunch(error, stream.fence())
+
+
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
-class CpuCopyResult:
-    """A copy that runs on the worker thread."""
+class CpuPending(Generic[T]):
+    """Work of the worker thread."""
 
-    future: Future[float]
+    future: Future[T]
 
-    def wait(self) -> float:
-        """See CopyResult."""
-        return self.future.result()
-
-
-@dataclass(frozen=True, slots=True)
-class CpuResult:
-    """`copy_done` of a forward that runs on the worker thread."""
-
-    future: Future[Sampled]
-
-    def wait(self) -> Sampled:
-        """See GenerationBatchResult."""
+    def wait(self) -> T:
+        """Block until the worker has done it."""
         return self.future.result()
 
 
@@ -99,19 +133,25 @@ class CpuForwardStream:
         )
 
     def submit(self, batch: ModelWorkerBatch) -> Future[Forwarded]:
-        """See ForwardStream."""
+        """Queue a forward for the worker."""
         return self._worker.submit(self._runner.forward, batch)
 
-    def sample(self, forwarded: Future[Forwarded], vocab_mask: VocabMask | None = None) -> CpuResult:
-        """See ForwardStream."""
-        return CpuResult(self._worker.submit(self._sample, forwarded, vocab_mask))
+    def sample(
+        self, forwarded: Future[Forwarded], vocab_mask: VocabMask | None = None
+    ) -> CpuPending[Sampled]:
+        """Queue its sampling; the result is on the host when the worker has drawn."""
+        return CpuPending(self._worker.submit(self._sample, forwarded, vocab_mask))
 
-    def copy(self, pages: PageCopy) -> CpuCopyResult:
-        """See ForwardStream."""
-        return CpuCopyResult(self._worker.submit(self._copy, pages))
+    def copy(self, pages: PageCopy) -> CpuPending[float]:
+        """Queue a copy for the worker."""
+        return CpuPending(self._worker.submit(self._copy, pages))
+
+    def fence(self) -> CpuPending[None]:
+        """The work of a worker that has come this far."""
+        return CpuPending(self._worker.submit(lambda: None))
 
     def close(self) -> None:
-        """See ForwardStream."""
+        """Finish what was queued, end the worker, and close the runner."""
         self._worker.shutdown()
         self._runner.close()
 
@@ -126,12 +166,12 @@ class CpuForwardStream:
 
 
 def _stay_on(cores: Sequence[int]) -> None:
-    """Of this thread alone: the scheduler, the links and the control thread go where there is time for them."""
+    """Pin the calling thread to `cores`; the node's other threads stay free to run on any core."""
     if not cores:
         return
     try:
         os.sched_setaffinity(0, cores)
-    except OSError as error:  # a sandbox that forbids it, or a cpuset that has shrunk; right all the same
+    except OSError as error:  # A sandbox forbids it, or the cpuset has shrunk. Results do not depend on it.
         log.warn("forward_not_pinned", cores=",".join(map(str, cores)), reason=error.strerror)
 
 
@@ -153,7 +193,7 @@ class CudaResult:
     vocab_mask: VocabMask | None
 
     def wait(self) -> Sampled:
-        """See GenerationBatchResult."""
+        """Block until `copy_done`."""
         self.copy_done.synchronize()
         return self.on_host.as_values()
 
@@ -166,9 +206,20 @@ class CudaCopyResult:
     done: torch.cuda.Event
 
     def wait(self) -> float:
-        """See CopyResult."""
+        """Block until the copy is done, and return its seconds."""
         self.done.synchronize()
         return float(self.started.elapsed_time(self.done)) / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class CudaFence:
+    """An event of the CUDA stream."""
+
+    reached: torch.cuda.Event
+
+    def wait(self) -> None:
+        """Block until the stream has come to the event."""
+        self.reached.synchronize()
 
 
 class CudaForwardStream:
@@ -180,12 +231,12 @@ class CudaForwardStream:
         self._stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
 
     def submit(self, batch: ModelWorkerBatch) -> CudaForwarded:
-        """See ForwardStream."""
+        """Queue the kernels of a forward."""
         with torch.cuda.stream(self._stream):
             return CudaForwarded(self._runner.forward(batch), batch)
 
     def sample(self, forwarded: CudaForwarded, vocab_mask: VocabMask | None = None) -> CudaResult:
-        """See ForwardStream."""
+        """Queue the kernels of its sampling, and the copy of what they draw to pinned memory."""
         with torch.cuda.stream(self._stream):
             on_host = self._runner.sample(forwarded.forwarded, vocab_mask).map(_start_copy_to_host)
             copy_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -193,7 +244,7 @@ class CudaForwardStream:
         return CudaResult(on_host, copy_done, forwarded, vocab_mask)
 
     def copy(self, pages: PageCopy) -> CudaCopyResult:
-        """See ForwardStream."""
+        """Queue a copy between two events."""
         assert self._host_pool is not None, "no host pages, no copies"
         started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -203,8 +254,14 @@ class CudaForwardStream:
             done.record(self._stream)
         return CudaCopyResult(started, done)
 
+    def fence(self) -> CudaFence:
+        """An event recorded now."""
+        reached = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        reached.record(self._stream)
+        return CudaFence(reached)
+
     def close(self) -> None:
-        """See ForwardStream."""
+        """Wait for the stream, and close the runner."""
         self._stream.synchronize()
         self._runner.close()
 

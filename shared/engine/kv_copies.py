@@ -7,21 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shared import log
-from shared.engine.forward_stream import CopyResult, ForwardStream
+from shared.engine.forward_stream import CopyResult, ForwardStream, failed_launch, is_device_lost
 from shared.kvcache.ledger import KVLedger
 from shared.scheduling.req import Req
 from shared.scheduling.retraction import KVCopy
-
-
-@dataclass(frozen=True, slots=True)
-class FailedCopy:
-    """The result of a copy that could not even be launched."""
-
-    error: Exception
-
-    def wait(self) -> float:
-        """See CopyResult."""
-        raise self.error
 
 
 @dataclass(slots=True)
@@ -49,7 +38,7 @@ class KVCopies:
             try:
                 result: CopyResult = self._stream.copy(copy.pages)
             except Exception as error:
-                result = FailedCopy(error)
+                result = failed_launch(self._stream, error)
             self._latest.append((copy, result))
 
     def forward_launched(self) -> None:
@@ -67,12 +56,17 @@ class KVCopies:
         return self._settle(latest)
 
     def _settle(self, copies: Sequence[tuple[KVCopy, CopyResult]]) -> Settled:
-        """A copy that fails fails its request alone, and what later forwards made of it is dropped."""
+        """A copy that fails fails its request alone, and what later forwards made of it is dropped.
+
+        A lost device ends the node with its error.
+        """
         settled = Settled()
         for copy, result in copies:
             try:
                 settled.copied.append((copy, result.wait()))
-            except Exception:
+            except Exception as error:
+                if is_device_lost(error):
+                    raise
                 log.crash("kv_copy_failed", key=copy.req.key, to_host=copy.pages.to_host)
                 if copy.req.finish is None and copy.req not in settled.failed:
                     copy.req.drop_results_in_flight()

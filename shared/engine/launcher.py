@@ -9,7 +9,12 @@ from typing import Any
 
 from shared import log
 from shared.engine.debug_checks import LaunchChecks
-from shared.engine.forward_stream import ForwardStream, GenerationBatchResult
+from shared.engine.forward_stream import (
+    ForwardStream,
+    GenerationBatchResult,
+    failed_launch,
+    is_device_lost,
+)
 from shared.engine.kv_copies import KVCopies, Settled
 from shared.engine.model_worker_batch import snapshot
 from shared.engine.profiler import Span
@@ -19,21 +24,9 @@ from shared.kvcache.ledger import KVLedger
 from shared.scheduling.commit import Committed, commit_result
 from shared.scheduling.req import Req
 from shared.scheduling.retraction import KVCopy
-from shared.scheduling.sampled import Sampled
 from shared.scheduling.schedule_batch import ScheduleBatch
 
 MAX_FAILED_IN_A_ROW = 8
-
-
-@dataclass(frozen=True, slots=True)
-class FailedLaunch:
-    """The result of a forward that could not even be launched."""
-
-    error: Exception
-
-    def wait(self) -> Sampled:
-        """See GenerationBatchResult."""
-        raise self.error
 
 
 @dataclass(slots=True)
@@ -124,8 +117,8 @@ class Launcher:
             forwarded = self._stream.submit(inputs)
         except Exception as error:
             if self._checks is not None and isinstance(error, AssertionError):
-                raise  # whoever wants checks wants to see them
-            return Launched(batch, result=FailedLaunch(error))  # `_commit` fails its requests
+                raise  # a failed check of --debug-checks ends the node
+            return Launched(batch, result=failed_launch(self._stream, error))  # `_commit` fails its requests
         self._future_writes.clear()
         return Launched(batch, forwarded)
 
@@ -136,7 +129,7 @@ class Launcher:
         try:
             launched.result = self._stream.sample(launched.forwarded, fill_vocab_mask(launched.batch))
         except Exception as error:
-            launched.result = FailedLaunch(error)
+            launched.result = failed_launch(self._stream, error)
 
     def _commit_with_copies(self, launched: Launched | None) -> tuple[Committed, list[Req]]:
         if launched is None:
@@ -149,16 +142,16 @@ class Launcher:
     def _commit(self, launched: Launched) -> tuple[Committed, list[Req]]:
         """A forward that raises fails its own requests, not the node.
 
-        Several in a row mean that the device is broken; then the error ends the node, so that somebody restarts it.
+        A lost device, or several failures in a row, end the node with that error, for a supervisor to restart it.
         """
         assert launched.result is not None, "a turn leaves nothing behind that does not sample"
         if self._checks is not None:
             self._checks.waiting()
         try:
             sampled = launched.result.wait()
-        except Exception:
+        except Exception as error:
             self._num_failed += 1
-            if self._num_failed == MAX_FAILED_IN_A_ROW:
+            if is_device_lost(error) or self._num_failed == MAX_FAILED_IN_A_ROW:
                 raise
             log.crash("forward_failed", requests=len(launched.batch.items), extend=launched.batch.is_extend)
             return Committed(), [item.req for item in launched.batch.items if not item.is_stale]

@@ -54,11 +54,18 @@ def test_a_forward_that_raises_fails_its_own_requests_only() -> None:
     stepping.run()
 
 
+class Idle:
+    def wait(self) -> None: ...
+
+
 class RefusingStream:
     """A stream whose `submit` raises, as a CUDA forward does when it runs out of memory."""
 
     def submit(self, batch: ModelWorkerBatch) -> TokenResult:
         raise RuntimeError("cannot launch")
+
+    def fence(self) -> Idle:
+        return Idle()
 
     def close(self) -> None:
         return

@@ -7,22 +7,27 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from shared.config import CacheOptions, NodeConfig, ScheduleOptions
+from shared.engine.kv_copies import KVCopies
 from shared.engine.launcher import Launcher
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.vocab_mask import VocabMask
 from shared.grammar import step_budget
 from shared.grammar.state import GrammarState
+from shared.kvcache.host_pages import PageCopy
 from shared.protocol.messages import Finish, ReqKey
 from shared.protocol.sampling_params import Grammar, SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.grammar_queue import stuck
 from shared.scheduling.req import Req
+from shared.scheduling.retraction import KVCopy
 from shared.scheduling.sampled import Sampled
 from shared.timeline import Role, Timeline
 from tests.token_engine import EOS, VOCAB_SIZE, token_engine
 from tests.token_grammar import CostlyCompiled, CpuTime, TokenCompiled
+from tests.unit.engine.late_stream import LateStream
 
 CONFIG = NodeConfig(
     cache=CacheOptions(page_size=4, max_total_tokens=400),
@@ -69,13 +74,21 @@ class SteppedStream:
         self.calls.append(f"sample {number}" + (" masked" if vocab_mask is not None else ""))
         return Result(self, number, tokens)
 
+    def fence(self) -> Passed:
+        return Passed()
+
     def close(self) -> None: ...
 
 
+class Passed:
+    def wait(self) -> None: ...
+
+
 class World:
-    def __init__(self, *, overlap: bool, stream: SteppedStream | None = None) -> None:
+    def __init__(self, *, overlap: bool, stream: SteppedStream | LateStream | None = None) -> None:
         self.engine = token_engine(CONFIG)
         self.stream = stream or SteppedStream()
+        self.allocator = self.engine.ledger.allocator
         self.launcher = Launcher(
             self.stream,  # type: ignore[arg-type]
             self.engine.ledger,
@@ -188,6 +201,96 @@ def test_a_forward_that_was_not_launched_does_not_sample() -> None:
     world.turn()
     assert world.turn()[2] == [req]
     assert "sample 2" not in " ".join(world.stream.calls)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("call", ["submit", "sample"])
+def test_pages_of_a_launch_that_raises_go_to_no_arrival_while_its_kernels_run(
+    call: str, overlap: bool
+) -> None:
+    """A GPU runs out of memory while the host is queueing: what was queued before still writes."""
+    stream = LateStream(raising={call: torch.OutOfMemoryError("in the middle")})
+    world = World(overlap=overlap, stream=stream)
+    req = world.add("a", None)
+    failed: list[Req] = []
+    while not failed:
+        failed = world.turn()[2]
+    assert failed == [req]
+    assert req.kv is not None
+    world.engine.ledger.cache_finished_req(req.kv, req.ids)
+    arrivals = world.allocator.alloc_for_arrival(world.allocator.num_free_for_arrivals)
+    assert arrivals is not None
+    assert not stream.pages_in_use & {*arrivals}
+    if not overlap:
+        assert len(arrivals) == world.allocator.num_pages, "every page came back"
+
+
+def test_pages_of_a_copy_that_raises_go_to_no_arrival_while_it_runs() -> None:
+    stream = LateStream(raising={"copy": torch.OutOfMemoryError("in the middle")})
+    world = World(overlap=True, stream=stream)
+    req = world.add("a", None)
+    copies = KVCopies(stream, world.engine.ledger)
+    pages = world.allocator.alloc(3)
+    assert pages is not None
+    world.allocator.forward_launched()  # as retraction announces a copy
+    copies.launch([KVCopy(req, PageCopy(True, tuple(pages), (0, 1, 2)))])
+    world.allocator.free(pages)
+    assert copies.settle_latest().failed == [req]
+    arrivals = world.allocator.alloc_for_arrival(world.allocator.num_pages)
+    assert arrivals is not None
+    assert not stream.pages_in_use & {*arrivals}
+
+
+class IllegalAddress(torch.AcceleratorError):
+    error_code = 700
+
+
+class NoPinnedMemory(torch.AcceleratorError):
+    error_code = 2
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("call", ["submit", "sample", "wait"])
+def test_a_lost_device_ends_the_node_at_once(call: str, overlap: bool) -> None:
+    lost = IllegalAddress("an illegal memory access was encountered")
+    stream = LateStream(error_when_run=lost, raising={} if call == "wait" else {call: lost})
+    world = World(overlap=overlap, stream=stream)
+    world.add("a", None)
+    if call == "wait" and overlap:
+        world.turn()  # the forward is in flight
+    with pytest.raises(IllegalAddress):
+        world.turn()
+
+
+def test_an_error_of_the_host_that_hides_a_lost_device_ends_the_node_too() -> None:
+    """cuBLAS raises a RuntimeError; what was queued behind the illegal address says the rest."""
+    lost = IllegalAddress("an illegal memory access was encountered")
+    stream = LateStream(
+        error_when_run=lost, raising={"submit": RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")}
+    )
+    world = World(overlap=False, stream=stream)
+    world.add("a", None)
+    with pytest.raises(IllegalAddress):
+        world.turn()
+
+
+def test_a_copy_that_loses_the_device_ends_the_node() -> None:
+    stream = LateStream(error_when_run=IllegalAddress("an illegal memory access was encountered"))
+    world = World(overlap=True, stream=stream)
+    copies = KVCopies(stream, world.engine.ledger)
+    world.allocator.forward_launched()
+    copies.launch([KVCopy(world.add("a", None), PageCopy(True, (1,), (0,)))])
+    with pytest.raises(IllegalAddress):
+        copies.settle_latest()
+
+
+def test_an_allocation_that_fails_ends_its_requests_alone() -> None:
+    """Pinned memory that cannot be had comes as an error of CUDA, and leaves the device intact."""
+    world = World(overlap=False, stream=LateStream(raising={"submit": NoPinnedMemory("out of memory")}))
+    req = world.add("a", None)
+    assert world.turn()[2] == [req]
+    world.add("b", None)
+    assert world.turn()[2] == []
 
 
 @pytest.mark.parametrize("overlap", [True, False])
