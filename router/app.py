@@ -2,6 +2,7 @@
 
     RequestIds          first, so that every answer has its id, whoever gives it
     RequestLog          sees what all others answer (--log-requests)
+    HostCheck           refuses a request without a Host, or with two
     CORSMiddleware      answers preflights, which carry no key, and marks refusals too (--allowed-origins)
     ApiKeyCheck         nobody reads a body for someone without a key
     FastAPI             routes, and errors as JSON, those of bugs included
@@ -37,6 +38,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
 from router.http.admin_guard import AdminGuard
 from router.http.api_keys import ApiKeyCheck, ApiKeys
+from router.http.host_header import HostCheck
 from router.http.limits import HttpLimits
 from router.http.page_api import page_routes
 from router.http.request_ids import HEADER, RequestIds
@@ -85,6 +87,7 @@ def create_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=[HEADER, "retry-after"],
         )
+    app = HostCheck(app)
     if service.log_requests:
         app = RequestLog(app)
     return RequestIds(app)
@@ -93,7 +96,8 @@ def create_app(service: Service) -> ASGIApp:
 def create_api(service: Service) -> FastAPI:
     """The routes."""
     # FastAPI's pages for the document load scripts from a CDN; this server's users may be anywhere.
-    app = FastAPI(title="Baton", version=VERSION, docs_url=None, redoc_url=None)
+    # A redirect to a path without its slash would lead to whatever Host the request names.
+    app = FastAPI(title="Baton", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     model, limits, status = service.model, service.limits, service.status
     generator, membership, colleagues = service.generator, service.membership, service.colleagues
     admission = Admission(service.dispatcher.queue, service.max_queued_requests, service.metrics.rejected)

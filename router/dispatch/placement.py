@@ -20,6 +20,7 @@ from typing import Protocol
 from router.dispatch.node_counts import NodeCounts
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.running_req import Node
+from router.http.wording import maximum_context
 from shared.errors import RequestError
 from shared.protocol.block_hash import BlockHashes
 from shared.protocol.messages import Role
@@ -153,8 +154,8 @@ class Placement:
         if not live:
             return RequestError(self._fleet.why_none(Role.DECODE), status=503, code="no_node")
         return RequestError(
-            f"the prompt has {prompt_len} tokens, which leaves no room for output: prompt and output together "
-            f"may have at most {max(map(_room, live))} tokens here",
+            f"{maximum_context(max(map(_room, live)))}, prompt and output together; the prompt has {prompt_len} "
+            "tokens, which leaves no room for output",
             code="context_length_exceeded",
         )
 

@@ -18,7 +18,7 @@ class ErrorDetail(Answer, kw_only=True, frozen=True):
 
     message: Annotated[str, Meta(description="Names field, value and bound.")]
     type: Annotated[str, Meta(description="The kind of error, such as invalid_request_error.")]
-    code: Annotated[str | int, Meta(description="A name where there is one, otherwise the HTTP status.")]
+    code: Annotated[str | None, Meta(description="The name of what is wrong, where it has one.")]
     param: Annotated[str | None, Meta(description="The field at fault, where it is one.")]
 
 

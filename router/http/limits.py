@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.http.wording import wrong
+from router.http.wording import maximum_context, wrong
 from shared import cli
 from shared.errors import RequestError
 from shared.protocol.logprobs import MAX_TOP_LOGPROBS
@@ -49,7 +49,7 @@ class HttpLimits:
         if self.max_prompt_tokens is not None and len(input_ids) > self.max_prompt_tokens:
             raise RequestError(
                 f"{where} has {len(input_ids)} tokens; at most {self.max_prompt_tokens} are taken "
-                "(--max-prompt-tokens)",
+                f"(--max-prompt-tokens): {maximum_context(self.max_prompt_tokens)}",
                 param=field,
                 code="context_length_exceeded",
             )

@@ -43,9 +43,7 @@ def error_body(error: RequestError) -> ErrorAnswer:
     """The one shape of all errors; a superset of what either dialect needs."""
     kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     return ErrorAnswer(
-        error=ErrorDetail(
-            message=error.message, type=kind, code=error.code or error.status, param=error.param
-        )
+        error=ErrorDetail(message=error.message, type=kind, code=error.code, param=error.param)
     )
 
 

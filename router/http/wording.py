@@ -36,6 +36,11 @@ def wrong(name: str, expected: str, value: object, *, param: str | None = None) 
     )
 
 
+def maximum_context(num_tokens: int) -> str:
+    """The words by which clients such as litellm know that a prompt is too long."""
+    return f"This model's maximum context length is {num_tokens} tokens"
+
+
 def shown(value: object) -> str:
     """A value as it is quoted in an error message: short, and never a whole prompt."""
     return cut(_short.repr(value))

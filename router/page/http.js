@@ -31,7 +31,7 @@ export async function* events(path, { body, signal } = {}) {
         const payload = part.replace(/^data: /, "");
         if (payload === "[DONE]") return;
         const event = JSON.parse(payload);
-        if (event.error) throw new Failure(sentence(event.error.message), event.error.code);
+        if (event.error) throw new Failure(sentence(event.error.message));
         yield event;
       }
     }

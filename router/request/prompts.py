@@ -10,7 +10,7 @@ from pydantic import Field, WithJsonSchema
 
 from router.http.body import FailFast, OneOf
 from router.http.limits import MAX_BATCH_SIZE, HttpLimits
-from router.http.wording import wrong
+from router.http.wording import maximum_context, wrong
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
 
@@ -65,13 +65,16 @@ async def encode_prompts(
     """The token ids of `texts`. A text that could not fit, were all tokens the longest, is refused unread: it would
     keep the tokenizer from others for many seconds.
     """
-    most = limits.most_prompt_tokens(model.context_length) * model.tokenizer.max_token_chars
+    most_tokens, token_chars = (
+        limits.most_prompt_tokens(model.context_length),
+        model.tokenizer.max_token_chars,
+    )
     for at, text in enumerate(texts):
-        if len(text) > most:
+        if len(text) > most_tokens * token_chars:
             where = f"prompt {at}" if batched else "the prompt"
             raise RequestError(
-                f"{where} has {len(text)} characters, more than {limits.most_prompt_tokens(model.context_length)} "
-                f"tokens of at most {model.tokenizer.max_token_chars} can hold",
+                f"{where} has {len(text)} characters, more than {most_tokens} tokens of at most {token_chars} can "
+                f"hold: {maximum_context(most_tokens)}",
                 param=field,
                 code="context_length_exceeded",
             )

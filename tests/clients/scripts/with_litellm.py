@@ -13,6 +13,7 @@ litellm.telemetry = False
 served = {"api_base": f"{URL}/v1", "api_key": "none", "num_retries": 0}
 greedy = {"temperature": 0, "max_tokens": 24}
 CHAT = f"openai/{MODEL}"
+TOO_LONG = [{"role": "user", "content": "word " * 100_000}]
 TEXT = f"text-completion-openai/{MODEL}"
 
 
@@ -104,6 +105,7 @@ def errors_have_litellms_types() -> None:
 
     assert raises(litellm.BadRequestError, lambda: call(temperature=-1)).status_code == 400
     assert raises(litellm.NotFoundError, lambda: call(model="openai/gpt-4")).status_code == 404
+    assert raises(litellm.ContextWindowExceededError, lambda: call(messages=TOO_LONG)).status_code == 400
     keyed = {"api_base": f"{KEYED_URL}/v1"}
     assert raises(litellm.AuthenticationError, lambda: call(**keyed)).status_code == 401
     assert call(**keyed, api_key=KEY).usage.completion_tokens == 24

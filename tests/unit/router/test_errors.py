@@ -340,6 +340,7 @@ def check_refusal(response: httpx.Response, part: str) -> None:
     assert part in error["message"]
     assert set(error) == {"message", "type", "code", "param"}
     assert error["type"] == "invalid_request_error"
+    assert error["code"] is None or isinstance(error["code"], str)
     assert len(error["message"]) < 400
 
 
@@ -454,6 +455,7 @@ def test_routes_and_methods(model_folder: Path) -> None:
         async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
             for response, status in (
                 (await client.get("/nowhere"), 404),
+                (await client.get("/health/"), 404),  # a redirect would go where Host says
                 (await client.get("/generate"), 405),
                 (await client.delete("/v1/models"), 405),
                 (await client.get("/v1/models/other"), 404),
@@ -464,6 +466,18 @@ def test_routes_and_methods(model_folder: Path) -> None:
             ):
                 assert response.status_code == status
                 assert response.json()["error"]["message"]
+                code = response.json()["error"]["code"]
+                assert code is None or isinstance(code, str)
+
+    asyncio.run(run())
+
+
+def test_a_text_that_cannot_fit_says_so_as_clients_look_for_it(model_folder: Path) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            refused = await client.post("/v1/completions", json={"prompt": "x" * 100_000})
+            check_refusal(refused, "This model's maximum context length is 256 tokens")
+            assert refused.json()["error"]["code"] == "context_length_exceeded"
 
     asyncio.run(run())
 
@@ -540,7 +554,8 @@ LIMITED = [
     (
         "/generate",
         {"input_ids": [[1], [1] * 41]},
-        "prompt 1 has 41 tokens; at most 40 are taken (--max-prompt-tokens)",
+        "prompt 1 has 41 tokens; at most 40 are taken (--max-prompt-tokens): "
+        "This model's maximum context length is 40 tokens",
     ),
     ("/generate", {"text": "x " * 90}, "tokens; at most 40 are taken (--max-prompt-tokens)"),
     ("/v1/completions", {"prompt": [1] * 41}, "the prompt has 41 tokens; at most 40 are taken"),
@@ -609,6 +624,7 @@ def test_a_prompt_without_room_for_output_names_its_field(model_folder: Path) ->
             ):
                 refused = await client.post(path, json=body)
                 check_refusal(refused, "leaves no room for output")
+                assert "This model's maximum context length is 200 tokens" in refused.text
                 error = refused.json()["error"]
                 assert (error["param"], error["code"]) == (param, "context_length_exceeded")
 

@@ -297,6 +297,24 @@ def test_pipelined_requests_are_answered_in_order(model_folder: Path) -> None:
     play(model_folder, scene)
 
 
+@pytest.mark.parametrize("path", ["/health", "/generate"])
+def test_a_request_names_one_host(model_folder: Path, path: str) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        for version, hosts, status in (
+            ("1.1", "", 400),
+            ("1.1", "Host: a\nHost: a\n", 400),
+            ("1.0", "Host: a\nHost: b\n", 400),
+            ("1.0", "", 200 if path == "/health" else 405),
+        ):
+            async with raw_client(port) as client:
+                client.send(f"GET {path} HTTP/{version}\n{hosts}\n")
+                answer = await client.answer()
+                assert answer.status == status
+                assert status != 400 or "Host" in answer.error["message"]
+
+    play(model_folder, scene)
+
+
 def test_http_1_0(model_folder: Path) -> None:
     async def scene(port: int, _: FakeNode) -> None:
         async with raw_client(port) as client:
