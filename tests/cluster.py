@@ -37,6 +37,7 @@ from shared.protocol.messages import (
     Role,
     TokenEntry,
     Tokens,
+    Work,
 )
 from shared.protocol.router_port import RouterPort
 from shared.protocol.sampling_params import SamplingParams
@@ -100,24 +101,13 @@ class ScriptedRouter:
         key = ReqKey(ROUTER, rid, attempt)
         self.answers[key] = Answer(token_ids=list(output_ids))
         self._holders[key] = {name for name in (prefill, decode) if name}
-        ids, outs = tuple(input_ids), tuple(output_ids)
+        work = Work(tuple(input_ids), params, tuple(output_ids), priority=priority, routing_key=routing_key)
         if decode:
             source = ref(prefill) if prefill else None
-            decode_message = Decode(
-                key,
-                ids,
-                outs,
-                params,
-                source,
-                "",
-                priority,
-                routing_key,
-                local_prefill_limit=local_prefill_limit,
-            )
-            self.outbox.send(decode, decode_message)
+            self.outbox.send(decode, Decode(key, work, source, local_prefill_limit))
         if prefill:
             target = ref(decode) if decode else None
-            self.outbox.send(prefill, Prefill(key, ids, outs, params, target, "", priority, routing_key))
+            self.outbox.send(prefill, Prefill(key, work, target))
         return key
 
     def cancel(self, key: ReqKey) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -21,7 +21,6 @@ from router.dispatch.node_counts import NodeCounts
 from router.dispatch.placement import Fleet, Placement, Plan
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.running_req import Aborted, Node, RunningReq
-from router.dispatch.scheduling_hints import SchedulingHints
 from shared.errors import RequestError
 from shared.log import event
 from shared.protocol.messages import (
@@ -34,8 +33,8 @@ from shared.protocol.messages import (
     Role,
     Stop,
     TokenEntry,
+    Work,
 )
-from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import Clock
 
 
@@ -45,17 +44,6 @@ class Deadlines:
 
     first_token_s: float
     stall_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What is to be computed. `split` forces the way through both fleets, however short the prompt."""
-
-    input_ids: tuple[int, ...]
-    params: SamplingParams
-    extra_key: str = ""
-    split: bool = False
-    hints: SchedulingHints = field(default_factory=SchedulingHints)
 
 
 class Dispatcher:
@@ -98,11 +86,14 @@ class Dispatcher:
         return len(self._running)
 
     # ------------------------------------------------------------------------------- towards clients
-    def start(self, work: Work, wake: Callable[[], None]) -> RunningReq:
-        """Send a sequence to its nodes. Raises RequestError when none can take it."""
+    def start(self, work: Work, wake: Callable[[], None], *, split: bool = False) -> RunningReq:
+        """Send a sequence to its nodes. Raises RequestError when none can take it.
+
+        `split` forces the way through both fleets, however short the prompt.
+        """
         if self._closed is not None:
             raise RequestError(self._closed, status=503)
-        plan = self._plan(work, split=work.split)
+        plan = self._plan(work, split=split)
         req = RunningReq(
             ReqKey(self._incarnation, str(next(self._rids))),
             prompt_len=len(work.input_ids),
@@ -258,37 +249,14 @@ class Dispatcher:
             max_new_tokens=plan.max_new_tokens,
             min_new_tokens=min(work.params.min_new_tokens, plan.max_new_tokens),
         )
-        output_ids: tuple[int, ...] = ()
+        work = msgspec.structs.replace(work, params=params)
         if plan.decode is not None:
             source = plan.prefill.ref if plan.prefill else None
             self._counts.sent(plan.decode)
-            plan.decode.send(
-                Decode(
-                    key,
-                    work.input_ids,
-                    output_ids,
-                    params,
-                    source,
-                    work.extra_key,
-                    work.hints.priority,
-                    work.hints.routing_key,
-                    local_prefill_limit=plan.local_prefill_limit,
-                )
-            )
+            plan.decode.send(Decode(key, work, source, plan.local_prefill_limit))
         if plan.prefill is not None:
             target = plan.decode.ref if plan.decode else None
-            plan.prefill.send(
-                Prefill(
-                    key,
-                    work.input_ids,
-                    output_ids,
-                    params,
-                    target,
-                    work.extra_key,
-                    work.hints.priority,
-                    work.hints.routing_key,
-                )
-            )
+            plan.prefill.send(Prefill(key, work, target))
 
     def _end(
         self,

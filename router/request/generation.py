@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
 
-from router.dispatch.dispatcher import Dispatcher, Work
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.live_rids import Claim, LiveRids
 from router.dispatch.running_req import Aborted, RunningReq
 from router.dispatch.scheduling_hints import SchedulingHints
@@ -27,7 +27,7 @@ from router.request.stop_matcher import StopConditions, stop_conditions
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.logprobs import TokenLogprobs
-from shared.protocol.messages import Stamp
+from shared.protocol.messages import Stamp, Work
 from shared.timeline import ReqStage
 
 ABORTED_STATUS = 499
@@ -225,8 +225,8 @@ class GenerationGroup:
             input_ids=prompt.input_ids,
             params=prompt.sampling.choice(generation.choice),
             extra_key=prompt.extra_key,
-            hints=prompt.hints,
-            split=prompt.split,
+            priority=prompt.hints.priority,
+            routing_key=prompt.hints.routing_key,
         )
 
         def wake() -> None:
@@ -237,7 +237,7 @@ class GenerationGroup:
             generation.dispatched(self._dispatcher.never_sent(work, wake, called_off))
         else:
             try:
-                generation.dispatched(self._dispatcher.start(work, wake))
+                generation.dispatched(self._dispatcher.start(work, wake, split=prompt.split))
             except RequestError as e:
                 raise self._named(e, generation) from e
         self._claim.sent(prompt.rid, generation.req)

@@ -42,6 +42,22 @@ class ReqKey(Record, frozen=True):
         return f"{self.router}/{self.rid}/{self.attempt}"
 
 
+class Work(Record, frozen=True):
+    """What is asked of the nodes that work on one sequence: the same for all of them, and for every attempt.
+
+    `output_ids` are the tokens already forwarded to the client; sampling starts at position len(output_ids).
+    Sequences with different `extra_key` share no cached prefix. Higher `priority` is served first, and those with
+    one `routing_key` are grouped, on nodes whose flags ask for it.
+    """
+
+    input_ids: tuple[int, ...]
+    params: SamplingParams
+    output_ids: tuple[int, ...] = ()
+    extra_key: str = ""
+    priority: int = 0
+    routing_key: str = ""
+
+
 class NodeRef(Record, frozen=True):
     """A node of one incarnation, and where its control socket can be dialled (`tcp://host:port`)."""
 
@@ -158,35 +174,22 @@ class Peers(Struct, frozen=True):
 
 
 class Prefill(Struct, frozen=True):
-    """Compute a prompt and sample its next token. `decode` is None when nobody continues after that token.
-
-    `output_ids` are tokens already forwarded to the client; sampling starts at position len(output_ids).
-    """
+    """Compute the KV of a sequence and sample its next token; `decode` continues after it, None: no node does."""
 
     key: ReqKey
-    input_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
-    params: SamplingParams
+    work: Work
     decode: NodeRef | None
-    extra_key: str = ""
-    priority: int = 0
-    routing_key: str = ""
 
 
 class Decode(Struct, frozen=True):
-    """Continue a prompt after its prefill on `prefill`; None: prefill it here.
+    """Continue a sequence after its prefill on the node `prefill`; None: prefill it on the decode node.
 
     With a `local_prefill_limit`, a node that would have to compute more tokens than that answers NotCached.
     """
 
     key: ReqKey
-    input_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
-    params: SamplingParams
+    work: Work
     prefill: NodeRef | None
-    extra_key: str = ""
-    priority: int = 0
-    routing_key: str = ""
     local_prefill_limit: int | None = None
 
 

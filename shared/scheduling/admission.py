@@ -10,7 +10,7 @@ from shared.protocol.logprobs import (
     OUTPUTS_ONLY,
     LogprobParams,
 )
-from shared.protocol.messages import Decode, NodeLimits, Prefill
+from shared.protocol.messages import Decode, NodeLimits, Prefill, Work
 from shared.protocol.sampling_params import MAX_LOGIT_BIAS, MAX_PENALTY, SamplingParams
 from shared.scheduling.req import Req
 from shared.timeline import Role, Timeline
@@ -24,31 +24,20 @@ def accept(message: Prefill | Decode, limits: NodeLimits, vocab_size: int) -> Re
     A prefill node samples one token of it, a decode node all that are wanted.
     """
     is_prefill = isinstance(message, Prefill)
-    wanted = message.params.max_new_tokens
-    max_output_len = min(wanted, len(message.output_ids) + 1) if is_prefill else wanted
-    check_request(message, max_output_len, limits, vocab_size)
-    return Req(
-        key=message.key,
-        ids=[*message.input_ids, *message.output_ids],
-        num_input_ids=len(message.input_ids),
-        params=message.params,
-        timeline=Timeline(Role.PREFILL if is_prefill else Role.DECODE),
-        max_output_len=max_output_len,
-        num_sampled=len(message.output_ids),
-        extra_key=message.extra_key,
-        priority=message.priority,
-        routing_key=message.routing_key,
-    )
+    work = message.work
+    wanted = work.params.max_new_tokens
+    max_output_len = min(wanted, len(work.output_ids) + 1) if is_prefill else wanted
+    check_request(work, max_output_len, limits, vocab_size)
+    timeline = Timeline(Role.PREFILL if is_prefill else Role.DECODE)
+    return Req(message.key, work, timeline, max_output_len)
 
 
-def check_request(
-    message: Prefill | Decode, max_output_len: int, limits: NodeLimits, vocab_size: int
-) -> None:
+def check_request(work: Work, max_output_len: int, limits: NodeLimits, vocab_size: int) -> None:
     """Raise RequestError when the sequence can never be served here: then no retraction could make room for it.
 
     Only `max_output_len` output tokens will be computed on this node.
     """
-    input_ids, output_ids, params = message.input_ids, message.output_ids, message.params
+    input_ids, output_ids, params = work.input_ids, work.output_ids, work.params
     if not input_ids:
         raise RequestError("input_ids: the prompt is empty", param="input_ids")
     worst = next((i for i in (*input_ids, *output_ids) if not 0 <= i < vocab_size), None)

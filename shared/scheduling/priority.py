@@ -46,4 +46,4 @@ class PriorityRule:
         return max(self._given(req) for req in waiting) - lowest > self._threshold
 
     def _given(self, req: Req) -> int:
-        return self._sign * req.priority if self.enabled else 0
+        return self._sign * req.work.priority if self.enabled else 0

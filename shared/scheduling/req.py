@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from shared.grammar.state import GrammarState
 from shared.kvcache.ledger import ReqKV
 from shared.protocol.logprobs import Logprobs
-from shared.protocol.messages import Finish, ReqKey, ReqReport
+from shared.protocol.messages import Finish, ReqKey, ReqReport, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import ReqStage, Timeline
 
@@ -16,8 +16,8 @@ from shared.timeline import ReqStage, Timeline
 class Req:
     """A sequence that this node prefills, decodes, or both.
 
-    `ids` are prompt and known output in one list. Where the request *is* follows from the queue it sits in;
-    how far it is follows from lengths:
+    `work` is what the router asked for; `ids` are prompt and known output in one list. Where the request *is* follows
+    from the queue it sits in; how far it is follows from lengths:
 
         len(ids)                 tokens known on the host
         kv.kv_allocated_len      tokens whose KV is computed, or being computed by a launched forward
@@ -25,21 +25,17 @@ class Req:
     """
 
     key: ReqKey
-    ids: list[int]
-    num_input_ids: int
-    params: SamplingParams
+    work: Work
     timeline: Timeline
     max_output_len: int
     """The request leaves this node's batches when it has so many output tokens."""
-    num_sampled: int = 0
+    ids: list[int] = field(init=False)
+    num_input_ids: int = field(init=False)
+    num_sampled: int = field(init=False)
     kv: ReqKV | None = None
     generation: int = 0
     """Raised whenever results in flight become worthless: by retraction, jump, abort and finish."""
     finish: Finish | None = None
-    extra_key: str = ""
-    priority: int = 0
-    routing_key: str = ""
-    """What the policy `routing-key` groups by; empty: nothing."""
     arrival_step: int | None = None
     """Forwards that this node had decided on when the request arrived; None until its Batcher has heard of it."""
     grammar: GrammarState | None = None
@@ -61,6 +57,21 @@ class Req:
     """Of the last token, where they are asked for."""
     input_logprobs: Logprobs | None = None
     """Of the prompt tokens computed so far, where they are asked for; told with output position 0, then forgotten."""
+
+    def __post_init__(self) -> None:
+        self.ids = [*self.work.input_ids, *self.work.output_ids]
+        self.num_input_ids = len(self.work.input_ids)
+        self.num_sampled = len(self.work.output_ids)
+
+    @property
+    def params(self) -> SamplingParams:
+        """How to sample, and when to stop."""
+        return self.work.params
+
+    @property
+    def extra_key(self) -> str:
+        """The namespace of the RadixCache in which its prefix is matched and stored."""
+        return self.work.extra_key
 
     @property
     def output_len(self) -> int:

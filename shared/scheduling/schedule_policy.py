@@ -76,8 +76,8 @@ def routing_key(round_: Round) -> SortKey:
     Who is being prefilled runs as well: a prefill node has no other running requests.
     """
     running = [*round_.running, *round_.being_computed]
-    count = Counter(req.routing_key for req in running if req.routing_key)
-    return lambda req: (0, -count[req.routing_key], req.routing_key) if req.routing_key in count else (1,)
+    count = Counter(req.work.routing_key for req in running if req.work.routing_key)
+    return lambda req: (0, -count[key], key) if (key := req.work.routing_key) in count else (1,)
 
 
 POLICIES: dict[str, Callable[[Round], SortKey]] = {

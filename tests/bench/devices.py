@@ -15,7 +15,7 @@ from shared.engine.build import build_engine, make_ledger
 from shared.engine.forward_stream import ForwardStream
 from shared.engine.node_process import SWITCH_INTERVAL_S
 from shared.kvcache.ledger import KVLedger
-from shared.protocol.messages import ReqKey, Role
+from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
@@ -91,9 +91,9 @@ def timed_device(max_running: int, *, step_s: float, prompt_token_s: float = 0.0
 def make_req(rid: int, prompt_len: int, params: SamplingParams) -> Req:
     """A prompt of random tokens that is its own."""
     rng = random.Random(rid)
-    ids = [rng.randrange(FIRST_TEXT_TOKEN, VOCAB_SIZE) for _ in range(prompt_len)]
+    ids = tuple(rng.randrange(FIRST_TEXT_TOKEN, VOCAB_SIZE) for _ in range(prompt_len))
     key = ReqKey("bench", str(rid))
-    return Req(key, ids, prompt_len, params, Timeline(Role.DECODE), params.max_new_tokens)
+    return Req(key, Work(ids, params), Timeline(Role.DECODE), params.max_new_tokens)
 
 
 def release(req: Req, batcher: Batcher, ledger: KVLedger) -> None:

@@ -24,7 +24,7 @@ import torch
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.engine.build import Engine, build_engine
 from shared.engine.launcher import Launcher
-from shared.protocol.messages import Finish, ReqKey, Role
+from shared.protocol.messages import Finish, ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
@@ -59,10 +59,10 @@ class Bench:
     def add(self, length: int, max_new_tokens: int) -> Req:
         """A prompt of random tokens waits."""
         self._num_reqs += 1
-        ids = [self._random.randrange(256, 4096) for _ in range(length)]
+        ids = tuple(self._random.randrange(256, 4096) for _ in range(length))
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
         key = ReqKey("bench", str(self._num_reqs))
-        req = Req(key, ids, length, params, Timeline(Role.DECODE), max_new_tokens)
+        req = Req(key, Work(ids, params), Timeline(Role.DECODE), max_new_tokens)
         self.batcher.add(req)
         return req
 

@@ -165,16 +165,16 @@ def _process(*argv: str) -> Iterator[_Lines]:
 
 
 async def _nodes() -> None:
-    async def first(node: FakeNode, work: Prefill | Decode) -> None:
-        node.tokens(work.key, 0, node.story[:1])
+    async def first(node: FakeNode, message: Prefill | Decode) -> None:
+        node.tokens(message.key, 0, node.story[:1])
 
-    async def rest(node: FakeNode, work: Prefill | Decode) -> None:
-        wanted, begin = work.params.max_new_tokens, time.monotonic()
+    async def rest(node: FakeNode, message: Prefill | Decode) -> None:
+        wanted, begin = message.work.params.max_new_tokens, time.monotonic()
         for position in range(wanted):
-            if work.routing_key == STEADY:
+            if message.work.routing_key == STEADY:
                 await asyncio.sleep(max(0.0, begin + position * STEP_S - time.monotonic()))
             finish = Finish("length") if position == wanted - 1 else None
-            node.tokens(work.key, position, node.story[position % 20 : position % 20 + 1], finish)
+            node.tokens(message.key, position, node.story[position % 20 : position % 20 + 1], finish)
 
     async with (
         FakeNode(Role.PREFILL, script=first, limits=ROOMY) as prefill,

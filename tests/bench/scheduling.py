@@ -18,7 +18,7 @@ from typing import Any
 from shared.config import CacheOptions, ScheduleOptions
 from shared.engine.build import make_ledger
 from shared.kvcache.ledger import KVLedger
-from shared.protocol.messages import ReqKey, Role
+from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
@@ -61,16 +61,13 @@ def cases() -> Iterator[Case]:
 
 
 def make_req(rid: str, ids: list[int], rng: random.Random, *, ignore_eos: bool) -> Req:
-    return Req(
-        key=ReqKey("bench", rid),
-        ids=ids,
-        num_input_ids=len(ids),
-        params=SamplingParams(max_new_tokens=MAX_NEW_TOKENS, ignore_eos=ignore_eos),
-        timeline=Timeline(Role.DECODE),
-        max_output_len=MAX_NEW_TOKENS,
+    work = Work(
+        tuple(ids),
+        SamplingParams(max_new_tokens=MAX_NEW_TOKENS, ignore_eos=ignore_eos),
         priority=rng.randrange(5),
         routing_key=f"key {rng.randrange(20)}",
     )
+    return Req(ReqKey("bench", rid), work, Timeline(Role.DECODE), MAX_NEW_TOKENS)
 
 
 def start_running(batcher: Batcher, ledger: KVLedger, req: Req) -> None:

@@ -32,12 +32,12 @@ def story(num_tokens: int) -> str:
 def saying(text: str) -> Script:
     """A script that tells `text`, whatever was asked."""
 
-    async def script(node: FakeNode, work: Prefill | Decode) -> None:
+    async def script(node: FakeNode, message: Prefill | Decode) -> None:
         ids = byte_level_tokenizer().encode(text).ids
-        if isinstance(work, Prefill):
-            node.tokens(work.key, 0, ids[:1])
+        if isinstance(message, Prefill):
+            node.tokens(message.key, 0, ids[:1])
         else:
-            node.tokens(work.key, 0, ids, Finish("stop"))
+            node.tokens(message.key, 0, ids, Finish("stop"))
 
     return script
 
@@ -74,15 +74,15 @@ def test_the_timeline_is_drawn_as_it_happens(run: Run, browser: Browser, model_f
     async def scenario() -> None:
         go_on = asyncio.Event()
 
-        async def prefill_part(node: FakeNode, work: Prefill | Decode) -> None:
+        async def prefill_part(node: FakeNode, message: Prefill | Decode) -> None:
             report = ReqReport(stamps=stamps("prefill", "queued", "prefilling", "transferring"))
-            node.tokens(work.key, 0, node.story[:1], report=report)
+            node.tokens(message.key, 0, node.story[:1], report=report)
 
-        async def decode_part(node: FakeNode, work: Prefill | Decode) -> None:
+        async def decode_part(node: FakeNode, message: Prefill | Decode) -> None:
             await go_on.wait()
             arrived = stamps("decode", "queued", "transferring", "decoding")
-            node.tokens(work.key, 0, node.story[:1], report=ReqReport(stamps=arrived))
-            node.tokens(work.key, 1, node.story[1:2])
+            node.tokens(message.key, 0, node.story[:1], report=ReqReport(stamps=arrived))
+            node.tokens(message.key, 1, node.story[1:2])
             go_on.clear()
             await go_on.wait()
             told = ReqReport(
@@ -90,7 +90,7 @@ def test_the_timeline_is_drawn_as_it_happens(run: Run, browser: Browser, model_f
                 kv_pages_transferred=3,
                 kv_bytes_transferred=3000,
             )
-            node.tokens(work.key, 2, node.story[2:9], Finish("length"), told)
+            node.tokens(message.key, 2, node.story[2:9], Finish("length"), told)
 
         async with (
             pair(prefill=prefill_part, decode=decode_part) as (prefill, decode),
@@ -160,13 +160,13 @@ def test_nodes_of_a_router_that_is_gone_are_not_shown_as_live(
 
 
 def test_what_a_lane_is_empty_for(run: Run, browser: Browser, model_folder: Path) -> None:
-    async def first_then_out(node: FakeNode, work: Prefill | Decode) -> None:
-        if isinstance(work, Prefill):
+    async def first_then_out(node: FakeNode, message: Prefill | Decode) -> None:
+        if isinstance(message, Prefill):
             report = ReqReport(stamps=stamps("prefill", "queued", "prefilling"))
-            node.tokens(work.key, 0, node.story[:1], report=report)
+            node.tokens(message.key, 0, node.story[:1], report=report)
         else:
             await asyncio.sleep(0.2)
-            node.send(Failed(work.key, 500, "the node is out of sorts"))
+            node.send(Failed(message.key, 500, "the node is out of sorts"))
 
     async def scenario() -> None:
         async with (
@@ -204,7 +204,9 @@ def test_everything_is_done_by_keyboard(run: Run, browser: Browser, model_folder
             await keyboard.press("Enter")  # a new line
             await keyboard.press("Control+Enter")
             await site.shows("#output", story(1))
-            assert list(decode.all(Decode)[0].input_ids) == byte_level_tokenizer().encode("tell me\n").ids
+            assert (
+                list(decode.all(Decode)[0].work.input_ids) == byte_level_tokenizer().encode("tell me\n").ids
+            )
             await keyboard.press("Escape")
             await site.shows("#run-status", "Stopped. 1 token in")
             await decode.wait_for(Cancel)
@@ -229,7 +231,7 @@ def test_a_conversation(run: Run, browser: Browser, model_folder: Path) -> None:
                 )
                 await site.shows("#run-status", "Done")
             prompt = "<|user|>hello<|assistant|>Hi there<|user|>hello<|assistant|>"
-            assert list(decode.all(Decode)[1].input_ids) == byte_level_tokenizer().encode(prompt).ids
+            assert list(decode.all(Decode)[1].work.input_ids) == byte_level_tokenizer().encode(prompt).ids
             await site.page.click("#new-chat")
             assert await site.page.locator(".turn").count() == 0
 
@@ -384,10 +386,10 @@ def test_what_a_model_says_is_never_markup(run: Run, browser: Browser, model_fol
 
 
 def test_errors_are_words(run: Run, browser: Browser, model_folder: Path) -> None:
-    async def fail_later(node: FakeNode, work: Prefill | Decode) -> None:
-        node.tokens(work.key, 0, node.story[:1])
+    async def fail_later(node: FakeNode, message: Prefill | Decode) -> None:
+        node.tokens(message.key, 0, node.story[:1])
         await asyncio.sleep(0.1)
-        node.send(Failed(work.key, 500, "the node is out of sorts"))
+        node.send(Failed(message.key, 500, "the node is out of sorts"))
 
     async def scenario() -> None:
         async with (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.engine.launcher import Launcher
 from shared.kvcache.audit import audit, audit_idle
-from shared.protocol.messages import Finish, ReqKey, Role
+from shared.protocol.messages import Finish, ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
@@ -24,17 +24,11 @@ def new_req(
     ignore_eos: bool = True,
     priority: int = 0,
     routing_key: str = "",
+    extra_key: str = "",
 ) -> Req:
-    return Req(
-        key=ReqKey("router", rid),
-        ids=list(ids),
-        num_input_ids=len(ids),
-        params=SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=ignore_eos),
-        timeline=Timeline(Role.DECODE),
-        max_output_len=num_new,
-        priority=priority,
-        routing_key=routing_key,
-    )
+    params = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=ignore_eos)
+    work = Work(tuple(ids), params, extra_key=extra_key, priority=priority, routing_key=routing_key)
+    return Req(ReqKey("router", rid), work, Timeline(Role.DECODE), num_new)
 
 
 class Stepping:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.engine.launcher import Launcher
 from shared.kvcache.audit import audit, audit_idle
-from shared.protocol.messages import Finish, ReqKey
+from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
@@ -54,15 +54,12 @@ def make_config(
     )
 
 
-def make_req(rid: str, ids: list[int], max_new_tokens: int, *, ignore_eos: bool = False) -> Req:
-    return Req(
-        key=ReqKey("router", rid),
-        ids=list(ids),
-        num_input_ids=len(ids),
-        params=SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos),
-        timeline=Timeline(Role.DECODE),
-        max_output_len=max_new_tokens,
-    )
+def make_req(
+    rid: str, ids: list[int], max_new_tokens: int, *, ignore_eos: bool = False, priority: int = 0
+) -> Req:
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos)
+    work = Work(tuple(ids), params, priority=priority)
+    return Req(ReqKey("router", rid), work, Timeline(Role.DECODE), max_new_tokens)
 
 
 class Driver:
@@ -346,9 +343,8 @@ def test_lower_priority_is_retracted_first_where_it_counts() -> None:
     for enabled, expected in [(False, "few"), (True, "low")]:
         schedule = ScheduleOptions(enable_priority_scheduling=enabled)
         driver = Driver(NodeConfig(cache=config.cache, schedule=schedule, model=config.model), overlap=False)
-        few, low = make_req("few", [1, 2], 9), make_req("low", [1, 2, 3], 9)
-        few.priority, few.arrival_step = 5, 0
-        low.arrival_step = 0
+        few, low = make_req("few", [1, 2], 9, priority=5), make_req("low", [1, 2, 3], 9)
+        few.arrival_step = low.arrival_step = 0
         low.num_input_ids = 2
         assert driver.retraction.next_victim([few, low]).key.rid == expected
 

@@ -13,7 +13,7 @@ from shared.config import CacheOptions, ScheduleOptions
 from shared.engine.build import make_ledger
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.logprobs import LogprobParams
-from shared.protocol.messages import ReqKey, Role
+from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.cached_prefixes import CachedPrefixes
 from shared.scheduling.in_batch_prefix import InBatchPrefix
@@ -50,19 +50,20 @@ class World:
         judged_from = rng.choice([None, None, -1, rng.randrange(len(ids))])
         return Req(
             key=ReqKey("router", rid),
-            ids=ids + [rng.randrange(2) for _ in range(output_len)],
-            num_input_ids=len(ids),
-            params=SamplingParams(
-                max_new_tokens=rng.randint(3, 9),
-                temperature=0.0,
-                logprobs=None if judged_from is None else LogprobParams(start_len=judged_from),
+            work=Work(
+                tuple(ids),
+                output_ids=tuple(rng.randrange(2) for _ in range(output_len)),
+                params=SamplingParams(
+                    max_new_tokens=rng.randint(3, 9),
+                    temperature=0.0,
+                    logprobs=None if judged_from is None else LogprobParams(start_len=judged_from),
+                ),
+                extra_key=extra_key,
+                priority=rng.randint(-3, 3),
+                routing_key=rng.choice(["", "a", "b", "c"]),
             ),
             timeline=Timeline(Role.DECODE),
             max_output_len=9,
-            num_sampled=output_len,
-            extra_key=extra_key,
-            priority=rng.randint(-3, 3),
-            routing_key=rng.choice(["", "a", "b", "c"]),
             arrival_step=rng.randrange(100),
             num_retractions=rng.random() < 0.2,
         )
@@ -135,10 +136,10 @@ def by_dfs_weight(world: World, reqs: list[Req]) -> list[Req]:
 
 def by_routing_key(world: World, reqs: list[Req]) -> list[Req]:
     running = [*world.running, *world.prefilling]
-    keys = {req.routing_key for req in running} - {""}
-    often = {key: sum(req.routing_key == key for req in running) for key in keys}
+    keys = {req.work.routing_key for req in running} - {""}
+    often = {key: sum(req.work.routing_key == key for req in running) for key in keys}
     ranked = sorted(sorted(keys), key=lambda key: often[key], reverse=True)
-    matched = [req for key in ranked for req in reqs if req.routing_key == key]
+    matched = [req for key in ranked for req in reqs if req.work.routing_key == key]
     return matched + [req for req in reqs if req not in matched]
 
 
@@ -186,7 +187,7 @@ def test_class_then_retracted_then_the_policy(policy: str, seed: int, enabled: b
 
     def level(req: Req) -> int:
         assert req.arrival_step is not None
-        return (sign * req.priority if enabled else 0) + (100 - req.arrival_step) // 30
+        return (sign * req.work.priority if enabled else 0) + (100 - req.arrival_step) // 30
 
     by_policy = DEFINITIONS[policy](world, world.waiting)
     expected: list[Req] = []

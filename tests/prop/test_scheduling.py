@@ -43,8 +43,14 @@ def test_every_output_is_right_and_every_page_comes_home(policy: str, seed: int)
         shared = rng.choice(prefixes)[: rng.randrange(20)]
         ids = shared + [rng.randrange(997) for _ in range(rng.randint(1, 20))]
         num_new = rng.randint(1, min(24, 64 - len(ids)))
-        req = new_req(f"r{i:02d}", ids, num_new, ignore_eos=rng.random() < 0.5, priority=rng.randint(-4, 4))
-        req.routing_key = rng.choice(["", "a", "b"])
+        req = new_req(
+            f"r{i:02d}",
+            ids,
+            num_new,
+            ignore_eos=rng.random() < 0.5,
+            priority=rng.randint(-4, 4),
+            routing_key=rng.choice(["", "a", "b"]),
+        )
         pending.append(req)
     while pending:
         if rng.random() < 0.4:

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.dispatch.dispatcher import Deadlines, Dispatcher, Work
+from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.metrics import Metrics
 from router.dispatch.policy import RoundRobin
 from router.dispatch.running_req import Aborted, RunningReq
-from router.dispatch.scheduling_hints import SchedulingHints
 from shared.errors import RequestError
-from shared.protocol.messages import CacheEvents, CacheResync, Failed, Finish, NotCached, Role, Tokens
+from shared.protocol.messages import CacheEvents, CacheResync, Failed, Finish, NotCached, Role, Tokens, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.sim.simulator.cost_model import CostModel
 from tests.sim.simulator.events import EventLoop
@@ -181,8 +180,7 @@ class SimFleet:
     def send(self, request: SimRequest) -> Outcome | None:
         """Dispatch one request now; None when no node can take it. The client allows twice the output it will get."""
         params = SamplingParams(max_new_tokens=2 * request.output_len, temperature=0.0)
-        hints = SchedulingHints(routing_key=request.routing_key)
-        work = Work(input_ids=request.input_ids(), params=params, hints=hints)
+        work = Work(request.input_ids(), params, routing_key=request.routing_key)
         try:
             req = self.dispatcher.start(work, lambda: self._take(outcome))
         except RequestError:

@@ -12,7 +12,7 @@ from shared.config import CacheOptions, NodeConfig, ScheduleOptions
 from shared.engine.debug_checks import LaunchChecks, check_complete
 from shared.engine.launcher import Launcher
 from shared.engine.model_worker_batch import ModelWorkerBatch, snapshot
-from shared.protocol.messages import ReqKey
+from shared.protocol.messages import ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
@@ -34,7 +34,7 @@ class World:
         self.batcher = Batcher(self.engine.ledger, CONFIG.schedule)
         self.checks = LaunchChecks()
         self.reqs = [
-            Req(ReqKey("router", rid), [9, 8, 7], 3, SamplingParams(), Timeline(Role.DECODE), 20)
+            Req(ReqKey("router", rid), Work((9, 8, 7), SamplingParams()), Timeline(Role.DECODE), 20)
             for rid in "ab"
         ]
         for req in self.reqs:

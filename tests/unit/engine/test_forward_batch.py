@@ -14,7 +14,7 @@ from shared.engine.forward_batch import ForwardBatch
 from shared.engine.future_map import FutureMap, resolve_forward_inputs
 from shared.engine.model_worker_batch import ModelWorkerBatch, snapshot
 from shared.kvcache.ledger import KVLedger
-from shared.protocol.messages import ReqKey, Role
+from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_batch import ScheduleBatch, schedule
@@ -34,7 +34,7 @@ class World:
 
     def add(self, rid: str, num_ids: int) -> Req:
         ids = [100 * (1 + int(rid[1:])) + i for i in range(num_ids)]
-        req = Req(ReqKey("router", rid), ids, num_ids, SamplingParams(), Timeline(Role.DECODE), 100)
+        req = Req(ReqKey("router", rid), Work(tuple(ids), SamplingParams()), Timeline(Role.DECODE), 100)
         req.kv = self.ledger.admit(self.ledger.match_prefix(ids, ""), "")
         assert req.kv is not None
         assert self.ledger.grow(req.kv, num_ids + 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,7 +16,7 @@ from shared.engine.vocab_mask import VocabMask
 from shared.grammar import step_budget
 from shared.grammar.state import GrammarState
 from shared.kvcache.host_pages import PageCopy
-from shared.protocol.messages import Finish, ReqKey
+from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import Grammar, SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.grammar_queue import stuck
@@ -98,15 +97,15 @@ class World:
         )
         self.batcher = Batcher(self.engine.ledger, CONFIG.schedule)
 
-    def add(self, rid: str, grammar: TokenCompiled | None, max_new_tokens: int = 20) -> Req:
-        req = Req(
-            ReqKey("router", rid),
-            [20, 21, 22],
-            3,
-            SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
-            Timeline(Role.DECODE),
-            max_new_tokens,
-        )
+    def add(
+        self,
+        rid: str,
+        grammar: TokenCompiled | None,
+        max_new_tokens: int = 20,
+        asked: Grammar | None = None,
+    ) -> Req:
+        params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, grammar=asked)
+        req = Req(ReqKey("router", rid), Work((20, 21, 22), params), Timeline(Role.DECODE), max_new_tokens)
         req.grammar = GrammarState(grammar) if grammar else None
         self.batcher.add(req)
         return req
@@ -300,8 +299,8 @@ def test_a_grammar_that_becomes_slow_ends_its_own_request_only(
     cpu = CpuTime()
     monkeypatch.setattr(step_budget, "cpu_clock", cpu)
     world = World(overlap=overlap)
-    slow = world.add("slow", CostlyCompiled(cpu, mask_s=lambda step: 0.001 * 2**step))
-    slow.params = msgspec.structs.replace(slow.params, grammar=Grammar("ebnf", "x"))
+    asked = Grammar("ebnf", "x")
+    slow = world.add("slow", CostlyCompiled(cpu, mask_s=lambda step: 0.001 * 2**step), asked=asked)
     other = world.add("other", TokenCompiled(3, 20))
     ended: list[Req] = []
     while other not in ended:

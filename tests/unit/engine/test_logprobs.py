@@ -13,7 +13,7 @@ from shared.engine.logprobs import RawLogprobs, prompt_logprobs
 from shared.engine.model_worker_batch import ModelWorkerBatch, snapshot
 from shared.engine.sampler import sample
 from shared.protocol.logprobs import LogprobParams, Logprobs, TokenLogprobs
-from shared.protocol.messages import ReqKey, Role
+from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams, TokenBias
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_batch import ScheduleBatch, schedule
@@ -35,8 +35,8 @@ WANTED = {
 
 def make_req(name: str, number: int, num_ids: int = 10, **params: object) -> Req:
     sampling = SamplingParams(temperature=0.0, logprobs=WANTED[name], **params)  # type: ignore[arg-type]
-    ids = [(7 * number + 3 * i) % V for i in range(num_ids)]
-    return Req(ReqKey("router", f"r{number}"), ids, num_ids, sampling, Timeline(Role.DECODE), 100)
+    ids = tuple((7 * number + 3 * i) % V for i in range(num_ids))
+    return Req(ReqKey("router", f"r{number}"), Work(ids, sampling), Timeline(Role.DECODE), 100)
 
 
 class World:

@@ -17,7 +17,7 @@ from shared.engine.model_worker_batch import snapshot
 from shared.engine.penalties import PenaltyTable
 from shared.engine.sampler import sample
 from shared.engine.sampling_inputs import CountedRows, SamplingInputs
-from shared.protocol.messages import ReqKey, Role
+from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams, TokenBias
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_batch import ScheduleBatch, ScheduledReq, schedule
@@ -66,9 +66,8 @@ class World:
         ids = [self.rng.randrange(V) for _ in range(self.rng.randint(1, 6))]
         outputs = [self.rng.randrange(V) for _ in range(self.rng.randint(0, 3))]
         params = SamplingParams(temperature=0.0, **PARAMS[name])  # type: ignore[arg-type]
-        req = Req(
-            ReqKey("router", rid), ids + outputs, len(ids), params, Timeline(Role.DECODE), 500, len(outputs)
-        )
+        work = Work(tuple(ids), params, tuple(outputs))
+        req = Req(ReqKey("router", rid), work, Timeline(Role.DECODE), 500)
         self.sampled[rid] = outputs
         self.admit(req)
         self.reqs.append(req)

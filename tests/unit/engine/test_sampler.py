@@ -13,7 +13,7 @@ from shared.engine.build import make_ledger
 from shared.engine.model_worker_batch import snapshot
 from shared.engine.sampler import _filter, sample
 from shared.engine.sampling_inputs import SamplingInputs, uniform
-from shared.protocol.messages import ReqKey, Role
+from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_batch import ScheduleBatch, schedule
@@ -45,7 +45,8 @@ def sampling_inputs(params: list[SamplingParams], positions: list[int]) -> Sampl
     ledger = make_ledger(4 * len(params) + 1, CacheOptions(page_size=16), len(params), 64)
     items = []
     for i, (p, position) in enumerate(zip(params, positions, strict=True)):
-        req = Req(ReqKey("router", f"r{i}"), [1], 1, p, Timeline(Role.DECODE), 1000, num_sampled=position)
+        req = Req(ReqKey("router", f"r{i}"), Work((1,), p), Timeline(Role.DECODE), 1000)
+        req.num_sampled = position
         req.kv = ledger.admit(ledger.match_prefix([1], ""), "")
         items.append(schedule(req, 1, samples=True))
     return snapshot(ScheduleBatch(decodes=tuple(items)), ledger.rows, (), EOS).sampling

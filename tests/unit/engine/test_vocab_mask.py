@@ -8,7 +8,7 @@ import torch
 
 from shared.engine.vocab_mask import VocabMask, apply_vocab_mask, fill_vocab_mask, must_wait_for_commit
 from shared.grammar.state import GrammarState
-from shared.protocol.messages import Finish, ReqKey
+from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_batch import ScheduleBatch, ScheduledReq
@@ -21,7 +21,7 @@ INF = torch.inf
 
 def make_req(rid: str, output_ids: tuple[int, ...], modulus: int | None) -> Req:
     key = ReqKey("router", rid)
-    req = Req(key, [1, 2, *output_ids], 2, SamplingParams(), Timeline(Role.DECODE), 50)
+    req = Req(key, Work((1, 2), SamplingParams(), output_ids), Timeline(Role.DECODE), 50)
     if modulus is not None:
         req.grammar = GrammarState(TokenCompiled(modulus, 9))
         assert req.grammar.follow(req.ids, 2)

@@ -245,47 +245,47 @@ class FakeNode:
         self.heard.append(message)
         self._news.set()
 
-    async def _run(self, work: Prefill | Decode) -> None:
+    async def _run(self, message: Prefill | Decode) -> None:
         try:
-            await self.script(self, work)
+            await self.script(self, message)
         except asyncio.CancelledError:
             raise
         except Exception as e:
-            self.send(Failed(work.key, 500, f"the script failed: {e!r}"), work.key.router)
+            self.send(Failed(message.key, 500, f"the script failed: {e!r}"), message.key.router)
 
     def gone(self, key: ReqKey) -> bool:
         return any(isinstance(m, Cancel | Stop) and m.key == key for m in self.heard)
 
 
-async def say_nothing(node: FakeNode, work: Prefill | Decode) -> None:
+async def say_nothing(node: FakeNode, message: Prefill | Decode) -> None:
     """A script."""
 
 
-async def one_then_nothing(node: FakeNode, work: Prefill | Decode) -> None:
+async def one_then_nothing(node: FakeNode, message: Prefill | Decode) -> None:
     """A script."""
-    node.tokens(work.key, 0, node.story[:1])
+    node.tokens(message.key, 0, node.story[:1])
 
 
-async def tell_first_token(node: FakeNode, work: Prefill | Decode) -> None:
+async def tell_first_token(node: FakeNode, message: Prefill | Decode) -> None:
     """A prefill node's part: position 0, and the end when nothing follows."""
     report = ReqReport(cached_tokens=2, stamps=PREFILL_STAMPS)
-    wanted = work.params.max_new_tokens
+    wanted = message.work.params.max_new_tokens
     finish = Finish("length") if wanted <= 1 else None
-    node.tokens(work.key, 0, node.story[: min(wanted, 1)], finish, report)
+    node.tokens(message.key, 0, node.story[: min(wanted, 1)], finish, report)
 
 
-async def tell_story(node: FakeNode, work: Decode) -> None:
+async def tell_story(node: FakeNode, message: Decode) -> None:
     """A decode node's part: every position, each in a message of its own, and the end."""
-    wanted = work.params.max_new_tokens
+    wanted = message.work.params.max_new_tokens
     for position in range(wanted):
-        if node.gone(work.key):
+        if node.gone(message.key):
             return
         await asyncio.sleep(node.delay_s)
         last = position == wanted - 1
         report = None
         if last:
             # What the handoff brought is told again: the prefill node's own message may be slower.
-            split = work.prefill is not None
+            split = message.prefill is not None
             stamps = (Stamp("decode", "transferring", 2.0), Stamp("decode", "decoding", 2.25))
             report = ReqReport(
                 cached_tokens=2 if split else 0,
@@ -294,9 +294,9 @@ async def tell_story(node: FakeNode, work: Decode) -> None:
                 kv_bytes_transferred=3000,
             )
         token_id = node.story[position % len(node.story)]
-        node.tokens(work.key, position, [token_id], Finish("length") if last else None, report)
+        node.tokens(message.key, position, [token_id], Finish("length") if last else None, report)
     if wanted == 0:
-        node.tokens(work.key, 0, [], Finish("length"))
+        node.tokens(message.key, 0, [], Finish("length"))
 
 
 @contextlib.asynccontextmanager

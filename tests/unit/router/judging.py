@@ -27,15 +27,19 @@ def packed(positions: Sequence[int], wanted: LogprobParams) -> Logprobs:
     )
 
 
-def entry(node: FakeNode, work: Prefill | Decode, position: int, finish: Finish | None = None) -> TokenEntry:
-    wanted = work.params.logprobs
+def entry(
+    node: FakeNode, message: Prefill | Decode, position: int, finish: Finish | None = None
+) -> TokenEntry:
+    wanted = message.work.params.logprobs
     assert wanted is not None
     of_prompt = None
     if position == 0 and wanted.start_len >= 0:
-        of_prompt = packed([i - 1000 for i in range(wanted.start_len + 1, len(work.input_ids))], wanted)
-    told = position < work.params.max_new_tokens
+        of_prompt = packed(
+            [i - 1000 for i in range(wanted.start_len + 1, len(message.work.input_ids))], wanted
+        )
+    told = position < message.work.params.max_new_tokens
     return TokenEntry(
-        work.key,
+        message.key,
         position,
         (node.story[position % len(node.story)],) if told else (),
         finish,
@@ -45,20 +49,20 @@ def entry(node: FakeNode, work: Prefill | Decode, position: int, finish: Finish 
     )
 
 
-async def judged_first_token(node: FakeNode, work: Prefill | Decode) -> None:
+async def judged_first_token(node: FakeNode, message: Prefill | Decode) -> None:
     """A script."""
-    if work.params.logprobs is None:
-        await tell_first_token(node, work)
+    if message.work.params.logprobs is None:
+        await tell_first_token(node, message)
         return
-    finish = Finish("length") if work.params.max_new_tokens <= 1 else None
-    node.send(Tokens((entry(node, work, 0, finish),)))
+    finish = Finish("length") if message.work.params.max_new_tokens <= 1 else None
+    node.send(Tokens((entry(node, message, 0, finish),)))
 
 
-async def judged_story(node: FakeNode, work: Prefill | Decode) -> None:
+async def judged_story(node: FakeNode, message: Prefill | Decode) -> None:
     """A script."""
-    if work.params.logprobs is None:
-        await tell_story(node, work)
+    if message.work.params.logprobs is None:
+        await tell_story(node, message)
         return
-    last = work.params.max_new_tokens - 1
+    last = message.work.params.max_new_tokens - 1
     for position in range(last + 1):
-        node.send(Tokens((entry(node, work, position, Finish("length") if position == last else None),)))
+        node.send(Tokens((entry(node, message, position, Finish("length") if position == last else None),)))

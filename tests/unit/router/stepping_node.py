@@ -54,10 +54,10 @@ class SteppingNode(FakeNode):
             for batch in self._batches.values():
                 batch.num_told.pop(message.key, None)
 
-    async def enrol(self, work: Decode) -> None:
-        name, size, step_s = (work.routing_key or f"{work.key}:1:0").rsplit(":", 2)
+    async def enrol(self, message: Decode) -> None:
+        name, size, step_s = (message.work.routing_key or f"{message.key}:1:0").rsplit(":", 2)
         batch = self._batches.setdefault(name, _Batch(int(size), float(step_s)))
-        batch.num_told[work.key], batch.wanted[work.key] = 0, work.params.max_new_tokens
+        batch.num_told[message.key], batch.wanted[message.key] = 0, message.work.params.max_new_tokens
         if len(batch.wanted) == batch.waiting_for:
             await self._step_until_empty(batch)
             del self._batches[name]
@@ -84,6 +84,6 @@ class SteppingNode(FakeNode):
         return TokenEntry(key, position, (token_id,), Finish("length") if last else None)
 
 
-async def _enrol(node: FakeNode, work: Prefill | Decode) -> None:
-    assert isinstance(node, SteppingNode) and isinstance(work, Decode)
-    await node.enrol(work)
+async def _enrol(node: FakeNode, message: Prefill | Decode) -> None:
+    assert isinstance(node, SteppingNode) and isinstance(message, Decode)
+    await node.enrol(message)

@@ -219,11 +219,11 @@ def test_a_burst_is_counted_exactly(model_folder: Path) -> None:
     "how", ["fails", "ends at once", "disconnects", "disconnects from a stream", "bad body", "node dies"]
 )
 def test_places_come_back(model_folder: Path, how: str) -> None:
-    async def fail(node: FakeNode, work: Prefill | Decode) -> None:
-        node.send(Failed(work.key, 500, "broken"))
+    async def fail(node: FakeNode, message: Prefill | Decode) -> None:
+        node.send(Failed(message.key, 500, "broken"))
 
-    async def end(node: FakeNode, work: Prefill | Decode) -> None:
-        node.tokens(work.key, 0, [], Finish("length"))
+    async def end(node: FakeNode, message: Prefill | Decode) -> None:
+        node.tokens(message.key, 0, [], Finish("length"))
 
     script = {"fails": fail, "ends at once": end}.get(how, say_nothing)
 

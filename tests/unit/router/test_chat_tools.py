@@ -36,21 +36,21 @@ def tells(text: str, finish: str = "stop") -> tuple[Script, Script]:
     """Scripts that say this text, token by token."""
     ids = byte_level_tokenizer().encode(text).ids
 
-    def say(node: FakeNode, work: Prefill | Decode, position: int, end: Finish | None = None) -> None:
-        if work.params.logprobs is None:
-            node.tokens(work.key, position, ids[position : position + 1], end)
+    def say(node: FakeNode, message: Prefill | Decode, position: int, end: Finish | None = None) -> None:
+        if message.work.params.logprobs is None:
+            node.tokens(message.key, position, ids[position : position + 1], end)
         else:
             node.story = ids
-            node.send(Tokens((entry(node, work, position, end),)))
+            node.send(Tokens((entry(node, message, position, end),)))
 
-    async def first(node: FakeNode, work: Prefill | Decode) -> None:
-        say(node, work, 0)
+    async def first(node: FakeNode, message: Prefill | Decode) -> None:
+        say(node, message, 0)
 
-    async def rest(node: FakeNode, work: Prefill | Decode) -> None:
+    async def rest(node: FakeNode, message: Prefill | Decode) -> None:
         for position in range(len(ids)):
             await asyncio.sleep(0.001)  # so that it comes in pieces
             end = Finish(finish) if position == len(ids) - 1 else None
-            say(node, work, position, end)
+            say(node, message, position, end)
 
     return first, rest
 
@@ -96,7 +96,7 @@ def test_a_forced_call(folder: Path, choice: Any, text: str, finish_reason: str)
             assert call.type == "function"
             assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
         assert len({c.message.tool_calls[0].id for c in choice_of_two if c.message.tool_calls}) == 2
-        grammar = decode.all(Decode)[0].params.grammar
+        grammar = decode.all(Decode)[0].work.params.grammar
         assert grammar is not None and grammar.kind == "json_schema"
         if choice == WEATHER:
             assert json.loads(grammar.text) == CITY
@@ -181,7 +181,7 @@ def test_what_the_template_sees(folder: Path) -> None:
             answered = (await client.chat.completions.create(model="tiny", **asked)).choices[0]
             assert answered.message.content == "fine" and answered.message.tool_calls is None
             sent = decode.all(Decode)[-1]
-            assert byte_level_tokenizer().decode(list(sent.input_ids)) == prompt
-            assert sent.params.grammar is None
+            assert byte_level_tokenizer().decode(list(sent.work.input_ids)) == prompt
+            assert sent.work.params.grammar is None
 
     with_client(folder, "fine", use)

@@ -47,11 +47,13 @@ async def until_health(client: httpx.AsyncClient, status: str) -> httpx.Response
     return health
 
 
-async def backwards_and_twice(node: FakeNode, work: Prefill | Decode) -> None:
+async def backwards_and_twice(node: FakeNode, message: Prefill | Decode) -> None:
     for position in reversed(range(12)):
         finish = Finish("length") if position == 11 else None
-        node.tokens(work.key, position, [node.story[position]], finish)
-        node.tokens(work.key, max(0, position - 2), node.story[max(0, position - 2) : position + 1], finish)
+        node.tokens(message.key, position, [node.story[position]], finish)
+        node.tokens(
+            message.key, max(0, position - 2), node.story[max(0, position - 2) : position + 1], finish
+        )
 
 
 def test_out_of_order_and_repeated_positions(model_folder: Path) -> None:
@@ -69,14 +71,14 @@ def test_out_of_order_and_repeated_positions(model_folder: Path) -> None:
 
 
 def test_tokens_for_others_and_for_the_past_are_dropped(model_folder: Path) -> None:
-    async def with_noise(node: FakeNode, work: Prefill | Decode) -> None:
-        stale = type(work.key)(work.key.router, work.key.rid, work.key.attempt + 1)
-        other = type(work.key)("another router", work.key.rid)
+    async def with_noise(node: FakeNode, message: Prefill | Decode) -> None:
+        stale = type(message.key)(message.key.router, message.key.rid, message.key.attempt + 1)
+        other = type(message.key)("another router", message.key.rid)
         noise = [TokenEntry(key, 0, (1, 2, 3), Finish("length")) for key in (stale, other)]
         node.send(Tokens(tuple(noise)))
-        await tell_story(node, work)
-        node.tokens(work.key, 12, [5], Finish("length"))
-        node.send(Failed(work.key, 500, "too late"))
+        await tell_story(node, message)
+        node.tokens(message.key, 12, [5], Finish("length"))
+        node.send(Failed(message.key, 500, "too late"))
 
     async def run() -> None:
         async with (
@@ -91,8 +93,8 @@ def test_tokens_for_others_and_for_the_past_are_dropped(model_folder: Path) -> N
 
 
 def test_first_token_that_ends_it_cancels_the_decode_node(model_folder: Path) -> None:
-    async def eos(node: FakeNode, work: Prefill | Decode) -> None:
-        node.tokens(work.key, 0, [0], Finish("stop", 0))
+    async def eos(node: FakeNode, message: Prefill | Decode) -> None:
+        node.tokens(message.key, 0, [0], Finish("stop", 0))
 
     async def run() -> None:
         async with (
@@ -111,8 +113,8 @@ def test_first_token_that_ends_it_cancels_the_decode_node(model_folder: Path) ->
 @pytest.mark.parametrize("culprit", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("stream", [False, True])
 def test_failed_before_any_token_is_a_status(model_folder: Path, culprit: Role, stream: bool) -> None:
-    async def fail(node: FakeNode, work: Prefill | Decode) -> None:
-        node.send(Failed(work.key, 400, "no such grammar", "regex"))
+    async def fail(node: FakeNode, message: Prefill | Decode) -> None:
+        node.send(Failed(message.key, 400, "no such grammar", "regex"))
 
     async def run() -> None:
         scripts = {"prefill": say_nothing, "decode": say_nothing, culprit.value: fail}
@@ -129,10 +131,10 @@ def test_failed_before_any_token_is_a_status(model_folder: Path, culprit: Role, 
 
 
 def test_failed_in_mid_stream_is_an_event(model_folder: Path) -> None:
-    async def fail_later(node: FakeNode, work: Prefill | Decode) -> None:
-        node.tokens(work.key, 0, node.story[:3])
+    async def fail_later(node: FakeNode, message: Prefill | Decode) -> None:
+        node.tokens(message.key, 0, node.story[:3])
         await asyncio.sleep(0.1)
-        node.send(Failed(work.key, 500, "out of memory"))
+        node.send(Failed(message.key, 500, "out of memory"))
 
     async def run() -> None:
         async with (
@@ -153,9 +155,9 @@ def test_failed_in_mid_stream_is_an_event(model_folder: Path) -> None:
 
 
 def test_one_failure_in_a_batch_names_its_index_and_ends_the_others(model_folder: Path) -> None:
-    async def fail_the_second(node: FakeNode, work: Prefill | Decode) -> None:
-        if len(work.input_ids) == 2:
-            node.send(Failed(work.key, 400, "bad"))
+    async def fail_the_second(node: FakeNode, message: Prefill | Decode) -> None:
+        if len(message.work.input_ids) == 2:
+            node.send(Failed(message.key, 400, "bad"))
 
     async def run() -> None:
         async with (
@@ -285,8 +287,8 @@ def test_a_restarted_node_is_dialled_again_with_a_new_identity(model_folder: Pat
 
 
 def test_what_a_leaving_node_said_last_still_counts(model_folder: Path) -> None:
-    async def finish_and_leave(node: FakeNode, work: Prefill | Decode) -> None:
-        await tell_story(node, work)
+    async def finish_and_leave(node: FakeNode, message: Prefill | Decode) -> None:
+        await tell_story(node, message)
         node.send(Leaving("told to"))
         node._socket.close()
 

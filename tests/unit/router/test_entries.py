@@ -16,19 +16,19 @@ TOLD = byte_level_tokenizer().encode(STORY).ids * 10
 
 
 def in_entries_of(size: int) -> dict[str, Script]:
-    async def first(node: FakeNode, work: Prefill | Decode) -> None:
-        node.tokens(work.key, 0, TOLD[:NUM_FIRST])
+    async def first(node: FakeNode, message: Prefill | Decode) -> None:
+        node.tokens(message.key, 0, TOLD[:NUM_FIRST])
 
-    async def story(node: FakeNode, work: Prefill | Decode) -> None:
-        wanted = work.params.max_new_tokens
-        node.tokens(work.key, 0, TOLD[:NUM_FIRST])
+    async def story(node: FakeNode, message: Prefill | Decode) -> None:
+        wanted = message.work.params.max_new_tokens
+        node.tokens(message.key, 0, TOLD[:NUM_FIRST])
         for position in range(NUM_FIRST, wanted, size):
-            if node.gone(work.key):
+            if node.gone(message.key):
                 return
             await asyncio.sleep(0.001)
             end = min(position + size, wanted)
             finish = Finish("length") if end == wanted else None
-            node.tokens(work.key, position, TOLD[position:end], finish)
+            node.tokens(message.key, position, TOLD[position:end], finish)
 
     return {"prefill": first, "decode": story}
 
@@ -76,8 +76,8 @@ def test_a_stop_string_in_the_middle_of_an_entry_ends_it_there(model_folder: Pat
 
 
 def test_the_node_is_told_to_stop_where_the_text_ended(model_folder: Path) -> None:
-    async def endless(node: FakeNode, work: Prefill | Decode) -> None:
-        node.tokens(work.key, 0, TOLD[:20])
+    async def endless(node: FakeNode, message: Prefill | Decode) -> None:
+        node.tokens(message.key, 0, TOLD[:20])
 
     async def run() -> None:
         async with (

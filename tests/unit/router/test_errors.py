@@ -392,7 +392,7 @@ def test_what_is_taken_as_it_comes(model_folder: Path) -> None:
             ):
                 answer = await client.post("/generate", content=body, headers={"Content-Type": kind})
                 assert answer.status_code == 200
-            assert byte_level_tokenizer().decode(list(nodes[0].all(Prefill)[0].input_ids)) == "a\0b"
+            assert byte_level_tokenizer().decode(list(nodes[0].all(Prefill)[0].work.input_ids)) == "a\0b"
 
     asyncio.run(run())
 
@@ -437,7 +437,7 @@ def test_null_means_default_and_unknown_fields_are_tolerated(model_folder: Path)
             }
             answer = await client.post("/generate", json=body)
             assert answer.status_code == 200
-            assert nodes[0].all(Prefill)[0].params.max_new_tokens == 128
+            assert nodes[0].all(Prefill)[0].work.params.max_new_tokens == 128
             off = {"use_beam_search": False, "bad_words": [], "allowed_token_ids": None}
             native = {"return_routed_experts": [False], "return_bytes": False, "session_params": {}}
             openai = {"return_token_ids": False, "return_hidden_states": False, "cache_salt": None}

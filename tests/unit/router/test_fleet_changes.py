@@ -41,9 +41,9 @@ def wait_before_story(node: FakeNode) -> asyncio.Event:
     """It begins to tell when this is set."""
     release, story = asyncio.Event(), node.script
 
-    async def wait(node: FakeNode, work: Prefill | Decode) -> None:
+    async def wait(node: FakeNode, message: Prefill | Decode) -> None:
         await release.wait()
-        await story(node, work)
+        await story(node, message)
 
     node.script = wait
     return release

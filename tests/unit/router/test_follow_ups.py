@@ -96,13 +96,13 @@ def test_the_decode_node_that_holds_most_is_chosen_unless_it_is_much_busier(mode
 
 
 def test_a_node_that_has_lost_the_prefix_gets_it_from_a_prefill_node(model_folder: Path) -> None:
-    async def not_cached_once(node: FakeNode, work: Prefill | Decode) -> None:
-        assert isinstance(work, Decode)
-        if work.local_prefill_limit is not None:
-            node.send(NotCached(work.key))
-            node.tokens(work.key, 0, [1])  # of the attempt that is given up: nobody's
+    async def not_cached_once(node: FakeNode, message: Prefill | Decode) -> None:
+        assert isinstance(message, Decode)
+        if message.local_prefill_limit is not None:
+            node.send(NotCached(message.key))
+            node.tokens(message.key, 0, [1])  # of the attempt that is given up: nobody's
         else:
-            await tell_story(node, work)
+            await tell_story(node, message)
 
     async def run() -> None:
         async with (
@@ -124,10 +124,10 @@ def test_without_a_prefill_node_there_is_no_limit(model_folder: Path) -> None:
     async def run() -> None:
         async with FakeNode(Role.DECODE) as decode:
 
-            async def not_cached_once(node: FakeNode, work: Prefill | Decode) -> None:
-                assert isinstance(work, Decode)
-                assert work.local_prefill_limit is None
-                await tell_story(node, work)
+            async def not_cached_once(node: FakeNode, message: Prefill | Decode) -> None:
+                assert isinstance(message, Decode)
+                assert message.local_prefill_limit is None
+                await tell_story(node, message)
 
             decode.script = not_cached_once
             async with joined_router(model_folder, [decode], dispatch=SHORT) as (_, client):
@@ -157,9 +157,9 @@ def test_a_burst_is_shared_by_those_that_hold_the_same(model_folder: Path) -> No
 
 
 def test_a_prompt_that_is_judged_is_not_sent_to_who_would_decline(model_folder: Path) -> None:
-    async def judged(node: FakeNode, work: Prefill | Decode) -> None:
+    async def judged(node: FakeNode, message: Prefill | Decode) -> None:
         known = Logprobs(struct.pack("<f", -1.0))
-        entry = TokenEntry(work.key, 0, (5,), Finish("length"), logprobs=known, input_logprobs=known)
+        entry = TokenEntry(message.key, 0, (5,), Finish("length"), logprobs=known, input_logprobs=known)
         node.send(Tokens((entry,)))
 
     async def run() -> None:

@@ -48,9 +48,9 @@ def test_one_answer(model_folder: Path) -> None:
             assert meta["e2e_latency"] > 0
             sent_p, sent_d = prefill.all(Prefill)[0], decode.all(Decode)[0]
             assert sent_p.decode == decode.ref and sent_d.prefill == prefill.ref
-            assert sent_p.key == sent_d.key and sent_p.input_ids == sent_d.input_ids
-            assert sent_p.params == sent_d.params and sent_p.params.seed == 7
-            assert len(sent_p.input_ids) == meta["prompt_tokens"]
+            assert sent_p.key == sent_d.key and sent_p.work.input_ids == sent_d.work.input_ids
+            assert sent_p.work.params == sent_d.work.params and sent_p.work.params.seed == 7
+            assert len(sent_p.work.input_ids) == meta["prompt_tokens"]
             assert not prefill.all(Cancel) and not decode.all(Cancel)
 
     asyncio.run(run())
@@ -92,7 +92,7 @@ def test_batch_and_choices_are_grouped_by_prompt(model_folder: Path) -> None:
             assert [a["meta_info"]["id"] for a in answers] == ["first", "first", "second"]
             assert [a["meta_info"]["prompt_tokens"] for a in answers] == [3, 3, 4]
             assert [a["meta_info"]["completion_tokens"] for a in answers] == [3, 3, 2]
-            assert sorted(d.params.seed for d in decode.all(Decode)) == [10, 11, 99]
+            assert sorted(d.work.params.seed for d in decode.all(Decode)) == [10, 11, 99]
             one = (
                 await client.post("/generate", json={**body, "sampling_params": {"max_new_tokens": 1}})
             ).json()
@@ -124,8 +124,8 @@ def test_a_missing_seed_is_drawn_by_the_router(model_folder: Path) -> None:
             for _ in range(2):
                 await client.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}})
             first, second = decode.all(Decode)
-            assert first.params.seed != second.params.seed
-            assert first.params == prefill.all(Prefill)[0].params
+            assert first.work.params.seed != second.work.params.seed
+            assert first.work.params == prefill.all(Prefill)[0].work.params
 
     asyncio.run(run())
 
@@ -189,9 +189,9 @@ def test_stop_strings_wait_for_min_new_tokens(model_folder: Path) -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_stop_token_is_an_id_but_not_text(model_folder: Path, keep: bool) -> None:
-    async def stop_early(node: FakeNode, work: Prefill | Decode) -> None:
-        node.tokens(work.key, 0, node.story[:3])
-        node.tokens(work.key, 3, [node.story[3]], Finish("stop", node.story[3]))
+    async def stop_early(node: FakeNode, message: Prefill | Decode) -> None:
+        node.tokens(message.key, 0, node.story[:3])
+        node.tokens(message.key, 3, [node.story[3]], Finish("stop", node.story[3]))
 
     async def run() -> None:
         async with (
@@ -239,7 +239,7 @@ def test_too_long_is_400_and_too_much_is_clipped(model_folder: Path) -> None:
                 json={"input_ids": [1] * (room - 3), "sampling_params": {"max_new_tokens": 10**30}},
             )
             assert clipped.json()["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
-            assert decode.all(Decode)[0].params.max_new_tokens == 3
+            assert decode.all(Decode)[0].work.params.max_new_tokens == 3
             last = await client.post("/generate", json={"input_ids": [1] * (room - 1)})
             assert last.json()["meta_info"]["completion_tokens"] == 1
             assert len(decode.all(Decode)) == 1  # one token is the prefill node's alone
@@ -274,8 +274,8 @@ def test_duplicate_rids(model_folder: Path) -> None:
 
 
 def test_abort_keeps_what_was_generated(model_folder: Path) -> None:
-    async def three(node: FakeNode, work: Prefill | Decode) -> None:
-        node.tokens(work.key, 0, node.story[:3])
+    async def three(node: FakeNode, message: Prefill | Decode) -> None:
+        node.tokens(message.key, 0, node.story[:3])
 
     async def run() -> None:
         async with (

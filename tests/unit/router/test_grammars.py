@@ -79,7 +79,9 @@ def test_both_nodes_are_told_by_every_route(model_folder: Path) -> None:
                 assert (await client.post(path, json=body)).status_code == 200
             told = [*nodes[0].all(Prefill), *nodes[1].all(Decode)]
             assert len(told) == 6
-            assert {message.params.grammar for message in told} == {Grammar("json_schema", '{"type":"null"}')}
+            assert {message.work.params.grammar for message in told} == {
+                Grammar("json_schema", '{"type":"null"}')
+            }
 
     asyncio.run(run())
 
@@ -108,8 +110,8 @@ def test_a_nodes_error_names_the_clients_field(
     model_folder: Path, path: str, body: dict[str, object], kind: str, field: str
 ) -> None:
     async def run() -> None:
-        async def refuse(node: FakeNode, work: Prefill | Decode) -> None:
-            node.send(Failed(work.key, 400, f"{kind}: no such {kind}: thing", kind))
+        async def refuse(node: FakeNode, message: Prefill | Decode) -> None:
+            node.send(Failed(message.key, 400, f"{kind}: no such {kind}: thing", kind))
 
         async with (
             pair(prefill=refuse, decode=say_nothing) as nodes,

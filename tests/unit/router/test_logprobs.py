@@ -45,7 +45,7 @@ PROMPT_IDS = [10, 11, 12, 13, 14]
 NUM_NEW = 4
 
 
-async def silent_first_token(node: FakeNode, work: Prefill | Decode) -> None:
+async def silent_first_token(node: FakeNode, message: Prefill | Decode) -> None:
     """A prefill node whose messages are lost: position 0 comes from the decode node alone."""
 
 
@@ -91,7 +91,7 @@ def test_outputs_only_is_the_default(model_folder: Path, story: list[int]) -> No
     assert meta["input_token_logprobs"] == []
     assert meta["output_token_logprobs"] == [[value(i), token, None] for i, token in enumerate(story)]
     assert not [name for name in meta if "top" in name or "ids_logprobs" in name]
-    assert prefill.all(Prefill)[0].params.logprobs == LogprobParams()
+    assert prefill.all(Prefill)[0].work.params.logprobs == LogprobParams()
 
 
 def test_nobody_asks(model_folder: Path) -> None:
@@ -101,7 +101,7 @@ def test_nobody_asks(model_folder: Path) -> None:
         async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
             meta = (await client.post("/generate", json=body)).json()["meta_info"]
             assert not [name for name in meta if "logprob" in name]
-            assert nodes[0].all(Prefill)[0].params.logprobs is None
+            assert nodes[0].all(Prefill)[0].work.params.logprobs is None
 
     asyncio.run(go())
 
@@ -173,15 +173,15 @@ def test_a_batch_asks_for_each_prompt(model_folder: Path) -> None:
         token_ids_logprob=[[5], None, [6, 7]],
     )
 
-    async def silent(node: FakeNode, work: Prefill | Decode) -> None:
-        if work.params.logprobs is None:
-            await tell_first_token(node, work)
+    async def silent(node: FakeNode, message: Prefill | Decode) -> None:
+        if message.work.params.logprobs is None:
+            await tell_first_token(node, message)
         else:
-            await judged_first_token(node, work)
+            await judged_first_token(node, message)
 
     body["sampling_params"] = {"max_new_tokens": 1}
     answers, prefill = run(model_folder, "/generate", body, prefill=silent)
-    wanted = {work.input_ids[0]: work.params.logprobs for work in prefill.all(Prefill)}
+    wanted = {sent.work.input_ids[0]: sent.work.params.logprobs for sent in prefill.all(Prefill)}
     assert wanted == {1: LogprobParams(0, 1, (5,)), 4: None, 7: LogprobParams(-1, 2, (6, 7))}
     lengths = [len(a["meta_info"].get("input_token_logprobs", "no")) for a in answers]
     assert lengths == [3, 2, 0]
@@ -190,7 +190,7 @@ def test_a_batch_asks_for_each_prompt(model_folder: Path) -> None:
 def test_one_list_of_ids_is_for_every_prompt(model_folder: Path) -> None:
     body = native(input_ids=[[1, 2], [3, 4]], token_ids_logprob=[5, 6], sampling_params={"max_new_tokens": 1})
     _, prefill = run(model_folder, "/generate", body)
-    assert [work.params.logprobs for work in prefill.all(Prefill)] == [LogprobParams(-1, 0, (5, 6))] * 2
+    assert [sent.work.params.logprobs for sent in prefill.all(Prefill)] == [LogprobParams(-1, 0, (5, 6))] * 2
 
 
 def test_tokens_without_their_logprobs_are_an_error(model_folder: Path) -> None:
@@ -353,7 +353,7 @@ class TestChat:
             ]
         joined = b"".join(bytes(entry["bytes"]) for entry in logprobs["content"]).decode()
         assert joined == answer["choices"][0]["message"]["content"]
-        assert prefill.all(Prefill)[0].params.logprobs == LogprobParams(top_num=2)
+        assert prefill.all(Prefill)[0].work.params.logprobs == LogprobParams(top_num=2)
 
     def test_a_stream_tells_each_token_once(self, model_folder: Path, story: list[int]) -> None:
         seen, _ = run(model_folder, "/v1/chat/completions", {**CHAT, "stream": True})
@@ -385,7 +385,7 @@ class TestCompletions:
             }
         for offset, text in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
             assert choice["text"][offset:].startswith(text)
-        assert prefill.all(Prefill)[0].params.logprobs == LogprobParams(top_num=2)
+        assert prefill.all(Prefill)[0].work.params.logprobs == LogprobParams(top_num=2)
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_long_echo_is_worded_beside_the_loop(self, model_folder: Path, stream: bool) -> None:
@@ -424,7 +424,7 @@ class TestCompletions:
         assert logprobs["top_logprobs"][0] is None
         for offset, text in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
             assert choice["text"][offset:].startswith(text)
-        assert prefill.all(Prefill)[0].params.logprobs == LogprobParams(start_len=0)
+        assert prefill.all(Prefill)[0].work.params.logprobs == LogprobParams(start_len=0)
 
     def test_a_streamed_echo_comes_first(self, model_folder: Path) -> None:
         whole, _ = run(model_folder, "/v1/completions", {**COMPLETION, "echo": True})
@@ -460,8 +460,8 @@ def test_penalties_and_biases_reach_the_nodes(model_folder: Path, path: str) -> 
             native_body = {"text": "a", "sampling_params": {**sampling, **max_tokens}}
             body = native_body if path == "/generate" else {"prompt": "a", "max_tokens": 2, **sampling}
             assert (await client.post(path, json=body)).status_code == 200
-            params = nodes[0].all(Prefill)[0].params
-            assert params == nodes[1].all(Decode)[0].params
+            params = nodes[0].all(Prefill)[0].work.params
+            assert params == nodes[1].all(Decode)[0].work.params
             assert params.frequency_penalty == 0.5
             assert params.presence_penalty == -2.0
             assert params.repetition_penalty == 1.25

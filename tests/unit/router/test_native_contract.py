@@ -60,7 +60,7 @@ SENT = {
 
 
 def of_prompt(node: FakeNode, first_id: int) -> list[Prefill]:
-    return [work for work in node.all(Prefill) if work.input_ids[0] == first_id]
+    return [sent for sent in node.all(Prefill) if sent.work.input_ids[0] == first_id]
 
 
 def test_every_sampling_field_reaches_the_nodes_for_its_prompt_alone(model_folder: Path) -> None:
@@ -70,11 +70,11 @@ def test_every_sampling_field_reaches_the_nodes_for_its_prompt_alone(model_folde
             answer = await client.put("/generate", json=body)
             assert answer.status_code == 200
             assert [len(a["output_ids"]) for a in answer.json()] == [3, 3, 128]
-            first, second = sorted((w.params for w in of_prompt(nodes[0], 1)), key=lambda p: p.seed)
+            first, second = sorted((w.work.params for w in of_prompt(nodes[0], 1)), key=lambda p: p.seed)
             assert first == SamplingParams(**SENT, seed=11)
             assert second == SamplingParams(**SENT, seed=12)
             (other,) = of_prompt(nodes[0], 3)
-            assert other.params == SamplingParams(seed=other.params.seed)
+            assert other.work.params == SamplingParams(seed=other.work.params.seed)
 
     asyncio.run(run())
 
@@ -92,7 +92,7 @@ def test_prompts_of_a_batch_share_a_seed_only_if_it_was_given(model_folder: Path
             }
             for path, body in bodies.items():
                 assert (await client.post(path, json=body)).status_code == 200
-            seeds = [work.params.seed for work in nodes[0].all(Prefill)]
+            seeds = [sent.work.params.seed for sent in nodes[0].all(Prefill)]
             assert len(seeds) == 6
             assert set(seeds) == {5} if seed is not None else len(set(seeds)) == 6
 
@@ -106,11 +106,11 @@ def test_names_and_namespaces_of_a_batch(model_folder: Path) -> None:
             body = {"input_ids": [[1], [2]], "rid": ["a", "b"], "extra_key": ["x", None]}
             answer = await client.post("/generate", json={**body, "sampling_params": params})
             assert [a["meta_info"]["id"] for a in answer.json()] == ["a", "b"]
-            assert [of_prompt(nodes[0], i)[0].extra_key for i in (1, 2)] == ["x", ""]
+            assert [of_prompt(nodes[0], i)[0].work.extra_key for i in (1, 2)] == ["x", ""]
             body = {"input_ids": [[3], [4]], "rid": "batch", "extra_key": "tenant", "lora_path": [None, None]}
             answer = await client.post("/generate", json={**body, "sampling_params": params})
             assert [a["meta_info"]["id"] for a in answer.json()] == ["batch_0", "batch_1"]
-            assert {of_prompt(nodes[0], i)[0].extra_key for i in (3, 4)} == {"tenant"}
+            assert {of_prompt(nodes[0], i)[0].work.extra_key for i in (3, 4)} == {"tenant"}
 
     asyncio.run(run())
 
@@ -145,20 +145,20 @@ def test_a_streamed_batch_with_an_n_and_logprobs_for_each_prompt(model_folder: P
     asyncio.run(run())
 
 
-async def judged_unless_silent(node: FakeNode, work: Prefill | Decode) -> None:
+async def judged_unless_silent(node: FakeNode, message: Prefill | Decode) -> None:
     """A script: logprobs for those who ask, the story for the others."""
-    if work.params.logprobs is None:
-        last = work.params.max_new_tokens - 1
-        if isinstance(work, Prefill):
-            node.tokens(work.key, 0, node.story[:1])
+    if message.work.params.logprobs is None:
+        last = message.work.params.max_new_tokens - 1
+        if isinstance(message, Prefill):
+            node.tokens(message.key, 0, node.story[:1])
             return
         for position in range(last + 1):
             finish = Finish("length") if position == last else None
-            node.tokens(work.key, position, [node.story[position]], finish)
-    elif isinstance(work, Prefill):
-        await judged_first_token(node, work)
+            node.tokens(message.key, position, [node.story[position]], finish)
+    elif isinstance(message, Prefill):
+        await judged_first_token(node, message)
     else:
-        await judged_story(node, work)
+        await judged_story(node, message)
 
 
 def test_aborting(model_folder: Path) -> None:

@@ -28,19 +28,19 @@ def judge(seed: int) -> float:
     return {0: -3.0, 1: -2.0, 2: -1.0, 3: -4.0}[seed % 4]
 
 
-async def judged_by_seed_first(node: FakeNode, work: Prefill | Decode) -> None:
+async def judged_by_seed_first(node: FakeNode, message: Prefill | Decode) -> None:
     """A script."""
-    await judged_by_seed(node, work, num_tokens=1)
+    await judged_by_seed(node, message, num_tokens=1)
 
 
-async def judged_by_seed(node: FakeNode, work: Prefill | Decode, num_tokens: int | None = None) -> None:
+async def judged_by_seed(node: FakeNode, message: Prefill | Decode, num_tokens: int | None = None) -> None:
     """A script."""
-    wanted = work.params.max_new_tokens
+    wanted = message.work.params.max_new_tokens
     for position in range(wanted if num_tokens is None else num_tokens):
         finish = Finish("length") if position == wanted - 1 else None
-        logprobs = Logprobs(struct.pack("<f", judge(work.params.seed)))
-        token = (work.params.seed % 4 + 40,)
-        node.send(Tokens((TokenEntry(work.key, position, token, finish, ReqReport(), logprobs, None),)))
+        logprobs = Logprobs(struct.pack("<f", judge(message.work.params.seed)))
+        token = (message.work.params.seed % 4 + 40,)
+        node.send(Tokens((TokenEntry(message.key, position, token, finish, ReqReport(), logprobs, None),)))
 
 
 async def post(folder: Path, path: str, body: dict[str, Any], **scripts: Any) -> Any:

@@ -46,10 +46,10 @@ def test_chat(model_folder: Path) -> None:
             assert answer.object == "chat.completion" and answer.model == "tiny"
             sent = nodes[0].all(Prefill)
             prompt = "<|system|>be brief<|user|>tell me a story<|assistant|>"
-            assert list(sent[0].input_ids) == byte_level_tokenizer().encode(prompt).ids
-            assert sorted(s.params.seed for s in sent) == [5, 6]
+            assert list(sent[0].work.input_ids) == byte_level_tokenizer().encode(prompt).ids
+            assert sorted(s.work.params.seed for s in sent) == [5, 6]
             usage = answer.usage
-            assert usage is not None and usage.prompt_tokens == len(sent[0].input_ids)
+            assert usage is not None and usage.prompt_tokens == len(sent[0].work.input_ids)
             assert usage.completion_tokens == 18 and usage.prompt_tokens_details.cached_tokens == 2
             assert usage.total_tokens == usage.prompt_tokens + 18
 
@@ -127,12 +127,12 @@ def test_extensions_reach_the_nodes(model_folder: Path) -> None:
                 answer = await client.completions.create(
                     model="tiny", prompt="hi", max_tokens=4, top_p=0.5, temperature=0.7, extra_body=extra
                 )
-            params = nodes[1].all(Decode)[0].params
+            params = nodes[1].all(Decode)[0].work.params
             assert (params.ignore_eos, params.min_new_tokens, params.top_k, params.min_p) == (True, 2, 7, 0.1)
             assert (params.top_p, params.temperature, params.max_new_tokens) == (0.5, 0.7, 4)
             assert answer.id == "mine"
             await http.post("/v1/completions", json={"prompt": "hi"})
-            assert nodes[1].all(Decode)[1].params.max_new_tokens == 16  # OpenAI's default
+            assert nodes[1].all(Decode)[1].work.params.max_new_tokens == 16  # OpenAI's default
 
     asyncio.run(run())
 
@@ -154,7 +154,7 @@ def test_abort_by_the_id_of_the_reply(model_folder: Path, rid: str | None) -> No
                 assert aborted.json()["aborted"] == 2
                 *_, last, done = [line async for line in lines]
             assert done == "data: [DONE]" and '"finish_reason":"abort"' in last
-            assert {sent.extra_key for sent in nodes[1].all(Decode)} == {"tenant"}
+            assert {sent.work.extra_key for sent in nodes[1].all(Decode)} == {"tenant"}
 
     asyncio.run(run())
 
@@ -183,7 +183,7 @@ def test_chat_templates(tmp_path: Path) -> None:
         async with pair() as nodes, joined_router(folder, list(nodes), http=http) as (_, client):
             response = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
             sent = nodes[0].all(Prefill)
-            prompt = byte_level_tokenizer().decode(list(sent[0].input_ids)) if sent else ""
+            prompt = byte_level_tokenizer().decode(list(sent[0].work.input_ids)) if sent else ""
             return response.status_code, prompt if sent else response.json()["error"]["message"]
 
     plain = write_model(tmp_path / "plain", chat_template=None)

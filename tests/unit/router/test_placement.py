@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.dispatch.dispatcher import Deadlines, Dispatcher, Work
+from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.metrics import Metrics
 from router.dispatch.node_counts import NodeCounts
 from router.dispatch.placement import MAX_IMBALANCE, MIN_SAVED_TOKENS
@@ -27,6 +27,7 @@ from shared.protocol.messages import (
     Role,
     RouterToNode,
     TokenEntry,
+    Work,
 )
 from shared.protocol.sampling_params import SamplingParams
 
@@ -82,7 +83,7 @@ class Fleet:
 
     def start(self, ids: tuple[int, ...] = IDS, **params: object) -> RunningReq:
         sampling = SamplingParams(**{"max_new_tokens": 8, **params})  # type: ignore[arg-type]
-        return self.dispatcher.start(Work(input_ids=ids, params=sampling), lambda: None)
+        return self.dispatcher.start(Work(ids, sampling), lambda: None)
 
     def burst(self, count: int) -> Counter[str]:
         """Requests of one prompt, none of which ends, by the decode node that got them."""

@@ -158,11 +158,11 @@ def test_a_full_queue_is_told(model_folder: Path, told: Told) -> None:
 def test_a_client_that_goes_and_a_node_that_fails(model_folder: Path, told: Told, stream: bool) -> None:
     may_fail = asyncio.Event()
 
-    async def fail(node: FakeNode, work: Prefill | Decode) -> None:
-        await one_then_nothing(node, work)
+    async def fail(node: FakeNode, message: Prefill | Decode) -> None:
+        await one_then_nothing(node, message)
         if node.role is Role.DECODE and len(node.all(Decode)) > 1:
             await may_fail.wait()
-            node.send(Failed(work.key, 500, SECRET))
+            node.send(Failed(message.key, 500, SECRET))
 
     async def run() -> None:
         async with (

@@ -38,9 +38,12 @@ def test_they_reach_both_nodes(model_folder: Path, path: str, body: dict[str, An
             assert answer.status_code == 200
             sent = [*nodes[0].all(Prefill), *nodes[1].all(Decode)]
             assert {type(message) for message in sent} == {Prefill, Decode}
-            assert {(message.priority, message.routing_key) for message in sent} == {(-7, "red")}
+            assert {(message.work.priority, message.work.routing_key) for message in sent} == {(-7, "red")}
             await http.post(path, json=body)
-            assert (nodes[1].all(Decode)[-1].priority, nodes[1].all(Decode)[-1].routing_key) == (0, "")
+            assert (nodes[1].all(Decode)[-1].work.priority, nodes[1].all(Decode)[-1].work.routing_key) == (
+                0,
+                "",
+            )
 
     asyncio.run(run())
 

@@ -210,9 +210,9 @@ def test_a_pattern_ends_a_stream(model_folder: Path) -> None:
 
 
 def test_a_pattern_that_takes_too_long_fails_alone(model_folder: Path) -> None:
-    async def tell_the_same(node: FakeNode, work: Prefill | Decode) -> None:
+    async def tell_the_same(node: FakeNode, message: Prefill | Decode) -> None:
         ids = [byte_level_tokenizer().token_to_id("a")] * 400
-        node.tokens(work.key, 0, ids, Finish("length"))
+        node.tokens(message.key, 0, ids, Finish("length"))
 
     async def run() -> None:
         async with pair(decode=tell_the_same) as nodes, joined_router(model_folder, [*nodes]) as (_, client):

@@ -67,9 +67,13 @@ def test_generate_streams_the_text(
                 flags += ["--chat", "--system", "be brief"]
             assert await command("generate", "tell me", "--url", router.url, *flags) == 0
             (sent,) = decode.all(Decode)
-            assert (sent.params.max_new_tokens, sent.params.temperature, sent.params.seed) == (15, 0, 5)
+            assert (sent.work.params.max_new_tokens, sent.work.params.temperature, sent.work.params.seed) == (
+                15,
+                0,
+                5,
+            )
             prompt = "<|system|>be brief<|user|>tell me<|assistant|>" if chat else "tell me"
-            assert list(sent.input_ids) == byte_level_tokenizer().encode(prompt).ids
+            assert list(sent.work.input_ids) == byte_level_tokenizer().encode(prompt).ids
 
     asyncio.run(run())
     assert not story(15).endswith("\n")
@@ -98,14 +102,14 @@ def test_generate_reads_a_prompt_from_standard_input(model_folder: Path) -> None
                 out, err = await process.communicate("größer".encode())
                 assert (process.returncode, err.decode()) == (0, "")
             assert out.decode() == story(10) + "\n"
-            assert list(decode.all(Decode)[0].input_ids) == byte_level_tokenizer().encode("größer").ids
+            assert list(decode.all(Decode)[0].work.input_ids) == byte_level_tokenizer().encode("größer").ids
 
     asyncio.run(run())
 
 
 def test_ctrl_c_aborts_the_request_on_its_nodes(model_folder: Path) -> None:
-    async def first_then_nothing(node: FakeNode, work: Prefill | Decode) -> None:
-        node.tokens(work.key, 0, node.story[:1])
+    async def first_then_nothing(node: FakeNode, message: Prefill | Decode) -> None:
+        node.tokens(message.key, 0, node.story[:1])
 
     async def run() -> None:
         async with (
@@ -125,16 +129,16 @@ def test_ctrl_c_aborts_the_request_on_its_nodes(model_folder: Path) -> None:
     asyncio.run(run())
 
 
-async def fail(node: FakeNode, work: Prefill | Decode) -> None:
+async def fail(node: FakeNode, message: Prefill | Decode) -> None:
     """A script."""
-    node.send(Failed(work.key, 400, "the grammar is bad"))
+    node.send(Failed(message.key, 400, "the grammar is bad"))
 
 
-async def fail_later(node: FakeNode, work: Prefill | Decode) -> None:
+async def fail_later(node: FakeNode, message: Prefill | Decode) -> None:
     """A script: the status has been sent when it fails."""
-    node.tokens(work.key, 0, node.story[:1])
+    node.tokens(message.key, 0, node.story[:1])
     await asyncio.sleep(0.2)
-    node.send(Failed(work.key, 500, "the node is out of sorts"))
+    node.send(Failed(message.key, 500, "the node is out of sorts"))
 
 
 @pytest.mark.parametrize(

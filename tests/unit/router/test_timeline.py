@@ -27,9 +27,9 @@ def stamps(role: str, *stages: str) -> tuple[Stamp, ...]:
     return tuple(Stamp(role, stage, time.time()) for stage in stages)
 
 
-async def prefill(node: FakeNode, work: Prefill | Decode) -> None:
+async def prefill(node: FakeNode, message: Prefill | Decode) -> None:
     report = ReqReport(stamps=stamps("prefill", "queued", "prefilling", "transferring"))
-    node.tokens(work.key, 0, node.story[:1], report=report)
+    node.tokens(message.key, 0, node.story[:1], report=report)
 
 
 def told_of(event: dict[str, Any]) -> dict[str, Any]:
@@ -50,13 +50,15 @@ def test_each_event_tells_the_stages_known_by_then(model_folder: Path, path: str
     async def run() -> None:
         first_token_seen = asyncio.Event()
 
-        async def decode(node: FakeNode, work: Prefill | Decode) -> None:
+        async def decode(node: FakeNode, message: Prefill | Decode) -> None:
             await first_token_seen.wait()
             arrived = stamps("decode", "queued", "transferring", "decoding")
-            node.tokens(work.key, 0, node.story[:1], report=ReqReport(stamps=arrived, kv_pages_transferred=2))
-            node.tokens(work.key, 1, node.story[1:2])
+            node.tokens(
+                message.key, 0, node.story[:1], report=ReqReport(stamps=arrived, kv_pages_transferred=2)
+            )
+            node.tokens(message.key, 1, node.story[1:2])
             ended = ReqReport(stamps=arrived + stamps("decode", "finished"), kv_pages_transferred=2)
-            node.tokens(work.key, 2, node.story[2:3], Finish("length"), ended)
+            node.tokens(message.key, 2, node.story[2:3], Finish("length"), ended)
 
         async with (
             pair(prefill=prefill, decode=decode) as (p, d),

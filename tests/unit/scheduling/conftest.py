@@ -8,7 +8,7 @@ import pytest
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
 from shared.kvcache.ledger import KVLedger
-from shared.protocol.messages import ReqKey, Role
+from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.req import Req
 from shared.timeline import Timeline
@@ -38,12 +38,9 @@ def make_req() -> MakeReq:
         sampling = SamplingParams(temperature=0.0, **params)
         return Req(
             key=ReqKey("router", f"r{count}"),
-            ids=[1000 * count + i for i in range(num_ids)] + list(output_ids),
-            num_input_ids=num_ids,
-            params=sampling,
+            work=Work(tuple(1000 * count + i for i in range(num_ids)), sampling, tuple(output_ids)),
             timeline=Timeline(Role.DECODE),
             max_output_len=sampling.max_new_tokens if max_output_len is None else max_output_len,
-            num_sampled=len(output_ids),
         )
 
     return make

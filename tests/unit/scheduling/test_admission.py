@@ -6,7 +6,7 @@ import pytest
 
 from shared.errors import RequestError
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams
-from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey
+from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.admission import accept
 from shared.scheduling.req import Req
@@ -24,7 +24,7 @@ def accepted(
     **params: object,
 ) -> Req:
     sampling = SamplingParams(**{"max_new_tokens": 8, **params})  # type: ignore[arg-type]
-    return accept(role(ReqKey("router", "r"), ids, outs, sampling, None, "tenant"), limits, VOCAB_SIZE)
+    return accept(role(ReqKey("router", "r"), Work(ids, sampling, outs, "tenant"), None), limits, VOCAB_SIZE)
 
 
 def test_a_decode_node_samples_all_that_is_wanted() -> None:

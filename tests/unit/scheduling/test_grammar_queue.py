@@ -10,7 +10,7 @@ import pytest
 
 from shared.grammar import step_budget
 from shared.grammar.compile_pool import CompilePool
-from shared.protocol.messages import ReqKey
+from shared.protocol.messages import ReqKey, Work
 from shared.protocol.sampling_params import Grammar, SamplingParams
 from shared.scheduling.grammar_queue import GrammarQueue
 from shared.scheduling.req import Req
@@ -44,8 +44,8 @@ class World:
         self.gone_on: list[str] = []
 
     def add(self, rid: str, grammar: Grammar, output_ids: tuple[int, ...] = ()) -> Req:
-        params = SamplingParams(grammar=grammar)
-        req = Req(ReqKey("router", rid), [1, 2, *output_ids], 2, params, Timeline(Role.DECODE), 50)
+        work = Work((1, 2), SamplingParams(grammar=grammar), output_ids)
+        req = Req(ReqKey("router", rid), work, Timeline(Role.DECODE), 50)
         self.queue.add(req, lambda: self.gone_on.append(rid))
         return req
 

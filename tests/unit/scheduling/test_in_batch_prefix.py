@@ -70,8 +70,7 @@ def test_without_a_cache_nobody_waits() -> None:
 def test_strangers_do_not_wait(policy: str) -> None:
     stepping = Stepping(schedule_policy=policy)
     first, second = sharers(2)
-    stranger, tenant = new_req("x", range(300, 340), 3), new_req("t", PREFIX, 3)
-    tenant.extra_key = "another"
+    stranger, tenant = new_req("x", range(300, 340), 3), new_req("t", PREFIX, 3, extra_key="another")
     stepping.add(first, second, stranger, tenant)
     assert rids(stepping.step()) == ["s0", "x", "t"]
     stepping.run()
@@ -103,8 +102,8 @@ def test_what_counts_is_what_is_not_cached_yet() -> None:
 
 def test_who_counts_more_does_not_wait_for_who_counts_less() -> None:
     stepping = Stepping(enable_priority_scheduling=True)
-    low, high = sharers(2)
-    high.priority = 1
+    (low,) = sharers(1)
+    high = new_req("s1", [*PREFIX, *range(210, 215)], 3, priority=1)
     stepping.add(low)
     assert rids(stepping.step()) == ["s0"]
     stepping.add(high)
