@@ -14,6 +14,7 @@ from shared.protocol.messages import PrefillToDecode
 def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
     """The decode scheduler; prefill nodes dial a decode node."""
     receiver = parts.transfer_side(ReceiveSide)
+    parts.control.every(receiver.renewal_s, receiver.renew_leases)
     scheduler = DecodeScheduler(
         parts.engine,
         parts.config.schedule,

@@ -105,10 +105,11 @@ class TransferOptions:
     """A prefill node waits this long for the decode node to reserve pages: this is the backpressure."""
     connect_timeout_s: float = 10.0
     """A decode node waits this long for the prefill node to connect before it gives a reservation up."""
-    first_offer_timeout_s: float = 600.0
-    """A decode node waits this long, after Ready, for the first pages: the time in the prefill node's queue."""
+    offer_timeout_s: float = 600.0
+    """A decode node waits this long for the next pages to be computed: the time of a prompt in the prefill node's
+    queue, and of one chunk in its forward."""
     transfer_timeout_s: float = 30.0
-    """A decode node waits this long for the next sign of progress: an offer, a chunk or the handoff."""
+    """A decode node waits this long for the next chunk of pages that were offered, while any are on their way."""
     lease_s: float = 15.0
     """Pages handed off are held this long without a LeaseRenew; the decode node renews three times as often."""
 

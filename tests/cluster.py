@@ -225,6 +225,7 @@ class Node:
             )
         else:
             assert isinstance(self.side, ReceiveSide)
+            network.every(self.side.renewal_s, self.side.renew_leases, owner=name)
             self.scheduler = DecodeScheduler(
                 engine, config.schedule, self.side, self.router_port, self.vitals, wake, 1e9
             )

@@ -256,6 +256,16 @@ class FakeNetwork:
         """Run something at a later time: never if `owner` was killed by then, later if it is stopped."""
         self._schedule(self.clock.now + seconds, run, self._parties[owner] if owner else None, counts=True)
 
+    def every(self, seconds: float, run: Callable[[], None], *, owner: str) -> None:
+        """Run something of a party again and again, as a timer of its control thread does."""
+        party = self._parties[owner]
+
+        def run_and_go_on() -> None:
+            run()
+            self._schedule(self.clock.now + seconds, run_and_go_on, party, counts=False)
+
+        self._schedule(self.clock.now + seconds, run_and_go_on, party, counts=False)
+
     def advance(self, seconds: float) -> None:
         """Let time pass, with all that happens in it."""
         end = self.clock.now + seconds

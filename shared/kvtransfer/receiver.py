@@ -109,7 +109,6 @@ class ReceiveSide:
         self._parking: Parking[_Keyed] = Parking(options.park_s, options.max_parked)
         self._events: list[ReceiveEvent] = []
         self._next_tick = 0.0
-        self._next_renewal = 0.0
         self._ping_seq = 0
         self.num_links_opened = 0
         """Links ever begun; more than peers when some had to be rebuilt."""
@@ -167,7 +166,7 @@ class ReceiveSide:
             return events
 
     def tick(self) -> None:
-        """Enforce deadlines, renew leases, watch peers, rebuild links. Cheap to call in every round of the loop."""
+        """Enforce deadlines, watch peers, rebuild links. Cheap to call in every round of the loop."""
         now = self._clock()
         if now < self._next_tick:
             return
@@ -180,9 +179,6 @@ class ReceiveSide:
             for peer_id, key in self._parking.expire(now):
                 self._outbox.send(peer_id, CancelTransfer(key, "the request never came to the decode node"))
             self._tombstones.expire(now)
-            if now >= self._next_renewal:
-                self._next_renewal = now + self._options.lease_s / 3
-                self._renew_leases()
             for peer_id, peer in list(self._peers.items()):
                 self._check_peer(peer_id, peer, now)
 
@@ -230,6 +226,24 @@ class ReceiveSide:
         with self._lock:
             if self._peers.pop(peer_id, None) is not None:
                 self._links.fail_peer(peer_id, reason, tell_peer=False)
+
+    @property
+    def renewal_s(self) -> float:
+        """`renew_leases` is to be called this often."""
+        return self._options.lease_s / 3
+
+    def renew_leases(self) -> None:
+        """Tell each peer which transfers still want their pages.
+
+        The scheduler thread does not do this, since a step of its loop may last longer than a lease.
+        """
+        with self._lock:
+            keys = defaultdict(list)
+            for transfer in self._transfers.values():
+                if transfer.state is ReceiveState.RECEIVING:
+                    keys[transfer.peer_id].append(transfer.key)
+            for peer_id, living in keys.items():
+                self._outbox.send(peer_id, LeaseRenew(tuple(living)))
 
     def on_message(self, peer_id: str, message: PrefillToDecode) -> None:
         """A message of a prefill node. Never blocks."""
@@ -328,7 +342,10 @@ class ReceiveSide:
 
     def _progressed(self, transfer: ReceiveTransfer) -> None:
         now = self._clock()
-        transfer.deadline = now + self._options.transfer_timeout_s
+        options = self._options
+        transfer.deadline = now + (
+            options.offer_timeout_s if transfer.has_all_offered else options.transfer_timeout_s
+        )
         if transfer.complete(now):
             self._outbox.send(transfer.peer_id, Done(transfer.key, True))
 
@@ -379,7 +396,7 @@ class ReceiveSide:
         if peer.refused is not None:
             self._fail(transfer, peer.refused, tell=None)
         elif self._links.worker(transfer.peer_id) is not None:
-            transfer.start(self._clock() + self._options.first_offer_timeout_s)
+            transfer.start(self._clock() + self._options.offer_timeout_s)
             self._outbox.send(transfer.peer_id, Ready(transfer.key, transfer.prefix_pages))
 
     def _link_died(self, worker: LinkWorker, reason: str) -> None:
@@ -404,19 +421,11 @@ class ReceiveSide:
             return
         if transfer.state is ReceiveState.RESERVED:
             reason = f"no link to prefill node {transfer.peer_id} came up in time"
-        elif not transfer.num_offered:
-            reason = f"nothing was offered within {self._options.first_offer_timeout_s:g} s"
+        elif transfer.has_all_offered:
+            reason = f"no pages were offered for {self._options.offer_timeout_s:g} s"
         else:
             reason = f"no progress for {self._options.transfer_timeout_s:g} s"
         self._fail(transfer, reason, tell=Done(transfer.key, False, reason))
-
-    def _renew_leases(self) -> None:
-        keys = defaultdict(list)
-        for transfer in self._transfers.values():
-            if transfer.state is ReceiveState.RECEIVING:
-                keys[transfer.peer_id].append(transfer.key)
-        for peer_id, living in keys.items():
-            self._outbox.send(peer_id, LeaseRenew(tuple(living)))
 
     def _check_peer(self, peer_id: str, peer: _Peer, now: float) -> None:
         if peer.heartbeat.silent(now):

@@ -193,6 +193,11 @@ class ReceiveTransfer:
         """Pages that the prefill node has computed and holds."""
         return self._num_offered
 
+    @property
+    def has_all_offered(self) -> bool:
+        """Whether every offered page has arrived: what comes next has to be computed first."""
+        return self._num_units == self._num_offered * self.num_layers
+
     def start(self, deadline: float) -> None:
         """Ready is being sent: from now on chunks may be scattered into the pages."""
         assert self.state is ReceiveState.RESERVED
@@ -247,7 +252,7 @@ class ReceiveTransfer:
         """End with success if the handoff and every page of every layer is there."""
         if self.state is not ReceiveState.RECEIVING or self._handoff is None:
             return False
-        if self._num_units != self._num_offered * self.num_layers:
+        if not self.has_all_offered:
             return False
         seconds = 0.0 if self._started is None else now - self._started
         self.state = ReceiveState.ENDED

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import socket
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +61,13 @@ class _Dialled:
     on_disconnected: Callable[[str, str], None]
 
 
+@dataclass(eq=False, slots=True)
+class _Timer:
+    interval_s: float
+    run: Callable[[], None]
+    due: float
+
+
 class ControlThread:
     """One ROUTER socket for those who dial this node, one DEALER for each peer that this node dials."""
 
@@ -76,6 +85,7 @@ class ControlThread:
         """Who dialled this node, the one heard longest ago first; a living peer is heard every second."""
         self._dialled: dict[str, _Dialled] = {}
         self._dials = itertools.count(1)
+        self._timers: list[_Timer] = []
         self._poller = zmq.Poller()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
@@ -130,6 +140,10 @@ class ControlThread:
         """Close the connection that this node dialled."""
         self._post(lambda: self._close_dialled(peer))
 
+    def every(self, interval_s: float, run: Callable[[], None]) -> None:
+        """Have `run` called on the control thread every `interval_s` from now on. It must not block."""
+        self._post(lambda: self._timers.append(_Timer(interval_s, run, time.monotonic() + interval_s)))
+
     def close(self, flush_s: float = 1.0) -> None:
         """Send what is queued, close every socket and end the thread."""
         self._post(self._stop)
@@ -159,7 +173,7 @@ class ControlThread:
     def _run(self) -> None:
         self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
         while not self._stopping:
-            ready = dict(self._poller.poll(POLL_MS))
+            ready = dict(self._poller.poll(self._run_timers()))
             if self._wake_read.fileno() in ready:
                 self._wake_read.recv(65536)
             while self._commands:
@@ -171,6 +185,15 @@ class ControlThread:
                     self._receive_dialled(peer, dialled)
                 if dialled.monitor in ready:
                     self._watch(peer, dialled)
+
+    def _run_timers(self) -> int:
+        """Call what is due. Returns the milliseconds until something else may be, at most POLL_MS."""
+        now = time.monotonic()
+        for timer in self._timers:
+            if now >= timer.due:
+                timer.due = now + timer.interval_s
+                self._guarded(timer.run)
+        return min([POLL_MS, *(max(0, math.ceil(1000 * (timer.due - now))) for timer in self._timers)])
 
     def _admit(self, guests: dict[str, Guests]) -> None:
         assert self._server is not None, "bind comes first"

@@ -221,7 +221,7 @@ def test_cancel_and_handoff_cross() -> None:
 
 
 def test_a_lost_ready_ends_in_an_error_and_leaks_nothing() -> None:
-    options = TransferOptions(ready_timeout_s=2.0, transfer_timeout_s=3.0, first_offer_timeout_s=4.0)
+    options = TransferOptions(ready_timeout_s=2.0, transfer_timeout_s=3.0, offer_timeout_s=4.0)
     with Cluster(1, 1, token_engine, config(), options=options) as cluster:
         cluster.network.drop_next(Ready)
         key = cluster.router.submit("a", prompt(30), params(12), "p0", "d0")
@@ -234,7 +234,7 @@ def test_a_lost_ready_ends_in_an_error_and_leaks_nothing() -> None:
 @pytest.mark.parametrize("dropped", [Offer, Handoff, Grant, Done, CancelTransfer], ids=lambda t: t.__name__)
 def test_a_lost_message_ends_every_request_and_leaks_nothing(dropped: type[Struct]) -> None:
     options = TransferOptions(
-        ready_timeout_s=2.0, transfer_timeout_s=2.0, first_offer_timeout_s=3.0, lease_s=2.0, park_s=1.0
+        ready_timeout_s=2.0, transfer_timeout_s=2.0, offer_timeout_s=3.0, lease_s=2.0, park_s=1.0
     )
     with Cluster(1, 1, token_engine, config(), options=options) as cluster:
         cluster.network.drop_next(dropped)
@@ -313,7 +313,7 @@ def test_random_work_with_faults_and_deaths(seed: int) -> None:
     options = TransferOptions(
         ready_timeout_s=3.0,
         transfer_timeout_s=3.0,
-        first_offer_timeout_s=4.0,
+        offer_timeout_s=4.0,
         lease_s=3.0,
         park_s=2.0,
         peer_timeout_s=2.0,

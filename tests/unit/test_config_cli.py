@@ -64,7 +64,7 @@ FLAGS = """\
 --kv-slot-bytes BYTES = 4194304
 --kv-slots N = 4
 --ready-timeout-s READY_TIMEOUT_S = 600.0
---first-offer-timeout-s FIRST_OFFER_TIMEOUT_S = 600.0
+--offer-timeout-s OFFER_TIMEOUT_S = 600.0
 --transfer-timeout-s TRANSFER_TIMEOUT_S = 30.0
 --lease-s LEASE_S = 15.0
 --peer-timeout-s PEER_TIMEOUT_S = 5.0
@@ -112,7 +112,7 @@ VALUES = {
     "--kv-slot-bytes": "65536",
     "--kv-slots": "2",
     "--ready-timeout-s": "1.5",
-    "--first-offer-timeout-s": "7.5",
+    "--offer-timeout-s": "7.5",
     "--transfer-timeout-s": "2.5",
     "--lease-s": "3.5",
     "--peer-timeout-s": "4.5",

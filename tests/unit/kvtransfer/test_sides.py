@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -26,6 +27,8 @@ from shared.protocol.messages import (
 from tests.unit.kvtransfer.world import FAST, LAYOUT, DecodeHost, PrefillHost, World, handoff, key
 
 torch.set_num_threads(1)
+SLOW_OPS = replace(FAST, op_timeout_s=10.0)
+"""For tests in which a chunk is under way for long."""
 
 
 @pytest.fixture
@@ -248,11 +251,11 @@ def test_whoever_speaks_of_an_ended_key_is_told_so(world: World, late: type[Stru
 def test_a_prompt_may_wait_long_in_the_prefill_nodes_queue_but_not_for_ever(world: World) -> None:
     world.p.rate = 0
     open_both(world)
-    world.run(FAST.first_offer_timeout_s - 0.1)
+    world.run(FAST.offer_timeout_s - 0.1)
     assert world.d.live
     world.run(0.3)
-    assert "nothing was offered" in failure(world).reason
-    assert "nothing was offered" in world.p.ended[key(0)].reason
+    assert "no pages were offered" in failure(world).reason
+    assert "no pages were offered" in world.p.ended[key(0)].reason
 
 
 def offer_one(world: World) -> None:
@@ -261,9 +264,12 @@ def offer_one(world: World) -> None:
     world.p.rate = 0
 
 
-def test_a_transfer_without_progress_fails(world: World) -> None:
+@pytest.mark.parametrize("handed_off", [False, True])
+def test_offered_pages_that_do_not_arrive_fail_the_transfer(handed_off: bool) -> None:
+    world = World(options=SLOW_OPS)
+    world.network.hold(Grant)
     world.p.rate = 0
-    open_both(world, total=4)
+    open_both(world, total=1 if handed_off else 4)
     world.run(0.1)
     offer_one(world)
     world.run(FAST.transfer_timeout_s - 0.1)
@@ -271,16 +277,55 @@ def test_a_transfer_without_progress_fails(world: World) -> None:
     world.run(0.3)
     assert "no progress" in failure(world).reason
     assert "no progress" in world.p.ended[key(0)].reason
+    world.network.release(Grant)
+    world.settle()
+    world.close()
 
 
-def test_progress_renews_the_deadline(world: World) -> None:
+def test_a_chunk_may_be_computed_for_longer_than_a_transfer_may_stand_still(world: World) -> None:
     world.p.rate = 0
     open_both(world, total=4)
     for _ in range(4):
-        world.run(FAST.transfer_timeout_s * 0.8)
+        world.run(FAST.offer_timeout_s - 0.2)
+        assert FAST.offer_timeout_s > FAST.transfer_timeout_s + 1
         offer_one(world)
     world.run(0.3)
     assert isinstance(world.d.ended[key(0)], Received)
+
+
+def test_a_chunk_that_is_never_computed_fails_the_transfer(world: World) -> None:
+    world.p.rate = 0
+    open_both(world, total=4)
+    world.run(0.1)
+    offer_one(world)
+    world.run(FAST.offer_timeout_s + 0.3)
+    assert "no pages were offered" in failure(world).reason
+
+
+def test_each_chunk_that_arrives_renews_the_deadline() -> None:
+    delay = FAST.transfer_timeout_s / 2
+    world = World(faults=Faults(link_delay_s=(delay, delay)), options=replace(SLOW_OPS, num_slots=1))
+    open_both(world, total=4)
+    world.run(8.5 * delay)
+    assert isinstance(world.d.ended[key(0)], Received)
+    world.settle()
+    world.close()
+
+
+def test_a_step_of_the_decode_nodes_loop_may_last_longer_than_a_lease() -> None:
+    world = World(options=replace(SLOW_OPS, transfer_timeout_s=60.0))
+    world.network.hold(Grant)
+    open_both(world, total=2)
+    world.run(0.3)
+    for _ in range(10):  # its control thread answers meanwhile
+        world.network.advance(FAST.lease_s / 3)
+        world.p.step()
+    assert key(0) in world.p.live
+    world.network.release(Grant)
+    world.run(0.3)
+    assert world.p.ended[key(0)].ok
+    world.settle()
+    world.close()
 
 
 def test_pages_handed_off_are_held_while_the_lease_is_renewed_and_no_longer(world: World) -> None:

@@ -31,7 +31,7 @@ FAST = TransferOptions(
     num_slots=3,
     ready_timeout_s=3.0,
     connect_timeout_s=1.5,
-    first_offer_timeout_s=5.0,
+    offer_timeout_s=5.0,
     transfer_timeout_s=3.0,
     lease_s=1.5,
     park_s=2.0,
@@ -239,6 +239,7 @@ class DecodeHost:
             options=options,
             wake=self._wake,
         )
+        network.every(self.side.renewal_s, self.side.renew_leases, owner=name)
 
     def _wake(self) -> None:
         self.num_wakes += 1

@@ -39,6 +39,19 @@ def test_typed_messages_both_ways(node: Party, router: Party) -> None:
     assert router.connected.get(timeout=1) == "n"
 
 
+def test_a_timer_runs_again_and_again_and_outlives_a_failure(node: Party) -> None:
+    ran: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def run() -> None:
+        ran.put(1)
+        raise ValueError("of the test")
+
+    node.listen()
+    node.control.every(0.01, run)
+    for _ in range(3):
+        assert ran.get(timeout=5)
+
+
 def test_messages_keep_their_order(node: Party, router: Party) -> None:
     router.dial("n", node.listen())
     for i in range(3000):
