@@ -29,3 +29,7 @@ class CacheAnnouncer:
         """Everything, to a router that has just come or has missed something; it is told of changes from now on."""
         self.tell_changes()  # or it would hear of these twice
         self._router_port.tell(router, CacheEvents(self._seq, tuple(self._cache.hashes()), (), reset=True))
+
+    def close(self) -> None:
+        """Have the RadixCache note its changes no longer; a scheduler without an announcer would never take them."""
+        self._cache.changes = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
 from shared.kvtransfer.receiver import ReceiveSide
-from shared.protocol.messages import NodeRef, ReqKey
+from shared.protocol.messages import NodeRef
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 
@@ -38,9 +38,9 @@ class PreallocQueue:
         """`req` will be prefilled on `prefill`, once there is room for it here."""
         self._queue.append((req, prefill))
 
-    def remove(self, key: ReqKey) -> None:
+    def remove(self, req: Req) -> None:
         """Forget a request that ended; it holds nothing yet."""
-        self._queue = [(req, prefill) for req, prefill in self._queue if req.key != key]
+        self._queue = [(other, prefill) for other, prefill in self._queue if other is not req]
 
     def reserve(self, num_admitted: int, let_pass: Callable[[Sequence[Req]], Sequence[Req]]) -> list[Req]:
         """Reserve rows and pages, one after the other, until one does not fit; returns those now in transfer.

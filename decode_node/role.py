@@ -21,7 +21,7 @@ def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
         receiver,
         parts.router_port,
         parts.vitals,
-        parts.wake,
+        parts.wake.set,
         parts.config.net.router_timeout_s,
     )
     return scheduler, {"prefill": Guests(msgspec.msgpack.Decoder(PrefillToDecode), receiver.on_message)}

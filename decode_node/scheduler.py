@@ -7,7 +7,7 @@ Life of a request here:
     transfer_queue     until its KV and its first token have come from the prefill node
     running_batch      one token each step (after a jump, all that it jumped over), until it ends
     waiting_queue      a short prompt that is prefilled here
-    retraction         one that made room for others, until its KV is copied back or prefilled again
+    retraction         after it made room for others, until its KV is copied back or prefilled again
 
 Three kinds of work meet in one Batcher: transferred requests enter `running_batch` directly, local prompts go
 through `waiting_queue` and `chunked_req` first, and retracted requests come back by either way.
@@ -15,48 +15,34 @@ through `waiting_queue` and `chunked_req` first, and retracted requests come bac
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 from decode_node.cache_announcer import CacheAnnouncer
 from decode_node.prealloc_queue import PreallocQueue
 from decode_node.prefill_timer import PrefillTimer
 from decode_node.transfer_queue import TransferQueue, take_over
-from shared import log
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
 from shared.engine.loop_parts import new_grammar_queue, new_launcher
+from shared.engine.req_table import ReqTable
+from shared.engine.router_desk import RouterDesk
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError, TransferError
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.states import Received, ReceiveFailed
-from shared.protocol.messages import (
-    CacheResync,
-    Cancel,
-    Decode,
-    Finish,
-    Flush,
-    NodeRef,
-    ReqKey,
-    RouterHello,
-    StartProfile,
-    Stop,
-    StopProfile,
-)
+from shared.protocol.messages import CacheResync, Decode, NodeRef, ReqKey, RouterHello
 from shared.protocol.router_port import RouterPort
-from shared.scheduling.admission import accept
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Committed
 from shared.scheduling.grammar_queue import stuck
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 
-IDLE_WAIT_S = 0.05
-
 
 class DecodeScheduler:
-    """Owns every request, page and row of a decode node. Runs on one thread."""
+    """Decides for every request, page and row of a decode node. Runs on one thread."""
 
     def __init__(
         self,
@@ -65,16 +51,13 @@ class DecodeScheduler:
         receiver: ReceiveSide,
         router_port: RouterPort,
         vitals: Vitals,
-        wake: threading.Event,
+        wake: Callable[[], None],
         router_timeout_s: float,
     ) -> None:
-        self._engine = engine
         self._ledger = engine.ledger
         self._receiver = receiver
         self._router_port = router_port
         self._vitals = vitals
-        self._wake = wake
-        self._router_timeout_s = router_timeout_s
         self._launcher = new_launcher(engine, options)
         self.grammar_queue = new_grammar_queue(engine, options, wake)
         self.batcher = Batcher(engine.ledger, options)
@@ -83,15 +66,11 @@ class DecodeScheduler:
         self._prefill_timer = PrefillTimer(self._retraction.costs.prefill, time.monotonic)
         self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options, self.batcher.level)
         self.transfer_queue = TransferQueue(engine.ledger)
-        self.reqs: dict[ReqKey, Req] = {}
-
-    # --------------------------------------------------------------------------------------- the loop
-    def run(self, stop: threading.Event) -> None:
-        """Step until `stop`; sleep while there is nothing to do."""
-        while not stop.is_set():
-            if not self.step():
-                self._wake.wait(IDLE_WAIT_S)
-                self._wake.clear()
+        queues = (self.grammar_queue, self.prealloc_queue, self.batcher)
+        self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
+        self._desk = RouterDesk(
+            engine, self.reqs, self.grammar_queue, self.batcher, router_port, vitals, router_timeout_s
+        )
 
     def step(self) -> bool:
         """One turn: hear, reserve, plan, run, account, speak. False when there was nothing to compute."""
@@ -101,7 +80,7 @@ class DecodeScheduler:
         with self._launcher.planning():
             batch = self.batcher.get_next_batch()
         for req in self._retraction.take_unservable():
-            self._fail(req, 400, self._too_large(req))
+            self.reqs.fail(req, self._too_large(req))
         for req in self._retraction.take_resumed():
             assert req.kv is not None
             self._launcher.write_future(req.kv.row, req.ids[-1])
@@ -112,50 +91,26 @@ class DecodeScheduler:
         self._prefill_timer.turn_ended(batch, due)
         self._account(committed)
         for req in failed:
-            self._fail(
-                req, 500, "the forward of this request, or a copy of its KV, failed on the decode node"
-            )
+            reason = "the forward of this request, or a copy of its KV, failed"
+            self.reqs.fail(req, RequestError(reason, status=500))
         for req in committed.stuck:
-            self._fail(req, 400, *stuck(req))
-        self._router_port.flush()
-        self._announcer.tell_changes()
+            self.reqs.fail(req, stuck(req))
         worked = batch is not None or was_in_flight is not None
-        self._publish(busy=worked)
-        self._engine.profiler.step_done(worked)
+        self._speak(worked)
         return worked
 
     # ------------------------------------------------------------------------------------------- hear
     def _hear(self) -> None:
-        self._engine.progress.steps += 1
-        for heard in self._router_port.take():
+        for heard in self._desk.hear():
             match heard.message:
-                case RouterHello():  # it has given up what it sent over an earlier connection
-                    self._fail_all(heard.router, "the router connected anew")
-                    self._announcer.tell_all(heard.router)
-                case CacheResync():
+                case RouterHello() | CacheResync():
                     self._announcer.tell_all(heard.router)
                 case Decode():
                     self._start(heard.message)
-                case Cancel(key) | Stop(key):
-                    self._end(key, "cancelled by the router")
-                case Flush(call_id):
-                    ok = not self.reqs
-                    if ok:
-                        self._ledger.flush()
-                    self._router_port.answer(heard.router, call_id, ok)
-                case StartProfile() | StopProfile():
-                    self._router_port.answer(
-                        heard.router, heard.message.call_id, *self._engine.profiler.obey(heard.message)
-                    )
-        for router in self._router_port.take_silent(self._router_timeout_s):
-            log.warn("router_silent", router=router)
-            self._fail_all(router, f"this node had not heard of the router for {self._router_timeout_s:g} s")
-        for over in self.grammar_queue.take():
-            if over.error is None:
-                over.go_on()
-            else:
-                self._fail(over.req, over.error.status, over.error.message, over.error.param)
         self._receiver.tick()
+        self._hear_transfers()
+
+    def _hear_transfers(self) -> None:
         for event in self._receiver.poll():
             match event:
                 case Received():
@@ -164,10 +119,8 @@ class DecodeScheduler:
                     self._receive_failed(event)
 
     def _start(self, message: Decode) -> None:
-        try:
-            req = accept(message, self._engine.limits, self._engine.model_config.vocab_size)
-        except RequestError as error:
-            self._router_port.fail(message.key, error.status, error.message, error.param)
+        req = self._desk.accept(message)
+        if req is None:
             return
         limit = message.local_prefill_limit
         if limit is not None:
@@ -177,7 +130,7 @@ class DecodeScheduler:
             if len(req.ids) - num_cached > limit:
                 self._router_port.not_cached(req.key)
                 return
-        self.reqs[req.key] = req
+        self.reqs.add(req)
         enqueue = partial(self._enqueue, req, message.prefill)
         if req.params.grammar is not None:
             self.grammar_queue.add(req, enqueue)
@@ -200,12 +153,12 @@ class DecodeScheduler:
         req = self.transfer_queue.take(received.key)
         self._vitals.count_transfer(received.nbytes, received.seconds)
         if req.finish is not None:  # cancelled when all was there already
-            self._release(req)
+            self.reqs.release(req)
             return
         try:
             take_over(req, received, self._ledger)
         except TransferError as error:
-            self._fail(req, 500, str(error))
+            self.reqs.fail(req, RequestError(str(error), status=500))
             return
         assert req.kv is not None
         req.timeline.move_to(ReqStage.DECODING)
@@ -225,9 +178,17 @@ class DecodeScheduler:
     def _receive_failed(self, failed: ReceiveFailed) -> None:
         req = self.transfer_queue.take(failed.key)
         # A prefill node that gives a request up tells the router itself, but not any more after its handoff.
-        if req.finish is None and (failed.handed_off or not failed.by_peer):
-            self._router_port.fail(req.key, 503, f"KV transfer from the prefill node failed: {failed.reason}")
-        self._end(req.key, failed.reason)
+        if failed.handed_off or not failed.by_peer:
+            reason = f"KV transfer from the prefill node failed: {failed.reason}"
+            self.reqs.fail(req, RequestError(reason, status=503))
+        self.reqs.end(req.key, failed.reason)
+
+    def _cancel_transfer(self, key: ReqKey, reason: str) -> bool:
+        """End the transfer of a request; False when none is under way. `_receive_failed` or `_received` follows."""
+        if key not in self.transfer_queue:
+            return False
+        self._receiver.cancel(key, reason)
+        return True
 
     # ---------------------------------------------------------------------------------------- account
     def _account(self, committed: Committed) -> None:
@@ -263,7 +224,7 @@ class DecodeScheduler:
                 self._router_port.say_token(
                     req.key, 0, (), req.finish, req.report(), None, req.input_logprobs
                 )
-            self._end(req.key, "finished")
+            self.reqs.end(req.key, "finished")
         self._vitals.count_generated(len(committed.sampled), sum(req.num_jumped for req in committed.sampled))
 
     def _count_prompt(self, req: Req) -> None:
@@ -271,66 +232,27 @@ class DecodeScheduler:
         if not req.num_retractions:
             self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
 
-    def _too_large(self, req: Req) -> str:
-        return (
+    def _too_large(self, req: Req) -> RequestError:
+        return RequestError(
             f"the sequence has {len(req.ids)} tokens and needs {self._ledger.pages_for(len(req.ids))} KV pages "
             f"of {self._ledger.page_size}; this node has {self._ledger.allocator.num_pages} in all"
         )
 
-    def _fail(self, req: Req, status: int, message: str, param: str | None = None) -> None:
-        self._router_port.fail(req.key, status, message, param)
-        self._end(req.key, message)
-
-    def _fail_all(self, router: str, reason: str) -> None:
-        for req in [req for req in self.reqs.values() if req.key.router == router and req.finish is None]:
-            self._fail(req, 503, reason)
-
-    def _end(self, key: ReqKey, reason: str) -> None:
-        """End a request in any stage. Its KV is released now, or when its transfer has ended."""
-        req = self.reqs.get(key)
-        if req is None:
-            return
-        self.grammar_queue.remove(key)
-        self.prealloc_queue.remove(key)
-        self.batcher.remove(req)
-        if req.finish is None:
-            req.end(Finish("abort"))
-        if key in self.transfer_queue:
-            self._receiver.cancel(key, reason)  # _receive_failed (or _received) comes back
-            return
-        self._release(req)
-
-    def _release(self, req: Req) -> None:
-        if req.kv is not None:
-            self._ledger.cache_finished_req(req.kv, req.ids)
-            req.kv = None
-        del self.reqs[req.key]
-
     # ------------------------------------------------------------------------------------------ speak
-    def _publish(self, *, busy: bool) -> None:
-        self._vitals.publish(
-            idle=not self.reqs and not busy,
-            busy=busy,
+    def _speak(self, worked: bool) -> None:
+        self._desk.speak(
+            worked,
             num_running=len(self.batcher.running_batch),
-            num_waiting=len(self.grammar_queue)
-            + len(self.batcher.waiting_queue)
-            + self._retraction.count.num_retracted
-            + (self.batcher.chunked_req is not None),
             num_transferring=len(self.transfer_queue),
             num_bootstrapping=len(self.prealloc_queue),
-            num_retractions=self.batcher.num_retractions,
-            retraction=self._retraction.count,
             links=self._receiver.links_by_transport,
-            schedule_policy=self.batcher.schedule_policy,
         )
+        self._announcer.tell_changes()
 
     def close(self, reason: str) -> None:
-        """Fail every request and let go of everything; the loop has ended."""
-        for req in list(self.reqs.values()):
-            if req.finish is None:
-                self._router_port.fail(req.key, 503, reason)
-        self._router_port.leave(reason)
+        """Fail every request, end every transfer and wait for what is in flight: then every page is home."""
+        self._desk.close(reason)
         self._receiver.close()
-        self._engine.stream.close()
-        self._engine.grammars.close()
-        self._engine.profiler.close()
+        self._hear_transfers()
+        self._launcher.close()
+        self._announcer.close()

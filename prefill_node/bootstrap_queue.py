@@ -22,6 +22,10 @@ class BootstrapQueue:
         """`req` has been opened with the sender."""
         self._reqs[req.key] = req
 
+    def remove(self, req: Req) -> None:
+        """Forget a request that ended."""
+        self._reqs.pop(req.key, None)
+
     def take(self, key: ReqKey) -> Req | None:
         """Remove a request; None when it is not (or no longer) here."""
         return self._reqs.pop(key, None)

@@ -19,7 +19,7 @@ def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
         DialledPeering(parts.node, parts.control, sender),
         parts.router_port,
         parts.vitals,
-        parts.wake,
+        parts.wake.set,
         parts.config.net.router_timeout_s,
     )
     return scheduler, {}

@@ -196,7 +196,7 @@ class Node:
         self.name, self.role, self.engine = name, role, engine
         self.alive = True
         wake = threading.Event()
-        self.vitals = Vitals(engine.ledger, engine.progress)
+        self.vitals = Vitals(engine.ledger, engine.progress, network.clock)
         outbox = network.join(
             name,
             self._on_message,
@@ -221,13 +221,13 @@ class Node:
         if role is Role.PREFILL:
             assert isinstance(self.side, SendSide)
             self.scheduler = PrefillScheduler(
-                engine, config.schedule, self.side, self.peering, self.router_port, self.vitals, wake, 1e9
+                engine, config.schedule, self.side, self.peering, self.router_port, self.vitals, wake.set, 1e9
             )
         else:
             assert isinstance(self.side, ReceiveSide)
             network.every(self.side.renewal_s, self.side.renew_leases, owner=name)
             self.scheduler = DecodeScheduler(
-                engine, config.schedule, self.side, self.router_port, self.vitals, wake, 1e9
+                engine, config.schedule, self.side, self.router_port, self.vitals, wake.set, 1e9
             )
 
     def _on_message(self, peer: str, message: object) -> None:
@@ -268,13 +268,21 @@ class Cluster:
         for i in range(num_prefill):
             self.start(f"p{i}", Role.PREFILL)
 
-    def start(self, name: str, role: Role) -> None:
+    def start(self, name: str, role: Role, engine: Engine | None = None) -> None:
         config = self._configs[role]
-        self.nodes[name] = Node(self.network, name, role, self._make_engine(config), config, self.options)
+        engine = engine or self._make_engine(config)
+        self.nodes[name] = Node(self.network, name, role, engine, config, self.options)
 
     def kill(self, name: str) -> None:
         self.nodes[name].alive = False
         self.network.kill(name)
+
+    def stop(self, name: str) -> Engine:
+        """Close the scheduler of a node, which leaves the network; returns its engine."""
+        node = self.nodes.pop(name)
+        node.scheduler.close(f"{name} is closed")
+        self.network.kill(name)
+        return node.engine
 
     @property
     def live(self) -> list[Node]:
@@ -330,6 +338,7 @@ class Cluster:
     def close(self) -> None:
         for node in self.live:
             node.scheduler.close("the test is over")
+            node.engine.close()
 
     def __enter__(self) -> Cluster:
         return self

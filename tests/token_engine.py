@@ -113,8 +113,10 @@ class TokenStream:
         self.queue: list[tuple[ModelWorkerBatch, TokenResult] | tuple[PageCopy, TokenCopy]] = []
         self.num_forwards = 0
         self.fail_next = False
+        self.is_closed = False
 
     def submit(self, batch: ModelWorkerBatch) -> TokenResult:
+        assert not self.is_closed
         result = TokenResult(self)
         self.queue.append((batch, result))
         return result
@@ -178,6 +180,7 @@ class TokenStream:
         return tokens
 
     def close(self) -> None:
+        self.is_closed = True
         while self.queue:
             self.run_one()
 

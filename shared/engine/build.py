@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from shared.kvcache.radix_cache import RadixCache
 from shared.model.config import ModelConfig, load_model_config
 from shared.model.files import resolve_model
 from shared.protocol.messages import KVLayout, NodeLimits
+from shared.timeline import Clock
 
 HOST_KV_CAP_BYTES = 4 << 30
 """Largest host pool for retracted requests that is chosen by itself."""
@@ -44,7 +46,7 @@ FINGERPRINT_SAMPLE_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Everything a role's scheduler is built from."""
+    """A loaded model with its KV pool: what a scheduler is built from. It outlives the scheduler, and its role."""
 
     model_config: ModelConfig
     pool: TokenToKVPool
@@ -59,6 +61,14 @@ class Engine:
     profiler: Profiler
     cpu_cores: CpuCores
     grammars: CompilePool = field(default_factory=lambda: CompilePool(no_grammars))
+    clock: Clock = time.monotonic
+    """Of deadlines and measurements. No decision reads it."""
+
+    def close(self) -> None:
+        """Finish what was launched and end the engine's threads. A scheduler that uses it is closed before."""
+        self.stream.close()
+        self.grammars.close()
+        self.profiler.close()
 
 
 def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:

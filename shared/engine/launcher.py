@@ -100,6 +100,10 @@ class Launcher:
                 self._sample(launched)
         return outcome
 
+    def close(self) -> None:
+        """Wait for what is in flight. Its requests have ended, so nothing is left of it."""
+        self.turn(None)
+
     def _launch(self, batch: ScheduleBatch | None) -> Launched | None:
         if batch is None:
             return None

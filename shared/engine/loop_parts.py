@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
+from collections.abc import Callable
 
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
@@ -23,12 +22,12 @@ def new_launcher(engine: Engine, options: ScheduleOptions) -> Launcher:
     )
 
 
-def new_grammar_queue(engine: Engine, options: ScheduleOptions, wake: threading.Event) -> GrammarQueue:
-    """Where requests wait until their grammars are compiled; `wake` is set when one is."""
+def new_grammar_queue(engine: Engine, options: ScheduleOptions, wake: Callable[[], None]) -> GrammarQueue:
+    """Where requests wait until their grammars are compiled; `wake` is called by any thread when one is."""
     return GrammarQueue(
         engine.grammars,
         options.grammar_compile_timeout_s,
-        time.monotonic,
-        wake.set,
+        engine.clock,
+        wake,
         jump_forward=options.enable_jump_forward,
     )

@@ -7,7 +7,6 @@ import secrets
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
@@ -40,15 +39,19 @@ TransferSide = TypeVar("TransferSide", SendSide, ReceiveSide)
 ANY_HOST = ("0.0.0.0", "::", "*")
 
 
-class Scheduler(Protocol):
-    """A role's loop."""
+IDLE_WAIT_S = 0.05
+"""How long a scheduler that has nothing to compute sleeps, unless it is woken."""
 
-    def run(self, stop: threading.Event) -> None:
-        """Step until `stop`."""
+
+class Scheduler(Protocol):
+    """A role's loop, one turn at a time. Every call comes from one thread."""
+
+    def step(self) -> bool:
+        """Take one turn: hear, plan, turn, account, speak. False when there was nothing to compute."""
         ...
 
     def close(self, reason: str) -> None:
-        """Fail what is left and let go of everything."""
+        """Fail every request and bring every page home. The engine stays, for another scheduler to use."""
         ...
 
 
@@ -73,7 +76,7 @@ class NodeParts:
             pages=self.engine.pool,
             outbox=self.control,
             transports=self.transports,
-            clock=time.monotonic,
+            clock=self.engine.clock,
             options=self.config.transfer,
             wake=self.wake.set,
         )
@@ -128,17 +131,26 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
         stop.loaded()
         reason = f"{role} node {node_id} is shutting down"
         try:
-            scheduler.run(stop.event)
+            _run(scheduler, stop)
         except Exception as error:
             reason = f"{role} node {node_id} failed: {type(error).__name__}: {error}"
             raise
         finally:
             lobby.stop()
             scheduler.close(reason)
+            engine.close()
         log.event("stopped", node=node.incarnation)
         return 0
     finally:
         control.close()
+
+
+def _run(scheduler: Scheduler, stop: StopRequest) -> None:
+    """Step until told to stop; sleep while there is nothing to do."""
+    while not stop.event.is_set():
+        if not scheduler.step():
+            stop.wake.wait(IDLE_WAIT_S)
+            stop.wake.clear()
 
 
 def _parts(
@@ -150,7 +162,7 @@ def _parts(
     control: ControlThread,
     wake: threading.Event,
 ) -> NodeParts:
-    vitals = Vitals(engine.ledger, engine.progress)
+    vitals = Vitals(engine.ledger, engine.progress, engine.clock)
     flags = {
         **asdict(config.model),
         **asdict(config.cache),
@@ -169,7 +181,7 @@ def _parts(
         engine=engine,
         transports=transports,
         control=control,
-        router_port=RouterPort(control, hello, vitals.load, wake, time.monotonic),
+        router_port=RouterPort(control, hello, vitals.load, wake, engine.clock),
         vitals=vitals,
         wake=wake,
     )

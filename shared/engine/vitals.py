@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 
 from shared import log
@@ -12,6 +10,7 @@ from shared.kvcache.audit import LeakError, audit_idle
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import Load
 from shared.scheduling.retraction import RetractionCounts
+from shared.timeline import Clock
 
 THROUGHPUT_WINDOW_S = 1.0
 
@@ -19,12 +18,13 @@ THROUGHPUT_WINDOW_S = 1.0
 class Vitals:
     """Written by the scheduler thread; `load` may be called by any."""
 
-    def __init__(self, ledger: KVLedger, progress: Progress) -> None:
+    def __init__(self, ledger: KVLedger, progress: Progress, clock: Clock) -> None:
         self._ledger = ledger
         self._progress = progress
+        self._clock = clock
         self._audited = False
         self._load = Load()
-        self._window_start = time.monotonic()
+        self._window_start = clock()
         self._window_tokens = 0
         self._gen_throughput = 0.0
         self.num_prompt_tokens = 0
@@ -59,18 +59,17 @@ class Vitals:
         num_waiting: int,
         num_transferring: int,
         num_bootstrapping: int,
-        num_retractions: int,
         links: dict[str, int],
         schedule_policy: str,
-        retraction: RetractionCounts | None = None,
+        retraction: RetractionCounts,
     ) -> None:
         """Renew the load after a step. A node that has just become idle (no request left) is audited."""
-        elapsed = time.monotonic() - self._window_start
+        now = self._clock()
+        elapsed = now - self._window_start
         if elapsed >= THROUGHPUT_WINDOW_S:
             self._gen_throughput = self._window_tokens / elapsed
-            self._window_start, self._window_tokens = time.monotonic(), 0
+            self._window_start, self._window_tokens = now, 0
         count, host = self._ledger.count(), self._ledger.host
-        retraction = retraction or RetractionCounts()
         self._load = Load(
             busy=busy,
             num_running=num_running,
@@ -81,7 +80,7 @@ class Vitals:
             num_free_pages=count.free,
             num_evictable_pages=count.evictable,
             num_held_pages=count.held + count.protected,
-            num_retractions=num_retractions,
+            num_retractions=retraction.num_host + retraction.num_recompute,
             num_cached_tokens=self.num_cached_tokens,
             num_prompt_tokens=self.num_prompt_tokens,
             num_generated_tokens=self.num_generated_tokens,

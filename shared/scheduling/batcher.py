@@ -249,6 +249,11 @@ class Batcher:
         self.retraction.retract(req, WayOut.RECOMPUTE if way is WayOut.WAIT else way)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their prefill, or for the rest of it; retracted ones are counted with them."""
+        return len(self.waiting_queue) + self.retraction.count.num_retracted + (self.chunked_req is not None)
+
+    @property
     def num_retractions(self) -> int:
         """How often a request gave its KV up."""
         return self.retraction.count.num_host + self.retraction.count.num_recompute

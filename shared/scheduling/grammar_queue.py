@@ -65,9 +65,9 @@ class GrammarQueue:
         self._waiting[req.key] = _Waiting(req, go_on, future, self._clock() + self._timeout_s)
         future.add_done_callback(lambda _: self._on_compiled())
 
-    def remove(self, key: ReqKey) -> None:
+    def remove(self, req: Req) -> None:
         """Forget a request that ended."""
-        waiting = self._waiting.pop(key, None)
+        waiting = self._waiting.pop(req.key, None)
         if waiting is not None:
             self._release(waiting)
 
@@ -108,15 +108,15 @@ class GrammarQueue:
         req.grammar = GrammarState(future.result(), jump_forward=self._jump_forward)
         followed = req.grammar.follow(req.ids, req.num_input_ids)
         if not followed or req.grammar.is_too_slow or req.grammar.is_terminated:
-            message, kind = stuck(req)
-            return RequestError(message, param=kind)
+            return stuck(req)
         return None
 
 
-def stuck(req: Req) -> tuple[str, str]:
-    """Message and parameter for a request that cannot go on: its grammar is too slow, or allows no token any more."""
+def stuck(req: Req) -> RequestError:
+    """What the client is told of a request whose grammar is too slow, or allows no token any more."""
     assert req.params.grammar is not None
     kind = req.params.grammar.kind
     if req.grammar is not None and req.grammar.is_too_slow:
-        return too_slow(kind).message, kind
-    return f"{kind}: no token of this model goes on after {req.output_len} output tokens", kind
+        return too_slow(kind)
+    message = f"{kind}: no token of this model goes on after {req.output_len} output tokens"
+    return RequestError(message, param=kind)

@@ -44,7 +44,7 @@ class NodeShape:
     forward_fault: float = 0.0
     """Of a forward that raises."""
     poll_s: float = 0.05
-    """How often a node that waits for time to pass looks again; the schedulers' IDLE_WAIT_S."""
+    """How often a node that waits for time to pass looks again; IDLE_WAIT_S of a node process."""
 
 
 class SimVitals(Vitals):
@@ -131,16 +131,17 @@ class SimNode:
             model_config=dataclasses.replace(token_model_config(), vocab_size=VOCAB_SIZE),
             pool=None,  # type: ignore[arg-type]
             stream=self.stream,
+            clock=self.clock,
             eos_token_ids=frozenset({EOS}),
         )
         self.ledger, self.limits = engine.ledger, engine.limits
-        self.vitals = SimVitals(self.ledger, engine.progress)
+        self.vitals = SimVitals(self.ledger, engine.progress, self.clock)
         self.vitals.audits = audits
         hello = NodeHello(self.ref, role, engine.layout, self.limits, {})
         self._port = RouterPort(_Outbox(self), hello, self.vitals.load, wake, self.clock)  # type: ignore[arg-type]
         self.side: SimSender | SimReceiver
         self.scheduler: Any
-        common = (self._port, self.vitals, wake, float("inf"))
+        common = (self._port, self.vitals, self.wake, float("inf"))
         if role is Role.PREFILL:
             self.side = SimSender(name, transport, self.clock, self.wake)
             self.scheduler = PrefillScheduler(engine, config.schedule, self.side, _NoPeering(), *common)  # type: ignore[arg-type]

@@ -307,8 +307,9 @@ def test_a_grammar_that_becomes_slow_ends_its_own_request_only(
         finished, stopped, failed = world.turn()
         assert failed == []
         if slow in stopped:
-            message, kind = stuck(slow)
-            assert (kind, message.startswith("ebnf: following this grammar takes too long")) == ("ebnf", True)
+            error = stuck(slow)
+            assert error.param == "ebnf"
+            assert error.message.startswith("ebnf: following this grammar takes too long")
             slow.end(Finish("abort"))  # as schedulers do
         ended += finished + stopped
     assert ended == [slow, other]

@@ -111,7 +111,7 @@ def test_the_parts_of_a_step_are_named_on_both_roles(tmp_path: Path, node: str) 
         node_config(make_model(tmp_path / "llama", "llama")), profile_dir=str(tmp_path / "traces")
     )
     with split(config) as cluster:
-        profiler = cluster.nodes[node].scheduler._engine.profiler
+        profiler = cluster.nodes[node].engine.profiler
         start(profiler)
         assert Client(cluster).tokens([[5, 6, 7, 8] * 8])
         spans = threads_of_spans(Path(profiler.stop()))

@@ -123,8 +123,8 @@ def test_the_deadline_of_a_slow_grammar_and_of_one_behind_it(world: World) -> No
 
 def test_a_request_that_ended_does_not_come_back(world: World) -> None:
     req = world.add("a", token_grammar(3, 9))
-    world.queue.remove(req.key)
-    world.queue.remove(req.key)
+    world.queue.remove(req)
+    world.queue.remove(req)
     world.compile_all()
     assert world.queue.take() == []
 
@@ -133,7 +133,7 @@ def test_abandoned_grammars_keep_nobody_waiting(world: World) -> None:
     world.add("running", token_grammar(2, 9))
     assert world.backend.began.wait(10)
     for i in range(40):
-        world.queue.remove(world.add(f"gone{i}", token_grammar(3, i)).key)
+        world.queue.remove(world.add(f"gone{i}", token_grammar(3, i)))
     req = world.add("a", token_grammar(5, 9))
     world.compile_all()
     assert req in [over.req for over in world.queue.take() if over.error is None]

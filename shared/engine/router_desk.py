@@ -1,0 +1,121 @@
+"""What a node's loop hears from routers and tells them, as far as both roles do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shared import log
+from shared.engine.build import Engine
+from shared.engine.req_table import ReqTable
+from shared.engine.vitals import Vitals
+from shared.errors import RequestError
+from shared.protocol.messages import (
+    Cancel,
+    Decode,
+    Flush,
+    Prefill,
+    RouterHello,
+    StartProfile,
+    Stop,
+    StopProfile,
+)
+from shared.protocol.router_port import FromRouter, RouterPort
+from shared.scheduling.admission import accept
+from shared.scheduling.batcher import Batcher
+from shared.scheduling.grammar_queue import GrammarQueue
+from shared.scheduling.req import Req
+
+
+class RouterDesk:
+    """Runs on the scheduler thread, at the beginning and at the end of every turn."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        reqs: ReqTable,
+        grammar_queue: GrammarQueue,
+        batcher: Batcher,
+        router_port: RouterPort,
+        vitals: Vitals,
+        router_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._reqs = reqs
+        self._grammar_queue = grammar_queue
+        self._batcher = batcher
+        self._router_port = router_port
+        self._vitals = vitals
+        self._router_timeout_s = router_timeout_s
+
+    def hear(self) -> Iterator[FromRouter]:
+        """Answer what both roles answer alike, and yield the messages that the role has to act on, in order.
+
+        A RouterHello is yielded too: the requests that this router sent over an earlier connection have failed.
+        """
+        self._engine.progress.steps += 1
+        for heard in self._router_port.take():
+            match heard.message:
+                case Cancel(key) | Stop(key):
+                    self._reqs.end(key, "cancelled by the router")
+                case Flush(call_id):
+                    if not self._reqs:
+                        self._engine.ledger.flush()
+                    self._router_port.answer(heard.router, call_id, not self._reqs)
+                case StartProfile(call_id) | StopProfile(call_id):
+                    done = self._engine.profiler.obey(heard.message)
+                    self._router_port.answer(heard.router, call_id, *done)
+                case RouterHello():
+                    self._reqs.fail_all(heard.router, "the router connected anew")
+                    yield heard
+                case _:
+                    yield heard
+        timeout_s = self._router_timeout_s
+        for router in self._router_port.take_silent(timeout_s):
+            log.warn("router_silent", router=router)
+            self._reqs.fail_all(router, f"this node had not heard of the router for {timeout_s:g} s")
+        for over in self._grammar_queue.take():
+            if over.error is None:
+                over.go_on()
+            else:
+                self._reqs.fail(over.req, over.error)
+
+    def accept(self, message: Prefill | Decode) -> Req | None:
+        """The request that a message describes. None when it can never be served here; its router has been told."""
+        try:
+            return accept(message, self._engine.limits, self._engine.model_config.vocab_size)
+        except RequestError as error:
+            self._router_port.fail(message.key, error.status, error.message, error.param)
+            return None
+
+    def speak(
+        self,
+        worked: bool,
+        *,
+        num_running: int,
+        num_transferring: int,
+        num_bootstrapping: int,
+        links: dict[str, int],
+    ) -> None:
+        """End a turn: send its tokens, publish the node's load, count the step of a profile."""
+        self._router_port.flush()
+        self._vitals.publish(
+            idle=not self._reqs and not worked,
+            busy=worked,
+            num_running=num_running,
+            num_waiting=len(self._grammar_queue) + self._batcher.num_waiting,
+            num_transferring=num_transferring,
+            num_bootstrapping=num_bootstrapping,
+            retraction=self._batcher.retraction.count,
+            links=links,
+            schedule_policy=self._batcher.schedule_policy,
+        )
+        self._engine.profiler.step_done(worked)
+
+    def close(self, reason: str) -> None:
+        """Fail every request and tell the routers that this node goes away. Transfers may still be ending."""
+        for req in self._reqs.values():
+            if req.finish is None:
+                self._router_port.fail(req.key, 503, reason)
+        self._router_port.leave(reason)
+        for key in list(self._reqs):
+            self._reqs.end(key, reason)
