@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
+from router.http.wording import shown
 from router.request.sampling import Sampling
-from router.text.stop_regex import StopPatternCursor, StopPatterns
+from router.text.stop_regex import MAX_PATTERN_SIZE, StopPatternCursor, StopPatterns, expanded_size
 from router.text.stop_strings import StopStringCursor, StopStrings
 from router.text.text_workers import TextWorkers
 from shared.errors import RequestError
 
-MAX_PATTERN_CHARS = 16_384
-"""Of one HTTP request, however many prompts it has."""
 _CHARS_A_PATTERN_CHAR = 20
 """Compiling a character of a pattern takes as long as encoding so many of a text."""
 
@@ -41,13 +40,15 @@ class StopConditions:
 
 async def stop_conditions(samplings: Sequence[Sampling], workers: TextWorkers) -> list[StopConditions]:
     """Of each prompt of a request. Patterns are compiled once, off the event loop. Raises RequestError."""
-    patterns = {sampling.stop_regex for sampling in samplings}
-    num_chars = sum(len(pattern) for several in patterns for pattern in several)
-    if num_chars > MAX_PATTERN_CHARS:
+    fields = {pattern: sampling.stop_regex_field for sampling in samplings for pattern in sampling.stop_regex}
+    sizes = {pattern: _size(pattern, field) for pattern, field in fields.items()}
+    num_chars = sum(sizes.values())
+    if num_chars > MAX_PATTERN_SIZE:
+        field = fields[max(sizes, key=sizes.__getitem__)]
         raise RequestError(
-            f"the patterns of stop_regex have {num_chars} characters in all prompts together; "
-            f"at most {MAX_PATTERN_CHARS}",
-            param="stop_regex",
+            f"the patterns of {field} have more than {MAX_PATTERN_SIZE} characters in all prompts together, with "
+            "their repeats written out",
+            param=field,
         )
 
     def conditions() -> list[StopConditions]:
@@ -59,6 +60,15 @@ async def stop_conditions(samplings: Sequence[Sampling], workers: TextWorkers) -
         return [made[sampling.stop, sampling.stop_regex] for sampling in samplings]
 
     return await workers.run(_CHARS_A_PATTERN_CHAR * num_chars, conditions)
+
+
+def _size(pattern: str, field: str) -> int:
+    size = expanded_size(pattern)
+    if size is None:
+        raise RequestError(
+            f"{field} {shown(pattern)} is a verbose pattern (x), whose size cannot be told", param=field
+        )
+    return size
 
 
 class StopMatcher:

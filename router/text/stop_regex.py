@@ -8,10 +8,12 @@ match may begin whose end has not come yet. So the hold-back is exact, as far as
     at most MAX_HELD_CHARS are held back; what was shown of a longer match stays
     a lookbehind sees CONTEXT_CHARS before the first place where a match may begin
     searching costs BASE_BUDGET_S and BUDGET_S for each token; a request that needs more fails, alone
+    compiling writes counted repeats out, so it is bounded by `expanded_size` before it starts
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 
@@ -24,17 +26,30 @@ from shared.errors import RequestError
 MAX_MATCH_CHARS = 32_768
 MAX_HELD_CHARS = 1024
 CONTEXT_CHARS = 256
+MAX_PATTERN_SIZE = 16_384
+"""The most that the patterns of an HTTP request may come to, by `expanded_size`: up to 50 ms to compile (2 cores)."""
 BASE_BUDGET_S = 0.05
 BUDGET_S = 5e-4
 _SEARCH_TIMEOUT_S = 0.02
 """Of one search. The library looks at the clock every so many steps, so that it may take twice as long."""
+_PARTS = re.compile(
+    r"""(?P<comment>\(\?\#[^)]*\))
+      | (?P<verbose>\(\?[A-Za-z0-9]*x[A-Za-z0-9]*(?:-[A-Za-z]+)?[:)])
+      | (?P<open>\()
+      | (?P<close>\))
+      | (?P<repeat>[*+?]|\{(?P<least>\d*)(?P<range>,\d*)?\})[?+]?
+      | (?P<atom>\\.|\[(?:\\.|[^\]\\])*\]|.)
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+"""A character class ends at its first `]` here. What follows in a class that holds another is counted as outside."""
 
 
 class StopPatterns:
     """Compiled patterns of one request."""
 
     def __init__(self, patterns: Sequence[str], field: str = "stop_regex") -> None:
-        """`field` held them. Takes up to 25 ms for 1024 characters (2 cores). Raises RequestError."""
+        """`field` held them. Raises RequestError. Each was measured by `expanded_size` before."""
         self.field = field
         names = [field] if len(patterns) == 1 else [f"{field}[{at}]" for at in range(len(patterns))]
         self.compiled = [_compile(*each) for each in zip(patterns, names, strict=True)]
@@ -111,6 +126,44 @@ class StopPatternCursor:
             self._text = self._text[num_dropped:]
             self._start += num_dropped
             self._from = [start - num_dropped for start in self._from]
+
+
+def expanded_size(pattern: str) -> int | None:
+    """Characters of `pattern` once its counted repeats are written out; None where that cannot be told.
+
+    The library compiles `x{m}` as m copies of x, `x{m,n}` as m copies and a loop over one more, and `x+` as
+    `x{1,}`, so nested repeats multiply. The count ends one above MAX_PATTERN_SIZE. A verbose pattern cannot be
+    counted, since its comments may hide brackets.
+    """
+    totals, last = [0], 0  # of each open group; of what a repeat would repeat
+    for part in _PARTS.finditer(pattern):
+        match part.lastgroup:
+            case "verbose":
+                return None
+            case "open":
+                totals.append(0)
+                last = 0
+            case "close" if len(totals) > 1:
+                last = totals.pop() + len("()")
+                totals[-1] += last
+            case "repeat":
+                last *= _num_copies(part) - 1
+                totals[-1] += last + len(part[0])
+            case _:
+                last = 1
+                totals[-1] += len(part[0])
+        totals[-1] = min(totals[-1], MAX_PATTERN_SIZE + 1)
+        last = min(last, MAX_PATTERN_SIZE + 1)
+    return min(sum(totals), MAX_PATTERN_SIZE + 1)
+
+
+def _num_copies(repeat: re.Match[str]) -> int:
+    kind = repeat["repeat"]
+    if kind in "*?":
+        return 1
+    least = 1 if kind == "+" else int(repeat["least"][:6] or 0)
+    is_exact = kind != "+" and repeat["range"] is None
+    return max(least, 1) if is_exact or not least else least + 1
 
 
 def _compile(pattern: str, name: str) -> regex.Pattern[str]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shared.errors import RequestError
 from shared.grammar.nesting import check_nesting
+from shared.grammar.schema_keywords import check_keywords
 from shared.protocol.sampling_params import Grammar
 
 MAX_WHITESPACE = 64
@@ -140,6 +141,7 @@ class XGrammarBackend:
         try:
             match grammar.kind:
                 case "json_schema":
+                    check_keywords(grammar.text)
                     compiled = self._compiler.compile_json_schema(
                         grammar.text, max_whitespace_cnt=MAX_WHITESPACE
                     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import pickle
 import re
 from pathlib import Path
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +19,10 @@ from router.text.stop_regex import (
     CONTEXT_CHARS,
     MAX_HELD_CHARS,
     MAX_MATCH_CHARS,
+    MAX_PATTERN_SIZE,
     StopPatternCursor,
     StopPatterns,
+    expanded_size,
 )
 from router.text.text_workers import TextWorkers
 from shared.errors import RequestError
@@ -187,8 +191,74 @@ def test_the_prompts_of_a_request_share_what_is_compiled() -> None:
 
 def test_the_patterns_of_a_request_are_bounded_together() -> None:
     patterns = [(chr(97 + at) * 1024,) for at in range(17)]
-    with pytest.raises(RequestError, match="have 17408 characters in all prompts together; at most 16384"):
+    with pytest.raises(RequestError, match="have more than 16384 characters in all prompts together"):
         asyncio.run(stop_conditions(prompts_with(*patterns), TextWorkers()))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(((a{900}){900}){900}){900}q",
+        "(a{1000}){1000}",
+        "(?:(?:a*){900}){900}",
+        "(?=a{1000}){1000}",
+        "(" * 60 + "a" + "+)" * 60,
+        "(" * 25 + "a" + "{1,2}b)" * 25,
+        r"\[(a{1000}){1000}\]",
+        "(?#[)(a{1000}){1000}(?#])",
+        "[^a[](a{1000}){1000}[]]",
+    ],
+)
+def test_nested_repeats_are_refused_before_they_are_compiled(pattern: str) -> None:
+    with pytest.raises(RequestError, match="with their repeats written out") as refused:
+        asyncio.run(stop_conditions(prompts_with((pattern,)), TextWorkers()))
+    assert (refused.value.status, refused.value.param) == (400, "stop_regex")
+
+
+@pytest.mark.parametrize("pattern", ["(?x) # [\n (a{1000}){1000} # ]", "a(?ix:b)", "(?x-i:b)"])
+def test_a_pattern_whose_size_cannot_be_told_is_refused(pattern: str) -> None:
+    with pytest.raises(RequestError, match="verbose") as refused:
+        asyncio.run(stop_conditions(prompts_with((pattern,)), TextWorkers()))
+    assert (refused.value.status, refused.value.param) == (400, "stop_regex")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        ("abc", 3),
+        ("[a-z]{3}", 5 + 3 + 2),
+        ("(ab){4}", 3 + 4 * 4),
+        ("(a+b)+", 6 + 6 + 1),
+        ("(?P<x>a)?", 9),
+        (r"\(\[x{2}", 5 + 3 + 1),
+        ("(a{0,900}){0,900}", 17),
+    ],
+)
+def test_the_size_of_a_pattern(pattern: str, size: int) -> None:
+    assert expanded_size(pattern) == size
+
+
+_PIECES = st.recursive(
+    st.sampled_from(["a", r"\d", "[b-d]", "[^]]", "[[]", r"\p{L}", ".", "(?#[)", "^", r"\b", "(?=e)"]),
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map(lambda several: f"(?:{'|'.join(several)})"),
+        st.tuples(
+            inner, st.sampled_from(["{3}", "{2,}", "{0,4}", "{,2}", "{1,2}?", "+", "++", "*", "?"])
+        ).map(lambda pair: f"({pair[0]}){pair[1]}"),
+    ),
+    max_leaves=12,
+)
+
+
+@given(_PIECES)
+@settings(max_examples=400, deadline=None)
+def test_what_is_compiled_is_bounded_by_the_size(pattern: str) -> None:
+    size = expanded_size(pattern)
+    assert size is not None
+    if size <= MAX_PATTERN_SIZE:
+        program = pickle.dumps(regex.compile(pattern, cache_pattern=False))
+        assert len(program) <= 40 * size + 500
 
 
 def test_a_pattern_ends_a_stream(model_folder: Path) -> None:

@@ -1,0 +1,134 @@
+"""Finds what XGrammar would drop from a JSON schema without a word, so that the client can be told.
+
+Measured with XGrammar 0.2.8; tests/unit/grammar/test_schema_keywords.py holds each rule against the library. Two
+things are followed loosely and let in all the same: `oneOf` is followed as `anyOf`, and a `format` without a grammar
+of its own is an annotation, as JSON Schema has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from shared.errors import RequestError
+
+Schema = dict[str, Any]
+
+_NEVER = (
+    "not",
+    "if",
+    "contains",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "$dynamicRef",
+    "$recursiveRef",
+)
+_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+"""The first of these in a schema decides; what stands beside it is dropped, but for `type`."""
+_IMPLY_TYPE = (
+    "properties",
+    "additionalProperties",
+    "unevaluatedProperties",
+    "items",
+    "prefixItems",
+    "unevaluatedItems",
+)
+_LENGTHS = ("minLength", "maxLength")
+_RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NEED_TYPE = (
+    *_LENGTHS,
+    *_RANGE,
+    "pattern",
+    "format",
+    "multipleOf",
+    "minItems",
+    "maxItems",
+    "required",
+    "minProperties",
+    "maxProperties",
+    "patternProperties",
+    "propertyNames",
+)
+_CONSTRAINTS = (*_ALONE, *_IMPLY_TYPE, *_NEED_TYPE)
+_FORMATS = (
+    *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
+    *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+)
+
+
+def check_keywords(text: str) -> None:
+    """Raises RequestError for a schema with a keyword that its outputs would not be held to. `text` is JSON."""
+    for path, keyword, why in _dropped(json.loads(text, strict=False, parse_int=float), "#"):
+        raise RequestError(f"json_schema: {keyword!r} at {path} cannot be enforced{why}", param="json_schema")
+
+
+def _dropped(schema: object, path: str) -> Iterator[tuple[str, str, str]]:
+    """Where a keyword is dropped, which one, and why, in words that follow "cannot be enforced"."""
+    if not isinstance(schema, dict):
+        return
+    for keyword, why in _dropped_here(schema):
+        yield path, keyword, why
+    for keyword in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(children := schema.get(keyword), dict):
+            for name, child in children.items():
+                yield from _dropped(child, f"{path}/{keyword}/{name}")
+    for keyword in ("prefixItems", "anyOf", "oneOf", "allOf"):
+        if isinstance(members := schema.get(keyword), list):
+            for at, child in enumerate(members):
+                yield from _dropped(child, f"{path}/{keyword}/{at}")
+    for keyword in (
+        "items",
+        "additionalProperties",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "propertyNames",
+    ):
+        names = keyword == "propertyNames" and isinstance(schema.get(keyword), dict)
+        child = {"type": "string", **schema[keyword]} if names else schema.get(keyword)
+        yield from _dropped(child, f"{path}/{keyword}")
+
+
+def _dropped_here(schema: Schema) -> Iterator[tuple[str, str]]:
+    yield from ((keyword, "") for keyword in _NEVER if keyword in schema)
+    if schema.get("uniqueItems") is True:
+        yield "uniqueItems", ""
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and ref != "#" and not ref.startswith("#/"):
+        yield "$ref", ": only what is in the schema itself can be referred to, as '#' or '#/...'"
+    deciding = next((keyword for keyword in _ALONE if keyword in schema), None)
+    if deciding is not None:
+        if deciding == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:
+            yield "allOf", " with more than one schema"
+        beside = (keyword for keyword in _CONSTRAINTS if keyword in schema and keyword != deciding)
+        yield from ((keyword, f" beside {deciding!r}") for keyword in beside)
+    elif "type" in schema or any(keyword in schema for keyword in _IMPLY_TYPE):
+        yield from _dropped_beside(schema)
+    else:
+        yield from ((keyword, " without 'type'") for keyword in _NEED_TYPE if keyword in schema)
+
+
+def _dropped_beside(schema: Schema) -> Iterator[tuple[str, str]]:
+    """Combinations within one type."""
+    has_format = str(schema.get("format")) in _FORMATS
+    if has_format and "pattern" in schema:
+        yield "pattern", " beside 'format'"
+    spelled = "format" if has_format else "pattern"
+    if spelled in schema:
+        yield from ((keyword, f" beside {spelled!r}") for keyword in _LENGTHS if keyword in schema)
+    if "multipleOf" in schema:
+        types, factor = schema.get("type"), schema["multipleOf"]
+        whole = isinstance(factor, float) and factor.is_integer()
+        if "number" in (types if isinstance(types, list) else [types]) or not whole:
+            yield "multipleOf", " but for integers"
+        yield from (("multipleOf", f" beside {keyword!r}") for keyword in _RANGE if keyword in schema)
+    keyed = next((keyword for keyword in ("patternProperties", "propertyNames") if keyword in schema), None)
+    if keyed is not None:
+        if "propertyNames" in schema and ("properties" in schema or "patternProperties" in schema):
+            yield "propertyNames", " beside 'properties' or 'patternProperties'"
+        listed = schema.get("properties")
+        names = list(listed) if isinstance(listed, dict) else []
+        required = schema.get("required")
+        if isinstance(required, list) and any(name not in names for name in required):
+            yield "required", f" beside {keyed!r}, for names that are not in 'properties'"

@@ -1,0 +1,119 @@
+# ruff: noqa: E501
+"""What of a JSON schema is refused, since outputs would not be held to it; the rest is enforced by the library.
+
+Each row of DROPPED is held against the library: once XGrammar enforces it, the test says that the rule can go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+import xgrammar
+
+from shared.errors import RequestError
+from shared.grammar.schema_keywords import check_keywords
+
+INT, STR = {"type": "integer"}, {"type": "string"}
+OBJECT = {"type": "object", "properties": {"a": INT}, "required": ["a"]}
+
+DROPPED: list[tuple[str, str, object, object]] = [
+    # keyword, where, schema, and a value that the schema forbids and the library lets through
+    ("not", "#", {"type": "string", "not": {"const": "a"}}, "a"),
+    ("if", "#", {**OBJECT, "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}}, {"a": 1}),
+    ("uniqueItems", "#", {"type": "array", "items": INT, "uniqueItems": True}, [1, 1]),
+    ("dependentRequired", "#", {"type": "object", "properties": {"a": {}}, "dependentRequired": {"a": ["b"]}}, {"a": 1}),
+    ("dependencies", "#", {"type": "object", "properties": {"a": {}}, "dependencies": {"a": ["b"]}}, {"a": 1}),
+    ("dependentSchemas", "#", {"type": "object", "properties": {"a": {}}, "dependentSchemas": {"a": {"required": ["b"]}}}, {"a": 1}),
+    ("$ref", "#", {"$ref": "http://127.0.0.1:9/x"}, 1),
+    ("$ref", "#/properties/a", {"type": "object", "properties": {"a": {"$ref": "file:///etc/passwd"}}}, {"a": 1}),
+    ("$ref", "#", {"$ref": "#name", "$defs": {"x": {"$anchor": "name", **INT}}}, "a"),
+    ("$dynamicRef", "#", {"$dynamicRef": "#x", "$defs": {"x": {"$dynamicAnchor": "x", **INT}}}, "a"),
+    ("minimum", "#", {"$ref": "#/$defs/x", "minimum": 5, "$defs": {"x": INT}}, 1),
+    ("minimum", "#", {"enum": [1, 5], "minimum": 3}, 1),
+    ("allOf", "#", {"allOf": [{"anyOf": [INT, STR]}, {"anyOf": [INT, {"type": "null"}]}]}, [1]),
+    ("allOf", "#/items", {"type": "array", "items": {"allOf": [INT, {"type": "integer", "minimum": 3}]}}, [1]),
+    ("properties", "#", {**OBJECT, "allOf": [{"required": ["b"]}]}, {"x": 1}),
+    ("required", "#/anyOf/0", {"type": "object", "anyOf": [{"required": ["b"]}, INT]}, "x"),
+    ("oneOf", "#", {"anyOf": [INT], "oneOf": [STR]}, 1),
+    ("minimum", "#", {"minimum": 3}, 1),
+    ("minLength", "#/$defs/x", {"$ref": "#/$defs/x", "$defs": {"x": {"minLength": 3}}}, "a"),
+    ("pattern", "#/prefixItems/0", {"type": "array", "prefixItems": [{"pattern": "^a$"}]}, ["b"]),
+    ("minItems", "#", {"minItems": 2}, [1]),
+    ("patternProperties", "#", {"patternProperties": {"^a": INT}}, {"a": "x"}),
+    ("maxLength", "#", {"type": "string", "pattern": "^a+$", "maxLength": 2}, "aaa"),
+    ("minLength", "#", {"type": "string", "format": "date", "minLength": 20}, "2020-01-01"),
+    ("pattern", "#", {"type": "string", "format": "date", "pattern": "^2021.*$"}, "2020-01-01"),
+    ("multipleOf", "#", {"type": "number", "multipleOf": 0.5}, 0.3),
+    ("multipleOf", "#", {"type": ["number", "null"], "multipleOf": 2}, 3),
+    ("multipleOf", "#", {"type": "integer", "multipleOf": 3, "minimum": 1}, 4),
+    ("propertyNames", "#", {"type": "object", "properties": {"b": {}}, "propertyNames": {"pattern": "^a$"}}, {"b": 1}),
+    ("required", "#", {"type": "object", "propertyNames": {"pattern": "^a+$"}, "required": ["a"]}, {"aa": 1}),
+]  # fmt: skip
+
+ENFORCED: list[tuple[object, object, object]] = [
+    # schema, a value that it allows, and one that it forbids
+    (OBJECT, {"a": 1}, {}),
+    ({"type": "object", "properties": {"not": INT, "if": STR}, "required": ["not"]}, {"not": 1}, {"if": "x"}),
+    ({"type": "object", "properties": {"kind": {"const": "not"}}}, {"kind": "not"}, {"kind": 1}),
+    ({"properties": {"a": INT}, "required": ["a"]}, {"a": 1}, {}),
+    ({"$ref": "#/$defs/x", "description": "a number", "default": 3, "$defs": {"x": INT}}, 1, "a"),
+    ({"type": "integer", "allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": {"type": "integer", "minimum": 3}}}, 3, 1),
+    ({"type": "object", "properties": {"a": {"anyOf": [INT, {"type": "null"}], "default": None}}}, {"a": None}, {"a": "x"}),
+    ({"type": "object", "oneOf": [OBJECT, {"properties": {"b": STR}, "required": ["b"]}]}, {"b": "x"}, {"a": "x"}),
+    ({"type": ["string", "integer"], "pattern": "^ab$", "minimum": 3}, "ab", 2),
+    ({"type": "string", "format": "password", "minLength": 3}, "abc", "a"),
+    ({"type": ["string", "null"], "format": "date"}, None, "x"),
+    ({"type": "integer", "multipleOf": 3}, 9, 4),
+    ({"type": "array", "items": INT, "minItems": 2, "uniqueItems": False}, [1, 1], [1]),
+    ({"type": "object", "propertyNames": {"maxLength": 1}}, {"a": 1}, {"bb": 1}),
+    ({"type": "object", "properties": {"z": INT}, "patternProperties": {"^a$": INT}, "required": ["z"]}, {"z": 1, "a": 2}, {"a": 1}),
+    ({"type": "object", "additionalProperties": INT}, {"a": 1}, {"a": "x"}),
+]  # fmt: skip
+
+
+def follows(schema: object, value: object) -> bool:
+    pieces = [chr(at) for at in range(128)] + ["</s>"]
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(pieces, stop_token_ids=[128]), max_threads=1)
+    matcher = xgrammar.GrammarMatcher(compiler.compile_json_schema(json.dumps(schema), max_whitespace_cnt=2))
+    return bool(matcher.accept_string(json.dumps(value))) and bool(matcher.accept_token(128))
+
+
+def ids(row: tuple[Any, ...]) -> list[str]:
+    return [f"{at}-{each[0] if isinstance(each[0], str) else ''}" for at, each in enumerate(row)]
+
+
+@pytest.mark.parametrize(("keyword", "path", "schema", "forbidden"), DROPPED, ids=ids(tuple(DROPPED)))
+def test_what_the_library_would_drop_is_refused_by_name(
+    keyword: str, path: str, schema: object, forbidden: object
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        check_keywords(json.dumps(schema))
+    assert refused.value.message.startswith(f"json_schema: {keyword!r} at {path} cannot be enforced")
+    assert (refused.value.status, refused.value.param) == (400, "json_schema")
+    assert follows(schema, forbidden), "the library enforces it: the rule can go"
+
+
+@pytest.mark.parametrize(("schema", "allowed", "forbidden"), ENFORCED)
+def test_what_is_let_in_is_enforced(schema: object, allowed: object, forbidden: object) -> None:
+    check_keywords(json.dumps(schema))
+    assert follows(schema, allowed)
+    assert not follows(schema, forbidden)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "true",
+        "3",
+        "[]",
+        '{"type": 3, "multipleOf": "x", "format": ["date"], "required": 5, "propertyNames": 1}',
+        '{"type": "object", "properties": [], "required": [[1]], "patternProperties": {"a": 1}, "anyOf": 3}',
+        '{"type": "integer", "multipleOf": 1e999}',
+    ],
+)
+def test_a_schema_of_no_sense_is_left_to_the_compiler_or_refused(text: str) -> None:
+    with contextlib.suppress(RequestError):
+        check_keywords(text)
