@@ -59,11 +59,10 @@ class TokenMatcher:
 class TokenCompiled:
     vocab_size = VOCAB_SIZE
 
-    def __init__(self, modulus: int, length: int, run: int = 0, *, nbytes: int = 1) -> None:
+    def __init__(self, modulus: int, length: int, run: int = 0) -> None:
         self.modulus = modulus
         self.length = length
         self.run = run
-        self.nbytes = nbytes
 
     def new_matcher(self) -> TokenMatcher:
         return TokenMatcher(self.modulus, self.length, self.run)

@@ -129,6 +129,7 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
         lobby.start()
         log.event("listening", role=role, node=node.incarnation, address=node.address)
         stop.loaded()
+        engine.grammars.warm_up()
         reason = f"{role} node {node_id} is shutting down"
         try:
             _run(scheduler, stop)

@@ -41,18 +41,13 @@ class CompiledGrammar(Protocol):
         """Of the model, which may have more ids than its tokenizer."""
         ...
 
-    @property
-    def nbytes(self) -> int:
-        """Memory it takes."""
-        ...
-
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the beginning of the grammar."""
         ...
 
 
 class GrammarBackend(Protocol):
-    """Compiles for one model. Called by the threads of a CompilePool, several at a time."""
+    """Compiles for one model, and remembers what it has compiled. Several threads call it at a time."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Work a grammar out. Raises RequestError with the compiler's message."""

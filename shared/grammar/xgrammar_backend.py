@@ -21,6 +21,8 @@ from shared.protocol.sampling_params import Grammar
 
 MAX_WHITESPACE = 64
 """Spaces between two elements of JSON at most; without a bound, a weak model goes on with spaces for ever."""
+MAX_CACHED_NBYTES = 256 << 20
+"""Compiled grammars that the library keeps, the least used ones leaving first."""
 MAX_MESSAGE_CHARS = 500
 MAX_FORCED_BYTES = 256
 """A longer text is forced in several parts."""
@@ -111,7 +113,6 @@ class XGrammarCompiled:
         self._pieces = pieces
         self._encode = encode
         self.vocab_size = int(compiled.tokenizer_info.vocab_size)
-        self.nbytes = int(compiled.memory_size_bytes)
 
     def new_matcher(self) -> XGrammarMatcher:
         """See GrammarBackend."""
@@ -124,7 +125,9 @@ class XGrammarBackend:
     def __init__(self, tokenizer_info: xgrammar.TokenizerInfo, encode: Encode) -> None:
         self._pieces = list(tokenizer_info.decoded_vocab)
         self._encode = encode
-        self._compiler = xgrammar.GrammarCompiler(tokenizer_info, max_threads=1, cache_enabled=False)
+        self._compiler = xgrammar.GrammarCompiler(
+            tokenizer_info, max_threads=1, cache_limit_bytes=MAX_CACHED_NBYTES
+        )
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> XGrammarBackend:

@@ -69,14 +69,12 @@ class GrammarQueue:
         """Forget a request that ended."""
         waiting = self._waiting.pop(req.key, None)
         if waiting is not None:
-            self._release(waiting)
+            waiting.future.cancel()
 
     def take(self) -> list[WaitOver]:
         """Those whose grammar is compiled and follows their known outputs, and those that nothing will come of."""
         over: list[WaitOver] = []
         now = self._clock()
-        if self._waiting:
-            self._pool.tend()
         for waiting in self._waiting.values():
             if waiting.future.done():
                 error = self._start(waiting.req, waiting.future)
@@ -86,12 +84,8 @@ class GrammarQueue:
                 continue
             over.append(WaitOver(waiting.req, waiting.go_on, error))
         for done in over:
-            self._release(self._waiting.pop(done.req.key))
+            self._waiting.pop(done.req.key).future.cancel()
         return over
-
-    def _release(self, waiting: _Waiting) -> None:
-        assert waiting.req.params.grammar is not None
-        self._pool.release(waiting.req.params.grammar, waiting.future)
 
     def _too_late(self, waiting: _Waiting) -> RequestError:
         assert waiting.req.params.grammar is not None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import replace
 
 import pytest
 
 from shared.config import NodeConfig
 from shared.engine.build import Engine
+from shared.grammar.backend import CompiledGrammar
 from shared.grammar.compile_pool import CompilePool
 from shared.protocol.messages import Finish, ReqKey
 from shared.protocol.sampling_params import Grammar, SamplingParams
@@ -22,7 +25,7 @@ from tests.token_grammar import TokenGrammarBackend, constrained_tokens, token_g
 class InlinePool(CompilePool):
     """Compiles when asked: these tests are on a virtual clock."""
 
-    def compile(self, grammar: Grammar):  # type: ignore[no-untyped-def]
+    def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
         future = super().compile(grammar)
         future.exception(10)
         return future
@@ -115,16 +118,24 @@ def test_a_bad_grammar_is_told_once_and_leaves_nothing(topology: str) -> None:
 
 
 class Late(CompilePool):
-    """Compiles nothing by itself."""
+    """Compiles nothing before `go`."""
 
     def __init__(self) -> None:
-        super().__init__(TokenGrammarBackend, num_threads=0)
+        super().__init__(self._load)
+        self._gate = threading.Event()
+        self._futures: list[Future[CompiledGrammar]] = []
+
+    def _load(self) -> TokenGrammarBackend:
+        assert self._gate.wait(60)
+        return TokenGrammarBackend()
+
+    def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        self._futures.append(super().compile(grammar))
+        return self._futures[-1]
 
     def go(self) -> None:
-        self._num_threads = 1
-        self.tend()
-        for job in list(self._cache.values()):
-            job.future.exception(10)
+        self._gate.set()
+        wait(self._futures, 10)
 
 
 def late_cluster() -> tuple[Cluster, list[Late]]:

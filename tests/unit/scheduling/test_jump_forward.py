@@ -48,7 +48,6 @@ class ScriptedMatcher:
 
 class Scripted:
     vocab_size = 997
-    nbytes = 1
 
     def __init__(self, **matcher: int) -> None:
         self.matcher = matcher
