@@ -22,6 +22,7 @@ from shared.errors import ConfigError
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.transports import Transports, make_transports
+from shared.open_files import raise_open_files_limit
 from shared.protocol.channel import ControlThread, Guests
 from shared.protocol.lobby import LobbyCaller
 from shared.protocol.loopback import require_key_beyond_loopback
@@ -99,6 +100,7 @@ def run_node(role: Role, config: NodeConfig, build_role: BuildRole) -> int:
 
 def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequest) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    raise_open_files_limit()  # each peer has several sockets, and gloo aborts a process that has no file left
     net = config.net
     fleet_key = FleetKey.load(net.fleet_key) if net.fleet_key else None
     require_key_beyond_loopback("--host", net.host, has_key=fleet_key is not None, insecure=net.insecure)

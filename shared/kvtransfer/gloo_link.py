@@ -8,7 +8,9 @@ What gloo does that shapes this file (measured on torch 2.13):
   also the one way to abort the pair at will;
 - a group rebuilt under a name that was used before is half broken: names are never reused;
 - starting a send writes into the socket what it takes, for up to a millisecond of a 4 MiB chunk. So a thread of its
-  own starts sends, and the next chunk is gathered and digested meanwhile.
+  own starts sends, and the next chunk is gathered and digested meanwhile;
+- a device keeps a descriptor for each stranger that connects to its port, until the device is gone, and aborts the
+  process when no descriptor is left: see `listener_filter`.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ProcessGroupGloo, Work
 
+from shared import log
 from shared.config import TransferOptions
 from shared.errors import LinkError
 from shared.host_memory import new_host_buffer
 from shared.kvtransfer.challenge import NBYTES, challenge
 from shared.kvtransfer.copier import Copier, thread_copier
 from shared.kvtransfer.link import Driver, Link, LinkSpec, Stepped
+from shared.kvtransfer.listener_filter import drop_connections
 from shared.kvtransfer.ring_arrival import RingArrival, receive_into
 from shared.kvtransfer.staging import Slot, SlotRing
 from shared.kvtransfer.thread_driver import ThreadDriver
@@ -73,6 +77,9 @@ class GlooLinkFactory:
         """See LinkFactory."""
         assert block, "gloo builds by blocking"
         try:
+            # A device listens from its making on, so neither end makes one before the other is there.
+            spec.store.set(f"gloo/{spec.rank}", b"here")
+            spec.store.wait([f"gloo/{1 - spec.rank}"])
             ring = SlotRing(self._options.num_slots, self._options.slot_nbytes, self.new_slot)
             return GlooLink(spec, self._group(spec), ring, on_dead)
         except RuntimeError as error:
@@ -99,6 +106,7 @@ class GlooLink:
         self._on_dead = on_dead
         self._starter = ThreadPoolExecutor(1, thread_name_prefix=f"sender {spec.name}")
         challenge(spec, self._exchange)
+        _close_port(spec)
         self._canary = group.recv([torch.zeros(1, dtype=torch.uint8)], self._peer, _CANARY_TAG)
         self._canary_thread = threading.Thread(target=self._watch, name=f"canary {spec.name}", daemon=True)
         self._canary_thread.start()
@@ -184,6 +192,17 @@ class GlooSend:
         """See Op."""
         assert block, "a gloo op cannot be polled"
         return self._started.result().wait(block=True)
+
+
+def _close_port(spec: LinkSpec) -> None:
+    """Let no connection reach gloo any more: the two ends of `spec` are connected."""
+    try:
+        if drop_connections(spec.store.published):
+            return
+        reason = "gloo's socket was not found"
+    except OSError as error:
+        reason = str(error)
+    log.warn("gloo_port_stays_open", link=spec.name, reason=reason)
 
 
 def _data_tag(seq: int) -> int:

@@ -1,0 +1,161 @@
+"""Strangers on gloo's port: port scanners, health checks, and those who mean harm."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.errors import LinkError
+from shared.kvtransfer.gloo_link import GlooLinkFactory
+from shared.kvtransfer.link import RECEIVER, LinkSpec
+from shared.kvtransfer.link_store import LinkStore
+from shared.kvtransfer.states import Received
+from tests.unit.kvtransfer.link_pair import LinkPair, key, num_descriptors, real, wait_until
+from tests.unit.kvtransfer.test_link_processes import Decode
+
+torch.set_num_threads(1)
+
+NUM_STRANGERS = 1000
+GREETINGS = (b"", b"x" * 3, b"x" * 8, bytes(64))
+"""gloo reads eight bytes from whoever connects."""
+
+
+def listening_ports(pid: int | str = "self") -> list[int]:
+    """Of one process, by the kernel's tables of sockets."""
+    own = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            own.add(link.readlink().name)
+    tables = [Path(f"/proc/{pid}/net/{name}") for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    listening = "0A"
+    return [
+        int(row[1].split(":")[1], 16) for row in rows if row[3] == listening and f"socket:[{row[9]}]" in own
+    ]
+
+
+class Stranger:
+    """Connects without waiting, so that a port that answers nothing costs it no time."""
+
+    def __init__(self, port: int, number: int, host: str = "127.0.0.1") -> None:
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket.setblocking(False)
+        self._socket.connect_ex((host, port))
+        try:
+            self._socket.send(GREETINGS[number % len(GREETINGS)])
+            self.connected = True
+        except OSError:
+            self.connected = False
+
+    def leave(self) -> None:
+        self._socket.close()
+
+
+def visit(ports: list[int], host: str = "127.0.0.1") -> int:
+    """NUM_STRANGERS come and go, spread over the ports. Returns how many came through."""
+    assert ports
+    num_connected = 0
+    for number in range(NUM_STRANGERS):
+        stranger = Stranger(ports[number % len(ports)], number, host)
+        num_connected += stranger.connected
+        stranger.leave()
+    return num_connected
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", pytest.param("::1", marks=pytest.mark.skipif(not has_ipv6(), reason="NO IPV6 HERE"))],
+)
+def test_a_thousand_strangers_leave_no_descriptor_behind(host: str) -> None:
+    pair = LinkPair(replace(real("gloo"), bind_host=host))
+    pair.until(pair.linked)
+    ports, before = listening_ports(), num_descriptors()
+    assert len(ports) == 2, "each end has a port of its own"
+    assert visit(ports, host) == 0
+    pair.transfer(0, [1, 2], [3, 4])
+    pair.until_received(0)
+    assert isinstance(pair.received[key(0)], Received)
+    assert num_descriptors() == before
+    pair.close()
+
+
+def test_strangers_that_come_while_links_are_built_are_gone_with_the_link() -> None:
+    before = num_descriptors()
+    pair, done, num_connected = LinkPair(real("gloo")), threading.Event(), 0
+
+    def pester() -> None:
+        nonlocal num_connected
+        while not done.is_set():
+            for number, port in enumerate(listening_ports()):
+                stranger = Stranger(port, number)
+                num_connected += stranger.connected
+                stranger.leave()
+
+    pesterer = threading.Thread(target=pester)
+    pesterer.start()
+    for number in range(30):
+        pair.until(pair.linked)
+        pair.p.on_disconnected("d0", "test")
+        pair.p.on_connected("d0")
+        pair.until_opened(number + 2)
+    pair.until(pair.linked)
+    pair.transfer(0, [1, 2], [3, 4])
+    pair.until_received(0)
+    done.set()
+    pesterer.join()
+    assert isinstance(pair.received[key(0)], Received)
+    print(f"{num_connected} came through while 31 links were built")
+    pair.close()
+    wait_until(lambda: num_descriptors() <= before)
+
+
+def test_nothing_listens_before_both_ends_are_there() -> None:
+    """A peer that never comes leaves no port open for all the time in which a link may be built."""
+    asked, failed = threading.Event(), threading.Event()
+    store = LinkStore(lambda name, value: asked.set(), timeout_s=10.0)
+    spec = LinkSpec(name="l", rank=RECEIVER, secret=b"s", store=store)
+
+    def build() -> None:
+        with pytest.raises(LinkError, match="given up"):
+            GlooLinkFactory(real("gloo")).build(spec, lambda reason: None, block=True)
+        failed.set()
+
+    builder = threading.Thread(target=build)
+    builder.start()
+    assert asked.wait(10)
+    builder.join(0.1)
+    assert listening_ports() == []
+    store.abort("given up")
+    builder.join(10)
+    assert failed.is_set()
+
+
+@pytest.mark.processes
+def test_strangers_end_no_process_that_has_few_descriptors() -> None:
+    decode = Decode(real("gloo"))
+    process = decode.spawn(tell_disconnect=True)
+    assert process.pid is not None
+    num_open = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (num_open + 50, num_open + 50))
+    visit(listening_ports(process.pid))
+    decode.works()
+    assert process.is_alive()
+    assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) <= num_open + 1
+    decode.side.close()
+    process.kill()
+    process.join()
