@@ -37,12 +37,12 @@ from router.nodes.fleet_changes import FleetChanges
 from router.nodes.member import MemberState
 from router.nodes.membership import Membership
 from router.nodes.status import FleetStatus
-from router.request.generation import Generation, Generator, Prompt
-from router.request.sampling import Sampling
+from router.request.generation import Generation, Generator
+from router.request.prompt import Prompt
 from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import ConfigError
 from shared.model.files import resolve_model
-from shared.protocol.messages import NodeToLobby, Role
+from shared.protocol.messages import NodeToLobby, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
 
@@ -162,12 +162,8 @@ class Router:
         model = self.model.get()
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
         input_ids = (await model.tokenizer.encode([text]))[0]
-        prompt = Prompt(
-            rid=f"proof-{secrets.token_hex(4)}",
-            input_ids=tuple(input_ids),
-            sampling=Sampling(params=params),
-            split=True,
-        )
+        work = Work(tuple(input_ids), params)
+        prompt = Prompt(rid=f"proof-{secrets.token_hex(4)}", work=work, split=True)
         with self._generator.claim() as claim:
             claim.take([prompt.rid], [1], whole=None, shared=False)
             async with self._generator.open([prompt], model.tokenizer, claim) as group:

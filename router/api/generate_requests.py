@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 from pydantic import ConfigDict, Field
 
 from router.dispatch.live_rids import Claim
-from router.dispatch.scheduling_hints import Priority, RoutingKey, read_hints
 from router.http.body import Body, FailFast, OneOf, Refused
 from router.http.limits import HttpLimits
 from router.http.request_ids import requested_rid
 from router.request.admission import Ticket
-from router.request.generation import Prompt
 from router.request.logprob_fields import (
     LogprobStartLen,
     ReturnLogprob,
@@ -25,22 +24,28 @@ from router.request.logprob_fields import (
     check_start_len,
     ids_of_prompts,
 )
+from router.request.prompt import AnswerOptions, Prompt
 from router.request.prompts import (
     CHOSEN_HERE,
     ExtraKey,
     IdPrompts,
+    Priority,
     ReturnTimeline,
     Rids,
+    RoutingKey,
     Texts,
     encode_prompts,
     id_rows,
     per_prompt,
     read_rids,
+    read_routing_key,
 )
-from router.request.sampling import NativeSampling, Sampling, read_sampling, read_samplings
+from router.request.sampling import NativeSampling, read_sampling, read_samplings
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
 from shared.protocol.logprobs import OUTPUTS_ONLY, LogprobParams
+from shared.protocol.messages import Work
+from shared.protocol.sampling_params import SamplingParams
 
 
 class GenerateBody(Body):
@@ -137,16 +142,16 @@ async def read_generate(
     num_prompts = len(texts or ids)
     field = "text" if texts else "input_ids"
     limits.check_batch_size(field, num_prompts)
-    samplings = _samplings(body, num_prompts, model.vocab_size, limits, batched=batched)
-    limits.check_batch_size("sampling_params", sum(sampling.n for sampling in samplings))
+    asked = _samplings(body, num_prompts, model.vocab_size, limits, batched=batched)
+    limits.check_batch_size("sampling_params", sum(options.n for _, options in asked))
     given_rid = requested_rid(body.rid, headers)
     rids = read_rids(given_rid, num_prompts, batched=batched)
     extra_keys = per_prompt("extra_key", body.extra_key, "", num_prompts, batched=batched)
-    hints = read_hints(body.priority, body.routing_key, headers)
+    routing_key = read_routing_key(body.routing_key, headers)
     logprobs = _logprobs(body, num_prompts, model.vocab_size, limits, batched=batched)
-    ticket.take(sum(sampling.n for sampling in samplings))
+    ticket.take(sum(options.n for _, options in asked))
     whole = given_rid if isinstance(given_rid, str) else None
-    claim.take(rids, [sampling.n for sampling in samplings], whole=whole, shared=body.rid is None)
+    claim.take(rids, [options.n for _, options in asked], whole=whole, shared=body.rid is None)
     if texts:
         ids = await encode_prompts(texts, model, limits, "text", batched=batched)
     for at, input_ids in enumerate(ids):
@@ -157,19 +162,23 @@ async def read_generate(
         Prompt(
             rid=rid,
             asked_in=field,
-            input_ids=tuple(input_ids),
-            sampling=sampling.judged(wanted),
-            extra_key=extra_key,
-            hints=hints,
+            work=Work(
+                tuple(input_ids),
+                msgspec.structs.replace(params, logprobs=wanted),
+                extra_key=extra_key,
+                priority=body.priority,
+                routing_key=routing_key,
+            ),
+            options=options,
         )
-        for rid, input_ids, sampling, wanted, extra_key in zip(
-            rids, ids, samplings, logprobs, extra_keys, strict=True
+        for rid, input_ids, (params, options), wanted, extra_key in zip(
+            rids, ids, asked, logprobs, extra_keys, strict=True
         )
     ]
     check_num_native(prompts)
     return GenerateRequest(
         prompts=prompts,
-        as_list=batched or samplings[0].n > 1,
+        as_list=batched or asked[0][1].n > 1,
         stream=body.stream,
         with_timeline=body.return_timeline,
         with_logprob_text=body.return_text_in_logprobs,
@@ -191,7 +200,7 @@ def _prompts(
 
 def _samplings(
     body: GenerateBody, num_prompts: int, vocab_size: int, limits: HttpLimits, *, batched: bool
-) -> list[Sampling]:
+) -> list[tuple[SamplingParams, AnswerOptions]]:
     asked = body.sampling_params
     if not isinstance(asked, list):
         return read_samplings(asked or NativeSampling(), num_prompts, vocab_size, limits, "sampling_params")

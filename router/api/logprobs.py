@@ -39,13 +39,13 @@ class NativeLogprobs:
 
     async def so_far(self) -> dict[str, Any]:
         """Fields of MetaInfo, to be encoded before the next call: lists grow."""
-        wanted = self._generation.prompt.sampling.params.logprobs
+        wanted = self._generation.prompt.work.params.logprobs
         if wanted is None:
             return {}
         of_input = self._of_input
         if of_input is None:
             all_there = wanted.start_len < 0 or self._generation.req.input_logprobs is not None
-            num_input_ids = len(self._generation.prompt.input_ids)
+            num_input_ids = len(self._generation.prompt.work.input_ids)
             if wanted.num_input_logprobs(num_input_ids) > _WORDED_AT_ONCE:
                 of_input = await asyncio.to_thread(self._input, wanted)
             else:
@@ -79,7 +79,7 @@ class _Judged:
         if wanted.start_len < 0:
             return cls((), ())
         logprobs = (None, *generation.input_logprobs)
-        return cls(generation.prompt.input_ids[wanted.start_len :][: len(logprobs)], logprobs)
+        return cls(generation.prompt.work.input_ids[wanted.start_len :][: len(logprobs)], logprobs)
 
     def worded(self, side: str, wanted: LogprobParams, text_of: TextOf | None) -> dict[str, Sequence[object]]:
         """The fields of `side`, "input" or "output"."""
@@ -152,12 +152,12 @@ class JudgedText:
     """The tokens of a completion with their logprobs and places in its text; the prompt's too where it is echoed."""
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer, echo: str | None) -> None:
-        skip = generation.prompt.sampling.skip_special_tokens
+        skip = generation.prompt.options.skip_special_tokens
         self._generation = generation
         self._tokenizer = tokenizer
         self._echo = echo
         self._in_prompt = TextOffsets(tokenizer.detokenizer(skip_special_tokens=skip), 0)
-        after = tokenizer.detokenizer(skip_special_tokens=skip, prompt_ids=generation.prompt.input_ids)
+        after = tokenizer.detokenizer(skip_special_tokens=skip, prompt_ids=generation.prompt.work.input_ids)
         self._in_output = TextOffsets(after, len(echo or ""))
 
     def worded(self, *, prompt: bool, output_from: int | None) -> CompletionLogprobs:
@@ -168,7 +168,7 @@ class JudgedText:
         offsets: list[int] = []
         if prompt and self._echo is not None:
             logprobs += (None, *generation.input_logprobs)
-            token_ids += generation.prompt.input_ids[: len(logprobs)]
+            token_ids += generation.prompt.work.input_ids[: len(logprobs)]
             offsets += self._in_prompt.of(token_ids)
         if output_from is not None:
             token_ids += generation.output_ids[output_from:]

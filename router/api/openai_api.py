@@ -131,10 +131,10 @@ async def _events(
 
 def _chars_to_word(generation: Generation) -> int:
     """What it takes to word the logprobs of a prompt that is echoed, in characters that are encoded meanwhile."""
-    wanted = generation.prompt.sampling.params.logprobs
+    wanted = generation.prompt.work.params.logprobs
     if wanted is None:
         return 0
-    return _CHARS_A_LOGPROB * wanted.num_input_logprobs(len(generation.prompt.input_ids))
+    return _CHARS_A_LOGPROB * wanted.num_input_logprobs(len(generation.prompt.work.input_ids))
 
 
 def _model_card(model: ServedModel, context_length: int) -> ModelCard:

@@ -6,12 +6,21 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from router.dispatch.scheduling_hints import Priority, RoutingKey
 from router.http.body import Body, OneOf, Refused
 from router.http.limits import MAX_CHOICES
 from router.request.grammars import ResponseFormat, format_grammar
 from router.request.logprob_fields import TopNum
-from router.request.prompts import CHOSEN_HERE, ExtraKey, IdRows, ReturnTimeline, Rids, Texts, TokenIds
+from router.request.prompts import (
+    CHOSEN_HERE,
+    ExtraKey,
+    IdRows,
+    Priority,
+    ReturnTimeline,
+    Rids,
+    RoutingKey,
+    Texts,
+    TokenIds,
+)
 from router.request.sampling import NewTokens, SamplingBody, Seed, Spelled
 
 NoEffect = Annotated[Any, Field(description="Taken from OpenAI's clients; has no effect.")]

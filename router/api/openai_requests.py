@@ -13,19 +13,20 @@ from router.api.chat_bodies import ChatBody, ChatInputMessage, EarlierCall
 from router.api.openai_bodies import CompletionBody, OpenAIBody, StreamOptions
 from router.api.tool_calls import ForcedCall
 from router.dispatch.live_rids import Claim
-from router.dispatch.scheduling_hints import read_hints
 from router.http.limits import HttpLimits
 from router.http.request_ids import requested_rid
 from router.http.wording import shown, wrong
 from router.request.admission import Ticket
-from router.request.generation import Prompt
 from router.request.logprob_fields import chat_logprobs, check_num_completion, completion_logprobs
-from router.request.prompts import encode_prompts, id_rows, read_rids
+from router.request.prompt import Prompt
+from router.request.prompts import encode_prompts, id_rows, read_rids, read_routing_key
 from router.request.sampling import read_sampling, read_samplings
 from router.text.chat_template import Chat
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
 from shared.protocol.logprobs import LogprobParams
+from shared.protocol.messages import Work
+from shared.protocol.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +63,8 @@ async def read_completion(
     limits.check_batch_size("prompt", num_prompts)
     limits.check_batch_size("n" if body.best_of is None else "best_of", num_prompts * best_of)
     asked = read_samplings(body, num_prompts, model.vocab_size, limits)
-    samplings = [replace(sampling, n=best_of) for sampling in asked]
     reply_id, rids = _ids(requested_rid(body.rid, headers), "cmpl-", num_prompts, batched=batched)
-    hints = read_hints(body.priority, body.routing_key, headers)
+    routing_key = read_routing_key(body.routing_key, headers)
     told = completion_logprobs(body.logprobs, limits, echo=body.echo)
     logprobs = LogprobParams() if told is None and best_of > body.n else told
     ticket.take(num_prompts * best_of)
@@ -77,12 +77,10 @@ async def read_completion(
         Prompt(
             rid=rid,
             asked_in="prompt",
-            input_ids=tuple(input_ids),
-            sampling=sampling.judged(logprobs),
-            extra_key=body.extra_key,
-            hints=hints,
+            work=_work(body, input_ids, params, logprobs, routing_key),
+            options=replace(options, n=best_of),
         )
-        for rid, input_ids, sampling in zip(rids, ids, samplings, strict=True)
+        for rid, input_ids, (params, options) in zip(rids, ids, asked, strict=True)
     ]
     check_num_completion(prompts)
     echoes = None
@@ -111,14 +109,14 @@ async def read_chat(
     """Check what the types of /v1/chat/completions cannot, take places and tokenize. Raises RequestError."""
     _check_model(body.model, model)
     wanted = chat_logprobs(body.logprobs, body.top_logprobs, limits)
-    sampling = read_sampling(body, model.vocab_size, limits).judged(wanted)
-    limits.check_batch_size("n", sampling.n)
+    params, options = read_sampling(body, model.vocab_size, limits)
+    limits.check_batch_size("n", options.n)
     reply_id, rids = _ids(requested_rid(body.rid, headers), "chatcmpl-", 1, batched=False)
-    hints = read_hints(body.priority, body.routing_key, headers)
+    routing_key = read_routing_key(body.routing_key, headers)
     if model.chat_template is None:
         raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
-    ticket.take(sampling.n)
-    claim.take(rids, [sampling.n], whole=reply_id, shared=body.rid is None)
+    ticket.take(options.n)
+    claim.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
     text = await model.chat_template.render(_chat(body), model.tokenizer.workers)
     # The template writes the special tokens itself.
     ids = (await encode_prompts([text], model, limits, "messages", batched=False, add_special_tokens=False))[
@@ -128,10 +126,8 @@ async def read_chat(
     prompt = Prompt(
         rid=rids[0],
         asked_in="messages",
-        input_ids=tuple(ids),
-        sampling=sampling,
-        extra_key=body.extra_key,
-        hints=hints,
+        work=_work(body, ids, params, wanted, routing_key),
+        options=options,
     )
     return OpenAIRequest(
         id=reply_id,
@@ -140,6 +136,22 @@ async def read_chat(
         with_timeline=body.return_timeline,
         with_logprobs=body.logprobs,
         call=body.forced_call,
+    )
+
+
+def _work(
+    body: OpenAIBody,
+    input_ids: list[int],
+    params: SamplingParams,
+    logprobs: LogprobParams | None,
+    routing_key: str,
+) -> Work:
+    return Work(
+        tuple(input_ids),
+        msgspec.structs.replace(params, logprobs=logprobs),
+        extra_key=body.extra_key,
+        priority=body.priority,
+        routing_key=routing_key,
     )
 
 

@@ -101,7 +101,7 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
     first = min((req.first_token_at for req in reqs if req.first_token_at is not None), default=None)
     return {
         "rid": group.prompts[0].rid,
-        "sequences": sum(prompt.sampling.n for prompt in group.prompts),
+        "sequences": sum(prompt.options.n for prompt in group.prompts),
         "prompt_tokens": sum(req.prompt_len for req in prompts),
         "completion_tokens": sum(len(generation.output_ids) for generation in generations),
         "cached_tokens": sum(req.cached_tokens for req in prompts),

@@ -24,12 +24,12 @@ from router.http.responses import json_response, read_body, while_connected
 from router.nodes.fleet_answers import Detokenized, Flushed, ModelInfo, RequestsAborted, Tokenized
 from router.nodes.membership import Membership
 from router.nodes.status import FleetStatus
-from router.request.generation import GenerationGroup, Generator, Prompt
+from router.request.generation import GenerationGroup, Generator
+from router.request.prompt import Prompt
 from router.request.prompts import IdPrompts, Texts, encode_prompts, id_rows
-from router.request.sampling import Sampling
 from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import RequestError
-from shared.protocol.messages import Flush, Role
+from shared.protocol.messages import Flush, Role, Work
 from shared.protocol.sampling_params import MAX_SEED, SamplingParams
 
 _PROBE_TOKENS = 8
@@ -250,6 +250,4 @@ def _probe(model: ServedModel) -> Prompt:
     params = SamplingParams(
         max_new_tokens=2, temperature=0.0, ignore_eos=True, seed=secrets.randbelow(MAX_SEED)
     )
-    return Prompt(
-        rid=f"health-{secrets.token_hex(8)}", input_ids=ids, sampling=Sampling(params=params), split=True
-    )
+    return Prompt(rid=f"health-{secrets.token_hex(8)}", work=Work(ids, params), split=True)

@@ -11,23 +11,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
 
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.live_rids import Claim, LiveRids
 from router.dispatch.running_req import Aborted, RunningReq
-from router.dispatch.scheduling_hints import SchedulingHints
 from router.request.admission import Ticket
 from router.request.finish_reason import AbortReason, FinishReason, LengthReason, StopReason
 from router.request.output_text import OutputText
-from router.request.sampling import Sampling
+from router.request.prompt import Prompt
 from router.request.stop_matcher import StopConditions, stop_conditions
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.logprobs import TokenLogprobs
-from shared.protocol.messages import Stamp, Work
+from shared.protocol.messages import Stamp
 from shared.timeline import ReqStage
 
 ABORTED_STATUS = 499
@@ -35,22 +33,6 @@ _TOKENS_A_TURN = 65_536
 """Of prompts, that are dispatched in one turn of the event loop: about 2 ms (2 cores)."""
 _TOKENS_A_SEQUENCE = 4096
 """Dispatching a sequence takes as long as so many tokens of its prompt do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """One prompt of a request; it becomes `sampling.n` sequences. `rid` is the client's name for it.
-
-    `asked_in` is the field that held it.
-    """
-
-    rid: str
-    input_ids: tuple[int, ...]
-    sampling: Sampling
-    asked_in: str | None = None
-    extra_key: str = ""
-    hints: SchedulingHints = field(default_factory=SchedulingHints)
-    split: bool = False
 
 
 class Generation:
@@ -99,10 +81,10 @@ class Generation:
         """Take what has arrived; returns the text it adds. Raises the RequestError that ended the sequence."""
         token_ids = self.req.take()
         if self.req.error is not None:
-            raise self.prompt.sampling.in_terms_of_request(self.req.error)
+            raise self.prompt.in_terms_of_request(self.req.error)
         finish, num_before = self.req.finish, len(self.output_ids)
         added = self._output.add(token_ids, finish)
-        if self.prompt.sampling.params.logprobs is not None:
+        if self.prompt.work.params.logprobs is not None:
             self.output_logprobs += self.req.take_logprobs(num_before, len(self.output_ids))
             if len(self.output_logprobs) < len(self.output_ids):
                 raise RequestError("a node sent tokens without the logprobs that were asked for", status=500)
@@ -168,12 +150,12 @@ class GenerationGroup:
         """Send every sequence. Raises RequestError; then none is left running."""
         self._claim.hand_over()
         try:
-            samplings = [prompt.sampling for prompt in self.prompts]
-            for at, conditions in enumerate(await stop_conditions(samplings, self._tokenizer.workers)):
+            options = [prompt.options for prompt in self.prompts]
+            for at, conditions in enumerate(await stop_conditions(options, self._tokenizer.workers)):
                 self._add(at, conditions)
             num_tokens = 0
             for generation in self.generations:
-                num_tokens += _TOKENS_A_SEQUENCE + len(generation.prompt.input_ids)
+                num_tokens += _TOKENS_A_SEQUENCE + len(generation.prompt.work.input_ids)
                 if num_tokens > _TOKENS_A_TURN:
                     num_tokens = 0
                     await asyncio.sleep(0)
@@ -214,20 +196,14 @@ class GenerationGroup:
 
     def _add(self, prompt_index: int, conditions: StopConditions) -> None:
         prompt = self.prompts[prompt_index]
-        for choice in range(prompt.sampling.n):
-            output = OutputText(self._tokenizer, prompt.sampling, prompt.input_ids, conditions)
+        for choice in range(prompt.options.n):
+            output = OutputText(self._tokenizer, prompt, conditions)
             index = len(self.generations)
             self.generations.append(Generation(prompt, prompt_index, choice, index, output))
 
     def _start(self, generation: Generation) -> None:
         prompt = generation.prompt
-        work = Work(
-            input_ids=prompt.input_ids,
-            params=prompt.sampling.choice(generation.choice),
-            extra_key=prompt.extra_key,
-            priority=prompt.hints.priority,
-            routing_key=prompt.hints.routing_key,
-        )
+        work = prompt.work_of(generation.choice)
 
         def wake() -> None:
             self._wake(generation)

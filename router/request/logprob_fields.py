@@ -10,7 +10,7 @@ from pydantic import Field
 from router.http.body import FailFast, OneOf
 from router.http.limits import HttpLimits
 from router.http.wording import wrong
-from router.request.generation import Prompt
+from router.request.prompt import Prompt
 from router.request.prompts import TokenIds, check_token_ids, per_prompt
 from shared.errors import RequestError
 from shared.protocol.logprobs import (
@@ -136,10 +136,10 @@ def check_num_completion(prompts: Sequence[Prompt]) -> None:
 def _check_num(prompts: Sequence[Prompt], named: Callable[[LogprobParams], str], param: str) -> None:
     total = 0
     for at, prompt in enumerate(prompts):
-        wanted = prompt.sampling.params.logprobs
+        wanted = prompt.work.params.logprobs
         if wanted is None:
             continue
-        number = wanted.num_input_logprobs(len(prompt.input_ids))
+        number = wanted.num_input_logprobs(len(prompt.work.input_ids))
         if number > MAX_INPUT_LOGPROBS:
             where = f"prompt {at}: " if len(prompts) > 1 else ""
             raise RequestError(
@@ -147,10 +147,10 @@ def _check_num(prompts: Sequence[Prompt], named: Callable[[LogprobParams], str],
                 f"{number // wanted.numbers_per_token} prompt tokens; at most {MAX_INPUT_LOGPROBS}",
                 param=param,
             )
-        total += number * prompt.sampling.n
+        total += number * prompt.options.n
         if total > MAX_ANSWER_LOGPROBS:
             raise RequestError(
                 f"{named(wanted)} asks for {total} numbers about prompt tokens, up to prompt {at} of "
-                f"{len(prompts)} with n {prompt.sampling.n}; at most {MAX_ANSWER_LOGPROBS} in one answer",
+                f"{len(prompts)} with n {prompt.options.n}; at most {MAX_ANSWER_LOGPROBS} in one answer",
                 param=param,
             )

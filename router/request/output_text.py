@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.dispatch.running_req import Aborted
-from router.request.sampling import Sampling
+from router.request.prompt import Prompt
 from router.request.stop_matcher import StopConditions, StopMatcher
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
@@ -22,17 +22,16 @@ from shared.protocol.messages import Finish
 class OutputText:
     """`token_ids` and `text` so far; `matched` is the stop that ended them, as the client gave it."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, sampling: Sampling, prompt_ids: Sequence[int], conditions: StopConditions
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, conditions: StopConditions) -> None:
         self.token_ids: list[int] = []
         self.matched: str | None = None
         self._tokenizer = tokenizer
-        self._sampling = sampling
+        self._options = prompt.options
+        self._min_new_tokens = prompt.work.params.min_new_tokens
         self._detokenizer: Detokenizer = tokenizer.detokenizer(
-            skip_special_tokens=sampling.skip_special_tokens, prompt_ids=prompt_ids
+            skip_special_tokens=self._options.skip_special_tokens, prompt_ids=prompt.work.input_ids
         )
-        self._matcher = StopMatcher(conditions, keep=sampling.no_stop_trim) if conditions else None
+        self._matcher = StopMatcher(conditions, keep=self._options.no_stop_trim) if conditions else None
         self._pieces: list[str] = []
 
     @property
@@ -77,7 +76,7 @@ class OutputText:
 
     def _scan(self, matcher: StopMatcher, token_id: int, *, armed: bool) -> str:
         before = ""
-        if self._sampling.skip_special_tokens:
+        if self._options.skip_special_tokens:
             scan = matcher.feed(self._tokenizer.special_text(token_id), visible=False, armed=armed)
             if scan.matched is not None:
                 self.matched = scan.matched
@@ -90,11 +89,11 @@ class OutputText:
     @property
     def _armed(self) -> bool:
         """A stop may be completed only behind the first `min_new_tokens`; it may begin within them."""
-        return len(self.token_ids) > self._sampling.params.min_new_tokens
+        return len(self.token_ids) > self._min_new_tokens
 
     def _num_shown(self, token_ids: Sequence[int], finish: Finish | Aborted | None) -> int:
         """The id that stopped the sequence is an output id, but not text, unless the client wants it."""
-        return len(token_ids) - (_is_stop_id(token_ids, finish) and not self._sampling.no_stop_trim)
+        return len(token_ids) - (_is_stop_id(token_ids, finish) and not self._options.no_stop_trim)
 
 
 def _is_stop_id(token_ids: Sequence[int], finish: Finish | Aborted | None) -> bool:

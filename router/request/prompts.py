@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeVar, cast
 
 from pydantic import Field, WithJsonSchema
@@ -44,6 +44,27 @@ ReturnTimeline = Annotated[bool, Field(description="Tell when it was in which st
 CHOSEN_HERE = "the router's to choose"
 """Of the nodes that serve a request, and how they meet."""
 ExtraKey = Annotated[str, Field(max_length=MAX_RID_CHARS)]
+MAX_PRIORITY = 1000
+"""Either way. Ageing lifts a request by one for so many forwards: a bound on priorities is one on waiting."""
+MAX_ROUTING_KEY_CHARS = 256
+ROUTING_KEY_HEADER = "x-smg-routing-key"
+"""SGLang's name; proxies in front of a fleet set it, since they do not rewrite bodies."""
+Priority = Annotated[
+    int,
+    Field(
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="Higher is served first, where the nodes have --enable-priority-scheduling.",
+    ),
+]
+RoutingKey = Annotated[
+    str | None,
+    Field(
+        max_length=MAX_ROUTING_KEY_CHARS,
+        description="Requests with one key are grouped under --schedule-policy routing-key. "
+        "The header X-SMG-Routing-Key counts where this is left out.",
+    ),
+]
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -114,3 +135,12 @@ def read_rids(rid: str | list[str] | None, num_prompts: int, *, batched: bool) -
     if len(rid) != num_prompts:
         raise wrong("rid", f"a string or a list of {num_prompts}, one for each prompt", rid)
     return rid
+
+
+def read_routing_key(routing_key: str | None, headers: Mapping[str, str]) -> str:
+    """The routing key of a body; the header counts where the body has none. Raises RequestError."""
+    if routing_key is None:
+        routing_key = headers.get(ROUTING_KEY_HEADER, "")
+        if len(routing_key) > MAX_ROUTING_KEY_CHARS:
+            raise wrong("routing_key", f"at most {MAX_ROUTING_KEY_CHARS} characters long", routing_key)
+    return routing_key

@@ -18,14 +18,13 @@ from router.request.grammars import (
     AskedGrammar,
     GrammarText,
     JsonSchema,
-    in_terms_of,
     only_grammar,
     schema_grammar,
     text_grammar,
 )
+from router.request.prompt import AnswerOptions
 from router.request.prompts import TokenIds, check_token_ids
 from shared.errors import RequestError
-from shared.protocol.logprobs import LogprobParams
 from shared.protocol.sampling_params import (
     MAX_BIASED_TOKENS,
     MAX_LOGIT_BIAS,
@@ -55,40 +54,6 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopPattern = Annotated[str, Field(min_length=1, max_length=MAX_STOP_REGEX_CHARS)]
 BiasedTokenId = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[0-9]{1,19}$"})]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """What a client asked for. `params` goes to the nodes; the rest is done here, where the text is."""
-
-    params: SamplingParams
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_regex: tuple[str, ...] = ()
-    stop_regex_field: str = "stop_regex"
-    """Where in the request the patterns were."""
-    no_stop_trim: bool = False
-    skip_special_tokens: bool = True
-    grammar_field: str | None = None
-    """Where in the request the grammar was."""
-
-    def judged(self, wanted: LogprobParams | None) -> Sampling:
-        """The same, with the logprobs that are `wanted`."""
-        return replace(self, params=msgspec.structs.replace(self.params, logprobs=wanted))
-
-    def reseeded(self) -> Sampling:
-        """The same with another seed, for another prompt of a request that gave none."""
-        return replace(self, params=msgspec.structs.replace(self.params, seed=_random_seed()))
-
-    def choice(self, index: int) -> SamplingParams:
-        """The node's part for choice `index` of n: the seeds of choices follow each other."""
-        return msgspec.structs.replace(self.params, seed=(self.params.seed + index) & MAX_SEED)
-
-    def in_terms_of_request(self, error: RequestError) -> RequestError:
-        """A node's error, naming the field that the client used."""
-        if self.params.grammar is None or self.grammar_field is None:
-            return error
-        return in_terms_of(self.grammar_field, self.params.grammar.kind, error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,10 +186,12 @@ class NativeSampling(SamplingBody):
         )
 
 
-def read_sampling(body: SamplingBody, vocab_size: int, limits: HttpLimits, path: str = "") -> Sampling:
-    """What `body`, at `path` in the request, asks for. Raises RequestError for what its types do not check.
+def read_sampling(
+    body: SamplingBody, vocab_size: int, limits: HttpLimits, path: str = ""
+) -> tuple[SamplingParams, AnswerOptions]:
+    """What `body`, at `path` in the request, asks of the nodes and of the router. Raises RequestError.
 
-    A missing seed is drawn here, so that whichever node samples, samples the same.
+    A missing seed is drawn here, so that every node samples the same.
     """
     at = f"{path}." if path else ""
     own = body.spelled()
@@ -246,23 +213,23 @@ def read_sampling(body: SamplingBody, vocab_size: int, limits: HttpLimits, path:
         ),
         limits,
     )
-    return Sampling(
-        params=SamplingParams(
-            max_new_tokens=min(own.max_new_tokens, _MAX_TOKENS),
-            min_new_tokens=min(own.min_new_tokens, _MAX_TOKENS),
-            temperature=0.0 if body.temperature < _SMALLEST_TEMPERATURE else body.temperature,
-            top_p=body.top_p,
-            top_k=min(body.top_k, _MAX_TOKENS),
-            min_p=body.min_p,
-            stop_token_ids=tuple(stop_token_ids),
-            ignore_eos=body.ignore_eos,
-            frequency_penalty=body.frequency_penalty,
-            presence_penalty=body.presence_penalty,
-            repetition_penalty=body.repetition_penalty,
-            logit_bias=_biases(f"{at}logit_bias", body.logit_bias or {}, vocab_size),
-            grammar=asked.grammar if asked else None,
-            seed=_random_seed() if own.seed is None else own.seed & MAX_SEED,
-        ),
+    params = SamplingParams(
+        max_new_tokens=min(own.max_new_tokens, _MAX_TOKENS),
+        min_new_tokens=min(own.min_new_tokens, _MAX_TOKENS),
+        temperature=0.0 if body.temperature < _SMALLEST_TEMPERATURE else body.temperature,
+        top_p=body.top_p,
+        top_k=min(body.top_k, _MAX_TOKENS),
+        min_p=body.min_p,
+        stop_token_ids=tuple(stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=_biases(f"{at}logit_bias", body.logit_bias or {}, vocab_size),
+        grammar=asked.grammar if asked else None,
+        seed=_random_seed() if own.seed is None else own.seed & MAX_SEED,
+    )
+    return params, AnswerOptions(
         n=body.n,
         stop=stop,
         stop_regex=stop_regex,
@@ -275,12 +242,13 @@ def read_sampling(body: SamplingBody, vocab_size: int, limits: HttpLimits, path:
 
 def read_samplings(
     body: SamplingBody, num_prompts: int, vocab_size: int, limits: HttpLimits, path: str = ""
-) -> list[Sampling]:
+) -> list[tuple[SamplingParams, AnswerOptions]]:
     """What `body` asks for each of several prompts: checked once, and the same but for seeds that it leaves open."""
-    first = read_sampling(body, vocab_size, limits, path)
+    params, options = read_sampling(body, vocab_size, limits, path)
     if body.spelled().seed is not None:
-        return [first] * num_prompts
-    return [first, *(first.reseeded() for _ in range(num_prompts - 1))]
+        return [(params, options)] * num_prompts
+    others = (msgspec.structs.replace(params, seed=_random_seed()) for _ in range(num_prompts - 1))
+    return [(each, options) for each in (params, *others)]
 
 
 def _random_seed() -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import compress
 
 from router.http.wording import shown
-from router.request.sampling import Sampling
+from router.request.prompt import AnswerOptions
 from router.text.stop_regex import MAX_PATTERN_SIZE, StopPatternCursor, StopPatterns, expanded_size
 from router.text.stop_strings import StopStringCursor, StopStrings
 from router.text.text_workers import TextWorkers
@@ -38,9 +38,9 @@ class StopConditions:
         return self.strings is not None or self.patterns is not None
 
 
-async def stop_conditions(samplings: Sequence[Sampling], workers: TextWorkers) -> list[StopConditions]:
+async def stop_conditions(prompts: Sequence[AnswerOptions], workers: TextWorkers) -> list[StopConditions]:
     """Of each prompt of a request. Patterns are compiled once, off the event loop. Raises RequestError."""
-    fields = {pattern: sampling.stop_regex_field for sampling in samplings for pattern in sampling.stop_regex}
+    fields = {pattern: options.stop_regex_field for options in prompts for pattern in options.stop_regex}
     sizes = {pattern: _size(pattern, field) for pattern, field in fields.items()}
     num_chars = sum(sizes.values())
     if num_chars > MAX_PATTERN_SIZE:
@@ -53,11 +53,11 @@ async def stop_conditions(samplings: Sequence[Sampling], workers: TextWorkers) -
 
     def conditions() -> list[StopConditions]:
         made: dict[tuple[tuple[str, ...], tuple[str, ...]], StopConditions] = {}
-        for sampling in samplings:
-            key = sampling.stop, sampling.stop_regex
+        for options in prompts:
+            key = options.stop, options.stop_regex
             if key not in made:
-                made[key] = StopConditions(*key, sampling.stop_regex_field)
-        return [made[sampling.stop, sampling.stop_regex] for sampling in samplings]
+                made[key] = StopConditions(*key, options.stop_regex_field)
+        return [made[options.stop, options.stop_regex] for options in prompts]
 
     return await workers.run(_CHARS_A_PATTERN_CHAR * num_chars, conditions)
 

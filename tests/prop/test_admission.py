@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from router.dispatch.live_rids import Claim, LiveRids
 from router.dispatch.running_req import RunningReq
 from router.request.admission import Admission, Ticket
-from router.request.generation import GenerationGroup, Generator, Prompt
-from router.request.sampling import Sampling
+from router.request.generation import GenerationGroup, Generator
+from router.request.prompt import AnswerOptions, Prompt
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
-from shared.protocol.messages import Failed, Finish, Role, TokenEntry
+from shared.protocol.messages import Failed, Finish, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.fakes import byte_level_tokenizer
 from tests.unit.router.test_placement import Fleet
@@ -188,10 +188,10 @@ class AdmissionMachine(RuleBasedStateMachine):
         lengths = [length] * client.num_prompts
         if prompts == "one too long":
             lengths[-1] = TOO_LONG
-        sampling = Sampling(params=SamplingParams(max_new_tokens=4), n=n)
+        params, options = SamplingParams(max_new_tokens=4), AnswerOptions(n=n)
         client.group = self.generator.open(
             [
-                Prompt(rid=rid, input_ids=(1,) * length, sampling=sampling, split=True)
+                Prompt(rid=rid, work=Work((1,) * length, params), options=options, split=True)
                 for rid, length in zip(client.rids, lengths, strict=True)
             ],
             TOKENIZER,

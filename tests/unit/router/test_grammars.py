@@ -20,7 +20,7 @@ SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 
 
 def grammar_of(body: dict[str, object]) -> Grammar | None:
-    return read_sampling(validate(CompletionBody, {"prompt": "a", **body}), 100, HttpLimits()).params.grammar
+    return read_sampling(validate(CompletionBody, {"prompt": "a", **body}), 100, HttpLimits())[0].grammar
 
 
 @pytest.mark.parametrize(

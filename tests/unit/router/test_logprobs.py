@@ -14,10 +14,10 @@ import pytest
 from router.api.logprobs import NativeLogprobs
 from router.dispatch.running_req import RunningReq
 from router.nodes.node_link import MAX_MESSAGE_BYTES
-from router.request.generation import Generation, Prompt
+from router.request.generation import Generation
 from router.request.logprob_fields import MAX_ANSWER_LOGPROBS
 from router.request.output_text import OutputText
-from router.request.sampling import Sampling
+from router.request.prompt import Prompt
 from router.request.stop_matcher import StopConditions
 from router.text.text_workers import INLINE_CHARS
 from router.text.tokenizer import Tokenizer
@@ -28,6 +28,7 @@ from shared.protocol.messages import (
     Prefill,
     ReqKey,
     TokenEntry,
+    Work,
 )
 from shared.protocol.router_port import MAX_TOKENS_NBYTES
 from shared.protocol.sampling_params import SamplingParams, TokenBias
@@ -297,11 +298,11 @@ def test_a_message_is_at_most_what_a_router_takes() -> None:
 
 def test_a_stream_words_the_prompt_once() -> None:
     params = SamplingParams(logprobs=LogprobParams(0, 2, (7,)), max_new_tokens=NUM_NEW)
-    prompt = Prompt(rid="a", input_ids=tuple(PROMPT_IDS), sampling=Sampling(params=params))
+    prompt = Prompt(rid="a", work=Work(tuple(PROMPT_IDS), params))
     key = ReqKey("router", "1")
     req = RunningReq(key, prompt_len=5, max_new_tokens=NUM_NEW, nodes=(), wake=lambda: None, now=0.0)
     tokenizer = Tokenizer(byte_level_tokenizer())
-    output = OutputText(tokenizer, prompt.sampling, prompt.input_ids, StopConditions(()))
+    output = OutputText(tokenizer, prompt, StopConditions(()))
     generation = Generation(prompt, 0, 0, 0, output)
     generation.dispatched(req)
     words: list[int] = []

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from router.dispatch.running_req import Aborted
 from router.request.output_text import OutputText
-from router.request.sampling import Sampling
+from router.request.prompt import AnswerOptions, Prompt
 from router.request.stop_matcher import StopConditions
 from router.text.tokenizer import Tokenizer
 from router.text.vocabulary import Vocabulary
-from shared.protocol.messages import Finish
+from shared.protocol.messages import Finish, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.sample_tokenizers import SPECIAL, TEXTS, sample
 
@@ -25,20 +25,22 @@ PROMPT = "The quick brown"
 Told = tuple[list[int], str, str | None]
 
 
-def sampling_of(
-    stop: Sequence[str] = (), *, skip: bool = True, keep: bool = False, min_new_tokens: int = 0
-) -> Sampling:
-    return Sampling(
-        params=SamplingParams(min_new_tokens=min_new_tokens),
-        stop=tuple(stop),
-        skip_special_tokens=skip,
-        no_stop_trim=keep,
-    )
+def prompt_of(
+    kind: str,
+    stop: Sequence[str] = (),
+    *,
+    skip: bool = True,
+    keep: bool = False,
+    min_new_tokens: int = 0,
+) -> Prompt:
+    prompt_ids = tuple(sample(kind).encode(PROMPT).ids)
+    options = AnswerOptions(stop=tuple(stop), skip_special_tokens=skip, no_stop_trim=keep)
+    params = SamplingParams(min_new_tokens=min_new_tokens)
+    return Prompt(rid="a", work=Work(prompt_ids, params), options=options)
 
 
-def output_of(kind: str, sampling: Sampling, patterns: Sequence[str] = ()) -> OutputText:
-    prompt_ids = sample(kind).encode(PROMPT).ids
-    return OutputText(TOKENIZERS[kind], sampling, prompt_ids, StopConditions(sampling.stop, patterns))
+def output_of(kind: str, prompt: Prompt, patterns: Sequence[str] = ()) -> OutputText:
+    return OutputText(TOKENIZERS[kind], prompt, StopConditions(prompt.options.stop, patterns))
 
 
 def told(output: OutputText, pieces: Sequence[Sequence[int]], finish: Finish | Aborted) -> Told:
@@ -51,12 +53,12 @@ def told(output: OutputText, pieces: Sequence[Sequence[int]], finish: Finish | A
     return output.token_ids, shown, output.matched
 
 
-def slowly(kind: str, sampling: Sampling, ids: Sequence[int], finish: Finish | Aborted) -> Told:
+def slowly(kind: str, prompt: Prompt, ids: Sequence[int], finish: Finish | Aborted) -> Told:
     """The specification: after each token, look for every stop in all of the text, hidden special tokens included."""
     vocabulary = Vocabulary(sample(kind))
     is_stopped = isinstance(finish, Finish) and finish.type == "stop"
     detokenizer = TOKENIZERS[kind].detokenizer(
-        skip_special_tokens=sampling.skip_special_tokens, prompt_ids=sample(kind).encode(PROMPT).ids
+        skip_special_tokens=prompt.options.skip_special_tokens, prompt_ids=prompt.work.input_ids
     )
     text, visible, token_ids = "", list[bool](), list[int]()
     rounds: list[int | None] = [*ids, None]
@@ -67,19 +69,19 @@ def slowly(kind: str, sampling: Sampling, ids: Sequence[int], finish: Finish | A
             piece = detokenizer.flush()
         else:
             token_ids.append(token_id)
-            if is_end and not sampling.no_stop_trim:
+            if is_end and not prompt.options.no_stop_trim:
                 continue
-            hidden = vocabulary.special_text(token_id) if sampling.skip_special_tokens else ""
+            hidden = vocabulary.special_text(token_id) if prompt.options.skip_special_tokens else ""
             text, visible = text + hidden, visible + [False] * len(hidden)
             piece = detokenizer.feed([token_id])
         text, visible = text + piece, visible + [True] * len(piece)
-        if is_end or len(token_ids) <= sampling.params.min_new_tokens:
+        if is_end or len(token_ids) <= prompt.work.params.min_new_tokens:
             continue
         for end in range(num_before + 1, len(text) + 1):
-            completed = [stop for stop in sampling.stop if text[:end].endswith(stop)]
+            completed = [stop for stop in prompt.options.stop if text[:end].endswith(stop)]
             if completed:
                 stop = max(completed, key=len)
-                end -= 0 if sampling.no_stop_trim else len(stop)
+                end -= 0 if prompt.options.no_stop_trim else len(stop)
                 return token_ids, "".join(itertools.compress(text[:end], visible)), stop
     return token_ids, "".join(itertools.compress(text, visible)), None
 
@@ -119,13 +121,13 @@ def test_any_cut_gives_what_the_specification_says(
     how: str,
 ) -> None:
     kind, ids, stops = output
-    sampling = sampling_of(stops, skip=skip, keep=keep, min_new_tokens=min_new_tokens)
+    prompt = prompt_of(kind, stops, skip=skip, keep=keep, min_new_tokens=min_new_tokens)
     finish = Aborted("off") if how == "abort" else Finish(how, ids[-1] if how == "stop" else None)
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     pieces = [ids[start:end] for start, end in itertools.pairwise(edges)]
     pieces = [piece for piece in pieces if piece]
-    expected = slowly(kind, sampling, ids, finish)
-    assert told(output_of(kind, sampling), pieces, finish) == expected
+    expected = slowly(kind, prompt, ids, finish)
+    assert told(output_of(kind, prompt), pieces, finish) == expected
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
@@ -133,20 +135,20 @@ def test_any_cut_gives_what_the_specification_says(
 def test_a_special_token_as_a_stop_string(size: int, skip: bool) -> None:
     ids = sample("gpt2").encode("The quick").ids + [sample("gpt2").token_to_id(SPECIAL)] * 2
     pieces = [ids[at : at + size] for at in range(0, len(ids), size)]
-    text = told(output_of("gpt2", sampling_of([SPECIAL], skip=skip)), pieces, Finish("length"))
+    text = told(output_of("gpt2", prompt_of("gpt2", [SPECIAL], skip=skip)), pieces, Finish("length"))
     assert text == (ids[:-1], "The quick", SPECIAL)
 
 
 def test_a_stop_that_the_last_allowed_token_completes_has_ended_it() -> None:
     ids = sample("gpt2").encode("The quick").ids
-    output = output_of("gpt2", sampling_of(["ck"]))
+    output = output_of("gpt2", prompt_of("gpt2", ["ck"]))
     assert told(output, [ids], Finish("length")) == (ids, "The qui", "ck")
 
 
 def test_a_token_that_stops_it_completes_no_stop_string() -> None:
     """As in SGLang, ids go before text: `matched` is the id."""
     ids = [*sample("gpt2").encode("The quick").ids, sample("gpt2").token_to_id(SPECIAL)]
-    output = output_of("gpt2", sampling_of([f"k{SPECIAL}"], skip=False, keep=True))
+    output = output_of("gpt2", prompt_of("gpt2", [f"k{SPECIAL}"], skip=False, keep=True))
     assert told(output, [ids], Finish("stop", ids[-1])) == (ids, f"The quick{SPECIAL}", None)
 
 
@@ -157,6 +159,6 @@ def test_patterns_and_strings_together() -> None:
         (["row"], [r"b\w+n"], ("The quick b", "row")),
         (["never"], [r"\d"], ("The quick brown fox jumps", None)),
     ):
-        output = output_of("gpt2", sampling_of(stops), patterns)
+        output = output_of("gpt2", prompt_of("gpt2", stops), patterns)
         _, text, matched = told(output, [ids[:2], ids[2:]], Finish("length"))
         assert (text, matched) == expected

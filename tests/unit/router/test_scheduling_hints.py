@@ -11,8 +11,8 @@ import pytest
 from router.api.chat_bodies import ChatBody
 from router.api.generate_requests import GenerateBody
 from router.api.openai_bodies import CompletionBody
-from router.dispatch.scheduling_hints import SchedulingHints, read_hints
 from router.http.body import Body, validate
+from router.request.prompts import read_routing_key
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
 from tests.unit.router.fakes import joined_router, pair
@@ -50,15 +50,15 @@ def test_they_reach_both_nodes(model_folder: Path, path: str, body: dict[str, An
 
 def test_the_body_counts_before_the_header() -> None:
     headers = {"x-smg-routing-key": "blue"}
-    assert read_hints(0, "red", headers).routing_key == "red"
-    assert read_hints(0, "", headers).routing_key == ""
-    assert read_hints(5, None, headers) == SchedulingHints(priority=5, routing_key="blue")
-    assert read_hints(0, None, {}) == SchedulingHints()
+    assert read_routing_key("red", headers) == "red"
+    assert read_routing_key("", headers) == ""
+    assert read_routing_key(None, headers) == "blue"
+    assert read_routing_key(None, {}) == ""
 
 
 def test_a_header_is_bounded_too() -> None:
     with pytest.raises(RequestError, match="routing_key must be at most 256"):
-        read_hints(0, None, {"x-smg-routing-key": "x" * 257})
+        read_routing_key(None, {"x-smg-routing-key": "x" * 257})
 
 
 @pytest.mark.parametrize("kind", [GenerateBody, CompletionBody, ChatBody])

@@ -13,7 +13,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.request.sampling import Sampling
+from router.request.prompt import AnswerOptions
 from router.request.stop_matcher import StopConditions, StopMatcher, stop_conditions
 from router.text.stop_regex import (
     CONTEXT_CHARS,
@@ -27,7 +27,6 @@ from router.text.stop_regex import (
 from router.text.text_workers import TextWorkers
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Finish, Prefill
-from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, events, joined_router, pair
 
 LOCAL_PATTERNS = (
@@ -180,8 +179,8 @@ def test_patterns_that_cannot_be_used_are_refused(pattern: str, reason: str) -> 
     assert refused.value.param == "stop_regex[1]"
 
 
-def prompts_with(*patterns: tuple[str, ...]) -> list[Sampling]:
-    return [Sampling(params=SamplingParams(), stop_regex=several) for several in patterns]
+def prompts_with(*patterns: tuple[str, ...]) -> list[AnswerOptions]:
+    return [AnswerOptions(stop_regex=several) for several in patterns]
 
 
 def test_the_prompts_of_a_request_share_what_is_compiled() -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from router.dispatch.dispatcher import Dispatcher, Work
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.live_rids import LiveRids
 from router.dispatch.running_req import RunningReq
-from router.request.generation import Generator, Prompt
-from router.request.sampling import Sampling
+from router.request.generation import Generator
+from router.request.prompt import AnswerOptions, Prompt
 from router.text.text_workers import INLINE_CHARS, MEDIUM_CHARS, TextWorkers, _parts
 from router.text.tokenizer import Tokenizer
-from shared.protocol.messages import Prefill, ReqKey
+from shared.protocol.messages import Prefill, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.fakes import joined_router, pair, write_model
 from tests.unit.router.sample_tokenizers import KINDS, TEXTS, sample
@@ -190,7 +190,7 @@ class IdleDispatcher(Dispatcher):
         self.turns: list[int] = []
         self.num_turns = 0
 
-    def start(self, work: Work, wake: Callable[[], None]) -> RunningReq:
+    def start(self, work: Work, wake: Callable[[], None], *, split: bool = False) -> RunningReq:
         self.turns.append(self.num_turns)
         key = ReqKey("router", str(len(self.turns)))
         return RunningReq(key, prompt_len=1, max_new_tokens=1, nodes=(), wake=wake, now=0.0)
@@ -211,8 +211,8 @@ def test_much_work_is_dispatched_in_several_turns(prompt_len: int, n: int, most_
 
         counting = asyncio.create_task(count_turns())
         await asyncio.sleep(0)
-        sampling = Sampling(params=SamplingParams(), n=n)
-        prompt = Prompt(rid="a", input_ids=(1,) * prompt_len, sampling=sampling)
+        work = Work((1,) * prompt_len, SamplingParams())
+        prompt = Prompt(rid="a", work=work, options=AnswerOptions(n=n))
         generator = Generator(dispatcher, LiveRids())
         claim = generator.claim()
         claim.take(["a"], [n], whole=None, shared=False)
