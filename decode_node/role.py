@@ -7,11 +7,11 @@ import msgspec
 from decode_node.scheduler import DecodeScheduler
 from shared.engine.node_process import NodeParts, Scheduler
 from shared.kvtransfer.receiver import ReceiveSide
-from shared.protocol.channel import Guests
+from shared.protocol.channel import Handlers
 from shared.protocol.messages import PrefillToDecode
 
 
-def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
+def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
     """The decode scheduler; prefill nodes dial a decode node."""
     receiver = parts.transfer_side(ReceiveSide)
     parts.control.every(receiver.renewal_s, receiver.renew_leases)
@@ -24,4 +24,4 @@ def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Guests]]:
         parts.wake.set,
         parts.config.net.router_timeout_s,
     )
-    return scheduler, {"prefill": Guests(msgspec.msgpack.Decoder(PrefillToDecode), receiver.on_message)}
+    return scheduler, {"prefill": Handlers(msgspec.msgpack.Decoder(PrefillToDecode), receiver.on_message)}

@@ -3,46 +3,99 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from shared import log
 from shared.kvtransfer.sender import SendSide
-from shared.protocol.channel import ControlThread, Guests
+from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import DecodeToPrefill, LinkOpen, NodeRef
+from shared.timeline import Clock
+
+REDIAL_S = 1.0
+"""A dial that failed, or a connection that was lost, is followed by another after so long."""
 
 
 class Peering(Protocol):
-    """Keeps connections to decode nodes."""
+    """Keeps connections to decode nodes. The methods are called by the scheduler thread and never block."""
+
+    def set_peers(self, router: str, nodes: Sequence[NodeRef]) -> None:
+        """A router names the decode nodes that it knows, all of them. Each is dialled until it is connected."""
+        ...
 
     def ensure(self, node: NodeRef) -> None:
-        """Dial `node` unless connected; must not block. A node that went away is dialled anew."""
+        """Dial `node` unless it is connected, or waits for its next dial."""
         ...
 
 
-class DialledPeering:
-    """Over the control thread. A peer's id is its incarnation, so a restarted node is another peer."""
+@dataclass(eq=False, slots=True)
+class _Peer:
+    node: NodeRef
+    redial_at: float | None = None
+    """None while it is dialled or connected."""
 
-    def __init__(self, node: NodeRef, control: ControlThread, sender: SendSide) -> None:
+
+class DialledPeering:
+    """Over the control thread. A peer's id is its incarnation, so a restarted node is another peer.
+
+    A peer that no router names is forgotten when its connection is lost or its dial has failed.
+    """
+
+    def __init__(self, node: NodeRef, control: ControlThread, sender: SendSide, clock: Clock) -> None:
         self._node = node
         self._control = control
         self._sender = sender
-        self._guests = Guests(msgspec.msgpack.Decoder(DecodeToPrefill), self._on_message)
+        self._clock = clock
+        self._handlers = Handlers(msgspec.msgpack.Decoder(DecodeToPrefill), self._on_message)
         self._lock = threading.Lock()
-        self._dialled: set[str] = set()
+        self._peers: dict[str, _Peer] = {}
+        self._named: dict[str, frozenset[str]] = {}
+        """The incarnations that each router names."""
+
+    def set_peers(self, router: str, nodes: Sequence[NodeRef]) -> None:
+        """Dial nodes that are new, and forget those that are neither connected nor named any more."""
+        with self._lock:
+            self._named[router] = frozenset(node.incarnation for node in nodes)
+            if not nodes:
+                del self._named[router]
+            wanted = self._wanted()
+            for peer in [p for p in self._peers.values() if p.redial_at is not None]:
+                if peer.node.incarnation not in wanted:
+                    del self._peers[peer.node.incarnation]
+        for node in nodes:
+            self.ensure(node)
 
     def ensure(self, node: NodeRef) -> None:
-        """See Peering."""
+        """Dial a node that is not known yet."""
         with self._lock:
-            if node.incarnation in self._dialled:
+            if node.incarnation in self._peers:
                 return
-            self._dialled.add(node.incarnation)
+            self._peers[node.incarnation] = _Peer(node)
+        self._dial(node)
+
+    def redial(self) -> None:
+        """Dial the nodes whose pause is over; a timer calls it."""
+        now, due = self._clock(), []
+        with self._lock:
+            for peer in self._peers.values():
+                if peer.redial_at is not None and now >= peer.redial_at:
+                    peer.redial_at = None
+                    due.append(peer.node)
+        for node in due:
+            self._dial(node)
+
+    def _wanted(self) -> frozenset[str]:
+        return frozenset().union(*self._named.values())
+
+    def _dial(self, node: NodeRef) -> None:
         self._control.dial(
             node.incarnation,
             node.address,
             f"prefill|{self._node.incarnation}",
-            self._guests,
+            self._handlers,
             self._sender.on_connected,
             self._on_disconnected,
         )
@@ -55,7 +108,12 @@ class DialledPeering:
             return
         self._sender.on_message(peer, message)
 
-    def _on_disconnected(self, peer: str, reason: str) -> None:
+    def _on_disconnected(self, incarnation: str, reason: str) -> None:
         with self._lock:
-            self._dialled.discard(peer)
-        self._sender.on_disconnected(peer, reason)
+            peer = self._peers.get(incarnation)
+            if peer is not None and incarnation in self._wanted():
+                log.event("peer_disconnected", peer=incarnation, reason=reason, redial_s=REDIAL_S)
+                peer.redial_at = self._clock() + REDIAL_S
+            else:
+                self._peers.pop(incarnation, None)
+        self._sender.on_disconnected(incarnation, reason)

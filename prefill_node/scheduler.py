@@ -92,8 +92,7 @@ class PrefillScheduler:
         for heard in self._desk.hear():
             match heard.message:
                 case Peers(decode_nodes):
-                    for node in decode_nodes:
-                        self._peering.ensure(node)
+                    self._peering.set_peers(heard.router, decode_nodes)
                 case Prefill():
                     self._start(heard.message)
         self._sender.tick()

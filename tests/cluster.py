@@ -175,6 +175,10 @@ class ClusterPeering:
         self.network, self.name = network, name
         self.connected: set[str] = set()
 
+    def set_peers(self, router: str, nodes: Sequence[NodeRef]) -> None:
+        for node in nodes:
+            self.ensure(node)
+
     def ensure(self, node: NodeRef) -> None:
         if node.incarnation not in self.connected and node.incarnation in self.network._parties:
             self.connected.add(node.incarnation)

@@ -7,7 +7,7 @@ mistake a message of the old connection for one of the new.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -18,6 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 from router.dispatch.prefix_index import PrefixIndex
 from router.nodes.liveness import Liveness
 from shared.errors import LinkError
+from shared.protocol.dial_socket import LOST, DialSocket, from_frames, to_frames
 from shared.protocol.messages import (
     FRAME_ERRORS,
     CacheResync,
@@ -37,20 +38,8 @@ from shared.protocol.messages import (
 if TYPE_CHECKING:
     from shared.protocol.security import FleetKey
 
-MAX_MESSAGE_BYTES = 64 << 20
 _MAX_QUEUED_MESSAGES = 20_000
-_CONNECT_TIMEOUT_MS = 5000
-# Turning libzmq's reconnecting off (-1) would also drop what arrived just before the connection closed.
-_NEVER_MS = 10**9
 _CLOSE_LINGER_MS = 200
-
-_LOST: Mapping[int, str] = {
-    zmq.EVENT_CLOSED: "connection refused",
-    zmq.EVENT_DISCONNECTED: "connection closed",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake failed (is it a node, with the same --fleet-key?)",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshake failed: not the same protocol",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "handshake failed: not the same --fleet-key",
-}
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(NodeToRouter)
@@ -61,44 +50,37 @@ class Refusal(LinkError):
 
 
 class NodeLink:
-    """The socket and its monitor. `lost` gets the reason once, whoever notices first."""
+    """A dialled socket. `lost` gets the reason once. Raises LinkError when it cannot even be dialled."""
 
     def __init__(
         self, context: zmq.asyncio.Context, address: str, identity: str, fleet_key: FleetKey | None
     ) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.identity = identity.encode()
-        self._socket.reconnect_ivl = _NEVER_MS
-        self._socket.connect_timeout = _CONNECT_TIMEOUT_MS
-        self._socket.handshake_ivl = _CONNECT_TIMEOUT_MS
-        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
-        self._socket.sndhwm = self._socket.rcvhwm = _MAX_QUEUED_MESSAGES
-        if fleet_key is not None:
-            fleet_key.secure_client(self._socket)
-        self._monitor = self._socket.get_monitor_socket(sum(_LOST))
-        self._watching = asyncio.create_task(self._watch(), name=f"watch {address}")
         try:
-            self._socket.connect(address)
+            self._sockets = DialSocket(
+                context, address, identity, fleet_key, max_queued_messages=_MAX_QUEUED_MESSAGES
+            )
         except zmq.ZMQError as e:
-            self.lose(f"{address} cannot be dialled: {e.strerror}")
+            raise LinkError(f"{address} cannot be dialled: {e.strerror}") from e
+        self._watching = asyncio.create_task(self._watch(), name=f"watch {address}")
 
     def send(self, message: RouterToNode) -> None:
         """Queue a message; when that is impossible the link is lost, and its owner will see so."""
         if self.lost.done():
             return
-        sent = cast("asyncio.Future[object]", self._socket.send(_encoder.encode(message), zmq.DONTWAIT))
+        frames = to_frames(_encoder.encode(message))
+        sent = cast("asyncio.Future[object]", self._sockets.socket.send_multipart(frames, zmq.DONTWAIT))
         if sent.exception() is not None:
             self.lose(f"{_MAX_QUEUED_MESSAGES} messages wait to be sent")
 
     async def receive(self) -> NodeToRouter:
         """The next message. Raises LinkError for one that cannot be decoded."""
-        return _decode(await self._socket.recv_multipart())
+        return _decode(await self._sockets.socket.recv_multipart())
 
     def receive_waiting(self) -> Iterator[NodeToRouter]:
         """What had arrived before the link was lost. Raises LinkError as `receive` does."""
         while True:
-            frames = cast("asyncio.Future[list[bytes]]", self._socket.recv_multipart(zmq.DONTWAIT))
+            frames = cast("asyncio.Future[list[bytes]]", self._sockets.socket.recv_multipart(zmq.DONTWAIT))
             if frames.exception() is not None:
                 return
             yield _decode(frames.result())
@@ -141,14 +123,12 @@ class NodeLink:
         linger = 0 if self.lost.done() else _CLOSE_LINGER_MS
         self.lose("closed")
         self._watching.cancel()
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(linger)
+        self._sockets.close(linger)
 
     async def _watch(self) -> None:
         while True:
-            seen = await recv_monitor_message(self._monitor)
-            reason = _LOST.get(seen["event"])
+            seen = await recv_monitor_message(self._sockets.monitor)
+            reason = LOST.get(seen["event"])
             if reason is not None:
                 self.lose(reason)
                 return
@@ -156,7 +136,7 @@ class NodeLink:
 
 def _decode(frames: list[bytes]) -> NodeToRouter:
     try:
-        return cast(NodeToRouter, _decoder.decode(frames[-1]))
+        return cast(NodeToRouter, _decoder.decode(from_frames(frames)))
     except FRAME_ERRORS as e:
         raise LinkError(f"sent a message that cannot be decoded: {e}") from e
 

@@ -31,7 +31,7 @@ from router.bus.worker_messages import (
 from router.workers.worker_process import WorkerProcess
 from shared.errors import ConfigError
 from shared.log import event, warn
-from shared.protocol.lobby import JOIN_INTERVAL_S
+from shared.protocol.join_announcer import JOIN_INTERVAL_S
 from shared.protocol.messages import Join, NodeToLobby, Role
 
 MIN_PAUSE_S = 0.5

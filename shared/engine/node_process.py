@@ -23,8 +23,8 @@ from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.transports import Transports, make_transports
 from shared.open_files import raise_open_files_limit
-from shared.protocol.channel import ControlThread, Guests
-from shared.protocol.lobby import LobbyCaller
+from shared.protocol.channel import ControlThread, Handlers
+from shared.protocol.join_announcer import JoinAnnouncer
 from shared.protocol.loopback import require_key_beyond_loopback
 from shared.protocol.messages import LoadFailed, NodeHello, NodeRef, Role, RouterToNode
 from shared.protocol.router_port import RouterPort
@@ -83,7 +83,7 @@ class NodeParts:
         )
 
 
-BuildRole = Callable[[NodeParts], tuple[Scheduler, dict[str, Guests]]]
+BuildRole = Callable[[NodeParts], tuple[Scheduler, dict[str, Handlers]]]
 """Makes a role's scheduler, and says which diallers besides routers it listens to."""
 
 
@@ -116,19 +116,19 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
         node_id = net.node_id or f"{role}-{advertised}-{port}"
         node = NodeRef(node_id, f"{node_id}#{secrets.token_hex(4)}", f"tcp://{advertised}:{port}")
         control.start()
-        lobby = LobbyCaller(control, node, role, net.routers)
+        announcer = JoinAnnouncer(control, node, role, net.routers)
         try:
             # First what is refused at once: a model takes minutes to load.
             transports = make_transports(config.transfer, resolve_device(config.model.device))
-            engine = build_engine(config, lobby.loading)
+            engine = build_engine(config, announcer.loading)
             parts = _parts(role, config, node, engine, transports, control, stop.wake)
-            scheduler, guests = build_role(parts)
+            scheduler, handlers = build_role(parts)
         except ConfigError as error:
-            lobby.say(LoadFailed(node_id, role, str(error)))
+            announcer.say(LoadFailed(node_id, role, str(error)))
             raise
-        routers = Guests(msgspec.msgpack.Decoder(RouterToNode), parts.router_port.on_message)
-        control.admit({"router": routers, **guests})
-        lobby.start()
+        routers = Handlers(msgspec.msgpack.Decoder(RouterToNode), parts.router_port.on_message)
+        control.admit({"router": routers, **handlers})
+        announcer.start()
         log.event("listening", role=role, node=node.incarnation, address=node.address)
         stop.loaded()
         engine.grammars.warm_up()
@@ -139,7 +139,7 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
             reason = f"{role} node {node_id} failed: {type(error).__name__}: {error}"
             raise
         finally:
-            lobby.stop()
+            announcer.stop()
             scheduler.close(reason)
             engine.close()
         log.event("stopped", node=node.incarnation)

@@ -13,6 +13,7 @@ from shared.protocol.messages import (
     Cancel,
     Decode,
     Flush,
+    Peers,
     Prefill,
     RouterHello,
     StartProfile,
@@ -73,6 +74,7 @@ class RouterDesk:
         for router in self._router_port.take_silent(timeout_s):
             log.warn("router_silent", router=router)
             self._reqs.fail_all(router, f"this node had not heard of the router for {timeout_s:g} s")
+            yield FromRouter(router, Peers(()))  # it names no decode nodes any more
         for over in self._grammar_queue.take():
             if over.error is None:
                 over.go_on()

@@ -1,8 +1,9 @@
 """A node's control sockets, owned by one thread: typed messages in and out.
 
-A ZMQ socket belongs to one thread; everybody else queues commands for it. On the wire a message is one frame,
-the msgpack of a tagged union. A dialling socket's identity reads `kind|peer|n`: what the dialler is ("router",
-"prefill", "node"), its peer id, and a counter, so that a second dial of the same peer is never taken for the first.
+A ZMQ socket belongs to one thread; other threads queue commands for it. On the wire a message is the msgpack of a
+tagged union, in as many frames as its length takes. A dialling socket's identity reads `kind|peer|n`: what the
+dialler is ("router", "prefill", "node"), its peer id, and a counter, so that a second dial of the same peer is never
+taken for the first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -23,22 +25,32 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from shared import log
-from shared.errors import ConfigError
+from shared.errors import ConfigError, LinkError
+from shared.protocol.dial_socket import (
+    CONNECT_TIMEOUT_S,
+    LOST,
+    DialSocket,
+    bound_strangers,
+    from_frames,
+    to_frames,
+)
 from shared.protocol.messages import FRAME_ERRORS, Struct
+from shared.protocol.resolver import Resolver, does_not_resolve
 from shared.protocol.security import FleetKey
 
 OnMessage = Callable[[str, Any], None]
 """(peer id, message). Called on the control thread: must not block."""
 
 MAX_QUEUED_MESSAGES = 100_000
-MAX_MESSAGE_BYTES = 256 << 20
 MAX_DIALLERS = 4096
 """Peers that are remembered; each restart of a peer makes a new one."""
+MAX_SOCKETS = 16_384
+"""Of ZMQ, which counts three for each dialled peer: the socket, and the two ends of its monitor."""
 POLL_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Guests:
+class Handlers:
     """How messages of one kind of dialler are read and handled."""
 
     decoder: msgspec.msgpack.Decoder[Any]
@@ -54,11 +66,20 @@ class _Dialler:
 
 @dataclass(eq=False, slots=True)
 class _Dialled:
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-    guests: Guests
+    """A peer that this node dials. There are no sockets until its host name is resolved."""
+
+    peer: str
+    address: str
+    identity: str
+    handlers: Handlers
     on_connected: Callable[[str], None]
     on_disconnected: Callable[[str, str], None]
+    connected_by: float
+    """The clock's time after which the dial is given up, unless it is connected."""
+    connected: bool = False
+    sockets: DialSocket[zmq.Socket[bytes]] | None = None
+    unsent: list[list[bytes]] = field(default_factory=list)
+    """Messages, in frames, that wait for the sockets."""
 
 
 @dataclass(eq=False, slots=True)
@@ -69,20 +90,22 @@ class _Timer:
 
 
 class ControlThread:
-    """One ROUTER socket for those who dial this node, one DEALER for each peer that this node dials."""
+    """One ROUTER socket for the peers that dial this node, one DEALER for each peer that this node dials."""
 
-    def __init__(self, fleet_key: FleetKey | None = None) -> None:
+    def __init__(self, fleet_key: FleetKey | None = None, resolver: Resolver | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._resolver = resolver or Resolver()
         self._fleet_key = fleet_key
         self._authenticator = fleet_key.authenticator(self._context) if fleet_key else None
         self._encoder = msgspec.msgpack.Encoder()
-        self._guests: dict[str, Guests] = {}
+        self._handlers: dict[str, Handlers] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
         self._server: zmq.Socket[bytes] | None = None
         self._diallers: OrderedDict[str, _Dialler] = OrderedDict()
-        """Who dialled this node, the one heard longest ago first; a living peer is heard every second."""
+        """Peers that dialled this node, the one heard longest ago first; a living peer is heard every second."""
         self._dialled: dict[str, _Dialled] = {}
         self._dials = itertools.count(1)
         self._timers: list[_Timer] = []
@@ -92,13 +115,15 @@ class ControlThread:
 
     # ------------------------------------------------------------------------------ before it runs
     def bind(self, host: str, port: int) -> int:
-        """Take the port, so that a conflict shows early; who dials waits until `admit`. Returns the port.
+        """Take the port, so that a conflict shows early; diallers wait until `admit`. Returns the port.
 
         Call before `start`. Raises ConfigError.
         """
         server = self._context.socket(zmq.ROUTER)
         server.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._configure(server)
+        server.sndhwm = server.rcvhwm = MAX_QUEUED_MESSAGES
+        server.linger = 0
+        bound_strangers(server)
         if self._fleet_key is not None:
             self._fleet_key.secure_server(server)
         try:
@@ -115,26 +140,32 @@ class ControlThread:
         self._thread.start()
 
     # --------------------------------------------------------------------------------- any thread
-    def admit(self, guests: dict[str, Guests]) -> None:
-        """Begin to listen to diallers of these kinds, those who have dialled already included."""
-        self._post(lambda: self._admit(guests))
+    def admit(self, handlers: dict[str, Handlers]) -> None:
+        """Begin to listen to diallers of these kinds, also to those that have dialled already."""
+        self._post(lambda: self._admit(handlers))
 
     def send(self, to: str, message: Struct) -> None:
-        """See `Outbox`. A peer that was dialled is preferred to one that dialled us under the same id."""
-        frame = self._encoder.encode(message)
-        self._post(lambda: self._send(to, frame))
+        """Queue a message. A peer that was dialled is preferred to one that dialled us under the same id."""
+        frames = to_frames(self._encoder.encode(message))
+        self._post(lambda: self._send(to, frames))
 
     def dial(
         self,
         peer: str,
         address: str,
         identity: str,
-        guests: Guests,
+        handlers: Handlers,
         on_connected: Callable[[str], None],
         on_disconnected: Callable[[str, str], None],
     ) -> None:
-        """Connect to `address` and call the peer there `peer`. A lost connection is never taken up again."""
-        self._post(lambda: self._dial(peer, address, identity, guests, on_connected, on_disconnected))
+        """Connect to `address` and call the peer there `peer`.
+
+        A dial ends with one `on_disconnected`, also one that has failed or was not answered in time; it is never
+        taken up again by itself. `hang_up` ends it without.
+        """
+        connected_by = time.monotonic() + CONNECT_TIMEOUT_S
+        dialled = _Dialled(peer, address, identity, handlers, on_connected, on_disconnected, connected_by)
+        self._post(lambda: self._dial(dialled))
 
     def hang_up(self, peer: str) -> None:
         """Close the connection that this node dialled."""
@@ -150,8 +181,8 @@ class ControlThread:
         if self._thread.is_alive():
             self._thread.join()
         for dialled in self._dialled.values():
-            dialled.monitor.close(linger=0)
-            dialled.socket.close(linger=int(flush_s * 1000))
+            if dialled.sockets is not None:
+                dialled.sockets.close(int(flush_s * 1000))
         if self._server is not None:
             self._server.close(linger=int(flush_s * 1000))
         if self._authenticator is not None:
@@ -180,11 +211,13 @@ class ControlThread:
                 self._guarded(self._commands.popleft())
             if self._server is not None and self._server in ready:
                 self._receive_server(self._server)
-            for peer, dialled in list(self._dialled.items()):
-                if dialled.socket in ready:
-                    self._receive_dialled(peer, dialled)
-                if dialled.monitor in ready:
-                    self._watch(peer, dialled)
+            for dialled in list(self._dialled.values()):
+                if dialled.sockets is not None and dialled.sockets.socket in ready:
+                    self._receive_dialled(dialled, dialled.sockets.socket)
+                if dialled.sockets is not None and dialled.sockets.monitor in ready:
+                    self._watch(dialled, dialled.sockets.monitor)
+                if not dialled.connected and time.monotonic() >= dialled.connected_by:
+                    self._give_up(dialled)
 
     def _run_timers(self) -> int:
         """Call what is due. Returns the milliseconds until something else may be, at most POLL_MS."""
@@ -195,26 +228,23 @@ class ControlThread:
                 self._guarded(timer.run)
         return min([POLL_MS, *(max(0, math.ceil(1000 * (timer.due - now))) for timer in self._timers)])
 
-    def _admit(self, guests: dict[str, Guests]) -> None:
+    def _admit(self, handlers: dict[str, Handlers]) -> None:
         assert self._server is not None, "bind comes first"
-        self._guests = guests
+        self._handlers = handlers
         self._poller.register(self._server, zmq.POLLIN)
 
     def _stop(self) -> None:
         self._stopping = True
 
-    def _configure(self, sock: zmq.Socket[bytes]) -> None:
-        sock.sndhwm = sock.rcvhwm = MAX_QUEUED_MESSAGES
-        sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        sock.linger = 0
-
-    def _send(self, to: str, frame: bytes) -> None:
+    def _send(self, to: str, frames: list[bytes]) -> None:
         dialled = self._dialled.get(to)
         try:
-            if dialled is not None:
-                dialled.socket.send(frame, zmq.NOBLOCK)
+            if dialled is not None and dialled.sockets is None:
+                dialled.unsent.append(frames)
+            elif dialled is not None and dialled.sockets is not None:
+                dialled.sockets.socket.send_multipart(frames, zmq.NOBLOCK)
             elif self._server is not None and (dialler := self._diallers.get(to)) and dialler.reachable:
-                self._server.send_multipart([dialler.identity, frame], zmq.NOBLOCK)
+                self._server.send_multipart([dialler.identity, *frames], zmq.NOBLOCK)
             else:
                 log.event("peer_unknown", level=logging.DEBUG, peer=to)
         except zmq.ZMQError as error:
@@ -222,44 +252,52 @@ class ControlThread:
             if dialled is None and self._server is not None:
                 self._diallers[to].reachable = False
 
-    def _dial(
-        self,
-        peer: str,
-        address: str,
-        identity: str,
-        guests: Guests,
-        on_connected: Callable[[str], None],
-        on_disconnected: Callable[[str, str], None],
-    ) -> None:
-        self._close_dialled(peer)
-        sock = self._context.socket(zmq.DEALER)
-        self._configure(sock)
-        sock.identity = f"{identity}|{next(self._dials)}".encode()
-        if self._fleet_key is not None:
-            self._fleet_key.secure_client(sock)
-        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        monitor: zmq.Socket[bytes] = sock.get_monitor_socket(events)
+    def _dial(self, dialled: _Dialled) -> None:
+        self._close_dialled(dialled.peer)
+        self._dialled[dialled.peer] = dialled
+        resolved = self._resolver.resolve(dialled.address)
+        if resolved.done():
+            self._connect(dialled, resolved)
+        else:
+            resolved.add_done_callback(lambda done: self._post(lambda: self._connect(dialled, done)))
+
+    def _connect(self, dialled: _Dialled, resolved: Future[str]) -> None:
+        if self._dialled.get(dialled.peer) is not dialled:
+            return  # hung up meanwhile
         try:
-            sock.connect(address)
-        except zmq.ZMQError as error:
-            sock.disable_monitor()
-            monitor.close(linger=0)
-            sock.close(linger=0)
-            on_disconnected(peer, f"{address} cannot be dialled: {error}")
+            dialled.sockets = DialSocket(
+                self._context,
+                resolved.result(),
+                f"{dialled.identity}|{next(self._dials)}",
+                self._fleet_key,
+                max_queued_messages=MAX_QUEUED_MESSAGES,
+            )
+        except (LinkError, zmq.ZMQError) as error:
+            self._lose(dialled, f"{dialled.address} cannot be dialled: {error}")
             return
-        self._dialled[peer] = _Dialled(sock, monitor, guests, on_connected, on_disconnected)
-        self._poller.register(sock, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
+        self._poller.register(dialled.sockets.socket, zmq.POLLIN)
+        self._poller.register(dialled.sockets.monitor, zmq.POLLIN)
+        for frames in dialled.unsent:
+            self._send(dialled.peer, frames)
+        dialled.unsent.clear()
+
+    def _give_up(self, dialled: _Dialled) -> None:
+        waited = f"no answer within {CONNECT_TIMEOUT_S:g} s"
+        if dialled.sockets is None:
+            waited = str(does_not_resolve(dialled.address, waited))
+        self._lose(dialled, f"{dialled.address} cannot be dialled: {waited}")
+
+    def _lose(self, dialled: _Dialled, reason: str) -> None:
+        self._close_dialled(dialled.peer)
+        self._guarded(lambda: dialled.on_disconnected(dialled.peer, reason))
 
     def _close_dialled(self, peer: str) -> None:
         dialled = self._dialled.pop(peer, None)
-        if dialled is None:
+        if dialled is None or dialled.sockets is None:
             return
-        self._poller.unregister(dialled.socket)
-        self._poller.unregister(dialled.monitor)
-        dialled.socket.disable_monitor()
-        dialled.monitor.close(linger=0)
-        dialled.socket.close(linger=0)
+        self._poller.unregister(dialled.sockets.socket)
+        self._poller.unregister(dialled.sockets.monitor)
+        dialled.sockets.close(0)
 
     def _receive_server(self, server: zmq.Socket[bytes]) -> None:
         for _ in range(1000):  # then look at the other sockets
@@ -269,8 +307,8 @@ class ControlThread:
                 return
             kind, _, rest = frames[0].decode(errors="replace").partition("|")
             peer, _, dial = rest.rpartition("|")
-            guests = self._guests.get(kind)
-            if guests is None or not peer or not dial.isdecimal() or len(frames) != 2:
+            handlers = self._handlers.get(kind)
+            if handlers is None or not peer or not dial.isdecimal() or len(frames) < 2:
                 log.warn("stranger_ignored", identity=frames[0][:80], frames=len(frames))
                 continue
             known = self._diallers.get(peer)
@@ -280,25 +318,25 @@ class ControlThread:
             self._diallers.move_to_end(peer)
             if len(self._diallers) > MAX_DIALLERS:
                 self._diallers.popitem(last=False)
-            self._handle(peer, guests, frames[1])
+            self._handle(peer, handlers, from_frames(frames[1:]))
 
-    def _receive_dialled(self, peer: str, dialled: _Dialled) -> None:
+    def _receive_dialled(self, dialled: _Dialled, sock: zmq.Socket[bytes]) -> None:
         for _ in range(1000):
-            if self._dialled.get(peer) is not dialled:
+            if self._dialled.get(dialled.peer) is not dialled:
                 return  # a handler hung up
             try:
-                frame = dialled.socket.recv(zmq.NOBLOCK)
+                frames = sock.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(peer, dialled.guests, frame)
+            self._handle(dialled.peer, dialled.handlers, from_frames(frames))
 
-    def _handle(self, peer: str, guests: Guests, frame: bytes) -> None:
+    def _handle(self, peer: str, handlers: Handlers, frame: bytes) -> None:
         try:
-            message = guests.decoder.decode(frame)
+            message = handlers.decoder.decode(frame)
         except FRAME_ERRORS as error:
             log.warn("message_ignored", peer=peer, error=error, nbytes=len(frame))
             return
-        self._guarded(lambda: guests.on_message(peer, message))
+        self._guarded(lambda: handlers.on_message(peer, message))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """One message or command that fails must not make the node mute: it is logged, and the others go on."""
@@ -307,10 +345,12 @@ class ControlThread:
         except Exception:
             log.crash("control_error")
 
-    def _watch(self, peer: str, dialled: _Dialled) -> None:
-        event = parse_monitor_message(dialled.monitor.recv_multipart())["event"]
+    def _watch(self, dialled: _Dialled, monitor: zmq.Socket[bytes]) -> None:
+        if self._dialled.get(dialled.peer) is not dialled:
+            return  # a handler hung up
+        event = parse_monitor_message(monitor.recv_multipart())["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._guarded(lambda: dialled.on_connected(peer))
-        elif event == zmq.EVENT_DISCONNECTED and self._dialled.get(peer) is dialled:
-            self._close_dialled(peer)
-            self._guarded(lambda: dialled.on_disconnected(peer, "connection closed"))
+            dialled.connected = True
+            self._guarded(lambda: dialled.on_connected(dialled.peer))
+        else:
+            self._lose(dialled, LOST[event])

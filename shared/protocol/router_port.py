@@ -35,7 +35,7 @@ from shared.timeline import Clock
 
 MAX_REMEMBERED_KEYS = 65_536
 MAX_TOKENS_NBYTES = 16 << 20
-"""Of the logprobs in one Tokens message, unless it has a single entry: routers take messages of up to 64 MiB."""
+"""Of the logprobs in one Tokens message, unless it has a single entry: a router decodes a message in one go."""
 
 
 @dataclass(frozen=True, slots=True)

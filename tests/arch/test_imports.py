@@ -70,7 +70,7 @@ def test_the_router_never_loads_torch() -> None:
     "module",
     [
         "shared.protocol.channel",
-        "shared.protocol.lobby",
+        "shared.protocol.join_announcer",
         "shared.protocol.messages",
         "shared.protocol.router_port",
         "shared.cli",

@@ -33,7 +33,7 @@ from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports import make_transports
-from shared.protocol.channel import ControlThread, Guests
+from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import (
     DecodeToPrefill,
     Handoff,
@@ -133,8 +133,8 @@ def prefill_side(pipe: Connection, address: str, port: int, options: TransferOpt
         wake=wake.set,
     )
     control.start()
-    guests = Guests(msgspec.msgpack.Decoder(DecodeToPrefill), sender.on_message)
-    control.dial("d#1", address, "prefill|p#1", guests, sender.on_connected, sender.on_disconnected)
+    handlers = Handlers(msgspec.msgpack.Decoder(DecodeToPrefill), sender.on_message)
+    control.dial("d#1", address, "prefill|p#1", handlers, sender.on_connected, sender.on_disconnected)
     raw = RawGloo(1, port)
     while (command := pipe.recv()) is not None:
         if isinstance(command, int):
@@ -189,7 +189,7 @@ class DecodeSide:
             wake=self.wake.set,
         )
         self.control.start()
-        prefill = Guests(msgspec.msgpack.Decoder(PrefillToDecode), self.receiver.on_message)
+        prefill = Handlers(msgspec.msgpack.Decoder(PrefillToDecode), self.receiver.on_message)
         self.control.admit({"prefill": prefill})
         listener = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
         raw_port = listener.port

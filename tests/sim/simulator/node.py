@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,10 +76,13 @@ class _Outbox:
 
 
 class _NoPeering:
-    """Any prefill node can reach any decode node; see Peering."""
+    """Any prefill node can reach any decode node."""
+
+    def set_peers(self, router: str, nodes: Sequence[NodeRef]) -> None:
+        """Nothing to do."""
 
     def ensure(self, node: NodeRef) -> None:
-        """See Peering."""
+        """Nothing to do."""
 
 
 class SimNode:

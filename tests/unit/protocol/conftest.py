@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.protocol.channel import ControlThread, Guests
+from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import NodeToRouter, RouterToNode, Struct
+from shared.protocol.resolver import Resolver
 from shared.protocol.security import FleetKey
 
 WAIT_S = 10.0
@@ -19,9 +20,9 @@ WAIT_S = 10.0
 class Party:
     """A ControlThread and all it was told, in order."""
 
-    def __init__(self, name: str, key: FleetKey | None) -> None:
+    def __init__(self, name: str, key: FleetKey | None, resolver: Resolver | None = None) -> None:
         self.name = name
-        self.control = ControlThread(key)
+        self.control = ControlThread(key, resolver)
         self.heard: queue.Queue[tuple[str, Any]] = queue.Queue()
         self.connected: queue.Queue[str] = queue.Queue()
         self.disconnected: queue.Queue[tuple[str, str]] = queue.Queue()
@@ -36,7 +37,7 @@ class Party:
         return f"tcp://127.0.0.1:{port}"
 
     def admit(self) -> None:
-        self.control.admit({"router": Guests(msgspec.msgpack.Decoder(RouterToNode), self._on_message)})
+        self.control.admit({"router": Handlers(msgspec.msgpack.Decoder(RouterToNode), self._on_message)})
 
     def start(self) -> Party:
         """As a router does."""
@@ -48,7 +49,7 @@ class Party:
             peer,
             address,
             f"{kind}|{self.name}",
-            Guests(msgspec.msgpack.Decoder(NodeToRouter), self._on_message),
+            Handlers(msgspec.msgpack.Decoder(NodeToRouter), self._on_message),
             self.connected.put,
             lambda peer, reason: self.disconnected.put((peer, reason)),
         )
@@ -80,8 +81,8 @@ MakeParty = Callable[..., Party]
 def party() -> Iterator[MakeParty]:
     parties: list[Party] = []
 
-    def make(name: str, key: FleetKey | None = None) -> Party:
-        parties.append(Party(name, key))
+    def make(name: str, key: FleetKey | None = None, resolver: Resolver | None = None) -> Party:
+        parties.append(Party(name, key, resolver))
         return parties[-1]
 
     yield make

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import resource
+import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,8 +17,23 @@ import zmq
 
 from shared.errors import ConfigError
 from shared.protocol.channel import ControlThread
-from shared.protocol.messages import Cancel, Flush, Leaving, PeerPing, Ping, Pong, ReqKey, RouterHello
+from shared.protocol.dial_socket import MAX_FRAME_BYTES
+from shared.protocol.messages import (
+    Cancel,
+    Flush,
+    Leaving,
+    PeerPing,
+    Ping,
+    Pong,
+    Prefill,
+    ReqKey,
+    RouterHello,
+    Work,
+)
 from shared.protocol.messages import Load as NodeLoad
+from shared.protocol.resolver import Resolver
+from shared.protocol.sampling_params import SamplingParams
+from shared.protocol.security import FleetKey
 from tests.unit.protocol.conftest import MakeParty, Party, eventually
 
 PONG = Pong(7, NodeLoad())
@@ -236,7 +255,7 @@ def test_a_kind_that_nobody_expects_is_ignored(node: Party, router: Party, party
         [msgspec.msgpack.encode(PeerPing(1))],
         [msgspec.msgpack.encode(["Ping", "one"])],
         [b"\x92\xabRouterHello\xa2\xff\xfe"],
-        [b"\x93\xa4Ping\x01" + b"\x91" * 100_000 + b"\x00"],
+        [b"\x93\xa4Ping\x01" + b"\x91" * 50_000 + b"\x00"],
         [msgspec.msgpack.encode(Ping(1)), b"a second frame"],
     ],
     ids=[
@@ -334,6 +353,196 @@ def test_a_handler_may_hang_up(node: Party, party: MakeParty) -> None:
         assert node.hear()[1] == Flush(3)
     finally:
         hasty.close()
+
+
+@contextlib.contextmanager
+def descriptor_limit(limit: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def dead_address() -> str:
+    """Where nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_dial_without_descriptors_is_reported_and_may_be_tried_again(node: Party, router: Party) -> None:
+    address = node.listen()
+    with open(os.devnull) as lowest_free:
+        limit = lowest_free.fileno()
+    with descriptor_limit(limit):
+        router.dial("n", address)
+        peer, reason = router.disconnected.get(timeout=10)
+    assert peer == "n"
+    assert "Too many open files" in reason
+    router.dialled("n", address)
+    router.send("n", Ping(1))
+    assert node.hear() == ("router-1", Ping(1))
+
+
+def test_a_dial_that_is_refused_is_reported_and_leaves_nothing_open(router: Party) -> None:
+    def dial_twenty() -> int:
+        for i in range(20):
+            router.dial(f"n{i}", dead_address())
+        for _ in range(20):
+            assert router.disconnected.get(timeout=10)[1] == "connection refused"
+        return len(os.listdir("/proc/self/fd"))
+
+    before = dial_twenty()  # some of which are still being closed
+    dial_twenty()
+    assert not router.control._dialled
+    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def test_a_dial_that_is_not_answered_is_given_up(router: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.protocol.channel.CONNECT_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        router.dial("n", f"tcp://127.0.0.1:{mute.getsockname()[1]}")
+        peer, reason = router.disconnected.get(timeout=10)
+    assert peer == "n"
+    assert "no answer within 0.2 s" in reason
+
+
+def test_as_many_peers_as_a_router_has_members_can_be_dialled(node: Party, router: Party) -> None:
+    """Each dial takes three sockets of ZMQ's, which has 1023 by default."""
+    address = node.listen()
+    with descriptor_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
+        for i in range(400):
+            router.dial(f"n{i}", address)
+        names = {router.connected.get(timeout=10) for _ in range(400)}
+        assert names == {f"n{i}" for i in range(400)}
+        router.close()
+        node.close()
+
+
+class SlowNames:
+    """A name server that answers for `slow.example` when it is told to, and for no name that begins with `no`."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.asked: queue.Queue[str] = queue.Queue()
+
+    def __call__(self, host: str, port: int, *, type: int) -> list[tuple[object, ...]]:
+        self.asked.put(host)
+        if host.startswith("slow"):
+            assert self.answers.wait(10)
+        if host.startswith("no"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [
+            (socket.AF_INET6, type, 0, "", ("::1", port, 0, 0)),
+            (socket.AF_INET, type, 0, "", ("127.0.0.1", port)),
+        ]
+
+
+@pytest.fixture
+def names() -> Iterator[SlowNames]:
+    names = SlowNames()
+    yield names
+    names.answers.set()
+
+
+def test_a_name_that_resolves_slowly_delays_no_other_peer(
+    node: Party, party: MakeParty, names: SlowNames
+) -> None:
+    router = party("router-1", resolver=Resolver(names)).start()
+    address = node.listen()
+    router.dial("late", address.replace("127.0.0.1", "slow.example"))
+    assert names.asked.get(timeout=10) == "slow.example"
+    router.send("late", Ping(1))
+    router.dialled("n", address)
+    router.dialled("m", address.replace("127.0.0.1", "fast.example"))
+    router.send("n", Ping(2))
+    assert node.hear() == ("router-1", Ping(2))
+    names.answers.set()
+    assert router.connected.get(timeout=10) == "late"
+
+
+def test_what_is_said_to_a_name_waits_until_it_resolves(
+    node: Party, party: MakeParty, names: SlowNames
+) -> None:
+    router = party("router-1", resolver=Resolver(names)).start()
+    router.dial("late", node.listen().replace("127.0.0.1", "slow.example"))
+    router.send("late", Ping(1))
+    router.send("late", Ping(2))
+    names.answers.set()
+    assert [node.hear()[1], node.hear()[1]] == [Ping(1), Ping(2)]
+
+
+def test_a_name_is_looked_up_anew_for_every_dial(node: Party, party: MakeParty, names: SlowNames) -> None:
+    router = party("router-1", resolver=Resolver(names)).start()
+    address = node.listen().replace("127.0.0.1", "fast.example")
+    router.dialled("n", address)
+    router.dialled("n", address)
+    assert [names.asked.get(timeout=1), names.asked.get(timeout=1)] == ["fast.example", "fast.example"]
+
+
+def test_a_name_without_an_address_is_said_to_be_the_reason(party: MakeParty, names: SlowNames) -> None:
+    router = party("router-1", resolver=Resolver(names)).start()
+    router.dial("n", "tcp://no.example:7200")
+    peer, reason = router.disconnected.get(timeout=10)
+    assert peer == "n"
+    assert "no.example does not resolve: Name or service not known" in reason
+
+
+def test_a_name_that_takes_too_long_is_said_to_be_the_reason(
+    party: MakeParty, names: SlowNames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.protocol.channel.CONNECT_TIMEOUT_S", 0.2)
+    router = party("router-1", resolver=Resolver(names)).start()
+    router.dial("n", "tcp://slow.example:7200")
+    assert "slow.example does not resolve: no answer within 0.2 s" in router.disconnected.get(timeout=10)[1]
+
+
+@pytest.mark.parametrize(
+    "address", ["nowhere", "tcp://host", "tcp://host:port", "tcp://:7200", "tcp://a\0b:1"]
+)
+def test_an_address_that_is_none_is_reported(router: Party, address: str) -> None:
+    router.dial("n", address)
+    assert "cannot be dialled" in router.disconnected.get(timeout=10)[1]
+
+
+@pytest.mark.parametrize("key", [None, FleetKey(b"secret of the fleet")], ids=["plain", "curve"])
+def test_a_long_message_travels_in_several_frames(party: MakeParty, key: FleetKey | None) -> None:
+    node, router = party("node", key), party("router-1", key).start()
+    prompt = Prefill(ReqKey("router-1", "a"), Work(tuple(range(300_000)), SamplingParams()), None)
+    assert len(msgspec.msgpack.encode(prompt)) > 10 * MAX_FRAME_BYTES
+    router.dialled("n", node.listen())
+    router.send("n", prompt)
+    assert node.hear() == ("router-1", prompt)
+    long = Leaving("x" * (MAX_FRAME_BYTES * 3))
+    node.send("router-1", long)
+    assert router.hear() == ("n", long)
+
+
+def zmtp_greeting(mechanism: bytes) -> bytes:
+    return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+@pytest.mark.parametrize("mechanism", [b"NULL", b"CURVE"])
+def test_a_stranger_that_announces_a_large_frame_is_hung_up_on(party: MakeParty, mechanism: bytes) -> None:
+    """Before it has proved anything, so that memory cannot be taken without the fleet's key."""
+    node = party("node", FleetKey(b"secret of the fleet") if mechanism == b"CURVE" else None)
+    port = int(node.listen().rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+        stranger.sendall(zmtp_greeting(mechanism))
+        received = 0
+        while received < 64:
+            received += len(stranger.recv(4096))
+        stranger.sendall(b"\x06" + (150 << 20).to_bytes(8, "big"))  # a long command
+        num_sent = 0
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            while num_sent < 8 << 20:
+                num_sent += stranger.send(bytes(1 << 16))
+                stranger.settimeout(0.2)
+                with contextlib.suppress(TimeoutError):
+                    if not stranger.recv(4096):
+                        break
+    assert num_sent < 4 << 20
 
 
 def test_a_taken_port_is_refused_with_its_name(node: Party, party: MakeParty) -> None:

@@ -22,6 +22,7 @@ from router.http.config import ConnectionOptions, DispatchOptions, FleetOptions,
 from router.http.topology import LocalTopology
 from router.one_process import RouterProcess
 from router.server import load_model
+from shared.protocol.dial_socket import from_frames, to_frames
 from shared.protocol.messages import (
     Answered,
     CacheResync,
@@ -187,7 +188,7 @@ class FakeNode:
     def send(self, message: NodeToRouter, router: str = "") -> None:
         """To a router of this incarnation, or to the one that was heard last."""
         to = self._identity_of.get(router, self._router)
-        sent = self._socket.send_multipart([to, msgspec.msgpack.encode(message)], zmq.DONTWAIT)
+        sent = self._socket.send_multipart([to, *to_frames(msgspec.msgpack.encode(message))], zmq.DONTWAIT)
         assert sent.exception() is None
 
     def tokens(
@@ -213,8 +214,8 @@ class FakeNode:
 
     async def _listen(self) -> None:
         while True:
-            self._router, frame = await self._socket.recv_multipart()
-            message = _decoder.decode(frame)
+            self._router, *frames = await self._socket.recv_multipart()
+            message = _decoder.decode(from_frames(frames))
             match message:
                 case RouterHello():
                     self.identities.append(self._router.decode())

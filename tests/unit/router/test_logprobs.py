@@ -13,7 +13,6 @@ import pytest
 
 from router.api.logprobs import NativeLogprobs
 from router.dispatch.running_req import RunningReq
-from router.nodes.node_link import MAX_MESSAGE_BYTES
 from router.request.generation import Generation
 from router.request.logprob_fields import MAX_ANSWER_LOGPROBS
 from router.request.output_text import OutputText
@@ -30,7 +29,6 @@ from shared.protocol.messages import (
     TokenEntry,
     Work,
 )
-from shared.protocol.router_port import MAX_TOKENS_NBYTES
 from shared.protocol.sampling_params import SamplingParams, TokenBias
 from tests.unit.router.fakes import (
     FakeNode,
@@ -289,11 +287,6 @@ def test_the_most_numbers_fit_into_a_message_and_an_answer(model_folder: Path, r
                     assert meta["input_token_logprobs"][-1][0] == value(MOST - 1000)
 
     asyncio.run(go())
-
-
-def test_a_message_is_at_most_what_a_router_takes() -> None:
-    """One entry may be larger than the share of a message that many may fill, but not by itself."""
-    assert 4 * MAX_INPUT_LOGPROBS < MAX_TOKENS_NBYTES < MAX_MESSAGE_BYTES // 2
 
 
 def test_a_stream_words_the_prompt_once() -> None:

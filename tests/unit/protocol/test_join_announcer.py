@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from shared.errors import ConfigError
-from shared.protocol.channel import ControlThread, Guests
-from shared.protocol.lobby import DEFAULT_CONTROL_PORT, LobbyCaller, lobby_address
+from shared.protocol.channel import ControlThread, Handlers
+from shared.protocol.join_announcer import DEFAULT_CONTROL_PORT, JoinAnnouncer, control_address
 from shared.protocol.messages import Join, LoadFailed, Loading, NodeRef, NodeToLobby, Role
 
 NODE = NodeRef("d0", "d0#1", "tcp://127.0.0.1:7200")
 
 
-class Lobby:
+class ControlPort:
     """A router's control port."""
 
     def __init__(self, port: int = 0) -> None:
@@ -27,7 +27,11 @@ class Lobby:
         self.port = self.control.bind("127.0.0.1", port)
         self.control.start()
         self.control.admit(
-            {"node": Guests(msgspec.msgpack.Decoder(NodeToLobby), lambda peer, m: self.heard.put((peer, m)))}
+            {
+                "node": Handlers(
+                    msgspec.msgpack.Decoder(NodeToLobby), lambda peer, m: self.heard.put((peer, m))
+                )
+            }
         )
 
 
@@ -44,45 +48,45 @@ def control() -> Iterator[ControlThread]:
     [("host0", f"tcp://host0:{DEFAULT_CONTROL_PORT}"), ("10.0.0.7:9001", "tcp://10.0.0.7:9001")],
 )
 def test_the_port_has_a_default(router: str, address: str) -> None:
-    assert lobby_address(router) == address
+    assert control_address(router) == address
 
 
 @pytest.mark.parametrize("router", ["", ":8001", "host:", "host:port", "host:80:90"])
 def test_a_malformed_router_is_refused_with_its_flag(router: str) -> None:
     with pytest.raises(ConfigError, match=f"--router {router}: expected HOST or HOST:PORT"):
-        lobby_address(router)
+        control_address(router)
 
 
 def test_progress_then_the_request_to_be_dialled(control: ControlThread) -> None:
-    lobbies = [Lobby(), Lobby()]
-    caller = LobbyCaller(control, NODE, Role.DECODE, tuple(f"127.0.0.1:{lobby.port}" for lobby in lobbies))
-    caller.loading("loading weights", 0.5)
-    caller.start()
+    ports = [ControlPort(), ControlPort()]
+    announcer = JoinAnnouncer(control, NODE, Role.DECODE, tuple(f"127.0.0.1:{port.port}" for port in ports))
+    announcer.loading("loading weights", 0.5)
+    announcer.start()
     try:
-        for lobby in lobbies:
-            assert lobby.heard.get(timeout=10) == (
+        for port in ports:
+            assert port.heard.get(timeout=10) == (
                 "d0#1",
                 Loading("d0", Role.DECODE, "loading weights", 0.5),
             )
-            assert lobby.heard.get(timeout=10) == ("d0#1", Join(NODE, Role.DECODE))
+            assert port.heard.get(timeout=10) == ("d0#1", Join(NODE, Role.DECODE))
     finally:
-        caller.stop()
-        for lobby in lobbies:
-            lobby.control.close()
+        announcer.stop()
+        for port in ports:
+            port.control.close()
 
 
 def test_a_restarted_router_is_asked_again(control: ControlThread) -> None:
-    lobby = Lobby()
-    caller = LobbyCaller(control, NODE, Role.DECODE, (f"127.0.0.1:{lobby.port}",))
-    caller.start()
+    port = ControlPort()
+    announcer = JoinAnnouncer(control, NODE, Role.DECODE, (f"127.0.0.1:{port.port}",))
+    announcer.start()
     try:
-        assert lobby.heard.get(timeout=10)[1] == Join(NODE, Role.DECODE)
-        lobby.control.close()
-        lobby = Lobby(lobby.port)
-        assert lobby.heard.get(timeout=10)[1] == Join(NODE, Role.DECODE)
+        assert port.heard.get(timeout=10)[1] == Join(NODE, Role.DECODE)
+        port.control.close()
+        port = ControlPort(port.port)
+        assert port.heard.get(timeout=10)[1] == Join(NODE, Role.DECODE)
     finally:
-        caller.stop()
-        lobby.control.close()
+        announcer.stop()
+        port.control.close()
 
 
 def test_who_hangs_up_is_named_and_not_dialled_again_and_again(
@@ -91,32 +95,32 @@ def test_who_hangs_up_is_named_and_not_dialled_again_and_again(
     """A router with another fleet key closes every connection."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         stranger.settimeout(10)
-        caller = LobbyCaller(control, NODE, Role.DECODE, (f"127.0.0.1:{stranger.getsockname()[1]}",))
+        announcer = JoinAnnouncer(control, NODE, Role.DECODE, (f"127.0.0.1:{stranger.getsockname()[1]}",))
         for _ in range(2):
             stranger.accept()[0].close()
             stranger.settimeout(0.5)
             with pytest.raises(TimeoutError):
                 stranger.accept()
             stranger.settimeout(10)
-            caller.loading("loading weights", 0.5)
+            announcer.loading("loading weights", 0.5)
         stranger.accept()[0].close()
-    assert sum("router_hangs_up" in record.getMessage() for record in caplog.records) == 1
+    assert sum("router_unreachable" in record.getMessage() for record in caplog.records) == 1
     assert "--fleet-key" in caplog.text
 
 
 def test_a_node_that_could_not_start_says_why(control: ControlThread) -> None:
-    lobby = Lobby()
-    caller = LobbyCaller(control, NODE, Role.DECODE, (f"127.0.0.1:{lobby.port}",))
+    port = ControlPort()
+    announcer = JoinAnnouncer(control, NODE, Role.DECODE, (f"127.0.0.1:{port.port}",))
     try:
-        caller.say(LoadFailed("d0", Role.DECODE, "no such folder"))
-        assert lobby.heard.get(timeout=10)[1] == LoadFailed("d0", Role.DECODE, "no such folder")
+        announcer.say(LoadFailed("d0", Role.DECODE, "no such folder"))
+        assert port.heard.get(timeout=10)[1] == LoadFailed("d0", Role.DECODE, "no such folder")
     finally:
-        caller.stop()
-        lobby.control.close()
+        announcer.stop()
+        port.control.close()
 
 
 def test_without_routers_nothing_runs(control: ControlThread) -> None:
-    caller = LobbyCaller(control, NODE, Role.DECODE, ())
-    caller.start()
-    caller.loading("loading weights", 1.0)
-    caller.stop()
+    announcer = JoinAnnouncer(control, NODE, Role.DECODE, ())
+    announcer.start()
+    announcer.loading("loading weights", 1.0)
+    announcer.stop()

@@ -8,14 +8,14 @@ import msgspec
 
 from shared import log
 from shared.errors import ConfigError
-from shared.protocol.channel import ControlThread, Guests
+from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import Join, Loading, NodeRef, NodeToLobby, Refused, Role
 
 JOIN_INTERVAL_S = 2.0
 DEFAULT_CONTROL_PORT = 8001
 
 
-def lobby_address(router: str) -> str:
+def control_address(router: str) -> str:
     """`HOST[:PORT]` as a ZMQ address. Raises ConfigError."""
     host, colon, port = router.partition(":")
     if not host or (colon and not port.isdecimal()):
@@ -23,8 +23,8 @@ def lobby_address(router: str) -> str:
     return f"tcp://{host}:{port or DEFAULT_CONTROL_PORT}"
 
 
-class LobbyCaller:
-    """Tells every router given how far loading is, then asks to be dialled, every two seconds for good.
+class JoinAnnouncer:
+    """Tells every router given how far loading is, then asks to be dialled, every two seconds until `stop`.
 
     A router that knows the node ignores the request; one that was restarted needs it.
     """
@@ -33,13 +33,14 @@ class LobbyCaller:
         self._control = control
         self._node = node
         self._role = role
-        self._lobbies = {f"lobby {router}": lobby_address(router) for router in routers}
+        self._addresses = {f"join {router}": control_address(router) for router in routers}
         self._closed: set[str] = set()
-        """Those that hung up: they are dialled again when there is something to say, not before."""
-        self._greeted: set[str] = set()
+        """Routers without a connection: they are dialled when there is something to say, not before."""
+        self._warned: set[str] = set()
+        """Routers that could not be reached since they were last connected; one warning for each such time."""
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lobby", daemon=True)
-        for peer in self._lobbies:
+        self._thread = threading.Thread(target=self._run, name="join", daemon=True)
+        for peer in self._addresses:
             self._dial(peer)
 
     def loading(self, what: str, fraction: float) -> None:
@@ -48,7 +49,7 @@ class LobbyCaller:
 
     def say(self, message: NodeToLobby) -> None:
         """Send a message to every router given."""
-        for peer in self._lobbies:
+        for peer in self._addresses:
             if peer in self._closed:
                 self._closed.discard(peer)
                 self._dial(peer)
@@ -56,7 +57,7 @@ class LobbyCaller:
 
     def start(self) -> None:
         """The node is ready: ask to be dialled."""
-        if self._lobbies:
+        if self._addresses:
             self._thread.start()
 
     def stop(self) -> None:
@@ -74,16 +75,16 @@ class LobbyCaller:
     def _dial(self, peer: str) -> None:
         self._control.dial(
             peer,
-            self._lobbies[peer],
+            self._addresses[peer],
             f"node|{self._node.incarnation}",
-            Guests(msgspec.msgpack.Decoder(Refused), lambda peer, message: None),
-            on_connected=self._greeted.add,
+            Handlers(msgspec.msgpack.Decoder(Refused), lambda peer, message: None),
+            on_connected=self._warned.discard,
             on_disconnected=self._on_closed,
         )
 
     def _on_closed(self, peer: str, reason: str) -> None:
-        if peer not in self._greeted:
-            self._greeted.add(peer)  # said once
+        if peer not in self._warned:
+            self._warned.add(peer)
             hint = "is that a router's control port, and --fleet-key the same there?"
-            log.warn("router_hangs_up", router=self._lobbies[peer], reason=reason, hint=hint)
+            log.warn("router_unreachable", router=self._addresses[peer], reason=reason, hint=hint)
         self._closed.add(peer)

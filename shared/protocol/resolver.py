@@ -1,0 +1,95 @@
+"""Host names become numbers here. ZeroMQ would look names up on its only I/O thread, and stop every connection.
+
+A name is looked up anew for every dial, on a thread of its own: the library's look-up can neither be given a
+deadline nor be called off, so the caller of `resolve` keeps the deadline.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from shared.errors import LinkError
+
+RESOLVE_TIMEOUT_S = 5.0
+MAX_LOOK_UPS = 64
+"""Names that are looked up at the same time, each on a thread."""
+
+
+class LookUp(Protocol):
+    """Real: `socket.getaddrinfo`."""
+
+    def __call__(self, host: str, port: int, *, type: int) -> list[tuple[Any, ...]]:
+        """The addresses of a host. Raises OSError, or ValueError for a host that is no name."""
+        ...
+
+
+class Resolver:
+    """Turns `tcp://NAME:PORT` into `tcp://NUMBER:PORT`. May be used by any thread."""
+
+    def __init__(self, look_up: LookUp = socket.getaddrinfo) -> None:
+        self._look_up = look_up
+        self._lock = threading.Lock()
+        self._running: dict[str, Future[str]] = {}
+
+    def resolve(self, address: str) -> Future[str]:
+        """The same address with a number for a host; fails with LinkError. An IPv4 address is preferred."""
+        answer: Future[str] = Future()
+        answer.set_running_or_notify_cancel()  # several callers may share it, so none of them can cancel it
+        host, port = split_address(address)
+        if not host or port is None:
+            answer.set_exception(LinkError(f"{address} is not tcp://HOST:PORT"))
+        elif _is_number(host):
+            answer.set_result(address)
+        else:
+            with self._lock:
+                if address in self._running:
+                    return self._running[address]
+                if len(self._running) >= MAX_LOOK_UPS:
+                    answer.set_exception(
+                        does_not_resolve(address, f"{MAX_LOOK_UPS} others are being looked up")
+                    )
+                    return answer
+                self._running[address] = answer
+            thread = threading.Thread(
+                target=self._run, args=(address, host, port, answer), name="resolve", daemon=True
+            )
+            thread.start()
+        return answer
+
+    def _run(self, address: str, host: str, port: int, answer: Future[str]) -> None:
+        number, error = "", None
+        try:
+            found = self._look_up(host, port, type=socket.SOCK_STREAM)
+            number = min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0]
+        except (OSError, ValueError) as failure:
+            error = does_not_resolve(address, getattr(failure, "strerror", None) or str(failure))
+        with self._lock:
+            del self._running[address]
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}")
+
+
+def does_not_resolve(address: str, why: str) -> LinkError:
+    """The error for a host name that has no address, or none in time."""
+    return LinkError(f"{split_address(address)[0]} does not resolve: {why}")
+
+
+def split_address(address: str) -> tuple[str, int | None]:
+    """Host and port of `tcp://HOST:PORT`; the port is None when there is none that is valid."""
+    host, _, digits = address.removeprefix("tcp://").rpartition(":")
+    port = int(digits) if digits.isdecimal() and len(digits) <= 5 else 0
+    return host.removeprefix("[").removesuffix("]"), port if 0 < port < 65536 else None
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,143 @@
+"""Which decode nodes are dialled, and when again, over real loopback sockets."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from prefill_node.peering import REDIAL_S, DialledPeering
+from shared.protocol.channel import ControlThread, Handlers
+from shared.protocol.messages import DecodeToPrefill, NodeRef
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Sender:
+    """What a SendSide is told of connections."""
+
+    def __init__(self) -> None:
+        self.connected: queue.Queue[str] = queue.Queue()
+        self.disconnected: queue.Queue[tuple[str, str]] = queue.Queue()
+
+    def on_connected(self, peer: str) -> None:
+        self.connected.put(peer)
+
+    def on_disconnected(self, peer: str, reason: str) -> None:
+        self.disconnected.put((peer, reason))
+
+    def on_message(self, peer: str, message: DecodeToPrefill) -> None:
+        raise AssertionError("decode nodes say nothing here")
+
+
+class Prefill:
+    def __init__(self) -> None:
+        self.control = ControlThread()
+        self.control.start()
+        self.clock, self.sender = Clock(), Sender()
+        node = NodeRef("p0", "p0#1", "tcp://127.0.0.1:7100")
+        self.peering = DialledPeering(node, self.control, self.sender, self.clock)  # type: ignore[arg-type]
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.peering.redial()
+
+    def nothing_happens(self) -> bool:
+        try:
+            self.sender.disconnected.get(timeout=0.2)
+        except queue.Empty:
+            return self.sender.connected.empty()
+        return False
+
+
+@pytest.fixture
+def prefill() -> Iterator[Prefill]:
+    prefill = Prefill()
+    yield prefill
+    prefill.control.close()
+
+
+@pytest.fixture
+def decode() -> Iterator[NodeRef]:
+    """A decode node that listens, and says nothing."""
+    control = ControlThread()
+    port = control.bind("127.0.0.1", 0)
+    control.start()
+    control.admit({"prefill": Handlers(None, lambda peer, message: None)})  # type: ignore[arg-type]
+    yield NodeRef("d0", "d0#1", f"tcp://127.0.0.1:{port}")
+    control.close()
+
+
+def dead_node(incarnation: str) -> NodeRef:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return NodeRef(incarnation, incarnation, f"tcp://127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_a_node_that_could_not_be_reached_is_dialled_again(prefill: Prefill) -> None:
+    control = ControlThread()
+    try:
+        port = control.bind("127.0.0.1", 0)
+        node = NodeRef("d0", "d0#1", f"tcp://127.0.0.1:{port}")
+        control.close()
+        prefill.peering.set_peers("router", [node])
+        assert prefill.sender.disconnected.get(timeout=10) == ("d0#1", "connection refused")
+        prefill.pass_time(REDIAL_S / 2)
+        prefill.peering.set_peers("router", [node])  # which does not shorten the pause
+        assert prefill.nothing_happens()
+        control = ControlThread()
+        control.bind("127.0.0.1", port)
+        control.start()
+        prefill.pass_time(REDIAL_S / 2)
+        assert prefill.sender.connected.get(timeout=10) == "d0#1"
+    finally:
+        control.close()
+
+
+def test_a_node_that_a_router_names_no_longer_is_not_dialled_again(prefill: Prefill, decode: NodeRef) -> None:
+    dead = dead_node("d1#1")
+    prefill.peering.set_peers("router", [decode, dead])
+    assert prefill.sender.connected.get(timeout=10) == "d0#1"
+    assert prefill.sender.disconnected.get(timeout=10)[0] == "d1#1"
+    prefill.peering.set_peers("router", [decode])
+    prefill.pass_time(REDIAL_S)
+    assert prefill.nothing_happens()
+    assert set(prefill.peering._peers) == {"d0#1"}
+
+
+def test_each_router_names_nodes_of_its_own(prefill: Prefill) -> None:
+    dead = dead_node("d1#1")
+    prefill.peering.set_peers("one", [dead])
+    prefill.peering.set_peers("two", [dead])
+    assert prefill.sender.disconnected.get(timeout=10)[0] == "d1#1"
+    prefill.peering.set_peers("one", [])
+    prefill.pass_time(REDIAL_S)
+    assert prefill.sender.disconnected.get(timeout=10)[0] == "d1#1"
+    prefill.peering.set_peers("two", [])
+    prefill.pass_time(REDIAL_S)
+    assert prefill.nothing_happens()
+    assert not prefill.peering._peers
+
+
+def test_a_node_that_only_a_request_names_is_forgotten_when_it_cannot_be_reached(prefill: Prefill) -> None:
+    dead = dead_node("d1#1")
+    for _ in range(2):
+        prefill.peering.ensure(dead)
+        assert prefill.sender.disconnected.get(timeout=10)[0] == "d1#1"
+        assert not prefill.peering._peers
+
+
+def test_a_connected_node_is_not_dialled_again(prefill: Prefill, decode: NodeRef) -> None:
+    prefill.peering.set_peers("router", [decode])
+    assert prefill.sender.connected.get(timeout=10) == "d0#1"
+    prefill.peering.set_peers("router", [decode])
+    prefill.pass_time(REDIAL_S)
+    prefill.peering.ensure(decode)
+    assert prefill.nothing_happens()
