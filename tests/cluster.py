@@ -14,7 +14,6 @@ from shared.config import NodeConfig, TransferOptions
 from shared.engine.build import Engine
 from shared.engine.vitals import Vitals
 from shared.kvcache.audit import audit, audit_idle
-from shared.kvtransfer.fake import CorruptingPages, FakeNetwork, Faults
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
 from shared.protocol.logprobs import TokenLogprobs
@@ -41,6 +40,8 @@ from shared.protocol.messages import (
 )
 from shared.protocol.router_port import RouterPort
 from shared.protocol.sampling_params import SamplingParams
+from tests.fake_link import fake_transports
+from tests.fake_network import CorruptingPages, FakeNetwork, Faults
 
 ROUTER = "router"
 MakeEngine = Callable[[NodeConfig], Engine]
@@ -215,7 +216,7 @@ class Node:
             layout=engine.layout,
             pages=CorruptingPages(engine.pool, network),
             outbox=outbox,
-            transports=network.transports(name, options),
+            transports=fake_transports(network, name, options),
             clock=network.clock,
             options=options,
             wake=wake.set,

@@ -21,7 +21,7 @@ from shared.engine.vitals import Vitals
 from shared.errors import ConfigError
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
-from shared.kvtransfer.transports import Transports, make_transports
+from shared.kvtransfer.transports.choice import Transports, make_transports
 from shared.open_files import raise_open_files_limit
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.join_announcer import JoinAnnouncer

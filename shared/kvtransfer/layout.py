@@ -1,4 +1,5 @@
-"""What two nodes must agree on, and how a range of pages is cut into chunks that fit a staging slot.
+"""What two nodes must agree on, what the transfer needs of their KV pages, and how a range of pages is cut into
+chunks that fit a staging slot.
 
 A chunk is some pages of some layers, layer-major, K before V. One page of all layers may be larger than a slot:
 then a chunk holds a part of the layers.
@@ -9,11 +10,32 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 import xxhash
 
 from shared.errors import ConfigError, LayoutMismatch
 from shared.protocol.messages import KVLayout
+
+
+class PageStore(Protocol):
+    """Reads and writes whole pages; `kvcache.pools.TokenToKVPool` is one.
+
+    Called on data threads, for pages that the transfer owns meanwhile.
+    """
+
+    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
+        """Size of `num_pages` pages of `num_layers` layers, K and V."""
+        ...
+
+    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
+        """Copy pages into the uint8 tensor `out`, layer-major, K before V; blocks until they are there."""
+        ...
+
+    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+        """The inverse of `gather`; blocks until the pages are written."""
+        ...
 
 
 def check_layout(ours: KVLayout, theirs: KVLayout) -> None:

@@ -12,16 +12,16 @@ Who owns the memory of a message:
 | gloo, nccl, fake | the op, until it has left | a slot of the link's own ring, the arrival's until `release` |
 | shm | the op, until the receiver has released it | the same slot, mapped: readable until `release` |
 
-`gloo_link`, `shm_link` and `nccl_link` drive the loops with threads; `fake` steps them under a virtual clock.
+The links of `transports` drive the loops with threads; the fake network of the tests steps them under a virtual
+clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from shared.kvtransfer.copier import Copier
 from shared.kvtransfer.staging import Slot
 
 if TYPE_CHECKING:
@@ -110,6 +110,21 @@ class Driver(Protocol):
         ...
 
 
+class Copier(Protocol):
+    """Gathers pages into the slots of one link, beside the link's thread, so that gathering hides behind sending.
+
+    Runs copies one at a time, in the order of their submission. A copy does not raise.
+    """
+
+    def submit(self, copy: Callable[[], None], /) -> Any:
+        """Have `copy` run. Any thread; must not block."""
+        ...
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Nothing more will be submitted."""
+        ...
+
+
 class LinkFactory(Protocol):
     """A backend: how links are built, which memory they send from, and who steps the loops."""
 
@@ -118,7 +133,7 @@ class LinkFactory(Protocol):
         ...
 
     def new_copier(self, name: str) -> Copier:
-        """Who gathers pages into the slots of one link."""
+        """Make the copier of one link."""
         ...
 
     def new_slot(self, nbytes: int) -> Slot:

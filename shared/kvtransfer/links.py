@@ -12,7 +12,7 @@ from shared.config import TransferOptions
 from shared.kvtransfer.link import LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.link_worker import LinkLoop, LinkWorker
-from shared.kvtransfer.transports import Transports
+from shared.kvtransfer.transports.choice import Transports
 from shared.protocol.messages import LinkLost, StoreSet
 from shared.protocol.outbox import Outbox
 

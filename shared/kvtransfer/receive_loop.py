@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared.errors import LinkError
-from shared.kvtransfer.layout import Chunk
+from shared.kvtransfer.layout import Chunk, PageStore
 from shared.kvtransfer.link import Arrival, Link
-from shared.kvtransfer.page_store import PageStore
 from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Flag
 from shared.protocol.messages import Grant, GrantedChunk, ReqKey
 

@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from shared import log
 from shared.config import TransferOptions
 from shared.errors import PeerMismatch, TransferError
-from shared.kvtransfer.layout import Chunk, ChunkPlan, check_layout
+from shared.kvtransfer.layout import Chunk, ChunkPlan, PageStore, check_layout
 from shared.kvtransfer.leases import Heartbeat, Parking, Tombstones
 from shared.kvtransfer.link import RECEIVER
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.links import Links
-from shared.kvtransfer.page_store import PageStore
 from shared.kvtransfer.receive_loop import ReceiveLoop
 from shared.kvtransfer.states import Received, ReceiveEvent, ReceiveFailed, ReceiveState, ReceiveTransfer
-from shared.kvtransfer.transports import Transports
+from shared.kvtransfer.transports.choice import Transports
 from shared.protocol.messages import (
     CancelTransfer,
     Done,

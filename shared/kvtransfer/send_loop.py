@@ -11,10 +11,8 @@ from collections import deque
 from typing import Protocol
 
 from shared.errors import LinkError
-from shared.kvtransfer.copier import Copier
-from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.link import Link, Op
-from shared.kvtransfer.page_store import PageStore
+from shared.kvtransfer.layout import Chunk, PageStore
+from shared.kvtransfer.link import Copier, Link, Op
 from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Slot, SlotRing
 from shared.protocol.messages import Grant, GrantedChunk, ReqKey
 

@@ -17,16 +17,15 @@ from dataclasses import dataclass
 from shared import log
 from shared.config import TransferOptions
 from shared.errors import LinkError
-from shared.kvtransfer.layout import Chunk
+from shared.kvtransfer.layout import Chunk, PageStore
 from shared.kvtransfer.leases import Heartbeat, Parking, Tombstones
 from shared.kvtransfer.link import SENDER
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.links import Links
-from shared.kvtransfer.page_store import PageStore
 from shared.kvtransfer.send_loop import SendLoop
 from shared.kvtransfer.staging import SlotRing
 from shared.kvtransfer.states import SendEnded, SendEvent, SendState, SendTransfer
-from shared.kvtransfer.transports import Transports
+from shared.kvtransfer.transports.choice import Transports
 from shared.protocol.messages import (
     CancelTransfer,
     DecodeToPrefill,

@@ -11,8 +11,8 @@ class Outbox(Protocol):
     """Sends control messages to named peers.
 
     `send` never blocks and may be called from any thread. Messages to one peer arrive in order or, when the
-    peer is gone, not at all: whoever needs an answer keeps a deadline. Real: `channel.ControlThread`;
-    in tests: `kvtransfer.fake.FakeNetwork`.
+    peer is gone, not at all: a sender that needs an answer keeps a deadline. Real: `channel.ControlThread`;
+    in tests: `fake_network.FakeNetwork`.
     """
 
     def send(self, to: str, message: Struct) -> None:

@@ -32,7 +32,7 @@ from shared.kvtransfer.layout import record_digest
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.states import Received
-from shared.kvtransfer.transports import make_transports
+from shared.kvtransfer.transports.choice import make_transports
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import (
     DecodeToPrefill,

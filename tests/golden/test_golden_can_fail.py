@@ -19,7 +19,7 @@ from shared.engine.forward_stream import make_forward_stream
 from shared.engine.model_runner import ModelRunner
 from shared.engine.torch_backend import TorchBackend
 from shared.kvcache.pools import ReqToTokenPool
-from shared.kvtransfer.page_store import PageStore
+from shared.kvtransfer.layout import PageStore
 from shared.model.config import load_model_config
 from shared.model.decoder import Attend, Decoder
 from tests.golden.references import Zoo

@@ -11,7 +11,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from shared.kvtransfer.fake import Faults
 from shared.kvtransfer.states import Received
 from shared.protocol.messages import (
     CancelTransfer,
@@ -27,6 +26,7 @@ from shared.protocol.messages import (
     StoreSet,
     Struct,
 )
+from tests.fake_network import Faults
 from tests.unit.kvtransfer.world import DecodeHost, PrefillHost, World, key
 
 torch.set_num_threads(1)

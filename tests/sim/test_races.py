@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
-from shared.kvtransfer.fake import Faults
 from shared.protocol.messages import (
     CancelTransfer,
     Decode,
@@ -27,6 +26,7 @@ from shared.protocol.messages import (
 )
 from shared.protocol.sampling_params import SamplingParams
 from tests.cluster import Cluster
+from tests.fake_network import Faults
 from tests.token_engine import EOS, next_token, reference_tokens, token_engine
 
 

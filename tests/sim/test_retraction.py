@@ -7,10 +7,10 @@ import random
 import pytest
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
-from shared.kvtransfer.fake import Faults
 from shared.protocol.messages import Finish, Ping, ReqKey, RouterHello
 from shared.protocol.sampling_params import SamplingParams
 from tests.cluster import Cluster, Node
+from tests.fake_network import Faults
 from tests.token_engine import EOS, reference_tokens, token_engine
 
 

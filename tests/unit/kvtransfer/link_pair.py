@@ -20,7 +20,7 @@ from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
-from shared.kvtransfer.transports import Transports, make_transports
+from shared.kvtransfer.transports.choice import Transports, make_transports
 from shared.protocol.messages import (
     DecodeToPrefill,
     Handoff,

@@ -9,8 +9,8 @@ import torch
 
 from shared.config import TransferOptions
 from shared.errors import ConfigError
-from shared.kvtransfer.nccl_link import NcclOp, configure, nccl_environment
-from shared.kvtransfer.transports import make_transports
+from shared.kvtransfer.transports.choice import make_transports
+from shared.kvtransfer.transports.nccl import NcclOp, configure, nccl_environment
 
 
 class Config:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from shared.errors import LinkError
-from shared.kvtransfer.copier import thread_copier
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link import Arrival, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.send_loop import SendLoop
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
+from shared.kvtransfer.transports.common import thread_copier
 from shared.protocol.messages import Grant, GrantedChunk, ReqKey
 
 KEY = ReqKey("router", "a", 0)

@@ -17,9 +17,9 @@ from shared.config import TransferOptions
 from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, SENDER, Link, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
-from shared.kvtransfer.shared_memory import SharedSlot, map_read_only
-from shared.kvtransfer.shm_link import ShmLinkFactory, accept_from
 from shared.kvtransfer.staging import HEADER_NBYTES
+from shared.kvtransfer.transports.shared_memory import SharedSlot, map_read_only
+from shared.kvtransfer.transports.shm import ShmLinkFactory, accept_from
 from tests.unit.kvtransfer.link_pair import num_descriptors, num_shared_mappings
 
 torch.set_num_threads(1)

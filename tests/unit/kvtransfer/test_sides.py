@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import torch
 
-from shared.kvtransfer.fake import FakeNetwork, Faults
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import (
     CancelTransfer,
@@ -24,6 +23,7 @@ from shared.protocol.messages import (
     StoreSet,
     Struct,
 )
+from tests.fake_network import FakeNetwork, Faults
 from tests.unit.kvtransfer.world import FAST, LAYOUT, DecodeHost, PrefillHost, World, handoff, key
 
 torch.set_num_threads(1)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from shared.errors import LinkError
-from shared.kvtransfer.gloo_link import GlooLinkFactory
 from shared.kvtransfer.link import RECEIVER, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.states import Received
+from shared.kvtransfer.transports.gloo import GlooLinkFactory
 from tests.unit.kvtransfer.link_pair import LinkPair, key, num_descriptors, real, wait_until
 from tests.unit.kvtransfer.test_link_processes import Decode
 

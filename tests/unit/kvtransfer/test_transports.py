@@ -13,9 +13,9 @@ from msgspec import Struct
 from shared.config import TransferOptions
 from shared.errors import ConfigError, LinkError, TransportMismatch
 from shared.kvtransfer.link import Link, LinkSpec
-from shared.kvtransfer.shm_link import ShmLinkFactory
 from shared.kvtransfer.states import Received, ReceiveFailed
-from shared.kvtransfer.transports import Transports, host_identity, make_transports
+from shared.kvtransfer.transports.choice import Transports, host_identity, make_transports
+from shared.kvtransfer.transports.shm import ShmLinkFactory
 from shared.protocol.messages import LinkOpen, Ping
 from tests.unit.kvtransfer.link_pair import LinkPair, key, real, transports
 

@@ -15,11 +15,12 @@ import torch
 
 from shared.config import TransferOptions
 from shared.kvcache.pools import TokenToKVPool
-from shared.kvtransfer.fake import CorruptingPages, FakeNetwork, Faults
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.kvtransfer.sender import SendSide
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.protocol.messages import Handoff, KVLayout, NodeRef, Ready, ReqKey
+from tests.fake_link import fake_transports
+from tests.fake_network import CorruptingPages, FakeNetwork, Faults
 
 LAYOUT = KVLayout("f00d", "float32", 4, 3, 1, 2)
 PAGE_SIZE, NUM_LAYERS = LAYOUT.page_size, LAYOUT.num_layers
@@ -163,7 +164,7 @@ class PrefillHost:
             layout=layout,
             pages=self.pages,
             outbox=outbox,
-            transports=network.transports(name, options),
+            transports=fake_transports(network, name, options),
             clock=network.clock,
             options=options,
             wake=self._wake,
@@ -234,7 +235,7 @@ class DecodeHost:
             layout=layout,
             pages=CorruptingPages(self.pages, network),
             outbox=outbox,
-            transports=network.transports(name, options),
+            transports=fake_transports(network, name, options),
             clock=network.clock,
             options=options,
             wake=self._wake,

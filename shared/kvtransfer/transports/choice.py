@@ -88,14 +88,14 @@ def _new_factory(name: str, options: TransferOptions, device: torch.device) -> L
         case "shm":
             if sys.platform != "linux":
                 raise ConfigError("--kv-transfer shm needs Linux: memfd, and sockets without names in files")
-            from shared.kvtransfer.shm_link import ShmLinkFactory
+            from shared.kvtransfer.transports.shm import ShmLinkFactory
 
             return ShmLinkFactory(options, device)
         case "nccl":
-            from shared.kvtransfer.nccl_link import NcclLinkFactory
+            from shared.kvtransfer.transports.nccl import NcclLinkFactory
 
             return NcclLinkFactory(options, device)
         case _:
-            from shared.kvtransfer.gloo_link import GlooLinkFactory
+            from shared.kvtransfer.transports.gloo import GlooLinkFactory
 
             return GlooLinkFactory(options, pin_memory=device.type == "cuda")

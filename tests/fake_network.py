@@ -2,7 +2,7 @@
 
     network = FakeNetwork(seed=1, faults=Faults(drop=0.01))
     outbox = network.join("p0", on_message=handler, on_disconnected=...)
-    SendSide(..., outbox=outbox, transports=network.transports("p0", options), clock=network.clock, ...)
+    SendSide(..., outbox=outbox, transports=fake_transports(network, "p0", options), clock=network.clock, ...)
     network.connect("p0", "d0")
     network.advance(0.5)
 
@@ -21,15 +21,13 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
-from shared.config import TransferOptions
+from shared.kvtransfer.layout import PageStore
 from shared.kvtransfer.link import Stepped
-from shared.kvtransfer.page_store import PageStore
-from shared.kvtransfer.transports import Transports
 from shared.protocol.messages import (
     DecodeToPrefill,
     NodeToLobby,
@@ -39,9 +37,6 @@ from shared.protocol.messages import (
     Struct,
 )
 from shared.protocol.outbox import Outbox
-
-if TYPE_CHECKING:
-    from shared.kvtransfer.fake_link import Wire
 
 AnyMessage = RouterToNode | NodeToRouter | NodeToLobby | PrefillToDecode | DecodeToPrefill
 
@@ -128,7 +123,8 @@ class FakeNetwork:
         self.clock = clock or VirtualClock()
         self.faults = faults or Faults()
         self.random = random.Random(seed)
-        self.wires: dict[str, Wire] = {}
+        self.wires: dict[str, Any] = {}
+        """The data links by name, each a `fake_link.Wire`."""
         self.num_sent: Counter[str] = Counter()
         """Messages by the name of their type, those that were dropped included."""
         self.defects: list[str] = []
@@ -160,12 +156,6 @@ class FakeNetwork:
         party = _Party(name, on_message, on_connected, on_disconnected)
         self._parties[name] = party
         return _FakeOutbox(self, party)
-
-    def transports(self, name: str, options: TransferOptions) -> Transports:
-        """The data links of a party that has joined."""
-        from shared.kvtransfer.fake_link import FakeLinkFactory
-
-        return Transports({"fake": FakeLinkFactory(self, name, options)})
 
     def connect(self, dialler: str, listener: str) -> None:
         """`dialler` connects: it is told so at once; both are told when the connection ends.
@@ -284,7 +274,7 @@ class FakeNetwork:
             self._run_next()
         self._raise_defect()
 
-    # ----------------------------------------------------------------------------- for fake_link only
+    # ------------------------------------------------------------------------- for the data links only
     def schedule_for(self, name: str, at: float, run: Callable[[], None], *, counts: bool = True) -> None:
         """Run something of a party at a time."""
         self._schedule(at, run, self._parties[name], counts=counts)
@@ -383,15 +373,12 @@ class CorruptingPages:
         self._network = network
 
     def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
-        """See PageStore."""
         return self._pages.gather_nbytes(num_pages, num_layers)
 
     def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
-        """See PageStore."""
         self._pages.gather(page_ids, first_layer, num_layers, out)
 
     def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
-        """See PageStore."""
         if self._network.num_scatters_to_corrupt > 0:
             self._network.num_scatters_to_corrupt -= 1
             src = src.clone()

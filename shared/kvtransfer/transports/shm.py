@@ -26,12 +26,10 @@ from torch.distributed import DistStoreError
 
 from shared.config import TransferOptions
 from shared.errors import ConfigError, LinkError
-from shared.kvtransfer.challenge import NBYTES, challenge
-from shared.kvtransfer.copier import Copier, thread_copier
-from shared.kvtransfer.link import RECEIVER, Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.shared_memory import SharedSlot, map_read_only
+from shared.kvtransfer.link import RECEIVER, Copier, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.staging import Slot
-from shared.kvtransfer.thread_driver import ThreadDriver
+from shared.kvtransfer.transports.common import NONCE_NBYTES, ThreadDriver, challenge, thread_copier
+from shared.kvtransfer.transports.shared_memory import SharedSlot, map_read_only
 
 _MESSAGE = struct.Struct("<QIQ")  # seq, slot, nbytes
 _RELEASED = struct.Struct("<Q")  # seq
@@ -53,19 +51,15 @@ class ShmLinkFactory:
         self._options = options
 
     def drive(self, name: str, loop: Stepped) -> Driver:
-        """See LinkFactory."""
         return ThreadDriver(name, loop)
 
     def new_copier(self, name: str) -> Copier:
-        """See LinkFactory."""
         return thread_copier(name)
 
     def new_slot(self, nbytes: int) -> Slot:
-        """See LinkFactory."""
         return SharedSlot(nbytes)
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
-        """See LinkFactory."""
         assert block, "a socket is waited for by blocking"
         try:
             sock = self._accept(spec) if spec.rank == RECEIVER else self._connect(spec)
@@ -122,7 +116,6 @@ class ShmLink:
         self._canary_thread.start()
 
     def send(self, slot: Slot, nbytes: int, seq: int) -> ShmSend:
-        """See Link."""
         assert isinstance(slot, SharedSlot)
         number = self._shown.get(slot)
         if number is not None:
@@ -133,18 +126,15 @@ class ShmLink:
         return ShmSend(self, seq)
 
     def recv(self, nbytes: int, seq: int) -> ShmArrival:
-        """See Link."""
         return ShmArrival(self, nbytes, seq)
 
     def abort(self) -> None:
-        """See Link."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # the peer was faster
             return
 
     def close(self) -> None:
-        """See Link."""
         self.abort()
         self._canary_thread.join()
         self._socket.close()
@@ -177,18 +167,18 @@ class ShmLink:
 
     def _exchange(self, turn: int, ours: bytes) -> bytes:
         self._write(ours)
-        return self._read(NBYTES)
+        return self._read(NONCE_NBYTES)
 
     def _rehearse(self) -> None:
         # One message passes, so that memory that cannot be shared shows before pages depend on it.
         if self._rank == RECEIVER:
-            arrival = self.recv(NBYTES, _REHEARSAL)
+            arrival = self.recv(NONCE_NBYTES, _REHEARSAL)
             arrival.wait(block=True)
             arrival.release()
             self._mapped.clear()
         else:
-            slot = SharedSlot(NBYTES)
-            self.send(slot, NBYTES, _REHEARSAL).wait(block=True)
+            slot = SharedSlot(NONCE_NBYTES)
+            self.send(slot, NONCE_NBYTES, _REHEARSAL).wait(block=True)
             self._shown.clear()
 
     def _write(self, record: bytes, *descriptors: int) -> None:
@@ -241,7 +231,6 @@ class ShmSend:
         self._outcome = _Outcome()
 
     def wait(self, *, block: bool) -> bool:
-        """See Op."""
         assert block, "a socket is waited for by blocking"
         self._outcome.of(lambda: self._link.wait_released(self._seq))
         return True
@@ -257,19 +246,16 @@ class ShmArrival:
         self._outcome = _Outcome()
 
     def wait(self, *, block: bool) -> bool:
-        """See Op."""
         assert block, "a socket is waited for by blocking"
         self._outcome.of(lambda: self._link.read_message(self._nbytes, self._seq))
         return True
 
     @property
     def slot(self) -> Slot:
-        """See Arrival."""
         slot: Slot = self._outcome.value
         return slot
 
     def release(self) -> None:
-        """See Arrival."""
         self._outcome.value = None
         self._link.release(self._seq)
 

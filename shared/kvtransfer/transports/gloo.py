@@ -28,13 +28,17 @@ from shared import log
 from shared.config import TransferOptions
 from shared.errors import LinkError
 from shared.host_memory import new_host_buffer
-from shared.kvtransfer.challenge import NBYTES, challenge
-from shared.kvtransfer.copier import Copier, thread_copier
-from shared.kvtransfer.link import Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.listener_filter import drop_connections
-from shared.kvtransfer.ring_arrival import RingArrival, receive_into
+from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.staging import Slot, SlotRing
-from shared.kvtransfer.thread_driver import ThreadDriver
+from shared.kvtransfer.transports.common import (
+    NONCE_NBYTES,
+    RingArrival,
+    ThreadDriver,
+    challenge,
+    receive_into,
+    thread_copier,
+)
+from shared.kvtransfer.transports.listener_filter import drop_connections
 
 _CANARY_TAG = 0x7FFFFFF0
 _CANARY_WAIT = timedelta(days=3650)
@@ -60,21 +64,18 @@ class GlooLinkFactory:
         self._pin_memory = pin_memory
 
     def drive(self, name: str, loop: Stepped) -> Driver:
-        """See LinkFactory."""
         return ThreadDriver(name, loop)
 
     def new_copier(self, name: str) -> Copier:
-        """See LinkFactory."""
         return thread_copier(name)
 
     def new_slot(self, nbytes: int) -> Slot:
-        """See LinkFactory. Pinned when the KV pages are on a GPU."""
+        """Pinned when the KV pages are on a GPU."""
         if self._pin_memory:
             return Slot(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True))
         return Slot(new_host_buffer(nbytes))
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
-        """See LinkFactory."""
         assert block, "gloo builds by blocking"
         try:
             # A device listens from its making on, so neither end makes one before the other is there.
@@ -112,18 +113,16 @@ class GlooLink:
         self._canary_thread.start()
 
     def send(self, slot: Slot, nbytes: int, seq: int) -> GlooSend:
-        """See Link."""
         message, tag = slot.message(nbytes), _data_tag(seq)
         return GlooSend(self._starter.submit(self._start, self._group.send, message, tag))
 
     def recv(self, nbytes: int, seq: int) -> RingArrival:
-        """See Link."""
         return receive_into(
             self._ring, nbytes, lambda buffer: self._start(self._group.recv, buffer, _data_tag(seq))
         )
 
     def abort(self) -> None:
-        """See Link. The canary's timeout closes the pair, which fails everything that waits on it."""
+        """The canary's timeout closes the pair, which fails everything that waits on it."""
         try:
             self._canary.wait(_ABORT_WAIT)
         except RuntimeError:
@@ -131,7 +130,6 @@ class GlooLink:
         raise AssertionError("somebody sent on the canary's tag")
 
     def close(self) -> None:
-        """See Link."""
         self.abort()
         self._starter.shutdown()
         self._canary_thread.join()
@@ -154,7 +152,7 @@ class GlooLink:
         self._on_dead(reason)
 
     def _exchange(self, turn: int, ours: bytes) -> bytes:
-        theirs = torch.zeros(NBYTES, dtype=torch.uint8)
+        theirs = torch.zeros(NONCE_NBYTES, dtype=torch.uint8)
         sending = self._start(self._group.send, torch.frombuffer(bytearray(ours), dtype=torch.uint8), turn)
         self._start(self._group.recv, theirs, turn).wait(block=True)
         sending.wait(block=True)
@@ -170,7 +168,6 @@ class GlooOp:
         self._failure: str | None = None
 
     def wait(self, *, block: bool) -> bool:
-        """See Op."""
         assert block, "a gloo op cannot be polled"
         if self._failure is None:
             try:
@@ -189,7 +186,6 @@ class GlooSend:
         self._started = started
 
     def wait(self, *, block: bool) -> bool:
-        """See Op."""
         assert block, "a gloo op cannot be polled"
         return self._started.result().wait(block=True)
 

@@ -23,12 +23,16 @@ import torch
 
 from shared.config import TransferOptions
 from shared.errors import ConfigError, LinkError
-from shared.kvtransfer.challenge import NBYTES, challenge
-from shared.kvtransfer.copier import Copier, thread_copier
-from shared.kvtransfer.link import RECEIVER, Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.ring_arrival import RingArrival, receive_into
+from shared.kvtransfer.link import RECEIVER, Copier, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.staging import Slot, SlotRing
-from shared.kvtransfer.thread_driver import ThreadDriver
+from shared.kvtransfer.transports.common import (
+    NONCE_NBYTES,
+    RingArrival,
+    ThreadDriver,
+    challenge,
+    receive_into,
+    thread_copier,
+)
 
 _POLL_S = 100e-6
 
@@ -69,21 +73,19 @@ class NcclLinkFactory:
         self._device = device
 
     def drive(self, name: str, loop: Stepped) -> Driver:
-        """See LinkFactory."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return ThreadDriver(name, loop, torch.cuda.stream(stream))
 
     def new_copier(self, name: str) -> Copier:
-        """See LinkFactory. On a stream of its own: a gather has ended before its chunk is sent."""
+        """On a stream of its own: a gather has ended before its chunk is sent."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return thread_copier(name, lambda: torch.cuda.set_stream(stream))
 
     def new_slot(self, nbytes: int) -> Slot:
-        """See LinkFactory."""
         return Slot(torch.zeros(nbytes, dtype=torch.uint8, device=self._device))
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
-        """See LinkFactory. `on_dead` is never called: see the head of this file."""
+        """`on_dead` is never called: see the head of this file."""
         assert block, "NCCL builds by blocking"
         from torch.distributed import ProcessGroupNCCL
 
@@ -120,25 +122,22 @@ class NcclLink:
         self._op_timeout_s = op_timeout_s
 
     def send(self, slot: Slot, nbytes: int, seq: int) -> NcclOp:
-        """See Link. NCCL has no tags: the order of the calls is the order of the messages."""
+        """NCCL has no tags: the order of the calls is the order of the messages."""
         return self._start(self._group.send, slot.message(nbytes))
 
     def recv(self, nbytes: int, seq: int) -> RingArrival:
-        """See Link."""
         return receive_into(self._ring, nbytes, lambda buffer: self._start(self._group.recv, buffer))
 
     def abort(self) -> None:
-        """See Link."""
         self._group.abort()
 
     def close(self) -> None:
-        """See Link."""
         self._group.abort()
 
     def exchange(self, turn: int, ours: bytes) -> bytes:
         """Swap bytes with the peer, one direction after the other: both sending first would wait forever."""
         outgoing = torch.frombuffer(bytearray(ours), dtype=torch.uint8).to(self._device)
-        incoming = torch.zeros(NBYTES, dtype=torch.uint8, device=self._device)
+        incoming = torch.zeros(NONCE_NBYTES, dtype=torch.uint8, device=self._device)
         if self._rank == RECEIVER:
             self._start(self._group.send, outgoing).wait(block=True)
             self._start(self._group.recv, incoming).wait(block=True)
@@ -164,7 +163,7 @@ class NcclOp:
         self._failure: str | None = None
 
     def wait(self, *, block: bool) -> bool:
-        """See Op. The deadline counts from the first wait, as on gloo."""
+        """The deadline counts from the first wait, as on gloo."""
         deadline = time.monotonic() + self._timeout_s
         while self._failure is None:
             try:

@@ -15,11 +15,16 @@ import torch
 
 from shared.config import TransferOptions
 from shared.errors import LinkError
-from shared.kvtransfer.copier import Copier
-from shared.kvtransfer.fake import FakeNetwork
-from shared.kvtransfer.link import Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.ring_arrival import RingArrival, receive_into
+from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
+from shared.kvtransfer.transports.choice import Transports
+from shared.kvtransfer.transports.common import RingArrival, receive_into
+from tests.fake_network import FakeNetwork
+
+
+def fake_transports(network: FakeNetwork, party: str, options: TransferOptions) -> Transports:
+    """The data links of a party that has joined."""
+    return Transports({"fake": FakeLinkFactory(network, party, options)})
 
 
 class FakeLinkFactory:
@@ -31,20 +36,17 @@ class FakeLinkFactory:
         self._options = options
 
     def drive(self, name: str, loop: Stepped) -> Driver:
-        """See LinkFactory."""
         self._network.add_loop(self._party, loop)
         return _FakeDriver(loop)
 
     def new_copier(self, name: str) -> Copier:
-        """See LinkFactory."""
         return _InlineCopier()
 
     def new_slot(self, nbytes: int) -> Slot:
-        """See LinkFactory."""
         return Slot(torch.zeros(nbytes, dtype=torch.uint8))
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
-        """See LinkFactory. Both ends meet through the store, so lost control messages delay or prevent it."""
+        """Both ends meet through the store, so lost control messages delay or prevent it."""
         network, now = self._network, self._network.clock.now
         wire = network.wires.setdefault(spec.name, Wire(network, spec.name, self._options.op_timeout_s))
         deadline = wire.deadlines.get(spec.rank)
@@ -113,7 +115,6 @@ class FakeLink:
         self._closed = False
 
     def send(self, slot: Slot, nbytes: int, seq: int) -> FakeOp:
-        """See Link."""
         op = self._start(slot.message(nbytes))
         wire, network = self.wire, self.wire.network
         peer = wire.ends.get(1 - self._rank)
@@ -124,17 +125,14 @@ class FakeLink:
         return op
 
     def recv(self, nbytes: int, seq: int) -> RingArrival:
-        """See Link."""
         return receive_into(self._ring, nbytes, lambda buffer: self._receive(buffer, seq))
 
     def abort(self) -> None:
-        """See Link."""
         for op in self._ops:
             op.leave("aborted", at=self.wire.network.clock.now)
         self.wire.break_off("closed by the peer", but_not=self.party)
 
     def close(self) -> None:
-        """See Link."""
         self.wire.network.require(all(op.left for op in self._ops), "closed with an op under way")
         self._closed = True
         self.abort()
@@ -219,7 +217,6 @@ class FakeOp:
             self.buffer.fill_(0xEE)
 
     def wait(self, *, block: bool) -> bool:
-        """See Op."""
         assert not block, "nothing blocks under a virtual clock"
         if self.done:
             return True
@@ -232,11 +229,10 @@ class _InlineCopier:
     """Copies at once."""
 
     def submit(self, copy: Callable[[], None], /) -> None:
-        """See Copier."""
         copy()
 
     def shutdown(self, wait: bool = True) -> None:
-        """See Copier."""
+        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +240,7 @@ class _FakeDriver:
     loop: Stepped
 
     def join(self, timeout_s: float) -> bool:
-        """See Driver. What can be done without time passing is done."""
+        """What can be done without time passing is done."""
         while not self.loop.finished and self.loop.step(block=False):
             pass
         return self.loop.finished

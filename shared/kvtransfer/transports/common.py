@@ -1,0 +1,93 @@
+"""What transports have in common: the challenge, receives into a ring of slots, and the threads of a link."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from shared.errors import LinkError
+from shared.kvtransfer.link import Copier, LinkSpec, Op, Stepped
+from shared.kvtransfer.staging import Slot, SlotRing
+
+NONCE_NBYTES = 32
+
+
+def challenge(spec: LinkSpec, exchange: Callable[[int, bytes], bytes]) -> None:
+    """Have both ends of a new link prove that they hold the secret of its LinkOpen.
+
+    Gloo and NCCL authenticate no one: a stranger who connects to a gloo port can take a place in a pair group and be
+    sent the victim's data. `exchange(round, ours)` swaps NONCE_NBYTES with the peer. LinkError: the peer has failed.
+    """
+    ours = secrets.token_bytes(NONCE_NBYTES)
+    theirs = exchange(0, ours)
+    proof = exchange(1, _mac(spec, spec.rank, theirs))
+    if not hmac.compare_digest(proof, _mac(spec, 1 - spec.rank, ours)):
+        raise LinkError(f"the peer of link {spec.name} failed the challenge")
+
+
+def _mac(spec: LinkSpec, rank: int, nonce: bytes) -> bytes:
+    # The rank is in it, so that a proof cannot be reflected to the end that asked for it.
+    return hmac.new(spec.secret, b"%d/%s/" % (rank, spec.name.encode()) + nonce, hashlib.sha256).digest()
+
+
+class RingArrival:
+    """A receive into a slot of `ring`, which has the slot back when the message is released.
+
+    For links that do not share memory with their peer.
+    """
+
+    def __init__(self, op: Op, slot: Slot, ring: SlotRing) -> None:
+        self.slot = slot
+        self._op = op
+        self._ring = ring
+
+    def wait(self, *, block: bool) -> bool:
+        return self._op.wait(block=block)
+
+    def release(self) -> None:
+        self._ring.give_back(self.slot)
+
+
+def receive_into(ring: SlotRing, nbytes: int, start: Callable[[torch.Tensor], Op]) -> RingArrival:
+    """Take a slot and `start` a receive into it; the slot goes back if that raises."""
+    slot = ring.take()
+    assert slot is not None, "more arrivals than slots"
+    try:
+        op = start(slot.message(nbytes))
+    except BaseException:
+        ring.give_back(slot)
+        raise
+    return RingArrival(op, slot, ring)
+
+
+class ThreadDriver:
+    """Steps a loop on a daemon thread, so that an op that is stuck in a dead peer never keeps the process alive."""
+
+    def __init__(
+        self, name: str, loop: Stepped, context: AbstractContextManager[object] | None = None
+    ) -> None:
+        self._loop = loop
+        self._context = context or nullcontext()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._context:
+            while not self._loop.finished:
+                self._loop.step(block=True)
+
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+def thread_copier(name: str, on_start: Callable[[], None] | None = None) -> Copier:
+    """A copier with a thread of its own, which the first copy starts and which calls `on_start` first."""
+    return ThreadPoolExecutor(1, thread_name_prefix=f"copier {name}", initializer=on_start)
