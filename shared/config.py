@@ -1,117 +1,231 @@
-"""What a node was told on its command line: small frozen parts, one for each part of the node."""
+"""What a node was told on its command line: small frozen parts, one for each part of the node.
+
+A field made by `flag` is a flag of the command line as well; `shared.cli` puts the flags together.
+"""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, field
 
+from shared import log
 from shared.cpu_cores import CpuCores
+from shared.flags import flag, fraction, whole
+
+
+def _cores(text: str) -> CpuCores:
+    try:
+        return CpuCores.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _retract_interval(text: str) -> int:
+    value = whole(0)(text)
+    if value == 1:  # a request would be retracted before its one new token is known
+        raise argparse.ArgumentTypeError("1 is not 0 (never) or at least 2")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Which model, on what."""
 
-    model: str = "builtin"
-    device: str = "auto"
-    dtype: str = "auto"
-    context_length: int | None = None
-    cpu_cores: CpuCores | None = None
-    """Of one forward; None: `own_cores`."""
-    cpu_kernels: str = "auto"
-    """What computes the model on a CPU: see `engine.backends`."""
+    model: str = flag(
+        "builtin",
+        "'builtin', a folder or a hub id",
+        metavar="DIR_OR_HUB_ID",
+        names=("--model", "--model-path"),
+    )
+    device: str = flag("auto", "auto, cpu, cuda or cuda:N")
+    dtype: str = flag(
+        "auto",
+        "of weights and KV; auto: as in the checkpoint",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    context_length: int | None = flag(
+        None, "longest prompt plus output; None: as in the model", whole(1), "TOKENS"
+    )
+    cpu_cores: CpuCores | None = flag(
+        None,
+        "cores of forwards, one thread pinned to each, like 0-3,8; or any:N: N threads that are not pinned, at most "
+        "one a core; None: every core that this process may use; a router shares its own out to the nodes that it "
+        "starts",
+        _cores,
+        "LIST",
+    )
+    cpu_kernels: str = flag(
+        "auto",
+        "what computes the model on a CPU: kernels in C++, built at the first start, for bfloat16 with AVX-512, or "
+        "torch; auto: native where it can be had",
+        choices=("auto", "native", "torch"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
     """Size and shape of the KV pool, in tokens."""
 
-    page_size: int = 16
-    max_total_tokens: int | None = None
-    mem_fraction_static: float = 0.8
-    disable_radix_cache: bool = False
-    host_kv_tokens: int | None = None
-    """Of the host memory that keeps the KV of retracted requests; None: chosen by `resolve_num_host_pages`."""
+    page_size: int = flag(16, "tokens in a KV page", whole(1, 1024), "TOKENS")
+    max_total_tokens: int | None = flag(
+        None, "size of the KV pool; None: from free memory", whole(1), "TOKENS"
+    )
+    mem_fraction_static: float = flag(
+        0.8, "share of the device's memory for weights and KV", fraction(0.01, 0.99)
+    )
+    disable_radix_cache: bool = flag(False, "forget every prefix when its request ends")
+    host_kv_tokens: int | None = flag(
+        None,
+        "decode nodes: host memory for the KV of retracted requests; 0: none; None: as large as the KV pool, at most "
+        "4 GiB, and none on a CPU unless --retract-policy is host",
+        whole(0),
+        "TOKENS",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
     """Budgets of one scheduling decision, in tokens or requests."""
 
-    chunked_prefill_size: int = 512
-    max_prefill_tokens: int = 16384
-    max_running_requests: int = 64
-    schedule_policy: str = "fcfs"
-    enable_mixed_chunk: bool = False
-    """On decode nodes: a step of the running requests is part of the forward that prefills a prompt there."""
-    random_seed: int = 0
-    """Of the policy `random`."""
-    in_batch_prefix_deprioritize_threshold: int = 32
-    """A request waits while another computes at least so many tokens of a prefix that they share."""
-    enable_priority_scheduling: bool = False
-    schedule_low_priority_values_first: bool = False
-    priority_scheduling_preemption_threshold: int = 10
-    """A waiting request may retract running ones whose priority is lower by more than this."""
-    priority_aging_steps: int = 256
-    """A request's priority rises by one for every so many forwards since its arrival; 0 is never."""
-    schedule_conservativeness: float = 1.0
-    num_reserved_decode_tokens: int = 32
-    disable_overlap_schedule: bool = False
-    grammar_backend: str = "xgrammar"
-    grammar_compile_timeout_s: float = 30.0
-    """A grammar that takes longer to compile fails its request."""
-    enable_jump_forward: bool = False
-    """Text that a grammar forces is appended at once, in the tokenizer's spelling: see `scheduling.jump_forward`."""
-    debug_checks: bool = False
-    """Check what each forward reads against what was launched before; on in tests."""
-    retract_policy: str = "auto"
-    """What becomes of the KV of a decode node's retracted request: see `scheduling.retraction`."""
-    retracted_wait_steps: int = 16
-    """Arrivals pass a retracted request until it has waited for so many turns of the decode node's loop."""
-    retract_every: int = 0
-    """Test knob: retract a request every so many decode steps; 0 is never."""
+    chunked_prefill_size: int = flag(
+        512, "longest part of a prompt computed in one forward", whole(1), "TOKENS"
+    )
+    max_prefill_tokens: int = flag(16384, "most prompt tokens in one forward", whole(1), "TOKENS")
+    max_running_requests: int = flag(64, "requests that hold KV at the same time", whole(1, 65536), "N")
+    schedule_policy: str = flag(
+        "fcfs",
+        "order of the waiting queue: first come, longest cached prefix, most wanted prefix, longest output, random, "
+        "or most common routing key among the running",
+    )
+    enable_mixed_chunk: bool = flag(
+        False,
+        "decode nodes: a prompt that is prefilled there goes through the forward together with a decode step of all "
+        "that run, so that it does not stall them",
+    )
+    random_seed: int = flag(0, "of --schedule-policy random", whole(0, (1 << 63) - 1), "SEED")
+    in_batch_prefix_caching_deprioritize_threshold: int = flag(
+        32,
+        "a request waits while another computes at least so many tokens of a prefix that they share",
+        whole(1),
+        "TOKENS",
+    )
+    enable_priority_scheduling: bool = flag(
+        False, "serve requests with a higher priority first; they may retract running ones with a lower"
+    )
+    schedule_low_priority_values_first: bool = flag(False, "a lower value of priority goes first")
+    priority_scheduling_preemption_threshold: int = flag(
+        10,
+        "running requests whose priority is lower by more than this may be retracted for a waiting one",
+        whole(0),
+        "DIFFERENCE",
+    )
+    priority_aging_steps: int = flag(
+        256,
+        "forwards after which a request counts as one step of priority higher, under every policy, so that every "
+        "request is served in the end; 0: never",
+        whole(0),
+        "STEPS",
+    )
+    schedule_conservativeness: float = flag(
+        1.0,
+        "share of future output that admission reserves room for; larger retracts less",
+        fraction(0.0, 10.0),
+    )
+    num_reserved_decode_tokens: int = flag(
+        32, "room kept for each running request before pages are reserved for an arrival", whole(0), "TOKENS"
+    )
+    disable_overlap_schedule: bool = flag(False, "plan a step only after the last one is committed")
+    retract_policy: str = flag(
+        "auto",
+        "decode nodes: where a retracted request's KV goes: copied to host memory and back, dropped and prefilled "
+        "again, or whichever is estimated to be faster",
+        choices=("auto", "host", "recompute"),
+    )
+    retracted_wait_steps: int = flag(
+        16,
+        "decode nodes: once a retracted request has waited so many steps, it comes before every arrival",
+        whole(0),
+        "STEPS",
+    )
+    grammar_backend: str = flag(
+        "xgrammar",
+        "what follows json_schema, regex and ebnf; none: such requests are refused",
+        choices=("xgrammar", "none"),
+    )
+    grammar_compile_timeout_s: float = flag(
+        30.0, "a grammar that takes longer to compile fails its request", fraction(0.1, 3600)
+    )
+    enable_jump_forward: bool = flag(
+        False,
+        "append text that a grammar forces at once, instead of token by token: faster, but it is spelled in the "
+        "tokenizer's way, not in the tokens that the model prefers; for all nodes of a fleet, or for none",
+    )
+    debug_checks: bool = flag(False, "check what each forward reads against what was launched before")
+    retract_every: int = flag(
+        0, "test knob: force a retraction every so many decode steps; 0: never", _retract_interval, "STEPS"
+    )
+
+
+_seconds = fraction(0.5, 3600)
+_long_seconds = fraction(0.1, 86400)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetOptions:
     """Where the node listens and whom it talks to."""
 
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise_host: str | None = None
-    node_id: str = ""
-    routers: tuple[str, ...] = ()
-    fleet_key: str | None = None
-    insecure: bool = False
-    exit_with_parent: bool = False
-    router_timeout_s: float = 10.0
+    host: str = flag("127.0.0.1", "interface of the control socket and of KV links")
+    port: int = flag(0, "control port; 0: a free one", whole(0, 65535))
+    advertise_host: str | None = flag(
+        None, "name under which others reach this node; None: --host", metavar="HOST"
+    )
+    node_id: str = flag("", "name of this node; empty: made from role, host and port")
+    routers: tuple[str, ...] = flag(
+        (), "router to join; may repeat", metavar="HOST[:PORT]", names=("--router",), repeats=True
+    )
+    exit_with_parent: bool = flag(False, "stop when standard input closes")
+    fleet_key: str | None = flag(None, "shared secret of the fleet; needed beyond loopback", metavar="FILE")
+    insecure: bool = flag(False, "listen beyond loopback without --fleet-key")
+    router_timeout_s: float = flag(10.0, "silence after which a router's requests are given up", _seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferOptions:
     """How KV pages move. Durations are seconds of the node's clock, except those of gloo and NCCL themselves."""
 
-    backend: str = "auto"
-    """What a node offers to its peers: `shm` between processes of one host, `gloo` through host memory and sockets,
-    `nccl` between GPUs; `auto`: shm and gloo, whichever is best for each peer."""
+    backend: str = flag(
+        "auto",
+        "how pages travel: shm (memory that processes of one host share), gloo (host memory and sockets) or nccl "
+        "(between GPUs); auto: shm where both nodes are on one host and compute on its CPUs, else gloo",
+        names=("--kv-transfer",),
+        choices=("auto", "gloo", "shm", "nccl"),
+    )
 
     # staging: one ring per link
-    slot_nbytes: int = 4 << 20
+    slot_nbytes: int = flag(
+        4 << 20, "size of a staging slot", whole(4096, 1 << 30), "BYTES", names=("--kv-slot-bytes",)
+    )
     """Payload of one chunk at most; the 64-byte header comes on top."""
-    num_slots: int = 4
+    num_slots: int = flag(4, "staging slots of a link", whole(1, 64), "N", names=("--kv-slots",))
     """Chunks in flight on one link."""
 
     # one transfer
-    ready_timeout_s: float = 600.0
-    """A prefill node waits this long for the decode node to reserve pages: this is the backpressure."""
+    ready_timeout_s: float = flag(600.0, "how long a prompt waits for its decode node's pages", _long_seconds)
+    """The backpressure: a prefill node waits so long for the decode node to reserve pages."""
     connect_timeout_s: float = 10.0
     """A decode node waits this long for the prefill node to connect before it gives a reservation up."""
-    offer_timeout_s: float = 600.0
-    """A decode node waits this long for the next pages to be computed: the time of a prompt in the prefill node's
-    queue, and of one chunk in its forward."""
-    transfer_timeout_s: float = 30.0
+    offer_timeout_s: float = flag(
+        600.0, "how long reserved pages wait for the next pages of their prompt to be computed", _long_seconds
+    )
+    """The time of a prompt in the prefill node's queue, and of one chunk in its forward."""
+    transfer_timeout_s: float = flag(
+        30.0, "longest time without progress while computed pages are on their way", _long_seconds
+    )
     """A decode node waits this long for the next chunk of pages that were offered, while any are on their way."""
-    lease_s: float = 15.0
-    """Pages handed off are held this long without a LeaseRenew; the decode node renews three times as often."""
+    lease_s: float = flag(
+        15.0, "pages held for a decode node that says nothing are released after this", _seconds
+    )
+    """Of pages handed off; the decode node renews the lease three times as often."""
 
     # messages out of their time
     park_s: float = 30.0
@@ -123,8 +237,8 @@ class TransferOptions:
 
     # peers
     ping_s: float = 1.0
-    peer_timeout_s: float = 5.0
-    """A peer that answers no ping for so long is silent: its link and transfers fail."""
+    peer_timeout_s: float = flag(5.0, "silence after which the other end of a pair counts as dead", _seconds)
+    """Its link and transfers fail then."""
     forget_peer_s: float = 120.0
     """A decode node forgets a prefill node that was silent for so long; if it lives, it says hello again."""
     rebuild_min_s: float = 0.1
@@ -152,6 +266,7 @@ class NodeConfig:
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
     net: NetOptions = field(default_factory=NetOptions)
     transfer: TransferOptions = field(default_factory=TransferOptions)
-    log_level: str = "info"
-    profile_dir: str = "baton-profiles"
-    """Where /start_profile has traces written."""
+    log_level: str = flag("info", "least severe event that is logged", choices=log.LEVELS)
+    profile_dir: str = flag(
+        "baton-profiles", "where /start_profile has nodes write their traces", metavar="DIR"
+    )

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import msgspec
 
 from router.terminal.client import ClientError, RouterClient, add_client_flags, client_of, printable
-from shared.cli import fraction, whole
+from shared.flags import FlagParser, fraction, whole
 
 _decoder = msgspec.json.Decoder()
 
@@ -128,7 +128,7 @@ def show_timeline(told: Told) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Its flags; sampling parameters have the names of the native API."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="router generate", description="Stream one completion from a running router.", allow_abbrev=False
     )
     parser.add_argument("prompt", help="the prompt; - reads it from standard input")

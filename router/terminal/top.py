@@ -23,6 +23,7 @@ from router.api.live_feed import LiveEvent
 from router.terminal.client import ClientError, RouterClient, add_client_flags, client_of, printable
 from router.terminal.live_view import live_view
 from router.terminal.watcher import Watcher
+from shared.flags import FlagParser
 
 _SNAPSHOT_TIMEOUT_S = 10.0
 _KEY_WAIT_S = 0.2
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Its flags."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="router top", description="Show the live state of a running router.", allow_abbrev=False
     )
     add_client_flags(parser)

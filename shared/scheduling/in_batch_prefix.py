@@ -35,7 +35,7 @@ class InBatchPrefix:
         self._enabled = ledger.keep_prefixes
         self._page_size = ledger.page_size
         self._worth_tokens = ledger.page_size * ledger.pages_for(
-            options.in_batch_prefix_deprioritize_threshold
+            options.in_batch_prefix_caching_deprioritize_threshold
         )
 
     def shared_tokens(self, req: Req, leaders: Iterable[Req], step: int) -> int:

@@ -1,93 +1,26 @@
 """The order in which waiting requests are offered to the PrefillAdder.
 
-A policy makes a sort key; smaller goes first, and arrival decides between equals. Two things lead the key of
-every policy: the request's class (priority and waiting, see `priority`), and whether it was retracted, since it
-came earlier and somebody reads its stream.
+The key of the policy decides, and arrival between equals. Two things lead the key of every policy: the request's
+class (priority and waiting, see `priority`), and whether the request was retracted, since it came earlier and its
+client has read a part of its output.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shared import log
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
 from shared.scheduling.cached_prefixes import CachedPrefixes
-from shared.scheduling.dfs_weight import dfs_positions
+from shared.scheduling.policies import POLICIES, Round
 from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
 
 LPM_MAX_WAITING = 128
 """With more requests waiting `lpm` acts as `fcfs`: matching costs O(requests * prompt length) every step."""
-
-SortKey = Callable[[Req], Any]
-
-
-class Round:
-    """What the policies look at in one scheduling decision. `waiting` is in order of arrival."""
-
-    def __init__(
-        self,
-        waiting: Sequence[Req],
-        running: Sequence[Req],
-        being_computed: Sequence[Req],
-        cached: CachedPrefixes,
-        rng: random.Random,
-    ) -> None:
-        self.waiting = waiting
-        self.running = running
-        self.being_computed = being_computed
-        self.cached = cached
-        self.rng = rng
-
-
-def fcfs(round_: Round) -> SortKey:
-    """First come first served."""
-    return lambda req: 0
-
-
-def lpm(round_: Round) -> SortKey:
-    """Longest prefix match first: those who have least left to compute of their prompt's beginning."""
-    return lambda req: -round_.cached.peek(req).num_pages
-
-
-def dfs_weight(round_: Round) -> SortKey:
-    """Depth first through the RadixCache, subtrees with most waiting requests first."""
-    position = dfs_positions(round_.waiting, round_.cached.peek)
-    return lambda req: position[req]
-
-
-def lof(round_: Round) -> SortKey:
-    """Longest output first: by the tokens that may still be generated, on whichever node."""
-    return lambda req: req.output_len - req.params.max_new_tokens
-
-
-def shuffled(round_: Round) -> SortKey:
-    """In random order, drawn anew for every decision."""
-    return lambda req: round_.rng.random()
-
-
-def routing_key(round_: Round) -> SortKey:
-    """The routing key that is most frequent among the running first, ties by key; then those without a match.
-
-    Who is being prefilled runs as well: a prefill node has no other running requests.
-    """
-    running = [*round_.running, *round_.being_computed]
-    count = Counter(req.work.routing_key for req in running if req.work.routing_key)
-    return lambda req: (0, -count[key], key) if (key := req.work.routing_key) in count else (1,)
-
-
-POLICIES: dict[str, Callable[[Round], SortKey]] = {
-    "fcfs": fcfs,
-    "lpm": lpm,
-    "dfs-weight": dfs_weight,
-    "lof": lof,
-    "random": shuffled,
-    "routing-key": routing_key,
-}
 CACHE_AWARE = frozenset({"lpm", "dfs-weight"})
 
 

@@ -55,7 +55,7 @@ def test_no_shared_prefix_is_computed_twice(policy: str, seed: int) -> None:
         schedule_policy=policy,
         chunked_prefill_size=rng.choice([5, 16, 64, 512]),
         enable_mixed_chunk=rng.random() < 0.5,
-        in_batch_prefix_deprioritize_threshold=worth,
+        in_batch_prefix_caching_deprioritize_threshold=worth,
     )
     pending = burst(rng, 12)[::-1]
     admitted: list[Req] = []
@@ -85,7 +85,7 @@ def test_first_come_first_served_but_for_those_who_wait_for_a_prefix(seed: int) 
         overlap=rng.random() < 0.6,
         chunked_prefill_size=rng.choice([5, 16, 64]),
         max_running_requests=rng.choice([3, 64]),
-        in_batch_prefix_deprioritize_threshold=worth,
+        in_batch_prefix_caching_deprioritize_threshold=worth,
     )
     pending = burst(rng, 14)[::-1]
     in_flight: list[Req] = []

@@ -227,7 +227,9 @@ def test_a_peek_sees_what_a_match_finds_and_changes_nothing(seed: int) -> None:
 def test_who_waits_for_a_prefix(seed: int, worth: int, aging_steps: int) -> None:
     """Exactly those who share enough that is not cached with somebody being computed who has aged no less."""
     world = World(seed, num_waiting=10)
-    options = ScheduleOptions(in_batch_prefix_deprioritize_threshold=worth, priority_aging_steps=aging_steps)
+    options = ScheduleOptions(
+        in_batch_prefix_caching_deprioritize_threshold=worth, priority_aging_steps=aging_steps
+    )
     prefixes = InBatchPrefix(world.ledger, options, PriorityRule(options), CachedPrefixes(world.ledger))
 
     def age(req: Req) -> int:

@@ -31,7 +31,7 @@ def test_every_output_is_right_and_every_page_comes_home(policy: str, seed: int)
         max_running_requests=rng.choice([2, 5, 12]),
         retract_every=rng.choice([0, 0, 2, 5]),
         schedule_conservativeness=rng.choice([0.0, 0.3, 1.0]),
-        in_batch_prefix_deprioritize_threshold=rng.choice([1, 4, 32]),
+        in_batch_prefix_caching_deprioritize_threshold=rng.choice([1, 4, 32]),
         enable_priority_scheduling=rng.random() < 0.5,
         schedule_low_priority_values_first=rng.random() < 0.5,
         priority_scheduling_preemption_threshold=rng.choice([0, 2]),

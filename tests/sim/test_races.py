@@ -49,7 +49,7 @@ def config(
             debug_checks=True,
             num_reserved_decode_tokens=4,
             disable_overlap_schedule=not overlap,
-            in_batch_prefix_deprioritize_threshold=worth_waiting,
+            in_batch_prefix_caching_deprioritize_threshold=worth_waiting,
         ),
         model=ModelOptions(context_length=200),
     )

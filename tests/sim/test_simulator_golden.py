@@ -33,7 +33,7 @@ def decide(policy: str) -> dict[str, list[str]]:
         chunked_prefill_size=16,
         max_running_requests=24,
         num_reserved_decode_tokens=2,
-        in_batch_prefix_deprioritize_threshold=4,
+        in_batch_prefix_caching_deprioritize_threshold=4,
     )
     prefill = NodeShape(pool_tokens=160, page_size=4, context_length=96, schedule=schedule)
     decode = NodeShape(pool_tokens=320, page_size=4, context_length=96, schedule=schedule)

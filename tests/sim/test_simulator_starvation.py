@@ -67,7 +67,7 @@ def serve(policy: str, aging_steps: int) -> tuple[WaitLog, SimFleet]:
         chunked_prefill_size=CHUNK,
         max_running_requests=400,
         priority_aging_steps=aging_steps,
-        in_batch_prefix_deprioritize_threshold=8,
+        in_batch_prefix_caching_deprioritize_threshold=8,
     )
     shape = NodeShape(pool_tokens=40_000, page_size=8, context_length=256, schedule=schedule)
     log = WaitLog()

@@ -12,14 +12,13 @@ from shared.cli import (
     add_log_flags,
     add_net_flags,
     add_node_flags,
-    fraction,
     make_parser,
     node_argv,
     node_config,
-    whole,
 )
 from shared.config import NodeConfig
 from shared.cpu_cores import CpuCores
+from shared.flags import fraction, whole
 
 FLAGS = """\
 --host HOST = 127.0.0.1
@@ -265,9 +264,10 @@ def test_out_of_bounds_is_refused_with_the_flag_named(
     with pytest.raises(SystemExit) as caught:
         node_parser().parse_args([flag, value])
     assert caught.value.code == 2
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert f"argument {flag}" in message
+    [message] = capsys.readouterr().err.splitlines()
+    assert message.startswith(f"prefill-node: error: argument {flag}")
     assert reason in message
+    assert "prefill-node --help" in message
 
 
 def test_flags_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:

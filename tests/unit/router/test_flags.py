@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from router.__main__ import build_parser, router_config
+from router.__main__ import build_parser, main, router_config
 from router.http.config import ConnectionOptions, FleetOptions, HttpOptions, RouterConfig
 from router.http.topology import LocalTopology, parse_address
 from router.one_process import RouterProcess
@@ -87,7 +87,20 @@ def test_joining() -> None:
 def test_flags_that_make_no_sense(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         config_of(*args)
-    assert message in capsys.readouterr().err
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("router: error: ") and "router --help" in line
+    assert message in line
+
+
+@pytest.mark.parametrize("command", ["top", "generate"])
+def test_a_wrong_flag_of_a_terminal_command_is_one_line(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--no-such-flag", "x"])
+    assert caught.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"router {command}: error: ") and f"router {command} --help" in line
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_a_stranger_goes_first_only_as_a_whole(length: int, goes: bool) -> None:
 
 @pytest.mark.parametrize(("threshold", "together"), [(40, False), (41, True)])
 def test_the_threshold_of_what_is_shared(threshold: int, together: bool) -> None:
-    stepping = Stepping(in_batch_prefix_deprioritize_threshold=threshold)
+    stepping = Stepping(in_batch_prefix_caching_deprioritize_threshold=threshold)
     stepping.add(*sharers(2))
     assert rids(stepping.step()) == (["s0", "s1"] if together else ["s0"])
     stepping.run()
