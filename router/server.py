@@ -43,6 +43,7 @@ from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import ConfigError
 from shared.model.files import resolve_model
 from shared.protocol.messages import NodeToLobby, Role, Work
+from shared.protocol.resolver import Resolver
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
 
@@ -188,6 +189,7 @@ class Router:
             incarnation=self.incarnation,
             fleet_key=fleet_key,
             timing=Timing(node_timeout_s=options.node_timeout_s),
+            resolver=Resolver(),
         )
         exits.push_async_callback(self._membership.close)
         self._metrics = Metrics(self.model.name)

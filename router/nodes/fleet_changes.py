@@ -65,8 +65,6 @@ class FleetChanges:
         What does not work is forgotten again, unless it was a member before, or is to be kept and dialled on.
         Raises RequestError with the reason.
         """
-        if self._at(address) is None and not keep:
-            await _resolve(address, wait_s)
         known = self._at(address)
         if known is not None and (known.role is not role or known.leaving):
             why = "is being drained" if known.leaving else f"is known as a {known.role} node"
@@ -151,23 +149,6 @@ class FleetChanges:
 
     def _at(self, address: str) -> Member | None:
         return next((m for m in self._membership.members if m.address == address), None)
-
-
-async def _resolve(address: str, wait_s: float) -> None:
-    """Look the name up, since ZeroMQ never says that it cannot. Raises RequestError; who is slow is dialled."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    try:
-        async with asyncio.timeout(wait_s):
-            await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port))
-    except TimeoutError:
-        return
-    except (OSError, UnicodeError) as e:
-        why = getattr(e, "strerror", None) or str(e)
-        raise RequestError(
-            f"{address} cannot be reached: {host} cannot be resolved: {why}",
-            param="address",
-            code="node_unreachable",
-        ) from e
 
 
 def _why_not(member: Member, wait_s: float) -> RequestError:

@@ -38,6 +38,7 @@ from shared.protocol.messages import (
     Role,
     RouterToNode,
 )
+from shared.protocol.resolver import Resolver, does_not_resolve
 
 if TYPE_CHECKING:
     from shared.protocol.security import FleetKey
@@ -56,7 +57,9 @@ class Membership:
         incarnation: str,
         fleet_key: FleetKey | None,
         timing: Timing,
+        resolver: Resolver,
     ) -> None:
+        self._resolver = resolver
         self._context = context
         self._incarnation = incarnation
         self._fleet_key = fleet_key
@@ -263,8 +266,9 @@ class Membership:
 
     async def _one_connection(self, member: Member) -> None:
         """Dial, listen, and raise LinkError with the reason of the end."""
+        address = await self._resolved(member.address)
         identity = f"router|{self._incarnation}|{next(self._dials)}"
-        link = NodeLink(self._context, member.address, identity, self._fleet_key)
+        link = NodeLink(self._context, address, identity, self._fleet_key)
         try:
             hello = await link.hello(self._incarnation, self._timing.hello_s)
             self._check(member, hello)
@@ -281,6 +285,13 @@ class Membership:
                 self._drop(member, node, events, reason)
         finally:
             link.close()
+
+    async def _resolved(self, address: str) -> str:
+        try:
+            async with asyncio.timeout(self._timing.hello_s):
+                return await asyncio.wrap_future(self._resolver.resolve(address))
+        except TimeoutError:
+            raise does_not_resolve(address, f"no answer within {self._timing.hello_s:g} s") from None
 
     def _check(self, member: Member, hello: NodeHello) -> None:
         """Refuse what does not fit, by the name of the field."""

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import queue
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -72,6 +74,33 @@ class Party:
         if not self.closed:
             self.closed = True
             self.control.close()
+
+
+class SlowNames:
+    """A name server that answers for `slow.example` when it is told to, and for no name that is `unknown`."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.unknown: set[str] = {"no.example"}
+        self.asked: queue.Queue[str] = queue.Queue()
+
+    def __call__(self, host: str, port: int, *, type: int) -> list[tuple[object, ...]]:
+        self.asked.put(host)
+        if host.startswith("slow"):
+            assert self.answers.wait(10)
+        if host in self.unknown:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [
+            (socket.AF_INET6, type, 0, "", ("::1", port, 0, 0)),
+            (socket.AF_INET, type, 0, "", ("127.0.0.1", port)),
+        ]
+
+
+@pytest.fixture
+def names() -> Iterator[SlowNames]:
+    names = SlowNames()
+    yield names
+    names.answers.set()
 
 
 MakeParty = Callable[..., Party]

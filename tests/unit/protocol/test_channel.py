@@ -34,7 +34,7 @@ from shared.protocol.messages import Load as NodeLoad
 from shared.protocol.resolver import Resolver
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
-from tests.unit.protocol.conftest import MakeParty, Party, eventually
+from tests.unit.protocol.conftest import MakeParty, Party, SlowNames, eventually
 
 PONG = Pong(7, NodeLoad())
 
@@ -418,32 +418,6 @@ def test_as_many_peers_as_a_router_has_members_can_be_dialled(node: Party, route
         assert names == {f"n{i}" for i in range(400)}
         router.close()
         node.close()
-
-
-class SlowNames:
-    """A name server that answers for `slow.example` when it is told to, and for no name that begins with `no`."""
-
-    def __init__(self) -> None:
-        self.answers = threading.Event()
-        self.asked: queue.Queue[str] = queue.Queue()
-
-    def __call__(self, host: str, port: int, *, type: int) -> list[tuple[object, ...]]:
-        self.asked.put(host)
-        if host.startswith("slow"):
-            assert self.answers.wait(10)
-        if host.startswith("no"):
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [
-            (socket.AF_INET6, type, 0, "", ("::1", port, 0, 0)),
-            (socket.AF_INET, type, 0, "", ("127.0.0.1", port)),
-        ]
-
-
-@pytest.fixture
-def names() -> Iterator[SlowNames]:
-    names = SlowNames()
-    yield names
-    names.answers.set()
 
 
 def test_a_name_that_resolves_slowly_delays_no_other_peer(

@@ -1,0 +1,97 @@
+"""Membership over real sockets, with scripted nodes and a name server that the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import zmq.asyncio
+
+from router.dispatch.running_req import Node
+from router.nodes.conversation import Timing
+from router.nodes.member import MemberState
+from router.nodes.membership import Membership
+from shared.protocol.messages import Failed, ReqKey, Role, TokenEntry
+from shared.protocol.resolver import Resolver
+from tests.unit.protocol.conftest import SlowNames
+from tests.unit.router.fakes import FakeNode
+
+TIMING = Timing(hello_s=1.0, redial_s=0.05, ping_s=0.05)
+
+
+class Events:
+    """Hears what nodes say, and which are lost."""
+
+    def __init__(self) -> None:
+        self.lost: list[str] = []
+
+    def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
+        raise AssertionError("nothing was asked for")
+
+    def on_failed(self, node: Node, failed: Failed) -> None:
+        raise AssertionError("nothing was asked for")
+
+    def on_not_cached(self, node: Node, key: ReqKey) -> None:
+        raise AssertionError("nothing was asked for")
+
+    def on_node_lost(self, node: Node, reason: str) -> None:
+        self.lost.append(node.ref.node_id)
+
+
+@contextlib.asynccontextmanager
+async def new_membership(names: SlowNames | None = None) -> AsyncIterator[tuple[Membership, Events]]:
+    context, events = zmq.asyncio.Context(), Events()
+    membership = Membership(
+        context,
+        incarnation="router",
+        fleet_key=None,
+        timing=TIMING,
+        resolver=Resolver(names) if names else Resolver(),
+    )
+    membership.report_to(events)
+    try:
+        yield membership, events
+    finally:
+        await membership.close()
+        context.destroy()
+
+
+async def until(check: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not check():
+            await asyncio.sleep(0.01)
+
+
+def test_a_name_that_resolves_slowly_costs_no_other_node() -> None:
+    async def run() -> None:
+        names = SlowNames()
+        async with FakeNode(Role.DECODE) as node, new_membership(names) as (membership, events):
+            late = membership.dial("tcp://slow.example:7200", Role.DECODE, pinned=True)
+            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+            assert late is not None
+            assert member is not None
+            await until(lambda: member.state is MemberState.ALIVE)
+            await until(lambda: late.state is MemberState.LOST)
+            assert late.reason == "slow.example does not resolve: no answer within 1 s"
+            assert member.state is MemberState.ALIVE
+            assert not events.lost
+        names.answers.set()
+
+    asyncio.run(run())
+
+
+def test_a_name_is_looked_up_again_until_it_resolves() -> None:
+    async def run() -> None:
+        names = SlowNames()
+        async with FakeNode(Role.DECODE) as node, new_membership(names) as (membership, _):
+            names.unknown.add("moved.example")
+            address = node.ref.address.replace("127.0.0.1", "moved.example")
+            member = membership.dial(address, Role.DECODE, pinned=True)
+            assert member is not None
+            await until(lambda: member.state is MemberState.LOST)
+            assert member.reason == "moved.example does not resolve: Name or service not known"
+            names.unknown.clear()
+            await until(lambda: member.state is MemberState.ALIVE)
+
+    asyncio.run(run())
