@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
+from shared.kvcache.radix_cache import Peek
 from shared.kvtransfer.receiver import ReceiveSide
 from shared.protocol.messages import NodeRef
 from shared.scheduling.req import Req
@@ -13,7 +14,7 @@ from shared.timeline import ReqStage
 
 
 class PreallocQueue:
-    """First come first served among those of the same level (see `PriorityRule`), higher levels first.
+    """First come first served among those of the same level, higher levels first (see `PriorityRule.rank`).
 
     What is reserved here is the backpressure on the prefill fleet.
     """
@@ -23,42 +24,37 @@ class PreallocQueue:
         ledger: KVLedger,
         receiver: ReceiveSide,
         options: ScheduleOptions,
-        level: Callable[[Req], int],
+        rank: Callable[[Req], tuple[int, int]],
     ) -> None:
         self._ledger = ledger
         self._receiver = receiver
-        self._level = level
+        self._rank = rank
         self._headroom = options.num_reserved_decode_tokens
-        self._queue: list[tuple[Req, NodeRef]] = []
+        self._queue: dict[Req, NodeRef] = {}
+        self._peeked: tuple[Req, int, Peek] | None = None
+        """The request that was looked up last, how often the RadixCache had changed then, and its cached prefix."""
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def add(self, req: Req, prefill: NodeRef) -> None:
         """`req` will be prefilled on `prefill`, once there is room for it here."""
-        self._queue.append((req, prefill))
+        self._queue[req] = prefill
 
     def remove(self, req: Req) -> None:
         """Forget a request that ended; it holds nothing yet."""
-        self._queue = [(other, prefill) for other, prefill in self._queue if other is not req]
+        self._queue.pop(req, None)
 
-    def reserve(self, num_admitted: int, let_pass: Callable[[Sequence[Req]], Sequence[Req]]) -> list[Req]:
-        """Reserve rows and pages, one after the other, until one does not fit; returns those now in transfer.
+    def reserve(self, is_open_to: Callable[[Req], bool]) -> list[Req]:
+        """Reserve rows and pages, in order, until a request does not fit; returns those now in transfer.
 
-        It ends as well at one that `let_pass` holds back, since somebody has waited for pages for too long.
-
-        Room for a few more tokens of each of the `num_admitted` requests that hold KV here stays free, so that an
-        arrival does not force a retraction at once; the only request of a node needs no such room.
+        The first request to which admission is not open ends it as well.
         """
         reserved: list[Req] = []
-        self._queue.sort(key=lambda waiting: -self._level(waiting[0]))
-        while self._queue:
-            req, prefill = self._queue[0]
-            if not let_pass([req]) or not self._reserve(
-                req, self._headroom_tokens(num_admitted + len(reserved))
-            ):
+        for req in sorted(self._queue, key=self._rank):
+            if not is_open_to(req) or not self._reserve(req):
                 break
-            del self._queue[0]
+            prefill = self._queue.pop(req)
             assert req.kv is not None
             prefix_pages = req.kv.num_tree_pages
             pages = self._ledger.rows.read(req.kv.row, prefix_pages, req.kv.num_pages)
@@ -69,41 +65,44 @@ class PreallocQueue:
 
     @property
     def first(self) -> Req | None:
-        """Who is next, and found no room when `reserve` was last called."""
-        return self._queue[0][0] if self._queue else None
+        """The next request; it got no room when `reserve` was last called."""
+        return min(self._queue, key=self._rank, default=None)
 
     def would_fit(self, req: Req, victims: Sequence[Req]) -> bool:
-        """Whether there would be room for `req` if `victims`, who run, were retracted and their pages had cooled."""
+        """Whether there would be room for `req` if `victims`, who run, were retracted and their pages had cooled.
+
+        Room for a few more tokens of each request that holds KV here stays free, so that an arrival does not force a
+        retraction at once; the only request of a node needs no such room.
+        """
         ledger = self._ledger
         if ledger.rows.num_free + len(victims) == 0:
             return False
-        match = ledger.radix_cache.match_prefix(req.ids, req.extra_key)
-        lock = ledger.radix_cache.lock(match.node)
-        try:
-            headroom = self._headroom_tokens(len(ledger.live) - len(victims))
-            needed = ledger.pages_for(len(req.ids)) - len(match.pages) + ledger.pages_for(headroom)
-            released = ledger.num_pages_released_by(
-                [victim.kv for victim in victims if victim.kv is not None]
-            )
-            return needed <= ledger.num_available_pages + released
-        finally:
-            lock.release()
+        peek = self._peek(req)
+        kvs = [victim.kv for victim in victims if victim.kv is not None]
+        num_others = len(ledger.live) - len(victims)
+        headroom_tokens = self._headroom * (num_others + 1) if num_others else 0
+        needed = ledger.pages_for(len(req.ids)) - peek.num_pages + ledger.pages_for(headroom_tokens)
+        available = ledger.num_available_pages + ledger.num_pages_released_by(kvs)
+        return needed <= available - ledger.radix_cache.num_pages_held_only_by((kv.lock for kv in kvs), peek)
 
-    def _headroom_tokens(self, num_others: int) -> int:
-        return self._headroom * (num_others + 1) if num_others else 0
+    def _peek(self, req: Req) -> Peek:
+        """The cached prefix of `req`, looked up anew when the RadixCache has changed. Not a use, so the LRU stays.
 
-    def _reserve(self, req: Req, headroom_tokens: int) -> bool:
+        Unlike a local prefill, a transfer may find the whole prompt cached: its last token is computed elsewhere.
+        """
+        cache = self._ledger.radix_cache
+        if self._peeked is None or self._peeked[:2] != (req, cache.num_changes):
+            self._peeked = req, cache.num_changes, cache.peek(req.ids, len(req.ids), req.extra_key)
+        return self._peeked[2]
+
+    def _reserve(self, req: Req) -> bool:
         ledger = self._ledger
-        if ledger.rows.num_free == 0:
+        if not self.would_fit(req, ()):
             return False
-        # Unlike a local prefill, a transfer may find the whole prompt cached: its last token is computed elsewhere.
         match = ledger.radix_cache.match_prefix(req.ids, req.extra_key)
         with ledger.tentative(match, req.extra_key) as admission:
             kv = admission.kv
             assert kv is not None, "a row was free a moment ago"
-            missing = ledger.pages_for(len(req.ids)) - kv.num_pages
-            if missing + ledger.pages_for(headroom_tokens) > ledger.num_available_pages:
-                return False
             if not ledger.grow_for_arrival(kv, len(req.ids)):
                 return False
             req.kv = admission.keep()

@@ -64,7 +64,7 @@ class DecodeScheduler:
         self._announcer = CacheAnnouncer(engine.ledger, router_port)
         self._retraction = self.batcher.retraction
         self._prefill_timer = PrefillTimer(self._retraction.costs.prefill, time.monotonic)
-        self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options, self.batcher.level)
+        self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options, self.batcher.rank)
         self.transfer_queue = TransferQueue(engine.ledger)
         queues = (self.grammar_queue, self.prealloc_queue, self.batcher)
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
@@ -76,7 +76,7 @@ class DecodeScheduler:
         """One turn: hear, reserve, plan, run, account, speak. False when there was nothing to compute."""
         self._hear()
         self._reserve()
-        self.batcher.make_way_for(self.prealloc_queue.first, self.prealloc_queue.would_fit)
+        self.batcher.preempt_for_arrival(self.prealloc_queue.first, self.prealloc_queue.would_fit)
         with self._launcher.planning():
             batch = self.batcher.get_next_batch()
         for req in self._retraction.take_unservable():
@@ -146,7 +146,8 @@ class DecodeScheduler:
 
     def _reserve(self) -> None:
         """Arrivals pass retracted requests for a while; those came first and hold a client's open stream."""
-        for req in self.prealloc_queue.reserve(len(self._ledger.live), self._retraction.let_pass):
+        blocked = self.batcher.first_blocked()
+        for req in self.prealloc_queue.reserve(lambda req: self.batcher.is_open_to(req, blocked)):
             self.transfer_queue.add(req)
 
     def _received(self, received: Received) -> None:

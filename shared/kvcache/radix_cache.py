@@ -137,6 +137,12 @@ class RadixCache:
         released = Counter(node for lock in locks for node in lock.nodes())
         return sum(len(node.pages) for node, count in released.items() if node.lock_ref == count)
 
+    def num_pages_held_only_by(self, locks: Iterable[PrefixLock], peek: Peek) -> int:
+        """Pages of a peeked prefix that would be evictable, unless it is locked, if all of `locks` were released."""
+        released = Counter(node for lock in locks for node in lock.nodes())
+        held = sum(len(node.pages) for node in self._path(peek.node) if node.lock_ref > released[node])
+        return max(peek.num_pages - held, 0)
+
     def insert(self, ids: Sequence[int], page_ids: Sequence[int], extra_key: str = "") -> Inserted:
         """Give the tree the pages of a computed prefix; `ids` and `page_ids` cover the same whole pages.
 

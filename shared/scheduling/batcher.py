@@ -38,7 +38,10 @@ class Batcher:
         self.policy = SchedulePolicy(options, ledger, self._priority, cached)
         self._in_batch_prefix = InBatchPrefix(ledger, options, self._priority, cached)
         self._prefills_in_flight: list[Req] = []
-        self._blocked_arrivals: list[Req] = []
+        self._blocked_arrival: Req | None = None
+        self._lacks_room = False
+        """Slots or pages were too few when requests of the waiting queue were last offered to the PrefillAdder."""
+        self._num_arrivals = 0
         self.num_steps = 0
         """Forwards decided on so far: the clock of everything that depends on time here."""
         self._new_token_ratio = NewTokenRatio(options.schedule_conservativeness)
@@ -56,9 +59,8 @@ class Batcher:
         """The next forward, or None when there is nothing to compute, or no page for it yet."""
         self._settle_last_batch()
         self.retraction.begin_turn(self.num_steps)
-        self.running_batch += self.retraction.resume(
-            self.running_batch, [*self.waiting_queue, *self._blocked_arrivals]
-        )
+        arrivals = [self._blocked_arrival] if self._blocked_arrival is not None else []
+        self.running_batch += self.retraction.resume(self.running_batch, [*self.waiting_queue, *arrivals])
         self.last_batch = self._next_prefill_batch() or self._next_decode_batch()
         self.num_steps += self.last_batch is not None
         return self.last_batch
@@ -91,7 +93,8 @@ class Batcher:
         if self.chunked_req is not None:
             result = adder.add_chunked_req(self.chunked_req)
         retracted = set(self.retraction.to_prefill())
-        for req in self._offered(adder) if result is AddReqResult.CONTINUE else ():
+        offers = result is AddReqResult.CONTINUE
+        for req in self._offered(adder) if offers else ():
             was_retracted = req.timeline.stage is ReqStage.RETRACTED
             if was_retracted and req not in retracted:
                 continue  # an older one did not fit
@@ -102,6 +105,8 @@ class Batcher:
                 retracted.clear()  # those behind it wait as well; arrivals may pass for a while
             elif result is not AddReqResult.CONTINUE:
                 break
+        if offers:
+            self._lacks_room = result is AddReqResult.NO_TOKEN or adder.lacks_room
         if not adder.can_run:
             return None
         self.chunked_req = adder.chunked_req
@@ -133,10 +138,13 @@ class Batcher:
         Who had better wait for a prefix that is being computed is left out, which is found when its turn comes:
         those admitted before it compute prefixes too.
         """
-        waiting = [*self.retraction.to_prefill(), *self.retraction.let_pass(self.waiting_queue)]
-        if self._blocked_arrivals:  # what is free, or was freed for it, is not for those below it
-            least = max(map(self.level, self._blocked_arrivals))
-            waiting = [req for req in waiting if self.level(req) >= least]
+        retracted, waiting = self.retraction.to_prefill(), self.retraction.let_pass(self.waiting_queue)
+        arrival = self._blocked_arrival
+        if arrival is not None:  # what is free, or was freed for it, is not for those that rank below it
+            level, rank = self.level(arrival), self.rank(arrival)
+            retracted = [req for req in retracted if self.level(req) >= level]
+            waiting = [req for req in waiting if self.rank(req) < rank]
+        waiting = [*retracted, *waiting]
         running = self.running_batch
         if adder.is_full and not self._priority.may_preempt_any(waiting, running, self.num_steps):
             return
@@ -164,18 +172,35 @@ class Batcher:
         candidates = preemptable(req, self.running_batch, self._priority, self.num_steps)
         return choose_victims(candidates, lambda some: would_fit(req, some))
 
-    def make_way_for(self, arrival: Req | None, would_fit: WouldFit) -> None:
-        """Where priority counts: `arrival` found no room outside, where a transfer would write its KV.
+    def first_blocked(self) -> Req | None:
+        """The first in rank of the waiting queue while that queue lacks room: no arrival below it may take any."""
+        return min(self.waiting_queue, key=self.rank, default=None) if self._lacks_room else None
 
-        Requests that count far less are retracted for it, and until it got its room nobody below it takes any:
-        the pages given up here cool before it can have them. To be called before every decision, with None when
-        nobody waits.
+    def is_open_to(self, arrival: Req, blocked: Req | None) -> bool:
+        """Whether `arrival` may reserve room for a transfer, `blocked` being the result of `first_blocked`.
+
+        It may not while a retracted request has waited too long.
         """
-        self._blocked_arrivals = [arrival] if arrival is not None and self._priority.enabled else []
-        for req in self._blocked_arrivals:
-            if not would_fit(req, ()):
-                for victim in self._victims_of(req, would_fit):
-                    self._retract(victim)
+        ranks_first = blocked is None or self.rank(arrival) < self.rank(blocked)
+        return ranks_first and bool(self.retraction.let_pass([arrival]))
+
+    def preempt_for_arrival(self, arrival: Req | None, would_fit: WouldFit) -> None:
+        """Keep room for `arrival`, the first request of the prealloc queue, which got none; None when none waits.
+
+        Called before every decision. Until the arrival gets its room, waiting requests that rank below it get none.
+        Where priorities count, running requests that count far less are retracted for it; their pages cool before
+        it can have them.
+        """
+        self._blocked_arrival = arrival
+        if (
+            arrival is None
+            or not self._priority.enabled
+            or not self.is_open_to(arrival, self.first_blocked())
+        ):
+            return
+        if not would_fit(arrival, ()):
+            for victim in self._victims_of(arrival, would_fit):
+                self._retract(victim)
 
     @property
     def schedule_policy(self) -> str:
@@ -185,6 +210,10 @@ class Batcher:
     def level(self, req: Req) -> int:
         """What `req` counts now; see `PriorityRule`."""
         return self._priority.level(req, self.num_steps)
+
+    def rank(self, req: Req) -> tuple[int, int]:
+        """Its place in the one order over both queues; see `PriorityRule`."""
+        return self._priority.rank(req, self.num_steps)
 
     def _next_decode_batch(self) -> ScheduleBatch | None:
         stepping = self._retract_decode()
@@ -262,7 +291,8 @@ class Batcher:
     def arrived(self, req: Req) -> None:
         """From now on the request ages; called by itself below, and before that by whoever lets it wait elsewhere."""
         if req.arrival_step is None:
-            req.arrival_step = self.num_steps
+            self._num_arrivals += 1
+            req.arrival_step, req.arrival_number = self.num_steps, self._num_arrivals
 
     def add(self, req: Req) -> None:
         """A request whose KV is to be computed here."""
@@ -288,8 +318,9 @@ class Batcher:
         """Forget a request that ended, wherever it is. Its KV is the caller's to release."""
         if req is self.chunked_req:
             self.chunked_req = None
-        self.waiting_queue = [other for other in self.waiting_queue if other is not req]
-        self.running_batch = [other for other in self.running_batch if other is not req]
+        for queue in (self.waiting_queue, self.running_batch):
+            if req in queue:
+                queue.remove(req)
         self.retraction.remove(req)
 
 

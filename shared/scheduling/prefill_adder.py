@@ -21,9 +21,9 @@ class AddReqResult(Enum):
     CONTINUE = auto()
     """It was added; there may be room for another."""
     NO_TOKEN = auto()
-    """There is no room for it now: in the KV pool, or beside those for whom room is kept."""
+    """There is no room for it now: no request slot or too few KV pages, besides those kept for other requests."""
     OTHER = auto()
-    """Another budget is used up: chunk tokens, prefill tokens, or request slots."""
+    """The token budget of this forward is used up: chunk tokens, or prefill tokens."""
 
 
 class PrefillAdder:
@@ -59,7 +59,12 @@ class PrefillAdder:
     @property
     def is_full(self) -> bool:
         """True when no waiting request whatsoever could be admitted: each needs a slot, a token and a page."""
-        return self._num_free_rows <= 0 or not self._has_tokens or self._num_available_pages <= 0
+        return self.lacks_room or not self._has_tokens
+
+    @property
+    def lacks_room(self) -> bool:
+        """True when every slot or every page is taken, or kept for a request."""
+        return self._num_free_rows <= 0 or self._num_available_pages <= 0
 
     @property
     def _num_free_rows(self) -> int:
@@ -113,8 +118,10 @@ class PrefillAdder:
     def add_one_req(self, req: Req) -> AddReqResult:
         """Admit a waiting request: match its prefix, take a slot and pages, schedule its first chunk."""
         ledger = self._ledger
-        if self._num_free_rows <= 0 or not self._has_tokens:
+        if not self._has_tokens:
             return AddReqResult.OTHER
+        if self._num_free_rows <= 0:
+            return AddReqResult.NO_TOKEN
         with ledger.tentative(
             ledger.match_prefix(req.matchable_ids, req.extra_key), req.extra_key
         ) as admission:

@@ -31,6 +31,13 @@ class PriorityRule:
             return self._given(req)
         return self._given(req) + (step - req.arrival_step) // self._aging_steps
 
+    def rank(self, req: Req, step: int) -> tuple[int, int]:
+        """The order between requests of different queues: smaller goes first, and no two are equal.
+
+        The level leads where priorities count. Otherwise the level follows from the age, so the age says it all.
+        """
+        return -self.level(req, step) if self.enabled else 0, req.arrival_number
+
     def may_preempt(self, waiting: Req, running: Req, step: int) -> bool:
         """Whether `running` may be retracted for `waiting`.
 

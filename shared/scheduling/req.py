@@ -38,6 +38,8 @@ class Req:
     finish: Finish | None = None
     arrival_step: int | None = None
     """Forwards that this node had decided on when the request arrived; None until its Batcher has heard of it."""
+    arrival_number: int = 0
+    """How many requests the Batcher had heard of by then, this one included."""
     grammar: GrammarState | None = None
     """Set when `params.grammar` has been compiled here; follows the tokens known on the host."""
     num_jumped: int = 0

@@ -1,13 +1,17 @@
-"""Nobody starves: bounds on how long a request waits, for every policy, while more comes than can be served."""
+"""No request starves: bounds on how long one waits, for every policy, while more comes than can be served."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
+from enum import Enum
 
 import pytest
 
 from shared.config import ScheduleOptions
+from shared.protocol.messages import Role
+from shared.scheduling.req import Req
 from shared.scheduling.schedule_batch import ScheduleBatch
 from shared.scheduling.schedule_policy import POLICIES
 from tests.sim.simulator.cost_model import CostModel
@@ -110,3 +114,136 @@ def test_without_aging_somebody_starves(policy: str) -> None:
     """So the bound above is one that can be broken."""
     log, _ = serve(policy, 0)
     assert worst_excess(log, AGING_STEPS) > 10 * SLACK
+
+
+class Place(Enum):
+    """Where a prompt that needs most of a node's pages waits, and what would take each page that comes free."""
+
+    PREFILL = "prompts beside it on a prefill node"
+    BEHIND_LOCAL = "a split one, beside local prompts of a decode node"
+    BEHIND_SPLIT = "a local one, beside split prompts of a decode node"
+
+
+LONG_AT_S, TRAFFIC_S, GAP_S = 0.5, 4.0, 0.02
+POOL_TOKENS = 2048
+"""Of the node where the long prompt waits."""
+
+
+class AdmissionLog:
+    """The order in which requests got their pages on the nodes of one role. Give `on_step` to a fleet."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        self._num_steps = 0
+        self.admitted: dict[str, tuple[int, Req]] = {}
+        """Each request, and the step after which it held pages."""
+
+    def on_step(self, node: SimNode) -> None:
+        if node.role is self._role:
+            self._num_steps += 1
+            for key, req in node.scheduler.reqs.items():
+                if req.kv is not None:
+                    self.admitted.setdefault(key.rid, (self._num_steps, req))
+
+    def passed(self, rid: str) -> list[int]:
+        """How many forwards after the request each of those came that got their pages before it."""
+        admitted_at, own = self.admitted[rid]
+        assert own.arrival_step is not None
+        return [
+            other.arrival_step - own.arrival_step
+            for at, other in self.admitted.values()
+            if at < admitted_at
+            and other.arrival_number > own.arrival_number
+            and other.arrival_step is not None
+        ]
+
+
+def passed(place: Place, long_priority: int = 0, **schedule: object) -> tuple[list[int], int]:
+    """A prompt of 1,600 tokens among short ones: `AdmissionLog.passed`, and how many requests were retracted."""
+    options = ScheduleOptions(max_running_requests=200, priority_aging_steps=AGING_STEPS, **schedule)  # type: ignore[arg-type]
+    small = NodeShape(pool_tokens=POOL_TOKENS, page_size=16, context_length=POOL_TOKENS, schedule=options)
+    large = dataclasses.replace(small, pool_tokens=8 * POOL_TOKENS)
+    short_len, prefill, decode = 16, large, small
+    if place is Place.PREFILL:
+        short_len, prefill, decode = 320, small, large
+    shape = FleetShape(
+        num_prefill=int(place is not Place.BEHIND_SPLIT),
+        prefill=prefill,
+        decode=decode,
+        local_prefill_tokens=16 if place is Place.BEHIND_LOCAL else 0,
+    )
+    log = AdmissionLog(Role.PREFILL if place is Place.PREFILL else Role.DECODE)
+    fleet = SimFleet(shape, COSTS, on_step=log.on_step, audits=True)
+    if place is Place.BEHIND_SPLIT:  # without a prefill node the long prompt is the decode node's alone
+        fleet.loop.at(LONG_AT_S + GAP_S / 4, fleet.start, "p0000", Role.PREFILL)
+    long = SimRequest(LONG_AT_S, 1600, 8, tuple(range(10**6, 10**6 + 100)), 16, priority=long_priority)
+    blocks = -(-short_len // 16)
+    shorts = [
+        SimRequest(GAP_S * i, short_len, 60, tuple(range(i * blocks, (i + 1) * blocks)), 16)
+        for i in range(int(TRAFFIC_S / GAP_S))
+    ]
+    fleet.submit(sorted([*shorts, long], key=lambda request: request.at_s))
+    fleet.run(max_events=1_000_000)
+    assert all(outcome.ok for outcome in fleet.outcomes.values())
+    (rid,) = (rid for rid, outcome in fleet.outcomes.items() if outcome.request is long)
+    return log.passed(rid), fleet.nodes["d0000"].scheduler.batcher.num_retractions
+
+
+@pytest.mark.parametrize(
+    ("policy", "prioritized"), [*((policy, False) for policy in POLICIES), ("fcfs", True)]
+)
+@pytest.mark.parametrize("place", Place)
+def test_a_long_prompt_closes_admission_to_those_that_came_later(
+    place: Place, policy: str, prioritized: bool
+) -> None:
+    """And no running request is retracted for it. On one queue the policy decides until the request has aged."""
+    later, num_retractions = passed(place, schedule_policy=policy, enable_priority_scheduling=prioritized)
+    assert num_retractions == 0
+    if place is Place.PREFILL and policy in ("lof", "random"):
+        assert max(later) < AGING_STEPS
+    else:
+        assert not later
+
+
+@pytest.mark.parametrize("place", Place)
+def test_a_long_prompt_of_lower_priority_is_passed_until_it_has_aged(place: Place) -> None:
+    later, num_retractions = passed(place, -2, enable_priority_scheduling=True)
+    assert num_retractions == 0
+    assert 0 < max(later) < 3 * AGING_STEPS
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_requests_that_hold_each_other_back_all_end(seed: int) -> None:
+    """Local, split and retracted requests of a full decode node, any of which may close admission to the others."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 4, 8])
+    schedule = ScheduleOptions(
+        schedule_policy=rng.choice(list(POLICIES)),
+        chunked_prefill_size=rng.choice([8, 64]),
+        max_running_requests=rng.choice([3, 40]),
+        priority_aging_steps=rng.choice([0, 5, 256]),
+        enable_priority_scheduling=rng.random() < 0.5,
+        priority_scheduling_preemption_threshold=1,
+        schedule_conservativeness=rng.choice([0.0, 1.0]),
+        num_reserved_decode_tokens=rng.choice([0, 8]),
+        in_batch_prefix_caching_deprioritize_threshold=8,
+        retracted_wait_steps=rng.choice([0, 3, 30]),
+        retract_every=rng.choice([0, 5]),
+        disable_overlap_schedule=rng.random() < 0.5,
+        enable_mixed_chunk=rng.random() < 0.3,
+    )
+    decode = NodeShape(
+        pool_tokens=rng.choice([96, 160]),
+        page_size=page_size,
+        context_length=96,
+        schedule=schedule,
+        host_kv_tokens=rng.choice([0, 64]),
+    )
+    prefill = dataclasses.replace(decode, pool_tokens=400)
+    shape = FleetShape(prefill=prefill, decode=decode, local_prefill_tokens=rng.choice([8, 24]))
+    fleet = SimFleet(shape, COSTS, seed=seed, audits=True)
+    requests = chats(rng, 100, gap_s=0.01, block_tokens=8, prompt_blocks=(1, 6), output_len=(1, 20))
+    fleet.submit(dataclasses.replace(request, priority=rng.randrange(6)) for request in requests)
+    fleet.run(max_events=500_000)
+    assert all(outcome.ok for outcome in fleet.outcomes.values())
+    assert all(node.is_empty for node in fleet.nodes.values())

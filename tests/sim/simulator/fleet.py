@@ -180,7 +180,7 @@ class SimFleet:
     def send(self, request: SimRequest) -> Outcome | None:
         """Dispatch one request now; None when no node can take it. The client allows twice the output it will get."""
         params = SamplingParams(max_new_tokens=2 * request.output_len, temperature=0.0)
-        work = Work(request.input_ids(), params, routing_key=request.routing_key)
+        work = Work(request.input_ids(), params, priority=request.priority, routing_key=request.routing_key)
         try:
             req = self.dispatcher.start(work, lambda: self._take(outcome))
         except RequestError:

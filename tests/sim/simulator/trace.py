@@ -42,6 +42,7 @@ class SimRequest:
     blocks: tuple[int, ...]
     block_tokens: int
     routing_key: str = ""
+    priority: int = 0
 
     def input_ids(self) -> tuple[int, ...]:
         """Its made-up prompt. Built when it is sent: a fleet's prompts would not fit into memory at once."""

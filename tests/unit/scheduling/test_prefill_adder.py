@@ -173,7 +173,7 @@ class TestSlots:
     def test_no_row_is_no_admission(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
         adder = make_adder(make_kv_ledger(num_rows=1))
         assert adder.add_one_req(make_req(4, max_new_tokens=1)) is CONTINUE
-        assert adder.add_one_req(make_req(4, max_new_tokens=1)) is OTHER
+        assert adder.add_one_req(make_req(4, max_new_tokens=1)) is NO_TOKEN
 
 
 def test_cached_tokens_do_not_fall_nor_count_outputs(make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
