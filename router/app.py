@@ -1,10 +1,12 @@
 """The ASGI application: routes, what stands before them, and one JSON shape for every error.
 
-    RequestIds          first, so that every answer has its id, whoever gives it
+    RequestIds          first, so that every answer has its id, wherever it comes from
     RequestLog          sees what all others answer (--log-requests)
     HostCheck           refuses a request without a Host, or with two
     CORSMiddleware      answers preflights, which carry no key, and marks refusals too (--allowed-origins)
-    ApiKeyCheck         nobody reads a body for someone without a key
+    ApiKeyCheck         no body is read without a key
+    QueueGate           and none while the queue is full
+    JsonBodies          nor one that is too large
     FastAPI             routes, and errors as JSON, those of bugs included
 
 All are plain ASGI: starlette's BaseHTTPMiddleware would stand between a stream and its client's disconnect.
@@ -28,10 +30,9 @@ from router.api.generate_api import generate_routes
 from router.api.live_api import live_routes
 from router.api.live_state import LiveState
 from router.api.openai_api import openai_routes
-from router.api.openapi import openapi_document
-from router.api.openapi_operations import OPERATIONS
+from router.api.openapi import ERRORS, openapi_document
 from router.api.profile_api import profile_routes
-from router.api.request_log import RequestLog, note_error
+from router.api.request_log import RequestLog
 from router.api.service_api import control_routes, health_routes, info_routes
 from router.bus.colleagues import Colleagues
 from router.dispatch.dispatcher import Dispatcher
@@ -39,18 +40,23 @@ from router.dispatch.metrics import Metrics
 from router.http.admin_guard import AdminGuard
 from router.http.api_keys import ApiKeyCheck, ApiKeys
 from router.http.host_header import HostCheck
+from router.http.json_bodies import JsonBodies
 from router.http.limits import HttpLimits
 from router.http.page_api import page_routes
 from router.http.request_ids import HEADER, RequestIds
-from router.http.responses import error_response
+from router.http.responses import error_response, note_error
+from router.http.wrong_input import wrong_input
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.membership import Membership
 from router.nodes.status import VERSION, FleetStatus
-from router.request.admission import Admission
 from router.request.generation import Generator
+from router.request.queue_limit import QueueGate, QueueLimit
 from router.text.served_model import ModelSlot
 from shared.errors import RequestError
 from shared.log import crash
+
+_QUEUED = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+"""Routes whose requests wait for a first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +84,15 @@ class Service:
 
 def create_app(service: Service) -> ASGIApp:
     """All routes over one set of parts, and what stands before them."""
-    app: ASGIApp = ApiKeyCheck(create_api(service), service.keys)
+    limit = QueueLimit(service.dispatcher.queue, service.max_queued_requests, service.metrics.rejected)
+    service.metrics.watch_own(
+        "baton:num_queued_reqs",
+        "Sequences that wait for their first token, in all queues.",
+        lambda: limit.num_queued,
+    )
+    app: ASGIApp = JsonBodies(create_api(service), service.limits.max_body_bytes)
+    app = QueueGate(app, limit, _QUEUED)
+    app = ApiKeyCheck(app, service.keys)
     if service.allowed_origins:
         app = CORSMiddleware(
             app,
@@ -97,42 +111,41 @@ def create_api(service: Service) -> FastAPI:
     """The routes."""
     # FastAPI's pages for the document load scripts from a CDN; this server's users may be anywhere.
     # A redirect to a path without its slash would lead to whatever Host the request names.
-    app = FastAPI(title="Baton", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Baton",
+        version=VERSION,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=ERRORS,
+    )
     model, limits, status = service.model, service.limits, service.status
     generator, membership, colleagues = service.generator, service.membership, service.colleagues
-    admission = Admission(service.dispatcher.queue, service.max_queued_requests, service.metrics.rejected)
-    service.metrics.watch_own(
-        "baton:num_queued_reqs",
-        "Sequences that wait for their first token, in all queues.",
-        lambda: admission.num_queued,
-    )
-    app.include_router(generate_routes(generator, model, limits, admission))
-    app.include_router(openai_routes(generator, model, limits, status.context_length, admission))
+    app.include_router(generate_routes(generator, model, limits))
+    app.include_router(openai_routes(generator, model, limits, status.context_length))
     app.include_router(health_routes(status, generator, model, membership))
     app.include_router(
         info_routes(status, membership, model, service.metrics, limits, service.flags, colleagues)
     )
-    app.include_router(
-        fleet_admin_routes(membership, service.changes, limits, colleagues, service.fleet_guards)
-    )
+    app.include_router(fleet_admin_routes(membership, service.changes, colleagues, service.fleet_guards))
     app.include_router(live_routes(service.live))
     app.include_router(page_routes())
-    app.include_router(profile_routes(membership, limits, service.admin_only))
-    app.include_router(control_routes(membership, generator, limits, colleagues, service.admin_only))
+    app.include_router(profile_routes(membership, service.admin_only))
+    app.include_router(control_routes(membership, generator, colleagues, service.admin_only))
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(RequestValidationError, _on_wrong_input)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
     keys_are_set = service.keys.has_clients or service.keys.has_admins
-    document = functools.cache(lambda: openapi_document(app, OPERATIONS, with_keys=keys_are_set))
+    document = functools.cache(lambda: openapi_document(app, with_keys=keys_are_set))
     app.openapi = document  # type: ignore[method-assign]
     return app
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    note_error(request, error)
+    note_error(request.scope, error)
     return error_response(error)
 
 
@@ -140,12 +153,15 @@ async def _on_disconnect(_: Request, __: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
 
 
-async def _on_invalid(_: Request, error: Exception) -> Response:
-    return error_response(RequestError(str(error)))
+async def _on_wrong_input(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return await _on_request_error(request, wrong_input(error.errors()))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ClientDisconnect):  # FastAPI takes it for a body that is wrong
+        return await _on_disconnect(request, error)
     message = {
         404: f"there is no {request.url.path} here",
         405: f"{request.url.path} does not take {request.method}",

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Request, Response, params
+from fastapi import APIRouter, Depends, Query, params
 from msgspec import UNSET
 from msgspec.structs import asdict
 from pydantic import Field
@@ -15,9 +15,8 @@ from router.bus.colleagues import Colleagues
 from router.bus.worker_messages import Changed, DialNode, DrainNode, MemberAdded, MemberRemoved
 from router.http.admin_guard import AdminGuard
 from router.http.api_keys import ApiKeys
-from router.http.body import Body, parse, validate
-from router.http.limits import HttpLimits
-from router.http.responses import json_response, read_body
+from router.http.body import Body
+from router.http.json_bodies import JsonRoute
 from router.http.topology import address_of
 from router.nodes.fleet_answers import Fleet, FleetNode, NodeAdded, NodeRemoved
 from router.nodes.fleet_changes import ADD_WAIT_S, FleetChanges
@@ -41,72 +40,67 @@ class AddNode(Body):
     address: Annotated[str, Field(min_length=1, max_length=512, description="HOST[:PORT], as --prefill")]
 
 
-class DrainQuery(Body):
-    """How a node is let go."""
-
-    drain_timeout_s: Annotated[
-        float,
-        Field(
-            ge=0, le=_MAX_DRAIN_TIMEOUT_S, strict=False, description="Its requests may run on for so long."
-        ),
-    ] = DEFAULT_DRAIN_TIMEOUT_S
+DrainTimeout = Annotated[
+    float,
+    Query(
+        ge=0,
+        le=_MAX_DRAIN_TIMEOUT_S,
+        allow_inf_nan=False,
+        description="Its requests may run on for so many seconds.",
+    ),
+]
 
 
 def fleet_admin_routes(
     membership: Membership,
     changes: FleetChanges,
-    limits: HttpLimits,
     colleagues: Colleagues,
     guards: Sequence[params.Depends],
 ) -> APIRouter:
     """The routes; `guards` raise for whoever may not use them."""
-    router = APIRouter(prefix="/fleet", dependencies=guards)
+    router = APIRouter(prefix="/fleet", tags=["Operation"], dependencies=guards, route_class=JsonRoute)
 
-    @router.get("", response_model=None)
-    async def fleet() -> Response:
+    @router.get("")
+    async def fleet() -> Fleet:
         """Every node that is dialled, with its load asked for now."""
         await membership.refresh(_REFRESH_S)
         name = colleagues.own_name
-        return json_response(
-            Fleet(
-                nodes=[describe_in_full(member) for member in membership.members],
-                router_worker=UNSET if name is None else name,
-            )
+        return Fleet(
+            nodes=[describe_in_full(member) for member in membership.members],
+            router_worker=UNSET if name is None else name,
         )
 
-    @router.post("/nodes", response_model=None)
-    async def add_node(request: Request) -> Response:
+    @router.post("/nodes")
+    async def add_node(asked: AddNode) -> NodeAdded:
         """Dial a running node; answers when it has been taken in or refused, or after ten seconds."""
-        asked = parse(AddNode, await read_body(request, limits.max_body_bytes))
         role = Role(asked.role)
         member = await changes.add(role, _address(role, asked.address), ADD_WAIT_S)
         colleagues.note(MemberAdded(role, member.address, member.incarnation))
         told = await colleagues.ask(DialNode(role, member.address), ADD_WAIT_S + _COLLEAGUES_GRACE_S)
-        return json_response(NodeAdded(node=describe_in_full(member), missing_workers=told.missing_workers))
+        return NodeAdded(node=describe_in_full(member), missing_workers=told.missing_workers)
 
-    @router.delete("/nodes/{node_id:path}", response_model=None)
-    async def remove_node(node_id: str, drain_timeout_s: str | None = None) -> Response:
+    @router.delete("/nodes/{node_id:path}")
+    async def remove_node(
+        node_id: str, drain_timeout_s: DrainTimeout = DEFAULT_DRAIN_TIMEOUT_S
+    ) -> NodeRemoved:
         """Send a node nothing new, and hang up when its requests have ended or the time is up."""
-        timeout_s = validate(DrainQuery, {"drain_timeout_s": drain_timeout_s}).drain_timeout_s
         member = changes.find(node_id)
         if member is None:
             raise RequestError(
                 f"there is no node {node_id!r} in the fleet", status=404, code="no_such_node", param="node_id"
             )
         colleagues.note(MemberRemoved(member.address, member.incarnation))
-        drain = DrainNode(member.address, member.incarnation, timeout_s)
+        drain = DrainNode(member.address, member.incarnation, drain_timeout_s)
         removed, told = await asyncio.gather(
-            changes.remove(member, timeout_s),
-            colleagues.ask(drain, timeout_s + _COLLEAGUES_GRACE_S),
+            changes.remove(member, drain_timeout_s),
+            colleagues.ask(drain, drain_timeout_s + _COLLEAGUES_GRACE_S),
         )
         others = [answer.num_ended for answer in told.answers.values() if isinstance(answer, Changed)]
-        return json_response(
-            NodeRemoved(
-                node_id=removed.node_id or None,
-                address=removed.address,
-                num_ended_requests=removed.num_ended + sum(others),
-                missing_workers=told.missing_workers,
-            )
+        return NodeRemoved(
+            node_id=removed.node_id or None,
+            address=removed.address,
+            num_ended_requests=removed.num_ended + sum(others),
+            missing_workers=told.missing_workers,
         )
 
     return router

@@ -10,35 +10,33 @@ from msgspec import UNSET
 
 from router.api.generate_requests import GenerateBody, GenerateRequest, read_generate
 from router.api.logprobs import NativeLogprobs
-from router.api.native_answers import GenerateAnswer, MetaInfo
+from router.api.native_answers import GenerateAnswer, MetaInfo, StampAnswer
 from router.api.request_log import note_group
-from router.http.answer import StampAnswer
-from router.http.body import parse
+from router.http.json_bodies import JsonRoute
 from router.http.limits import HttpLimits
-from router.http.responses import json_response, read_body, stream_response, while_connected
-from router.request.admission import Admission
+from router.http.responses import event_stream, json_response, stream_response, while_connected
 from router.request.generation import Generation, GenerationGroup, Generator
+from router.request.queue_limit import PlacesOfRequest
 from router.text.served_model import ModelSlot
 from router.text.tokenizer import Tokenizer
 
 WEIGHT_VERSION = "default"
 
+_ANSWER = GenerateAnswer | list[GenerateAnswer]
 
-def generate_routes(
-    generator: Generator, model: ModelSlot, limits: HttpLimits, admission: Admission
-) -> APIRouter:
-    """The route."""
-    router = APIRouter()
 
-    @router.put("/generate", response_model=None)
-    @router.post("/generate", response_model=None)
-    async def generate(request: Request) -> Response:
+def generate_routes(generator: Generator, model: ModelSlot, limits: HttpLimits) -> APIRouter:
+    """The route, behind a QueueGate."""
+    router = APIRouter(tags=["SGLang"], route_class=JsonRoute)
+
+    @router.put("/generate", response_model=_ANSWER, responses=event_stream(GenerateAnswer))
+    @router.post("/generate", response_model=_ANSWER, responses=event_stream(GenerateAnswer))
+    async def generate(request: Request, body: GenerateBody, places: PlacesOfRequest) -> Response:
         """Complete one prompt or several."""
-        with admission.ticket() as ticket, generator.claim() as claim:
-            body = parse(GenerateBody, await read_body(request, limits.max_body_bytes))
-            reading = read_generate(body, model.get(), limits, request.headers, ticket, claim)
+        with generator.claim() as claim:
+            reading = read_generate(body, model.get(), limits, request.headers, places, claim)
             asked = await while_connected(request.receive, reading)
-            group = generator.open(asked.prompts, model.get().tokenizer, claim, ticket)
+            group = generator.open(asked.prompts, model.get().tokenizer, claim, places)
             note_group(request, group)
             if asked.stream:
                 return await stream_response(request, _events(group, asked, model.get().tokenizer))

@@ -13,7 +13,6 @@ from router.dispatch.live_rids import Claim
 from router.http.body import Body, FailFast, OneOf, Refused
 from router.http.limits import HttpLimits
 from router.http.request_ids import requested_rid
-from router.request.admission import Ticket
 from router.request.logprob_fields import (
     LogprobStartLen,
     ReturnLogprob,
@@ -40,6 +39,7 @@ from router.request.prompts import (
     read_rids,
     read_routing_key,
 )
+from router.request.queue_limit import QueuePlaces
 from router.request.sampling import NativeSampling, read_sampling, read_samplings
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
@@ -134,7 +134,7 @@ async def read_generate(
     model: ServedModel,
     limits: HttpLimits,
     headers: Mapping[str, str],
-    ticket: Ticket,
+    places: QueuePlaces,
     claim: Claim,
 ) -> GenerateRequest:
     """Check what types cannot, take places in the queue, and tokenize. Raises RequestError."""
@@ -149,7 +149,7 @@ async def read_generate(
     extra_keys = per_prompt("extra_key", body.extra_key, "", num_prompts, batched=batched)
     routing_key = read_routing_key(body.routing_key, headers)
     logprobs = _logprobs(body, num_prompts, model.vocab_size, limits, batched=batched)
-    ticket.take(sum(options.n for _, options in asked))
+    places.hold(sum(options.n for _, options in asked))
     whole = given_rid if isinstance(given_rid, str) else None
     claim.take(rids, [options.n for _, options in asked], whole=whole, shared=body.rid is None)
     if texts:

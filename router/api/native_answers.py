@@ -4,33 +4,56 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
+from pydantic import Field
 
-from router.http.answer import Answer, TimelineFields
+from router.http.answer import Answer
 from router.request.finish_reason import FinishReason
+from shared.protocol.messages import Stamp
 
 JudgedToken = Annotated[
     tuple[float | None, int, str | None],
-    Meta(
+    Field(
         description="Logprob (null where nothing comes before), token id, and the text where it was asked for."
     ),
 ]
 JudgedTokens = list[JudgedToken]
 Alternatives = Annotated[
-    list[JudgedTokens | None], Meta(description="For each token; null where nothing comes before.")
+    list[JudgedTokens | None], Field(description="For each token; null where nothing comes before.")
 ]
+
+
+class StampAnswer(Answer, kw_only=True, frozen=True):
+    """A stage that a request entered."""
+
+    role: Annotated[str, Field(description="router, prefill or decode.")]
+    stage: str
+    time: Annotated[float, Field(description="Seconds since 1970, by the clock of that machine.")]
+
+    @classmethod
+    def of(cls, stamp: Stamp) -> StampAnswer:
+        """A stamp of the wire."""
+        return cls(role=stamp.role, stage=stamp.stage, time=stamp.time)
+
+
+class TimelineFields(Answer, frozen=True):
+    """What `return_timeline` adds; streams tell it as it becomes known."""
+
+    timeline: list[StampAnswer] | UnsetType = UNSET
+    kv_pages_transferred: int | UnsetType = UNSET
+    kv_bytes_transferred: int | UnsetType = UNSET
 
 
 class MetaInfo(TimelineFields, kw_only=True, frozen=True):
     """What is told about a sequence beside its text. Logprobs come with `return_logprob`."""
 
-    id: Annotated[str, Meta(description="The prompt's rid.")]
-    finish_reason: Annotated[FinishReason | None, Meta(description="Null while it runs.")]
+    id: Annotated[str, Field(description="The prompt's rid.")]
+    finish_reason: Annotated[FinishReason | None, Field(description="Null while it runs.")]
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: Annotated[int, Meta(description="Prompt tokens found in a RadixCache.")]
+    cached_tokens: Annotated[int, Field(description="Prompt tokens found in a RadixCache.")]
     weight_version: str
-    e2e_latency: Annotated[float | UnsetType, Meta(description="Seconds, once it has ended.")] = UNSET
+    e2e_latency: Annotated[float | UnsetType, Field(description="Seconds, once it has ended.")] = UNSET
     input_token_logprobs: JudgedTokens | UnsetType = UNSET
     output_token_logprobs: JudgedTokens | UnsetType = UNSET
     input_top_logprobs: Alternatives | UnsetType = UNSET
@@ -46,5 +69,5 @@ class GenerateAnswer(Answer, kw_only=True, frozen=True):
     output_ids: list[int]
     meta_info: MetaInfo
     index: Annotated[
-        int | UnsetType, Meta(description="In the events of a batch: which sequence, grouped by prompt.")
+        int | UnsetType, Field(description="In the events of a batch: which sequence, grouped by prompt.")
     ] = UNSET

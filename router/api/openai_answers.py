@@ -7,24 +7,26 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
+from pydantic import Field
 
-from router.http.answer import Answer, TimelineFields
+from router.api.native_answers import TimelineFields
+from router.http.answer import Answer
 
 FinishReason = Annotated[
     Literal["stop", "length", "tool_calls", "abort"],
-    Meta(
+    Field(
         description="stop: the model's own end, or a stop string or id. length: max_tokens or the context. "
         "tool_calls: the call that `tool_choice` required is complete. abort: by /abort_request."
     ),
 ]
-MatchedStop = Annotated[int | str | None, Meta(description="The token id or the string that ended it.")]
+MatchedStop = Annotated[int | str | None, Field(description="The token id or the string that ended it.")]
 
 
 class PromptTokensDetails(Answer, kw_only=True, frozen=True):
     """Of the prompt's tokens."""
 
-    cached_tokens: Annotated[int, Meta(description="Found in a RadixCache, and so not computed again.")]
+    cached_tokens: Annotated[int, Field(description="Found in a RadixCache, and so not computed again.")]
 
 
 class Usage(Answer, kw_only=True, frozen=True):
@@ -188,9 +190,9 @@ class ModelCard(Answer, kw_only=True, frozen=True):
     """The model that is served."""
 
     id: str
-    root: Annotated[str, Meta(description="What the operator gave as --model.")]
+    root: Annotated[str, Field(description="What the operator gave as --model.")]
     max_model_len: Annotated[
-        int, Meta(description="Tokens of prompt and output that every decode node takes.")
+        int, Field(description="Tokens of prompt and output that every decode node takes.")
     ]
     object: Literal["model"] = "model"
     created: int = 0

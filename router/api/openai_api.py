@@ -10,18 +10,18 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from router.api.chat_bodies import ChatBody
-from router.api.openai_answers import ModelCard, ModelList
+from router.api.openai_answers import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
 from router.api.openai_bodies import CompletionBody
 from router.api.openai_requests import OpenAIRequest, read_chat, read_completion, unknown_model
 from router.api.openai_shapes import ChatShape, CompletionShape, MaybeUsage, Reply, Shape, best, usage_of
 from router.api.request_log import note_group
 from router.dispatch.live_rids import Claim
 from router.http.answer import Answer
-from router.http.body import parse
+from router.http.json_bodies import JsonRoute
 from router.http.limits import HttpLimits
-from router.http.responses import json_response, read_body, stream_response, while_connected
-from router.request.admission import Admission, Ticket
+from router.http.responses import event_stream, json_response, stream_response, while_connected
 from router.request.generation import Generation, GenerationGroup, Generator
+from router.request.queue_limit import PlacesOfRequest, QueuePlaces
 from router.text.served_model import ModelSlot, ServedModel
 from router.text.text_workers import TextWorkers
 
@@ -33,52 +33,51 @@ def openai_routes(
     model: ModelSlot,
     limits: HttpLimits,
     context_length: Callable[[], int],
-    admission: Admission,
 ) -> APIRouter:
-    """The routes. `context_length` is what the fleet can serve now."""
-    router = APIRouter(prefix="/v1")
+    """The routes; those that generate are behind a QueueGate. `context_length` is what the fleet can serve now."""
+    router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
     async def respond(
-        request: Request, asked: OpenAIRequest, shape: Shape, ticket: Ticket, claim: Claim
+        request: Request, asked: OpenAIRequest, shape: Shape, places: QueuePlaces, claim: Claim
     ) -> Response:
-        group = generator.open(asked.prompts, model.get().tokenizer, claim, ticket)
+        group = generator.open(asked.prompts, model.get().tokenizer, claim, places)
         workers = model.get().tokenizer.workers
         note_group(request, group)
         if asked.stream is not None:
             return await stream_response(request, _events(group, asked, shape, workers))
         return json_response(await while_connected(request.receive, _answer(group, asked, shape, workers)))
 
-    @router.post("/completions", response_model=None)
-    async def completions(request: Request) -> Response:
+    @router.post("/completions", response_model=Completion, responses=event_stream(Completion))
+    async def completions(request: Request, body: CompletionBody, places: PlacesOfRequest) -> Response:
         """Complete one prompt or several."""
-        with admission.ticket() as ticket, generator.claim() as claim:
-            body = parse(CompletionBody, await read_body(request, limits.max_body_bytes))
-            reading = read_completion(body, model.get(), limits, request.headers, ticket, claim)
+        with generator.claim() as claim:
+            reading = read_completion(body, model.get(), limits, request.headers, places, claim)
             asked = await while_connected(request.receive, reading)
             shape = CompletionShape(_reply(asked, model.get()), model.get().tokenizer, asked.echoes)
-            return await respond(request, asked, shape, ticket, claim)
+            return await respond(request, asked, shape, places, claim)
 
-    @router.post("/chat/completions", response_model=None)
-    async def chat_completions(request: Request) -> Response:
+    @router.post(
+        "/chat/completions", response_model=ChatCompletion, responses=event_stream(ChatCompletionChunk)
+    )
+    async def chat_completions(request: Request, body: ChatBody, places: PlacesOfRequest) -> Response:
         """Answer a conversation."""
-        with admission.ticket() as ticket, generator.claim() as claim:
-            body = parse(ChatBody, await read_body(request, limits.max_body_bytes))
-            reading = read_chat(body, model.get(), limits, request.headers, ticket, claim)
+        with generator.claim() as claim:
+            reading = read_chat(body, model.get(), limits, request.headers, places, claim)
             asked = await while_connected(request.receive, reading)
             shape = ChatShape(_reply(asked, model.get()), model.get().tokenizer, asked.call)
-            return await respond(request, asked, shape, ticket, claim)
+            return await respond(request, asked, shape, places, claim)
 
-    @router.get("/models", response_model=None)
-    async def models() -> Response:
+    @router.get("/models")
+    async def models() -> ModelList:
         """The one model that is served."""
-        return json_response(ModelList(data=[_model_card(model.get(), context_length())]))
+        return ModelList(data=[_model_card(model.get(), context_length())])
 
-    @router.get("/models/{model_id:path}", response_model=None)
-    async def model_by_id(model_id: str) -> Response:
+    @router.get("/models/{model_id:path}")
+    async def model_by_id(model_id: str) -> ModelCard:
         """The model, by its name."""
         if model_id != model.get().name:
             raise unknown_model(model_id, model.get())
-        return json_response(_model_card(model.get(), context_length()))
+        return _model_card(model.get(), context_length())
 
     return router
 

@@ -16,10 +16,10 @@ from router.dispatch.live_rids import Claim
 from router.http.limits import HttpLimits
 from router.http.request_ids import requested_rid
 from router.http.wording import shown, wrong
-from router.request.admission import Ticket
 from router.request.logprob_fields import chat_logprobs, check_num_completion, completion_logprobs
 from router.request.prompt import Prompt
 from router.request.prompts import encode_prompts, id_rows, read_rids, read_routing_key
+from router.request.queue_limit import QueuePlaces
 from router.request.sampling import read_sampling, read_samplings
 from router.text.chat_template import Chat
 from router.text.served_model import ServedModel
@@ -52,7 +52,7 @@ async def read_completion(
     model: ServedModel,
     limits: HttpLimits,
     headers: Mapping[str, str],
-    ticket: Ticket,
+    places: QueuePlaces,
     claim: Claim,
 ) -> OpenAIRequest:
     """Check what the types of /v1/completions cannot, take places and tokenize. Raises RequestError."""
@@ -67,7 +67,7 @@ async def read_completion(
     routing_key = read_routing_key(body.routing_key, headers)
     told = completion_logprobs(body.logprobs, limits, echo=body.echo)
     logprobs = LogprobParams() if told is None and best_of > body.n else told
-    ticket.take(num_prompts * best_of)
+    places.hold(num_prompts * best_of)
     claim.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
     if texts:
         ids = await encode_prompts(texts, model, limits, "prompt", batched=batched)
@@ -103,7 +103,7 @@ async def read_chat(
     model: ServedModel,
     limits: HttpLimits,
     headers: Mapping[str, str],
-    ticket: Ticket,
+    places: QueuePlaces,
     claim: Claim,
 ) -> OpenAIRequest:
     """Check what the types of /v1/chat/completions cannot, take places and tokenize. Raises RequestError."""
@@ -115,7 +115,7 @@ async def read_chat(
     routing_key = read_routing_key(body.routing_key, headers)
     if model.chat_template is None:
         raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
-    ticket.take(options.n)
+    places.hold(options.n)
     claim.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
     text = await model.chat_template.render(_chat(body), model.tokenizer.workers)
     # The template writes the special tokens itself.

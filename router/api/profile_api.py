@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends
 from pydantic import Field
 
 from router.http.admin_guard import AdminGuard
-from router.http.body import Body, Refused, parse
-from router.http.limits import HttpLimits
-from router.http.responses import json_response, read_body
+from router.http.body import Body, Refused
+from router.http.json_bodies import JsonRoute
 from router.nodes.fleet_answers import Traces
 from router.nodes.membership import Membership
 from shared.errors import RequestError
@@ -32,29 +31,29 @@ class StartProfileBody(Body):
     output_dir: Annotated[Any, Refused(why="the node's --profile-dir to say")] = None
 
 
-def profile_routes(membership: Membership, limits: HttpLimits, admin_only: AdminGuard) -> APIRouter:
+def profile_routes(membership: Membership, admin_only: AdminGuard) -> APIRouter:
     """The routes."""
-    router = APIRouter(dependencies=[Depends(admin_only)])
+    router = APIRouter(tags=["Operation"], dependencies=[Depends(admin_only)], route_class=JsonRoute)
 
-    @router.post("/start_profile", response_model=None)
-    async def start_profile(request: Request) -> Response:
+    @router.post("/start_profile")
+    async def start_profile(body: StartProfileBody | None = None) -> Traces:
         """Trace every live node for `num_steps` steps, or until /stop_profile."""
-        body = parse(StartProfileBody, await read_body(request, limits.max_body_bytes) or b"{}")
+        asked = body or StartProfileBody()
 
         def message(call_id: int) -> StartProfile:
-            return StartProfile(call_id, body.num_steps or None, body.with_stack, body.record_shapes)
+            return StartProfile(call_id, asked.num_steps or None, asked.with_stack, asked.record_shapes)
 
         return _told(await membership.call(message, _START_TIMEOUT_S))
 
-    @router.post("/stop_profile", response_model=None)
-    async def stop_profile() -> Response:
+    @router.post("/stop_profile")
+    async def stop_profile() -> Traces:
         """Write the traces."""
         return _told(await membership.call(StopProfile, _STOP_TIMEOUT_S))
 
     return router
 
 
-def _told(answers: dict[str, Answered]) -> Response:
+def _told(answers: dict[str, Answered]) -> Traces:
     if not answers:
         raise RequestError("there is no live node to profile", status=503, code="no_node")
     refused = {node_id: answer.detail for node_id, answer in sorted(answers.items()) if not answer.ok}
@@ -62,4 +61,4 @@ def _told(answers: dict[str, Answered]) -> Response:
     if refused:
         others = f"; done on {', '.join(traces)}" if traces else ""
         raise RequestError("; ".join(f"{node_id}: {why}" for node_id, why in refused.items()) + others)
-    return json_response(Traces(traces=traces))
+    return Traces(traces=traces)

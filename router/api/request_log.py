@@ -14,6 +14,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.dispatch.metrics import stage_durations
+from router.http.responses import ERROR
 from router.request.finish_reason import kind_of
 from router.request.generation import Generation, GenerationGroup
 from shared.errors import RequestError
@@ -23,7 +24,7 @@ from shared.timeline import ReqStage
 PROBES = frozenset({"/health", "/metrics", "/live/state"})
 """Asked every few seconds, by machines: told only when they fail."""
 
-_GROUP, _ERROR = "generation_group", "request_error"
+_GROUP = "generation_group"
 
 
 class RequestLog:
@@ -68,22 +69,17 @@ def note_group(request: Request, group: GenerationGroup) -> None:
     setattr(request.state, _GROUP, group)
 
 
-def note_error(request: Request, error: RequestError) -> None:
-    """Why this request is refused, or has failed. Its message quotes the request, so it is not told."""
-    setattr(request.state, _ERROR, error)
-
-
 def _tell(scope: Scope, status: int | None, disconnected: bool, began: float) -> None:
     state = scope["state"]
     group: GenerationGroup | None = state.get(_GROUP)
-    error: RequestError | None = state.get(_ERROR)
+    error: RequestError | None = state.get(ERROR)
     route = getattr(scope.get("route"), "path", None) or scope["path"][:100]
     fields: dict[str, Any] = {
         "request_id": state.get("request_id"),
         "route": f"{scope['method']} {route}",
         "status": status,
     }
-    if error is not None:
+    if error is not None:  # its message quotes the request, so it is not told
         fields |= {"code": error.code, "param": error.param}
     if group is not None:
         fields |= _generated(group, began)

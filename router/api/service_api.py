@@ -8,7 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import PlainTextResponse
 from msgspec.structs import asdict, replace
 from pydantic import Field
 
@@ -18,10 +19,19 @@ from router.bus.colleagues import Colleagues
 from router.bus.worker_messages import AbortReqs, NumAborted, TellMetrics
 from router.dispatch.metrics import CONTENT_TYPE, Metrics
 from router.http.admin_guard import AdminGuard
-from router.http.body import Body, OneOf, parse, validate
+from router.http.body import Body, OneOf
+from router.http.json_bodies import JsonRoute
 from router.http.limits import HttpLimits
-from router.http.responses import json_response, read_body, while_connected
-from router.nodes.fleet_answers import Detokenized, Flushed, ModelInfo, RequestsAborted, Tokenized
+from router.http.responses import json_response, while_connected
+from router.nodes.fleet_answers import (
+    Detokenized,
+    Flushed,
+    Health,
+    ModelInfo,
+    RequestsAborted,
+    ServerInfo,
+    Tokenized,
+)
 from router.nodes.membership import Membership
 from router.nodes.status import FleetStatus
 from router.request.generation import GenerationGroup, Generator
@@ -70,28 +80,34 @@ class AbortBody(Body):
     abort_all: Annotated[bool, Field(description="Every request.")] = False
 
 
-class FlushQuery(Body):
-    """The query of /flush_cache, where numbers are text."""
+FlushTimeout = Annotated[
+    float,
+    Query(
+        ge=0, le=_MAX_FLUSH_WAIT_S, allow_inf_nan=False, description="Seconds to wait for running requests."
+    ),
+]
 
-    timeout: Annotated[
-        float,
-        Field(ge=0, le=_MAX_FLUSH_WAIT_S, strict=False, description="Seconds to wait for running requests."),
-    ] = 0.0
+
+class MetricsText(PlainTextResponse):
+    """Prometheus' text format."""
+
+    media_type = CONTENT_TYPE
 
 
 def health_routes(
     status: FleetStatus, generator: Generator, model: ModelSlot, membership: Membership
 ) -> APIRouter:
     """Is it up, and does it work?"""
-    router = APIRouter()
+    router = APIRouter(tags=["State"])
 
-    @router.get("/health", response_model=None)
-    async def health() -> Response:
+    @router.get("/health", responses={503: {"model": Health, "description": "Nothing can be served."}})
+    async def health(response: Response) -> Health:
         """The state of each fleet, without asking it; 503 when nothing can be served."""
-        return json_response(status.describe(), 200 if status.can_serve else 503)
+        response.status_code = 200 if status.can_serve else 503
+        return status.describe()
 
-    @router.get("/health_generate", response_model=None)
-    async def health_generate(request: Request) -> Response:
+    @router.get("/health_generate")
+    async def health_generate(request: Request) -> Health:
         """Generate two tokens, through both fleets where there are two."""
         started = time.monotonic()
         if membership.expects(Role.PREFILL) and not membership.live(Role.PREFILL):
@@ -105,13 +121,13 @@ def health_routes(
             except TimeoutError:
                 raise RequestError(f"no answer within {_PROBE_TIMEOUT_S:g} s", status=503) from None
 
-        # Takes no ticket: with a full queue the service still works, and a probe that failed then would end it.
+        # Takes no place: with a full queue the service still works, and a probe that failed then would end it.
         with generator.claim() as claim:
             probe = _probe(model.get())
             claim.take([probe.rid], [1], whole=None, shared=False)
             group = generator.open([probe], model.get().tokenizer, claim)
             await while_connected(request.receive, run(group))
-        return json_response(replace(status.describe(), generated_in_s=time.monotonic() - started))
+        return replace(status.describe(), generated_in_s=time.monotonic() - started)
 
     return router
 
@@ -126,34 +142,32 @@ def info_routes(
     colleagues: Colleagues,
 ) -> APIRouter:
     """What is served, by whom, and what it tells Prometheus. `flags` are the router's."""
-    router = APIRouter()
+    router = APIRouter(tags=["State"], route_class=JsonRoute)
 
-    @router.get("/get_model_info", response_model=None)
-    @router.get("/model_info", response_model=None)
-    async def model_info() -> Response:
+    @router.get("/get_model_info")
+    @router.get("/model_info")
+    async def model_info() -> ModelInfo:
         """The model."""
         served = model.get()
-        return json_response(
-            ModelInfo(
-                model_path=served.model,
-                tokenizer_path=str(served.path),
-                weight_version=WEIGHT_VERSION,
-                served_model_name=served.name,
-                vocab_size=served.vocab_size,
-                context_length=status.context_length(),
-                max_model_len=status.context_length(),
-                has_chat_template=served.chat_template is not None,
-            )
+        return ModelInfo(
+            model_path=served.model,
+            tokenizer_path=str(served.path),
+            weight_version=WEIGHT_VERSION,
+            served_model_name=served.name,
+            vocab_size=served.vocab_size,
+            context_length=status.context_length(),
+            max_model_len=status.context_length(),
+            has_chat_template=served.chat_template is not None,
         )
 
-    @router.get("/get_server_info", response_model=None)
-    @router.get("/server_info", response_model=None)
+    @router.get("/get_server_info", response_model=ServerInfo)
+    @router.get("/server_info", response_model=ServerInfo)
     async def server_info() -> Response:
         """Sizes, flags and the load of every node, asked for now."""
         await membership.refresh(_REFRESH_S)
         return json_response({**flags, **asdict(status.server_info())})
 
-    @router.get("/metrics", response_model=None)
+    @router.get("/metrics", response_class=MetricsText)
     async def prometheus() -> Response:
         """Prometheus' text format, of all workers, with the load of every node asked for now."""
         told, _ = await asyncio.gather(
@@ -161,13 +175,12 @@ def info_routes(
         )
         name = colleagues.own_name
         text = metrics.export() if name is None else metrics.export_with(name, told)
-        return Response(text, media_type=CONTENT_TYPE)
+        return MetricsText(text)
 
-    @router.post("/v1/tokenize", response_model=None, include_in_schema=False)
-    @router.post("/tokenize", response_model=None)
-    async def tokenize(request: Request) -> Response:
+    @router.post("/v1/tokenize", include_in_schema=False)
+    @router.post("/tokenize", tags=["SGLang"])
+    async def tokenize(request: Request, body: TokenizeBody) -> Tokenized:
         """Text to token ids, as a prompt would be."""
-        body = parse(TokenizeBody, await read_body(request, limits.max_body_bytes))
         served, prompt = model.get(), body.prompt
         many = isinstance(prompt, list)
         texts = prompt if isinstance(prompt, list) else [prompt]
@@ -175,24 +188,21 @@ def info_routes(
         special = body.add_special_tokens
         encoding = encode_prompts(texts, served, limits, "prompt", batched=many, add_special_tokens=special)
         ids = await while_connected(request.receive, encoding)
-        return json_response(
-            Tokenized(
-                tokens=ids if many else ids[0],
-                count=[len(row) for row in ids] if many else len(ids[0]),
-                max_model_len=status.context_length(),
-            )
+        return Tokenized(
+            tokens=ids if many else ids[0],
+            count=[len(row) for row in ids] if many else len(ids[0]),
+            max_model_len=status.context_length(),
         )
 
-    @router.post("/v1/detokenize", response_model=None, include_in_schema=False)
-    @router.post("/detokenize", response_model=None)
-    async def detokenize(request: Request) -> Response:
+    @router.post("/v1/detokenize", include_in_schema=False)
+    @router.post("/detokenize", tags=["SGLang"])
+    async def detokenize(request: Request, body: DetokenizeBody) -> Detokenized:
         """Token ids to text."""
-        body = parse(DetokenizeBody, await read_body(request, limits.max_body_bytes))
         served = model.get()
         rows, many = id_rows("tokens", body.tokens, served.vocab_size, limits)
         decoding = served.tokenizer.decode(rows, skip_special_tokens=body.skip_special_tokens)
         texts = await while_connected(request.receive, decoding)
-        return json_response(Detokenized(text=texts if many else texts[0]))
+        return Detokenized(text=texts if many else texts[0])
 
     return router
 
@@ -200,24 +210,21 @@ def info_routes(
 def control_routes(
     membership: Membership,
     generator: Generator,
-    limits: HttpLimits,
     colleagues: Colleagues,
     admin_only: AdminGuard,
 ) -> APIRouter:
     """What an operator does to a running service."""
-    router = APIRouter()
+    router = APIRouter(tags=["Operation"], route_class=JsonRoute)
 
-    @router.get("/flush_cache", response_model=None, dependencies=[Depends(admin_only)])
-    @router.post("/flush_cache", response_model=None, dependencies=[Depends(admin_only)])
-    async def flush_cache(request: Request, timeout: str | None = None) -> Response:
+    @router.get("/flush_cache", dependencies=[Depends(admin_only)])
+    @router.post("/flush_cache", dependencies=[Depends(admin_only)])
+    async def flush_cache(request: Request, timeout: FlushTimeout = 0.0) -> Flushed:
         """Empty every RadixCache, once nothing runs; `timeout` says how many seconds that may take."""
-        timeout_s = validate(FlushQuery, {"timeout": timeout}).timeout
-        return json_response(await while_connected(request.receive, _flush(membership, timeout_s)))
+        return await while_connected(request.receive, _flush(membership, timeout))
 
-    @router.post("/abort_request", response_model=None)
-    async def abort_request(request: Request) -> Response:
+    @router.post("/abort_request")
+    async def abort_request(request: Request, body: AbortBody) -> RequestsAborted:
         """End a request by its rid, or all; each answers with what it has, finished by `abort`."""
-        body = parse(AbortBody, await read_body(request, limits.max_body_bytes))
         if not body.rid and not body.abort_all:
             raise RequestError("give rid, or abort_all: true", param="rid")
         if body.abort_all:
@@ -226,9 +233,7 @@ def control_routes(
         num_own = generator.abort(name, ABORTED)
         told = await colleagues.ask(AbortReqs(name), _ABORT_WAIT_S)
         others = [answer.num_reqs for answer in told.answers.values() if isinstance(answer, NumAborted)]
-        return json_response(
-            RequestsAborted(aborted=num_own + sum(others), missing_workers=told.missing_workers)
-        )
+        return RequestsAborted(aborted=num_own + sum(others), missing_workers=told.missing_workers)
 
     return router
 

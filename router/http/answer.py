@@ -1,49 +1,58 @@
-"""What routes answer, as types: each answer is built as one, and described by the same one in /openapi.json."""
+"""What routes answer, as types: an answer is built as one, encoded by msgspec, and described in /openapi.json.
+
+Schemas are written as the dicts that pydantic_core reads, since the terminal's commands decode answers without
+loading pydantic.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+import operator
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from msgspec import UNSET, Meta, Struct, UnsetType
-
-from shared.protocol.messages import Stamp
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
 
 class Answer(Struct, frozen=True, forbid_unknown_fields=True):
-    """A JSON object of an answer. A field that is UNSET is left out; every other one is there."""
+    """A JSON object of an answer. A field that is UNSET is left out; every other one is there.
 
-
-class ErrorDetail(Answer, kw_only=True, frozen=True):
-    """What is wrong."""
-
-    message: Annotated[str, Meta(description="Names field, value and bound.")]
-    type: Annotated[str, Meta(description="The kind of error, such as invalid_request_error.")]
-    code: Annotated[str | None, Meta(description="The name of what is wrong, where it has one.")]
-    param: Annotated[str | None, Meta(description="The field at fault, where it is one.")]
-
-
-class ErrorAnswer(Answer, kw_only=True, frozen=True):
-    """A refusal or a failure, in either dialect; in a stream, the event before `[DONE]`."""
-
-    error: ErrorDetail
-
-
-class StampAnswer(Answer, kw_only=True, frozen=True):
-    """A stage that a request entered."""
-
-    role: Annotated[str, Meta(description="router, prefill or decode.")]
-    stage: str
-    time: Annotated[float, Meta(description="Seconds since 1970, by the clock of that machine.")]
+    A pydantic model would cost a stream more per event than the event itself, so FastAPI is only told what it needs:
+    how the object looks, that an instance needs no further check, and how to encode it.
+    """
 
     @classmethod
-    def of(cls, stamp: Stamp) -> StampAnswer:
-        """As the wire has it."""
-        return cls(role=stamp.role, stage=stamp.stage, time=stamp.time)
+    def __get_pydantic_core_schema__(cls, _: object, handler: Any) -> Any:
+        """The fields with their types and descriptions; the tag of a union is a field like any other."""
+        config, hints = cls.__struct_config__, get_type_hints(cls, include_extras=True)
+        fields: dict[str, Any] = {
+            field.encode_name: {
+                "type": "typed-dict-field",
+                "schema": handler.generate_schema(_without_unset(hints[field.name])),
+                "required": field.default is not UNSET,
+            }
+            for field in msgspec.structs.fields(cls)
+        }
+        if config.tag_field is not None:
+            tag = {"type": "literal", "expected": [config.tag]}
+            fields[config.tag_field] = {"type": "typed-dict-field", "schema": tag, "required": True}
+        return {
+            "type": "json-or-python",
+            "json_schema": {
+                "type": "typed-dict",
+                "cls": cls,
+                "fields": fields,
+                "extra_behavior": "forbid" if config.forbid_unknown_fields else "allow",
+            },
+            "python_schema": {"type": "is-instance", "cls": cls},
+            "serialization": {"type": "function-plain", "function": msgspec.to_builtins},
+            "ref": f"{cls.__module__}.{cls.__qualname__}:{id(cls)}",
+        }
 
 
-class TimelineFields(Answer, frozen=True):
-    """What `return_timeline` adds; streams tell it as it becomes known."""
-
-    timeline: list[StampAnswer] | UnsetType = UNSET
-    kv_pages_transferred: int | UnsetType = UNSET
-    kv_bytes_transferred: int | UnsetType = UNSET
+def _without_unset(hint: Any) -> Any:
+    if get_origin(hint) is Annotated:
+        kind, *about = get_args(hint)
+        return Annotated[(_without_unset(kind), *about)]
+    kinds = [kind for kind in get_args(hint) if kind is not UnsetType]
+    return functools.reduce(operator.or_, kinds) if len(kinds) < len(get_args(hint)) else hint

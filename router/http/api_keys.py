@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.http.config import HttpOptions
 from router.http.page_api import PAGE_PATHS
-from router.http.responses import error_response
+from router.http.responses import refuse
 from shared.errors import ConfigError, RequestError
 from shared.log import event, warn
 from shared.protocol.loopback import is_loopback
@@ -151,7 +151,7 @@ class ApiKeyCheck:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             access = self._keys.access(given)
             if access is Access.NOTHING and scope["path"] not in OPEN_PATHS:
-                await error_response(_refusal("the API key is missing or wrong"))(scope, receive, send)
+                await refuse(_refusal("the API key is missing or wrong"), scope, receive, send)
                 return
             scope.setdefault("state", {})[_ACCESS] = access
         await self._app(scope, receive, send)

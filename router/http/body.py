@@ -1,62 +1,26 @@
 """Request bodies as typed models: one definition checks a body, bounds it, and is the OpenAPI document.
 
-A model derives from `Body`. What its types refuse becomes a RequestError that names field, value and bound, in one
-wording for all routes. `null` means the default, everywhere; unknown fields are tolerated, since clients of other
-servers send them; a known field that cannot be served (`Refused`) is refused by name.
+A model derives from `Body` and is the parameter of a handler, so FastAPI validates it; `wrong_input` words what its
+types refuse. `null` means the default, everywhere; unknown fields are tolerated, since clients of other servers send
+them; a known field that cannot be served (`Refused`) is refused by name.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
-
-from router.http.wording import cut, shown, wrong
-from shared.errors import RequestError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 T = TypeVar("T")
-B = TypeVar("B", bound="Body")
 
-_MAX_BRACKETS = 1 << 18
-"""Opening ones. A body of nothing but tiny lists takes 2 us for each to decode, and no other request gets on
-meanwhile; texts that hold so many are longer than any prompt."""
-
-_BRANCH = "~"
+BRANCH = "~"
 """Tags of unions begin with it, so that a branch never looks like a field."""
-
-_EXPECTED: Mapping[str, str] = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-    "greater_than": "above {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "below {lt}",
-    "less_than_equal": "at most {le}",
-    "string_too_long": "at most {max_length} characters long",
-    "string_too_short": "{min_length} or more characters long",
-    "too_long": "{field_type} of at most {max_length}",
-    "too_short": "{field_type} of {min_length} or more",
-    "literal_error": "{expected}",
-    "string_unicode": "valid Unicode text",
-    "string_pattern_mismatch": "text that matches {pattern}",
-}
 
 
 class Body(BaseModel):
@@ -82,27 +46,6 @@ class Body(BaseModel):
             if name not in whole.get("required", ()):
                 whole["properties"][name] = _or_null(field)
         return described
-
-
-def parse(kind: type[B], body: bytes) -> B:
-    """The body of a request as a `kind`. Raises RequestError."""
-    if body.count(b"[") + body.count(b"{") > _MAX_BRACKETS:
-        raise RequestError(f"the body has more than {_MAX_BRACKETS} lists and objects")
-    try:
-        decoded = msgspec.json.decode(body)
-    except UnicodeDecodeError as e:
-        raise RequestError(f"the body is not valid UTF-8{_first_bad_byte(body)}") from e
-    except (ValueError, RecursionError) as e:
-        raise RequestError(f"the body is not valid JSON: {e}") from e
-    return validate(kind, decoded)
-
-
-def validate(kind: type[B], values: object, path: str = "") -> B:
-    """Decoded JSON, or a dict of query parameters, as a `kind`; `path` is where it lies in the request."""
-    try:
-        return kind.model_validate(values)
-    except ValidationError as e:
-        raise _refusal(kind, e.errors(include_url=False)[0], path) from e
 
 
 def must(expected: str, holds: Callable[[Any], bool]) -> AfterValidator:
@@ -138,8 +81,8 @@ class OneOf:
     def __get_pydantic_core_schema__(self, _: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         """A union whose branch is known, so that only that branch's complaint is told."""
         return core_schema.tagged_union_schema(
-            {_BRANCH + kind: handler.generate_schema(branch) for kind, branch in self._branches.items()},
-            lambda value: _BRANCH + self._kind(value),
+            {BRANCH + kind: handler.generate_schema(branch) for kind, branch in self._branches.items()},
+            lambda value: BRANCH + self._kind(value),
             custom_error_type="expected",
             custom_error_message="{phrase}",
             custom_error_context={"phrase": self._phrase},
@@ -189,72 +132,3 @@ def _or_null(field: JsonSchemaValue) -> JsonSchemaValue:
     bare = {key: value for key, value in field.items() if key not in about}
     branches: list[JsonSchemaValue] = bare["anyOf"] if set(bare) == {"anyOf"} else [bare]
     return about | {"anyOf": [*branches, null]}
-
-
-def _refusal(kind: type[Body], error: ErrorDetails, path: str) -> RequestError:
-    name = _dotted(error["loc"], path)
-    param = _dotted(_declared(error["loc"], kind), path)  # ends up in logs
-    value, context = error["input"], error.get("ctx", {})
-    if not name:
-        return RequestError(f"the body must be a JSON object, not {shown(value)}")
-    match error["type"]:
-        case "missing":
-            return RequestError(f"{name} is missing", param=param)
-        case "refused":
-            return RequestError(
-                f"{name} is {context['why']}; leave it out (it was {shown(value)})", param=param
-            )
-        case "expected":
-            return wrong(name, context["phrase"], value, param=param)
-        case other:
-            expected = _EXPECTED.get(other)
-            if expected is None:
-                return RequestError(f"{name}: {error['msg']} (it was {shown(value)})", param=param)
-            phrase = expected.format(**{key: _bound(key, v) for key, v in context.items()})
-            return wrong(name, phrase, value, param=param)
-
-
-def _bound(key: str, value: object) -> object:
-    if key == "expected":  # the values of a Literal, as pydantic quotes them
-        return str(value).replace("'", "")
-    if key == "field_type":
-        return "a list" if value == "List" else "an object"
-    return f"{value:g}" if isinstance(value, float) else value
-
-
-def _dotted(loc: Sequence[int | str], path: str) -> str:
-    name = path
-    for step in loc:
-        if isinstance(step, int):
-            name += f"[{step}]"
-        elif not step.startswith(_BRANCH):
-            name += f".{cut(step)}" if name else cut(step)
-    return name
-
-
-def _declared(loc: Sequence[int | str], kind: type[Body]) -> Sequence[int | str]:
-    """As far as it consists of fields: a key of an object may be anything, also a prompt."""
-    known = _field_names(kind)
-    return tuple(
-        itertools.takewhile(
-            lambda step: isinstance(step, int) or step.startswith(_BRANCH) or step in known, loc
-        )
-    )
-
-
-@functools.cache
-def _field_names(kind: type[Body]) -> frozenset[str]:
-    """Of `kind` and of all objects in it."""
-    schema = kind.model_json_schema()
-    return frozenset(
-        name for part in (schema, *schema.get("$defs", {}).values()) for name in part.get("properties", ())
-    )
-
-
-def _first_bad_byte(body: bytes) -> str:
-    """Where in the body it is; msgspec counts from where a string begins."""
-    try:
-        body.decode()
-    except UnicodeDecodeError as e:
-        return f": byte {e.start} is 0x{body[e.start]:02x}"
-    return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.http.responses import error_response
+from router.http.responses import refuse
 from shared.errors import RequestError
 
 
@@ -20,6 +20,6 @@ class HostCheck:
             num_hosts = sum(name == b"host" for name, _ in scope["headers"])
             if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] == "1.1"):
                 refusal = RequestError(f"the request has {num_hosts} Host headers; one is needed")
-                await error_response(refusal)(scope, receive, send)
+                await refuse(refusal, scope, receive, send)
                 return
         await self._app(scope, receive, send)

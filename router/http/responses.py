@@ -1,22 +1,29 @@
-"""Bodies in, JSON and event streams out, and noticing that a client has gone."""
+"""JSON and event streams out, and noticing that a client has gone."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
+from pydantic import Field
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from router.http.answer import ErrorAnswer, ErrorDetail
-from router.http.wording import shown
+from router.http.answer import Answer
 from shared.errors import RequestError
 from shared.log import crash
 
 T = TypeVar("T")
+
+_EVENT_STREAM = (
+    "Server-sent events; the schema is that of one event. The last one's data is [DONE]; a failure in mid-stream is "
+    "an ErrorAnswer before it."
+)
+ERROR = "request_error"
+"""Where in the state of a request's scope its error is."""
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -30,6 +37,21 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+
+
+class ErrorDetail(Answer, kw_only=True, frozen=True):
+    """What is wrong."""
+
+    message: Annotated[str, Field(description="Names field, value and bound.")]
+    type: Annotated[str, Field(description="The kind of error, such as invalid_request_error.")]
+    code: Annotated[str | None, Field(description="The name of what is wrong, where it has one.")]
+    param: Annotated[str | None, Field(description="The field at fault, where it is one.")]
+
+
+class ErrorAnswer(Answer, kw_only=True, frozen=True):
+    """A refusal or a failure, in either dialect; in a stream, the event before `[DONE]`."""
+
+    error: ErrorDetail
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -57,23 +79,15 @@ def error_response(error: RequestError) -> Response:
     return json_response(error_body(error), error.status, headers)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, bounded in size; how long it may take is the connection's business (`http_protocol`)."""
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise RequestError(
-            f"the body has the content-encoding {shown(encoding)}; send it as it is", status=415
-        )
-    too_large = RequestError(f"the body is larger than {max_bytes} bytes (--max-body-bytes)", status=413)
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
+async def refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request with an error, from a middleware."""
+    note_error(scope, error)
+    await error_response(error)(scope, receive, send)
+
+
+def note_error(scope: Scope, error: RequestError) -> None:
+    """Leave a note for --log-requests of why this request is refused, or has failed."""
+    scope.setdefault("state", {})[ERROR] = error
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -105,14 +119,26 @@ async def stream_response(request: Request, events: AsyncGenerator[object, None]
     return EventStream(first, events)
 
 
+def event_stream(event: Any) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that can answer with events of this type (`openapi.py` adds the type itself)."""
+    kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (event, ErrorAnswer)]
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+    schema = {
+        "type": "object",
+        "description": _EVENT_STREAM,
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+        "required": ["data"],
+    }
+    return {200: {"content": {EventStream.media_type: {"schema": schema}}}}
+
+
 class EventStream(Response):
     """Server-sent events. The source is closed, and so its requests ended, as soon as the client is gone."""
 
+    media_type = "text/event-stream"
+
     def __init__(self, first: object | None, events: AsyncGenerator[object, None]) -> None:
-        super().__init__(
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._events = events

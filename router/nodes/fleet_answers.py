@@ -6,30 +6,31 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import Field, WithJsonSchema
 
 from router.http.answer import Answer
 from router.nodes.member import MemberState
 from shared.protocol.messages import Load, NodeLimits, Role
 
-NumTokens = Annotated[int, Meta(description="Tokens.")]
+NumTokens = Annotated[int, Field(description="Tokens.")]
 
 
-def _fields_of(record: type[Struct], **first: type) -> Meta:
+def _fields_of(record: type[Struct], **first: type) -> WithJsonSchema:
     """Describes a dict with the fields of a protocol record (an array on the wire), behind the `first`."""
     types = {**first, **{f.name: f.type for f in msgspec.structs.fields(record)}}
     properties = {name: msgspec.json.schema(kind) for name, kind in types.items()}
-    return Meta(
-        extra_json_schema={"properties": properties, "required": [*types], "additionalProperties": False}
+    return WithJsonSchema(
+        {"type": "object", "properties": properties, "required": [*types], "additionalProperties": False}
     )
 
 
 LoadFields = Annotated[dict[str, Any], _fields_of(Load)]
 InternalState = Annotated[dict[str, Any], _fields_of(Load, node_id=str, role=str)]
 LimitFields = Annotated[dict[str, Any], _fields_of(NodeLimits)]
-State = Annotated[str, Meta(extra_json_schema={"enum": [*map(str, MemberState), "loading"]})]
+State = Annotated[str, WithJsonSchema({"type": "string", "enum": [*map(str, MemberState), "loading"]})]
 Status = Annotated[
-    str, Meta(extra_json_schema={"enum": ["ok", "degraded", "starting", "unavailable", "stopping"]})
+    str, WithJsonSchema({"type": "string", "enum": ["ok", "degraded", "starting", "unavailable", "stopping"]})
 ]
 
 
@@ -37,14 +38,14 @@ class ByWorkers(Answer, kw_only=True, frozen=True):
     """What all workers of a router have done (--router-workers)."""
 
     missing_workers: Annotated[
-        dict[str, str] | UnsetType, Meta(description="Workers that have not done it, and why.")
+        dict[str, str] | UnsetType, Field(description="Workers that have not done it, and why.")
     ] = UNSET
 
 
 class FleetMember(Answer, kw_only=True, frozen=True):
     """How a node stands with this router; one that loads says what, and how far it is."""
 
-    node_id: Annotated[str | None, Meta(description="Null until it has said who it is.")]
+    node_id: Annotated[str | None, Field(description="Null until it has said who it is.")]
     state: State
     address: str | UnsetType = UNSET
     reason: str | UnsetType = UNSET
@@ -59,7 +60,7 @@ class FleetNode(FleetMember, kw_only=True, frozen=True):
     """A node with all that is known of it."""
 
     role: Role
-    pinned: Annotated[bool, Meta(description="Named by the operator, and so never forgotten.")]
+    pinned: Annotated[bool, Field(description="Named by the operator, and so never forgotten.")]
     load: LoadFields | UnsetType = UNSET
 
 
@@ -67,7 +68,7 @@ class Fleet(Answer, kw_only=True, frozen=True):
     """Every node that is dialled."""
 
     nodes: list[FleetNode]
-    router_worker: Annotated[str | UnsetType, Meta(description="Whose view it is, of several.")] = UNSET
+    router_worker: Annotated[str | UnsetType, Field(description="Whose view it is, of several.")] = UNSET
 
 
 class NodeAdded(ByWorkers, kw_only=True, frozen=True):
@@ -82,7 +83,7 @@ class NodeRemoved(ByWorkers, kw_only=True, frozen=True):
 
     node_id: str | None
     address: str
-    num_ended_requests: Annotated[int, Meta(description="Those that had to be ended when the time was up.")]
+    num_ended_requests: Annotated[int, Field(description="Those that had to be ended when the time was up.")]
     success: Literal[True] = True
 
 
@@ -90,11 +91,11 @@ class Health(Answer, kw_only=True, frozen=True):
     """The state of each fleet."""
 
     status: Status
-    model: Annotated[str, Meta(description="Its name; empty before it is known.")]
+    model: Annotated[str, Field(description="Its name; empty before it is known.")]
     prefill: list[FleetMember]
     decode: list[FleetMember]
-    reason: Annotated[str | UnsetType, Meta(description="Why it is not ok.")] = UNSET
-    generated_in_s: Annotated[float | UnsetType, Meta(description="Of /health_generate.")] = UNSET
+    reason: Annotated[str | UnsetType, Field(description="Why it is not ok.")] = UNSET
+    generated_in_s: Annotated[float | UnsetType, Field(description="Of /health_generate.")] = UNSET
 
 
 class ModelInfo(Answer, kw_only=True, frozen=True):
@@ -106,9 +107,9 @@ class ModelInfo(Answer, kw_only=True, frozen=True):
     vocab_size: int
     weight_version: str
     context_length: Annotated[
-        int, Meta(description="Tokens of prompt and output that every decode node takes.")
+        int, Field(description="Tokens of prompt and output that every decode node takes.")
     ]
-    max_model_len: Annotated[int, Meta(description="The same.")]
+    max_model_len: Annotated[int, Field(description="The same.")]
     has_chat_template: bool
     is_generation: Literal[True] = True
 
@@ -134,9 +135,11 @@ class ServerInfo(Answer, kw_only=True, frozen=True, forbid_unknown_fields=False)
     served_model_name: str
     context_length: NumTokens
     max_model_len: NumTokens
-    page_size: Annotated[int | None, Meta(description="Tokens in a page; null while no node is connected.")]
+    page_size: Annotated[int | None, Field(description="Tokens in a page; null while no node is connected.")]
     dtype: str | None
-    max_total_num_tokens: Annotated[int, Meta(description="Tokens in the smallest KV pool of a decode node.")]
+    max_total_num_tokens: Annotated[
+        int, Field(description="Tokens in the smallest KV pool of a decode node.")
+    ]
     max_running_requests: int
     internal_states: list[InternalState]
     nodes: list[NodeInfo]

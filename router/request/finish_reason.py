@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from pydantic import Field
 
 from router.http.answer import Answer
 
@@ -13,14 +13,14 @@ class StopReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="stop"
     """The model's own end, or a stop string or id of the request."""
 
     matched: Annotated[
-        int | str | None, Meta(description="The token id or the string; null at a grammar's end.")
+        int | str | None, Field(description="The token id or the string; null at a grammar's end.")
     ]
 
 
 class LengthReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="length"):
     """`max_new_tokens`, the context or the KV pool is full."""
 
-    length: Annotated[int, Meta(description="Output tokens.")]
+    length: Annotated[int, Field(description="Output tokens.")]
 
 
 class AbortReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="abort"):

@@ -17,10 +17,10 @@ from types import TracebackType
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.live_rids import Claim, LiveRids
 from router.dispatch.running_req import Aborted, RunningReq
-from router.request.admission import Ticket
 from router.request.finish_reason import AbortReason, FinishReason, LengthReason, StopReason
 from router.request.output_text import OutputText
 from router.request.prompt import Prompt
+from router.request.queue_limit import QueuePlaces
 from router.request.stop_matcher import StopConditions, stop_conditions
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
@@ -130,11 +130,11 @@ class GenerationGroup:
         tokenizer: Tokenizer,
         dispatcher: Dispatcher,
         claim: Claim,
-        ticket: Ticket | None,
+        places: QueuePlaces | None,
     ) -> None:
         self._dispatcher = dispatcher
         self._claim = claim
-        self._ticket = ticket
+        self._places = places
         self._num_prompts = len(prompts)
         self._ready: dict[Generation, None] = {}
         self._bell: asyncio.Future[None] | None = None
@@ -160,8 +160,8 @@ class GenerationGroup:
                     num_tokens = 0
                     await asyncio.sleep(0)
                 self._start(generation)
-                if self._ticket is not None:
-                    self._ticket.dispatched()
+                if self._places is not None:
+                    self._places.dispatched()
         except BaseException:
             self._release()
             raise
@@ -281,13 +281,13 @@ class Generator:
         prompts: Sequence[Prompt],
         tokenizer: Tokenizer,
         claim: Claim,
-        ticket: Ticket | None = None,
+        places: QueuePlaces | None = None,
     ) -> GenerationGroup:
         """The sequences of `prompts`, to be entered as a context.
 
-        Until then `ticket` holds their places; their names, which `claim` has, are released when it is left.
+        Until then `places` holds their places; their names, which `claim` has, are released when it is left.
         """
-        return GenerationGroup(prompts, tokenizer, self._dispatcher, claim, ticket)
+        return GenerationGroup(prompts, tokenizer, self._dispatcher, claim, places)
 
     def claim(self) -> Claim:
         """For the names of one request."""

@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from router.dispatch.live_rids import Claim, LiveRids
 from router.dispatch.running_req import RunningReq
-from router.request.admission import Admission, Ticket
 from router.request.generation import GenerationGroup, Generator
 from router.request.prompt import AnswerOptions, Prompt
+from router.request.queue_limit import QueueLimit, QueuePlaces
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.messages import Failed, Finish, Role, TokenEntry, Work
@@ -39,9 +39,9 @@ EVENTS = (
 
 @dataclass(eq=False)
 class Client:
-    """One request, from its ticket to its end. `entering` is there once it is being dispatched."""
+    """One request, from its places to its end. `entering` is there once it is being dispatched."""
 
-    ticket: Ticket
+    places: QueuePlaces
     claim: Claim
     name: str
     num_sequences: int
@@ -87,7 +87,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.fleet = Fleet(2)
         self.dispatcher = self.fleet.dispatcher
         self.num_rejected = 0
-        self.admission = Admission(self.dispatcher.queue, MAX_QUEUED, self.on_rejected)
+        self.queue_limit = QueueLimit(self.dispatcher.queue, MAX_QUEUED, self.on_rejected)
         self.rids = LiveRids()
         self.generator = Generator(self.dispatcher, self.rids)
         self.clients: list[Client] = []
@@ -112,9 +112,9 @@ class AdmissionMachine(RuleBasedStateMachine):
     def arrive(self, num_sequences: int, tokenizes: bool) -> None:
         waiting, rejected = self.num_waiting, self.num_rejected
         if waiting + num_sequences <= MAX_QUEUED:
-            ticket = self.admission.ticket()
-            ticket.take(num_sequences)
-            client = Client(ticket, self.generator.claim(), f"job{next(self.names)}", num_sequences)
+            places = self.queue_limit.places()
+            places.hold(num_sequences)
+            client = Client(places, self.generator.claim(), f"job{next(self.names)}", num_sequences)
             n = num_sequences // client.num_prompts
             client.claim.take(client.rids, [n] * client.num_prompts, whole=client.name, shared=False)
             self.clients.append(client)
@@ -122,8 +122,8 @@ class AdmissionMachine(RuleBasedStateMachine):
             if not tokenizes:
                 self.dispatch(client, "short")
             return
-        with pytest.raises(RequestError) as caught, self.admission.ticket() as ticket:
-            ticket.take(num_sequences)
+        with pytest.raises(RequestError) as caught, self.queue_limit.places() as places:
+            places.hold(num_sequences)
         assert self.num_waiting == waiting
         if num_sequences > MAX_QUEUED and waiting < MAX_QUEUED:
             assert (caught.value.status, self.num_rejected) == (400, rejected)
@@ -196,13 +196,13 @@ class AdmissionMachine(RuleBasedStateMachine):
             ],
             TOKENIZER,
             client.claim,
-            client.ticket,
+            client.places,
         )
         client.entering = self.loop.create_task(client.group.__aenter__())
         self.turn()
 
     def go(self, client: Client) -> None:
-        """As a handler ends: its group is left, or is cancelled while it is entered; then its ticket."""
+        """As a handler ends: its group is left, or is cancelled while it is entered; then its places."""
         self.clients.remove(client)
         if client.entering is not None and client.group is not None:
             client.entering.cancel()
@@ -212,7 +212,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             else:
                 assert isinstance(entered, RequestError | asyncio.CancelledError), entered
         client.claim.__exit__(None, None, None)
-        client.ticket.__exit__(None, None, None)
+        client.places.__exit__(None, None, None)
 
     @rule(which=WHICH)
     def abort(self, which: int) -> None:
@@ -229,7 +229,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_exact(self) -> None:
-        assert self.admission.num_queued == self.num_waiting <= MAX_QUEUED
+        assert self.queue_limit.num_queued == self.num_waiting <= MAX_QUEUED
         assert len(self.rids) == sum(1 + client.num_prompts for client in self.clients if not client.failed)
         assert not any(client.reqs for client in self.clients if client.called_off), "sent after its abort"
 
@@ -237,11 +237,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         for client in self.clients[:]:
             self.go(client)
         self.loop.close()
-        assert self.admission.num_queued == self.dispatcher.num_running == len(self.rids) == 0
-        with self.admission.ticket() as ticket:
-            ticket.take(MAX_QUEUED)
+        assert self.queue_limit.num_queued == self.dispatcher.num_running == len(self.rids) == 0
+        with self.queue_limit.places() as places:
+            places.hold(MAX_QUEUED)
             with pytest.raises(RequestError):
-                self.admission.ticket()
+                self.queue_limit.places()
 
 
 TestAdmission = AdmissionMachine.TestCase

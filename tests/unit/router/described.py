@@ -38,7 +38,9 @@ class Described:
 
     def check(self, method: str, path: str, response: httpx.Response) -> None:
         """The status is one of the route's, and the answer, or each event of a stream, has its shape."""
-        content = self.operation(method, path)["responses"][str(response.status_code)]["content"]
+        described = self.operation(method, path)["responses"]
+        status = str(response.status_code)
+        content = (described.get(status) or described[f"{status[0]}XX"])["content"]
         media_type = response.headers["content-type"]
         media = content.get(media_type) or content[media_type.partition(";")[0]]
         if media_type.startswith("text/event-stream"):

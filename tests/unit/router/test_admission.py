@@ -16,7 +16,7 @@ import pytest
 
 from router.dispatch.first_token_queue import WINDOW_S, FirstTokenQueue
 from router.http.config import DispatchOptions
-from router.request.admission import MAX_RETRY_AFTER_S, Admission
+from router.request.queue_limit import MAX_RETRY_AFTER_S, QueueLimit
 from router.server import Router
 from shared.errors import RequestError
 from shared.protocol.messages import Cancel, Decode, Failed, Finish, NodeLimits, Prefill
@@ -92,7 +92,7 @@ def test_retry_after_is_bounded(rate: float, expected: int) -> None:
         clock.now += 1 / rate
         queue.leave(f"{i}", served=True)
     with pytest.raises(RequestError) as caught:
-        Admission(queue, 10, lambda: None).ticket()
+        QueueLimit(queue, 10, lambda: None).places()
     assert (caught.value.status, caught.value.retry_after_s) == (429, expected)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from router.api.openai_bodies import CompletionBody
-from router.http.body import validate
 from router.http.limits import HttpLimits
 from router.request.sampling import read_sampling
 from shared.protocol.messages import Decode, Failed, Prefill
 from shared.protocol.sampling_params import Grammar
+from tests.unit.router.bodies import validate
 from tests.unit.router.fakes import FakeNode, joined_router, pair, say_nothing
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}

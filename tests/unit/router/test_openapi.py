@@ -13,7 +13,6 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from router.api.openapi_operations import OPERATIONS
 from router.http.config import HttpOptions
 from tests.unit.router.described import Described
 from tests.unit.router.fakes import joined_router, pair
@@ -95,6 +94,7 @@ CALLS: list[tuple[str, str, dict[str, Any] | None, int]] = [
     ("GET", "/flush_cache", None, 200),
     ("POST", "/flush_cache", None, 200),
     ("GET", "/flush_cache?timeout=-1", None, 400),
+    ("POST", "/flush_cache?timeout=soon", None, 400),
     ("POST", "/abort_request", {"abort_all": True}, 200),
     ("POST", "/abort_request", {}, 400),
     ("POST", "/start_profile", {"num_steps": 2}, 200),
@@ -102,6 +102,7 @@ CALLS: list[tuple[str, str, dict[str, Any] | None, int]] = [
     ("GET", "/fleet", None, 200),
     ("POST", "/fleet/nodes", {"role": "prefill"}, 400),
     ("DELETE", "/fleet/nodes/nobody", None, 404),
+    ("DELETE", "/fleet/nodes/nobody?drain_timeout_s=-1", None, 400),
 ]
 
 
@@ -138,7 +139,7 @@ def test_answers_have_the_described_shapes(model_folder: Path) -> None:
                 first = await anext(line async for line in feed.aiter_lines() if line.startswith("data: "))
             document.fits(document.events("GET", "/live"), json.loads(first.removeprefix("data: ")))
             called = {(method, template(path)) for method, path, *_ in CALLS} | {("GET", "/live")}
-            assert called == set(document.operations()) == set(OPERATIONS)
+            assert called == set(document.operations())
 
     asyncio.run(run())
 
@@ -168,10 +169,12 @@ def test_the_document_is_whole(model_folder: Path) -> None:
                     assert response["description"]
                     media = response["content"].get("application/json", {})
                     assert media.get("schema") or status == "200"
+                    assert status != "422"
                     if "example" in media:
                         document.fits(media["schema"], media["example"])
                 if "requestBody" in operation:
-                    reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+                    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                    reference = schema.get("$ref") or schema["anyOf"][0]["$ref"]  # one that may be left out
                     for example in schemas[reference.rpartition("/")[2]].get("examples", ()):
                         document.check_body(method, path, example)
             for page in ("/docs", "/redoc"):  # FastAPI's load scripts from elsewhere

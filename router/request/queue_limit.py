@@ -1,32 +1,39 @@
 """The bound on what waits: beyond it a request is refused at once, with the time after which to try again.
 
-    with admission.ticket() as ticket:           429 if the queue is full, before the body is read
-        ticket.take(num_sequences)               429 if they do not all fit; their places are held from here
+    QueueGate, before the body is read           429 if the queue is full
+        places.hold(num_sequences)               429 if they do not all fit; their places are held from here
         ... tokenize ...
-        async with generator.open(..., ticket):  each is dispatched: it is queued now, and its held place is free
+        async with generator.open(..., places):  each is dispatched: it is queued now, and its held place is free
 
-A sequence is queued from `take` to its first token, whoever it waits for: the tokenizer, a node's inbox, pages, its
+A sequence is queued from `hold` to its first token, whatever it waits for: the tokenizer, a node's inbox, pages, its
 turn. What already generates is never refused or counted. Sequences count, not HTTP requests; a request is let in with
 all of its sequences or not at all. The bound is one of this router process; other routers of a fleet have their own.
-Priorities do not matter here: they say who is served first, not who may wait.
+Priorities do not matter here: they say what is served first, not what may wait.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import TracebackType
+from typing import Annotated
+
+from fastapi import Depends, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.dispatch.first_token_queue import FirstTokenQueue
+from router.http.responses import refuse
 from shared.errors import RequestError
 
 MIN_RETRY_AFTER_S = 1
 MAX_RETRY_AFTER_S = 60
 """OpenAI's clients ignore what is longer, and retry sooner."""
 
+_PLACES = "queue_places"
 
-class Admission:
-    """Lets requests in. `on_rejected` is called for each that is refused."""
+
+class QueueLimit:
+    """Counts what waits, and what may. `on_rejected` is called for each request that is refused."""
 
     def __init__(self, queue: FirstTokenQueue, max_queued: int, on_rejected: Callable[[], None]) -> None:
         self._queue = queue
@@ -39,10 +46,10 @@ class Admission:
         """Sequences without a first token, held places included."""
         return self._num_held + len(self._queue)
 
-    def ticket(self) -> Ticket:
+    def places(self) -> QueuePlaces:
         """For one request, to be used in a with block. Raises RequestError when the queue is full already."""
         self._check(1)
-        return Ticket(self)
+        return QueuePlaces(self)
 
     def hold(self, num_sequences: int) -> None:
         """Take places. Raises RequestError when there are not as many; then none is taken."""
@@ -77,31 +84,67 @@ class Admission:
         )
 
 
-class Ticket:
+class QueuePlaces:
     """The places that one request holds, each until its sequence is dispatched or the with block ends."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(self, limit: QueueLimit) -> None:
+        self._limit = limit
         self._num_held = 0
 
-    def __enter__(self) -> Ticket:
+    def __enter__(self) -> QueuePlaces:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Whatever was not dispatched will not be."""
-        self._admission.let_go(self._num_held)
+        """What was not dispatched will not be: its places are free."""
+        self._limit.let_go(self._num_held)
         self._num_held = 0
 
-    def take(self, num_sequences: int) -> None:
+    def hold(self, num_sequences: int) -> None:
         """Take places, once. Raises RequestError with status 429 when there are not as many."""
         assert self._num_held == 0
-        self._admission.hold(num_sequences)
+        self._limit.hold(num_sequences)
         self._num_held = num_sequences
 
     def dispatched(self) -> None:
         """One of the sequences is in the queue now."""
         assert self._num_held > 0
         self._num_held -= 1
-        self._admission.let_go(1)
+        self._limit.let_go(1)
+
+
+class QueueGate:
+    """Middleware for the routes at `paths`: refuses a request that finds the queue full, before its body is read."""
+
+    def __init__(self, app: ASGIApp, limit: QueueLimit, paths: Set[str]) -> None:
+        self._app = app
+        self._limit = limit
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on with places to be held, or answer 429."""
+        if (
+            scope["type"] != "http"
+            or scope["path"] not in self._paths
+            or scope["method"] not in ("POST", "PUT")
+        ):
+            await self._app(scope, receive, send)
+            return
+        try:
+            places = self._limit.places()
+        except RequestError as e:
+            await refuse(e, scope, receive, send)
+            return
+        with places:
+            scope.setdefault("state", {})[_PLACES] = places
+            await self._app(scope, receive, send)
+
+
+async def _places_of(request: Request) -> QueuePlaces:
+    places: QueuePlaces = getattr(request.state, _PLACES)
+    return places
+
+
+PlacesOfRequest = Annotated[QueuePlaces, Depends(_places_of)]
+"""The parameter of a handler behind a QueueGate."""
