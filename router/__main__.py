@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from router import terminal
+from router.dispatch.policy import POLICIES
 from router.http.config import (
     MAX_ROUTER_WORKERS,
     ConnectionOptions,
@@ -146,6 +147,8 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
             keep_alive_timeout_s=args.keep_alive_timeout_s,
         ),
         dispatch=DispatchOptions(
+            prefill_policy=args.prefill_policy,
+            decode_policy=args.decode_policy,
             local_prefill_tokens=args.local_prefill_tokens,
             max_queued_requests=args.max_queued_requests,
             queue_timeout_s=args.queue_timeout_s,
@@ -264,6 +267,10 @@ def _add_connection_flags(parser: argparse.ArgumentParser) -> None:
 def _add_dispatch_flags(parser: argparse.ArgumentParser) -> None:
     default, add = DispatchOptions(), parser.add_argument_group("dispatch").add_argument
     seconds = cli.fraction(0.1, 86400.0)
+    add("--prefill-policy", choices=POLICIES, default=default.prefill_policy,
+        help="which prefill node gets a request")  # fmt: skip
+    add("--decode-policy", choices=POLICIES, default=default.decode_policy,
+        help="which decode node gets a request")  # fmt: skip
     add("--local-prefill-tokens", type=cli.whole(0), default=default.local_prefill_tokens, metavar="TOKENS",
         help="prompts of at most this length are prefilled on their decode node")  # fmt: skip
     add("--max-queued-requests", type=cli.whole(1), default=default.max_queued_requests, metavar="N",

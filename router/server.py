@@ -27,7 +27,7 @@ from router.bus.colleagues import Colleagues, NoColleagues
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.live_rids import LiveRids
 from router.dispatch.metrics import Metrics
-from router.dispatch.policy import RoundRobin
+from router.dispatch.policy import POLICIES
 from router.http.admin_guard import admin_guard
 from router.http.api_keys import api_keys
 from router.http.config import RouterConfig
@@ -197,8 +197,10 @@ class Router:
         self._dispatcher = Dispatcher(
             self._membership,
             incarnation=self.incarnation,
-            prefill_policy=RoundRobin(),
-            decode_policy=RoundRobin(),
+            policies={
+                Role.PREFILL: POLICIES[options.prefill_policy],
+                Role.DECODE: POLICIES[options.decode_policy],
+            },
             deadlines=Deadlines(first_token_s=options.queue_timeout_s, stall_s=options.stall_timeout_s),
             local_prefill_tokens=options.local_prefill_tokens,
             metrics=self._metrics,

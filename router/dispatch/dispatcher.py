@@ -2,15 +2,16 @@
 
     start ── Prefill ─▶ P ┐                       the node that finishes it, fails it or dies decides how it ends;
        └──── Decode ──▶ D ┴─ Tokens ─▶ on_tokens  every other holder is told: Cancel, or Stop after a stop string
+                          └─ NotCached ─▶ _send_again: the next attempt, behind the tokens that have arrived
 
-`placement` says who gets what.
+`placement` chooses the nodes.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -18,7 +19,7 @@ import msgspec
 from router.dispatch.first_token_queue import FirstTokenQueue
 from router.dispatch.metrics import Metrics
 from router.dispatch.node_counts import NodeCounts
-from router.dispatch.placement import Fleet, Placement, Plan
+from router.dispatch.placement import Fleet, Placement, Route
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.running_req import Aborted, Node, RunningReq
 from shared.errors import RequestError
@@ -54,8 +55,7 @@ class Dispatcher:
         fleet: Fleet,
         *,
         incarnation: str,
-        prefill_policy: RoutingPolicy,
-        decode_policy: RoutingPolicy,
+        policies: Mapping[Role, RoutingPolicy],
         deadlines: Deadlines,
         local_prefill_tokens: int,
         metrics: Metrics,
@@ -65,8 +65,7 @@ class Dispatcher:
         self._counts = NodeCounts()
         self._placement = Placement(
             fleet,
-            prefill_policy=prefill_policy,
-            decode_policy=decode_policy,
+            policies=policies,
             local_prefill_tokens=local_prefill_tokens,
             counts=self._counts,
         )
@@ -76,8 +75,6 @@ class Dispatcher:
         self.queue = FirstTokenQueue(clock)
         self._rids = itertools.count(1)
         self._running: dict[str, RunningReq] = {}
-        self._works: dict[str, Work] = {}
-        """What each running sequence was asked to be, to send it again."""
         self._closed: str | None = None
 
     @property
@@ -93,27 +90,19 @@ class Dispatcher:
         """
         if self._closed is not None:
             raise RequestError(self._closed, status=503)
-        plan = self._plan(work, split=split)
-        req = RunningReq(
-            ReqKey(self._incarnation, str(next(self._rids))),
-            prompt_len=len(work.input_ids),
-            max_new_tokens=plan.max_new_tokens,
-            nodes=plan.nodes,
-            wake=wake,
-            now=self._clock(),
-        )
+        route = self._placement.route(work, split=split)
+        work = _clipped(work, route.max_new_tokens)
+        req = RunningReq(self._next_key(), work, wake=wake, now=self._clock())
         self._running[req.key.rid] = req
-        self._works[req.key.rid] = work
         self.queue.join(req.key.rid)
         self._metrics.started(req)
-        self._send(req.key, work, plan)
+        self._send(req, work, route)
         return req
 
     def never_sent(self, work: Work, wake: Callable[[], None], message: str) -> RunningReq:
         """A sequence that was aborted before it could be sent."""
-        key = ReqKey(self._incarnation, str(next(self._rids)))
-        now, length = self._clock(), len(work.input_ids)
-        req = RunningReq(key, prompt_len=length, max_new_tokens=0, nodes=(), wake=wake, now=now)
+        now = self._clock()
+        req = RunningReq(self._next_key(), work, wake=wake, now=now)
         self._metrics.started(req)
         req.end(now, finish=Aborted(message))
         self._metrics.ended(req)
@@ -128,19 +117,19 @@ class Dispatcher:
         self._end(req, finish=Aborted(message))
 
     def release(self, req: RunningReq) -> None:
-        """Nobody waits for it any more. Does nothing when it has ended."""
+        """The client is gone. Does nothing to a sequence that has ended."""
         self._end(req, error=RequestError("the client is gone", status=499))
 
     def close(self, reason: str) -> None:
-        """Fail whatever runs and refuse what comes, because the router stops."""
+        """Fail every running sequence and refuse new ones, because the router stops."""
         self._closed = reason
         for req in list(self._running.values()):
             self._end(req, error=RequestError(reason, status=503))
 
     def seconds_left(self, req: RunningReq) -> float:
-        """The deadline for its first, or its next, token passes no earlier than this; at 0 it has passed.
+        """Until the deadline of its first, or its next, token; at 0 it has passed.
 
-        Tokens that come meanwhile only move it further away, so it is enough to look again then.
+        Tokens that come meanwhile only move the deadline further away, so it is enough to ask again then.
         """
         now = self._clock()
         if req.last_token_at is None:
@@ -159,7 +148,7 @@ class Dispatcher:
 
     # --------------------------------------------------------------------------------- from the nodes
     def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
-        """A step of `node`. What names an ended sequence is dropped: its Cancel or Stop is on the way."""
+        """The tokens of one step of `node`. Those of ended sequences are dropped: a Cancel or Stop is on its way."""
         now, num_generated = self._clock(), 0
         for entry in entries:
             req = self._running.get(entry.key.rid)
@@ -197,18 +186,9 @@ class Dispatcher:
         req = self._running.get(key.rid)
         if req is None or req.key != key or node not in req.holders:
             return
-        work = self._works[key.rid]
-        try:
-            plan = self._plan(work, split=True)
-        except RequestError as error:
-            req.holders.remove(node)
-            self._end(req, error=error)
-            return
-        self._leave_decode(req)
-        req.try_again(plan.nodes, plan.max_new_tokens)
-        self._metrics.failed_over()
+        req.holders.remove(node)
         event("not_cached", rid=key.rid, node=node.ref.node_id)
-        self._send(req.key, work, plan)
+        self._send_again(req, split=True)
 
     def on_node_lost(self, node: Node, reason: str) -> None:
         """The connection to `node` is over; what it held is lost."""
@@ -219,13 +199,13 @@ class Dispatcher:
                 self._end(req, error=RequestError(message, status=503, code="node_lost"))
         self._counts.lost(node)
 
-    # --------------------------------------------------------------------- towards who removes a node
+    # --------------------------------------------------------------------- towards the remover of a node
     def num_held(self, node: Node) -> int:
         """Sequences that `node` has a part in."""
         return sum(node in req.holders for req in self._running.values())
 
-    def give_up(self, node: Node, reason: str) -> int:
-        """Fail what `node` has a part in, and tell it so; how many those were."""
+    def fail_held(self, node: Node, reason: str) -> int:
+        """Fail the sequences that `node` has a part in, and tell it so; how many those were."""
         held = [req for req in self._running.values() if node in req.holders]
         for req in held:
             message = f"{node.role} node {node.ref.node_id} was removed: {reason}"
@@ -233,30 +213,34 @@ class Dispatcher:
         return len(held)
 
     # ------------------------------------------------------------------------------------------ inside
-    def _plan(self, work: Work, *, split: bool) -> Plan:
-        judged, num_input_ids = work.params.logprobs, len(work.input_ids)
-        return self._placement.plan(
-            work.input_ids,
-            work.params.max_new_tokens,
-            work.extra_key,
-            num_matchable=judged.num_matchable(num_input_ids) if judged else num_input_ids - 1,
-            split=split,
-        )
+    def _next_key(self) -> ReqKey:
+        return ReqKey(self._incarnation, str(next(self._rids)))
 
-    def _send(self, key: ReqKey, work: Work, plan: Plan) -> None:
-        params = msgspec.structs.replace(
-            work.params,
-            max_new_tokens=plan.max_new_tokens,
-            min_new_tokens=min(work.params.min_new_tokens, plan.max_new_tokens),
-        )
-        work = msgspec.structs.replace(work, params=params)
-        if plan.decode is not None:
-            source = plan.prefill.ref if plan.prefill else None
-            self._counts.sent(plan.decode)
-            plan.decode.send(Decode(key, work, source, plan.local_prefill_limit))
-        if plan.prefill is not None:
-            target = plan.decode.ref if plan.decode else None
-            plan.prefill.send(Prefill(key, work, target))
+    def _send(self, req: RunningReq, work: Work, route: Route) -> None:
+        req.begin(route.nodes)
+        if route.decode is not None:
+            source = route.prefill.ref if route.prefill else None
+            self._counts.sent(route.decode)
+            route.decode.send(Decode(req.key, work, source, route.local_prefill_limit))
+        if route.prefill is not None:
+            target = route.decode.ref if route.decode else None
+            route.prefill.send(Prefill(req.key, work, target))
+
+    def _send_again(self, req: RunningReq, *, split: bool = False) -> None:
+        """The next attempt of a sequence, on nodes chosen anew; the sequence ends if there are none.
+
+        The caller has taken the nodes that hold nothing of the sequence any more out of `req.holders`.
+        """
+        work = req.remaining_work
+        try:
+            route = self._placement.route(work, split=split, again=True)
+        except RequestError as error:
+            self._end(req, error=error)
+            return
+        self._leave_nodes(req, Cancel(req.key))
+        req.next_attempt()
+        self._metrics.failed_over()
+        self._send(req, work, route)
 
     def _end(
         self,
@@ -272,16 +256,24 @@ class Dispatcher:
         self._tell_and_forget(req, tell or Cancel(req.key))
 
     def _tell_and_forget(self, req: RunningReq, message: Cancel | Stop) -> None:
-        for node in req.holders:
-            if node is not req.finished_by:
-                node.send(message)
-        req.holders = []
-        self._leave_decode(req)
-        del self._running[req.key.rid], self._works[req.key.rid]
+        self._leave_nodes(req, message)
+        del self._running[req.key.rid]
         self.queue.leave(req.key.rid, served=isinstance(req.finish, Finish))
         self._metrics.ended(req)
 
-    def _leave_decode(self, req: RunningReq) -> None:
+    def _leave_nodes(self, req: RunningReq, message: Cancel | Stop) -> None:
+        """The nodes of the latest attempt are done with it; those that may not know are told."""
+        for node in req.holders:
+            if node is not req.finished_by:
+                node.send(message)
         for node in req.nodes:
             if node.role is Role.DECODE:
                 self._counts.ended(node)
+        req.holders = []
+
+
+def _clipped(work: Work, max_new_tokens: int) -> Work:
+    """The same work, with no more new tokens than there is room for."""
+    least = min(work.params.min_new_tokens, max_new_tokens)
+    params = msgspec.structs.replace(work.params, max_new_tokens=max_new_tokens, min_new_tokens=least)
+    return msgspec.structs.replace(work, params=params)

@@ -1,37 +1,26 @@
-"""Who computes what of a request (P a prefill node, D a decode node).
+"""Which nodes compute what of a request (P a prefill node, D a decode node).
 
-    at most one new token           P alone      nobody needs the KV afterwards
+    at most one new token           P alone      no node needs the KV afterwards
     short prompt, or short suffix   D alone      computing it there is cheaper than moving its pages
     otherwise                       P and D      D reserves pages, P computes, and hands over what D has not got
     no live P                       D alone      degraded, but served
 
-The suffix of a prompt is what the decode node's RadixCache does not hold, as its cache events tell. The decode nodes
-that hold most of the prompt are preferred, if that is worth it and they are not much busier than the idlest; among
-them, or among all where there are none, the policy chooses.
+The suffix of a sequence is what the decode node's RadixCache does not hold, as its cache events tell. Among several
+nodes of a role, its routing policy chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Protocol
 
 from router.dispatch.node_counts import NodeCounts
-from router.dispatch.policy import RoutingPolicy
+from router.dispatch.policy import Candidates, RoutingPolicy
 from router.dispatch.running_req import Node
 from router.http.wording import maximum_context
 from shared.errors import RequestError
-from shared.protocol.block_hash import BlockHashes
-from shared.protocol.messages import Role
-
-MAX_IMBALANCE = 16
-"""Sequences that a node with a cached prefix may have more than the idlest, before its prefix counts for nothing."""
-
-MIN_SAVED_SHARE = 0.25
-MIN_SAVED_TOKENS = 1024
-"""A cached prefix draws a prompt to its node when it is so much of the prompt, or so many tokens. Less, such as the
-few tokens of a chat template that all prompts begin with, saves next to nothing, and would draw all of them."""
+from shared.protocol.messages import Role, Work
 
 
 class Fleet(Protocol):
@@ -46,116 +35,87 @@ class Fleet(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """`max_new_tokens` that there is room for, and who computes them."""
+@dataclass(frozen=True)
+class Route:
+    """The nodes of one attempt, and the `max_new_tokens` that they have room for.
+
+    A decode node that was chosen for what it holds has a `local_prefill_limit`: it may not compute more tokens than
+    that before it samples.
+    """
 
     max_new_tokens: int
     prefill: Node | None
     decode: Node | None
     local_prefill_limit: int | None = None
-    """The decode node was chosen for what it holds, and may not compute more of the prompt than this."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Those who take part."""
+        """The nodes that take part."""
         return tuple(node for node in (self.prefill, self.decode) if node is not None)
 
 
 class Placement:
-    """Chooses the nodes of each request."""
+    """Finds the route of each request. `policies` has one for each role."""
 
     def __init__(
         self,
         fleet: Fleet,
         *,
-        prefill_policy: RoutingPolicy,
-        decode_policy: RoutingPolicy,
+        policies: Mapping[Role, RoutingPolicy],
         local_prefill_tokens: int,
         counts: NodeCounts,
     ) -> None:
         self._fleet = fleet
-        self._prefill_policy = prefill_policy
-        self._decode_policy = decode_policy
+        self._policies = policies
         self._local_prefill_tokens = local_prefill_tokens
         self._counts = counts
+        self._last = dict.fromkeys(policies, "")
 
-    def plan(
-        self, input_ids: Sequence[int], wanted: int, extra_key: str, *, num_matchable: int, split: bool
-    ) -> Plan:
-        """Nodes for a prompt and `wanted` new tokens; `split` wants a prefill node, if there is one.
+    def route(self, work: Work, *, split: bool, again: bool = False) -> Route:
+        """The nodes for the next attempt at `work`; `split` wants a prefill node, if there is one.
 
-        Only the first `num_matchable` tokens of the prompt may come from a cache: never the last, which the first
-        new token follows. Raises RequestError when nobody can take it.
+        The first attempt clips max_new_tokens to the room on its nodes. A later one (`again`) needs room for all of
+        it, because the client was promised as much. Raises RequestError when no node can take it.
         """
-        prompt_len = len(input_ids)
-        least = prompt_len + min(wanted, 1)
-        prefills, decodes = self._with_room(Role.PREFILL, least), self._with_room(Role.DECODE, least)
+        num_told, num_known = len(work.output_ids), len(work.input_ids) + len(work.output_ids)
+        wanted = work.params.max_new_tokens - num_told
+        prefills = self._with_room(Role.PREFILL, num_known + min(wanted, 1))
         if wanted <= 1 and prefills:
-            return Plan(max_new_tokens=wanted, prefill=self._prefill_policy.choose(prefills), decode=None)
+            return Route(work.params.max_new_tokens, self._choose(work, Role.PREFILL, prefills)[0], None)
+        decodes = self._with_room(Role.DECODE, num_known + (wanted if again else min(wanted, 1)))
         if not decodes:
-            raise self._nobody(prompt_len)
-        decode, num_cached = self._choose_decode(decodes, input_ids, num_matchable, extra_key)
-        wanted = min(wanted, _room(decode) - prompt_len)
-        if wanted <= 1 and prefills:
-            return Plan(max_new_tokens=wanted, prefill=self._prefill_policy.choose(prefills), decode=None)
+            raise self._refusal(work, again=again)
+        decode, candidates = self._choose(work, Role.DECODE, decodes)
+        wanted = min(wanted, _room(decode) - num_known)
+        num_cached = candidates.num_cached_tokens(decode)
         if not prefills:
-            return Plan(max_new_tokens=wanted, prefill=None, decode=decode)
-        if split or prompt_len - num_cached > self._local_prefill_tokens:
-            prefill = self._prefill_policy.choose(prefills)
-            return Plan(max_new_tokens=wanted, prefill=prefill, decode=decode)
-        limit = self._local_prefill_tokens if num_cached else None
-        return Plan(max_new_tokens=wanted, prefill=None, decode=decode, local_prefill_limit=limit)
+            return Route(num_told + wanted, None, decode)
+        if wanted > 1 and not split and num_known - num_cached <= self._local_prefill_tokens:
+            return Route(num_told + wanted, None, decode, self._local_prefill_tokens if num_cached else None)
+        prefill, _ = self._choose(work, Role.PREFILL, prefills)
+        return Route(num_told + wanted, prefill, decode if wanted > 1 else None)
 
-    def _choose_decode(
-        self, decodes: Sequence[Node], input_ids: Sequence[int], num_matchable: int, extra_key: str
-    ) -> tuple[Node, int]:
-        """The decode node, and how many tokens of the prompt it need not compute."""
-        if not any(len(node.prefixes) for node in decodes):
-            return self._decode_policy.choose(decodes), 0
-        page_size = decodes[0].page_size
-        hashes = BlockHashes(input_ids[:num_matchable], page_size, extra_key)
-        worth = min(MIN_SAVED_SHARE * len(input_ids), MIN_SAVED_TOKENS)
-        best, num_blocks = self._holding_most(decodes, hashes, ceil(worth / page_size))
-        if best:
-            return self._decode_policy.choose(best), num_blocks * page_size
-        chosen = self._decode_policy.choose(decodes)
-        return chosen, chosen.prefixes.num_blocks(hashes) * page_size
-
-    def _holding_most(
-        self, decodes: Sequence[Node], hashes: Sequence[int], num_blocks: int
-    ) -> tuple[Sequence[Node], int]:
-        """The nodes, among those not too busy, that hold most of the blocks, and how many those are.
-
-        None when nobody holds `num_blocks`. Takes one look at each node, and more only at those that hold so many.
-        """
-        if num_blocks > len(hashes):
-            return (), 0
-        holders = [node for node in decodes if hashes[num_blocks - 1] in node.prefixes]
-        if not holders:
-            return (), 0
-        most_seqs = min(map(self._counts.num_seqs, decodes)) + MAX_IMBALANCE
-        best: list[Node] = []
-        for node in holders:
-            if self._counts.num_seqs(node) > most_seqs:
-                continue
-            held = node.prefixes.num_blocks(hashes, num_blocks)
-            if held > num_blocks:
-                num_blocks, best = held, []
-            if held == num_blocks:
-                best.append(node)
-        return best, num_blocks
+    def _choose(self, work: Work, role: Role, nodes: Sequence[Node]) -> tuple[Node, Candidates]:
+        candidates = Candidates(work, nodes, self._counts, self._last[role])
+        chosen = self._policies[role](candidates)
+        self._last[role] = chosen.ref.node_id
+        return chosen, candidates
 
     def _with_room(self, role: Role, num_tokens: int) -> list[Node]:
         return [node for node in self._fleet.live(role) if _room(node) >= num_tokens]
 
-    def _nobody(self, prompt_len: int) -> RequestError:
+    def _refusal(self, work: Work, *, again: bool) -> RequestError:
         live = self._fleet.live(Role.DECODE)
         if not live:
             return RequestError(self._fleet.why_none(Role.DECODE), status=503, code="no_node")
+        most = max(map(_room, live))
+        if again:
+            total = len(work.input_ids) + work.params.max_new_tokens
+            message = f"no decode node is left that has room for {total} tokens; the largest has {most}"
+            return RequestError(message, status=503, code="no_node")
         return RequestError(
-            f"{maximum_context(max(map(_room, live)))}, prompt and output together; the prompt has {prompt_len} "
-            "tokens, which leaves no room for output",
+            f"{maximum_context(most)}, prompt and output together; the prompt has {len(work.input_ids)} tokens, "
+            "which leaves no room for output",
             code="context_length_exceeded",
         )
 

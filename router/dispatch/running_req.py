@@ -1,10 +1,12 @@
-"""One sequence between its dispatch and its end: who works on it, and what has arrived."""
+"""One sequence between its dispatch and its end: what was asked, which nodes work on it, and what has arrived."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from router.dispatch.prefix_index import PrefixIndex
 from router.dispatch.token_order import TokenOrder
@@ -21,6 +23,7 @@ from shared.protocol.messages import (
     RouterToNode,
     Stamp,
     TokenEntry,
+    Work,
 )
 
 
@@ -72,28 +75,20 @@ class Aborted:
 class RunningReq:
     """What the dispatcher knows of one sequence.
 
-    `nodes` may send tokens for it. `holders` are those of them that may still hold pages or a slot, whose loss
-    is its failure, and who are told when it ends; `finished_by` needs no telling. `wake` is called whenever
-    there is something to take. Tokens wait here for a slow client, at most `max_new_tokens` of them.
+    `key` names its latest attempt, and `nodes` may send tokens for it. `holders` are those nodes that may still hold
+    pages or a slot: the loss of one is the sequence's failure, and each is told when the sequence ends, but for
+    `finished_by`, which said so. `output_ids` are the tokens that have arrived in order; the next attempt begins
+    behind them. `wake` is called whenever there is something to take.
     """
 
-    def __init__(
-        self,
-        key: ReqKey,
-        *,
-        prompt_len: int,
-        max_new_tokens: int,
-        nodes: tuple[Node, ...],
-        wake: Callable[[], None],
-        now: float,
-    ) -> None:
+    def __init__(self, key: ReqKey, work: Work, *, wake: Callable[[], None], now: float) -> None:
         self.key = key
-        self.prompt_len = prompt_len
-        self.max_new_tokens = max_new_tokens
-        self.nodes = nodes
-        self.holders = list(nodes)
+        self.work = work
+        self.output_ids: list[int] = []
+        self.nodes: tuple[Node, ...] = ()
+        self.holders: list[Node] = []
         self.finished_by: Node | None = None
-        self.order = TokenOrder(0, max_new_tokens)
+        self.order = TokenOrder(0, work.params.max_new_tokens)
         self.finish: Finish | Aborted | None = None
         self.error: RequestError | None = None
         self.reports: dict[Role, ReqReport] = {}
@@ -102,7 +97,7 @@ class RunningReq:
         self.last_token_at: float | None = None
         self.ended_at: float | None = None
         self._announced: Finish | None = None
-        self._untaken: list[int] = []
+        self._num_taken = 0
         self._logprobs: dict[int, TokenLogprobs] = {}
         self.input_logprobs: Logprobs | None = None
         self._wake = wake
@@ -113,6 +108,16 @@ class RunningReq:
         return self.ended_at is not None
 
     @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.work.input_ids)
+
+    @property
+    def remaining_work(self) -> Work:
+        """What a further attempt is asked: the same, behind the tokens that have arrived."""
+        return msgspec.structs.replace(self.work, output_ids=tuple(self.output_ids))
+
+    @property
     def stamps(self) -> list[Stamp]:
         """What nodes have stamped, in order of time; a stamp that travelled with the handoff counts once."""
         reported = dict.fromkeys(stamp for report in self.reports.values() for stamp in report.stamps)
@@ -120,35 +125,38 @@ class RunningReq:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that whoever prefilled found in its RadixCache."""
+        """Prompt tokens that the node that prefilled found in its RadixCache."""
         report = self.reports.get(Role.PREFILL) or self.reports.get(Role.DECODE)
         return report.cached_tokens if report else 0
 
     @property
     def kv_pages_transferred(self) -> int:
-        """As the node that knows more of it has counted: the decode node, once it has reported."""
+        """KV pages that were moved, as counted by the node that has seen more of them."""
         return max((report.kv_pages_transferred for report in self.reports.values()), default=0)
 
     @property
     def kv_bytes_transferred(self) -> int:
-        """See kv_pages_transferred."""
+        """Bytes of the same pages."""
         return max((report.kv_bytes_transferred for report in self.reports.values()), default=0)
 
-    def try_again(self, nodes: tuple[Node, ...], max_new_tokens: int) -> None:
-        """Another attempt, on other nodes, of a sequence that has no token yet; the key says which attempt it is."""
-        assert self.first_token_at is None
-        self.key = ReqKey(self.key.router, self.key.rid, self.key.attempt + 1)
-        self.max_new_tokens = max_new_tokens
-        self.order = TokenOrder(0, max_new_tokens)
+    def begin(self, nodes: tuple[Node, ...]) -> None:
+        """The latest attempt is on its way to `nodes`."""
         self.nodes = nodes
         self.holders = list(nodes)
 
+    def next_attempt(self) -> None:
+        """Begin anew behind `output_ids`: what had arrived ahead of a gap, a finish too, is told again."""
+        self.key = msgspec.structs.replace(self.key, attempt=self.key.attempt + 1)
+        self.order = TokenOrder(len(self.output_ids), self.work.params.max_new_tokens)
+        self.finished_by = self._announced = None
+        self._logprobs = {at: known for at, known in self._logprobs.items() if at < self.order.next}
+
     def arrive_logprobs(self, entry: TokenEntry) -> None:
-        """Take what a node says of the tokens that `arrive` is about to take; the first word on a position counts."""
+        """Take the logprobs of the tokens that `arrive` is about to take; the first to come for a position count."""
         if entry.input_logprobs is not None and self.input_logprobs is None:
             self.input_logprobs = entry.input_logprobs
         if entry.logprobs is not None:
-            end = min(entry.position + len(entry.token_ids), self.max_new_tokens)
+            end = min(entry.position + len(entry.token_ids), self.work.params.max_new_tokens)
             for position, known in zip(range(entry.position, end), entry.logprobs.unpack(), strict=False):
                 if position >= self.order.next:
                     self._logprobs.setdefault(position, known)
@@ -160,7 +168,7 @@ class RunningReq:
             self.order.finish_at(position + len(token_ids))
         ready = self.order.add(position, token_ids)
         if ready:
-            self._untaken += ready
+            self.output_ids += ready
             self.last_token_at = now
             if self.first_token_at is None:
                 self.first_token_at = now
@@ -173,17 +181,18 @@ class RunningReq:
     def end(
         self, now: float, *, finish: Finish | Aborted | None = None, error: RequestError | None = None
     ) -> None:
-        """Nothing more will come, because of `finish` or `error`; the first end counts."""
+        """The sequence is over, because of `finish` or `error`; the first end counts."""
         if not self.ended:
             self.ended_at, self.finish, self.error = now, finish, error
             self._wake()
 
     def take(self) -> list[int]:
         """The tokens that arrived since the last call, in order."""
-        taken, self._untaken = self._untaken, []
+        taken = self.output_ids[self._num_taken :]
+        self._num_taken = len(self.output_ids)
         return taken
 
     def take_logprobs(self, first: int, end: int) -> list[TokenLogprobs]:
-        """What is known of the output tokens at positions [first, end), which were taken; empty if nobody asked."""
+        """The logprobs of the output tokens at positions [first, end), which were taken; empty if none were asked."""
         known = (self._logprobs.pop(position, None) for position in range(first, end))
         return [logprobs for logprobs in known if logprobs is not None]

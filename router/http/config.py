@@ -66,6 +66,8 @@ class FleetOptions:
 class DispatchOptions:
     """How requests are placed, and how long things may take, in seconds."""
 
+    prefill_policy: str = "round_robin"
+    decode_policy: str = "cache_aware"
     local_prefill_tokens: int = 16
     max_queued_requests: int = 4096
     queue_timeout_s: float = 600.0
@@ -103,6 +105,8 @@ class RouterConfig:
             "local": str(self.fleet.local),
             **asdict(self.http.limits),
             **asdict(self.connections),
+            "prefill_policy": self.dispatch.prefill_policy,
+            "decode_policy": self.dispatch.decode_policy,
             "local_prefill_tokens": self.dispatch.local_prefill_tokens,
             "max_queued_requests": self.dispatch.max_queued_requests,
             "queue_timeout_s": self.dispatch.queue_timeout_s,

@@ -29,7 +29,7 @@ class HeldReqs(Protocol):
         """Sequences that `node` has a part in."""
         ...
 
-    def give_up(self, node: Node, reason: str) -> int:
+    def fail_held(self, node: Node, reason: str) -> int:
         """Fail what `node` has a part in, and tell it so; how many those were."""
         ...
 
@@ -123,7 +123,7 @@ class FleetChanges:
             while (node := member.node) is not None and self._reqs.num_held(node):
                 if time.monotonic() >= drain.until:
                     reason = f"its drain_timeout_s of {drain.timeout_s:g} s has passed"
-                    num_ended = self._reqs.give_up(node, reason)
+                    num_ended = self._reqs.fail_held(node, reason)
                     break
                 await asyncio.sleep(_DRAIN_POLL_S)
             if member.incarnation:

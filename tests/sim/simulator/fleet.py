@@ -9,7 +9,7 @@ from typing import Any
 
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.metrics import Metrics
-from router.dispatch.policy import RoundRobin
+from router.dispatch.policy import cache_aware, round_robin
 from router.dispatch.running_req import Aborted, RunningReq
 from shared.errors import RequestError
 from shared.protocol.messages import CacheEvents, CacheResync, Failed, Finish, NotCached, Role, Tokens, Work
@@ -120,8 +120,7 @@ class SimFleet:
         self.dispatcher = Dispatcher(
             self._live,
             incarnation="router",
-            prefill_policy=RoundRobin(),
-            decode_policy=RoundRobin(),
+            policies={Role.PREFILL: round_robin, Role.DECODE: cache_aware},
             deadlines=Deadlines(first_token_s=1e9, stall_s=1e9),
             local_prefill_tokens=shape.local_prefill_tokens,
             metrics=_QuietMetrics(lambda: "sim"),

@@ -293,7 +293,7 @@ def test_a_stream_words_the_prompt_once() -> None:
     params = SamplingParams(logprobs=LogprobParams(0, 2, (7,)), max_new_tokens=NUM_NEW)
     prompt = Prompt(rid="a", work=Work(tuple(PROMPT_IDS), params))
     key = ReqKey("router", "1")
-    req = RunningReq(key, prompt_len=5, max_new_tokens=NUM_NEW, nodes=(), wake=lambda: None, now=0.0)
+    req = RunningReq(key, prompt.work, wake=lambda: None, now=0.0)
     tokenizer = Tokenizer(byte_level_tokenizer())
     output = OutputText(tokenizer, prompt, StopConditions(()))
     generation = Generation(prompt, 0, 0, 0, output)

@@ -2,92 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
-from router.dispatch.dispatcher import Deadlines, Dispatcher
-from router.dispatch.metrics import Metrics
-from router.dispatch.node_counts import NodeCounts
-from router.dispatch.placement import MAX_IMBALANCE, MIN_SAVED_TOKENS
-from router.dispatch.policy import RoundRobin
+from router.dispatch.policy import MAX_IMBALANCE, MIN_SAVED_TOKENS, POLICIES, Candidates
 from router.dispatch.prefix_index import PrefixIndex
-from router.dispatch.running_req import RunningReq
-from shared.protocol.block_hash import block_hashes
 from shared.protocol.logprobs import LogprobParams
-from shared.protocol.messages import (
-    CacheEvents,
-    Decode,
-    Failed,
-    Finish,
-    Load,
-    NodeLimits,
-    NodeRef,
-    Role,
-    RouterToNode,
-    TokenEntry,
-    Work,
-)
+from shared.protocol.messages import Decode, Failed, Finish, Load, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
-
-PAGE = 16
-IDS = tuple(range(100, 100 + 5 * PAGE))
-
-
-class FakeNode:
-    """A node as the dispatcher sees it."""
-
-    def __init__(self, name: str, role: Role) -> None:
-        self.ref = NodeRef(name, f"{name}#1", "nowhere")
-        self.role = role
-        self.limits = NodeLimits(65_536, 65_536, 64)
-        self.load = Load()
-        self.page_size = PAGE
-        self.prefixes = PrefixIndex()
-        self.sent: list[RouterToNode] = []
-
-    def send(self, message: RouterToNode) -> None:
-        self.sent.append(message)
-
-    def holds(self, num_pages: int, ids: Sequence[int] = IDS) -> None:
-        blocks = tuple(block_hashes(ids[: num_pages * PAGE], PAGE))
-        self.prefixes.apply(CacheEvents(0, blocks, (), reset=True))
-
-
-class Fleet:
-    """A prefill node, some decode nodes, and a dispatcher of its own."""
-
-    def __init__(self, num_decode: int, local_prefill_tokens: int = PAGE) -> None:
-        self.decodes = [FakeNode(f"d{i:03}", Role.DECODE) for i in range(num_decode)]
-        self.prefills = [FakeNode("p0", Role.PREFILL)]
-        self.dispatcher = Dispatcher(
-            self,
-            incarnation="router",
-            prefill_policy=RoundRobin(),
-            decode_policy=RoundRobin(),
-            deadlines=Deadlines(first_token_s=60, stall_s=60),
-            local_prefill_tokens=local_prefill_tokens,
-            metrics=Metrics(lambda: "tiny"),
-        )
-
-    @property
-    def counts(self) -> NodeCounts:
-        return self.dispatcher._counts
-
-    def live(self, role: Role) -> Sequence[FakeNode]:
-        return self.decodes if role is Role.DECODE else self.prefills
-
-    def why_none(self, role: Role) -> str:
-        return "gone"
-
-    def start(self, ids: tuple[int, ...] = IDS, **params: object) -> RunningReq:
-        sampling = SamplingParams(**{"max_new_tokens": 8, **params})  # type: ignore[arg-type]
-        return self.dispatcher.start(Work(ids, sampling), lambda: None)
-
-    def burst(self, count: int) -> Counter[str]:
-        """Requests of one prompt, none of which ends, by the decode node that got them."""
-        return Counter(self.start().nodes[-1].ref.node_id for _ in range(count))
+from tests.unit.router.dispatched import IDS, PAGE, Fleet
 
 
 def test_nodes_that_hold_the_same_take_turns() -> None:
@@ -240,3 +164,21 @@ def test_a_large_fleet_is_looked_through_once() -> None:
     assert fleet.start().nodes[-1] is fleet.decodes[123]
     looks = [node.prefixes.num_looks for node in fleet.decodes if isinstance(node.prefixes, CountingIndex)]
     assert sum(looks) == 1000 + 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_chooses_among_the_candidates(policy: str) -> None:
+    fleet = Fleet(3)
+    for num_pages, node in enumerate(fleet.decodes):
+        node.holds(num_pages)
+    for last in ("", "d000", "d002", "gone"):
+        candidates = Candidates(Work(IDS, SamplingParams()), fleet.decodes, fleet.counts, last)
+        assert POLICIES[policy](candidates) in fleet.decodes
+
+
+def test_a_policy_sees_what_a_resumed_request_has_said() -> None:
+    fleet = Fleet(1)
+    fleet.decodes[0].holds(5)
+    work = Work(IDS[: 4 * PAGE], SamplingParams(), output_ids=IDS[4 * PAGE :] + (7,))
+    candidates = Candidates(work, fleet.decodes, fleet.counts, "")
+    assert candidates.num_cached_tokens(fleet.decodes[0]) == 5 * PAGE

@@ -193,7 +193,7 @@ class IdleDispatcher(Dispatcher):
     def start(self, work: Work, wake: Callable[[], None], *, split: bool = False) -> RunningReq:
         self.turns.append(self.num_turns)
         key = ReqKey("router", str(len(self.turns)))
-        return RunningReq(key, prompt_len=1, max_new_tokens=1, nodes=(), wake=wake, now=0.0)
+        return RunningReq(key, work, wake=wake, now=0.0)
 
     def release(self, req: RunningReq) -> None:
         pass

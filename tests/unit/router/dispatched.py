@@ -1,0 +1,73 @@
+"""A dispatcher over nodes whose messages, limits, pongs and caches a test decides."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from router.dispatch.dispatcher import Deadlines, Dispatcher
+from router.dispatch.metrics import Metrics
+from router.dispatch.node_counts import NodeCounts
+from router.dispatch.policy import cache_aware, round_robin
+from router.dispatch.prefix_index import PrefixIndex
+from router.dispatch.running_req import RunningReq
+from shared.protocol.block_hash import block_hashes
+from shared.protocol.messages import CacheEvents, Load, NodeLimits, NodeRef, Role, RouterToNode, Work
+from shared.protocol.sampling_params import SamplingParams
+
+PAGE = 16
+IDS = tuple(range(100, 100 + 5 * PAGE))
+
+
+class FakeNode:
+    """A node as the dispatcher sees it."""
+
+    def __init__(self, name: str, role: Role) -> None:
+        self.ref = NodeRef(name, f"{name}#1", "nowhere")
+        self.role = role
+        self.limits = NodeLimits(65_536, 65_536, 64)
+        self.load = Load()
+        self.page_size = PAGE
+        self.prefixes = PrefixIndex()
+        self.sent: list[RouterToNode] = []
+
+    def send(self, message: RouterToNode) -> None:
+        self.sent.append(message)
+
+    def holds(self, num_pages: int, ids: Sequence[int] = IDS) -> None:
+        blocks = tuple(block_hashes(ids[: num_pages * PAGE], PAGE))
+        self.prefixes.apply(CacheEvents(0, blocks, (), reset=True))
+
+
+class Fleet:
+    """A prefill node, some decode nodes, and a dispatcher of its own."""
+
+    def __init__(self, num_decode: int, local_prefill_tokens: int = PAGE) -> None:
+        self.decodes = [FakeNode(f"d{i:03}", Role.DECODE) for i in range(num_decode)]
+        self.prefills = [FakeNode("p0", Role.PREFILL)]
+        self.dispatcher = Dispatcher(
+            self,
+            incarnation="router",
+            policies={Role.PREFILL: round_robin, Role.DECODE: cache_aware},
+            deadlines=Deadlines(first_token_s=60, stall_s=60),
+            local_prefill_tokens=local_prefill_tokens,
+            metrics=Metrics(lambda: "tiny"),
+        )
+
+    @property
+    def counts(self) -> NodeCounts:
+        return self.dispatcher._counts
+
+    def live(self, role: Role) -> Sequence[FakeNode]:
+        return self.decodes if role is Role.DECODE else self.prefills
+
+    def why_none(self, role: Role) -> str:
+        return "gone"
+
+    def start(self, ids: tuple[int, ...] = IDS, **params: object) -> RunningReq:
+        sampling = SamplingParams(**{"max_new_tokens": 8, **params})  # type: ignore[arg-type]
+        return self.dispatcher.start(Work(ids, sampling), lambda: None)
+
+    def burst(self, count: int) -> Counter[str]:
+        """Requests of one prompt, none of which ends, by the decode node that got them."""
+        return Counter(self.start().nodes[-1].ref.node_id for _ in range(count))
