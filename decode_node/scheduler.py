@@ -247,6 +247,7 @@ class DecodeScheduler:
             num_transferring=len(self.transfer_queue),
             num_bootstrapping=len(self.prealloc_queue),
             links=self._receiver.links_by_transport,
+            unreachable=self._receiver.unreachable,
         )
         self._announcer.tell_changes()
 

@@ -30,12 +30,19 @@ class Peering(Protocol):
         """Dial `node` unless it is connected, or waits for its next dial."""
         ...
 
+    @property
+    def unreachable(self) -> dict[str, str]:
+        """Nodes to which there is no connection, by incarnation, and why. A first dial may still succeed."""
+        ...
+
 
 @dataclass(eq=False, slots=True)
 class _Peer:
     node: NodeRef
     redial_at: float | None = None
     """None while it is dialled or connected."""
+    failure: str = ""
+    """Why its last dial failed or its connection was lost; empty once it is connected."""
 
 
 class DialledPeering:
@@ -76,6 +83,12 @@ class DialledPeering:
             self._peers[node.incarnation] = _Peer(node)
         self._dial(node)
 
+    @property
+    def unreachable(self) -> dict[str, str]:
+        """The nodes whose last dial failed, or whose connection was lost."""
+        with self._lock:
+            return {incarnation: peer.failure for incarnation, peer in self._peers.items() if peer.failure}
+
     def redial(self) -> None:
         """Dial the nodes whose pause is over; a timer calls it."""
         now, due = self._clock(), []
@@ -96,9 +109,15 @@ class DialledPeering:
             node.address,
             f"prefill|{self._node.incarnation}",
             self._handlers,
-            self._sender.on_connected,
+            self._on_connected,
             self._on_disconnected,
         )
+
+    def _on_connected(self, incarnation: str) -> None:
+        with self._lock:
+            if incarnation in self._peers:
+                self._peers[incarnation].failure = ""
+        self._sender.on_connected(incarnation)
 
     def _on_message(self, peer: str, message: DecodeToPrefill) -> None:
         if isinstance(message, LinkOpen) and message.node.incarnation != peer:
@@ -113,7 +132,7 @@ class DialledPeering:
             peer = self._peers.get(incarnation)
             if peer is not None and incarnation in self._wanted():
                 log.event("peer_disconnected", peer=incarnation, reason=reason, redial_s=REDIAL_S)
-                peer.redial_at = self._clock() + REDIAL_S
+                peer.redial_at, peer.failure = self._clock() + REDIAL_S, reason
             else:
                 self._peers.pop(incarnation, None)
         self._sender.on_disconnected(incarnation, reason)

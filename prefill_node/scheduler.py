@@ -206,6 +206,7 @@ class PrefillScheduler:
             num_transferring=len(self.inflight_queue),
             num_bootstrapping=len(self.bootstrap_queue),
             links=self._sender.links_by_transport,
+            unreachable=self._sender.unreachable | self._peering.unreachable,
         )
 
     def close(self, reason: str) -> None:

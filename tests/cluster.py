@@ -180,6 +180,10 @@ class ClusterPeering:
         for node in nodes:
             self.ensure(node)
 
+    @property
+    def unreachable(self) -> dict[str, str]:
+        return {}
+
     def ensure(self, node: NodeRef) -> None:
         if node.incarnation not in self.connected and node.incarnation in self.network._parties:
             self.connected.add(node.incarnation)

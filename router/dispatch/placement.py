@@ -3,7 +3,7 @@
     at most one new token           P alone      no node needs the KV afterwards
     short prompt, or short suffix   D alone      computing it there is cheaper than moving its pages
     otherwise                       P and D      D reserves pages, P computes, and hands over what D has not got
-    no live P                       D alone      degraded, but served
+    no live P, or none linked to D  D alone      degraded, but served
 
 The suffix of a sequence is what the decode node's RadixCache does not hold, as its cache events tell. Among several
 nodes of a role, its routing policy chooses.
@@ -88,6 +88,8 @@ class Placement:
         decode, candidates = self._choose(work, Role.DECODE, decodes)
         wanted = min(wanted, _room(decode) - num_known)
         num_cached = candidates.num_cached_tokens(decode)
+        if wanted > 1:  # pages will travel between the two
+            prefills = [prefill for prefill in prefills if why_unlinked(prefill, decode) is None]
         if not prefills:
             return Route(num_told + wanted, None, decode)
         if wanted > 1 and not split and num_known - num_cached <= self._local_prefill_tokens:
@@ -118,6 +120,12 @@ class Placement:
             "which leaves no room for output",
             code="context_length_exceeded",
         )
+
+
+def why_unlinked(prefill: Node, decode: Node) -> str | None:
+    """Why no pages can travel between two nodes now, as either of them says. None also for a pair that is new."""
+    theirs, ours = prefill.load.unreachable, decode.load.unreachable
+    return theirs.get(decode.ref.incarnation) or ours.get(prefill.ref.incarnation)
 
 
 def _room(node: Node) -> int:

@@ -71,12 +71,18 @@ class Conversation:
     """Receives from a node and pings it, until its link is lost, it is silent, leaves, or talks nonsense."""
 
     def __init__(
-        self, node: LiveNode, events: NodeEvents, timing: Timing, on_answered: Callable[[Answered], None]
+        self,
+        node: LiveNode,
+        events: NodeEvents,
+        timing: Timing,
+        on_answered: Callable[[Answered], None],
+        on_pong: Callable[[], None],
     ) -> None:
         self._node = node
         self._events = events
         self._timing = timing
         self._on_answered = on_answered
+        self._on_pong = on_pong
 
     async def run(self) -> None:
         """Always ends with a LinkError that says why."""
@@ -119,6 +125,7 @@ class Conversation:
                 self._events.on_failed(self._node, message)
             case Pong():
                 self._node.pong(message, time.monotonic())
+                self._on_pong()
             case Answered():
                 self._on_answered(message)
             case CacheEvents():

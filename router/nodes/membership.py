@@ -1,7 +1,8 @@
 """Which nodes there are: dials them, checks that they fit together, notices when they are gone.
 
     Member (an address)   DIALLING ──hello──▶ ALIVE ──closed, silent──▶ LOST ──1 s──▶ dialled again
-                             │                  └──removed──▶ DRAINING ──▶ hung up, forgotten   (new identity)
+                             │                  ├──leaks──▶ DRAINING until it is restarted      (new identity)
+                             │                  └──removed──▶ DRAINING ──▶ hung up, forgotten
                              └──layout differs──▶ REFUSED ──5 s──▶ dialled again
 
 A node that announced itself (`Join`) and is lost for long is forgotten: it will announce itself again. One that
@@ -277,7 +278,13 @@ class Membership:
             node = self._admit(member, hello, link)
             reason = "closed"
             try:
-                await Conversation(node, events, self._timing, self._on_answered).run()
+                await Conversation(
+                    node,
+                    events,
+                    self._timing,
+                    self._on_answered,
+                    lambda: self._drain_if_leaking(member, node),
+                ).run()
             except LinkError as e:
                 reason = str(e)
                 raise
@@ -317,6 +324,10 @@ class Membership:
         self._set(member, MemberState.ALIVE, "")
         self._announce_peers(hello.role, node)
         return node
+
+    def _drain_if_leaking(self, member: Member, node: LiveNode) -> None:
+        if node.load.leak and member.state is MemberState.ALIVE:
+            self._set(member, MemberState.DRAINING, f"it leaks KV pages, restart it: {node.load.leak}")
 
     def _drop(self, member: Member, node: LiveNode, events: NodeEvents, reason: str) -> None:
         member.node = None

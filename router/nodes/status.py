@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import UNSET
 from msgspec.structs import asdict
 
+from router.dispatch.placement import why_unlinked
 from router.nodes.fleet_answers import FleetMember, Health, NodeInfo, ServerInfo
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
@@ -101,10 +102,26 @@ class FleetStatus:
             return "starting", "the model is not known yet"
         if membership.expects(Role.PREFILL) and not membership.live(Role.PREFILL):
             return "degraded", f"decode nodes prefill by themselves: {membership.why_none(Role.PREFILL)}"
-        gone = [m for m in membership.members if m.node is None]
+        gone = [m for m in membership.members if m.node is None or m.node.load.leak]
         if gone:
-            return "degraded", "; ".join(f"{m.name} is {m.state}" for m in gone)
+            return "degraded", "; ".join(_how_it_stands(m) for m in gone)
+        unlinked = self._unlinked()
+        if unlinked:
+            return "degraded", f"decode nodes prefill by themselves: {'; '.join(unlinked)}"
         return "ok", ""
+
+    def _unlinked(self) -> list[str]:
+        """The prefill nodes that can send pages to no decode node, each with a reason."""
+        decodes, said = self._membership.live(Role.DECODE), []
+        for prefill in self._membership.live(Role.PREFILL):
+            reasons = [why_unlinked(prefill, decode) for decode in decodes]
+            if reasons and all(reasons):
+                said.append(f"{prefill.ref.node_id} has no link to any decode node ({reasons[0]})")
+        return said
+
+
+def _how_it_stands(member: Member) -> str:
+    return f"{member.name} is {member.state}" + (f" ({member.reason})" if member.node is not None else "")
 
 
 def describe_member(member: Member) -> dict[str, Any]:

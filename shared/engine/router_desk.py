@@ -97,6 +97,7 @@ class RouterDesk:
         num_transferring: int,
         num_bootstrapping: int,
         links: dict[str, int],
+        unreachable: dict[str, str],
     ) -> None:
         """End a turn: send its tokens, publish the node's load, count the step of a profile."""
         self._router_port.flush()
@@ -109,8 +110,10 @@ class RouterDesk:
             num_bootstrapping=num_bootstrapping,
             retraction=self._batcher.retraction.count,
             links=links,
+            unreachable=unreachable,
             schedule_policy=self._batcher.schedule_policy,
         )
+        self._router_port.tell_unreachable()
         self._engine.profiler.step_done(worked)
 
     def close(self, reason: str) -> None:

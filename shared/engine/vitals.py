@@ -13,6 +13,8 @@ from shared.scheduling.retraction import RetractionCounts
 from shared.timeline import Clock
 
 THROUGHPUT_WINDOW_S = 1.0
+MAX_LEAK_CHARS = 300
+"""Of what an audit found, in every Pong; the log has all of it."""
 
 
 class Vitals:
@@ -23,6 +25,7 @@ class Vitals:
         self._progress = progress
         self._clock = clock
         self._audited = False
+        self._leak = ""
         self._load = Load()
         self._window_start = clock()
         self._window_tokens = 0
@@ -60,6 +63,7 @@ class Vitals:
         num_transferring: int,
         num_bootstrapping: int,
         links: dict[str, int],
+        unreachable: dict[str, str],
         schedule_policy: str,
         retraction: RetractionCounts,
     ) -> None:
@@ -90,6 +94,8 @@ class Vitals:
             kv_transfer_s=self.kv_transfer_s,
             num_links=sum(links.values()),
             links=links,
+            unreachable=unreachable,
+            leak=self._leak,
             schedule_policy=schedule_policy,
             num_retracted=retraction.num_retracted,
             num_retractions_host=retraction.num_host,
@@ -107,8 +113,11 @@ class Vitals:
     def _audit(self) -> None:
         try:
             audit_idle(self._ledger)
-        except LeakError:
-            log.crash("leak")  # a bug, but not a reason to drop the streams of others
+        except LeakError as error:
+            self._leak = str(error)[
+                :MAX_LEAK_CHARS
+            ]  # a bug, but no reason to drop streams: routers drain the node
+            log.crash("leak")
 
     def load(self) -> Load:
         """The node's state after the last step, with live progress."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Generic, TypeVar
 
 from shared import log
@@ -48,6 +48,8 @@ class Links(Generic[Loop]):
         self._current: dict[str, tuple[LinkWorker, Loop]] = {}
         self._workers: list[LinkWorker] = []
         self._names: deque[str] = deque(maxlen=self.MAX_NAMES)
+        self._deaths: dict[str, str] = {}
+        """Why the last link of each peer died."""
 
     @property
     def num_live(self) -> int:
@@ -58,6 +60,12 @@ class Links(Generic[Loop]):
     def live_by_transport(self) -> dict[str, int]:
         """Live links, counted by what carries them."""
         return dict(sorted(Counter(w.transport for w, _ in self._current.values() if w.live).items()))
+
+    def broken(self, peers: Container[str]) -> dict[str, str]:
+        """Those of `peers` whose last link died, and why, while they have no live one. Forgets other peers."""
+        self._deaths = {peer_id: reason for peer_id, reason in self._deaths.items() if peer_id in peers}
+        live = {worker.peer_id for worker, _ in self._current.values() if worker.live}
+        return {peer_id: reason for peer_id, reason in self._deaths.items() if peer_id not in live}
 
     @property
     def num_slots_out(self) -> int:
@@ -130,6 +138,7 @@ class Links(Generic[Loop]):
         worker.stop(reason)
         log.event("link_lost", link=worker.name, reason=reason)
         del self._current[worker.peer_id]
+        self._deaths[worker.peer_id] = reason
         if tell_peer:
             self._outbox.send(worker.peer_id, LinkLost(worker.name, reason))
         self._on_dead(worker, reason)

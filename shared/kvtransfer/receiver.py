@@ -204,6 +204,13 @@ class ReceiveSide:
             return self._links.live_by_transport
 
     @property
+    def unreachable(self) -> dict[str, str]:
+        """Connected peers to which pages cannot travel now, and why; a link that is being built is none of them."""
+        with self._lock:
+            refused = {peer_id: peer.refused for peer_id, peer in self._peers.items() if peer.refused}
+            return self._links.broken(self._peers) | refused
+
+    @property
     def num_transfers(self) -> int:
         """Opened keys without a terminal event."""
         return len(self._transfers)

@@ -125,6 +125,11 @@ class Load(Record, frozen=True):
     """Output tokens that a grammar forced and nobody sampled; `num_generated_tokens` counts them as well."""
     links: dict[str, int] = {}
     """`num_links` by transport: which of `--kv-transfer` each pair of nodes came to use."""
+    unreachable: dict[str, str] = {}
+    """Incarnations of nodes to which a link was lost or could not be built, and why. A new pair is not here: its
+    link may still be on its way."""
+    leak: str = ""
+    """What an idle audit of the KV pages found. Such a node is to be drained."""
 
 
 class Finish(Record, frozen=True):
@@ -270,7 +275,10 @@ class Failed(Struct, frozen=True):
 
 
 class Pong(Struct, frozen=True):
-    """Answer to Ping. `cache_seq` is that of the last CacheEvents sent before it; None: none have been sent."""
+    """Answer to Ping, or unasked for, with `seq` 0, when a link has come or gone.
+
+    `cache_seq` is that of the last CacheEvents sent before it; None: none have been sent.
+    """
 
     seq: int
     load: Load

@@ -67,6 +67,7 @@ class RouterPort:
         self._cache_seq: int | None = None
         self._dispatched: OrderedDict[ReqKey, None] = OrderedDict()
         self._entries: dict[str, list[TokenEntry]] = {}
+        self._unreachable: set[str] = set()
 
     # ---------------------------------------------------------------------------- the control thread
     def on_message(self, router: str, message: RouterToNode) -> None:
@@ -133,6 +134,15 @@ class RouterPort:
             for part in _parts(entries):
                 self._outbox.send(router, Tokens(part))
         self._entries.clear()
+
+    def tell_unreachable(self) -> None:
+        """Send the node's load at once, not with the next ping, when other nodes than before are unreachable."""
+        load = self._load()
+        if load.unreachable.keys() == self._unreachable:
+            return
+        self._unreachable = set(load.unreachable)
+        for router in list(self._last_heard):
+            self._outbox.send(router, Pong(0, load, self._cache_seq))
 
     def not_cached(self, key: ReqKey) -> None:
         """Tell the request's router that it is not served here this time."""

@@ -84,6 +84,10 @@ class _NoPeering:
     def ensure(self, node: NodeRef) -> None:
         """Nothing to do."""
 
+    @property
+    def unreachable(self) -> dict[str, str]:
+        return {}
+
 
 class SimNode:
     """Stands for a node on both ends: it runs the scheduler, and the dispatcher sees it as its `Node`."""

@@ -126,6 +126,7 @@ class _Side:
         self._early: dict[ReqKey, list[Message]] = {}
         self._over: dict[ReqKey, str] = {}
         self.links_by_transport: dict[str, int] = {}
+        self.unreachable: dict[str, str] = {}
 
     def tick(self) -> None:
         """Deadlines are not modelled: what is lost here is always noticed."""

@@ -88,7 +88,9 @@ def test_a_node_that_could_not_be_reached_is_dialled_again(prefill: Prefill) -> 
         node = NodeRef("d0", "d0#1", f"tcp://127.0.0.1:{port}")
         control.close()
         prefill.peering.set_peers("router", [node])
+        assert prefill.peering.unreachable == {}
         assert prefill.sender.disconnected.get(timeout=10) == ("d0#1", "connection refused")
+        assert prefill.peering.unreachable == {"d0#1": "connection refused"}
         prefill.pass_time(REDIAL_S / 2)
         prefill.peering.set_peers("router", [node])  # which does not shorten the pause
         assert prefill.nothing_happens()
@@ -97,6 +99,7 @@ def test_a_node_that_could_not_be_reached_is_dialled_again(prefill: Prefill) -> 
         control.start()
         prefill.pass_time(REDIAL_S / 2)
         assert prefill.sender.connected.get(timeout=10) == "d0#1"
+        assert prefill.peering.unreachable == {}
     finally:
         control.close()
 

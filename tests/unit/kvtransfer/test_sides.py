@@ -726,6 +726,34 @@ def test_a_link_that_dies_is_built_anew_with_a_pause_that_grows() -> None:
     world.close()
 
 
+def test_both_ends_say_that_a_link_is_gone_until_it_is_back(world: World) -> None:
+    world.run(0.3)
+    assert world.p.side.unreachable == world.d.side.unreachable == {}
+    world.network.stop("p0")
+    for _ in range(round(FAST.peer_timeout_s * 200)):
+        world.network.advance(0.01)
+        world.d.step()
+    assert world.d.side.unreachable == {"p0": f"silent for {FAST.peer_timeout_s:g} s"}
+    world.network.resume("p0")
+    world.run(FAST.hello_retry_s + FAST.peer_timeout_s + 1.0)
+    assert world.p.side.unreachable == world.d.side.unreachable == {}
+    world.network.disconnect("p0", "d0")
+    world.run(FAST.forget_peer_s + FAST.peer_timeout_s + 1.0)
+    assert world.p.side.unreachable == world.d.side.unreachable == {}, "peers that are gone are not listed"
+
+
+def test_a_new_pair_is_not_unreachable_before_its_link_could_not_be_built() -> None:
+    world = World()
+    world.network.drop_next(StoreSet, 10**6)  # no link can be built
+    world.run(FAST.build_timeout_s / 2)
+    assert world.p.side.unreachable == world.d.side.unreachable == {}
+    world.run(FAST.build_timeout_s)
+    assert "p0" in world.d.side.unreachable
+    world.run(FAST.build_timeout_s / 2)
+    assert "p0" in world.d.side.unreachable, "also while the next one is being built"
+    world.close()
+
+
 def test_a_lost_hello_is_said_again(world: World) -> None:
     world.network.disconnect("p0", "d0")
     world.run(0.1)

@@ -111,6 +111,21 @@ def test_pings_are_answered_at_once_with_the_load_of_the_moment(rig: Rig) -> Non
     assert not rig.wake.is_set()
 
 
+def test_a_link_that_goes_or_comes_is_told_at_once_and_once(rig: Rig) -> None:
+    for router in ("one", "two"):
+        rig.port.on_message(router, Ping(1))
+    rig.outbox.take()
+    rig.port.tell_unreachable()
+    assert rig.outbox.take() == []
+    for unreachable in ({"p0#1": "silent for 5 s"}, {}):
+        rig.load = Load(unreachable=unreachable)
+        rig.port.tell_unreachable()
+        assert rig.outbox.take() == [("one", Pong(0, rig.load)), ("two", Pong(0, rig.load))]
+        rig.load = Load(unreachable=dict.fromkeys(unreachable, "something else"))
+        rig.port.tell_unreachable()
+        assert rig.outbox.take() == []
+
+
 def test_requests_wait_for_the_scheduler_in_order_and_wake_it(rig: Rig) -> None:
     messages = [Cancel(key("a")), Flush(1), Stop(key("b"), 3)]
     for i, message in enumerate(messages):

@@ -20,6 +20,7 @@ from shared.protocol.messages import (
     Load,
     NodeLimits,
     Peers,
+    Pong,
     Prefill,
     Role,
     TokenEntry,
@@ -380,6 +381,60 @@ def test_degraded_without_prefill_nodes(model_folder: Path) -> None:
                 assert answer.json()["meta_info"]["completion_tokens"] == wanted
             assert all(sent.prefill is None for sent in decode.all(Decode))
             assert (await client.get("/health_generate")).status_code == 503
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("hung", [Role.PREFILL, Role.DECODE])
+def test_degraded_without_a_link(model_folder: Path, hung: Role) -> None:
+    """One end says so at once, unasked; the decode node prefills by itself until there is a link again."""
+
+    async def run() -> None:
+        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+            ends = (decode, prefill) if hung is Role.PREFILL else (prefill, decode)
+            body = {"text": "a long prompt, to be split " * 4, **PARAMS}
+            assert (await client.post("/generate", json=body)).status_code == 200
+            assert decode.all(Decode)[-1].prefill is not None
+            gone = Load(unreachable={ends[1].ref.incarnation: "silent for 5 s"})
+            for load, status in ((gone, "degraded"), (Load(), "ok")):
+                ends[0].load = load
+                ends[0].send(Pong(0, load))
+                health = (await until_health(client, status)).json()
+                answer = await client.post("/generate", json=body)
+                assert answer.json()["output_ids"] == decode.story[:12]
+                assert (decode.all(Decode)[-1].prefill is None) == (load is gone)
+                if load is gone:
+                    assert "prefill-0 has no link to any decode node (silent for 5 s)" in health["reason"]
+
+    asyncio.run(run())
+
+
+def test_a_node_that_leaks_is_drained(model_folder: Path) -> None:
+    """It gets nothing new, what it has ends well, and /health says what is wrong."""
+
+    async def run() -> None:
+        async with (
+            FakeNode(Role.DECODE, "decode-0") as leaking,
+            FakeNode(Role.DECODE, "decode-1") as sound,
+            joined_router(model_folder, [leaking, sound]) as (_, client),
+        ):
+            leaking.delay_s = sound.delay_s = 0.05
+            running = [
+                asyncio.create_task(client.post("/generate", json={"text": "a", **PARAMS})) for _ in "ab"
+            ]
+            await leaking.wait_for(Decode)
+            leaking.load = Load(leak="pages with none [7]")
+            leaking.send(Pong(0, leaking.load))
+            health = (await until_health(client, "degraded")).json()
+            assert (
+                "decode-0 is draining (it leaks KV pages, restart it: pages with none [7])"
+                in health["reason"]
+            )
+            assert [node["state"] for node in health["decode"]] == ["draining", "alive"]
+            assert [(await answer).status_code for answer in running] == [200, 200]
+            for _ in range(4):
+                assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
+            assert len(leaking.all(Decode)) == 1
 
     asyncio.run(run())
 

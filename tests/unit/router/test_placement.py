@@ -9,9 +9,9 @@ import pytest
 from router.dispatch.policy import MAX_IMBALANCE, MIN_SAVED_TOKENS, POLICIES, Candidates
 from router.dispatch.prefix_index import PrefixIndex
 from shared.protocol.logprobs import LogprobParams
-from shared.protocol.messages import Decode, Failed, Finish, Load, TokenEntry, Work
+from shared.protocol.messages import Decode, Failed, Finish, Load, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
-from tests.unit.router.dispatched import IDS, PAGE, Fleet
+from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
 
 
 def test_nodes_that_hold_the_same_take_turns() -> None:
@@ -75,6 +75,42 @@ def test_a_judged_position_is_not_cached(start_len: int, alone: bool) -> None:
     (sent,) = fleet.decodes[0].sent
     assert isinstance(sent, Decode)
     assert (sent.prefill is None, sent.local_prefill_limit) == (alone, PAGE if alone else None)
+
+
+def sent_by(fleet: Fleet) -> tuple[str | None, str]:
+    """The nodes of one more request: the prefill node, if there is one, and the decode node."""
+    nodes = {node.role: node.ref.node_id for node in fleet.start().nodes}
+    return nodes.get(Role.PREFILL), nodes[Role.DECODE]
+
+
+@pytest.mark.parametrize("said_by", [Role.PREFILL, Role.DECODE])
+def test_only_pairs_with_a_link_are_chosen(said_by: Role) -> None:
+    """Either end may be the one that has noticed: the other one may hang."""
+    fleet = Fleet(1)
+    fleet.prefills = [FakeNode(f"p{i}", Role.PREFILL) for i in range(3)]
+    (decode,), hung = fleet.decodes, fleet.prefills[1]
+    ends = (decode, hung) if said_by is Role.DECODE else (hung, decode)
+    ends[0].load = Load(unreachable={ends[1].ref.incarnation: "silent for 5 s"})
+    assert [sent_by(fleet) for _ in range(4)] == [("p0", "d000"), ("p2", "d000")] * 2
+    ends[0].load = Load()
+    assert ("p1", "d000") in [sent_by(fleet) for _ in range(3)]
+
+
+def test_a_decode_node_without_any_link_prefills_by_itself() -> None:
+    fleet = Fleet(2)
+    cut_off = fleet.decodes[0]
+    cut_off.load = Load(unreachable={fleet.prefills[0].ref.incarnation: "connection refused"})
+    assert sorted([sent_by(fleet), sent_by(fleet)], key=str) == [("p0", "d001"), (None, "d000")]
+    (sent,) = cut_off.sent
+    assert isinstance(sent, Decode)
+    assert (sent.prefill, sent.local_prefill_limit) == (None, None)
+
+
+def test_one_token_needs_no_link() -> None:
+    fleet = Fleet(1)
+    fleet.prefills[0].load = Load(unreachable={fleet.decodes[0].ref.incarnation: "connection refused"})
+    req = fleet.start(max_new_tokens=1)
+    assert [node.ref.node_id for node in req.nodes] == ["p0"]
 
 
 class TestCounts:

@@ -1,0 +1,40 @@
+"""What a node tells of itself."""
+
+from __future__ import annotations
+
+from shared.config import CacheOptions
+from shared.engine.attention import Progress
+from shared.engine.build import make_ledger
+from shared.engine.vitals import MAX_LEAK_CHARS, Vitals
+from shared.protocol.messages import Load
+from shared.scheduling.retraction import RetractionCounts
+
+
+def publish(vitals: Vitals, *, idle: bool) -> Load:
+    vitals.publish(
+        idle=idle,
+        busy=not idle,
+        num_running=0,
+        num_waiting=0,
+        num_transferring=0,
+        num_bootstrapping=0,
+        links={},
+        unreachable={},
+        schedule_policy="fcfs",
+        retraction=RetractionCounts(),
+    )
+    return vitals.load()
+
+
+def test_a_leak_that_the_idle_audit_finds_is_in_every_load_from_then_on() -> None:
+    ledger = make_ledger(500, CacheOptions(), 4, 64)
+    vitals = Vitals(ledger, Progress(), lambda: 0.0)
+    assert not publish(vitals, idle=True).leak
+    lost = ledger.allocator.alloc(400)
+    assert lost is not None
+    assert not publish(vitals, idle=False).leak
+    publish(vitals, idle=True)
+    for idle in (True, False, True):
+        leak = publish(vitals, idle=idle).leak
+        assert f"with none [{min(lost)}, " in leak
+        assert len(leak) <= MAX_LEAK_CHARS
