@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -33,6 +37,37 @@ def event(name: str, *, level: int = logging.INFO, **fields: object) -> None:
 def warn(name: str, **fields: object) -> None:
     """Log an event that an operator should look at."""
     event(name, level=logging.WARNING, **fields)
+
+
+class LimitedWarning:
+    """A warning that a stranger can cause at any rate: at most LIMIT lines in LIMIT_S, and the rest are counted.
+
+    The next line that is written tells in `suppressed` how many were not. Of one thread.
+    """
+
+    LIMIT = 5
+    LIMIT_S = 10.0
+
+    def __init__(self, name: str, clock: Clock = time.monotonic) -> None:
+        self._name = name
+        self._clock = clock
+        self._resets_at = 0.0
+        self._num_left = 0
+        self._num_suppressed = 0
+
+    def __call__(self, **fields: object) -> None:
+        """Log the event, unless there have been too many."""
+        now = self._clock()
+        if now >= self._resets_at:
+            self._resets_at, self._num_left = now + self.LIMIT_S, self.LIMIT
+        if not self._num_left:
+            self._num_suppressed += 1
+            return
+        self._num_left -= 1
+        if self._num_suppressed:
+            fields["suppressed"] = self._num_suppressed
+            self._num_suppressed = 0
+        warn(self._name, **fields)
 
 
 def crash(name: str, **fields: object) -> None:

@@ -26,7 +26,7 @@ from router.nodes.liveness import Liveness
 from router.nodes.member import Member, MemberState, raise_if_different
 from router.nodes.node_link import LiveNode, NodeLink, Refusal
 from shared.errors import LinkError
-from shared.log import crash, event, warn
+from shared.log import LimitedWarning, crash, event
 from shared.protocol.messages import (
     Answered,
     Join,
@@ -76,6 +76,8 @@ class Membership:
         self._fingerprint: str | None = None
         self.is_new = True
         """No node has been let in yet, nor sent away: nodes may still be on their way."""
+        self._member_ignored = LimitedWarning("member_ignored")
+        self._node_failed_to_load = LimitedWarning("node_failed_to_load")
         self._change = asyncio.Event()
         self._closed = False
 
@@ -124,7 +126,7 @@ class Membership:
         if self._closed:
             return None
         if len(self._members) >= _MAX_MEMBERS:
-            warn("member_ignored", address=address, members=len(self._members))
+            self._member_ignored(address=address, members=len(self._members))
             return None
         member = Member(address, role, pinned, node_id=node_id, since=time.monotonic())
         self._members.append(member)
@@ -171,7 +173,7 @@ class Membership:
                 self.loading[node_id] = message
             case LoadFailed(node_id, _, reason):
                 self.loading.pop(node_id, None)
-                warn("node_failed_to_load", node=node_id, reason=reason)
+                self._node_failed_to_load(node=node_id, reason=reason)
             case Join(node, role):
                 self._join(node, role)
         self._signal()

@@ -111,6 +111,8 @@ class ControlThread:
         self._timers: list[_Timer] = []
         self._poller = zmq.Poller()
         self._stopping = False
+        self._stranger_ignored = log.LimitedWarning("stranger_ignored")
+        self._message_ignored = log.LimitedWarning("message_ignored")
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     # ------------------------------------------------------------------------------ before it runs
@@ -309,7 +311,7 @@ class ControlThread:
             peer, _, dial = rest.rpartition("|")
             handlers = self._handlers.get(kind)
             if handlers is None or not peer or not dial.isdecimal() or len(frames) < 2:
-                log.warn("stranger_ignored", identity=frames[0][:80], frames=len(frames))
+                self._stranger_ignored(identity=frames[0][:80], frames=len(frames))
                 continue
             known = self._diallers.get(peer)
             if known is not None and int(dial) < known.dial:
@@ -334,7 +336,7 @@ class ControlThread:
         try:
             message = handlers.decoder.decode(frame)
         except FRAME_ERRORS as error:
-            log.warn("message_ignored", peer=peer, error=error, nbytes=len(frame))
+            self._message_ignored(peer=peer, error=error, nbytes=len(frame))
             return
         self._guarded(lambda: handlers.on_message(peer, message))
 

@@ -68,6 +68,7 @@ class RouterPort:
         self._dispatched: OrderedDict[ReqKey, None] = OrderedDict()
         self._entries: dict[str, list[TokenEntry]] = {}
         self._unreachable: set[str] = set()
+        self._dispatch_repeated = log.LimitedWarning("dispatch_repeated", clock)
 
     # ---------------------------------------------------------------------------- the control thread
     def on_message(self, router: str, message: RouterToNode) -> None:
@@ -102,7 +103,7 @@ class RouterPort:
 
     def _is_new(self, key: ReqKey) -> bool:
         if key in self._dispatched:
-            log.warn("dispatch_repeated", key=key)
+            self._dispatch_repeated(key=key)
             return False
         self._dispatched[key] = None
         if len(self._dispatched) > MAX_REMEMBERED_KEYS:

@@ -28,6 +28,25 @@ def test_one_line_with_time_level_process_and_fields(capsys: pytest.CaptureFixtu
     assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} INFO    \[prefill-0\] retract rid=a freed_tokens=96", line)
 
 
+def test_a_flood_of_warnings_is_counted_and_not_written(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup("info")
+    now = 0.0
+    warning = log.LimitedWarning("stranger_ignored", lambda: now)
+    for i in range(1000):
+        warning(stranger=i)
+        now += log.LimitedWarning.LIMIT_S / 1000
+    written = lines(capsys)
+    assert len(written) == log.LimitedWarning.LIMIT
+    assert written[-1].endswith(f"stranger_ignored stranger={log.LimitedWarning.LIMIT - 1}")
+    now += 1.0
+    warning(stranger="late")
+    warning(stranger="later")
+    assert [line.partition("stranger_ignored ")[2] for line in lines(capsys)] == [
+        f"stranger=late suppressed={1000 - log.LimitedWarning.LIMIT}",
+        "stranger=later",
+    ]
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [

@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from shared.errors import ConfigError
+from shared.log import LimitedWarning
 from shared.protocol.channel import ControlThread
 from shared.protocol.dial_socket import MAX_FRAME_BYTES
 from shared.protocol.messages import (
@@ -296,6 +297,22 @@ def test_an_identity_without_a_peer_is_ignored(node: Party, router: Party, ident
     router.send("n", Ping(2))
     assert node.hear() == ("router-1", Ping(2))
     assert node.heard.empty()
+
+
+def test_strangers_do_not_fill_the_log(node: Party, caplog: pytest.LogCaptureFixture) -> None:
+    address = node.listen()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.linger = 1000
+        raw.identity = b"stranger"
+        raw.connect(address)
+        for _ in range(200):
+            raw.send(b"")
+        known = Party("router-1", None).start()
+        known.dial("n", address)
+        known.send("n", Ping(1))
+        assert node.hear() == ("router-1", Ping(1))
+        known.close()
+    assert caplog.text.count("stranger_ignored") <= LimitedWarning.LIMIT
 
 
 def test_messages_to_nobody_are_dropped(node: Party) -> None:

@@ -70,6 +70,18 @@ def test_messages_of_the_earlier_attempt_are_dropped() -> None:
     assert (resent.req.key.attempt, resent.req.output_ids) == (1, [10, 11])
 
 
+def test_a_late_failure_of_a_node_that_has_let_go_does_not_end_the_stream() -> None:
+    """The decode node speaks, so it has the pages: what the prefill node says of the request later is history."""
+    fleet = Fleet(1)
+    req = fleet.start()
+    prefill, decode = req.nodes
+    fleet.dispatcher.on_tokens(decode, [TokenEntry(req.key, 0, (10,), None)])
+    fleet.dispatcher.on_failed(prefill, Failed(req.key, 503, "link lost"))
+    assert not req.ended
+    fleet.dispatcher.on_tokens(decode, [TokenEntry(req.key, 1, (11,), Finish("length"))])
+    assert (req.output_ids, req.error) == ([10, 11], None)
+
+
 def test_max_new_tokens_is_clipped_once() -> None:
     """A later attempt gets as many as the first was promised, though its nodes have room for more."""
     fleet = Fleet(1)
