@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
 from shared.kvcache.radix_cache import Peek
-from shared.kvtransfer.receiver import ReceiveSide
+from shared.kvtransfer.receiver import KVReceiver
 from shared.protocol.messages import NodeRef
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
@@ -22,7 +22,7 @@ class PreallocQueue:
     def __init__(
         self,
         ledger: KVLedger,
-        receiver: ReceiveSide,
+        receiver: KVReceiver,
         options: ScheduleOptions,
         rank: Callable[[Req], tuple[int, int]],
     ) -> None:

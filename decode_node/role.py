@@ -6,14 +6,14 @@ import msgspec
 
 from decode_node.scheduler import DecodeScheduler
 from shared.engine.node_process import NodeParts, Scheduler
-from shared.kvtransfer.receiver import ReceiveSide
+from shared.kvtransfer.receiver import KVReceiver
 from shared.protocol.channel import Handlers
 from shared.protocol.messages import PrefillToDecode
 
 
 def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
     """The decode scheduler; prefill nodes dial a decode node."""
-    receiver = parts.transfer_side(ReceiveSide)
+    receiver = parts.transfer_side(KVReceiver)
     parts.control.every(receiver.renewal_s, receiver.renew_leases)
     scheduler = DecodeScheduler(
         parts.engine,

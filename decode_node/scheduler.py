@@ -30,7 +30,7 @@ from shared.engine.req_table import ReqTable
 from shared.engine.router_desk import RouterDesk
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError, TransferError
-from shared.kvtransfer.receiver import ReceiveSide
+from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import CacheResync, Decode, NodeRef, ReqKey, RouterHello
 from shared.protocol.router_port import RouterPort
@@ -48,7 +48,7 @@ class DecodeScheduler:
         self,
         engine: Engine,
         options: ScheduleOptions,
-        receiver: ReceiveSide,
+        receiver: KVReceiver,
         router_port: RouterPort,
         vitals: Vitals,
         wake: Callable[[], None],

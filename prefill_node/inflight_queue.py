@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.kvcache.ledger import KVLedger
 from shared.kvtransfer.layout import record_digest
-from shared.kvtransfer.sender import SendSide
+from shared.kvtransfer.sender import KVSender
 from shared.protocol.messages import Handoff, ReqKey
 from shared.scheduling.req import Req
 
@@ -12,7 +12,7 @@ from shared.scheduling.req import Req
 class InflightQueue:
     """Knows how much of each request has been offered. Pages named here are not freed (the hold rule)."""
 
-    def __init__(self, ledger: KVLedger, sender: SendSide) -> None:
+    def __init__(self, ledger: KVLedger, sender: KVSender) -> None:
         self._ledger = ledger
         self._sender = sender
         self._next_page: dict[ReqKey, int] = {}

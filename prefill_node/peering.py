@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from shared import log
-from shared.kvtransfer.sender import SendSide
+from shared.kvtransfer.sender import KVSender
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import DecodeToPrefill, LinkOpen, NodeRef
 from shared.timeline import Clock
@@ -51,7 +51,7 @@ class DialledPeering:
     A peer that no router names is forgotten when its connection is lost or its dial has failed.
     """
 
-    def __init__(self, node: NodeRef, control: ControlThread, sender: SendSide, clock: Clock) -> None:
+    def __init__(self, node: NodeRef, control: ControlThread, sender: KVSender, clock: Clock) -> None:
         self._node = node
         self._control = control
         self._sender = sender

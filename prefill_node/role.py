@@ -7,13 +7,13 @@ import time
 from prefill_node.peering import REDIAL_S, DialledPeering
 from prefill_node.scheduler import PrefillScheduler
 from shared.engine.node_process import NodeParts, Scheduler
-from shared.kvtransfer.sender import SendSide
+from shared.kvtransfer.sender import KVSender
 from shared.protocol.channel import Handlers
 
 
 def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
     """The prefill scheduler; only routers dial a prefill node."""
-    sender = parts.transfer_side(SendSide)
+    sender = parts.transfer_side(KVSender)
     peering = DialledPeering(parts.node, parts.control, sender, time.monotonic)
     parts.control.every(REDIAL_S / 2, peering.redial)
     scheduler = PrefillScheduler(

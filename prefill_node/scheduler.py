@@ -28,7 +28,7 @@ from shared.engine.req_table import ReqTable
 from shared.engine.router_desk import RouterDesk
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError
-from shared.kvtransfer.sender import SendSide
+from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import SendEnded
 from shared.protocol.messages import Peers, Prefill, Ready, ReqKey
 from shared.protocol.router_port import RouterPort
@@ -46,7 +46,7 @@ class PrefillScheduler:
         self,
         engine: Engine,
         options: ScheduleOptions,
-        sender: SendSide,
+        sender: KVSender,
         peering: Peering,
         router_port: RouterPort,
         vitals: Vitals,

@@ -14,8 +14,8 @@ from shared.config import NodeConfig, TransferOptions
 from shared.engine.build import Engine
 from shared.engine.vitals import Vitals
 from shared.kvcache.audit import audit, audit_idle
-from shared.kvtransfer.receiver import ReceiveSide
-from shared.kvtransfer.sender import SendSide
+from shared.kvtransfer.receiver import KVReceiver
+from shared.kvtransfer.sender import KVSender
 from shared.protocol.logprobs import TokenLogprobs
 from shared.protocol.messages import (
     CacheEvents,
@@ -214,7 +214,7 @@ class Node:
         )
         hello = NodeHello(ref(name), role, engine.layout, engine.limits, {})
         self.router_port = RouterPort(outbox, hello, self.vitals.load, wake, network.clock)
-        make_side = SendSide if role is Role.PREFILL else ReceiveSide
+        make_side = KVSender if role is Role.PREFILL else KVReceiver
         self.side = make_side(
             node=ref(name),
             layout=engine.layout,
@@ -228,12 +228,12 @@ class Node:
         self.peering = ClusterPeering(network, name)
         self.scheduler: PrefillScheduler | DecodeScheduler
         if role is Role.PREFILL:
-            assert isinstance(self.side, SendSide)
+            assert isinstance(self.side, KVSender)
             self.scheduler = PrefillScheduler(
                 engine, config.schedule, self.side, self.peering, self.router_port, self.vitals, wake.set, 1e9
             )
         else:
-            assert isinstance(self.side, ReceiveSide)
+            assert isinstance(self.side, KVReceiver)
             network.every(self.side.renewal_s, self.side.renew_leases, owner=name)
             self.scheduler = DecodeScheduler(
                 engine, config.schedule, self.side, self.router_port, self.vitals, wake.set, 1e9

@@ -2,7 +2,7 @@
 
     network = FakeNetwork(seed=1, faults=Faults(drop=0.01))
     outbox = network.join("p0", on_message=handler, on_disconnected=...)
-    SendSide(..., outbox=outbox, transports=fake_transports(network, "p0", options), clock=network.clock, ...)
+    KVSender(..., outbox=outbox, transports=fake_transports(network, "p0", options), clock=network.clock, ...)
     network.connect("p0", "d0")
     network.advance(0.5)
 

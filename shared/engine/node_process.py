@@ -19,8 +19,8 @@ from shared.config import NodeConfig
 from shared.engine.build import Engine, build_engine, resolve_device
 from shared.engine.vitals import Vitals
 from shared.errors import ConfigError
-from shared.kvtransfer.receiver import ReceiveSide
-from shared.kvtransfer.sender import SendSide
+from shared.kvtransfer.receiver import KVReceiver
+from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.transports.choice import Transports, make_transports
 from shared.open_files import raise_open_files_limit
 from shared.protocol.channel import ControlThread, Handlers
@@ -36,7 +36,7 @@ SWITCH_INTERVAL_S = 1e-4
 A native forward that has ended needs the GIL to say so, while the scheduler plans the next step: at 5 ms nothing of
 that planning was hidden behind forwards of a few ms, at 0.1 ms nine tenths of it (2 cores, AVX-512, llama-160m).
 """
-TransferSide = TypeVar("TransferSide", SendSide, ReceiveSide)
+TransferSide = TypeVar("TransferSide", KVSender, KVReceiver)
 ANY_HOST = ("0.0.0.0", "::", "*")
 
 
@@ -70,7 +70,7 @@ class NodeParts:
     wake: threading.Event
 
     def transfer_side(self, side: Callable[..., TransferSide]) -> TransferSide:
-        """`side` is SendSide or ReceiveSide: that of this node."""
+        """`side` is KVSender or KVReceiver: that of this node."""
         return side(
             node=self.node,
             layout=self.engine.layout,

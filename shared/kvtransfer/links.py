@@ -20,7 +20,7 @@ Loop = TypeVar("Loop", bound=LinkLoop)
 
 
 class Links(Generic[Loop]):
-    """All methods are called under `lock`, the lock of the side, except `join`.
+    """All methods are called under `lock`, the lock of the side, except `join`; the properties take it.
 
     `on_dead(peer_id, reason)` runs under it too, once per link: the side fails there what used the link.
     """
@@ -54,12 +54,14 @@ class Links(Generic[Loop]):
     @property
     def num_live(self) -> int:
         """Links that are built and not dead."""
-        return sum(worker.live for worker, _ in self._current.values())
+        with self._lock:
+            return sum(worker.live for worker, _ in self._current.values())
 
     @property
     def live_by_transport(self) -> dict[str, int]:
         """Live links, counted by what carries them."""
-        return dict(sorted(Counter(w.transport for w, _ in self._current.values() if w.live).items()))
+        with self._lock:
+            return dict(sorted(Counter(w.transport for w, _ in self._current.values() if w.live).items()))
 
     def broken(self, peers: Container[str]) -> dict[str, str]:
         """Those of `peers` whose last link died, and why, while they have no live one. Forgets other peers."""
@@ -69,8 +71,9 @@ class Links(Generic[Loop]):
 
     @property
     def num_slots_out(self) -> int:
-        """Staging slots that are not home, those that dead links still hold included."""
-        return sum(worker.loop.num_slots_out for worker in self._workers if not worker.finished)
+        """Staging slots that are not home, those that ops of dead links still hold included. 0 when idle."""
+        with self._lock:
+            return sum(worker.loop.num_slots_out for worker in self._workers if not worker.finished)
 
     def worker(self, peer_id: str) -> LinkWorker | None:
         """The peer's link, building or live."""

@@ -17,7 +17,7 @@ from shared.protocol.messages import Grant, GrantedChunk, ReqKey
 
 
 class ScatterGate(Protocol):
-    """Guards the pages of transfers while they are written; implemented by ReceiveSide."""
+    """Guards the pages of transfers while they are written; implemented by KVReceiver."""
 
     def wants(self, key: ReqKey) -> bool:
         """Whether chunks of this transfer are still to be granted."""

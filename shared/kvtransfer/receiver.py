@@ -1,4 +1,4 @@
-"""The decode node's side of KV transfer.
+"""KVReceiver: the pages that arrive at a node.
 
     open ──▶ Ready ──▶ chunks are granted, received, scattered ──▶ all pages and the Handoff ──▶ Received
 The scheduler thread, which alone owns the allocator, reserves pages and opens transfers. The control thread
@@ -10,42 +10,28 @@ From `open` until the terminal event was polled, the pages belong to this side; 
 
 from __future__ import annotations
 
-import secrets
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from shared import log
 from shared.config import TransferOptions
-from shared.errors import PeerMismatch, TransferError
-from shared.kvtransfer.layout import Chunk, ChunkPlan, PageStore, check_layout
-from shared.kvtransfer.leases import Heartbeat, Parking, Tombstones
-from shared.kvtransfer.link import RECEIVER
-from shared.kvtransfer.link_worker import LinkWorker
-from shared.kvtransfer.links import Links
-from shared.kvtransfer.receive_loop import ReceiveLoop
-from shared.kvtransfer.states import Received, ReceiveEvent, ReceiveFailed, ReceiveState, ReceiveTransfer
+from shared.errors import TransferError
+from shared.kvtransfer.inbox import KeyedInbox
+from shared.kvtransfer.layout import Chunk, ChunkPlan, PageStore
+from shared.kvtransfer.receiver_peers import ReceiverPeers
+from shared.kvtransfer.states import Received, ReceiveEvent, ReceiveState, ReceiveTransfer
 from shared.kvtransfer.transports.choice import Transports
 from shared.protocol.messages import (
     CancelTransfer,
     Done,
-    Grant,
     Handoff,
     KVLayout,
     LeaseRenew,
-    LinkLost,
-    LinkOpen,
     NodeRef,
     Offer,
-    PeerHello,
-    PeerPing,
-    PeerPong,
     PrefillToDecode,
     Ready,
-    Refused,
     ReqKey,
-    StoreSet,
 )
 from shared.protocol.outbox import Outbox
 
@@ -55,24 +41,10 @@ TICK_S = 0.01
 _Keyed = Offer | Handoff | CancelTransfer
 
 
-@dataclass(slots=True)
-class _Peer:
-    """A prefill node that has said hello on a connection that is up."""
+class KVReceiver:
+    """All transfers that arrive at this node.
 
-    heartbeat: Heartbeat
-    transports: deque[str]
-    """What both ends can use; the first is what the next link will use."""
-    refused: str | None = None
-    silent: bool = False
-    num_failures: int = 0
-    """Links lost in a row, none of which lasted."""
-    rebuild_at: float = 0.0
-
-
-class ReceiveSide:
-    """All transfers that arrive at this decode node.
-
-    `wake` tells the scheduler that `poll` has something; it is called from any thread, under the side's lock,
+    `wake` tells the scheduler that `poll` has something; it is called from any thread, under the receiver's lock,
     and must only signal.
     """
 
@@ -88,11 +60,8 @@ class ReceiveSide:
         options: TransferOptions,
         wake: Callable[[], None],
     ) -> None:
-        self._node = node
         self._layout = layout
-        self._pages = pages
         self._outbox = outbox
-        self._transports = transports
         self._clock = clock
         self._options = options
         self._wake = wake
@@ -102,25 +71,41 @@ class ReceiveSide:
             slot_nbytes=options.slot_nbytes,
         )
         self._lock = threading.RLock()
-        self._peers: dict[str, _Peer] = {}
-        self._transfers: dict[ReqKey, ReceiveTransfer] = {}
-        self._tombstones: Tombstones[Done] = Tombstones(options.tombstone_s, options.max_tombstones)
-        self._parking: Parking[_Keyed] = Parking(options.park_s, options.max_parked)
         self._events: list[ReceiveEvent] = []
         self._next_tick = 0.0
-        self._ping_seq = 0
-        self.num_links_opened = 0
-        """Links ever begun; more than peers when some had to be rebuilt."""
         self._closed = False
-        self._links: Links[ReceiveLoop] = Links(
-            rank=RECEIVER,
-            lock=self._lock,
-            clock=clock,
+        self.transfers: KeyedInbox[ReceiveTransfer, _Keyed, Done] = KeyedInbox(
             options=options,
             outbox=outbox,
-            transports=transports,
-            on_dead=self._link_died,
+            apply=self._apply,
+            answer_late=_answer_late,
+            node="receiving node",
         )
+        self.peers = ReceiverPeers(
+            node=node,
+            layout=layout,
+            pages=pages,
+            outbox=outbox,
+            transports=transports,
+            clock=clock,
+            options=options,
+            lock=self._lock,
+            gate=self,
+            link_begins=self._start_transfers,
+            link_died=self._link_died,
+            refused=self._start_transfers,
+        )
+        self.links = self.peers.links
+
+    @property
+    def links_by_transport(self) -> dict[str, int]:
+        """Links that are ready for use, counted by what carries them."""
+        return self.links.live_by_transport
+
+    @property
+    def unreachable(self) -> dict[str, str]:
+        """Connected peers to which pages cannot travel now, and why; a link that is being built is none of them."""
+        return self.peers.unreachable
 
     # ------------------------------------------------------------------------------ scheduler thread
     def open(self, key: ReqKey, peer_id: str, page_ids: Sequence[int], prefix_pages: int) -> None:
@@ -129,7 +114,6 @@ class ReceiveSide:
         The peer need not be connected yet. More pages may be reserved than will come. A key is opened once.
         """
         with self._lock:
-            assert key not in self._transfers and key not in self._tombstones, f"{key} opened twice"
             transfer = ReceiveTransfer(
                 key=key,
                 peer_id=peer_id,
@@ -139,20 +123,19 @@ class ReceiveSide:
                 page_size=self._layout.page_size,
                 deadline=self._clock() + self._options.connect_timeout_s,
             )
-            self._transfers[key] = transfer
+            self.transfers.open(transfer)
             if self._closed:
                 self._fail(transfer, "this node is shutting down", tell=None)
                 return
             self._try_start(transfer)
-            for message in self._parking.take(key, peer_id):
-                self._apply(transfer, message)
+            self.transfers.take_parked(transfer)
 
     def cancel(self, key: ReqKey, reason: str) -> None:
         """Give the transfer up; ReceiveFailed follows when nothing writes its pages any more. No-op once ended."""
         with self._lock:
-            transfer = self._transfers.get(key)
+            transfer = self.transfers.get(key)
             if transfer is None:
-                assert key in self._tombstones or self._closed, f"{key} was never opened"
+                assert self.transfers.ended(key) is not None or self._closed, f"{key} was never opened"
                 return
             self._fail(transfer, reason, tell=CancelTransfer(key, reason))
 
@@ -173,65 +156,26 @@ class ReceiveSide:
         with self._lock:
             if self._closed:
                 return
-            for transfer in list(self._transfers.values()):
+            for transfer in self.transfers:
                 self._check_deadline(transfer, now)
-            for peer_id, key in self._parking.expire(now):
-                self._outbox.send(peer_id, CancelTransfer(key, "the request never came to the decode node"))
-            self._tombstones.expire(now)
-            for peer_id, peer in list(self._peers.items()):
-                self._check_peer(peer_id, peer, now)
+            self.transfers.expire(now)
+            self.peers.tick(now)
 
     def close(self) -> None:
         """Fail every transfer, end every link; returns when all threads are gone. `poll` still works."""
         with self._lock:
             self._closed = True
-            workers = self._links.fail_all("the decode node is shutting down")
-            for transfer in list(self._transfers.values()):
+            self.peers.clear()
+            workers = self.links.fail_all("the receiving node is shutting down")
+            for transfer in self.transfers:
                 self._fail(transfer, "this node is shutting down", tell=None)
-            self._peers.clear()
-        self._links.join(workers)
-
-    @property
-    def num_links(self) -> int:
-        """Links that are ready for use."""
-        with self._lock:
-            return self._links.num_live
-
-    @property
-    def links_by_transport(self) -> dict[str, int]:
-        """Links that are ready for use, counted by what carries them."""
-        with self._lock:
-            return self._links.live_by_transport
-
-    @property
-    def unreachable(self) -> dict[str, str]:
-        """Connected peers to which pages cannot travel now, and why; a link that is being built is none of them."""
-        with self._lock:
-            refused = {peer_id: peer.refused for peer_id, peer in self._peers.items() if peer.refused}
-            return self._links.broken(self._peers) | refused
-
-    @property
-    def num_transfers(self) -> int:
-        """Opened keys without a terminal event."""
-        return len(self._transfers)
-
-    @property
-    def num_slots_out(self) -> int:
-        """Staging slots in use, those that ops of dead links still hold included. 0 when idle."""
-        with self._lock:
-            return self._links.num_slots_out
-
-    def peer_states(self) -> dict[str, str]:
-        """Each peer that said hello: refused, silent, linked, linking, or backing off before the next link."""
-        with self._lock:
-            return {peer_id: self._peer_state(peer_id, peer) for peer_id, peer in self._peers.items()}
+        self.links.join(workers)
 
     # -------------------------------------------------------------------------------- control thread
     def on_disconnected(self, peer_id: str, reason: str) -> None:
         """The control connection is gone, and with it every transfer under way from that peer."""
         with self._lock:
-            if self._peers.pop(peer_id, None) is not None:
-                self._links.fail_peer(peer_id, reason, tell_peer=False)
+            self.peers.disconnected(peer_id, reason)
 
     @property
     def renewal_s(self) -> float:
@@ -245,82 +189,55 @@ class ReceiveSide:
         """
         with self._lock:
             keys = defaultdict(list)
-            for transfer in self._transfers.values():
+            for transfer in self.transfers:
                 if transfer.state is ReceiveState.RECEIVING:
                     keys[transfer.peer_id].append(transfer.key)
             for peer_id, living in keys.items():
                 self._outbox.send(peer_id, LeaseRenew(tuple(living)))
 
     def on_message(self, peer_id: str, message: PrefillToDecode) -> None:
-        """A message of a prefill node. Never blocks."""
+        """A message of a sending node. Never blocks."""
         with self._lock:
             if self._closed:
                 return
-            peer = self._peers.get(peer_id)
-            if peer is not None:
-                peer.heartbeat.heard(self._clock())
-                peer.silent = False
+            now = self._clock()
+            self.peers.heard(peer_id, now)
             match message:
                 case Offer() | Handoff() | CancelTransfer():
-                    self._keyed(peer_id, message)
-                case PeerHello():
-                    self._met(peer_id, message)
-                case StoreSet():
-                    self._links.feed(peer_id, message)
-                case LinkLost():
-                    self._links.lost(peer_id, message)
-                case PeerPing():
-                    if peer is not None:  # a stranger's pings stay unanswered, so that it says hello again
-                        self._outbox.send(peer_id, PeerPong(message.seq))
-                case PeerPong():
-                    pass
+                    self.transfers.receive(peer_id, message, now)
+                case _:
+                    self.peers.handle(peer_id, message, now)
 
-    # ----------------------------------------------------------------------------------- data thread
+    # ----------------------------------------------------------------------- data thread: ScatterGate
     def wants(self, key: ReqKey) -> bool:
-        """See ScatterGate."""
+        """Whether chunks of this transfer are still to be granted."""
         with self._lock:
-            transfer = self._transfers.get(key)
+            transfer = self.transfers.get(key)
             return transfer is not None and transfer.state is ReceiveState.RECEIVING
 
     def begin_scatter(self, key: ReqKey, chunk: Chunk) -> list[int] | None:
-        """See ScatterGate."""
+        """The pages to write, which stay the transfer's until `end_scatter`; None: it has ended, drop the chunk."""
         with self._lock:
-            transfer = self._transfers.get(key)
+            transfer = self.transfers.get(key)
             return None if transfer is None else transfer.begin_scatter(chunk)
 
     def end_scatter(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None:
-        """See ScatterGate."""
+        """The pages have been written."""
         with self._lock:
-            transfer = self._transfers[key]  # a transfer leaves the table only after its last scatter
+            transfer = self.transfers.get(key)
+            assert transfer is not None, "a transfer is closed only after its last scatter"
             transfer.end_scatter(chunk, nbytes)
             self._progressed(transfer)
             self._settle(transfer)
 
     def refused(self, key: ReqKey, reason: str, *, by_peer: bool) -> None:
-        """See ScatterGate."""
+        """A chunk came that cannot be used."""
         with self._lock:
-            transfer = self._transfers.get(key)
+            transfer = self.transfers.get(key)
             if transfer is not None:
                 self._fail(transfer, reason, tell=Done(key, False, reason), by_peer=by_peer)
 
     # --------------------------------------------------------------------------------- under the lock
-    def _keyed(self, peer_id: str, message: _Keyed) -> None:
-        transfer = self._transfers.get(message.key)
-        if transfer is not None:
-            if transfer.peer_id == peer_id:
-                self._apply(transfer, message)
-            return
-        epitaph = self._tombstones.get(message.key)
-        if epitaph is not None:
-            if not isinstance(message, CancelTransfer):
-                self._outbox.send(peer_id, epitaph)
-            return
-        evicted = self._parking.park(message.key, peer_id, message, self._clock())
-        if evicted is not None:
-            self._outbox.send(
-                evicted[0], CancelTransfer(evicted[1], "too many transfers are waiting for their request")
-            )
-
     def _apply(self, transfer: ReceiveTransfer, message: _Keyed) -> None:
         if isinstance(message, CancelTransfer):
             self._fail(transfer, message.reason, tell=None, by_peer=True)
@@ -342,7 +259,7 @@ class ReceiveSide:
     def _offered(self, transfer: ReceiveTransfer, offer: Offer) -> None:
         if not transfer.offered(offer.first_page, offer.num_pages, self._clock()):
             return
-        loop = self._links.loop(transfer.peer_id)
+        loop = self.links.loop(transfer.peer_id)
         assert loop is not None, "a transfer outlived its link"
         loop.enqueue(transfer.key, self._plan.cut(offer.first_page, offer.num_pages))
 
@@ -355,70 +272,25 @@ class ReceiveSide:
         if transfer.complete(now):
             self._outbox.send(transfer.peer_id, Done(transfer.key, True))
 
-    def _met(self, peer_id: str, hello: PeerHello) -> None:
-        self._links.fail_peer(peer_id, "the peer connected anew", tell_peer=False)
-        now = self._clock()
-        peer = _Peer(Heartbeat(self._options.ping_s, self._options.peer_timeout_s, now), deque())
-        self._peers[peer_id] = peer
-        try:
-            check_layout(self._layout, hello.layout)
-            peer.transports.extend(self._transports.in_common(hello.transports, hello.host))
-        except PeerMismatch as error:
-            peer.refused = str(error)
-            log.warn("peer_refused", peer=peer_id, reason=peer.refused)
-            self._outbox.send(peer_id, Refused(peer.refused))
-            for transfer in list(self._transfers.values()):
-                if transfer.peer_id == peer_id:
-                    self._fail(transfer, peer.refused, tell=None)
-            return
-        self._open_link(peer_id, peer)
-
-    def _open_link(self, peer_id: str, peer: _Peer) -> None:
-        self.num_links_opened += 1
-        name = f"{peer_id}>{self._node.node_id}/{self._node.incarnation}#{self.num_links_opened}"
-        secret, transport = secrets.token_bytes(32), peer.transports[0]
-
-        def send_grant(grant: Grant) -> None:
-            self._outbox.send(peer_id, grant)
-
-        loop = ReceiveLoop(
-            name=name,
-            pages=self._pages,
-            gate=self,
-            send_grant=send_grant,
-        )
-        # LinkOpen goes out before anything that the worker may send about the link.
-        self._outbox.send(peer_id, LinkOpen(name, self._node, secret, transport))
-        self._links.begin(peer_id, name, secret, transport, loop)
-        for transfer in list(self._transfers.values()):
-            if transfer.peer_id == peer_id:
-                self._try_start(transfer)
+    def _start_transfers(self, peer_id: str) -> None:
+        """The peer's link is being built, or never will be."""
+        for transfer in self.transfers.of_peer(peer_id):
+            self._try_start(transfer)
 
     def _try_start(self, transfer: ReceiveTransfer) -> None:
         """Send Ready if the peer has a link, built or being built: the transfer lives and dies with it."""
-        peer = self._peers.get(transfer.peer_id)
-        if transfer.state is not ReceiveState.RESERVED or peer is None:
+        if transfer.state is not ReceiveState.RESERVED:
             return
-        if peer.refused is not None:
-            self._fail(transfer, peer.refused, tell=None)
-        elif self._links.worker(transfer.peer_id) is not None:
+        refusal = self.peers.refusal(transfer.peer_id)
+        if refusal is not None:
+            self._fail(transfer, refusal, tell=None)
+        elif self.links.worker(transfer.peer_id) is not None:
             transfer.start(self._clock() + self._options.offer_timeout_s)
             self._outbox.send(transfer.peer_id, Ready(transfer.key, transfer.prefix_pages))
 
-    def _link_died(self, worker: LinkWorker, reason: str) -> None:
-        peer, now = self._peers.get(worker.peer_id), self._clock()
-        if peer is not None:
-            lasted = worker.live_at is not None and now - worker.live_at >= self._options.rebuild_max_s
-            peer.num_failures = 1 if lasted else peer.num_failures + 1
-            pause = self._options.rebuild_min_s * 2 ** min(peer.num_failures - 1, 30)
-            peer.rebuild_at = now + min(pause, self._options.rebuild_max_s)
-            # It could not be built, and not because either node was going or gone: the next transport is tried.
-            of_itself = not self._closed and not peer.heartbeat.silent(now)
-            if worker.live_at is None and of_itself and len(peer.transports) > 1:
-                peer.transports.rotate(-1)
-                log.warn("transport_fallback", link=worker.name, to=peer.transports[0], reason=reason)
-        for transfer in list(self._transfers.values()):
-            if transfer.peer_id == worker.peer_id and transfer.state is ReceiveState.RECEIVING:
+    def _link_died(self, peer_id: str, reason: str) -> None:
+        for transfer in self.transfers.of_peer(peer_id):
+            if transfer.state is ReceiveState.RECEIVING:
                 text = f"link lost: {reason}"
                 self._fail(transfer, text, tell=Done(transfer.key, False, text))
 
@@ -426,38 +298,12 @@ class ReceiveSide:
         if now < transfer.deadline:
             return
         if transfer.state is ReceiveState.RESERVED:
-            reason = f"no link to prefill node {transfer.peer_id} came up in time"
+            reason = f"no link to sending node {transfer.peer_id} came up in time"
         elif transfer.has_all_offered:
             reason = f"no pages were offered for {self._options.offer_timeout_s:g} s"
         else:
             reason = f"no progress for {self._options.transfer_timeout_s:g} s"
         self._fail(transfer, reason, tell=Done(transfer.key, False, reason))
-
-    def _check_peer(self, peer_id: str, peer: _Peer, now: float) -> None:
-        if peer.heartbeat.silent(now):
-            if not peer.silent:
-                log.warn("peer_silent", peer=peer_id)
-            peer.silent = True
-            self._links.fail_peer(peer_id, f"silent for {self._options.peer_timeout_s:g} s")
-            if peer.heartbeat.silence(now) >= self._options.forget_peer_s:
-                del self._peers[peer_id]  # the listening end of a connection is not told that it broke
-                return
-        if peer.heartbeat.ping_due(now):
-            self._ping_seq += 1
-            self._outbox.send(peer_id, PeerPing(self._ping_seq))
-        idle = self._links.worker(peer_id) is None and peer.refused is None and not peer.silent
-        if idle and now >= peer.rebuild_at:
-            self._open_link(peer_id, peer)
-
-    def _peer_state(self, peer_id: str, peer: _Peer) -> str:
-        worker = self._links.worker(peer_id)
-        if peer.refused is not None:
-            return "refused"
-        if peer.silent:
-            return "silent"
-        if worker is None:
-            return "backing off"
-        return "linked" if worker.live else "linking"
 
     def _fail(
         self,
@@ -478,12 +324,12 @@ class ReceiveSide:
         end = transfer.take_end()
         if end is None:
             return
-        del self._transfers[transfer.key]
-        match end:
-            case Received():
-                epitaph = Done(transfer.key, True)
-            case ReceiveFailed():
-                epitaph = Done(transfer.key, False, end.reason)
-        self._tombstones.bury(transfer.key, epitaph, self._clock())
+        ok, reason = isinstance(end, Received), "" if isinstance(end, Received) else end.reason
+        self.transfers.close(transfer.key, Done(transfer.key, ok, reason), self._clock())
         self._events.append(end)
         self._wake()
+
+
+def _answer_late(message: _Keyed, done: Done) -> Done | None:
+    """To a message about a transfer that has ended with `done`."""
+    return None if isinstance(message, CancelTransfer) else done

@@ -18,7 +18,7 @@ from shared.protocol.messages import Grant, GrantedChunk, ReqKey
 
 
 class GatherGate(Protocol):
-    """Guards the pages of transfers while they are read; implemented by SendSide."""
+    """Guards the pages of transfers while they are read; implemented by KVSender."""
 
     def begin_gather(self, key: ReqKey, chunk: Chunk) -> list[int] | None:
         """Pages to read now, or None: the chunk is void."""

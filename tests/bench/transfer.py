@@ -29,8 +29,8 @@ from shared.engine.node_process import SWITCH_INTERVAL_S
 from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.layout import record_digest
-from shared.kvtransfer.receiver import ReceiveSide
-from shared.kvtransfer.sender import SendSide
+from shared.kvtransfer.receiver import KVReceiver
+from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports.choice import make_transports
 from shared.protocol.channel import ControlThread, Handlers
@@ -122,7 +122,7 @@ def prefill_side(pipe: Connection, address: str, port: int, options: TransferOpt
     behave_like_a_node()
     pool, control, wake = make_pool(), ControlThread(), threading.Event()
     pool.buffer_LSNHPD.normal_()
-    sender = SendSide(
+    sender = KVSender(
         node=NodeRef("p", "p#1", "tcp://nowhere:0"),
         layout=LAYOUT,
         pages=pool,
@@ -151,7 +151,7 @@ def behave_like_a_node() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
-def send_batch(sender: SendSide, batch: Batch, wake: threading.Event) -> None:
+def send_batch(sender: KVSender, batch: Batch, wake: threading.Event) -> None:
     """What a prefill scheduler does, without a model."""
     pending = batch.transfers()
     for key in pending:
@@ -178,7 +178,7 @@ class DecodeSide:
     def __init__(self, options: TransferOptions) -> None:
         self.pool, self.control, self.wake = make_pool(), ControlThread(), threading.Event()
         port = self.control.bind("127.0.0.1", 0)
-        self.receiver = ReceiveSide(
+        self.receiver = KVReceiver(
             node=NodeRef("d", "d#1", f"tcp://127.0.0.1:{port}"),
             layout=LAYOUT,
             pages=self.pool,

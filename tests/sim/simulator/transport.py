@@ -1,6 +1,6 @@
 """KV transfer without bytes: the real state machines of both ends over links with bandwidth, latency and faults.
 
-Replaces `SendSide` and `ReceiveSide` (links, staging slots, grants, leases: tested over `FakeNetwork`) towards
+Replaces `KVSender` and `KVReceiver` (links, staging slots, grants, leases: tested over `FakeNetwork`) towards
 the two schedulers. `shared.kvtransfer.states` decides what a transfer is, when it is complete and how it ends.
 A node's network card sends, and receives, one range of pages at a time, first come first served.
 """
@@ -159,7 +159,7 @@ class _Side:
 
 
 class SimSender(_Side):
-    """See SendSide."""
+    """See KVSender."""
 
     def __init__(self, name: str, transport: Transport, clock: NodeClock, wake: Callable[[], None]) -> None:
         super().__init__(name, transport, clock, wake)
@@ -172,7 +172,7 @@ class SimSender(_Side):
         return len(self._transfers)
 
     def open(self, key: ReqKey, peer_id: str) -> None:
-        """See SendSide."""
+        """See KVSender."""
         assert key not in self._transfers and key not in self._over, f"{key} opened twice"
         self._transfers[key] = SendTransfer(key, peer_id, self._clock(), None)
         self._check_alive(peer_id)
@@ -180,7 +180,7 @@ class SimSender(_Side):
             self.on_message(peer_id, message)
 
     def offer(self, key: ReqKey, page_ids: list[int]) -> None:
-        """See SendSide."""
+        """See KVSender."""
         transfer = self._transfers.get(key)
         if transfer is None or transfer.state is SendState.ENDED or not page_ids:
             return
@@ -191,7 +191,7 @@ class SimSender(_Side):
         self._transport.send_pages(self._clock(), self._name, transfer.peer_id, offer)
 
     def handoff(self, key: ReqKey, handoff: Handoff) -> None:
-        """See SendSide."""
+        """See KVSender."""
         transfer = self._transfers.get(key)
         if transfer is None or transfer.state is SendState.ENDED or self._breaks(transfer):
             return
@@ -199,13 +199,13 @@ class SimSender(_Side):
         self._send(transfer.peer_id, handoff)
 
     def cancel(self, key: ReqKey, reason: str) -> None:
-        """See SendSide."""
+        """See KVSender."""
         transfer = self._transfers.get(key)
         if transfer is not None:
             self._end(transfer, ok=False, reason=reason, tell=CancelTransfer(key, reason))
 
     def poll(self) -> list[SendEvent]:
-        """See SendSide. Only now may the scheduler let go of what has ended."""
+        """See KVSender. Only now may the scheduler let go of what has ended."""
         events, self._events = self._events, []
         for event in events:
             if isinstance(event, SendEnded):
@@ -214,7 +214,7 @@ class SimSender(_Side):
         return events
 
     def on_message(self, peer: str, message: Message) -> None:
-        """See SendSide."""
+        """See KVSender."""
         transfer = self._transfers.get(message.key)
         if transfer is None:
             self._is_early(peer, message)
@@ -239,7 +239,7 @@ class SimSender(_Side):
             self._end(transfer, ok=False, reason=reason, tell=CancelTransfer(key, reason))
 
     def on_disconnected(self, peer: str) -> None:
-        """See SendSide."""
+        """See KVSender."""
         for transfer in list(self._transfers.values()):
             if transfer.peer_id == peer:
                 self._end(transfer, ok=False, reason="the decode node is gone")
@@ -266,7 +266,7 @@ class SimSender(_Side):
 
 
 class SimReceiver(_Side):
-    """See ReceiveSide."""
+    """See KVReceiver."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class SimReceiver(_Side):
         return len(self._transfers)
 
     def open(self, key: ReqKey, peer_id: str, page_ids: list[int], prefix_pages: int) -> None:
-        """See ReceiveSide."""
+        """See KVReceiver."""
         assert key not in self._transfers and key not in self._over, f"{key} opened twice"
         transfer = ReceiveTransfer(key, peer_id, list(page_ids), prefix_pages, 1, self._page_size, 0.0)
         self._transfers[key] = transfer
@@ -300,14 +300,14 @@ class SimReceiver(_Side):
             self.on_message(peer_id, message)
 
     def cancel(self, key: ReqKey, reason: str) -> None:
-        """See ReceiveSide."""
+        """See KVReceiver."""
         transfer = self._transfers.get(key)
         if transfer is not None and transfer.fail(reason, by_peer=False):
             self._send(transfer.peer_id, CancelTransfer(key, reason))
             self._post(transfer)
 
     def poll(self) -> list[ReceiveEvent]:
-        """See ReceiveSide."""
+        """See KVReceiver."""
         events, self._events = self._events, []
         for event in events:
             del self._transfers[event.key]
@@ -315,7 +315,7 @@ class SimReceiver(_Side):
         return events
 
     def on_message(self, peer: str, message: Message) -> None:
-        """See ReceiveSide."""
+        """See KVReceiver."""
         transfer = self._transfers.get(message.key)
         if transfer is None:
             self._is_early(peer, message)
@@ -345,7 +345,7 @@ class SimReceiver(_Side):
         self._settle(transfer)
 
     def on_disconnected(self, peer: str) -> None:
-        """See ReceiveSide."""
+        """See KVReceiver."""
         for transfer in list(self._transfers.values()):
             if transfer.peer_id == peer and transfer.fail("the prefill node is gone", by_peer=False):
                 self._post(transfer)

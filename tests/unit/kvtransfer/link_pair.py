@@ -17,8 +17,8 @@ import torch
 
 from shared.config import TransferOptions
 from shared.kvcache.pools import TokenToKVPool
-from shared.kvtransfer.receiver import ReceiveSide
-from shared.kvtransfer.sender import SendSide
+from shared.kvtransfer.receiver import KVReceiver
+from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.kvtransfer.transports.choice import Transports, make_transports
 from shared.protocol.messages import (
@@ -148,7 +148,7 @@ class LinkPair:
         self.sent: dict[ReqKey, SendEnded] = {}
         self.received: dict[ReqKey, Received | ReceiveFailed] = {}
         self.woken = threading.Event()
-        self.p = SendSide(
+        self.p = KVSender(
             node=NodeRef("p0", "i", ""),
             layout=LAYOUT,
             pages=self.p_pool,
@@ -158,7 +158,7 @@ class LinkPair:
             options=options,
             wake=self.woken.set,
         )
-        self.d = ReceiveSide(
+        self.d = KVReceiver(
             node=NodeRef("d0", "i", ""),
             layout=LAYOUT,
             pages=self.d_pool,
@@ -194,10 +194,10 @@ class LinkPair:
         self.until(lambda: key(number) in self.received)
 
     def until_opened(self, num_links: int) -> None:
-        self.until(lambda: self.d.num_links_opened >= num_links)
+        self.until(lambda: self.d.peers.num_links_opened >= num_links)
 
     def linked(self) -> bool:
-        return self.p.num_links == self.d.num_links == 1
+        return self.p.links.num_live == self.d.links.num_live == 1
 
     def transfer(self, number: int, p_pages: list[int], d_pages: list[int]) -> None:
         """Open, offer everything and hand off; `received` and `sent` tell how it ended."""
@@ -279,7 +279,7 @@ def prefill_process(pipe: Connection, num_pages: int, options: TransferOptions) 
     torch.set_num_threads(1)
     pool = new_pool(num_pages)
     pool.buffer_LSNHPD.copy_(pattern(num_pages))
-    side = SendSide(
+    side = KVSender(
         node=NodeRef("p0", str(os.getpid()), ""),
         layout=LAYOUT,
         pages=SlowPages(pool),

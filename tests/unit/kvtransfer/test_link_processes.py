@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shared.config import TransferOptions
-from shared.kvtransfer.receiver import ReceiveSide
+from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import NodeRef, ReqKey
 from tests.unit.kvtransfer.link_pair import (
@@ -47,7 +47,7 @@ class Decode:
         self.outbox: PipeOutbox | None = None
         self.processes: list[BaseProcess] = []
         self.num_opened = 0
-        self.side = ReceiveSide(
+        self.side = KVReceiver(
             node=NodeRef("d0", "i", ""),
             layout=LAYOUT,
             pages=self.pool,
@@ -70,7 +70,7 @@ class Decode:
         self.processes.append(process)
         self.outbox = PipeOutbox(ours)
         self._listen(ours, tell_disconnect)
-        self.until(lambda: self.side.num_links == 1, timeout_s=30)
+        self.until(lambda: self.side.links.num_live == 1, timeout_s=30)
         return process
 
     def _listen(self, pipe: Connection, tell_disconnect: bool) -> None:
@@ -140,7 +140,7 @@ def test_sigkill_in_the_middle_fails_the_transfer_and_a_new_incarnation_works(
     assert "silent" not in failed.reason, "noticed by pings only"
     decode.pool.buffer_LSNHPD.zero_()  # the pages are ours again: nothing may write them now
     process.join()
-    decode.until(lambda: decode.side.num_slots_out == 0)
+    decode.until(lambda: decode.side.links.num_slots_out == 0)
     assert not decode.pool.buffer_LSNHPD.any()
     decode.spawn(tell_disconnect=tell_disconnect)
     decode.works()
@@ -157,7 +157,7 @@ def test_pings_detect_a_stopped_process_and_it_may_come_back(decode: Decode) -> 
     took = decode.until(lambda: new in decode.ended)
     assert isinstance(decode.ended[new], ReceiveFailed)
     assert took < REAL.peer_timeout_s + 2.0
-    decode.until(lambda: decode.side.peer_states() == {"p0": "silent"})
+    decode.until(lambda: decode.side.peers.states() == {"p0": "silent"})
     os.kill(process.pid, signal.SIGCONT)
-    decode.until(lambda: decode.side.num_links == 1, timeout_s=20)
+    decode.until(lambda: decode.side.links.num_live == 1, timeout_s=20)
     decode.works()

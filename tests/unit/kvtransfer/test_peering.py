@@ -22,7 +22,7 @@ class Clock:
 
 
 class Sender:
-    """What a SendSide is told of connections."""
+    """What a KVSender is told of connections."""
 
     def __init__(self) -> None:
         self.connected: queue.Queue[str] = queue.Queue()

@@ -59,7 +59,7 @@ def test_an_idle_link_outlives_the_timeout_of_its_ops(options: TransferOptions) 
     pair.transfer(0, [1, 2], [3, 4])
     pair.until(lambda: key(0) in pair.received)
     assert isinstance(pair.received[key(0)], Received)
-    assert pair.d.num_links_opened == 1
+    assert pair.d.peers.num_links_opened == 1
     pair.close()
 
 
@@ -70,8 +70,8 @@ def test_cancelled_chunks_are_drained_and_the_link_goes_on(pair: LinkPair) -> No
     pair.transfer(99, [1, 2], [3, 4])
     pair.until(lambda: len(pair.received) == len(pair.sent) == 21)
     assert isinstance(pair.received[key(99)], Received)
-    assert pair.d.num_links_opened == 1
-    wait_until(lambda: pair.p.num_slots_out == pair.d.num_slots_out == 0)
+    assert pair.d.peers.num_links_opened == 1
+    wait_until(lambda: pair.p.links.num_slots_out == pair.d.links.num_slots_out == 0)
 
 
 def test_a_wrong_secret_fails_the_challenge(options: TransferOptions) -> None:
@@ -87,19 +87,19 @@ def test_a_wrong_secret_fails_the_challenge(options: TransferOptions) -> None:
     failed = pair.received[key(0)]
     assert isinstance(failed, ReceiveFailed)
     assert "challenge" in failed.reason or "peer" in failed.reason
-    assert pair.p.num_links == pair.d.num_links == 0
+    assert pair.p.links.num_live == pair.d.links.num_live == 0
     pair.close()
 
 
 def test_a_lost_link_is_built_anew(pair: LinkPair) -> None:
     pair.until(pair.linked)
     pair.transfer(0, list(range(1, 60)), list(range(1, 60)))
-    worker = pair.p._links.worker("d0")
+    worker = pair.p.links.worker("d0")
     assert worker is not None
     worker.abort_ops()  # the data connection breaks; both control connections live
     pair.until(lambda: key(0) in pair.received and key(0) in pair.sent)
     pair.until(pair.linked)
-    assert pair.d.num_links_opened == 2
+    assert pair.d.peers.num_links_opened == 2
     pair.transfer(1, list(range(1, 60)), list(range(1, 60)))
     pair.until(lambda: key(1) in pair.received)
     assert isinstance(pair.received[key(1)], Received)
@@ -120,7 +120,7 @@ def test_a_hundred_links_leave_nothing_behind(options: TransferOptions) -> None:
         pair.p.on_connected("d0")
         pair.until_opened(number + 2)
     pair.until(pair.linked)
-    assert pair.d.num_links_opened >= 100
+    assert pair.d.peers.num_links_opened >= 100
     pair.close()
     wait_until(
         lambda: (

@@ -1,4 +1,4 @@
-"""SendSide and ReceiveSide against each other, messages ordered by construction, on a controlled clock."""
+"""KVSender and KVReceiver against each other, messages ordered by construction, on a controlled clock."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_chunk_granted_before_the_cancel_is_sent_void_and_dropped(world: World
     world.network.hold(Grant)
     open_both(world)
     world.run(0.3)
-    assert world.d.side.num_slots_out == FAST.num_slots
+    assert world.d.side.links.num_slots_out == FAST.num_slots
     world.p.side.cancel(key(0), "aborted")
     world.run(0.05)
     assert world.p.ended[key(0)].reason == "aborted"
@@ -137,8 +137,8 @@ def test_a_chunk_granted_before_the_cancel_is_sent_void_and_dropped(world: World
     world.network.release(Grant)
     world.run(0.1)
     assert world.p.pages.num_gathers == world.d.pages.num_scatters == 0
-    assert world.d.side.num_slots_out == 0
-    assert world.d.side.num_links_opened == 1
+    assert world.d.side.links.num_slots_out == 0
+    assert world.d.side.peers.num_links_opened == 1
 
 
 @pytest.mark.parametrize("host_name", ["p0", "d0"])
@@ -154,12 +154,12 @@ def test_the_terminal_event_waits_for_the_gather_or_scatter_under_way(host_name:
             case "cancelled":
                 host.side.cancel(key(0), "aborted")
             case "link lost":
-                host.side._links.fail_peer(peer, "test")
+                host.side.links.fail_peer(peer, "test")
             case "cancelled by the peer":
                 host.side.on_message(peer, CancelTransfer(key(0), "aborted"))
             case "closed":
                 with host.side._lock:  # all of close() but the joining of threads, of which this is one
-                    host.side._links.fail_all("closing")
+                    host.side.links.fail_all("closing")
         host.step()
         seen_in_the_middle.append(key(0) in host.ended)
 
@@ -205,7 +205,7 @@ def test_a_ready_whose_request_never_comes_is_answered_with_a_cancel(world: Worl
     world.run(FAST.park_s - 0.2)
     assert world.d.live
     world.run(0.5)
-    assert failure(world) == ReceiveFailed(key(0), "the request never came to the prefill node", by_peer=True)
+    assert failure(world) == ReceiveFailed(key(0), "the request never came to the sending node", by_peer=True)
 
 
 def test_a_prefill_node_waits_for_the_reservation_only_so_long(world: World) -> None:
@@ -229,7 +229,7 @@ def test_a_late_message_does_not_reopen_an_ended_key(world: World) -> None:
     world.run(0.1)
     world.network.release(Ready)
     world.run(0.1)
-    assert world.p.side.num_transfers == world.d.side.num_transfers == 0
+    assert len(world.p.side.transfers) == len(world.d.side.transfers) == 0
     assert world.network.num_sent["Offer"] == 0
 
 
@@ -512,7 +512,7 @@ def test_a_grant_that_makes_no_sense_ends_the_link(world: World, change: dict[st
     world.run(0.3)
     assert "link lost" in failure(world).reason
     assert "link lost" in world.p.ended[key(0)].reason
-    assert world.d.side.num_links_opened == 2
+    assert world.d.side.peers.num_links_opened == 2
 
 
 # ------------------------------------------------------------------------------------------ corruption
@@ -526,7 +526,7 @@ def test_a_byte_that_changed_on_the_wire_is_detected(world: World) -> None:
     open_both(world, number=1)  # the link itself is fine
     world.run(0.5)
     assert isinstance(world.d.ended[key(1)], Received)
-    assert world.d.side.num_links_opened == 1
+    assert world.d.side.peers.num_links_opened == 1
 
 
 def test_a_byte_that_changed_after_the_check_is_noticed_by_comparing_pages() -> None:
@@ -553,8 +553,8 @@ def test_another_layout_is_refused_by_the_name_of_its_field() -> None:
     for end in (p.ended[key(0)], d.ended[key(0)]):
         assert not isinstance(end, Received)
         assert "layouts differ in dtype: this node has 'float32', the peer has 'bfloat16'" in end.reason
-    assert p.side.peer_states() == {"d0": "refused"}
-    assert d.side.peer_states() == {"p0": "refused"}
+    assert p.side.peers.states() == {"d0": "refused"}
+    assert d.side.peers.states() == {"p0": "refused"}
     p.open(key(1), "d0", 4)
     d.open(key(1), "p0", 4, 0)
     p.step()
@@ -586,8 +586,8 @@ def test_a_reservation_waits_for_its_peer_to_connect() -> None:
         network.advance(0.01)
         p.step()
         d.step()
-    assert "no link to prefill node nobody" in d.ended[key(1)].reason  # type: ignore[union-attr]
-    assert "no connection to decode node nobody" in p.ended[key(1)].reason
+    assert "no link to sending node nobody" in d.ended[key(1)].reason  # type: ignore[union-attr]
+    assert "no connection to receiving node nobody" in p.ended[key(1)].reason
 
 
 @pytest.mark.parametrize("silent_kill", [False, True], ids=["reported", "silent"])
@@ -603,7 +603,7 @@ def test_a_killed_peer_fails_what_it_had_under_way(victim: str, silent_kill: boo
         world.network.advance(0.01)
         survivor.step()
     assert key(0) in survivor.ended
-    assert survivor.side.num_slots_out == 0
+    assert survivor.side.links.num_slots_out == 0
     survivor.pages.audit()
     world.restart(victim)
     open_both(world, number=1)
@@ -623,11 +623,11 @@ def test_slots_stay_in_quarantine_until_a_stuck_op_has_left() -> None:
         world.network.advance(0.01)
         world.d.step()
     assert key(0) in world.d.ended  # the pages are back
-    assert world.d.side.num_slots_out == FAST.num_slots  # the slots are not
+    assert world.d.side.links.num_slots_out == FAST.num_slots  # the slots are not
     for _ in range(60):
         world.network.advance(0.01)
         world.d.step()
-    assert world.d.side.num_slots_out == 0
+    assert world.d.side.links.num_slots_out == 0
     world.close()
 
 
@@ -639,10 +639,10 @@ def test_a_stopped_peer_is_found_by_pings_and_comes_back(world: World) -> None:
         world.network.advance(0.01)
         world.d.step()
     assert "silent" in failure(world).reason
-    assert world.d.side.peer_states() == {"p0": "silent"}
+    assert world.d.side.peers.states() == {"p0": "silent"}
     world.network.resume("p0")
     world.run(1.0)
-    assert world.d.side.peer_states() == {"p0": "linked"}
+    assert world.d.side.peers.states() == {"p0": "linked"}
     open_both(world, number=1)
     world.run(0.5)
     assert isinstance(world.d.ended[key(1)], Received)
@@ -669,18 +669,18 @@ def test_a_stopped_decode_node_fails_even_what_waits_for_its_reservation(world: 
         world.network.advance(0.01)
         world.p.step()
     assert "silent" in world.p.ended[key(0)].reason
-    assert world.p.side.peer_states() == {"d0": "silent"}
+    assert world.p.side.peers.states() == {"d0": "silent"}
     world.network.resume("d0")
 
 
 def test_a_reservation_made_on_a_link_that_was_already_lost_ends_with_the_next_link(world: World) -> None:
     world.p.rate = 0
     world.run(0.3)
-    world.p.side._links.fail_peer("d0", "test")
+    world.p.side.links.fail_peer("d0", "test")
     world.network.drop_next(Done)
     open_both(world)  # the decode node does not know yet
     world.run(0.3)
-    assert world.d.side.num_links_opened == 2
+    assert world.d.side.peers.num_links_opened == 2
     assert world.p.ended[key(0)].reason == "the link was replaced"
 
 
@@ -699,14 +699,14 @@ def test_a_peer_that_stays_silent_is_forgotten_and_may_still_come_back(world: Wo
     for _ in range(round(FAST.forget_peer_s * 120)):
         world.network.advance(0.01)
         world.d.step()
-    assert world.d.side.peer_states() == {}
+    assert world.d.side.peers.states() == {}
     pings = world.network.num_sent["PeerPing"]
     world.network.advance(2.0)
     world.d.step()
     assert world.network.num_sent["PeerPing"] == pings
     world.network.resume("p0")
     world.run(FAST.hello_retry_s + FAST.peer_timeout_s + 1.0)
-    assert world.d.side.peer_states() == {"p0": "linked"}
+    assert world.d.side.peers.states() == {"p0": "linked"}
 
 
 def test_a_link_that_dies_is_built_anew_with_a_pause_that_grows() -> None:
@@ -714,9 +714,9 @@ def test_a_link_that_dies_is_built_anew_with_a_pause_that_grows() -> None:
     world.network.drop_next(StoreSet, 10**6)  # no link can be built
     opened_at: list[float] = []
     for _ in range(1000):
-        before = world.d.side.num_links_opened
+        before = world.d.side.peers.num_links_opened
         world.run(0.01)
-        if world.d.side.num_links_opened > before:
+        if world.d.side.peers.num_links_opened > before:
             opened_at.append(world.network.clock.now)
     gaps = [later - earlier - FAST.build_timeout_s for earlier, later in itertools.pairwise(opened_at)]
     assert len(gaps) > 5
@@ -760,7 +760,7 @@ def test_a_lost_hello_is_said_again(world: World) -> None:
     world.network.drop_next(PeerHello)
     world.network.connect("p0", "d0")
     world.run(FAST.hello_retry_s + 0.3)
-    assert world.p.side.num_links == world.d.side.num_links == 1
+    assert world.p.side.links.num_live == world.d.side.links.num_live == 1
 
 
 def test_transfers_of_a_lost_link_fail_on_both_ends_and_others_go_on_later(world: World) -> None:
@@ -768,9 +768,9 @@ def test_transfers_of_a_lost_link_fail_on_both_ends_and_others_go_on_later(world
     open_both(world, number=0)
     world.p.open(key(1), "d0", 3)  # still waits for its reservation
     world.run(0.2)
-    worker = world.p.side._links.worker("d0")
+    worker = world.p.side.links.worker("d0")
     assert worker is not None
-    world.p.side._links.fail(worker, "test")
+    world.p.side.links.fail(worker, "test")
     world.network.release(Grant)
     world.run(0.5)
     assert "link lost" in failure(world).reason
@@ -791,13 +791,13 @@ def test_close_ends_everything_and_later_calls_do_nothing() -> None:
     for host in (world.p, world.d):
         host.step()
         assert key(0) in host.ended
-        assert host.side.num_links == host.side.num_slots_out == 0
+        assert host.side.links.num_live == host.side.links.num_slots_out == 0
         host.pages.audit()
         host.side.close()
     world.network.release(Grant)
     world.network.connect("p0", "d0")
     world.run(1.0)
-    assert world.p.side.peer_states() == {}
+    assert world.p.side.peers.states() == {}
     world.close()
 
 

@@ -80,7 +80,7 @@ def test_shared_memory_that_cannot_be_set_up_gives_way_to_gloo(
     pair = new_pair(bad if unbuildable == "p" else good, bad if unbuildable == "d" else good)
     pair.until(pair.linked)
     assert pair.p.links_by_transport == pair.d.links_by_transport == {"gloo": 1}
-    assert pair.d.num_links_opened == 2
+    assert pair.d.peers.num_links_opened == 2
 
 
 def test_a_node_that_goes_while_a_link_is_built_is_no_reason_for_another_transport(
@@ -124,7 +124,7 @@ def test_a_pair_with_nothing_in_common_is_refused_by_name(
     assert isinstance(failed, ReceiveFailed)
     assert reason in failed.reason
     assert reason in pair.sent[key(0)].reason
-    assert pair.p.peer_states() == {"d0": "refused"}
+    assert pair.p.peers.states() == {"d0": "refused"}
 
 
 def test_neither_end_offers_shm_without_a_host() -> None:

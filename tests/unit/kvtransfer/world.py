@@ -1,4 +1,4 @@
-"""Scripted prefill and decode nodes around the real SendSide and ReceiveSide, over the fake network.
+"""Scripted prefill and decode nodes around the real KVSender and KVReceiver, over the fake network.
 
 They check what no unit test sees alone: who owns a page at each gather and scatter, that freed pages keep the
 poison that was put in them, and that every opened key ends exactly once.
@@ -15,8 +15,8 @@ import torch
 
 from shared.config import TransferOptions
 from shared.kvcache.pools import TokenToKVPool
-from shared.kvtransfer.receiver import ReceiveSide
-from shared.kvtransfer.sender import SendSide
+from shared.kvtransfer.receiver import KVReceiver
+from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.protocol.messages import Handoff, KVLayout, NodeRef, Ready, ReqKey
 from tests.fake_link import fake_transports
@@ -159,7 +159,7 @@ class PrefillHost:
             on_connected=lambda peer: self.side.on_connected(peer),
             on_disconnected=lambda peer, reason: self.side.on_disconnected(peer, reason),
         )
-        self.side = SendSide(
+        self.side = KVSender(
             node=NodeRef(name, f"{name}.{next(_incarnations)}", f"fake://{name}"),
             layout=layout,
             pages=self.pages,
@@ -230,7 +230,7 @@ class DecodeHost:
             lambda sender, message: self.side.on_message(sender, message),
             on_disconnected=lambda peer, reason: self.side.on_disconnected(peer, reason),
         )
-        self.side = ReceiveSide(
+        self.side = KVReceiver(
             node=NodeRef(name, f"{name}.{next(_incarnations)}", f"fake://{name}"),
             layout=layout,
             pages=CorruptingPages(self.pages, network),
@@ -329,8 +329,8 @@ class World:
         self.run(SETTLE_S, dt=0.05)
         for host in self.hosts:
             assert not host.live, f"{host.name} never ended {list(host.live)}"
-            assert host.side.num_transfers == 0
-            assert host.side.num_slots_out == 0, "a staging slot is not home"
+            assert len(host.side.transfers) == 0
+            assert host.side.links.num_slots_out == 0, "a staging slot is not home"
             host.pages.audit()
         self.crashes.check()
 

@@ -1,21 +1,22 @@
 from __future__ import annotations
 
-from shared.kvtransfer.leases import Heartbeat, Parking, Tombstones
+from shared.kvtransfer.inbox import Parking, Tombstones
+from shared.kvtransfer.peers import Heartbeat
 from tests.unit.kvtransfer.world import key
 
 
 def test_tombstones_are_forgotten_in_time_and_bounded_in_number() -> None:
     stones: Tombstones[str] = Tombstones(ttl_s=10, max_keys=2)
-    stones.bury(key(0), "a", now=0)
-    stones.bury(key(1), "b", now=5)
+    stones.add(key(0), "a", now=0)
+    stones.add(key(1), "b", now=5)
     assert stones.get(key(0)) == "a"
     stones.expire(9.9)
     assert key(0) in stones
     stones.expire(10)
     assert key(0) not in stones
     assert stones.get(key(1)) == "b"
-    stones.bury(key(2), "c", now=11)
-    stones.bury(key(3), "d", now=11)
+    stones.add(key(2), "c", now=11)
+    stones.add(key(3), "d", now=11)
     assert len(stones) == 2
     assert key(1) not in stones
 

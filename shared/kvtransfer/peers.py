@@ -1,0 +1,167 @@
+"""The peers of one side: nodes whose control connection is up, and that may fall silent or refuse this node."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from shared import log
+from shared.config import TransferOptions
+from shared.kvtransfer.links import Links
+from shared.protocol.messages import LinkLost, PeerPing, PeerPong, StoreSet
+from shared.protocol.outbox import Outbox
+
+PeerMessage = StoreSet | LinkLost | PeerPing | PeerPong
+State = TypeVar("State")
+
+
+class Heartbeat:
+    """Decides when to ping one peer, and when it counts as silent. `now` is passed in.
+
+    Silence is measured from pings that went unanswered and not from the wall clock alone: a node that was
+    itself asleep (a long step, a stopped process) wakes to a backlog of answers and must not condemn the peer
+    before it has read them.
+    """
+
+    MIN_UNANSWERED = 2
+
+    def __init__(self, ping_s: float, timeout_s: float, now: float) -> None:
+        self._ping_s = ping_s
+        self._timeout_s = timeout_s
+        self._heard_at = now
+        self._ping_at = now
+        self._num_unanswered = 0
+
+    def heard(self, now: float) -> None:
+        """Any message of the peer proves that its Python is alive."""
+        self._heard_at = now
+        self._num_unanswered = 0
+
+    def silence(self, now: float) -> float:
+        """Seconds since the peer was last heard."""
+        return now - self._heard_at
+
+    def ping_due(self, now: float) -> bool:
+        """Whether to send a ping now; counts it as sent."""
+        if now < self._ping_at:
+            return False
+        self._ping_at = now + self._ping_s
+        self._num_unanswered += 1
+        return True
+
+    def silent(self, now: float) -> bool:
+        """To be asked before `ping_due`, so that the last ping had its time to be answered."""
+        return (
+            now >= self._ping_at
+            and self._num_unanswered >= self.MIN_UNANSWERED
+            and self.silence(now) >= self._timeout_s
+        )
+
+
+@dataclass(slots=True)
+class Peer(Generic[State]):
+    """One peer. `state` is what only a sender, or only a receiver, knows of it."""
+
+    peer_id: str
+    heartbeat: Heartbeat
+    state: State
+    refused: str | None = None
+    """Why the two nodes can exchange no pages."""
+    silent: bool = False
+
+
+class PeerTable(Generic[State]):
+    """The peers by their ids. Used under the lock of the side; `states` and `unreachable` take it."""
+
+    def __init__(
+        self, *, lock: threading.RLock, links: Links[Any], outbox: Outbox, options: TransferOptions
+    ) -> None:
+        self._lock = lock
+        self._links = links
+        self._outbox = outbox
+        self._options = options
+        self._peers: dict[str, Peer[State]] = {}
+        self._ping_seq = 0
+
+    def __contains__(self, peer_id: str) -> bool:
+        return peer_id in self._peers
+
+    def add(self, peer_id: str, state: State, now: float) -> Peer[State]:
+        """A peer that is heard now; it takes the place of one of the same id."""
+        heartbeat = Heartbeat(self._options.ping_s, self._options.peer_timeout_s, now)
+        peer = self._peers[peer_id] = Peer(peer_id, heartbeat, state)
+        return peer
+
+    def get(self, peer_id: str) -> Peer[State] | None:
+        """The peer, if its connection is up."""
+        return self._peers.get(peer_id)
+
+    def heard(self, peer_id: str, now: float) -> Peer[State] | None:
+        """A message of the peer has come."""
+        peer = self._peers.get(peer_id)
+        if peer is not None:
+            peer.heartbeat.heard(now)
+            peer.silent = False
+        return peer
+
+    def remove(self, peer_id: str) -> bool:
+        """Forget a peer; False when it is not there."""
+        return self._peers.pop(peer_id, None) is not None
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._peers.clear()
+
+    def tick(self, now: float) -> Iterator[tuple[Peer[State], str | None]]:
+        """Ping each peer that is due, and end the link of each that is silent.
+
+        Yields every peer, with the reason why its transfers fail if it has just been found silent (again).
+        """
+        for peer in list(self._peers.values()):
+            reason = None
+            if peer.heartbeat.silent(now):
+                if not peer.silent:
+                    log.warn("peer_silent", peer=peer.peer_id)
+                peer.silent = True
+                reason = f"silent for {self._options.peer_timeout_s:g} s"
+                self._links.fail_peer(peer.peer_id, reason)
+            if peer.heartbeat.ping_due(now):
+                self._ping_seq += 1
+                self._outbox.send(peer.peer_id, PeerPing(self._ping_seq))
+            yield peer, reason
+
+    def handle(self, peer: Peer[State], message: PeerMessage) -> None:
+        """A message about the peer or its link, of the kinds that both ends send."""
+        match message:
+            case StoreSet():
+                self._links.feed(peer.peer_id, message)
+            case LinkLost():
+                self._links.lost(peer.peer_id, message)
+            case PeerPing():
+                self._outbox.send(peer.peer_id, PeerPong(message.seq))
+            case PeerPong():
+                pass
+
+    @property
+    def unreachable(self) -> dict[str, str]:
+        """Peers to which pages cannot travel now, and why; a link that is being built is none of them."""
+        with self._lock:
+            refused = {peer.peer_id: peer.refused for peer in self._peers.values() if peer.refused}
+            return self._links.broken(self._peers) | refused
+
+    def states(self) -> dict[str, str]:
+        """Each peer: refused, silent, linked, linking, or unlinked."""
+        with self._lock:
+            return {peer.peer_id: self._state(peer) for peer in self._peers.values()}
+
+    def _state(self, peer: Peer[State]) -> str:
+        if peer.refused is not None:
+            return "refused"
+        if peer.silent:
+            return "silent"
+        worker = self._links.worker(peer.peer_id)
+        if worker is None:
+            return "unlinked"
+        return "linked" if worker.live else "linking"

@@ -1,0 +1,174 @@
+"""The sending nodes that a KVReceiver has met, and the links from them.
+
+A sending node introduces itself (PeerHello). The receiving node answers with Refused, or opens a link: it decides
+when a link is built, over which transport, and when the next one follows one that died.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shared import log
+from shared.config import TransferOptions
+from shared.errors import PeerMismatch
+from shared.kvtransfer.layout import PageStore, check_layout
+from shared.kvtransfer.link import RECEIVER
+from shared.kvtransfer.link_worker import LinkWorker
+from shared.kvtransfer.links import Links
+from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
+from shared.kvtransfer.receive_loop import ReceiveLoop, ScatterGate
+from shared.kvtransfer.transports.choice import Transports
+from shared.protocol.messages import Grant, KVLayout, LinkOpen, NodeRef, PeerHello, Refused
+from shared.protocol.outbox import Outbox
+
+
+@dataclass(slots=True)
+class _NextLink:
+    transports: deque[str]
+    """What both ends can use; the first is what the next link will use."""
+    num_failures: int = 0
+    """Links lost in a row, none of which lasted."""
+    rebuild_at: float = 0.0
+
+
+class ReceiverPeers:
+    """Used under the lock of the KVReceiver; `states`, `unreachable` and the properties of `links` take it.
+
+    `link_begins(peer_id)` and `refused(peer_id)` are called when a peer's link is being built, or never will be;
+    `link_died(peer_id, reason)`, when it is dead.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: NodeRef,
+        layout: KVLayout,
+        pages: PageStore,
+        outbox: Outbox,
+        transports: Transports,
+        clock: Callable[[], float],
+        options: TransferOptions,
+        lock: threading.RLock,
+        gate: ScatterGate,
+        link_begins: Callable[[str], None],
+        link_died: Callable[[str, str], None],
+        refused: Callable[[str], None],
+    ) -> None:
+        self._node = node
+        self._layout = layout
+        self._pages = pages
+        self._outbox = outbox
+        self._transports = transports
+        self._clock = clock
+        self._options = options
+        self._gate = gate
+        self._link_begins = link_begins
+        self._tell_link_died = link_died
+        self._tell_refused = refused
+        self.num_links_opened = 0
+        """Links ever begun; more than peers when some had to be rebuilt."""
+        self.links: Links[ReceiveLoop] = Links(
+            rank=RECEIVER,
+            lock=lock,
+            clock=clock,
+            options=options,
+            outbox=outbox,
+            transports=transports,
+            on_dead=self._link_died,
+        )
+        self._table: PeerTable[_NextLink] = PeerTable(
+            lock=lock, links=self.links, outbox=outbox, options=options
+        )
+
+    @property
+    def unreachable(self) -> dict[str, str]:
+        """Peers to which pages cannot travel now, and why."""
+        return self._table.unreachable
+
+    def states(self) -> dict[str, str]:
+        """Each peer: refused, silent, linked, linking, or unlinked."""
+        return self._table.states()
+
+    def refusal(self, peer_id: str) -> str | None:
+        """Why this node takes no pages of the peer."""
+        peer = self._table.get(peer_id)
+        return None if peer is None else peer.refused
+
+    def disconnected(self, peer_id: str, reason: str) -> None:
+        """The connection to a node is gone."""
+        if self._table.remove(peer_id):
+            self.links.fail_peer(peer_id, reason, tell_peer=False)
+
+    def clear(self) -> None:
+        """Forget all peers, whose links have ended. No link is opened any more."""
+        self._table.clear()
+
+    def handle(self, peer_id: str, message: PeerHello | PeerMessage, now: float) -> None:
+        """A message that names no transfer. One of a node that never introduced itself stays unanswered."""
+        peer = self._table.get(peer_id)
+        if isinstance(message, PeerHello):
+            self._met(peer_id, message, now)
+        elif peer is not None:
+            self._table.handle(peer, message)
+
+    def heard(self, peer_id: str, now: float) -> None:
+        """A message has come."""
+        self._table.heard(peer_id, now)
+
+    def tick(self, now: float) -> None:
+        """Ping peers, end links of silent ones, open the link of each peer that may have one and has none."""
+        for peer, silence in self._table.tick(now):
+            if silence is not None and peer.heartbeat.silence(now) >= self._options.forget_peer_s:
+                self._table.remove(
+                    peer.peer_id
+                )  # the listening end of a connection is not told that it broke
+                continue
+            unlinked = self.links.worker(peer.peer_id) is None and peer.refused is None and not peer.silent
+            if unlinked and now >= peer.state.rebuild_at:
+                self._open_link(peer)
+
+    def _met(self, peer_id: str, hello: PeerHello, now: float) -> None:
+        self.links.fail_peer(peer_id, "the peer connected anew", tell_peer=False)
+        peer = self._table.add(peer_id, _NextLink(deque()), now)
+        try:
+            check_layout(self._layout, hello.layout)
+            peer.state.transports.extend(self._transports.in_common(hello.transports, hello.host))
+        except PeerMismatch as error:
+            peer.refused = str(error)
+            log.warn("peer_refused", peer=peer_id, reason=peer.refused)
+            self._outbox.send(peer_id, Refused(peer.refused))
+            self._tell_refused(peer_id)
+            return
+        self._open_link(peer)
+
+    def _open_link(self, peer: Peer[_NextLink]) -> None:
+        self.num_links_opened += 1
+        name = f"{peer.peer_id}>{self._node.node_id}/{self._node.incarnation}#{self.num_links_opened}"
+        secret, transport = secrets.token_bytes(32), peer.state.transports[0]
+
+        def send_grant(grant: Grant) -> None:
+            self._outbox.send(peer.peer_id, grant)
+
+        loop = ReceiveLoop(name=name, pages=self._pages, gate=self._gate, send_grant=send_grant)
+        # LinkOpen goes out before anything that the worker may send about the link.
+        self._outbox.send(peer.peer_id, LinkOpen(name, self._node, secret, transport))
+        self.links.begin(peer.peer_id, name, secret, transport, loop)
+        self._link_begins(peer.peer_id)
+
+    def _link_died(self, worker: LinkWorker, reason: str) -> None:
+        peer, now = self._table.get(worker.peer_id), self._clock()
+        if peer is not None:
+            options, state = self._options, peer.state
+            lasted = worker.live_at is not None and now - worker.live_at >= options.rebuild_max_s
+            state.num_failures = 1 if lasted else state.num_failures + 1
+            pause = options.rebuild_min_s * 2 ** min(state.num_failures - 1, 30)
+            state.rebuild_at = now + min(pause, options.rebuild_max_s)
+            # It could not be built, and not because the peer was gone: the next transport is tried.
+            if worker.live_at is None and not peer.heartbeat.silent(now) and len(state.transports) > 1:
+                state.transports.rotate(-1)
+                log.warn("transport_fallback", link=worker.name, to=state.transports[0], reason=reason)
+        self._tell_link_died(worker.peer_id, reason)

@@ -1,0 +1,189 @@
+"""The receiving nodes that a KVSender is connected to, and the links to them.
+
+The sending node introduces itself (PeerHello); the receiving node answers with LinkOpen, upon which both build the
+link, or with Refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared import log
+from shared.config import TransferOptions
+from shared.errors import LinkError
+from shared.kvtransfer.layout import PageStore
+from shared.kvtransfer.link import SENDER
+from shared.kvtransfer.link_worker import LinkWorker
+from shared.kvtransfer.links import Links
+from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
+from shared.kvtransfer.send_loop import GatherGate, SendLoop
+from shared.kvtransfer.staging import SlotRing
+from shared.kvtransfer.transports.choice import Transports
+from shared.protocol.messages import Grant, KVLayout, LinkLost, LinkOpen, NodeRef, PeerHello, Refused
+from shared.protocol.outbox import Outbox
+
+
+class FailTransfers(Protocol):
+    """What becomes of the transfers to a peer that is lost."""
+
+    def __call__(self, peer_id: str, reason: str, *, waiting_too: bool, tell_peer: bool) -> None:
+        """Fail those that use the link; with `waiting_too`, those that wait for their Ready as well."""
+        ...
+
+
+@dataclass(slots=True)
+class _Hello:
+    at: float
+    """When this node introduced itself, or lost the link."""
+
+
+class SenderPeers:
+    """Used under the lock of the KVSender; `states`, `unreachable` and the properties of `links` take it."""
+
+    def __init__(
+        self,
+        *,
+        node: NodeRef,
+        layout: KVLayout,
+        pages: PageStore,
+        outbox: Outbox,
+        transports: Transports,
+        clock: Callable[[], float],
+        options: TransferOptions,
+        lock: threading.RLock,
+        gate: GatherGate,
+        fail_transfers: FailTransfers,
+    ) -> None:
+        self._node = node
+        self._layout = layout
+        self._pages = pages
+        self._outbox = outbox
+        self._transports = transports
+        self._clock = clock
+        self._options = options
+        self._gate = gate
+        self._fail_transfers = fail_transfers
+        self.links: Links[SendLoop] = Links(
+            rank=SENDER,
+            lock=lock,
+            clock=clock,
+            options=options,
+            outbox=outbox,
+            transports=transports,
+            on_dead=self._link_died,
+        )
+        self._table: PeerTable[_Hello] = PeerTable(
+            lock=lock, links=self.links, outbox=outbox, options=options
+        )
+
+    def __contains__(self, peer_id: str) -> bool:
+        return peer_id in self._table
+
+    @property
+    def unreachable(self) -> dict[str, str]:
+        """Peers to which pages cannot travel now, and why."""
+        return self._table.unreachable
+
+    def states(self) -> dict[str, str]:
+        """Each peer: refused, silent, linked, linking, or unlinked."""
+        return self._table.states()
+
+    def refusal(self, peer_id: str) -> str | None:
+        """Why the peer takes no pages of this node, if it has said so."""
+        peer = self._table.get(peer_id)
+        return None if peer is None else peer.refused
+
+    def connected(self, peer_id: str) -> None:
+        """The connection to a node is up."""
+        now = self._clock()
+        self._table.add(peer_id, _Hello(now), now)
+        self._say_hello(peer_id)
+
+    def disconnected(self, peer_id: str, reason: str) -> bool:
+        """The connection to a node is gone; False when it was not up."""
+        if not self._table.remove(peer_id):
+            return False
+        self.links.fail_peer(peer_id, reason, tell_peer=False)
+        self._fail_transfers(peer_id, reason, waiting_too=True, tell_peer=False)
+        return True
+
+    def clear(self) -> None:
+        """Forget all peers, whose links have ended."""
+        self._table.clear()
+
+    def heard(self, peer_id: str, now: float) -> bool:
+        """A message has come; False when it is not of a peer."""
+        return self._table.heard(peer_id, now) is not None
+
+    def handle(self, peer_id: str, message: Grant | LinkOpen | Refused | PeerMessage) -> None:
+        """A message of a peer that names no transfer."""
+        peer = self._table.get(peer_id)
+        assert peer is not None, "it was heard"
+        match message:
+            case Grant():
+                self._granted(peer_id, message)
+            case LinkOpen():
+                self._open_link(peer, message)
+            case Refused():
+                log.warn("peer_refused_us", peer=peer_id, reason=message.reason)
+                peer.refused = message.reason
+                self.links.fail_peer(peer_id, message.reason, tell_peer=False)
+                self._fail_transfers(peer_id, message.reason, waiting_too=True, tell_peer=False)
+            case _:
+                self._table.handle(peer, message)
+
+    def tick(self, now: float) -> None:
+        """Ping peers, fail what silent ones have, and introduce this node anew where it has had no link for long."""
+        for peer, silence in self._table.tick(now):
+            if silence is not None:
+                self._fail_transfers(peer.peer_id, silence, waiting_too=True, tell_peer=True)
+            # Also to a silent peer: it may have forgotten this node and therefore leave its pings unanswered.
+            unlinked = self.links.worker(peer.peer_id) is None and peer.refused is None
+            if unlinked and now - peer.state.at >= self._options.hello_retry_s:
+                peer.state.at = now
+                self._say_hello(peer.peer_id)
+
+    def _say_hello(self, peer_id: str) -> None:
+        offered = tuple(self._transports.factories)
+        self._outbox.send(peer_id, PeerHello(self._node, self._layout, offered, self._transports.host))
+
+    def _granted(self, peer_id: str, grant: Grant) -> None:
+        loop = self.links.loop(peer_id, grant.link)
+        if loop is None:
+            self._outbox.send(peer_id, LinkLost(grant.link, "there is no such link here"))
+            return
+        try:
+            loop.accept(grant)
+        except LinkError as error:
+            self.links.fail_peer(peer_id, str(error))
+
+    def _open_link(self, peer: Peer[_Hello], message: LinkOpen) -> None:
+        if self.links.known(message.link):
+            return
+        factory = self._transports.factories.get(message.transport)
+        if factory is None:
+            reason = f"kv_transfer: {message.transport} was not offered"
+            self._outbox.send(peer.peer_id, LinkLost(message.link, reason))
+            return
+        self.links.fail_peer(peer.peer_id, "replaced by another incarnation")
+        # A Ready that came before this LinkOpen spoke of the old link.
+        self._fail_transfers(peer.peer_id, "the link was replaced", waiting_too=False, tell_peer=True)
+        peer.refused = None
+        peer.state.at = self._clock()
+        loop = SendLoop(
+            ring=SlotRing(self._options.num_slots, self._options.slot_nbytes, factory.new_slot),
+            pages=self._pages,
+            num_layers=self._layout.num_layers,
+            gate=self._gate,
+            copier=factory.new_copier(message.link),
+        )
+        self.links.begin(peer.peer_id, message.link, message.secret, message.transport, loop)
+
+    def _link_died(self, worker: LinkWorker, reason: str) -> None:
+        peer = self._table.get(worker.peer_id)
+        if peer is not None:
+            peer.state.at = self._clock()
+        self._fail_transfers(worker.peer_id, f"link lost: {reason}", waiting_too=False, tell_peer=True)
