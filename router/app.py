@@ -2,6 +2,7 @@
 
     RequestIds          first, so that every answer has its id, wherever it comes from
     RequestLog          sees what all others answer (--log-requests)
+    SpareConnectionGate answers probes alone on a connection beyond --max-connections
     HostCheck           refuses a request without a Host, or with two
     CORSMiddleware      answers preflights, which carry no key, and marks refusals too (--allowed-origins)
     ApiKeyCheck         no body is read without a key
@@ -39,6 +40,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
 from router.http.admin_guard import AdminGuard
 from router.http.api_keys import ApiKeyCheck, ApiKeys
+from router.http.connections import SpareConnectionGate
 from router.http.host_header import HostCheck
 from router.http.json_bodies import JsonBodies
 from router.http.limits import HttpLimits
@@ -101,7 +103,7 @@ def create_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=[HEADER, "retry-after"],
         )
-    app = HostCheck(app)
+    app = SpareConnectionGate(HostCheck(app))
     if service.log_requests:
         app = RequestLog(app)
     return RequestIds(app)

@@ -230,11 +230,11 @@ class Router:
 
     def _watch_http(self, server: HttpServer) -> None:
         watch = self._metrics.watch_own
-        watch("baton:http_connections", "Connections of clients.", lambda: server.num_connections)
+        watch("baton:http_connections", "Connections of clients.", lambda: len(server.connections))
         watch(
             "baton:http_unsent_bytes",
             "Written to clients that are slow to take it.",
-            lambda: server.num_unsent_bytes,
+            lambda: server.connections.num_unsent_bytes,
         )
 
     def _flags(self) -> dict[str, object]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -14,7 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from router.http.config import ConnectionOptions
-from router.http.http_protocol import BoundedHttpProtocol
+from router.http.connection import Connection, Connections
+from router.http.connections import on_connections
 from router.http.open_files import room_for
 
 _DRAIN_S = 5
@@ -23,8 +24,9 @@ _DRAIN_S = 5
 class HttpServer(uvicorn.Server):
     """Leaves signals to the process that runs it. `accepting` is set once clients can connect."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
+        self.connections = connections
         self.accepting = asyncio.Event()
 
     @contextlib.contextmanager
@@ -41,24 +43,14 @@ class HttpServer(uvicorn.Server):
                 raise OSError("the HTTP port does not listen: is another router on it?")
         self.accepting.set()
 
-    @property
-    def num_connections(self) -> int:
-        """Clients that are connected, busy or not."""
-        return len(self.server_state.connections)
-
-    @property
-    def num_unsent_bytes(self) -> int:
-        """What clients have not taken yet of what was written for them; the kernel's buffers not counted."""
-        connections = cast("Iterable[BoundedHttpProtocol]", self.server_state.connections)
-        return sum(connection.transport.get_write_buffer_size() for connection in connections)
-
 
 def http_server(app: ASGIApp, options: ConnectionOptions, *, log_requests: bool) -> HttpServer:
     """A server for `app`, to be run on a socket of `http_socket` that listens."""
     options = replace(options, max_connections=room_for(options.max_connections))
-    protocol = functools.partial(BoundedHttpProtocol, options=options, log_requests=log_requests)
+    connections = Connections(options, log_requests=log_requests)
+    protocol = functools.partial(Connection, connections=connections)
     config = uvicorn.Config(
-        app,
+        on_connections(app),
         http=cast("type[asyncio.Protocol]", protocol),
         log_config=None,
         log_level="error",  # uvicorn warns of each client that does not speak HTTP
@@ -69,4 +61,4 @@ def http_server(app: ASGIApp, options: ConnectionOptions, *, log_requests: bool)
         timeout_keep_alive=options.keep_alive_timeout_s,
         timeout_graceful_shutdown=_DRAIN_S,
     )
-    return HttpServer(config)
+    return HttpServer(config, connections)

@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from router.http.config import ConnectionOptions, HttpOptions
-from router.http.http_protocol import MAX_HEADER_BYTES, MAX_PIPELINED, NUM_SPARE_CONNECTIONS
+from router.http.connection import MAX_HEADER_BYTES, MAX_PIPELINED, NUM_SPARE_CONNECTIONS
 from router.http.limits import HttpLimits
 from shared.protocol.messages import Cancel, Decode, Finish
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair

@@ -17,7 +17,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from router.http.config import ConnectionOptions
-from router.http.http_protocol import BoundedHttpProtocol
+from router.http.connection import Connection, Connections
 from router.http.responses import error_response
 from shared.errors import RequestError
 from shared.protocol.messages import Cancel, Role
@@ -152,18 +152,19 @@ class BufferedTransport(asyncio.Transport):
 
 
 @pytest.fixture
-def connection() -> Iterator[tuple[ManualLoop, BufferedTransport, BoundedHttpProtocol]]:
+def connection() -> Iterator[tuple[ManualLoop, BufferedTransport, Connection]]:
     loop, transport = ManualLoop(), BufferedTransport()
     options = ConnectionOptions(write_timeout_s=60, header_timeout_s=10_000)
     config = Config(error_response(RequestError("no app")), log_config=None, lifespan="off", ws="none")
-    protocol = BoundedHttpProtocol(config, ServerState(), {}, loop, options=options)
+    connections = Connections(options, log_requests=False)
+    protocol = Connection(config, ServerState(), {}, loop, connections=connections)
     protocol.connection_made(transport)
     yield loop, transport, protocol
     loop.close()
 
 
 def test_who_takes_a_little_now_and_then_is_kept(
-    connection: tuple[ManualLoop, BufferedTransport, BoundedHttpProtocol],
+    connection: tuple[ManualLoop, BufferedTransport, Connection],
 ) -> None:
     loop, transport, protocol = connection
     transport.num_buffered = 100_000
@@ -177,7 +178,7 @@ def test_who_takes_a_little_now_and_then_is_kept(
 
 
 def test_who_took_all_is_kept_however_much_waits_again(
-    connection: tuple[ManualLoop, BufferedTransport, BoundedHttpProtocol],
+    connection: tuple[ManualLoop, BufferedTransport, Connection],
 ) -> None:
     """Looked at twice, as much waits each time; in between the client took all of it."""
     loop, transport, protocol = connection
@@ -198,7 +199,7 @@ def test_who_took_all_is_kept_however_much_waits_again(
 
 
 def test_what_waits_of_a_running_answer_is_not_compared(
-    connection: tuple[ManualLoop, BufferedTransport, BoundedHttpProtocol],
+    connection: tuple[ManualLoop, BufferedTransport, Connection],
 ) -> None:
     loop, transport, protocol = connection
     protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n")
@@ -212,7 +213,7 @@ def test_what_waits_of_a_running_answer_is_not_compared(
 
 
 def test_what_is_left_of_an_answer_is_not_kept_for_ever(
-    connection: tuple[ManualLoop, BufferedTransport, BoundedHttpProtocol],
+    connection: tuple[ManualLoop, BufferedTransport, Connection],
 ) -> None:
     loop, transport, protocol = connection
     protocol.data_received(b"GET / HT")

@@ -1,0 +1,323 @@
+"""One HTTP connection that a slow or hostile client cannot hold for ever: the timers and bounds that uvicorn lacks.
+
+    connected ──headers──▶ request ──body──▶ response ──▶ idle ──▶ the next headers
+                 │                  │            │          │
+        header_timeout_s   body_timeout_s        │    keep_alive_timeout_s (uvicorn's own)
+                               write_timeout_s, if the client takes nothing of what waits
+
+A `Connection` stands between the transport and uvicorn's protocol. It reads what comes with a parser of its own, and
+sees responses from the ASGI side, where it is `scope["state"]["connection"]`; ADR 19 lists what it uses of uvicorn.
+What is written and not yet taken is bounded as well: beyond uvloop's high-water mark (64 KiB) `send` waits, so at
+most that and one event are buffered here, beside the socket's own buffer (net.ipv4.tcp_wmem).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from typing import Any, cast
+
+import httptools
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from router.http.config import ConnectionOptions
+from router.http.request_ids import HEADER, request_id_of
+from router.http.responses import error_body
+from router.http.write_timer import WriteTimer
+from shared.errors import RequestError
+from shared.log import event
+
+MAX_HEADER_BYTES = 64 << 10
+"""Of the request line and all headers of one request."""
+MAX_PIPELINED = 16
+"""Requests that wait behind the one that is being answered."""
+NUM_SPARE_CONNECTIONS = 64
+"""Accepted beyond --max-connections, so that probes are answered and others are told 503."""
+
+STATE = "connection"
+"""Where in the state of a request's scope its connection is."""
+
+
+class Connections:
+    """All that are open, and the options that each of them has."""
+
+    def __init__(self, options: ConnectionOptions, *, log_requests: bool) -> None:
+        self.options = options
+        self.log_requests = log_requests
+        self.open: set[Connection] = set()
+
+    def __len__(self) -> int:
+        """Clients that are connected, busy or not."""
+        return len(self.open)
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """What clients have not taken yet of what was written for them; the kernel's buffers not counted."""
+        return sum(connection.num_unsent_bytes for connection in self.open)
+
+
+class Connection(asyncio.Protocol):
+    """Given to uvicorn as its `http` option; hands what is not refused to uvicorn's own protocol over httptools."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        connections: Connections,
+    ) -> None:
+        self._inner = HttpToolsProtocol(config, server_state, {**app_state, STATE: self}, _loop)
+        self._connections = connections
+        self.options = connections.options
+        self._loop = _loop or asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self._transport: asyncio.Transport
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._awaits_headers = True
+        self._header_bytes = 0
+        """Of headers that are not complete yet."""
+        self._num_requests = 0
+        """Those whose headers have come."""
+        self._num_answered = 0
+        self._passed_a_boundary = False
+        """The end of headers or of a body is in the data that came last."""
+        self._response_started = False
+        self._refusal: RequestError | None = None
+        """Why the data that is being parsed goes no further."""
+        self._write_paused = False
+        self._lost = False
+        self._receiving: asyncio.Task[Any] | None = None
+        """Where the app waits for more from the client."""
+        self._client_timer: asyncio.TimerHandle | None = None
+        self._write_timer: WriteTimer
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """What the client has not taken yet."""
+        return self._transport.get_write_buffer_size()
+
+    # ------------------------------------------------------------------------------------- the connection
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Accepted; beyond the spare ones it is dropped at once."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._connections.open.add(self)
+        self._write_timer = WriteTimer(
+            self._loop, self._transport, self.options.write_timeout_s, self._is_added_to
+        )
+        self._inner.connection_made(self._transport)
+        self._spare = len(self._connections) > self.options.max_connections
+        if len(self._connections) > self.options.max_connections + NUM_SPARE_CONNECTIONS:
+            self._transport.abort()
+        else:
+            self._time_client()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone, or was dropped."""
+        self._connections.open.discard(self)
+        self._inner.connection_lost(exc)
+        self._lost = True
+        if self._receiving is not None:
+            self._receiving.cancel()
+        self._cancel_client_timer()
+        self._write_timer.stop()
+
+    def data_received(self, data: bytes) -> None:
+        """Parsed here, and then handed on unless it is refused."""
+        may_answer, self._passed_a_boundary = self._may_answer, False
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # uvicorn ignores it too
+        except httptools.HttpParserError:
+            self._refusal = _not_http()
+        if self._awaits_headers and not self._passed_a_boundary:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self._refusal = _headers_too_large()
+        if self._refusal is not None:
+            self._refuse(self._refusal, may_answer=may_answer)
+        else:
+            self._inner.data_received(data)
+            self._time_client()
+
+    # ---------------------------------------------------------------------------------- the parser's calls
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        self._url, self._headers = b"", []
+
+    def on_url(self, url: bytes) -> None:
+        """A part of it."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A whole one."""
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """A request begins."""
+        self._num_requests += 1
+        self._passed_a_boundary, self._awaits_headers, self._header_bytes = True, False, 0
+        self._cancel_client_timer()
+        if len(self._url) + sum(len(name) + len(value) for name, value in self._headers) > MAX_HEADER_BYTES:
+            self._refusal = _headers_too_large()
+        elif not _has_path(self._url):
+            self._refusal = _not_http()
+        elif self._num_requests - self._num_answered > 1 + MAX_PIPELINED:
+            self._refusal = RequestError("too many requests wait for their answers on this connection")
+
+    def on_message_complete(self) -> None:
+        """The body is complete."""
+        self._passed_a_boundary = self._awaits_headers = True
+        self._cancel_client_timer()
+
+    # ---------------------------------------------------------------------------------------- the ASGI side
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run `app` for a request of this connection."""
+        answered = False
+
+        async def received() -> Message:
+            # While requests wait behind this one, uvicorn tells the last of them alone that the client has gone.
+            self._receiving = task = asyncio.current_task()
+            try:
+                return await receive()
+            except asyncio.CancelledError:
+                if not self._lost or task is None:
+                    raise
+                task.uncancel()
+                return {"type": "http.disconnect"}
+            finally:
+                self._receiving = None
+
+        async def sent(message: Message) -> None:
+            nonlocal answered
+            self._response_started = True
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                answered = True
+                self._answered()
+
+        try:
+            await app(scope, received, sent)
+        finally:
+            if not answered:
+                self._answered()
+
+    def _answered(self) -> None:
+        """The app has written all; the client may not have taken all of it."""
+        self._num_answered += 1
+        self._response_started = False
+        if not self._lost:
+            self._write_timer.start()
+
+    @property
+    def is_beyond_the_bound(self) -> bool:
+        """True for a spare connection, as long as there are too many."""
+        return self._spare and len(self._connections) > self.options.max_connections
+
+    # --------------------------------------------------------------------------------------- slow requests
+    @property
+    def _answering(self) -> bool:
+        return self._num_requests > self._num_answered
+
+    @property
+    def _may_answer(self) -> bool:
+        """True while no byte of an answer has gone out or must go first."""
+        if self._awaits_headers:
+            return not self._answering
+        return self._num_requests - self._num_answered == 1 and not self._response_started
+
+    def _time_client(self) -> None:
+        """Whenever the next thing that should come is the client's, it has a limited time for that."""
+        if self._client_timer is not None or self._transport.is_closing():
+            return
+        if not self._awaits_headers:
+            self._client_timer = self._loop.call_later(self.options.body_timeout_s, self._body_is_late)
+        elif not self._answering:
+            self._client_timer = self._loop.call_later(self.options.header_timeout_s, self._headers_are_late)
+
+    def _cancel_client_timer(self) -> None:
+        if self._client_timer is not None:
+            self._client_timer.cancel()
+            self._client_timer = None
+
+    def _headers_are_late(self) -> None:
+        self._client_timer = None
+        if self._header_bytes:
+            self._refuse(_late("headers", self.options.header_timeout_s), may_answer=self._may_answer)
+        else:
+            self._transport.close()
+
+    def _body_is_late(self) -> None:
+        self._client_timer = None
+        if self._num_requests - self._num_answered > 1:
+            self._time_client()  # it is not read before the requests ahead of it are answered
+        else:
+            self._refuse(_late("body", self.options.body_timeout_s), may_answer=self._may_answer)
+
+    def _refuse(self, error: RequestError, *, may_answer: bool) -> None:
+        """Answer what has not come completely, and hang up. Inside another answer there is only hanging up."""
+        if may_answer:
+            request_id = request_id_of(self._headers)
+            if self._connections.log_requests:
+                client = self._transport.get_extra_info("peername")
+                event("request", request_id=request_id.decode(), client=client, status=error.status)
+            body = msgspec.json.encode(error_body(error))
+            head = (
+                f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+                f"{HEADER}: {request_id.decode()}\r\nconnection: close\r\n\r\n"
+            )
+            self._transport.write(head.encode() + body)
+            self._write_timer.start()
+        elif self._answering:
+            self._transport.abort()
+        self._transport.close()
+
+    # --------------------------------------------------------------------------------------- slow responses
+    def pause_writing(self) -> None:
+        """The client is slower than its response: the app waits in `send` from now on."""
+        self._write_paused = True
+        self._inner.pause_writing()
+        self._write_timer.start()
+
+    def resume_writing(self) -> None:
+        """The client has taken most of it."""
+        self._write_paused = False
+        self._inner.resume_writing()
+        if self._is_added_to():
+            self._write_timer.stop()
+        else:
+            self._write_timer.start()  # what is left of an answer
+
+    def _is_added_to(self) -> bool:
+        """True while the app may write."""
+        return self._answering and not self._write_paused and not self._transport.is_closing()
+
+
+def _has_path(url: bytes) -> bool:
+    """True unless uvicorn would fail to read the target of a request, as that of a CONNECT."""
+    try:
+        path = httptools.parse_url(url).path
+    except httptools.HttpParserInvalidURLError:
+        return False
+    return path is not None and path.isascii()
+
+
+def _not_http() -> RequestError:
+    return RequestError("this is not a valid HTTP request")
+
+
+def _headers_too_large() -> RequestError:
+    return RequestError(f"the headers are larger than {MAX_HEADER_BYTES} bytes", status=431)
+
+
+def _late(what: str, timeout_s: float) -> RequestError:
+    return RequestError(f"the {what} did not arrive within {timeout_s:g} s", status=408)
