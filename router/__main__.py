@@ -9,6 +9,7 @@ import argparse
 import functools
 import json
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,8 @@ from router.http.config import (
 from router.http.limits import add_limit_flags, limits_of
 from router.http.topology import LocalTopology, parse_address, parse_local
 from shared import cli, log
-from shared.errors import ConfigError, RequestError
+from shared.config import DEFAULT_CONTROL_PORT
+from shared.errors import ConfigError
 from shared.model.files import BUILTIN_MODEL
 from shared.protocol.messages import Role
 
@@ -41,39 +43,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     log.setup(args.log_level, "router")
     try:
-        config = router_config(args)
-        return uvloop.run(_run(config, flags))
+        return uvloop.run(_run(router_config(args), flags))
     except ConfigError as e:
         print(f"router: error: {e}", file=sys.stderr)
         return 2
-    except RequestError as e:
-        print(f"router: error: the first generation failed: {e.message}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 0  # before the loop could take the signal
 
 
 async def _run(config: RouterConfig, flags: Sequence[str]) -> int:
-    """Each way imports what it needs: a parent of workers stays small."""
+    import asyncio
+
     from rich.console import Console
 
-    from router.serving import serve
+    from router.processes.child_process import ChildFailed
+    from router.processes.stopping import stop_on_signals, unless
+    from router.processes.supervisor import Supervisor
 
-    console, owns_nodes = Console(stderr=True), bool(config.fleet.local.node_ids())
-    if config.router_workers > 1:
-        from router.workers.parent import RouterParent
-
-        async with RouterParent(config, flags, console) as parent:
-            code = await serve(parent, owns_nodes=owns_nodes)
-    else:
-        from router.garbage import collect_rarely
-        from router.one_process import RouterProcess
-        from router.server import load_model
-
-        model = load_model(config.model, config) if config.model is not None else None
-        collect_rarely()
-        async with RouterProcess(config, console, model) as router:
-            code = await serve(router, owns_nodes=owns_nodes)
+    supervisor = Supervisor(config, flags, Console(stderr=True))
+    stop = stop_on_signals(supervisor.kill)
+    if config.http.has_key_files:  # else SIGHUP ends the process, as it should when its terminal is closed
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervisor.reload_keys)
+    code = 0
+    async with supervisor:
+        try:
+            if await unless(stop, supervisor.start()):
+                await unless(stop, supervisor.broken())
+        except ChildFailed as failed:
+            code = failed.code
+        if sys.stdout.isatty():
+            print("\nstopping ...", flush=True)
     log.event("router_stopped")
     return code
 
@@ -120,7 +119,7 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
             local=local,
             join=join,
             control_host=args.control_host,
-            control_port=args.control_port,
+            control_port=_control_port(args, starts_nodes),
             fleet_key=args.fleet_key,
             insecure=args.insecure,
             node_argv=_node_argv(args) if starts_nodes else (),
@@ -129,6 +128,7 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
         http=HttpOptions(
             host=args.host,
             port=args.port,
+            prometheus_port=args.prometheus_port,
             api_keys=(*args.api_key, *keys_from_environment("BATON_API_KEYS")),
             api_key_file=args.api_key_file,
             admin_api_keys=(*args.admin_api_key, *keys_from_environment("BATON_ADMIN_API_KEYS")),
@@ -166,6 +166,13 @@ def origins(text: str) -> tuple[str, ...]:
         if not isinstance(origin, str) or not re.fullmatch(r"\*|https?://[^/\s]+", origin):
             raise argparse.ArgumentTypeError(f"{origin!r} is not like https://HOST[:PORT], and not *")
     return tuple(given)
+
+
+def _control_port(args: argparse.Namespace, starts_nodes: bool) -> int:
+    """Nodes on this machine are told the port, so that it can be any, and several routers have room here."""
+    if args.control_port is not None:
+        return int(args.control_port)
+    return 0 if starts_nodes else DEFAULT_CONTROL_PORT
 
 
 def _node_flags(args: argparse.Namespace, **changed: object) -> list[str]:
@@ -210,8 +217,7 @@ def _add_topology_flags(parser: argparse.ArgumentParser) -> None:
     http.add_argument(
         "--control-port",
         type=cli.whole(0, 65535),
-        default=local.control_port,
-        help="that port; 0: a free one",
+        help=f"that port; 0: a free one; None: a free one if nodes are started here, else {DEFAULT_CONTROL_PORT}",
     )
 
 
@@ -229,7 +235,10 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     add("--log-requests", action="store_true",
         help="log an event for each request, when it has ended: ids, counts and times, never text")  # fmt: skip
     add("--router-workers", type=cli.whole(1, MAX_ROUTER_WORKERS), default=1, metavar="N",
-        help="processes that answer on this port, each a full router; above 1 with a parent process")  # fmt: skip
+        help="routers that listen on this port, each a process with connections to all nodes")  # fmt: skip
+    add("--prometheus-port", type=cli.whole(0, 65535), default=default.prometheus_port, metavar="PORT",
+        help="port on loopback that the first router has to itself, for /metrics, /health and /live; the others take "
+        "the next ones; 0: each a free one")  # fmt: skip
     add("--served-model-name", metavar="NAME", help="what clients call the model; None: as --model")
     add("--chat-template", type=Path, metavar="FILE", help="jinja template; None: the model's own")
 

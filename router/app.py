@@ -35,7 +35,6 @@ from router.api.openapi import ERRORS, openapi_document
 from router.api.profile_api import profile_routes
 from router.api.request_log import RequestLog
 from router.api.service_api import control_routes, health_routes, info_routes
-from router.bus.colleagues import Colleagues
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
 from router.http.admin_guard import AdminGuard
@@ -68,7 +67,6 @@ class Service:
     model: ModelSlot
     membership: Membership
     changes: FleetChanges
-    colleagues: Colleagues
     dispatcher: Dispatcher
     generator: Generator
     metrics: Metrics
@@ -122,18 +120,16 @@ def create_api(service: Service) -> FastAPI:
         responses=ERRORS,
     )
     model, limits, status = service.model, service.limits, service.status
-    generator, membership, colleagues = service.generator, service.membership, service.colleagues
+    generator, membership = service.generator, service.membership
     app.include_router(generate_routes(generator, model, limits))
     app.include_router(openai_routes(generator, model, limits, status.context_length))
     app.include_router(health_routes(status, generator, model, membership))
-    app.include_router(
-        info_routes(status, membership, model, service.metrics, limits, service.flags, colleagues)
-    )
-    app.include_router(fleet_admin_routes(membership, service.changes, colleagues, service.fleet_guards))
+    app.include_router(info_routes(status, membership, model, service.metrics, limits, service.flags))
+    app.include_router(fleet_admin_routes(membership, service.changes, service.fleet_guards))
     app.include_router(live_routes(service.live))
     app.include_router(page_routes())
     app.include_router(profile_routes(membership, service.admin_only))
-    app.include_router(control_routes(membership, generator, colleagues, service.admin_only))
+    app.include_router(control_routes(membership, generator, service.admin_only))
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(RequestValidationError, _on_wrong_input)

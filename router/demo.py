@@ -6,9 +6,12 @@ The last line on standard output is one JSON object, for scripts.
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import uvloop
@@ -16,13 +19,12 @@ from rich.console import Console
 
 from router.__main__ import build_parser, router_config
 from router.http.config import RouterConfig
-from router.one_process import RouterProcess
-from router.request.generation import Generation
-from router.server import load_model
+from router.processes.child_process import ChildFailed
+from router.processes.supervisor import Supervisor
+from router.terminal.client import ClientError, RouterClient
 from router.terminal.stages import stage_table
-from router.text.served_model import ServedModel
 from shared import log
-from shared.errors import ConfigError, RequestError
+from shared.errors import ConfigError
 
 PROMPT = '''\
 class Stack:
@@ -47,11 +49,12 @@ MAX_NEW_TOKENS = 48
 
 
 @dataclass
-class Pace:
-    """When tokens came, in seconds since the request was sent."""
+class Completion:
+    """What was streamed so far. `arrivals` are in seconds since the request was sent."""
 
+    text: str = ""
     arrivals: list[float] = field(default_factory=list)
-    num_tokens: int = 0
+    meta_info: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ttft_s(self) -> float:
@@ -61,58 +64,64 @@ class Pace:
     @property
     def tpot_s(self) -> float:
         """Between two tokens, on average."""
-        return (self.arrivals[-1] - self.ttft_s) / max(1, self.num_tokens - 1) if self.arrivals else 0.0
+        num_later = max(1, self.meta_info["completion_tokens"] - 1)
+        return (self.arrivals[-1] - self.ttft_s) / num_later if self.arrivals else 0.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; flags are the router's."""
-    defaults = ["--port", "0", "--control-port", "0", "--log-level", "warning"]
-    args = build_parser().parse_args([*defaults, *(sys.argv[1:] if argv is None else argv)])
+    flags = ["--port", "0", "--log-level", "warning", *(sys.argv[1:] if argv is None else argv)]
+    args = build_parser().parse_args(flags)
     log.setup(args.log_level, "router")
     try:
         config = router_config(args)
-        if config.model is None:
+        if not config.fleet.local.node_ids():
             raise ConfigError("the demo starts its own nodes: give --local, not --prefill or --decode")
-        return uvloop.run(demo(config, load_model(config.model, config)))
-    except (ConfigError, RequestError) as e:
+        return uvloop.run(demo(config, flags))
+    except (ConfigError, ClientError, ChildFailed) as e:
         print(f"demo: error: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
 
 
-async def demo(config: RouterConfig, model: ServedModel) -> int:
+async def demo(config: RouterConfig, flags: Sequence[str]) -> int:
     """One completion, from the start of the nodes to their end."""
     console = Console()
-    async with RouterProcess(config, Console(stderr=True), model) as router:
-        await router.ready()
+    async with Supervisor(
+        config, flags, Console(stderr=True), router_stdout=subprocess.DEVNULL
+    ) as supervisor:
+        await supervisor.start()
+        key = next(iter((*config.http.api_keys, *config.http.admin_api_keys)), None)
+        client = RouterClient(config.http.url(supervisor.http_port), key)
         console.print(PROMPT, end="", style="dim", markup=False, highlight=False)
-        pace = Pace()
-        generation = await _stream(router, console, pace)
+        completion = await asyncio.to_thread(stream, client, console)
         console.print("\n")
-        stages = [(stamp.role, stamp.stage, stamp.time) for stamp in generation.timeline]
-        req = generation.req
-        console.print(stage_table(stages, req.kv_pages_transferred, req.kv_bytes_transferred))
+        info = completion.meta_info
+        stages = [(stamp["role"], stamp["stage"], stamp["time"]) for stamp in info["timeline"]]
+        console.print(stage_table(stages, info["kv_pages_transferred"], info["kv_bytes_transferred"]))
+    counts = ("prompt_tokens", "completion_tokens", "kv_pages_transferred", "kv_bytes_transferred")
     summary = {
-        "text": generation.text,
-        "prompt_tokens": generation.req.prompt_len,
-        "completion_tokens": len(generation.output_ids),
-        "kv_pages_transferred": generation.req.kv_pages_transferred,
-        "kv_bytes_transferred": generation.req.kv_bytes_transferred,
-        "ttft_s": round(pace.ttft_s, 6),
-        "tpot_s": round(pace.tpot_s, 6),
+        "text": completion.text,
+        **{name: info[name] for name in counts},
+        "ttft_s": round(completion.ttft_s, 6),
+        "tpot_s": round(completion.tpot_s, 6),
     }
     print(msgspec.json.encode(summary).decode(), flush=True)
     return 0
 
 
-async def _stream(router: RouterProcess, console: Console, pace: Pace) -> Generation:
-    started = asyncio.get_running_loop().time()
-    async for generation, text in router.stream(PROMPT, MAX_NEW_TOKENS):
-        pace.arrivals.append(asyncio.get_running_loop().time() - started)
-        pace.num_tokens = len(generation.output_ids)
-        console.print(text, end="", markup=False, highlight=False)
-    return generation
+def stream(client: RouterClient, console: Console) -> Completion:
+    """Send the request and show its text as it comes. Raises ClientError."""
+    sampling = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 0}
+    body = {"text": PROMPT, "sampling_params": sampling, "stream": True, "return_timeline": True}
+    completion, started = Completion(), time.monotonic()
+    for payload in client.events("/generate", body):
+        event = msgspec.json.decode(payload)
+        completion.arrivals.append(time.monotonic() - started)
+        console.print(event["text"][len(completion.text) :], end="", markup=False, highlight=False)
+        completion.text, completion.meta_info = event["text"], event["meta_info"]
+    return completion
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One router: dials nodes, places requests, answers HTTP. `RouterProcess` runs one, a worker process runs one.
+"""One router: dials nodes, places requests, answers HTTP. `processes.router_process` runs one.
 
 async with Router(config, model) as router:   nodes that were named are dialled
-    await router.serve(http_socket)           HTTP answers
+    await router.serve(shared, own)           HTTP answers
     await router.ready(node_ids)              the fleet is there; ConfigError when it cannot be
     ...
     await router.stop_serving()               running requests are failed, and nodes told
@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -21,15 +21,13 @@ import zmq.asyncio
 
 from router.api.fleet_api import fleet_guards
 from router.api.live_state import LiveState
-from router.api.worker_answers import WorkerAnswers
 from router.app import Service, create_app
-from router.bus.colleagues import Colleagues, NoColleagues
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.live_rids import LiveRids
 from router.dispatch.metrics import Metrics
 from router.dispatch.policy import POLICIES
 from router.http.admin_guard import admin_guard
-from router.http.api_keys import api_keys
+from router.http.api_keys import api_keys, warn_if_open
 from router.http.config import RouterConfig
 from router.http.http_server import HttpServer, http_server
 from router.nodes.conversation import Timing
@@ -37,10 +35,11 @@ from router.nodes.fleet_changes import FleetChanges
 from router.nodes.member import MemberState
 from router.nodes.membership import Membership
 from router.nodes.status import FleetStatus
-from router.request.generation import Generation, Generator
+from router.request.generation import Generator
 from router.request.prompt import Prompt
 from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import ConfigError
+from shared.log import event
 from shared.model.files import resolve_model
 from shared.protocol.messages import NodeToLobby, Role, Work
 from shared.protocol.resolver import Resolver
@@ -52,21 +51,22 @@ _WAIT_FOR_PREFILL_S = 5.0
 
 
 class Router:
-    """All parts of one router, as an async context manager. Nodes come by `config.fleet.join` and by `on_lobby`."""
+    """All parts of one router, as an async context manager. Nodes come by `config.fleet.join` and by `on_lobby`.
 
-    def __init__(
-        self, config: RouterConfig, model: ServedModel | None, colleagues: Colleagues | None = None
-    ) -> None:
+    `index` counts the routers that share a port (--router-workers).
+    """
+
+    def __init__(self, config: RouterConfig, model: ServedModel | None, index: int = 0) -> None:
         self._config = config
-        self._colleagues = colleagues or NoColleagues()
+        self._index = index
         self._exits = contextlib.AsyncExitStack()
         self._background: list[asyncio.Task[None]] = []
-        self._gone: dict[str, str] = {}
         self._server: HttpServer | None = None
         self.keys = api_keys(config.http)
         self.model = ModelSlot(model)
         self.incarnation = secrets.token_hex(6)
         self.http_port = 0
+        self.prometheus_port = 0
 
     async def __aenter__(self) -> Router:
         """Build the parts and begin to dial."""
@@ -86,17 +86,25 @@ class Router:
         """True when clients must send the API key."""
         return self.keys.needed
 
-    async def serve(self, http_socket: socket.socket) -> None:
-        """Answer HTTP on a socket that listens, from now on. Raises what keeps the server from it."""
+    @property
+    def url(self) -> str:
+        """Where clients on this machine reach it."""
+        return self._config.http.url(self.http_port)
+
+    async def serve(self, shared: socket.socket, own: socket.socket | None = None) -> None:
+        """Answer HTTP on sockets that listen, from now on. Raises what keeps the server from it.
+
+        Other routers may listen on the port of `shared`, none on that of `own`.
+        """
         http = self._config.http
-        self.http_port = http_socket.getsockname()[1]
+        sockets = [shared] if own is None else [shared, own]
+        self.http_port, self.prometheus_port = shared.getsockname()[1], sockets[-1].getsockname()[1]
         admin_only = admin_guard(self.keys, http.host, http.allowed_origins)
         app = create_app(
             Service(
                 model=self.model,
                 membership=self._membership,
                 changes=self._changes,
-                colleagues=self._colleagues,
                 dispatcher=self._dispatcher,
                 generator=self._generator,
                 metrics=self._metrics,
@@ -114,7 +122,7 @@ class Router:
         )
         self._server = http_server(app, self._config.connections, log_requests=http.log_requests)
         self._watch_http(self._server)
-        self._spawn(self._server.serve(sockets=[http_socket]), "http")
+        self._spawn(self._server.serve(sockets=sockets), "http")
         self._spawn(self._live.run(), "live state")
         accepting = asyncio.create_task(self._server.accepting.wait(), name="accepting")
         try:
@@ -123,6 +131,14 @@ class Router:
                 await self.broken()
         finally:
             accepting.cancel()
+        event(
+            "router_listening",
+            http_port=self.http_port,
+            prometheus_port=self.prometheus_port,
+            incarnation=self.incarnation,
+        )
+        if self._index == 0:
+            warn_if_open(self.keys, http.host)
 
     async def stop_serving(self) -> None:
         """First of all: nothing new is taken, what runs ends with an answer, and nodes hear that it ended."""
@@ -138,10 +154,9 @@ class Router:
         """A node announces itself (a `lobby.LobbyListener`)."""
         self._membership.on_lobby(message)
 
-    def retire(self, node_id: str, reason: str) -> None:
-        """A node is gone for good (a `node_host.GoneListener`)."""
-        self._gone[node_id] = reason
-        self._membership.retire(node_id, reason)
+    def node_exited(self, node_id: str, role: Role, reason: str) -> None:
+        """A node of this machine has ended; it announces itself when it has been started again."""
+        self._membership.node_exited(node_id, role, reason)
 
     async def ready(self, node_ids: Sequence[str] = ()) -> None:
         """Until all of these nodes serve; if none is named, until the fleet can serve. Raises ConfigError."""
@@ -150,16 +165,8 @@ class Router:
         while not self._all_serve(node_ids):
             await self._membership.changed()
 
-    def turn_away(self, incarnation: str) -> None:
-        """Ignore it when this incarnation of a node announces itself."""
-        self._membership.turn_away(incarnation)
-
     async def prove(self, text: str, max_new_tokens: int) -> str:
         """What a prompt is completed with, greedily and through both fleets. Raises RequestError."""
-        return "".join([added async for _, added in self.stream(text, max_new_tokens)])
-
-    async def stream(self, text: str, max_new_tokens: int) -> AsyncIterator[tuple[Generation, str]]:
-        """One greedy completion through both fleets, as proof that they work. Raises RequestError."""
         model = self.model.get()
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
         input_ids = (await model.tokenizer.encode([text]))[0]
@@ -168,8 +175,7 @@ class Router:
         with self._generator.claim() as claim:
             claim.take([prompt.rid], [1], whole=None, shared=False)
             async with self._generator.open([prompt], model.tokenizer, claim) as group:
-                async for step in group.steps():
-                    yield step
+                return "".join([added async for _, added in group.steps()])
 
     async def broken(self) -> None:
         """Until a part that should run for ever ends; raises what ended it."""
@@ -209,12 +215,6 @@ class Router:
         self._changes = FleetChanges(self._membership, self._dispatcher)
         exits.push_async_callback(self._changes.close)
         self._generator = Generator(self._dispatcher, LiveRids())
-        self.answers = WorkerAnswers(
-            generator=self._generator,
-            metrics=self._metrics,
-            changes=self._changes,
-            prove=self.prove,
-        )
         self._status = FleetStatus(self._membership, self.model)
         self._live = LiveState(
             self._membership,
@@ -222,7 +222,7 @@ class Router:
             self._metrics.traffic,
             self._status,
             self.model,
-            self._colleagues.own_name,
+            str(self._index) if config.router_workers > 1 else None,
         )
         exits.callback(self._close_model)
         for role, address in config.fleet.join:
@@ -238,16 +238,16 @@ class Router:
         )
 
     def _flags(self) -> dict[str, object]:
-        worker = self._colleagues.own_name
-        return self._config.shown() | ({"router_worker": worker} if worker is not None else {})
+        return self._config.shown() | {
+            "router_index": self._index,
+            "router_incarnation": self.incarnation,
+            "prometheus_port": self.prometheus_port,
+        }
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._background.append(asyncio.create_task(work, name=name))
 
     def _all_serve(self, node_ids: Sequence[str]) -> bool:
-        for node_id in node_ids:
-            if node_id in self._gone:
-                raise ConfigError(f"{node_id} could not start: {self._gone[node_id]}")
         for member in self._membership.members:
             if member.state is MemberState.REFUSED and member.node_id in node_ids:
                 raise ConfigError(f"{member.node_id} does not fit: {member.reason}")

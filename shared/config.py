@@ -27,6 +27,10 @@ def _retract_interval(text: str) -> int:
     return value
 
 
+DEFAULT_CONTROL_PORT = 8001
+"""Of a router: where nodes that start by themselves announce themselves."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Which model, on what."""

@@ -45,11 +45,12 @@ def footprints(router: Router, model: Path) -> list[Footprint]:
             weights=weights / MIB,
             kv=tokens[node] * token_nbytes / MIB,
         )
-        for node, process in sorted(_nodes(router).items())
+        for node, process in sorted(nodes_of(router).items())
     ]
 
 
-def _nodes(router: Router) -> dict[str, psutil.Process]:
+def nodes_of(router: Router) -> dict[str, psutil.Process]:
+    """The processes of its nodes, by name."""
     lines = {process: process.cmdline() for process in psutil.Process(router.pid).children()}
     return {
         line[line.index("--node-id") + 1]: process for process, line in lines.items() if "--node-id" in line

@@ -317,6 +317,10 @@ class Router(Process):
         self.family()
         return self
 
+    def wait_healthy(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until /health says ok."""
+        wait_until("it is healthy", lambda: (self.get("/health")[1] or {}).get("status") == "ok", timeout_s)
+
     def loads(self) -> dict[str, dict[str, Any]]:
         """The latest load of each live node, at most about a second old."""
         _, info = self.get("/get_server_info")

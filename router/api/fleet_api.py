@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -11,8 +10,6 @@ from msgspec import UNSET
 from msgspec.structs import asdict
 from pydantic import Field
 
-from router.bus.colleagues import Colleagues
-from router.bus.worker_messages import Changed, DialNode, DrainNode, MemberAdded, MemberRemoved
 from router.http.admin_guard import AdminGuard
 from router.http.api_keys import ApiKeys
 from router.http.body import Body
@@ -30,7 +27,6 @@ from shared.protocol.messages import Role
 DEFAULT_DRAIN_TIMEOUT_S = 60.0
 _MAX_DRAIN_TIMEOUT_S = 86400.0
 _REFRESH_S = 0.25
-_COLLEAGUES_GRACE_S = 5.0
 
 
 class AddNode(Body):
@@ -54,7 +50,6 @@ DrainTimeout = Annotated[
 def fleet_admin_routes(
     membership: Membership,
     changes: FleetChanges,
-    colleagues: Colleagues,
     guards: Sequence[params.Depends],
 ) -> APIRouter:
     """The routes; `guards` raise for whoever may not use them."""
@@ -64,20 +59,14 @@ def fleet_admin_routes(
     async def fleet() -> Fleet:
         """Every node that is dialled, with its load asked for now."""
         await membership.refresh(_REFRESH_S)
-        name = colleagues.own_name
-        return Fleet(
-            nodes=[describe_in_full(member) for member in membership.members],
-            router_worker=UNSET if name is None else name,
-        )
+        return Fleet(nodes=[describe_in_full(member) for member in membership.members])
 
     @router.post("/nodes")
     async def add_node(asked: AddNode) -> NodeAdded:
         """Dial a running node; answers when it has been taken in or refused, or after ten seconds."""
         role = Role(asked.role)
         member = await changes.add(role, _address(role, asked.address), ADD_WAIT_S)
-        colleagues.note(MemberAdded(role, member.address, member.incarnation))
-        told = await colleagues.ask(DialNode(role, member.address), ADD_WAIT_S + _COLLEAGUES_GRACE_S)
-        return NodeAdded(node=describe_in_full(member), missing_workers=told.missing_workers)
+        return NodeAdded(node=describe_in_full(member))
 
     @router.delete("/nodes/{node_id:path}")
     async def remove_node(
@@ -89,18 +78,11 @@ def fleet_admin_routes(
             raise RequestError(
                 f"there is no node {node_id!r} in the fleet", status=404, code="no_such_node", param="node_id"
             )
-        colleagues.note(MemberRemoved(member.address, member.incarnation))
-        drain = DrainNode(member.address, member.incarnation, drain_timeout_s)
-        removed, told = await asyncio.gather(
-            changes.remove(member, drain_timeout_s),
-            colleagues.ask(drain, drain_timeout_s + _COLLEAGUES_GRACE_S),
-        )
-        others = [answer.num_ended for answer in told.answers.values() if isinstance(answer, Changed)]
+        removed = await changes.remove(member, drain_timeout_s)
         return NodeRemoved(
             node_id=removed.node_id or None,
             address=removed.address,
-            num_ended_requests=removed.num_ended + sum(others),
-            missing_workers=told.missing_workers,
+            num_ended_requests=removed.num_ended,
         )
 
     return router

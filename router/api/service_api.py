@@ -14,9 +14,6 @@ from msgspec.structs import asdict, replace
 from pydantic import Field
 
 from router.api.generate_api import WEIGHT_VERSION
-from router.api.worker_answers import ABORTED
-from router.bus.colleagues import Colleagues
-from router.bus.worker_messages import AbortReqs, NumAborted, TellMetrics
 from router.dispatch.metrics import CONTENT_TYPE, Metrics
 from router.http.admin_guard import AdminGuard
 from router.http.body import Body, OneOf
@@ -42,11 +39,10 @@ from shared.errors import RequestError
 from shared.protocol.messages import Flush, Role, Work
 from shared.protocol.sampling_params import MAX_SEED, SamplingParams
 
+_ABORTED = "aborted by /abort_request"
 _PROBE_TOKENS = 8
 _PROBE_TIMEOUT_S = 30.0
 _REFRESH_S = 0.25
-_METRICS_WAIT_S = 1.0
-_ABORT_WAIT_S = 2.0
 _FLUSH_RETRY_S = 0.05
 _MAX_FLUSH_WAIT_S = 600.0
 _MAX_ABORTED_CHARS = 1024
@@ -139,7 +135,6 @@ def info_routes(
     metrics: Metrics,
     limits: HttpLimits,
     flags: Mapping[str, object],
-    colleagues: Colleagues,
 ) -> APIRouter:
     """What is served, by whom, and what it tells Prometheus. `flags` are the router's."""
     router = APIRouter(tags=["State"], route_class=JsonRoute)
@@ -169,13 +164,9 @@ def info_routes(
 
     @router.get("/metrics", response_class=MetricsText)
     async def prometheus() -> Response:
-        """Prometheus' text format, of all workers, with the load of every node asked for now."""
-        told, _ = await asyncio.gather(
-            colleagues.ask(TellMetrics(), _METRICS_WAIT_S), membership.refresh(_REFRESH_S)
-        )
-        name = colleagues.own_name
-        text = metrics.export() if name is None else metrics.export_with(name, told)
-        return MetricsText(text)
+        """Prometheus' text format, of the router that answers, with the load of every node asked for now."""
+        await membership.refresh(_REFRESH_S)
+        return MetricsText(metrics.export())
 
     @router.post("/v1/tokenize", include_in_schema=False)
     @router.post("/tokenize", tags=["SGLang"])
@@ -210,7 +201,6 @@ def info_routes(
 def control_routes(
     membership: Membership,
     generator: Generator,
-    colleagues: Colleagues,
     admin_only: AdminGuard,
 ) -> APIRouter:
     """What an operator does to a running service."""
@@ -229,11 +219,8 @@ def control_routes(
             raise RequestError("give rid, or abort_all: true", param="rid")
         if body.abort_all:
             await admin_only(request)
-        name = None if body.abort_all else body.rid
-        num_own = generator.abort(name, ABORTED)
-        told = await colleagues.ask(AbortReqs(name), _ABORT_WAIT_S)
-        others = [answer.num_reqs for answer in told.answers.values() if isinstance(answer, NumAborted)]
-        return RequestsAborted(aborted=num_own + sum(others), missing_workers=told.missing_workers)
+        rid = None if body.abort_all else body.rid
+        return RequestsAborted(aborted=generator.abort(rid, _ABORTED))
 
     return router
 

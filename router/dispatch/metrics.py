@@ -17,9 +17,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from router.bus.colleagues import Told
-from router.bus.metrics_of_workers import labelled_text, packed
-from router.bus.worker_messages import MetricFamilies
 from router.dispatch.loop_histogram import LoopHistogram
 from router.dispatch.recent_traffic import RecentTraffic
 from router.dispatch.running_req import Aborted, Node, RunningReq
@@ -109,7 +106,6 @@ class Metrics:
     def __init__(self, model_name: Callable[[], str]) -> None:
         self.traffic = RecentTraffic()
         self._registry = CollectorRegistry()
-        self._node_registry = CollectorRegistry()
         self._model_name = model_name
         self._children: dict[Counter | Gauge | Histogram, Counter | Gauge | Histogram] = {}
         self._prompt_tokens = self._counter("sglang:prompt_tokens", "Prompt tokens of ended requests.")
@@ -156,7 +152,7 @@ class Metrics:
 
     def watch(self, nodes: Callable[[], Iterable[Node]]) -> None:
         """Export the load of these nodes from now on."""
-        self._node_registry.register(_NodeCollector(nodes, self._model_name))
+        self._registry.register(_NodeCollector(nodes, self._model_name))
 
     def watch_own(self, name: str, description: str, value: Callable[[], float]) -> None:
         """Export a gauge of this router from now on."""
@@ -172,27 +168,14 @@ class Metrics:
         """A sequence was sent to other nodes."""
         self._own(self._failovers).inc()
 
-    def own(self) -> Iterable[Metric]:
-        """What this router has counted itself; what has not happened yet is a zero, not absent."""
+    def export(self) -> bytes:
+        """Everything, in Prometheus' text format; what has not happened yet is a zero, not absent."""
         if self._model_name():
             for family in self._families:
                 family.labels(self._model_name(), "router")
             for gauge, value in self._own_gauges:
                 self._own(gauge).set(value())
-        return self._registry.collect()
-
-    def export(self) -> bytes:
-        """Everything, in Prometheus' text format."""
-        self.own()
-        return generate_latest(self._registry) + generate_latest(self._node_registry)
-
-    def export_with(self, own_name: str, colleagues: Told) -> bytes:
-        """Everything, of this worker and of the others."""
-        families_of = {own_name: packed(self.own())}
-        for name, answer in colleagues.answers.items():
-            if isinstance(answer, MetricFamilies):
-                families_of[name] = answer.families
-        return labelled_text(families_of, colleagues.missing) + generate_latest(self._node_registry)
+        return generate_latest(self._registry)
 
     def started(self, req: RunningReq) -> None:
         """A sequence was sent to its nodes, or aborted before."""

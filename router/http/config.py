@@ -26,6 +26,8 @@ class HttpOptions:
     admin_api_key_file: Path | None = None
     allowed_origins: tuple[str, ...] = ()
     log_requests: bool = False
+    prometheus_port: int = 0
+    """On loopback, of router 0 alone; the next routers take the next ports. 0: each a free one."""
     served_model_name: str | None = None
     chat_template: Path | None = None
     limits: HttpLimits = field(default_factory=HttpLimits)
@@ -34,6 +36,15 @@ class HttpOptions:
         """Where clients on this machine reach it, when it listens on `port`."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
+    def has_key_files(self) -> bool:
+        """True when keys can change while the router runs."""
+        return self.api_key_file is not None or self.admin_api_key_file is not None
+
+    def own_port(self, index: int) -> int:
+        """The port that no other router than `index` listens on; 0: a free one."""
+        return self.prometheus_port and self.prometheus_port + index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +65,7 @@ class FleetOptions:
     local: LocalTopology
     join: tuple[tuple[Role, str], ...] = ()
     control_host: str = "127.0.0.1"
-    control_port: int = 8001
+    control_port: int = 0
     fleet_key: str | None = None
     insecure: bool = False
     node_argv: tuple[str, ...] = ()

@@ -34,14 +34,6 @@ Status = Annotated[
 ]
 
 
-class ByWorkers(Answer, kw_only=True, frozen=True):
-    """What all workers of a router have done (--router-workers)."""
-
-    missing_workers: Annotated[
-        dict[str, str] | UnsetType, Field(description="Workers that have not done it, and why.")
-    ] = UNSET
-
-
 class FleetMember(Answer, kw_only=True, frozen=True):
     """How a node stands with this router; one that loads says what, and how far it is."""
 
@@ -68,17 +60,16 @@ class Fleet(Answer, kw_only=True, frozen=True):
     """Every node that is dialled."""
 
     nodes: list[FleetNode]
-    router_worker: Annotated[str | UnsetType, Field(description="Whose view it is, of several.")] = UNSET
 
 
-class NodeAdded(ByWorkers, kw_only=True, frozen=True):
+class NodeAdded(Answer, kw_only=True, frozen=True):
     """The node, as it stands now."""
 
     node: FleetNode
     success: Literal[True] = True
 
 
-class NodeRemoved(ByWorkers, kw_only=True, frozen=True):
+class NodeRemoved(Answer, kw_only=True, frozen=True):
     """A node is gone from this router."""
 
     node_id: str | None
@@ -167,10 +158,10 @@ class Flushed(Answer, kw_only=True, frozen=True):
     success: Literal[True] = True
 
 
-class RequestsAborted(ByWorkers, kw_only=True, frozen=True):
-    """How many sequences were called off; none is no error."""
+class RequestsAborted(Answer, kw_only=True, frozen=True):
+    """None is no error."""
 
-    aborted: int
+    aborted: Annotated[int, Field(description="Sequences of the router that was asked that were called off.")]
     success: Literal[True] = True
 
 

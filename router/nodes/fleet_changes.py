@@ -59,11 +59,10 @@ class FleetChanges:
         self._reqs = reqs
         self._drains: dict[Member, _Drain] = {}
 
-    async def add(self, role: Role, address: str, wait_s: float, *, keep: bool = False) -> Member:
+    async def add(self, role: Role, address: str, wait_s: float) -> Member:
         """Dial a node until it is known whether it fits, for at most `wait_s`. One that is there already is fine.
 
-        What does not work is forgotten again, unless it was a member before, or is to be kept and dialled on.
-        Raises RequestError with the reason.
+        What does not work is forgotten again, unless it was a member before. Raises RequestError with the reason.
         """
         known = self._at(address)
         if known is not None and (known.role is not role or known.leaving):
@@ -80,7 +79,7 @@ class FleetChanges:
             self._membership.let_in(member.incarnation)
             return member
         error = _why_not(member, wait_s)
-        if known is None and not keep:
+        if known is None:
             await self._membership.remove(member)
         raise error
 
@@ -104,10 +103,6 @@ class FleetChanges:
         elif until < drain.until:
             drain.until, drain.timeout_s = until, drain_timeout_s
         return await asyncio.shield(drain.task)
-
-    def turn_away(self, incarnation: str) -> None:
-        """Ignore it when this incarnation of a node announces itself."""
-        self._membership.turn_away(incarnation)
 
     async def close(self) -> None:
         """Wait for nobody any more."""

@@ -25,7 +25,8 @@ class MemberState(StrEnum):
 class Member:
     """An address that is dialled. `pinned` ones were named by the operator and are never forgotten by themselves.
 
-    `node` is there as long as it is connected: alive or draining. One that is `leaving` is not dialled again.
+    `node` is there as long as it is connected: alive or draining. One that is `leaving` is not dialled again, nor is
+    one whose process has ended, which `exited` tells.
     """
 
     address: str
@@ -33,7 +34,7 @@ class Member:
     pinned: bool
     state: MemberState = MemberState.DIALLING
     reason: str = ""
-    retired: str = ""
+    exited: str = ""
     node_id: str = ""
     incarnation: str = ""
     node: LiveNode | None = None

@@ -137,7 +137,7 @@ class Membership:
         """Do not wait until its turn comes: dial a member anew that is not connected."""
         assert member.node is None and member.task is not None
         member.task.cancel()
-        member.retired = ""
+        member.exited = ""
         self._set(member, MemberState.DIALLING, "")
         self._begin(member)
 
@@ -178,17 +178,21 @@ class Membership:
                 self._join(node, role)
         self._signal()
 
-    def retire(self, node_id: str, reason: str) -> None:
-        """Never dial a node again that is known to be gone for good; it stays in /health, as lost."""
+    def node_exited(self, node_id: str, role: Role, reason: str) -> None:
+        """A node's process has ended: the node is in /health, as lost, and not dialled until it announces itself."""
         self.loading.pop(node_id, None)
-        for member in [m for m in self._members if m.node_id == node_id]:
-            member.retired = reason
+        members = [m for m in self._members if m.node_id == node_id]
+        if not members:
+            members = [Member("", role, pinned=False, node_id=node_id)]
+            self._members += members
+        for member in members:
+            member.exited = reason
             if member.node is not None:
                 member.node.link.lose(reason)
-            elif member.task is not None:
-                member.task.cancel()
+            else:
+                if member.task is not None:
+                    member.task.cancel()
                 self._set(member, MemberState.LOST, reason)
-        self._signal()  # also for one that never got as far as to announce itself
 
     async def call(self, message: Callable[[int], RouterToNode], timeout_s: float) -> dict[str, Answered]:
         """Ask every live node for something; a node that does not answer in time counts as having refused."""
@@ -236,9 +240,9 @@ class Membership:
         if ref.incarnation in self._removed:
             return
         for member in self._members:
-            moved = member.node_id == ref.node_id and member.address != ref.address
-            if moved and member.node is None and not member.pinned:
-                self._forget(member)  # restarted elsewhere
+            restarted = bool(member.exited) or member.address != ref.address
+            if member.node_id == ref.node_id and restarted and member.node is None and not member.pinned:
+                self._forget(member)
                 break
         self.dial(ref.address, role, pinned=False, node_id=ref.node_id)
 
@@ -257,8 +261,8 @@ class Membership:
             except Exception:
                 crash("member_task", address=member.address)
                 self._set(member, MemberState.LOST, "internal error")
-            if member.retired:
-                self._set(member, MemberState.LOST, member.retired)
+            if member.exited:
+                self._set(member, MemberState.LOST, member.exited)
                 return
             if member.leaving:
                 return

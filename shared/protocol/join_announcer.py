@@ -7,12 +7,12 @@ import threading
 import msgspec
 
 from shared import log
+from shared.config import DEFAULT_CONTROL_PORT
 from shared.errors import ConfigError
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import Join, Loading, NodeRef, NodeToLobby, Refused, Role
 
 JOIN_INTERVAL_S = 2.0
-DEFAULT_CONTROL_PORT = 8001
 
 
 def control_address(router: str) -> str:

@@ -39,7 +39,7 @@ MARKS = {
     "imports": (r"^\S+: loading weights", NUM_NODES),
     "weights": (r"^\S+: allocating KV pages", NUM_NODES),
     "engine": (r" engine_ready ", NUM_NODES),
-    "join": (r"\[router\] router_ready ", 1),
+    "join": (r"\[router-0\] router_ready ", 1),
     "generation": (r"^Serving ", 1),
 }
 """What is logged at the end of each phase, and how often."""

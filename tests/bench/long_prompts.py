@@ -26,15 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from rich.console import Console
 
 from router.http.config import DispatchOptions, FleetOptions, HttpOptions, RouterConfig
 from router.http.topology import LocalTopology
-from router.one_process import RouterProcess
-from router.server import load_model
 from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill, Role
 from tests.bench.table import Row
-from tests.unit.router.fakes import STORY, FakeNode, byte_level_tokenizer, write_model
+from tests.unit.router.fakes import STORY, FakeNode, byte_level_tokenizer, serving_router, write_model
 
 NUM_TOKENS = 100_000
 SECONDS = 6.0
@@ -192,7 +189,7 @@ async def _router(folder: str, addresses: str) -> None:
         http=HttpOptions(port=0),
         dispatch=DispatchOptions(local_prefill_tokens=0),
     )
-    async with RouterProcess(config, Console(stderr=True), load_model(folder, config)) as router:
+    async with serving_router(config) as router:
         await router.ready()
         print(router.http_port, flush=True)
         lags: list[tuple[float, float]] = []

@@ -18,7 +18,7 @@ import pytest
 from playwright.async_api import Browser, Page, ViewportSize, async_playwright
 
 from router.http.config import HttpOptions
-from router.one_process import RouterProcess
+from router.server import Router
 from tests.unit.router.fakes import FakeNode, joined_router, write_model
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or ""
@@ -81,7 +81,7 @@ class Site:
     """An open page, the router behind it, and what the browser has asked for and complained about."""
 
     page: Page
-    router: RouterProcess
+    router: Router
     urls: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 

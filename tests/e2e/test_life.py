@@ -29,7 +29,7 @@ def test_local_2p2d_ends_in_order_on_sigterm(tmp_path: Path) -> None:
     with Router(tmp_path, "--local", "2P2D", *SMALL) as router:
         router.wait_ready()
         family = router.family()
-        assert len(family) == 5
+        assert len(family) == 6, "the supervisor, a router, four nodes"
         calls = [router.generate(PROMPT, 12, return_timeline=True) for _ in range(4)]
         outputs = [call.tokens() for call in calls]
         assert all(output == outputs[0] for output in outputs)
@@ -51,7 +51,7 @@ def test_local_2p2d_ends_in_order_on_sigterm(tmp_path: Path) -> None:
 def test_local_0p1d_ends_in_order_on_ctrl_c(tmp_path: Path) -> None:
     with Router(tmp_path, "--local", "0P1D", *SMALL) as router:
         router.wait_ready()
-        assert len(router.family()) == 2
+        assert len(router.family()) == 3
         call = router.generate(PROMPT, 12, return_timeline=True)
         assert len(call.tokens()) == 12
         assert {stamp["role"] for stamp in call.last["meta_info"]["timeline"]} == {"router", "decode"}

@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from shared.cpu_cores import split_cores
 from tests.bench.models import Shape, write_random_model
-from tests.node_memory import BEYOND_MIB, footprints
+from tests.node_memory import BEYOND_MIB, footprints, nodes_of
 from tests.processes import Router
 
 pytestmark = [
@@ -60,8 +59,7 @@ def test_each_engine_has_its_own_cores(router: Router) -> None:
         "prefill-0": str(shares[0]),
         "decode-0": str(shares[1]),
     }
-    for process in psutil.Process(router.pid).children():
-        name = process.cmdline()[process.cmdline().index("--node-id") + 1]
+    for name, process in nodes_of(router).items():
         pinned = shares[name == "decode-0"].pinned
         allowed = [set(_allowed(process.pid, thread.id)) for thread in process.threads()]
         everywhere = set(process.cpu_affinity())
@@ -85,7 +83,7 @@ def test_a_node_needs_its_weights_its_kv_pool_and_little_more(router: Router, mo
 
 def test_no_compiler_is_loaded(router: Router) -> None:
     """Torch imports its own by itself for some operations, and Triton's with it: seconds, and 190 MB."""
-    for process in psutil.Process(router.pid).children():
+    for process in nodes_of(router).values():
         mapped = [Path(file.path).name for file in process.memory_maps()]
         assert "libtorch_cpu.so" in mapped and "libtriton.so" not in mapped
 

@@ -1,66 +1,78 @@
-"""Several router workers over real nodes: a node serves each as a router of its own."""
+"""Two routers on one port over real nodes, and what is started again when it dies."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.processes import FLOAT32, Call, Router, assert_gone, wait_until
+from tests.processes import FLOAT32, Call, Router, assert_gone, free_port, wait_until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
 
-FLAGS = ("--router-workers", "2", *FLOAT32, "--max-total-tokens", "16384", "--router-timeout-s", "3")
-MANY = 40  # connections; that none of them is for one worker has a probability of 2 ** -39
 PROMPT = "import os\n\n\nclass Path:\n    def __init__(self, name):\n        "
 
 
-def requests_of_each(router: Router) -> dict[str, float]:
-    """How many sequences each worker has started."""
-    _, text = router.get("/metrics")
-    return {
-        worker: float(count)
-        for worker, count in re.findall(
-            r'^sglang:num_requests_total{.*worker="(\d)"} (\S+)', text, re.MULTILINE
-        )
-    }
+class TwoRouters(Router):
+    """`of(index)` is the port that one router has to itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self.first_port = free_port()
+        workers = ("--router-workers", "2", "--prometheus-port", str(self.first_port))
+        flags = (*FLOAT32, "--max-total-tokens", "16384", "--router-timeout-s", "3")
+        super().__init__(folder, *workers, *flags)
+
+    def of(self, index: int) -> Router:
+        """To ask one of the two."""
+        one = Router(self.log_path.parent, name=f"asked-{index}")
+        one.port = self.first_port + index
+        return one
+
+    def pid_of(self, name: str) -> int:
+        return int(re.findall(rf"_started (?:node|router)={name} pid=(\d+)", self.log)[-1])
 
 
-def worker_pids(router: Router) -> dict[str, int]:
-    return {name: int(pid) for name, pid in re.findall(r"worker_started worker=(\d) pid=(\d+)", router.log)}
-
-
-def test_workers_share_real_nodes_and_die_alone(tmp_path: Path) -> None:
-    with Router(tmp_path, *FLAGS) as router:
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[TwoRouters]:
+    with TwoRouters(tmp_path) as router:
         router.wait_ready()
-        family = router.family()
-        assert len(family) == 5, "a parent, two workers, two nodes"
-        outputs = [router.generate(PROMPT, 12).tokens() for _ in range(8)]
-        assert all(output == outputs[0] for output in outputs)
-        before = requests_of_each(router)
-        assert set(before) == {"0", "1"} and sum(before.values()) == 9  # with the proof
+        wait_until("both are ready", lambda: router.log.count("router_is_ready") == 2, 30)
+        yield router
 
-        streams: list[Call] = []
-        while len(streams) < 6 or any(num <= before[at] for at, num in requests_of_each(router).items()):
-            assert len(streams) < MANY
-            streams.append(router.generate(PROMPT, 1900, stream=True))
-            streams[-1].wait_tokens(2)
-        os.kill(worker_pids(router)["0"], signal.SIGKILL)
-        wait_until("its streams break", lambda: any(stream.ended for stream in streams), 10)
-        going_on = [stream for stream in streams if not stream.ended]
-        assert going_on, "those of the other worker go on"
-        for stream in going_on:
-            stream.wait_tokens(len(stream.token_ids) + 5)
-            stream.hang_up()
-        assert router.generate(PROMPT, 12).tokens() == outputs[0]
-        wait_until("it is back", lambda: router.log.count("worker_ready worker=0") == 2, 30)
-        router.wait_home(timeout_s=30)  # also what the dead worker had, once nodes miss it
-        wait_until("both answer", lambda: set(requests_of_each(router)) == {"0", "1"}, 10)
 
-        family = router.family()
-        router.kill()
-        assert_gone(family, 20)
-        assert router.log.count("stopped node=") == 2, "the nodes ended in order"
+def stream(router: Router, **fields: object) -> Call:
+    call = router.generate(PROMPT, 1900, stream=True, **fields)
+    call.wait_tokens(2)
+    return call
+
+
+def test_what_dies_is_started_again(router: TwoRouters) -> None:
+    family = router.family()
+    assert len(family) == 5, "a supervisor, two routers, two nodes"
+    expected = router.generate(PROMPT, 12).tokens()
+    dying, living = stream(router.of(1)), stream(router.of(0))
+    os.kill(router.pid_of("1"), signal.SIGKILL)
+    wait_until("its streams break", lambda: dying.ended, 10)
+    living.wait_tokens(len(living.token_ids) + 5)
+    assert router.generate(PROMPT, 12).tokens() == expected
+    wait_until("it is back", lambda: router.log.count("router_is_ready router=1") == 2, 30)
+    assert router.of(1).generate(PROMPT, 12).tokens() == expected
+    living.hang_up()
+    router.wait_home(timeout_s=30)  # also what the dead router had, once nodes miss it
+
+    os.kill(router.pid_of("decode-0"), signal.SIGKILL)
+    wait_until("it is missed", lambda: router.of(0).get("/health")[0] == 503, 10)
+    assert "decode-0 is lost" in router.of(0).get("/health")[1]["reason"]
+    for one in (router.of(0), router.of(1)):
+        one.wait_healthy()
+        assert one.generate(PROMPT, 12).tokens() == expected
+    assert router.log.count("node_started node=decode-0") == 2
+
+    family = router.family()
+    router.kill()
+    assert_gone(family, 20)
+    assert router.log.count("stopped node=") == 2, "the nodes ended in order"

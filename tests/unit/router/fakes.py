@@ -15,13 +15,13 @@ import httpx
 import msgspec
 import zmq
 import zmq.asyncio
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from router.http.config import ConnectionOptions, DispatchOptions, FleetOptions, HttpOptions, RouterConfig
+from router.http.http_socket import listen_http
 from router.http.topology import LocalTopology
-from router.one_process import RouterProcess
-from router.server import load_model
+from router.nodes.lobby import Lobby
+from router.server import Router, load_model
 from shared.protocol.dial_socket import from_frames, to_frames
 from shared.protocol.messages import (
     Answered,
@@ -54,6 +54,7 @@ from shared.protocol.messages import (
     TokenEntry,
     Tokens,
 )
+from shared.protocol.security import FleetKey
 
 LAYOUT = KVLayout("fingerprint", "float32", 16, 2, 2, 8)
 LIMITS = NodeLimits(context_length=256, max_total_num_tokens=200, max_running_requests=8)
@@ -310,7 +311,7 @@ async def joined_router(
     connections: ConnectionOptions | None = None,
     wait: bool = True,
     base: Path | None = None,
-) -> AsyncIterator[tuple[RouterProcess, httpx.AsyncClient]]:
+) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
     """A real router on free ports, joined to `nodes`, and a client for it."""
     config = RouterConfig(
         model=str(model_folder) if model_folder else None,
@@ -321,9 +322,8 @@ async def joined_router(
         dispatch=dispatch or DispatchOptions(local_prefill_tokens=0),
         connections=connections or ConnectionOptions(),
     )
-    model = load_model(config.model, config) if config.model else None
     async with (
-        RouterProcess(config, Console(stderr=True), model) as router,
+        serving_router(config) as router,
         httpx.AsyncClient(base_url=router.url, timeout=10) as client,
     ):
         if wait:
@@ -331,6 +331,37 @@ async def joined_router(
                 while len((await client.get("/server_info")).json()["nodes"]) < len(nodes):
                     await asyncio.sleep(0.01)
         yield router, client
+
+
+@contextlib.asynccontextmanager
+async def serving_router(config: RouterConfig) -> AsyncIterator[Router]:
+    """A router in this process, without a supervisor: it listens on the port of `config`."""
+    model = load_model(config.model, config) if config.model else None
+    with listen_http(config.http.host, config.http.port) as http_socket:
+        async with Router(config, model) as router:
+            try:
+                await router.serve(http_socket)
+                yield router
+            finally:
+                await router.stop_serving()
+
+
+@contextlib.asynccontextmanager
+async def lobby_of(router: Router, fleet_key: FleetKey | None = None) -> AsyncIterator[int]:
+    """The port where nodes announce themselves to `router`, as a supervisor has it."""
+    context = zmq.asyncio.Context()
+    authenticator = fleet_key.authenticator(context) if fleet_key is not None else None
+    lobby = Lobby(context, fleet_key)
+    listening = asyncio.create_task(lobby.listen(router.on_lobby))
+    try:
+        yield lobby.bind("127.0.0.1", 0)
+    finally:
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+        lobby.close()
+        if authenticator is not None:
+            authenticator.stop()
+        context.destroy()
 
 
 @contextlib.asynccontextmanager

@@ -460,7 +460,7 @@ def test_a_layout_that_differs_is_refused_by_name(model_folder: Path, field: str
             joined_router(model_folder, [decode]) as (router, client),
             FakeNode(Role.DECODE, "decode-1", layout=type(LAYOUT)(**values)) as stranger,
         ):
-            router._router._membership.dial(stranger.address, Role.DECODE, pinned=True)
+            router._membership.dial(stranger.address, Role.DECODE, pinned=True)
             async with asyncio.timeout(3):
                 while (found := (await client.get("/health")).json()["decode"])[-1]["state"] != "refused":
                     await asyncio.sleep(0.01)
@@ -478,7 +478,7 @@ def test_a_node_of_the_wrong_role_is_refused(model_folder: Path) -> None:
             FakeNode(Role.PREFILL) as prefill,
             joined_router(model_folder, [], wait=False) as (router, client),
         ):
-            router._router._membership.dial(prefill.address, Role.DECODE, pinned=True)
+            router._membership.dial(prefill.address, Role.DECODE, pinned=True)
             async with asyncio.timeout(3):
                 while (
                     not (found := (await client.get("/health")).json()["decode"]) or "reason" not in found[0]

@@ -13,7 +13,7 @@ from rich.console import Console
 from router.__main__ import build_parser, main, router_config
 from router.http.config import ConnectionOptions, FleetOptions, HttpOptions, RouterConfig
 from router.http.topology import LocalTopology, parse_address
-from router.one_process import RouterProcess
+from router.processes.supervisor import Supervisor
 from router.server import load_model
 from shared.cpu_cores import CpuCores
 from shared.errors import ConfigError
@@ -31,7 +31,7 @@ def test_alone_is_one_of_each_with_the_built_in_model() -> None:
     assert config.model == "builtin" and str(config.fleet.local) == "1P1D"
     assert config.fleet.local.node_ids() == [(Role.PREFILL, "prefill-0"), (Role.DECODE, "decode-0")]
     assert config.fleet.node_argv == ("--log-level", "info") and config.fleet.cpu_cores is None
-    assert (config.http.host, config.http.port, config.fleet.control_port) == ("127.0.0.1", 8000, 8001)
+    assert (config.http.host, config.http.port, config.fleet.control_port) == ("127.0.0.1", 8000, 0)
 
 
 def test_node_flags_go_to_the_nodes() -> None:
@@ -67,6 +67,7 @@ def test_joining() -> None:
         (Role.DECODE, "tcp://[::1]:5"),
         (Role.DECODE, "tcp://c:9"),
     )
+    assert config.fleet.control_port == 8001, "nodes elsewhere have to know it"
     assert config_of("--local", "none").fleet.local == LocalTopology(0, 0)
     assert parse_address(Role.DECODE, "10.0.0.1") == "tcp://10.0.0.1:7200"
 
@@ -148,8 +149,8 @@ def test_no_such_chat_template(model_folder: Path) -> None:
 
 def test_ports_in_use_and_keys_that_are_not_there() -> None:
     async def start(config: RouterConfig) -> None:
-        async with RouterProcess(config, Console(stderr=True), None):
-            pytest.fail("it started")
+        async with Supervisor(config, (), Console(stderr=True)) as supervisor:
+            await supervisor.start()
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

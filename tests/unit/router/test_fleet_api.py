@@ -10,13 +10,10 @@ import httpx
 import msgspec
 import zmq
 import zmq.asyncio
-from rich.console import Console
 
 from router.dispatch.metrics import stage_durations
 from router.http.config import FleetOptions, HttpOptions, RouterConfig
 from router.http.topology import LocalTopology
-from router.one_process import RouterProcess
-from router.server import load_model
 from shared.protocol.messages import (
     Decode,
     Flush,
@@ -32,7 +29,7 @@ from shared.protocol.messages import (
     StopProfile,
 )
 from shared.protocol.security import FleetKey
-from tests.unit.router.fakes import FakeNode, joined_router, pair, write_model
+from tests.unit.router.fakes import FakeNode, joined_router, lobby_of, pair, serving_router, write_model
 
 
 def test_health_generate_goes_through_both_fleets(model_folder: Path) -> None:
@@ -204,26 +201,25 @@ async def say(socket: zmq.asyncio.Socket, message: NodeToLobby) -> None:
     await socket.send(msgspec.msgpack.encode(message))
 
 
-def lobby_router(model_folder: Path | None, fleet_key: str | None = None) -> RouterProcess:
-    config = RouterConfig(
+def waiting(model_folder: Path | None, fleet_key: str | None = None) -> RouterConfig:
+    """Of a router that nodes join by themselves."""
+    return RouterConfig(
         model=str(model_folder) if model_folder else None,
-        fleet=FleetOptions(local=LocalTopology(0, 0), control_port=0, fleet_key=fleet_key),
+        fleet=FleetOptions(local=LocalTopology(0, 0), fleet_key=fleet_key),
         http=HttpOptions(port=0, served_model_name="tiny"),
-    )
-    return RouterProcess(
-        config, Console(stderr=True), load_model(config.model, config) if config.model else None
     )
 
 
 def test_a_node_joins_by_itself(model_folder: Path) -> None:
     async def run() -> None:
         async with (
-            lobby_router(None) as router,
+            serving_router(waiting(None)) as router,
+            lobby_of(router) as control_port,
             FakeNode(Role.DECODE, flags={"model": str(model_folder)}) as decode,
             httpx.AsyncClient(base_url=router.url) as client,
         ):
             with zmq.asyncio.Context.instance().socket(zmq.DEALER) as caller:
-                caller.connect(f"tcp://127.0.0.1:{router.control_port}")
+                caller.connect(f"tcp://127.0.0.1:{control_port}")
                 await caller.send(b"nonsense")
                 await say(caller, Loading("decode-0", Role.DECODE, "weights", 0.5))
                 await say(caller, Loading("decode-9", Role.DECODE, "weights", 0.5))
@@ -240,7 +236,7 @@ def test_a_node_joins_by_itself(model_folder: Path) -> None:
                 for _ in range(3):
                     await say(caller, Join(decode.ref, Role.DECODE))
                 await router.ready()
-                assert router.model_name == "tiny"  # and the model was learnt from the node
+                assert router.model.name() == "tiny"  # and the model was learnt from the node
                 health = (await client.get("/health")).json()
                 assert [node["state"] for node in health["decode"]] == ["alive"]
                 assert len(decode.identities) == 1
@@ -266,7 +262,8 @@ def test_with_a_fleet_key_strangers_stay_outside(model_folder: Path, tmp_path: P
     async def run() -> None:
         context = zmq.asyncio.Context.instance()
         async with (
-            lobby_router(model_folder, str(key_file)) as router,
+            serving_router(waiting(model_folder, str(key_file))) as router,
+            lobby_of(router, ours) as control_port,
             httpx.AsyncClient(base_url=router.url) as client,
         ):
             for key, name in ((None, "plain"), (other, "other"), (ours, "ours")):
@@ -274,7 +271,7 @@ def test_with_a_fleet_key_strangers_stay_outside(model_folder: Path, tmp_path: P
                     caller.linger = 0
                     if key is not None:
                         key.secure_client(caller)
-                    caller.connect(f"tcp://127.0.0.1:{router.control_port}")
+                    caller.connect(f"tcp://127.0.0.1:{control_port}")
                     await say(caller, Loading(name, Role.DECODE, "weights", 0.1))
                     await asyncio.sleep(0.3)
             assert [node["node_id"] for node in (await client.get("/health")).json()["decode"]] == ["ours"]

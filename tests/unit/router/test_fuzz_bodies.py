@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from router.http.config import DispatchOptions, HttpOptions
 from router.http.limits import HttpLimits
-from router.one_process import RouterProcess
+from router.server import Router
 from shared.protocol.messages import NodeLimits, Role
 from tests.unit.router.fakes import FakeNode, joined_router
 
@@ -175,7 +175,7 @@ class Service:
     """A router that runs between examples too, on a loop that only turns within `run`."""
 
     loop: asyncio.AbstractEventLoop
-    process: RouterProcess
+    process: Router
     client: httpx.AsyncClient
     nodes: list[FakeNode]
 
@@ -196,7 +196,7 @@ class Service:
 
     async def check_idle(self) -> None:
         async with asyncio.timeout(5):
-            while self.process._router._dispatcher.num_running:
+            while self.process._dispatcher.num_running:
                 await asyncio.sleep(0.001)  # a stream lets go right after its last bytes
             while (good := await self.client.post("/generate", json=GOOD)).status_code != 200:
                 assert "is the name of another request" in good.text, good.text

@@ -67,7 +67,7 @@ def play(
             async with asyncio.timeout(20):
                 while any(now > then for now, then in zip(held(), before, strict=True)):
                     await asyncio.sleep(0.01)
-            assert router._router._dispatcher.num_running == 0
+            assert router._dispatcher.num_running == 0
 
     uvloop.run(run())
 

@@ -388,7 +388,7 @@ class TestCompletions:
         async def go() -> None:
             nodes = pair(prefill=judged_first_token, decode=judged_story)
             async with nodes as pairs, joined_router(model_folder, [*pairs]) as (router, client):
-                workers = router._router.model.get().tokenizer.workers
+                workers = router.model.get().tokenizer.workers
                 may_go_on = threading.Event()
                 waiting = asyncio.create_task(workers.word(INLINE_CHARS + 1, lambda: may_go_on.wait(20)))
                 echoed = asyncio.create_task(client.post("/v1/completions", json=body))

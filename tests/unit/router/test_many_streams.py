@@ -48,7 +48,7 @@ def test_five_hundred_streams(model_folder: Path, path: str, body: dict[str, obj
                 async with asyncio.timeout(20):
                     while (num_open_files(), len(asyncio.all_tasks())) != (files, tasks):
                         await asyncio.sleep(0.01)
-                assert router._router._dispatcher.num_running == 0
+                assert router._dispatcher.num_running == 0
 
     uvloop.run(run())
 

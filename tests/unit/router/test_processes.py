@@ -1,4 +1,4 @@
-"""`router` and the demo as processes, with scripted nodes as children: signals, exit codes, orphans."""
+"""`router` and the demo as processes, with scripted nodes as children: signals, exit codes, orphans, restarts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ ROOT = Path(__file__).resolve().parents[3]
 class RunningRouter:
     """`python -m <module> --local 1P1D` with scripted nodes, in a folder where they shadow the real ones."""
 
-    def __init__(self, folder: Path, *args: str, module: str = "router", **modes: str) -> None:
+    def __init__(
+        self, folder: Path, *args: str, module: str = "router", log: str = "stderr", **modes: str
+    ) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::ResourceWarning"}
         environment |= {f"STUB_{name.upper()}": mode for name, mode in modes.items()}
-        self.stderr_file = folder / "stderr"
+        self.stderr_file = folder / log
         with self.stderr_file.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, "--port", "0", "--control-port", "0", *args],
+                [sys.executable, "-m", module, "--port", "0", *args],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -49,7 +51,11 @@ class RunningRouter:
 
     @property
     def children(self) -> list[int]:
-        return [int(pid) for pid in re.findall(r"node_started .*pid=(\d+)", self.stderr)]
+        return [int(pid) for pid in re.findall(r"(?:node|router)_started .*pid=(\d+)", self.stderr)]
+
+    def pid_of(self, name: str) -> int:
+        """Of the latest process of a node or a router."""
+        return int(re.findall(rf"_started (?:node|router)={name} pid=(\d+)", self.stderr)[-1])
 
     def until_serving(self) -> str:
         """Read its standard output up to the curl line; returns the URL."""
@@ -70,6 +76,12 @@ class RunningRouter:
             self.stdout += self.process.stdout.read()
             self.process.stdout.close()
         return self.process.returncode
+
+    def until_logged(self, words: str, count: int = 1, timeout_s: float = 10) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.stderr.count(words) < count:
+            assert time.monotonic() < deadline, f"{words!r} is not logged {count} times\n{self.stderr}"
+            time.sleep(0.02)
 
     def assert_no_orphan(self) -> None:
         deadline = time.monotonic() + 3
@@ -112,7 +124,7 @@ def test_serve_and_stop(
     assert "def fibonacci" in router.stdout and "The quick brown" in router.stdout
     assert re.search(rf"router_ready .*http_port={url.rpartition(':')[2]}", router.stderr)
     assert "prefill-0: weights" in router.stderr and "decode-0: ready" in router.stderr
-    assert len(router.children) == 2
+    assert len(router.children) == 3
     with httpx.Client(base_url=url) as client:
         assert client.get("/health").json()["status"] == "ok"
         params = {"max_new_tokens": 500}
@@ -165,29 +177,40 @@ def test_no_orphan_after_kill_9(folder: Path, model_folder: Path, started: list[
     router = RunningRouter(folder, "--model", str(model_folder))
     started.append(router)
     router.until_serving()
-    assert all(_alive(pid) for pid in router.children)
+    assert len(router.children) == 3 and all(_alive(pid) for pid in router.children)
     router.process.kill()
     router.assert_no_orphan()
 
 
-def test_a_child_that_dies(folder: Path, model_folder: Path, started: list[RunningRouter]) -> None:
+def test_nodes_that_die_are_started_again(
+    folder: Path, model_folder: Path, started: list[RunningRouter]
+) -> None:
     router = RunningRouter(folder, "--model", str(model_folder), "--local", "2P1D")
     started.append(router)
     url = router.until_serving()
+    before = {name: router.pid_of(name) for name in ("prefill-0", "decode-0")}
     with httpx.Client(base_url=url) as client:
-        os.kill(router.children[0], signal.SIGKILL)
+        os.kill(before["prefill-0"], signal.SIGKILL)
         deadline = time.monotonic() + 2
-        while "killed by SIGKILL" not in (health := client.get("/health")).text:
+        while "prefill-0 is lost" not in (health := client.get("/health")).json().get("reason", ""):
             assert time.monotonic() < deadline, health.text
-            time.sleep(0.02)
         assert health.status_code == 200 and health.json()["status"] == "degraded"
-        assert "node_exited node=prefill-0 code=-9" in router.stderr
         assert client.post("/generate", json={"text": "a" * 99}).status_code == 200
-        os.kill(router.children[2], signal.SIGKILL)
+        router.until_logged("node_exited node=prefill-0 code=-9 restart_in_s=0.5")
+        while "was killed by SIGKILL; started again in 0.5 s" not in (health := client.get("/health")).text:
+            assert time.monotonic() < deadline, health.text
+        os.kill(before["decode-0"], signal.SIGKILL)
         while (health := client.get("/health")).status_code == 200:
             assert time.monotonic() < deadline + 2
         assert "decode-0 is lost" in health.json()["reason"]
         assert client.post("/generate", json={"text": "a"}).status_code == 503
+        deadline = time.monotonic() + 20
+        while (health := client.get("/health")).json()["status"] != "ok":
+            assert time.monotonic() < deadline, health.text
+            time.sleep(0.02)
+        assert client.post("/generate", json={"text": "a"}).status_code == 200
+        assert len(client.get("/fleet").json()["nodes"]) == 3, "nothing is left of those that died"
+    assert all(router.pid_of(name) != pid for name, pid in before.items())
     router.process.terminate()
     assert router.end() == 0
     router.assert_no_orphan()
@@ -210,7 +233,7 @@ def test_a_child_that_ends_before_it_says_a_word(
     )  # the stub knows no such flag
     started.append(router)
     assert router.end() == 2
-    assert "could not start: exited with code 2" in router.stderr
+    assert "exited with code 2 before it was ready" in router.stderr
     router.assert_no_orphan()
 
 
@@ -243,7 +266,33 @@ def test_a_port_in_use(folder: Path, model_folder: Path, started: list[RunningRo
         started.append(router)
         assert router.end() == 2
     assert "choose another --port" in router.stderr and "Traceback" not in router.stderr
-    assert not router.children, "what can go wrong at once must not start nodes first"
+    assert not router.children
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--chat-template", "/no/such/template"), "cannot be read"),
+        (("--model", "/no/such/model"), "neither a folder nor a hub id"),
+        (("--api-key-file", "/no/such/keys"), "cannot be read"),
+    ],
+)
+def test_a_wrong_flag_starts_no_node(
+    folder: Path, model_folder: Path, started: list[RunningRouter], flags: tuple[str, ...], words: str
+) -> None:
+    router = RunningRouter(folder, "--model", str(model_folder), "--router-workers", "2", *flags)
+    started.append(router)
+    assert router.end() == 2, router.stderr
+    assert router.stderr.count("router: error:") == 1 and words in router.stderr
+    assert "node_started" not in router.stderr and "Traceback" not in router.stderr
+    router.assert_no_orphan()
+
+
+def test_two_routers_on_one_machine(folder: Path, model_folder: Path, started: list[RunningRouter]) -> None:
+    with socket.create_server(("127.0.0.1", 8001)):  # what used to be the default control port is taken
+        for _ in range(2):
+            started.append(RunningRouter(folder, "--model", str(model_folder), log=str(len(started))))
+        assert started[0].until_serving() != started[1].until_serving()
 
 
 def test_help() -> None:

@@ -153,7 +153,7 @@ def test_a_client_that_leaves_while_its_prompt_waits_frees_its_place(
 
     async def run() -> None:
         async with pair() as nodes, joined_router(folder, [*nodes]) as (router, client):
-            workers = router._router.model.get().tokenizer.workers
+            workers = router.model.get().tokenizer.workers
             gates = [Gate() for _ in range(workers.num_long)]
             blocked = [asyncio.create_task(workers.run(LONG, gate)) for gate in gates]
             for gate in gates:

@@ -1,1 +1,0 @@
-"""How the workers of one router talk to each other."""

@@ -1,0 +1,203 @@
+"""A child process that is started again whenever it ends.
+
+    start ──▶ ready ──▶ ended ──0.5, 1, 2, .. 30 s──▶ start ...        until `stop`
+      └──▶ ended before it was ever ready: ChildFailed, since trying again would not help
+
+A child must not outlive its supervisor: its standard input is one end of a socket pair, whose other end the kernel
+closes however the supervisor dies. A child has a session of its own, so that Ctrl-C in a terminal reaches the
+supervisor alone, which stops its children in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from router.nodes.liveness import Liveness
+from shared.log import event
+from shared.protocol.messages import Load
+
+MIN_PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
+"""Pauses before a child is started again. They double, until one has lived for longer than the longest of them."""
+BOOT_TIMEOUT_S = 300.0
+"""For a child with a heartbeat to load, which may include a download."""
+HEARTBEAT_S = 1.0
+
+LOADED, READY, HEARTBEAT = b"L", b"R", b"."
+"""What a child with a heartbeat writes to its standard input's socket."""
+
+_STDERR = 2
+
+
+class ChildFailed(Exception):
+    """A child ended before it was ever ready. `code` is negative for a signal."""
+
+    def __init__(self, kind: str, name: str, code: int) -> None:
+        super().__init__(f"{kind} {name} {how_it_ended(code)} before it was ready")
+        self.kind, self.name, self.code = kind, name, code
+
+
+class ChildProcess:
+    """`start` runs `python ARGV`, again and again; `loaded` and `ready` are set in its first life.
+
+    With a `heartbeat_timeout_s`, a child whose event loop hangs for so long is killed. `on_start` is called when a
+    process has been started, `on_exit(reason, pause_s)` when one has ended and will be started again.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        argv: Callable[[], Sequence[str]],
+        *,
+        heartbeat_timeout_s: float | None = None,
+        stdout: int | None = _STDERR,
+        on_start: Callable[[], None] = lambda: None,
+        on_exit: Callable[[str, float], None] = lambda reason, pause_s: None,
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self.loaded = asyncio.Event()
+        self.ready = asyncio.Event()
+        self._argv = argv
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._stdout = stdout
+        self._on_start = on_start
+        self._on_exit = on_exit
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._stopping = asyncio.Event()
+        self.keeper: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to keep it alive, in the task `keeper`, which raises ChildFailed."""
+        self.keeper = asyncio.create_task(self._keep_alive(), name=f"keep {self.kind} {self.name}")
+
+    def send(self, frame: bytes) -> None:
+        """Write to its standard input; a child that has just ended hears nothing."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame)
+
+    def stop(self) -> None:
+        """Send SIGTERM, and do not start it again."""
+        self._stopping.set()
+        self._signal(signal.SIGTERM)
+
+    def kill(self, reason: str) -> None:
+        """Send SIGKILL, and do not start it again."""
+        self._stopping.set()
+        self._kill(reason)
+
+    async def _keep_alive(self) -> None:
+        pause_s = MIN_PAUSE_S
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            code = await self._run_once()
+            if self._stopping.is_set():
+                self._log("exited", code=code)
+                return
+            if not self.ready.is_set():
+                raise ChildFailed(self.kind, self.name, code)
+            if time.monotonic() - began > MAX_PAUSE_S:
+                pause_s = MIN_PAUSE_S
+            self._log("exited", level=logging.WARNING, code=code, restart_in_s=pause_s)
+            self._on_exit(how_it_ended(code), pause_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._stopping.wait()
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _run_once(self) -> int:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *self._argv(),
+                stdin=theirs.fileno(),
+                stdout=self._stdout,
+                start_new_session=True,
+            )
+        self._log("started", pid=self._process.pid)
+        if self._stopping.is_set():
+            self._signal(signal.SIGTERM)  # the signal to all children came too early for this one
+        self._on_start()
+        watching = asyncio.create_task(self._watch(reader), name=f"watch {self.kind} {self.name}")
+        try:
+            return await self._process.wait()
+        finally:
+            watching.cancel()
+            self._writer.close()
+            await asyncio.gather(watching, self._writer.wait_closed(), return_exceptions=True)
+
+    async def _watch(self, reader: asyncio.StreamReader) -> None:
+        """Note what the child says, and kill one whose heart stands still."""
+        liveness = _liveness(BOOT_TIMEOUT_S)
+        heard = asyncio.create_task(reader.read(256))
+        try:
+            while True:
+                await asyncio.wait({heard}, timeout=HEARTBEAT_S)
+                now = time.monotonic()
+                if heard.done():
+                    said = heard.result()
+                    if not said:
+                        return
+                    if LOADED in said:
+                        self.loaded.set()
+                        liveness = _liveness(self._heartbeat_timeout_s or BOOT_TIMEOUT_S)
+                    if READY in said:
+                        self.ready.set()
+                        self._log("is_ready")
+                    liveness.pong(now, Load())
+                    heard = asyncio.create_task(reader.read(256))
+                reason = liveness.tick(now) if self._heartbeat_timeout_s else None
+                if reason is not None:
+                    self._kill(reason)
+                    return
+        finally:
+            heard.cancel()
+
+    def _kill(self, reason: str) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._log("killed", level=logging.WARNING, reason=reason)
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signum)
+
+    def _log(self, what: str, *, level: int = logging.INFO, **fields: object) -> None:
+        event(f"{self.kind}_{what}", level=level, **{self.kind: self.name, **fields})
+
+
+async def stop_all(children: Sequence[ChildProcess], grace_s: float) -> None:
+    """SIGTERM for all, SIGKILL for those that have not ended after `grace_s`."""
+    for child in children:
+        child.stop()
+    keepers = {child.keeper: child for child in children if child.keeper is not None}
+    if not keepers:
+        return
+    _, late = await asyncio.wait(keepers, timeout=grace_s)
+    for keeper in late:
+        keepers[keeper].kill(f"not stopped within {grace_s:g} s")
+    await asyncio.gather(*keepers, return_exceptions=True)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def _liveness(timeout_s: float) -> Liveness:
+    return Liveness(time.monotonic(), timeout_s=timeout_s, interval_s=HEARTBEAT_S)

@@ -1,0 +1,153 @@
+"""`python -m router.processes.router_process INDEX HTTP_PORT first|restarted FLAGS...`: one router.
+
+Only the supervisor starts it; FLAGS are the supervisor's. Standard input is a socket: the supervisor's feed, and the
+way back for a heartbeat. When it closes, the supervisor is gone, and this process ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from router.__main__ import build_parser, router_config
+from router.garbage import collect_rarely
+from router.http.config import RouterConfig
+from router.http.http_socket import bind_http, listen_http, start_listening
+from router.processes.child_process import HEARTBEAT, HEARTBEAT_S, LOADED, READY
+from router.processes.feed import FeedThread, NodeExited, ReloadKeys, ToRouter
+from router.processes.stopping import stop_on_signals, unless
+from router.server import Router, load_model
+from shared import log
+from shared.errors import ConfigError, RequestError
+
+PROOF_PROMPT = '''\
+def fibonacci(n):
+    """Return the n-th Fibonacci number."""
+    if n < 2:
+        return n
+    return'''
+PROOF_TOKENS = 24
+EXAMPLE_BODY = (
+    r'{"prompt": "def read_lines(path):\n    with open(path) as f:\n", "max_tokens": 64, "stream": true}'
+)
+
+_STDIN = 0
+_CAN_SERVE_S = 5.0
+"""A router that was started again listens after this time, even if it has found no node that could serve."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until the supervisor says that it is enough, or is gone. Returns the exit code, as `router.__main__`."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor's business; it sends ReloadKeys
+    index, http_port, life, *flags = argv
+    args = build_parser().parse_args(flags)
+    log.setup(args.log_level, f"router-{index}")
+    try:
+        return uvloop.run(_run(router_config(args), int(index), int(http_port), first=life == "first"))
+    except ConfigError as e:
+        print(f"router: error: {e}", file=sys.stderr)
+        return 2
+    except RequestError as e:
+        print(f"router: error: the first generation failed: {e.message}", file=sys.stderr)
+        return 1
+
+
+async def _run(config: RouterConfig, index: int, http_port: int, *, first: bool) -> int:
+    stop = stop_on_signals(lambda: os._exit(1))
+    told: asyncio.Queue[ToRouter] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    FeedThread(_STDIN, lambda message: loop.call_soon_threadsafe(told.put_nowait, message)).start()
+    model = load_model(config.model, config) if config.model is not None else None
+    collect_rarely()
+    http = config.http
+    with contextlib.ExitStack() as sockets:
+        own = sockets.enter_context(listen_http("127.0.0.1", http.own_port(index)))
+        shared = sockets.enter_context(bind_http(http.host, http_port, shared=True))
+        async with Router(config, model, index) as router:
+            os.write(_STDIN, LOADED)
+            tasks = [asyncio.create_task(_obey(router, told)), asyncio.create_task(_beat())]
+            try:
+                if await unless(stop, _serve(router, config, index, shared, own, first=first)):
+                    await unless(stop, router.broken())
+            finally:
+                await router.stop_serving()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+    return 0
+
+
+async def _serve(
+    router: Router,
+    config: RouterConfig,
+    index: int,
+    shared: socket.socket,
+    own: socket.socket,
+    *,
+    first: bool,
+) -> None:
+    """Listen, and wait for the fleet. A router that is started again waits first: others serve meanwhile."""
+    if not first:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CAN_SERVE_S):
+                await router.ready()
+    start_listening(shared)
+    await router.serve(shared, own)
+    local = [node_id for _, node_id in config.fleet.local.node_ids()]
+    if first and index == 0:
+        await router.ready(local)
+        await _prove(router, owns_nodes=bool(local))
+    else:
+        await router.ready()
+    os.write(_STDIN, READY)
+
+
+async def _prove(router: Router, *, owns_nodes: bool) -> None:
+    """Show that it works. A joined fleet may come right later; this machine's nodes must work now."""
+    log.event("router_ready", url=router.url, http_port=router.http_port)
+    proof = ""
+    try:  # printed in one piece, since the nodes write their events to the same terminal
+        proof = await router.prove(PROOF_PROMPT, PROOF_TOKENS)
+    except RequestError as e:
+        if owns_nodes:
+            raise
+        log.warn("first_generation_failed", reason=e.message)
+    key = " -H 'Authorization: Bearer KEY'" if router.needs_key else ""
+    if proof:
+        print(f"\n{PROOF_PROMPT}{proof}")
+    print(
+        f"\nServing {router.model.name()} at {router.url}: open it in a browser, or try:\n\n"
+        f"  curl -N {router.url}/v1/completions -H 'Content-Type: application/json'{key} \\\n"
+        f"    -d '{EXAMPLE_BODY}'\n",
+        flush=True,
+    )
+
+
+async def _obey(router: Router, told: asyncio.Queue[ToRouter]) -> None:
+    """Pass on what the supervisor says."""
+    while True:
+        match await told.get():
+            case NodeExited(node_id, role, reason):
+                router.node_exited(node_id, role, reason)
+            case ReloadKeys():
+                router.keys.reload()
+            case message:
+                router.on_lobby(message)
+
+
+async def _beat() -> None:
+    """Show the supervisor that the event loop turns."""
+    while True:
+        os.write(_STDIN, HEARTBEAT)
+        await asyncio.sleep(HEARTBEAT_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,230 @@
+"""`router`: the process that owns all others. It reads no model and sees no request.
+
+supervisor              the HTTP port's reservation, the port where nodes announce themselves
+├─ router 0 .. N - 1    HTTP, tokenizer, connections to all nodes; all listen on one port (SO_REUSEPORT)
+└─ nodes of this machine (--local)
+
+async with Supervisor(config, flags, console) as supervisor:
+    await supervisor.start()      everything runs; ConfigError or ChildFailed when that cannot be
+    await supervisor.broken()     for ever: children that die are started again
+                                  routers are stopped, then nodes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import zmq.asyncio
+from rich.console import Console
+
+from router.http.config import RouterConfig
+from router.http.http_socket import reserve_http
+from router.nodes.load_progress import LoadProgress
+from router.nodes.lobby import Lobby
+from router.processes import feed
+from router.processes.child_process import ChildFailed, ChildProcess, stop_all
+from router.processes.feed import NodeExited, ReloadKeys, ToRouter
+from shared.cpu_cores import split_cores
+from shared.errors import ConfigError
+from shared.log import event
+from shared.model.files import resolve_model
+from shared.protocol.join_announcer import JOIN_INTERVAL_S
+from shared.protocol.messages import Join, LoadFailed, NodeToLobby, Role
+from shared.protocol.security import FleetKey
+
+HEARTBEAT_TIMEOUT_S = 30.0
+_MAX_REMEMBERED_NODES = 1024
+_LAST_WORDS_S = 0.1
+_MODULES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
+
+
+class Supervisor:
+    """Starts routers and local nodes, and starts again those that die. `flags` are those that `config` was read from.
+
+    `router_stdout` is where routers print; None: where this process does.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        flags: Sequence[str],
+        console: Console,
+        *,
+        router_stdout: int | None = None,
+    ) -> None:
+        self._config = config
+        self._flags = flags
+        self._console = console
+        self._routers = [self._router(index, router_stdout) for index in range(config.router_workers)]
+        self._nodes: dict[str, ChildProcess] = {}
+        self._announced: dict[str, tuple[float, NodeToLobby | NodeExited]] = {}
+        """The last that was heard of each node, and when: what a router is told that is started again."""
+        self._failures: dict[str, str] = {}
+        """Why nodes could not load, in their own words."""
+        self._progress: LoadProgress | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._exits = contextlib.AsyncExitStack()
+        self.http_port = 0
+        self.control_port = 0
+
+    async def __aenter__(self) -> Supervisor:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the routers, then the nodes."""
+        await self._exits.aclose()
+
+    async def start(self) -> None:
+        """Bind the ports and start everything. Raises ConfigError, or ChildFailed for a router that has said why."""
+        config = self._config
+        config.check()
+        if config.model is not None:
+            resolve_model(config.model, with_weights=False)  # once, before every router does
+        reserved = reserve_http(config.http.host, config.http.port)
+        self._exits.callback(reserved.close)
+        self.http_port = reserved.getsockname()[1]
+        lobby = self._open_lobby()
+        grace_s = config.dispatch.stop_timeout_s
+        self._nodes = dict(self._local_nodes())
+        self._exits.push_async_callback(stop_all, [*self._nodes.values()], grace_s)
+        self._exits.push_async_callback(stop_all, self._routers, grace_s)
+        event("supervisor_listening", http_port=self.http_port, control_port=self.control_port)
+        first, *others = self._routers
+        first.start()
+        await self._unless_failed(first.loaded.wait())  # a wrong flag must not start nodes first
+        self._listening = asyncio.create_task(lobby.listen(self._on_lobby), name="lobby")
+        self._exits.callback(self._listening.cancel)
+        for child in (*others, *self._nodes.values()):
+            child.start()
+        with self._show_progress():
+            await self._unless_failed(self._all_ready([*self._nodes.values()]))
+        await self._unless_failed(self._all_ready(self._routers))
+
+    async def broken(self) -> None:
+        """Until a part that should run for ever ends; raises what ended it."""
+        await self._unless_failed(asyncio.Event().wait())
+
+    def kill(self) -> None:
+        """SIGKILL for every child."""
+        for child in (*self._routers, *self._nodes.values()):
+            child.kill("told twice to stop")
+
+    def reload_keys(self) -> None:
+        """Have every router read the files with API keys again."""
+        self._tell_routers(ReloadKeys())
+
+    # --------------------------------------------------------------------------------------- children
+    def _router(self, index: int, stdout: int | None) -> ChildProcess:
+        def argv() -> list[str]:
+            begin = [str(index), str(self.http_port), "restarted" if router.ready.is_set() else "first"]
+            return ["-m", "router.processes.router_process", *begin, *self._flags]
+
+        def greet() -> None:
+            lately = time.monotonic() - 2 * JOIN_INTERVAL_S
+            for heard_at, message in self._announced.values():
+                if heard_at > lately or isinstance(message, NodeExited):
+                    router.send(feed.encode(message))
+
+        router = ChildProcess(
+            "router", str(index), argv, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, stdout=stdout, on_start=greet
+        )
+        return router
+
+    def _local_nodes(self) -> Iterator[tuple[str, ChildProcess]]:
+        """They listen on free ports, join by the control port, and get equal shares of the cores."""
+        fleet = self._config.fleet
+        host = "127.0.0.1" if fleet.control_host in ("0.0.0.0", "::", "localhost") else fleet.control_host
+        control = f"[{host}]:{self.control_port}" if ":" in host else f"{host}:{self.control_port}"
+        names = fleet.local.node_ids()
+        for (role, node_id), cores in zip(names, split_cores(fleet.cpu_cores, len(names)), strict=True):
+            own = ("--router", control, "--port", "0", "--node-id", node_id, "--cpu-cores", str(cores))
+            argv = ("-m", _MODULES[role], *own, "--exit-with-parent", *fleet.node_argv)
+            yield node_id, self._local_node(role, node_id, argv)
+
+    def _local_node(self, role: Role, node_id: str, argv: Sequence[str]) -> ChildProcess:
+        def on_exit(how: str, pause_s: float) -> None:
+            reason = self._failures.pop(node_id, how)
+            self._remember(node_id, NodeExited(node_id, role, f"{reason}; started again in {pause_s:g} s"))
+
+        return ChildProcess("node", node_id, lambda: argv, on_exit=on_exit)
+
+    async def _all_ready(self, children: Sequence[ChildProcess]) -> None:
+        for child in children:
+            await child.ready.wait()
+
+    async def _unless_failed(self, work: Coroutine[Any, Any, object]) -> None:
+        """Wait for `work`, which is over when a child fails, or the control port. Raises why."""
+        keepers = {child.keeper for child in (*self._routers, *self._nodes.values()) if child.keeper}
+        waited = [asyncio.create_task(work), *keepers, *([self._listening] if self._listening else [])]
+        try:
+            done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except ChildFailed as failed:
+            if failed.kind == "router" and failed.code > 0:
+                raise  # the router has said what is wrong
+            await asyncio.sleep(_LAST_WORDS_S)  # LoadFailed may still be on its way
+            reason = self._failures.get(failed.name)
+            raise ConfigError(
+                f"{failed.name} could not start: {reason}" if reason else str(failed)
+            ) from failed
+        finally:
+            waited[0].cancel()
+            await asyncio.gather(waited[0], return_exceptions=True)
+
+    # ------------------------------------------------------------------------------ what nodes announce
+    def _open_lobby(self) -> Lobby:
+        fleet = self._config.fleet
+        fleet_key = FleetKey.load(fleet.fleet_key) if fleet.fleet_key else None
+        context = zmq.asyncio.Context()
+        self._exits.callback(context.destroy)
+        if fleet_key is not None:
+            self._exits.callback(fleet_key.authenticator(context).stop)
+        lobby = Lobby(context, fleet_key)
+        self._exits.callback(lobby.close)
+        self.control_port = lobby.bind(fleet.control_host, fleet.control_port)
+        return lobby
+
+    def _on_lobby(self, message: NodeToLobby) -> None:
+        match message:
+            case Join(node):
+                node_id = node.node_id
+                if node_id in self._nodes:
+                    self._nodes[node_id].ready.set()
+            case LoadFailed(node_id, _, reason):
+                self._failures[node_id] = reason
+            case _:
+                node_id = message.node_id
+        if self._progress is not None:
+            self._progress.on_lobby(message)
+        self._remember(node_id, message)
+
+    def _remember(self, node_id: str, message: NodeToLobby | NodeExited) -> None:
+        """Tell every router, now and when one is started again."""
+        self._announced.pop(node_id, None)
+        self._announced[node_id] = time.monotonic(), message
+        if len(self._announced) > _MAX_REMEMBERED_NODES:
+            del self._announced[next(iter(self._announced))]
+        self._tell_routers(message)
+
+    def _tell_routers(self, message: ToRouter) -> None:
+        frame = feed.encode(message)
+        for router in self._routers:
+            router.send(frame)
+
+    @contextlib.contextmanager
+    def _show_progress(self) -> Iterator[None]:
+        """Show how far local nodes are with loading."""
+        if not self._nodes:
+            yield
+            return
+        with LoadProgress(self._console, [*self._nodes]) as self._progress:
+            yield
+        self._progress = None

@@ -1,1 +1,0 @@
-"""Several router processes on one port."""

@@ -1,0 +1,76 @@
+"""A child process is started again, after a longer pause each time, and killed when its heart stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from router.processes.child_process import ChildFailed, ChildProcess, stop_all
+
+pytestmark = pytest.mark.processes
+
+READY = "import os, sys, time; os.write(0, b'LR.'); "
+
+
+def child(source: str, **options: object) -> ChildProcess:
+    return ChildProcess("node", "n", lambda: ["-c", source], **options)  # type: ignore[arg-type]
+
+
+def test_pauses_between_lives_grow() -> None:
+    async def run() -> None:
+        exits: list[tuple[str, float]] = []
+        dying = child(READY + "time.sleep(0.1); sys.exit(7)", on_exit=lambda *how: exits.append(how))
+        dying.start()
+        async with asyncio.timeout(20):
+            while len(exits) < 3:
+                await asyncio.sleep(0.01)
+        await stop_all([dying], 5)
+        assert exits == [("exited with code 7", pause_s) for pause_s in (0.5, 1.0, 2.0)]
+
+    asyncio.run(run())
+
+
+def test_a_child_that_was_never_ready_is_not_started_again() -> None:
+    async def run() -> None:
+        failing = child("raise SystemExit(3)")
+        failing.start()
+        assert failing.keeper is not None
+        with pytest.raises(ChildFailed, match="node n exited with code 3 before it was ready"):
+            await failing.keeper
+        await stop_all([failing], 5)
+
+    asyncio.run(run())
+
+
+def test_a_child_whose_heart_stands_still_is_killed() -> None:
+    async def run() -> None:
+        exits: list[str] = []
+        hanging = child(
+            READY + "time.sleep(60)", heartbeat_timeout_s=1.5, on_exit=lambda how, _: exits.append(how)
+        )
+        hanging.start()
+        async with asyncio.timeout(20):
+            while not exits:
+                await asyncio.sleep(0.01)
+        await stop_all([hanging], 5)
+        assert exits == ["was killed by SIGKILL"]
+
+    asyncio.run(run())
+
+
+def test_a_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+    async def run() -> None:
+        ignoring = child(
+            f"import signal; signal.signal({signal.SIGTERM:d}, signal.SIG_IGN); {READY} time.sleep(60)"
+        )
+        ignoring.start()
+        await asyncio.wait_for(ignoring.ready.wait(), 20)
+        began = time.monotonic()
+        await stop_all([ignoring], 0.3)
+        assert time.monotonic() - began < 20
+
+    asyncio.run(run())
