@@ -9,6 +9,7 @@ from shared.kvcache.ledger import KVLedger
 from shared.kvcache.radix_cache import Peek
 from shared.kvtransfer.receiver import KVReceiver
 from shared.protocol.messages import NodeRef
+from shared.scheduling.batcher import Arrival
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 
@@ -64,12 +65,13 @@ class PreallocQueue:
         return reserved
 
     @property
-    def first(self) -> Req | None:
+    def first(self) -> Arrival | None:
         """The next request; it got no room when `reserve` was last called."""
-        return min(self._queue, key=self._rank, default=None)
+        req = min(self._queue, key=self._rank, default=None)
+        return Arrival(req, self.would_fit) if req is not None else None
 
     def would_fit(self, req: Req, victims: Sequence[Req]) -> bool:
-        """Whether there would be room for `req` if `victims`, who run, were retracted and their pages had cooled.
+        """Whether there would be room for `req` if `victims`, which run, were retracted and their pages had cooled.
 
         Room for a few more tokens of each request that holds KV here stays free, so that an arrival does not force a
         retraction at once; the only request of a node needs no such room.

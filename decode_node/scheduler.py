@@ -15,13 +15,11 @@ through `waiting_queue` and `chunked_req` first, and retracted requests come bac
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 
 from decode_node.cache_announcer import CacheAnnouncer
 from decode_node.prealloc_queue import PreallocQueue
-from decode_node.prefill_timer import PrefillTimer
 from decode_node.transfer_queue import TransferQueue, take_over
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
@@ -35,9 +33,9 @@ from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import CacheResync, Decode, NodeRef, ReqKey, RouterHello
 from shared.protocol.router_port import RouterPort
 from shared.scheduling.batcher import Batcher
-from shared.scheduling.commit import Committed
-from shared.scheduling.grammar_queue import stuck
+from shared.scheduling.commit import Outcome
 from shared.scheduling.req import Req
+from shared.scheduling.schedule_batch import Plan
 from shared.timeline import ReqStage
 
 
@@ -62,8 +60,6 @@ class DecodeScheduler:
         self.grammar_queue = new_grammar_queue(engine, options, wake)
         self.batcher = Batcher(engine.ledger, options)
         self._announcer = CacheAnnouncer(engine.ledger, router_port)
-        self._retraction = self.batcher.retraction
-        self._prefill_timer = PrefillTimer(self._retraction.costs.prefill, time.monotonic)
         self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options, self.batcher.rank)
         self.transfer_queue = TransferQueue(engine.ledger)
         queues = (self.grammar_queue, self.prealloc_queue, self.batcher)
@@ -73,31 +69,13 @@ class DecodeScheduler:
         )
 
     def step(self) -> bool:
-        """One turn: hear, reserve, plan, run, account, speak. False when there was nothing to compute."""
+        """Take one turn. False when there was nothing to compute."""
         self._hear()
-        self._reserve()
-        self.batcher.preempt_for_arrival(self.prealloc_queue.first, self.prealloc_queue.would_fit)
-        with self._launcher.planning():
-            batch = self.batcher.get_next_batch()
-        for req in self._retraction.take_unservable():
-            self.reqs.fail(req, self._too_large(req))
-        for req in self._retraction.take_resumed():
-            assert req.kv is not None
-            self._launcher.write_future(req.kv.row, req.ids[-1])
-        was_in_flight = self._launcher.in_flight
-        self._prefill_timer.turn_begins()
-        committed, failed = self._launcher.turn(batch, self._retraction.take_copies())
-        due = was_in_flight.batch if was_in_flight else batch if self._launcher.in_flight is None else None
-        self._prefill_timer.turn_ended(batch, due)
-        self._account(committed)
-        for req in failed:
-            reason = "the forward of this request, or a copy of its KV, failed"
-            self.reqs.fail(req, RequestError(reason, status=500))
-        for req in committed.stuck:
-            self.reqs.fail(req, stuck(req))
-        worked = batch is not None or was_in_flight is not None
-        self._speak(worked)
-        return worked
+        plan = self._plan()
+        outcome = self._launcher.turn(plan)
+        self._account(plan, outcome)
+        self._speak(outcome)
+        return outcome.worked
 
     # ------------------------------------------------------------------------------------------- hear
     def _hear(self) -> None:
@@ -144,12 +122,6 @@ class DecodeScheduler:
             self.batcher.arrived(req)
             self.prealloc_queue.add(req, prefill)
 
-    def _reserve(self) -> None:
-        """Arrivals pass retracted requests for a while; those came first and hold a client's open stream."""
-        blocked = self.batcher.first_blocked()
-        for req in self.prealloc_queue.reserve(lambda req: self.batcher.is_open_to(req, blocked)):
-            self.transfer_queue.add(req)
-
     def _received(self, received: Received) -> None:
         req = self.transfer_queue.take(received.key)
         self._vitals.count_transfer(received.nbytes, received.seconds)
@@ -161,9 +133,7 @@ class DecodeScheduler:
         except TransferError as error:
             self.reqs.fail(req, RequestError(str(error), status=500))
             return
-        assert req.kv is not None
         req.timeline.move_to(ReqStage.DECODING)
-        self._launcher.write_future(req.kv.row, req.ids[-1])
         self.batcher.admit_prefilled(req)
         handoff = received.handoff
         self._router_port.say_token(
@@ -191,14 +161,24 @@ class DecodeScheduler:
         self._receiver.cancel(key, reason)
         return True
 
+    # ------------------------------------------------------------------------------------------- plan
+    def _plan(self) -> Plan:
+        self._reserve()
+        with self._launcher.planning():
+            return self.batcher.plan(self.prealloc_queue.first)
+
+    def _reserve(self) -> None:
+        blocked = self.batcher.first_blocked()
+        for req in self.prealloc_queue.reserve(lambda req: self.batcher.is_open_to(req, blocked)):
+            self.transfer_queue.add(req)
+
     # ---------------------------------------------------------------------------------------- account
-    def _account(self, committed: Committed) -> None:
-        for copy, seconds in committed.copied:
-            self._retraction.copied(copy, seconds)
-        for req in committed.computed:
+    def _account(self, plan: Plan, outcome: Outcome) -> None:
+        self.batcher.observe(outcome)
+        for req in outcome.computed:
             assert req.kv is not None
             self._ledger.release_superseded(req.kv)  # this node sends its pages to nobody
-        for req in committed.sampled:
+        for req in outcome.sampled:
             finished = req.finish is not None
             prefilled = req.timeline.stage is ReqStage.PREFILLING
             if prefilled:
@@ -207,8 +187,6 @@ class DecodeScheduler:
             elif finished and req.timeline.left_prefilling:
                 self._count_prompt(req)  # its first token was its last
             if req.num_jumped and not finished:
-                assert req.kv is not None
-                self._launcher.write_future(req.kv.row, req.ids[-1])
                 self.batcher.jumped(req)
             self._router_port.say_token(
                 req.key,
@@ -219,30 +197,25 @@ class DecodeScheduler:
                 req.last_logprobs,
                 req.input_logprobs,
             )
-        for req in committed.finished:
+        for req in outcome.finished:
             if not req.output_len:  # max_new_tokens 0: nothing was to be sampled
                 self._count_prompt(req)
                 self._router_port.say_token(
                     req.key, 0, (), req.finish, req.report(), None, req.input_logprobs
                 )
             self.reqs.end(req.key, "finished")
-        self._vitals.count_generated(len(committed.sampled), sum(req.num_jumped for req in committed.sampled))
+        self._vitals.count_generated(len(outcome.sampled), sum(req.num_jumped for req in outcome.sampled))
+        self._desk.fail(plan, outcome)
 
     def _count_prompt(self, req: Req) -> None:
         """Once for each prompt that was prefilled here; what a retraction prefills again is not a new prompt."""
         if not req.num_retractions:
             self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
 
-    def _too_large(self, req: Req) -> RequestError:
-        return RequestError(
-            f"the sequence has {len(req.ids)} tokens and needs {self._ledger.pages_for(len(req.ids))} KV pages "
-            f"of {self._ledger.page_size}; this node has {self._ledger.allocator.num_pages} in all"
-        )
-
     # ------------------------------------------------------------------------------------------ speak
-    def _speak(self, worked: bool) -> None:
+    def _speak(self, outcome: Outcome) -> None:
         self._desk.speak(
-            worked,
+            outcome.worked,
             num_running=len(self.batcher.running_batch),
             num_transferring=len(self.transfer_queue),
             num_bootstrapping=len(self.prealloc_queue),

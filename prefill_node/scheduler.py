@@ -33,9 +33,9 @@ from shared.kvtransfer.states import SendEnded
 from shared.protocol.messages import Peers, Prefill, Ready, ReqKey
 from shared.protocol.router_port import RouterPort
 from shared.scheduling.batcher import Batcher
-from shared.scheduling.commit import Committed
-from shared.scheduling.grammar_queue import stuck
+from shared.scheduling.commit import Outcome
 from shared.scheduling.req import Req
+from shared.scheduling.schedule_batch import Plan
 from shared.timeline import ReqStage
 
 
@@ -72,20 +72,13 @@ class PrefillScheduler:
         )
 
     def step(self) -> bool:
-        """One turn: hear, plan, run, account, speak. False when there was nothing to compute."""
+        """Take one turn. False when there was nothing to compute."""
         self._hear()
-        with self._launcher.planning():
-            batch = self.batcher.get_next_batch()
-        was_in_flight = self._launcher.in_flight
-        committed, failed = self._launcher.turn(batch)
-        self._account(committed)
-        for req in failed:
-            self.reqs.fail(req, RequestError("the forward of this request failed", status=500))
-        for req in committed.stuck:
-            self.reqs.fail(req, stuck(req))
-        worked = batch is not None or was_in_flight is not None
-        self._speak(worked)
-        return worked
+        plan = self._plan()
+        outcome = self._launcher.turn(plan)
+        self._account(plan, outcome)
+        self._speak(outcome)
+        return outcome.worked
 
     # ------------------------------------------------------------------------------------------- hear
     def _hear(self) -> None:
@@ -136,13 +129,18 @@ class PrefillScheduler:
         self.inflight_queue.add(req, prefix_pages)
         self._enqueue(req)
 
+    # ------------------------------------------------------------------------------------------- plan
+    def _plan(self) -> Plan:
+        with self._launcher.planning():
+            return self.batcher.plan()
+
     # ---------------------------------------------------------------------------------------- account
-    def _account(self, committed: Committed) -> None:
-        for req in committed.computed:
+    def _account(self, plan: Plan, outcome: Outcome) -> None:
+        for req in outcome.computed:
             if req.finish is None and req.key in self.inflight_queue:
                 self.inflight_queue.offer_computed(req)
-        self._vitals.count_generated(len(committed.sampled), sum(req.num_jumped for req in committed.sampled))
-        for req in committed.sampled:
+        self._vitals.count_generated(len(outcome.sampled), sum(req.num_jumped for req in outcome.sampled))
+        for req in outcome.sampled:
             self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
             if req.finish is None:
                 if req.key in self.inflight_queue:
@@ -157,9 +155,9 @@ class PrefillScheduler:
                     req.last_logprobs,
                     req.input_logprobs,
                 )
-        for req in committed.finished:
+        for req in outcome.finished:
             # The first token, or a jump after it, ended it: this node says so, and the decode node is not needed.
-            tokens = req.newest_ids if req in committed.sampled else ()
+            tokens = req.newest_ids if req in outcome.sampled else ()
             if not req.output_len:  # max_new_tokens 0
                 self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
             self._router_port.say_token(
@@ -172,9 +170,10 @@ class PrefillScheduler:
                 req.input_logprobs,
             )
             self.reqs.end(req.key, "finished")
-        for req in committed.sampled:
+        for req in outcome.sampled:
             if req.finish is None and req.key not in self._opened:
                 self.reqs.end(req.key, "no decode node continues this request")
+        self._desk.fail(plan, outcome)
 
     def _transfer_ended(self, ended: SendEnded) -> None:
         self._opened.discard(ended.key)
@@ -198,10 +197,10 @@ class PrefillScheduler:
         return True
 
     # ------------------------------------------------------------------------------------------ speak
-    def _speak(self, worked: bool) -> None:
+    def _speak(self, outcome: Outcome) -> None:
         in_flight = self._launcher.in_flight
         self._desk.speak(
-            worked,
+            outcome.worked,
             num_running=len(in_flight.batch.items) if in_flight is not None else 0,
             num_transferring=len(self.inflight_queue),
             num_bootstrapping=len(self.bootstrap_queue),

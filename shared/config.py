@@ -147,7 +147,7 @@ class ScheduleOptions:
     )
     retracted_wait_steps: int = flag(
         16,
-        "decode nodes: once a retracted request has waited so many steps, it comes before every arrival",
+        "decode nodes: once a retracted request has waited for so many forwards, it comes before every arrival",
         whole(0),
         "STEPS",
     )

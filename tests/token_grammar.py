@@ -69,7 +69,7 @@ class TokenCompiled:
 
 
 class CpuTime:
-    """Stands in for `step_budget.cpu_clock`."""
+    """A clock of CPU time that matchers move."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

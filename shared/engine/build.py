@@ -63,6 +63,8 @@ class Engine:
     grammars: CompilePool = field(default_factory=lambda: CompilePool(no_grammars))
     clock: Clock = time.monotonic
     """Of deadlines and measurements. No decision reads it."""
+    cpu_clock: Clock = time.thread_time
+    """CPU time of the calling thread: of the measurements that bound what following a grammar may cost."""
 
     def close(self) -> None:
         """Finish what was launched and end the engine's threads. A scheduler that uses it is closed before."""

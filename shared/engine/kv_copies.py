@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from shared import log
 from shared.engine.forward_stream import CopyResult, ForwardStream, failed_launch, is_device_lost
+from shared.errors import RequestError
 from shared.kvcache.ledger import KVLedger
-from shared.scheduling.req import Req
-from shared.scheduling.retraction import KVCopy
-
-
-@dataclass(slots=True)
-class Settled:
-    """Copies that are done, with the seconds each took, and the requests whose copies failed."""
-
-    copied: list[tuple[KVCopy, float]] = field(default_factory=list)
-    failed: list[Req] = field(default_factory=list)
+from shared.scheduling.commit import Outcome
+from shared.scheduling.schedule_batch import KVCopy
 
 
 class KVCopies:
@@ -46,31 +38,32 @@ class KVCopies:
         self._ahead_of.append(self._latest)
         self._latest = []
 
-    def settle_ahead(self) -> Settled:
+    def settle_ahead(self, outcome: Outcome) -> None:
         """Account for the copies ahead of the oldest forward in flight, before that is accounted for."""
-        return self._settle(self._ahead_of.popleft())
+        self._settle(self._ahead_of.popleft(), outcome)
 
-    def settle_latest(self) -> Settled:
+    def settle_latest(self, outcome: Outcome) -> None:
         """Account for copies with no forward behind them; every forward is accounted for."""
         latest, self._latest = self._latest, []
-        return self._settle(latest)
+        self._settle(latest, outcome)
 
-    def _settle(self, copies: Sequence[tuple[KVCopy, CopyResult]]) -> Settled:
+    def _settle(self, copies: Sequence[tuple[KVCopy, CopyResult]], outcome: Outcome) -> None:
         """A copy that fails fails its request alone, and what later forwards made of it is dropped.
 
         A lost device ends the node with its error.
         """
-        settled = Settled()
         for copy, result in copies:
             try:
-                settled.copied.append((copy, result.wait()))
+                outcome.copied.append((copy, result.wait()))
             except Exception as error:
                 if is_device_lost(error):
                     raise
                 log.crash("kv_copy_failed", key=copy.req.key, to_host=copy.pages.to_host)
-                if copy.req.finish is None and copy.req not in settled.failed:
+                if copy.req.finish is None and copy.req not in outcome.failed:
                     copy.req.drop_results_in_flight()
-                    settled.failed.append(copy.req)
+                    failure = RequestError(
+                        "this request failed: a copy of its KV did not succeed", status=500
+                    )
+                    outcome.failed[copy.req] = failure
             finally:
                 self._ledger.allocator.forward_retired()
-        return settled

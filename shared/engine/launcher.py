@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +16,17 @@ from shared.engine.forward_stream import (
     failed_launch,
     is_device_lost,
 )
-from shared.engine.kv_copies import KVCopies, Settled
+from shared.engine.kv_copies import KVCopies
 from shared.engine.model_worker_batch import snapshot
 from shared.engine.profiler import Span
 from shared.engine.sampling_inputs import CountedRows
 from shared.engine.vocab_mask import fill_vocab_mask, must_wait_for_commit
+from shared.errors import RequestError
 from shared.kvcache.ledger import KVLedger
-from shared.scheduling.commit import Committed, commit_result
-from shared.scheduling.req import Req
-from shared.scheduling.retraction import KVCopy
-from shared.scheduling.schedule_batch import ScheduleBatch
+from shared.scheduling.commit import Outcome, commit_result
+from shared.scheduling.grammar_queue import stuck
+from shared.scheduling.schedule_batch import Plan, ScheduleBatch
+from shared.timeline import Clock
 
 MAX_FAILED_IN_A_ROW = 8
 
@@ -34,6 +36,8 @@ class Launched:
     """A forward on the stream, and the decision it came from; `result` is there once it was told to sample."""
 
     batch: ScheduleBatch
+    began_at: float
+    """When it was launched, or when the forward before it was done."""
     forwarded: Any = None
     result: GenerationBatchResult | None = None
 
@@ -52,6 +56,7 @@ class Launcher:
         eos_token_ids: frozenset[int],
         *,
         overlap: bool,
+        clock: Clock = time.monotonic,
         span: Span = nullcontext,
         debug_checks: bool = False,
     ) -> None:
@@ -59,17 +64,13 @@ class Launcher:
         self._ledger = ledger
         self._eos_token_ids = eos_token_ids
         self._overlap = overlap
+        self._clock = clock
         self._span = span
-        self._future_writes: dict[int, int] = {}
         self._counted_rows = CountedRows()
         self._copies = KVCopies(stream, ledger)
         self._checks = LaunchChecks() if debug_checks else None
         self._num_failed = 0
         self.in_flight: Launched | None = None
-
-    def write_future(self, row: int, token_id: int) -> None:
-        """The next forward finds `token_id` as the last token of `row`; it was not sampled here, or not last."""
-        self._future_writes[row] = token_id
 
     @contextmanager
     def planning(self) -> Iterator[None]:
@@ -77,54 +78,59 @@ class Launcher:
         with self._span("plan"), self._checks.planning() if self._checks is not None else nullcontext():
             yield
 
-    def turn(self, batch: ScheduleBatch | None, copies: Sequence[KVCopy] = ()) -> tuple[Committed, list[Req]]:
-        """Launch a decision, and account for the forward that is due: the one before, or without overlap this one.
+    def turn(self, plan: Plan) -> Outcome:
+        """Launch a plan, and account for the forward that is due: the one before, or without overlap this one.
 
-        `copies` go ahead of it. Returns what that forward brought, with the copies that were ahead of it, and the
-        requests that they failed.
+        The plan's copies go ahead of its forward; the outcome has those that went ahead of the forward that is due.
         """
+        outcome, began_at = Outcome(), self._clock()
         with self._span("launch"):
-            self._copies.launch(copies)
-            launched = self._launch(batch)
+            self._copies.launch(plan.copies)
+            launched = self._launch(plan.batch, began_at) if plan.batch is not None else None
             if launched is not None:
                 self._copies.forward_launched()
             if launched is not None and not must_wait_for_commit(launched.batch):
                 self._sample(launched)
         due, self.in_flight = (self.in_flight, launched) if self._overlap else (launched, None)
         with self._span("commit"):
-            outcome = self._commit_with_copies(due)
+            if due is not None:
+                self._copies.settle_ahead(outcome)
+                self._commit(due, outcome)
+                if self.in_flight is not None:
+                    self.in_flight.began_at = self._clock()
             if launched is None:  # nothing may follow for long
-                _add(self._copies.settle_latest(), outcome)
+                self._copies.settle_latest(outcome)
         if launched is not None and launched.result is None:
             with self._span("mask"):
                 self._sample(launched)
+        for of_turn in filter(None, (due, launched)):
+            _add_too_slow(of_turn.batch, outcome)
+        outcome.worked = due is not None or launched is not None
         return outcome
 
     def close(self) -> None:
         """Wait for what is in flight. Its requests have ended, so nothing is left of it."""
-        self.turn(None)
+        self.turn(Plan())
 
-    def _launch(self, batch: ScheduleBatch | None) -> Launched | None:
-        if batch is None:
-            return None
+    def _launch(self, batch: ScheduleBatch, began_at: float) -> Launched:
+        launched = Launched(batch, began_at)
         self._ledger.allocator.forward_launched()
         try:
             inputs = snapshot(
                 batch,
                 self._ledger.rows,
-                tuple(self._future_writes.items()),
+                batch.future_writes,
                 self._eos_token_ids,
                 self._counted_rows,
             )
             if self._checks is not None:
                 self._checks.launching(batch, inputs)
-            forwarded = self._stream.submit(inputs)
+            launched.forwarded = self._stream.submit(inputs)
         except Exception as error:
             if self._checks is not None and isinstance(error, AssertionError):
                 raise  # a failed check of --debug-checks ends the node
-            return Launched(batch, result=failed_launch(self._stream, error))  # `_commit` fails its requests
-        self._future_writes.clear()
-        return Launched(batch, forwarded)
+            launched.result = failed_launch(self._stream, error)  # `_commit` fails its requests
+        return launched
 
     def _sample(self, launched: Launched) -> None:
         """Queue the sampling of what was launched last, under the grammars of its requests."""
@@ -135,37 +141,35 @@ class Launcher:
         except Exception as error:
             launched.result = failed_launch(self._stream, error)
 
-    def _commit_with_copies(self, launched: Launched | None) -> tuple[Committed, list[Req]]:
-        if launched is None:
-            return Committed(), []
-        settled = self._copies.settle_ahead()
-        outcome = self._commit(launched)
-        _add(settled, outcome)
-        return outcome
-
-    def _commit(self, launched: Launched) -> tuple[Committed, list[Req]]:
+    def _commit(self, due: Launched, outcome: Outcome) -> None:
         """A forward that raises fails its own requests, not the node.
 
         A lost device, or several failures in a row, end the node with that error, for a supervisor to restart it.
         """
-        assert launched.result is not None, "a turn leaves nothing behind that does not sample"
+        assert due.result is not None, "a turn leaves nothing behind that does not sample"
         if self._checks is not None:
             self._checks.waiting()
         try:
-            sampled = launched.result.wait()
+            sampled = due.result.wait()
         except Exception as error:
             self._num_failed += 1
             if is_device_lost(error) or self._num_failed == MAX_FAILED_IN_A_ROW:
                 raise
-            log.crash("forward_failed", requests=len(launched.batch.items), extend=launched.batch.is_extend)
-            return Committed(), [item.req for item in launched.batch.items if not item.is_stale]
+            log.crash("forward_failed", requests=len(due.batch.items), extend=due.batch.is_extend)
+            failure = RequestError("the forward of this request failed", status=500)
+            outcome.failed |= {item.req: failure for item in due.batch.items if not item.is_stale}
+            return
         finally:
             self._ledger.allocator.forward_retired()
         self._num_failed = 0
-        return commit_result(launched.batch, sampled, self._ledger, self._eos_token_ids), []
+        if any(item.start < item.req.num_input_ids for item in due.batch.extends):
+            outcome.prefilled = due.batch.num_tokens, self._clock() - due.began_at
+        commit_result(due.batch, sampled, self._ledger, self._eos_token_ids, outcome)
 
 
-def _add(settled: Settled, outcome: tuple[Committed, list[Req]]) -> None:
-    committed, failed = outcome
-    committed.copied += settled.copied
-    failed += settled.failed
+def _add_too_slow(batch: ScheduleBatch, outcome: Outcome) -> None:
+    """Fail the requests whose grammars have used up their CPU time: a measurement, which no decision waits for."""
+    for item in batch.items:
+        grammar = item.req.grammar
+        if grammar is not None and grammar.is_too_slow and item.req.finish is None:
+            outcome.failed.setdefault(item.req, stuck(item.req))

@@ -17,6 +17,7 @@ def new_launcher(engine: Engine, options: ScheduleOptions) -> Launcher:
         engine.ledger,
         engine.eos_token_ids,
         overlap=not options.disable_overlap_schedule,
+        clock=engine.clock,
         span=engine.profiler.span,
         debug_checks=options.debug_checks,
     )
@@ -30,4 +31,5 @@ def new_grammar_queue(engine: Engine, options: ScheduleOptions, wake: Callable[[
         engine.clock,
         wake,
         jump_forward=options.enable_jump_forward,
+        cpu_clock=engine.cpu_clock,
     )

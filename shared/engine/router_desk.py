@@ -23,8 +23,10 @@ from shared.protocol.messages import (
 from shared.protocol.router_port import FromRouter, RouterPort
 from shared.scheduling.admission import accept
 from shared.scheduling.batcher import Batcher
+from shared.scheduling.commit import Outcome
 from shared.scheduling.grammar_queue import GrammarQueue
 from shared.scheduling.req import Req
+from shared.scheduling.schedule_batch import Plan
 
 
 class RouterDesk:
@@ -88,6 +90,20 @@ class RouterDesk:
         except RequestError as error:
             self._router_port.fail(message.key, error.status, error.message, error.param)
             return None
+
+    def fail(self, plan: Plan, outcome: Outcome) -> None:
+        """End the requests that a turn found unable to go on, and tell their routers why."""
+        for req, error in outcome.failed.items():
+            self._reqs.fail(req, error)
+        for req in [self._reqs[key] for key in plan.unservable if key in self._reqs]:
+            self._reqs.fail(req, self._too_large(req))
+
+    def _too_large(self, req: Req) -> RequestError:
+        ledger = self._engine.ledger
+        return RequestError(
+            f"the sequence has {len(req.ids)} tokens and needs {ledger.pages_for(len(req.ids))} KV pages of "
+            f"{ledger.page_size}; this node has {ledger.allocator.num_pages} in all"
+        )
 
     def speak(
         self,

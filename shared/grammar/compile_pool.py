@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property
@@ -13,6 +14,7 @@ from shared.errors import RequestError
 from shared.grammar.backend import CompiledGrammar, GrammarBackend
 from shared.grammar.probe import probe
 from shared.protocol.sampling_params import Grammar
+from shared.timeline import Clock
 
 NUM_THREADS = 2
 """Two, so that one grammar that takes a while does not hold up all others; a second one does, up to its deadline."""
@@ -38,8 +40,10 @@ class CompilePool:
         *,
         num_threads: int = NUM_THREADS,
         max_waiting: int = MAX_WAITING,
+        cpu_clock: Clock = time.thread_time,
     ) -> None:
         self._load_backend = load_backend
+        self._cpu_clock = cpu_clock
         self._backend_lock = threading.Lock()
         self._probed: set[int] = set()
         """Hashes of the grammars that `probe` has let in."""
@@ -106,7 +110,7 @@ class CompilePool:
                 backend = self._backend
             compiled = backend.compile(grammar)
             if hash(grammar) not in self._probed:
-                probe(compiled, grammar.kind)
+                probe(compiled, grammar.kind, self._cpu_clock)
                 if len(self._probed) >= MAX_PROBED:
                     self._probed.clear()
                 self._probed.add(hash(grammar))

@@ -5,15 +5,7 @@ A small grammar may be slow to follow: masks of an ambiguous one can take second
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from shared.errors import RequestError
-
-CpuClock = Callable[[], float]
-"""CPU time of the calling thread in seconds; so a busy machine makes no grammar slow."""
-
-cpu_clock: CpuClock = time.thread_time
 
 FREE_STEP_S = 0.05
 """A step may take so long at any length of output. A usual one takes 0.01 to 0.5 ms; with 128,000 tokens, on one slow

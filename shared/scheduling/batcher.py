@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
 from shared.scheduling.cached_prefixes import CachedPrefixes
+from shared.scheduling.commit import Outcome
 from shared.scheduling.in_batch_prefix import InBatchPrefix
 from shared.scheduling.new_token_ratio import NewTokenRatio
 from shared.scheduling.preemption import choose_victims, preemptable
@@ -14,12 +16,20 @@ from shared.scheduling.prefill_adder import AddReqResult, PrefillAdder
 from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
 from shared.scheduling.retraction import Retraction, WayOut
-from shared.scheduling.schedule_batch import ScheduleBatch, ScheduledReq, schedule
+from shared.scheduling.schedule_batch import Plan, ScheduleBatch, ScheduledReq, schedule
 from shared.scheduling.schedule_policy import SchedulePolicy
 from shared.timeline import ReqStage
 
 WouldFit = Callable[[Req, Sequence[Req]], bool]
-"""Whether a request would find room if others, who run, were retracted."""
+"""Whether a request would find room if others, which run, were retracted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that waits outside the Batcher for room to receive its KV; `would_fit` judges that room."""
+
+    req: Req
+    would_fit: WouldFit
 
 
 class Batcher:
@@ -55,15 +65,29 @@ class Batcher:
         """Requests whose last token is in flight: their pages come home with it."""
 
     # ------------------------------------------------------------------------------------------- plan
-    def get_next_batch(self) -> ScheduleBatch | None:
-        """The next forward, or None when there is nothing to compute, or no page for it yet."""
+    def plan(self, arrival: Arrival | None = None) -> Plan:
+        """The next forward, unless there is nothing to compute or no page for it yet, and all that goes with it.
+
+        `arrival` is the first request of the prealloc queue, which found no room. Until it gets its room, waiting
+        requests that rank below it get none.
+        """
+        self._blocked_arrival = arrival.req if arrival is not None else None
+        if arrival is not None:
+            self._preempt_for_arrival(arrival)
         self._settle_last_batch()
         self.retraction.begin_turn(self.num_steps)
-        arrivals = [self._blocked_arrival] if self._blocked_arrival is not None else []
+        arrivals = [arrival.req] if arrival is not None else []
         self.running_batch += self.retraction.resume(self.running_batch, [*self.waiting_queue, *arrivals])
         self.last_batch = self._next_prefill_batch() or self._next_decode_batch()
         self.num_steps += self.last_batch is not None
-        return self.last_batch
+        return Plan(self.last_batch, *self.retraction.end_turn())
+
+    def observe(self, outcome: Outcome) -> None:
+        """What a turn brought besides tokens: copies of KV that have landed, and how fast prompts are computed."""
+        for copy, seconds in outcome.copied:
+            self.retraction.copied(copy, seconds)
+        if outcome.prefilled is not None:
+            self.retraction.costs.prefill.observe(*outcome.prefilled)
 
     def _settle_last_batch(self) -> None:
         self._prefills_in_flight = []
@@ -118,7 +142,7 @@ class Batcher:
                 req.timeline.move_to(ReqStage.PREFILLING)
         extends = [schedule(r, r.extend_len, samples=r is not self.chunked_req) for r in adder.can_run]
         beside = self._step_beside_prefill()
-        return ScheduleBatch((*extends, *beside.extends), beside.decodes)
+        return ScheduleBatch((*extends, *beside.extends), beside.decodes, beside.future_writes)
 
     def _step_beside_prefill(self) -> ScheduleBatch:
         """With mixed chunks, a step of all that run, if each of them finds its page without anybody giving way.
@@ -138,7 +162,7 @@ class Batcher:
         Who had better wait for a prefix that is being computed is left out, which is found when its turn comes:
         those admitted before it compute prefixes too.
         """
-        retracted, waiting = self.retraction.to_prefill(), self.retraction.let_pass(self.waiting_queue)
+        retracted, waiting = self.retraction.to_prefill(), self.retraction.admissible(self.waiting_queue)
         arrival = self._blocked_arrival
         if arrival is not None:  # what is free, or was freed for it, is not for those that rank below it
             level, rank = self.level(arrival), self.rank(arrival)
@@ -182,24 +206,17 @@ class Batcher:
         It may not while a retracted request has waited too long.
         """
         ranks_first = blocked is None or self.rank(arrival) < self.rank(blocked)
-        return ranks_first and bool(self.retraction.let_pass([arrival]))
+        return ranks_first and bool(self.retraction.admissible([arrival]))
 
-    def preempt_for_arrival(self, arrival: Req | None, would_fit: WouldFit) -> None:
-        """Keep room for `arrival`, the first request of the prealloc queue, which got none; None when none waits.
+    def _preempt_for_arrival(self, arrival: Arrival) -> None:
+        """Retract running requests that count far less than `arrival`, if that makes room for it.
 
-        Called before every decision. Until the arrival gets its room, waiting requests that rank below it get none.
-        Where priorities count, running requests that count far less are retracted for it; their pages cool before
-        it can have them.
+        Only where priorities count. The pages of the victims cool before the arrival can have them.
         """
-        self._blocked_arrival = arrival
-        if (
-            arrival is None
-            or not self._priority.enabled
-            or not self.is_open_to(arrival, self.first_blocked())
-        ):
+        if not self._priority.enabled or not self.is_open_to(arrival.req, self.first_blocked()):
             return
-        if not would_fit(arrival, ()):
-            for victim in self._victims_of(arrival, would_fit):
+        if not arrival.would_fit(arrival.req, ()):
+            for victim in self._victims_of(arrival.req, arrival.would_fit):
                 self._retract(victim)
 
     @property
@@ -224,13 +241,18 @@ class Batcher:
         return self._step(stepping)
 
     def _step(self, reqs: Sequence[Req]) -> ScheduleBatch:
-        """The next token of each; there are pages for it. Those who jumped ahead compute what they jumped over."""
+        """The next token of each; there are pages for it. A request that jumped computes the tokens it jumped over.
+
+        A token is known to the host unless an earlier forward still samples it.
+        """
         self._num_decode_steps += 1
         self._new_token_ratio.decay()
-        behind = [req for req in reqs if len(req.ids) > req.kv_len + 1]
+        known = [req for req in reqs if len(req.ids) > req.kv_len]
+        behind = [req for req in known if len(req.ids) > req.kv_len + 1]
+        writes = tuple((_row(req), req.ids[-1]) for req in known if req not in behind)
         extends = self._catch_up(behind) if behind else ()
         stepping = [req for req in reqs if req not in behind] if behind else reqs
-        return ScheduleBatch(extends, tuple(self._take(req, 1, samples=True) for req in stepping))
+        return ScheduleBatch(extends, tuple(self._take(req, 1, samples=True) for req in stepping), writes)
 
     def _catch_up(self, behind: Sequence[Req]) -> tuple[ScheduledReq, ...]:
         """Known tokens of each, half a chunk in all at most, so that the step of the others stays short."""
@@ -306,10 +328,7 @@ class Batcher:
         self.running_batch.append(req)
 
     def jumped(self, req: Req) -> None:
-        """Tokens of `req` became known that nobody computes, nothing of it is in flight: its next step takes them.
-
-        The FutureMap must be told its last token, which a step reads that leaves only that one to compute.
-        """
+        """Tokens of `req` became known that its next step computes; nothing of it is in flight."""
         assert req not in self._leaving, "with its last token in flight there was no room for a jump"
         if req not in self.running_batch:
             self.running_batch.append(req)
@@ -327,3 +346,8 @@ class Batcher:
 def _num_behind(req: Req) -> int:
     """Known tokens that the next step of a running request has to compute: one, or more after a jump."""
     return max(len(req.ids) - req.kv_len, 1)
+
+
+def _row(req: Req) -> int:
+    assert req.kv is not None
+    return req.kv.row

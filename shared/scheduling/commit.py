@@ -4,38 +4,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shared.errors import RequestError
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import Finish
+from shared.scheduling.grammar_queue import stuck
 from shared.scheduling.jump_forward import jump_forward
 from shared.scheduling.req import Req
-from shared.scheduling.retraction import KVCopy
 from shared.scheduling.sampled import Sampled
-from shared.scheduling.schedule_batch import ScheduleBatch, ScheduledReq
+from shared.scheduling.schedule_batch import KVCopy, ScheduleBatch, ScheduledReq
 
 
 @dataclass(slots=True)
-class Committed:
-    """What one forward brought. A request is in `computed` if its KV grew, and in `sampled` if it got a token."""
+class Outcome:
+    """What one turn of the `Launcher` brought: of the forward that was due, and of the copies ahead of it."""
 
     computed: list[Req] = field(default_factory=list)
+    """Requests whose KV has grown."""
     sampled: list[Req] = field(default_factory=list)
+    """Requests that got a token, and with it perhaps tokens that they jumped over."""
     finished: list[Req] = field(default_factory=list)
-    stuck: list[Req] = field(default_factory=list)
-    """Their grammar allows no token that this model has, or is too slow; what was sampled is dropped."""
+    failed: dict[Req, RequestError] = field(default_factory=dict)
+    """Requests that cannot go on: their forward or copy failed, or their grammar allows no token or is too slow."""
     copied: list[tuple[KVCopy, float]] = field(default_factory=list)
     """Copies of KV that have landed before this forward, and the seconds each took."""
+    prefilled: tuple[int, float] | None = None
+    """Tokens of the forward and the seconds that it took, if it computed tokens of a prompt."""
+    worked: bool = False
+    """True unless no forward was launched and none was due."""
 
 
 def commit_result(
-    batch: ScheduleBatch, sampled: Sampled, ledger: KVLedger, eos_token_ids: frozenset[int]
-) -> Committed:
-    """Apply what a forward sampled to its requests.
+    batch: ScheduleBatch, sampled: Sampled, ledger: KVLedger, eos_token_ids: frozenset[int], outcome: Outcome
+) -> None:
+    """Apply what a forward sampled to its requests, and add to `outcome` what became of them.
 
     Results of requests that were retracted, aborted or finished meanwhile are dropped: under overlap the step
-    after an EOS has been launched before anybody has seen the EOS.
+    after an EOS has been launched before the EOS was seen.
     """
-    out = Committed()
     tokens = iter(enumerate(sampled.token_ids))
     for b, item in enumerate(batch.items):
         entry, token = next(tokens) if item.position is not None else (-1, None)
@@ -46,7 +52,7 @@ def commit_result(
         req.kv.kv_committed_len = item.start + item.length
         if b < len(batch.extends):
             ledger.cache_unfinished_req(req.kv, req.ids)
-        out.computed.append(req)
+        outcome.computed.append(req)
         _keep_input_logprobs(item, sampled.input_logprobs.get(b))
         if token is None:
             continue
@@ -54,21 +60,20 @@ def commit_result(
             assert item.position == req.output_len, (
                 f"{req.key}: position {item.position}, {req.output_len} known"
             )
-            if req.grammar is not None and not (req.grammar.accept(token) and not req.grammar.is_too_slow):
-                out.stuck.append(req)
+            if req.grammar is not None and not req.grammar.accept(token):
+                outcome.failed[req] = stuck(req)
                 continue
             req.ids.append(token)
             req.num_jumped = 0
             req.last_logprobs = sampled.logprobs.get(entry)
-            out.sampled.append(req)
+            outcome.sampled.append(req)
         finish = finish_reason(req, eos_token_ids)
         if finish is None:
             jump_forward(req, eos_token_ids)
             finish = finish_reason(req, eos_token_ids)
         if finish is not None:
             req.end(finish)
-            out.finished.append(req)
-    return out
+            outcome.finished.append(req)
 
 
 def _keep_input_logprobs(item: ScheduledReq, more: Logprobs | None) -> None:

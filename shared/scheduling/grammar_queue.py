@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -44,9 +45,11 @@ class GrammarQueue:
         on_compiled: Callable[[], None],
         *,
         jump_forward: bool = False,
+        cpu_clock: Clock = time.thread_time,
     ) -> None:
         self._pool = pool
         self._jump_forward = jump_forward
+        self._cpu_clock = cpu_clock
         self._timeout_s = timeout_s
         self._clock = clock
         self._on_compiled = on_compiled
@@ -99,7 +102,9 @@ class GrammarQueue:
         if error is not None:
             assert isinstance(error, RequestError)
             return error
-        req.grammar = GrammarState(future.result(), jump_forward=self._jump_forward)
+        req.grammar = GrammarState(
+            future.result(), jump_forward=self._jump_forward, cpu_clock=self._cpu_clock
+        )
         followed = req.grammar.follow(req.ids, req.num_input_ids)
         if not followed or req.grammar.is_too_slow or req.grammar.is_terminated:
             return stuck(req)

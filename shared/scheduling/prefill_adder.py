@@ -1,4 +1,4 @@
-"""The budgets of one prefill decision. Lives for one call of `Batcher.get_next_batch`."""
+"""The budgets of one prefill decision. Lives for one call of `Batcher.plan`."""
 
 from __future__ import annotations
 

@@ -43,9 +43,11 @@ from shared import log
 from shared.config import ScheduleOptions
 from shared.kvcache.host_pages import PageCopy
 from shared.kvcache.ledger import KVLedger, ReqKV
+from shared.protocol.messages import ReqKey
 from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
 from shared.scheduling.retract_costs import RetractCosts
+from shared.scheduling.schedule_batch import KVCopy
 from shared.timeline import ReqStage
 
 
@@ -55,19 +57,6 @@ class WayOut(Enum):
     HOST = auto()
     RECOMPUTE = auto()
     WAIT = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class KVCopy:
-    """A copy that was decided on: to be launched before the next forward.
-
-    One that comes back makes `kv` whole, up to `kv_len` tokens.
-    """
-
-    req: Req
-    pages: PageCopy
-    kv: ReqKV | None = None
-    kv_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +82,7 @@ class Retraction:
         """Retracted requests, in the order in which they resume. Those with `host_pages` are copied back."""
         self._sitting_out: list[Req] = []
         self._copies: list[KVCopy] = []
-        self._resumed: list[Req] = []
-        self._unservable: list[Req] = []
-        self._num_turns = 0
+        self._unservable: list[ReqKey] = []
         self._num_forwards = 0
         self._refused_at: tuple[Req, int, int] | None = None
         self._num_host = self._num_recompute = self._num_waits = 0
@@ -104,24 +91,16 @@ class Retraction:
     # ------------------------------------------------------------------------------------------- turns
     def begin_turn(self, num_forwards: int) -> None:
         """A new decision begins; `num_forwards` were decided on before. Puts the queue in order."""
-        self._num_turns += 1
         self._num_forwards = num_forwards
         self._queue.sort(key=lambda req: (-self._level(req), req.stalled_since))
 
-    def take_copies(self) -> list[KVCopy]:
-        """What was decided on besides forwards: to be launched in this order, before the next forward."""
-        copies, self._copies = self._copies, []
-        return copies
-
-    def take_resumed(self) -> list[Req]:
-        """Requests that decode again without a prefill: the FutureMap must be told the last token of each."""
-        resumed, self._resumed = self._resumed, []
-        return resumed
-
-    def take_unservable(self) -> list[Req]:
-        """Requests that not even the empty pool could hold. They are in no queue any more and must be ended."""
-        unservable, self._unservable = self._unservable, []
-        return unservable
+    def end_turn(self) -> tuple[tuple[KVCopy, ...], tuple[ReqKey, ...]]:
+        """What was decided besides forwards: copies, to be launched in this order before the next forward, and
+        requests that not even the empty pool could hold. Those are in no queue any more.
+        """
+        copies, self._copies = tuple(self._copies), []
+        unservable, self._unservable = tuple(self._unservable), []
+        return copies, unservable
 
     @property
     def count(self) -> RetractionCounts:
@@ -139,12 +118,15 @@ class Retraction:
         first_on_host = next((i for i, req in enumerate(self._queue) if req.host_pages), len(self._queue))
         return self._queue[:first_on_host]
 
-    def let_pass(self, arrivals: Sequence[Req]) -> list[Req]:
-        """Those of `arrivals` who need not wait because somebody here has waited too long: of a higher level."""
+    def admissible(self, arrivals: Sequence[Req]) -> list[Req]:
+        """Those of `arrivals` that may take room: all, unless a request here has waited too long for it.
+
+        Then only those of a higher level than every request that has.
+        """
         due = [
             self._level(other)
             for other in (*self._queue, *self._sitting_out)
-            if self._num_turns - other.stalled_since >= self._wait_steps
+            if self._num_forwards - other.stalled_since >= self._wait_steps
         ]
         return [req for req in arrivals if self._level(req) > max(due)] if due else list(arrivals)
 
@@ -181,7 +163,6 @@ class Retraction:
             req.kv = admission.keep()
         self._copy_back(req, kv)
         req.timeline.move_to(ReqStage.DECODING)
-        self._resumed.append(req)
         log.event("resume", key=req.key, output_len=req.output_len, cached_pages=kv.num_tree_pages)
         return True
 
@@ -194,16 +175,15 @@ class Retraction:
             return
         pages = self._ledger.rows.read(kv.row, first, last)
         copy = PageCopy(False, tuple(pages), tuple(req.host_pages[first:last]))
-        self._launch_later(KVCopy(req, copy, kv, kv.kv_allocated_len))
+        self._launch_later(KVCopy(req, req.num_retractions, copy, kv.kv_allocated_len))
 
     def copied(self, copy: KVCopy, seconds: float) -> None:
-        """A copy has landed. Its request may be gone, or retracted again."""
+        """A copy has landed. Its request may have ended, or been retracted again."""
         self.costs.observe_copy(len(copy.pages.host_pages), seconds)
-        kv, req = copy.kv, copy.req
-        if kv is not None and req.kv is kv:
-            kv.kv_committed_len = max(
-                kv.kv_committed_len, copy.kv_len
-            )  # a decode step may have been committed
+        req = copy.req
+        if not copy.pages.to_host and req.kv is not None and req.num_retractions == copy.num_retractions:
+            # A decode step may have been committed since.
+            req.kv.kv_committed_len = max(req.kv.kv_committed_len, copy.kv_len)
             self._free_host_pages(req)
 
     # --------------------------------------------------------------------------------------- who leaves
@@ -333,11 +313,11 @@ class Retraction:
         unservable = [req for req in running if self._pages_after_step(req) > total]
         for req in unservable:
             running.remove(req)
-        self._unservable += unservable
+        self._unservable += [req.key for req in unservable]
 
     def _stall(self, req: Req) -> None:
         if req.stalled_output_len != req.output_len:
-            req.stalled_output_len, req.stalled_since = req.output_len, self._num_turns
+            req.stalled_output_len, req.stalled_since = req.output_len, self._num_forwards
 
     def _copy_out(self, req: Req, kv: ReqKV) -> None:
         num_pages = self._ledger.pages_for(kv.kv_committed_len)
@@ -345,7 +325,8 @@ class Retraction:
         assert host_pages is not None and kv.kv_committed_len == len(req.ids) - 1, "way_out has looked"
         req.host_pages = host_pages
         pages = self._ledger.rows.read(kv.row, 0, num_pages)
-        self._launch_later(KVCopy(req, PageCopy(True, tuple(pages), tuple(host_pages))))
+        copy = PageCopy(True, tuple(pages), tuple(host_pages))
+        self._launch_later(KVCopy(req, req.num_retractions, copy, kv.kv_committed_len))
 
     def _launch_later(self, copy: KVCopy) -> None:
         self._ledger.allocator.forward_launched()  # pages given up from now on cool until the copy is done

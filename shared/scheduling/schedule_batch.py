@@ -1,9 +1,12 @@
-"""A scheduling decision: which tokens of which requests the next forward computes."""
+"""A scheduling decision as a value: which tokens the next forward computes, and which KV is copied before it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shared.kvcache.host_pages import PageCopy
+from shared.protocol.messages import Record, ReqKey
 from shared.scheduling.req import Req
 
 
@@ -35,7 +38,12 @@ class ScheduleBatch:
 
     extends: tuple[ScheduledReq, ...] = ()
     decodes: tuple[ScheduledReq, ...] = ()
-    """Each computes the token that was sampled last, which the host need not know yet."""
+    """Each computes the newest token of its request. The device reads it from the FutureMap."""
+    future_writes: tuple[tuple[int, int], ...] = ()
+    """(row, token) of each of `decodes` whose token the host knows: written to the FutureMap before it is read.
+
+    The others read what an earlier forward sampled, which need not have reached the host yet.
+    """
 
     @property
     def items(self) -> tuple[ScheduledReq, ...]:
@@ -51,6 +59,103 @@ class ScheduleBatch:
     def num_tokens(self) -> int:
         """Tokens that the forward computes."""
         return sum(item.length for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCopy:
+    """A copy of a request's KV to the host, or back, ahead of the forward of the same plan.
+
+    A copy back makes the KV of `req` whole up to `kv_len` tokens when it has landed, unless `req` has been retracted
+    again by then: `num_retractions` is how often it had been when the copy was decided on.
+    """
+
+    req: Req
+    num_retractions: int
+    pages: PageCopy
+    kv_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that follows from one call of `Batcher.plan`. The `Launcher` gets nothing else.
+
+    It holds ints, and the `Req`s that the node which made it plans for. Its `record` has their keys instead: that is
+    what can be logged, compared and sent, and `from_record` makes the plan of it again for the same requests.
+    """
+
+    batch: ScheduleBatch | None = None
+    copies: tuple[KVCopy, ...] = ()
+    unservable: tuple[ReqKey, ...] = ()
+    """Requests that not even the empty pool could hold. They are in no queue of the Batcher and must be ended."""
+
+    def record(self) -> PlanRecord:
+        """The plan without the requests that its keys name."""
+        batch = self.batch or ScheduleBatch()
+        return PlanRecord(
+            tuple(map(_item_record, batch.extends)),
+            tuple(map(_item_record, batch.decodes)),
+            batch.future_writes,
+            tuple(_copy_record(copy) for copy in self.copies),
+            self.unservable,
+        )
+
+    @staticmethod
+    def from_record(record: PlanRecord, reqs: Mapping[ReqKey, Req]) -> Plan:
+        """The plan that `record` was made of, about the same requests. Raises KeyError if one is unknown."""
+        extends, decodes = (
+            tuple(ScheduledReq(reqs[i.key], i.generation, i.start, i.length, i.position) for i in items)
+            for items in (record.extends, record.decodes)
+        )
+        copies = tuple(
+            KVCopy(
+                reqs[c.key], c.num_retractions, PageCopy(c.to_host, c.device_pages, c.host_pages), c.kv_len
+            )
+            for c in record.copies
+        )
+        batch = ScheduleBatch(extends, decodes, record.future_writes) if extends or decodes else None
+        return Plan(batch, copies, record.unservable)
+
+
+class ItemRecord(Record, frozen=True):
+    """A ScheduledReq by its key."""
+
+    key: ReqKey
+    generation: int
+    start: int
+    length: int
+    position: int | None
+
+
+class CopyRecord(Record, frozen=True):
+    """A KVCopy by its key."""
+
+    key: ReqKey
+    num_retractions: int
+    to_host: bool
+    device_pages: tuple[int, ...]
+    host_pages: tuple[int, ...]
+    kv_len: int
+
+
+class PlanRecord(Record, frozen=True):
+    """A Plan in ints and keys; without `extends` and `decodes` it launches no forward."""
+
+    extends: tuple[ItemRecord, ...]
+    decodes: tuple[ItemRecord, ...]
+    future_writes: tuple[tuple[int, int], ...]
+    copies: tuple[CopyRecord, ...]
+    unservable: tuple[ReqKey, ...]
+
+
+def _item_record(item: ScheduledReq) -> ItemRecord:
+    return ItemRecord(item.req.key, item.generation, item.start, item.length, item.position)
+
+
+def _copy_record(copy: KVCopy) -> CopyRecord:
+    pages = copy.pages
+    return CopyRecord(
+        copy.req.key, copy.num_retractions, pages.to_host, pages.device_pages, pages.host_pages, copy.kv_len
+    )
 
 
 def schedule(req: Req, length: int, *, samples: bool) -> ScheduledReq:

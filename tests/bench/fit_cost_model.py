@@ -69,9 +69,7 @@ class Bench:
     def turn_s(self) -> float:
         """Seconds of one forward, planned, launched and committed."""
         start = time.perf_counter()
-        batch = self.batcher.get_next_batch()
-        assert batch is not None
-        self.launcher.turn(batch)
+        assert self.launcher.turn(self.batcher.plan()).worked
         return time.perf_counter() - start
 
     def end(self, req: Req) -> None:

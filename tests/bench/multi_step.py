@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shared.engine.launcher import Launcher
-from shared.scheduling.schedule_batch import ScheduleBatch, schedule
+from shared.scheduling.schedule_batch import Plan, ScheduleBatch, schedule
 from tests.bench.devices import TIMED, Device, builtin_device, timed_device
 from tests.bench.open_loop import BenchNode, Load, Seen
 from tests.bench.table import Row
@@ -53,9 +53,7 @@ class OverlapNode(BenchNode):
 
     def turn(self) -> bool:
         """See BenchNode."""
-        batch, was_in_flight = self.plan(), self._launcher.in_flight is not None
-        self.advance(self._launcher, batch)
-        return batch is not None or was_in_flight
+        return self.advance(self._launcher, self.plan())
 
 
 class MultiStepNode(BenchNode):
@@ -69,26 +67,26 @@ class MultiStepNode(BenchNode):
 
     def turn(self) -> bool:
         """See BenchNode."""
-        batch, launched = self.plan(), []
+        plan, launched = self.plan(), []
         for launcher in self._launchers:
-            if batch is None:
+            if plan.batch is None:
                 break
-            self.advance(launcher, batch)
+            self.advance(launcher, plan)
             launched.append(launcher)
-            batch = self._same_again(batch) if len(launched) < len(self._launchers) else None
+            plan = self._same_again(plan.batch) if len(launched) < len(self._launchers) else Plan()
         for launcher in launched:
-            self.advance(launcher, None)
+            self.advance(launcher, Plan())
         return bool(launched)
 
-    def _same_again(self, batch: ScheduleBatch) -> ScheduleBatch | None:
+    def _same_again(self, batch: ScheduleBatch) -> Plan:
         """The next step of a decode batch, of those that want one, unless pages for it are missing."""
         if batch.is_extend:
-            return None
+            return Plan()
         reqs = [item.req for item in batch.items if item.req.wants_decode]
         kvs = [req.kv for req in reqs if req.kv is not None]
         if not reqs or not all(self.ledger.grow(kv, kv.kv_allocated_len + 1) for kv in kvs):
-            return None
-        return ScheduleBatch(decodes=tuple(schedule(req, 1, samples=True) for req in reqs))
+            return Plan()
+        return Plan(ScheduleBatch(decodes=tuple(schedule(req, 1, samples=True) for req in reqs)))
 
 
 def run(device: Device, max_running: int, load: Load, k: int | None) -> Seen:

@@ -12,7 +12,7 @@ from shared.engine.launcher import Launcher
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import ScheduleBatch
+from shared.scheduling.schedule_batch import Plan
 from tests.bench.devices import Device, make_req, release
 from tests.bench.timed_stream import VOCAB_SIZE
 
@@ -97,32 +97,33 @@ class BenchNode:
             pass
         return self.seen
 
-    def plan(self) -> ScheduleBatch | None:
+    def plan(self) -> Plan:
         """A decision; whoever it takes in has waited until now."""
         while self._landed and len(self.ledger.live) < self.ledger.rows.num_rows:
             self._take_over(self._landed.popleft())
-        batch, now = self.batcher.get_next_batch(), time.perf_counter()
-        for item in batch.items if batch is not None and self._never_planned else ():
+        plan, now = self.batcher.plan(), time.perf_counter()
+        for item in plan.batch.items if plan.batch is not None and self._never_planned else ():
             if item.req in self._never_planned:
                 self._never_planned.remove(item.req)
                 self.seen.waits_ms.append(1e3 * (now - self._arrived_at[item.req]))
-        return batch
+        return plan
 
-    def advance(self, launcher: Launcher, batch: ScheduleBatch | None) -> None:
-        """Launch `batch`, and account for what `launcher` had in flight: those that end give their pages back."""
-        if batch is not None:
-            self.seen.num_computed += sum(item.position is not None for item in batch.items)
-        committed, failed = launcher.turn(batch)
-        assert not failed
+    def advance(self, launcher: Launcher, plan: Plan) -> bool:
+        """Launch `plan`, and account for what `launcher` had in flight: those that end give their pages back."""
+        if plan.batch is not None:
+            self.seen.num_computed += sum(item.position is not None for item in plan.batch.items)
+        outcome = launcher.turn(plan)
+        assert not outcome.failed
         now = time.perf_counter()
-        self.seen.num_useful += len(committed.sampled)
-        for req in committed.sampled if self._never_sampled else ():
+        self.seen.num_useful += len(outcome.sampled)
+        for req in outcome.sampled if self._never_sampled else ():
             if req in self._never_sampled:
                 self._never_sampled.remove(req)
                 self.seen.ttfts_ms.append(1e3 * (now - self._arrived_at[req]))
-        for req in committed.finished:
+        for req in outcome.finished:
             release(req, self.batcher, self.ledger)
             del self._arrived_at[req]
+        return outcome.worked
 
     def _take_over(self, req: Req) -> None:
         """As if its KV and its first token had come from a prefill node."""

@@ -30,6 +30,7 @@ from shared.engine.launcher import Launcher
 from shared.protocol.messages import Finish
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
+from shared.scheduling.schedule_batch import Plan
 from tests.bench.devices import Device, engine_device, make_req, release, timed_device
 from tests.bench.machine import pinned, usable_cores
 from tests.bench.stats import figure, hidden_share
@@ -78,7 +79,7 @@ class Steps:
             self._turn(overlap=overlap)
         seconds = (time.perf_counter() - start) / num_steps
         if overlap:
-            self._launchers[True].turn(None)
+            self._launchers[True].turn(Plan())
         return seconds
 
     def end(self) -> None:
@@ -90,10 +91,9 @@ class Steps:
     def _turn(self, *, overlap: bool) -> None:
         for _ in self._added:
             pass
-        batch = self._batcher.get_next_batch()
-        assert batch is not None and (not batch.is_extend or not overlap)
-        _, failed = self._launchers[overlap].turn(batch)
-        assert not failed
+        plan = self._batcher.plan()
+        assert plan.batch is not None and (not plan.batch.is_extend or not overlap)
+        assert not self._launchers[overlap].turn(plan).failed
 
 
 def python_for(milliseconds: float) -> range:

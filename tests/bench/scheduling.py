@@ -115,14 +115,14 @@ def commit(batch: ScheduleBatch, ledger: KVLedger, *, cache_changes: bool) -> No
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Milliseconds of `get_next_batch`."""
+    """Milliseconds of `Batcher.plan`."""
     (batcher, ledger), times = prepare(case), []
     gc.collect()
     gc.disable()  # a collection belongs to no step in particular
     try:
         for _ in range(WARM_UP + STEPS):
             start = time.perf_counter()
-            batch = batcher.get_next_batch()
+            batch = batcher.plan().batch
             times.append(1e3 * (time.perf_counter() - start))
             assert batch is not None and not batch.is_extend and len(batch.items) == NUM_RUNNING
             commit(batch, ledger, cache_changes=case.cache_changes)

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from shared.protocol.sampling_params import SamplingParams
-from shared.scheduling.schedule_batch import ScheduleBatch
+from shared.scheduling.commit import Outcome
+from shared.scheduling.schedule_batch import Plan, ScheduleBatch
 from tests.cluster import Cluster
 from tests.golden.references import Zoo, reference_tokens
 from tests.golden.serving import GREEDY, Client, node_config, unsplit
@@ -30,11 +31,11 @@ def watch(cluster: Cluster) -> list[ScheduleBatch]:
     launcher, launched = cluster.nodes["d0"].scheduler._launcher, []
     turn = launcher.turn
 
-    def watching(batch: ScheduleBatch | None, *rest: object) -> object:
-        launched.extend([batch] if batch is not None else [])
-        return turn(batch, *rest)  # type: ignore[arg-type]
+    def watching(plan: Plan) -> Outcome:
+        launched.extend([plan.batch] if plan.batch is not None else [])
+        return turn(plan)
 
-    launcher.turn = watching  # type: ignore[method-assign, assignment]
+    launcher.turn = watching  # type: ignore[method-assign]
     return launched
 
 

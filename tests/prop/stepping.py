@@ -68,14 +68,15 @@ class Stepping:
     def step(self) -> ScheduleBatch | None:
         """One turn of a role's loop; returns what was launched."""
         with self.launcher.planning():
-            batch = self.batcher.get_next_batch()
+            plan = self.batcher.plan()
+        batch = plan.batch
         self.check_places()
         self.num_steps += 1
         for item in batch.items if batch else ():
             self.admitted_at.setdefault(item.req.key.rid, self.num_steps)
-        committed, failed = self.launcher.turn(batch)
-        assert not failed
-        for req in committed.finished:
+        outcome = self.launcher.turn(plan)
+        assert not outcome.failed and not plan.copies and not plan.unservable
+        for req in outcome.finished:
             self.end(req)
         audit(self.ledger)
         return batch

@@ -15,10 +15,10 @@ from tests.token_engine import EOS, TokenResult, reference_tokens
 
 def turn(stepping: Stepping, launcher: Launcher | None = None) -> list[Req]:
     """One turn in which requests may fail; returns those, ended."""
-    _, failed = (launcher or stepping.launcher).turn(stepping.batcher.get_next_batch())
-    for req in failed:
+    outcome = (launcher or stepping.launcher).turn(stepping.batcher.plan())
+    for req in outcome.failed:
         stepping.end(req)
-    return failed
+    return list(outcome.failed)
 
 
 def test_prefill_role_samples_one_token_and_never_decodes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -16,10 +17,12 @@ from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
+from shared.scheduling.schedule_batch import Plan, PlanRecord
 from shared.timeline import ReqStage, Role, Timeline
 from tests.token_engine import reference_tokens, token_engine
 
 POOL_TOKENS = 64
+PLANS = msgspec.msgpack.Decoder(PlanRecord)
 
 
 def make_config(
@@ -63,7 +66,10 @@ def make_req(
 
 
 class Driver:
-    """What the decode node's loop does with a Batcher, and nothing else."""
+    """What the decode node's loop does with a Batcher, and nothing else.
+
+    Each plan crosses as bytes: nothing but its ints and keys reaches the Launcher.
+    """
 
     def __init__(self, config: NodeConfig, *, overlap: bool) -> None:
         self.engine = token_engine(config)
@@ -75,12 +81,12 @@ class Driver:
             self.engine.eos_token_ids,
             overlap=overlap,
             span=self.engine.profiler.span,
+            debug_checks=True,
         )
         self.live: dict[str, Req] = {}
         self.done: dict[str, Req] = {}
         self.failed: list[str] = []
         self.unservable: list[str] = []
-        self.resumed: list[str] = []
 
     def add(self, req: Req) -> None:
         self.live[req.key.rid] = req
@@ -97,27 +103,23 @@ class Driver:
         self.done[req.key.rid] = self.live.pop(req.key.rid)
 
     def step(self) -> bool:
-        batch = self.batcher.get_next_batch()
-        for req in self.retraction.take_unservable():
-            self.unservable.append(req.key.rid)
+        record = self.batcher.plan().record()
+        sent = msgspec.msgpack.encode(record)
+        plan = Plan.from_record(PLANS.decode(sent), {req.key: req for req in self.live.values()})
+        assert plan.record() == record
+        outcome = self.launcher.turn(plan)
+        self.batcher.observe(outcome)
+        for req in outcome.finished:
             self.end(req)
-        for req in self.retraction.take_resumed():
-            assert req.kv is not None
-            self.resumed.append(req.key.rid)
-            self.launcher.write_future(req.kv.row, req.ids[-1])
-        was_in_flight = self.launcher.in_flight is not None
-        copies = self.retraction.take_copies()
-        committed, failed = self.launcher.turn(batch, copies)
-        for copy, seconds in committed.copied:
-            self.retraction.copied(copy, seconds)
-        for req in committed.finished:
-            self.end(req)
-        for req in failed:
+        for req in outcome.failed:
             self.failed.append(req.key.rid)
             self.end(req)
+        for key in plan.unservable:
+            self.unservable.append(key.rid)
+            self.end(self.live[key.rid])
         audit(self.engine.ledger)
         self.check_host()
-        return batch is not None or was_in_flight or bool(copies)
+        return outcome.worked or bool(plan.copies)
 
     def check_host(self) -> None:
         """Host pages belong to live requests alone, each to one."""
@@ -437,13 +439,13 @@ def test_arrivals_pass_a_retracted_request_for_so_many_steps_and_no_longer(
         if turn % 2 == 0 and len(driver.batcher.waiting_queue) < 3:
             driver.add(make_req(f"short{turn}", [turn % 900], 2, ignore_eos=True))
         before = {r.key.rid for r in driver.batcher.waiting_queue}
-        queue = list(driver.retraction._queue)
+        queue, decided_at = list(driver.retraction._queue), driver.batcher.num_steps
         driver.step()
         admitted = before - {r.key.rid for r in driver.batcher.waiting_queue}
         still = [req for req in queue if req in driver.retraction._queue]
         if still and admitted:
-            passed.append(driver.retraction._num_turns - min(req.stalled_since for req in still))
-        longest = max([longest, *(driver.retraction._num_turns - r.stalled_since for r in queue)])
+            passed.append(decided_at - min(req.stalled_since for req in still))
+        longest = max([longest, *(decided_at - r.stalled_since for r in queue)])
         if not any(rid.startswith("long") for rid in driver.live):
             break
     else:

@@ -176,7 +176,7 @@ def test_pages_that_are_being_copied_are_no_arrivals_pages() -> None:
 @pytest.mark.parametrize("wait_steps", [0, 10])
 @pytest.mark.parametrize("policy", ["host", "recompute"])
 def test_neither_arrivals_nor_retracted_requests_starve(policy: str, wait_steps: int) -> None:
-    """Short requests arrive all the time: they pass a retracted one for `wait_steps` turns, then it comes first."""
+    """Short requests arrive all the time: they pass a retracted one for `wait_steps` forwards, no longer."""
     decode_config = config(policy, wait_steps=wait_steps, slots=16, reserved=1)
     with Cluster(1, 1, token_engine, config("recompute", tokens=800), decode_config=decode_config) as cluster:
         scheduler = cluster.nodes["d0"].scheduler
@@ -190,9 +190,9 @@ def test_neither_arrivals_nor_retracted_requests_starve(policy: str, wait_steps:
                 key = cluster.router.submit(f"s{step}", ids, params(3), "p0", "d0")
                 wanted[key] = reference_tokens(ids, 3, eos=None)
             queue, before = list(retraction._queue), set(scheduler.transfer_queue._reqs)
+            # Arrivals reserve room ahead of the decision, so by what was true a turn ago.
+            waits = [retraction._num_forwards - req.stalled_since for req in queue]
             cluster.step(check=False)
-            # Arrivals are let in ahead of the decision, so by what was true a turn ago.
-            waits = [retraction._num_turns - 1 - req.stalled_since for req in queue]
             longest = max([longest, *waits])
             if waits and set(scheduler.transfer_queue._reqs) - before:
                 passed.append(max(waits))

@@ -16,7 +16,7 @@ from shared.protocol.messages import ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import ScheduleBatch, ScheduledReq
+from shared.scheduling.schedule_batch import Plan, ScheduleBatch, ScheduledReq
 from shared.timeline import Role, Timeline
 from tests.token_engine import token_engine
 
@@ -43,7 +43,7 @@ class World:
         self.decode = self.next()
 
     def next(self) -> ScheduleBatch:
-        batch = self.batcher.get_next_batch()
+        batch = self.batcher.plan().batch
         assert batch is not None
         return batch
 
@@ -120,7 +120,7 @@ def test_a_launcher_with_checks_does_not_hide_what_they_find() -> None:
         debug_checks=True,
     )
     with pytest.raises(AssertionError, match="router/a"):
-        launcher.turn(world.decode)  # it has never seen the prompts
+        launcher.turn(Plan(world.decode))  # it has never seen the prompts
 
 
 def test_an_item_without_tokens_is_a_defect() -> None:

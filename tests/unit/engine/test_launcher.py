@@ -13,16 +13,15 @@ from shared.engine.kv_copies import KVCopies
 from shared.engine.launcher import Launcher
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.vocab_mask import VocabMask
-from shared.grammar import step_budget
 from shared.grammar.state import GrammarState
 from shared.kvcache.host_pages import PageCopy
 from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import Grammar, SamplingParams
 from shared.scheduling.batcher import Batcher
-from shared.scheduling.grammar_queue import stuck
+from shared.scheduling.commit import Outcome
 from shared.scheduling.req import Req
-from shared.scheduling.retraction import KVCopy
 from shared.scheduling.sampled import Sampled
+from shared.scheduling.schedule_batch import KVCopy
 from shared.timeline import Role, Timeline
 from tests.token_engine import EOS, VOCAB_SIZE, token_engine
 from tests.token_grammar import CostlyCompiled, CpuTime, TokenCompiled
@@ -96,25 +95,26 @@ class World:
             debug_checks=True,
         )
         self.batcher = Batcher(self.engine.ledger, CONFIG.schedule)
+        self.cpu = CpuTime()
 
     def add(
         self,
         rid: str,
         grammar: TokenCompiled | None,
         max_new_tokens: int = 20,
-        asked: Grammar | None = None,
     ) -> Req:
+        asked = Grammar("ebnf", "x") if grammar else None
         params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, grammar=asked)
         req = Req(ReqKey("router", rid), Work((20, 21, 22), params), Timeline(Role.DECODE), max_new_tokens)
-        req.grammar = GrammarState(grammar) if grammar else None
+        req.grammar = GrammarState(grammar, cpu_clock=self.cpu) if grammar else None
         self.batcher.add(req)
         return req
 
-    def turn(self) -> tuple[list[Req], list[Req], list[Req]]:
-        committed, failed = self.launcher.turn(self.batcher.get_next_batch())
-        for req in [*committed.finished, *committed.stuck, *failed]:
+    def turn(self) -> Outcome:
+        outcome = self.launcher.turn(self.batcher.plan())
+        for req in [*outcome.finished, *outcome.failed]:
             self.batcher.remove(req)
-        return committed.finished, committed.stuck, failed
+        return outcome
 
 
 def test_without_grammars_a_forward_samples_at_once() -> None:
@@ -156,7 +156,7 @@ def test_a_finished_grammar_stops_even_with_ignore_eos(overlap: bool) -> None:
     req = world.add("a", TokenCompiled(3, 2))
     finished: list[Req] = []
     while not finished:
-        finished = world.turn()[0]
+        finished = world.turn().finished
     assert req.ids[3:] == [0, 0, EOS]
     assert req.finish is not None
     assert (req.finish.type, req.finish.matched) == ("stop", EOS)
@@ -176,8 +176,7 @@ def test_a_grammar_without_a_next_token_ends_its_request_alone(overlap: bool) ->
     req.grammar._matcher.accepted.append(1)  # type: ignore[attr-defined]
     stuck: list[Req] = []
     while not stuck:
-        _, stuck, failed = world.turn()
-        assert failed == []
+        stuck = list(world.turn().failed)
     assert stuck == [req]
     assert req.output_len == 0
     assert other.output_len > 0
@@ -188,7 +187,7 @@ def test_after_a_failed_forward_the_next_one_is_sampled_without_its_requests() -
     req = world.add("a", TokenCompiled(3, 9))
     failed: list[Req] = []
     while not failed:
-        failed = world.turn()[2]
+        failed = list(world.turn().failed)
     assert failed == [req]
     assert world.stream.calls[-3:] == ["submit 3", "wait 2", "sample 3"]
 
@@ -198,7 +197,7 @@ def test_a_forward_that_was_not_launched_does_not_sample() -> None:
     req = world.add("a", TokenCompiled(3, 9))
     world.turn()
     world.turn()
-    assert world.turn()[2] == [req]
+    assert list(world.turn().failed) == [req]
     assert "sample 2" not in " ".join(world.stream.calls)
 
 
@@ -213,7 +212,7 @@ def test_pages_of_a_launch_that_raises_go_to_no_arrival_while_its_kernels_run(
     req = world.add("a", None)
     failed: list[Req] = []
     while not failed:
-        failed = world.turn()[2]
+        failed = list(world.turn().failed)
     assert failed == [req]
     assert req.kv is not None
     world.engine.ledger.cache_finished_req(req.kv, req.ids)
@@ -232,9 +231,11 @@ def test_pages_of_a_copy_that_raises_go_to_no_arrival_while_it_runs() -> None:
     pages = world.allocator.alloc(3)
     assert pages is not None
     world.allocator.forward_launched()  # as retraction announces a copy
-    copies.launch([KVCopy(req, PageCopy(True, tuple(pages), (0, 1, 2)))])
+    copies.launch([KVCopy(req, 0, PageCopy(True, tuple(pages), (0, 1, 2)), 12)])
     world.allocator.free(pages)
-    assert copies.settle_latest().failed == [req]
+    outcome = Outcome()
+    copies.settle_latest(outcome)
+    assert list(outcome.failed) == [req]
     arrivals = world.allocator.alloc_for_arrival(world.allocator.num_pages)
     assert arrivals is not None
     assert not stream.pages_in_use & {*arrivals}
@@ -278,40 +279,34 @@ def test_a_copy_that_loses_the_device_ends_the_node() -> None:
     world = World(overlap=True, stream=stream)
     copies = KVCopies(stream, world.engine.ledger)
     world.allocator.forward_launched()
-    copies.launch([KVCopy(world.add("a", None), PageCopy(True, (1,), (0,)))])
+    copies.launch([KVCopy(world.add("a", None), 0, PageCopy(True, (1,), (0,)), 4)])
     with pytest.raises(IllegalAddress):
-        copies.settle_latest()
+        copies.settle_latest(Outcome())
 
 
 def test_an_allocation_that_fails_ends_its_requests_alone() -> None:
     """Pinned memory that cannot be had comes as an error of CUDA, and leaves the device intact."""
     world = World(overlap=False, stream=LateStream(raising={"submit": NoPinnedMemory("out of memory")}))
     req = world.add("a", None)
-    assert world.turn()[2] == [req]
+    assert list(world.turn().failed) == [req]
     world.add("b", None)
-    assert world.turn()[2] == []
+    assert not world.turn().failed
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_grammar_that_becomes_slow_ends_its_own_request_only(
-    overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cpu = CpuTime()
-    monkeypatch.setattr(step_budget, "cpu_clock", cpu)
+def test_a_grammar_that_becomes_slow_ends_its_own_request_only(overlap: bool) -> None:
     world = World(overlap=overlap)
-    asked = Grammar("ebnf", "x")
-    slow = world.add("slow", CostlyCompiled(cpu, mask_s=lambda step: 0.001 * 2**step), asked=asked)
+    cpu = world.cpu
+    slow = world.add("slow", CostlyCompiled(cpu, mask_s=lambda step: 0.001 * 2**step))
     other = world.add("other", TokenCompiled(3, 20))
     ended: list[Req] = []
     while other not in ended:
-        finished, stopped, failed = world.turn()
-        assert failed == []
-        if slow in stopped:
-            error = stuck(slow)
-            assert error.param == "ebnf"
+        outcome = world.turn()
+        for req, error in outcome.failed.items():
+            assert (req, error.param) == (slow, "ebnf")
             assert error.message.startswith("ebnf: following this grammar takes too long")
-            slow.end(Finish("abort"))  # as schedulers do
-        ended += finished + stopped
+            req.end(Finish("abort"))  # as schedulers do
+        ended += [*outcome.finished, *outcome.failed]
     assert ended == [slow, other]
     assert 0 < slow.output_len < 12
     assert other.output_len == 20

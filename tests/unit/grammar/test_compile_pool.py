@@ -9,7 +9,6 @@ from concurrent.futures import wait
 import pytest
 
 from shared.errors import RequestError
-from shared.grammar import step_budget
 from shared.grammar.backend import GrammarBackend
 from shared.grammar.compile_pool import CompilePool
 from shared.protocol.sampling_params import Grammar
@@ -167,15 +166,14 @@ def test_a_closed_pool_compiles_nothing_and_its_threads_end(backend: CountingBac
         assert not thread.is_alive()
 
 
-def test_a_grammar_that_is_slow_to_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_is_slow_to_follow_is_refused() -> None:
     cpu = CpuTime()
-    monkeypatch.setattr(step_budget, "cpu_clock", cpu)
 
     class Costly:
         def compile(self, grammar: Grammar) -> TokenCompiled:
             return CostlyCompiled(cpu, mask_s=lambda _: 1.0)
 
-    pool = CompilePool(Costly)
+    pool = CompilePool(Costly, cpu_clock=cpu)
     with pytest.raises(RequestError, match="regex: following this grammar takes too long"):
         pool.compile(Grammar("regex", "a")).result(10)
     pool.close()

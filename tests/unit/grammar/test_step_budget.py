@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from shared.errors import RequestError
-from shared.grammar import step_budget
 from shared.grammar.probe import NUM_STEPS, probe
 from shared.grammar.state import GrammarState
 from shared.grammar.step_budget import FREE_STEP_S, MAX_OWED_S, StepBudget
@@ -14,10 +13,8 @@ from tests.token_grammar import CostlyCompiled, CpuTime
 
 
 @pytest.fixture
-def cpu(monkeypatch: pytest.MonkeyPatch) -> CpuTime:
-    cpu = CpuTime()
-    monkeypatch.setattr(step_budget, "cpu_clock", cpu)
-    return cpu
+def cpu() -> CpuTime:
+    return CpuTime()
 
 
 def test_one_long_step_exhausts_a_budget_for_good() -> None:
@@ -51,14 +48,15 @@ def test_what_is_above_the_allowance_adds_up_and_is_paid_back() -> None:
 
 def test_both_masks_and_tokens_are_charged(cpu: CpuTime) -> None:
     mask = np.zeros((1, 64), dtype=np.int32)
-    by_mask = GrammarState(CostlyCompiled(cpu, mask_s=lambda _: 1.0))
+    by_mask = GrammarState(CostlyCompiled(cpu, mask_s=lambda _: 1.0), cpu_clock=cpu)
     by_mask.fill_mask(mask, 0)
-    by_token = GrammarState(CostlyCompiled(cpu, accept_s=lambda _: 1.0))
+    by_token = GrammarState(CostlyCompiled(cpu, accept_s=lambda _: 1.0), cpu_clock=cpu)
     assert by_token.accept(3)
-    by_text = GrammarState(CostlyCompiled(cpu, forced_s=1.0), jump_forward=True)
+    by_text = GrammarState(CostlyCompiled(cpu, forced_s=1.0), jump_forward=True, cpu_clock=cpu)
     by_text.forced_tokens()
     assert by_mask.is_too_slow and by_token.is_too_slow and by_text.is_too_slow
-    for state in (GrammarState(CostlyCompiled(cpu)), GrammarState(CostlyCompiled(cpu, forced_s=1.0))):
+    for compiled in (CostlyCompiled(cpu), CostlyCompiled(cpu, forced_s=1.0)):
+        state = GrammarState(compiled, cpu_clock=cpu)
         state.fill_mask(mask, 0)
         assert state.accept(3)
         state.forced_tokens()
@@ -77,12 +75,12 @@ def test_both_masks_and_tokens_are_charged(cpu: CpuTime) -> None:
 )
 def test_a_slow_grammar_is_refused_before_anybody_follows_it(cpu: CpuTime, slow: dict[str, object]) -> None:
     with pytest.raises(RequestError, match=r"^ebnf: .*takes too long") as caught:
-        probe(CostlyCompiled(cpu, **slow), "ebnf")  # type: ignore[arg-type]
+        probe(CostlyCompiled(cpu, **slow), "ebnf", cpu)  # type: ignore[arg-type]
     assert (caught.value.status, caught.value.param) == (400, "ebnf")
     assert cpu.seconds < 3  # it stops where it knows
 
 
 def test_a_probe_goes_on_behind_the_end(cpu: CpuTime) -> None:
     compiled = CostlyCompiled(cpu, length=4, mask_s=lambda _: 0.001)
-    probe(compiled, "regex")
+    probe(compiled, "regex", cpu)
     assert cpu.seconds == pytest.approx(0.001 * NUM_STEPS)

@@ -6,7 +6,7 @@ import pytest
 
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import Finish
-from shared.scheduling.commit import Committed, commit_result, finish_reason
+from shared.scheduling.commit import Outcome, commit_result, finish_reason
 from shared.scheduling.req import Req
 from shared.scheduling.sampled import Sampled
 from shared.scheduling.schedule_batch import ScheduleBatch, schedule
@@ -27,8 +27,10 @@ def extend(req: Req, length: int, *, samples: bool = True) -> ScheduleBatch:
     return ScheduleBatch(extends=(schedule(req, length, samples=samples),))
 
 
-def commit(ledger: KVLedger, batch: ScheduleBatch, *tokens: int) -> Committed:
-    return commit_result(batch, Sampled(tokens), ledger, EOS)
+def commit(ledger: KVLedger, batch: ScheduleBatch, *tokens: int) -> Outcome:
+    outcome = Outcome()
+    commit_result(batch, Sampled(tokens), ledger, EOS, outcome)
+    return outcome
 
 
 def test_a_chunk_brings_kv_and_no_token(make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:

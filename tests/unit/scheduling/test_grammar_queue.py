@@ -8,13 +8,12 @@ from itertools import count
 
 import pytest
 
-from shared.grammar import step_budget
 from shared.grammar.compile_pool import CompilePool
 from shared.protocol.messages import ReqKey, Work
 from shared.protocol.sampling_params import Grammar, SamplingParams
 from shared.scheduling.grammar_queue import GrammarQueue
 from shared.scheduling.req import Req
-from shared.timeline import Role, Timeline
+from shared.timeline import Clock, Role, Timeline
 from tests.token_engine import EOS
 from tests.token_grammar import TokenCompiled, TokenGrammarBackend, token_grammar
 
@@ -40,7 +39,10 @@ class World:
         self.pool = CompilePool(lambda: self.backend, num_threads=1)
         self.now = 0.0
         self.woken = threading.Event()
-        self.queue = GrammarQueue(self.pool, TIMEOUT_S, lambda: self.now, self.woken.set)
+        self.cpu: Clock = lambda: 0.0
+        self.queue = GrammarQueue(
+            self.pool, TIMEOUT_S, lambda: self.now, self.woken.set, cpu_clock=lambda: self.cpu()
+        )
         self.gone_on: list[str] = []
 
     def add(self, rid: str, grammar: Grammar, output_ids: tuple[int, ...] = ()) -> Req:
@@ -154,11 +156,11 @@ def test_past_the_deadline_a_grammar_is_not_begun(world: World) -> None:
     assert token_grammar(3, 9).text not in world.backend.compiled
 
 
-def test_outputs_that_are_slow_to_replay_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_that_are_slow_to_replay_are_refused(world: World) -> None:
     world.compile_all()
     world.pool.compile(token_grammar(3, 9)).result(10)
     seconds = count(0.0, 1.0)
-    monkeypatch.setattr(step_budget, "cpu_clock", lambda: next(seconds))
+    world.cpu = lambda: next(seconds)
     world.add("a", token_grammar(3, 9), output_ids=(3, 6))
     assert world.woken.wait(10)
     (over,) = world.queue.take()

@@ -12,7 +12,7 @@ from shared.grammar.state import GrammarState
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import Finish
 from shared.protocol.sampling_params import TokenBias
-from shared.scheduling.commit import Committed, commit_result
+from shared.scheduling.commit import Outcome, commit_result
 from shared.scheduling.jump_forward import MIN_TOKENS
 from shared.scheduling.req import Req
 from shared.scheduling.sampled import Sampled
@@ -63,14 +63,16 @@ def committed(
     jump_forward: bool = True,
     matcher: dict[str, int] | None = None,
     **params: Any,
-) -> tuple[Req, Committed]:
+) -> tuple[Req, Outcome]:
     """A request of 10 tokens whose first sampled token is TOKEN."""
     ledger, req = make_kv_ledger(), make_req(10, **params)
     req.grammar = GrammarState(Scripted(**(matcher or {})), jump_forward=jump_forward)
     req.kv = ledger.admit(ledger.match_prefix(req.ids, ""), "")
     assert req.kv is not None and ledger.grow(req.kv, 10)
     batch = ScheduleBatch(extends=(schedule(req, 10, samples=True),))
-    return req, commit_result(batch, Sampled([TOKEN]), ledger, EOS)
+    outcome = Outcome()
+    commit_result(batch, Sampled([TOKEN]), ledger, EOS, outcome)
+    return req, outcome
 
 
 def outputs(req: Req) -> Sequence[int]:
@@ -143,7 +145,7 @@ def test_a_token_that_the_grammar_refuses_ends_the_jump(
     req, out = committed(make_kv_ledger, make_req, matcher={"refused": refused})
     assert outputs(req) == [TOKEN, *FORCED[:num_jumped]]
     assert bool(req.generation) == bool(num_jumped)
-    assert out.stuck == []
+    assert not out.failed
 
 
 def test_the_next_sampled_token_is_told_alone_again(make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
@@ -152,5 +154,5 @@ def test_the_next_sampled_token_is_told_alone_again(make_kv_ledger: MakeLedger, 
     req.kv = ledger.admit(ledger.match_prefix(req.ids, ""), "")
     assert req.kv is not None and ledger.grow(req.kv, len(req.ids))
     batch = ScheduleBatch(extends=(schedule(req, len(req.ids), samples=True),))
-    commit_result(batch, Sampled([70]), ledger, EOS)
+    commit_result(batch, Sampled([70]), ledger, EOS, Outcome())
     assert (req.num_jumped, req.newest_ids) == (0, (70,))
