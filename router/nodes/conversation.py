@@ -111,11 +111,11 @@ class Conversation:
 
     async def _ping(self) -> None:
         for seq in itertools.count(1):
-            self._node.send(Ping(seq))
-            await asyncio.sleep(self._timing.ping_s)
             verdict = self._node.liveness.tick(time.monotonic())
             if verdict is not None:
                 raise LinkError(verdict)
+            self._node.send(Ping(seq))
+            await asyncio.sleep(self._timing.ping_s)
 
     def _handle(self, message: NodeToRouter) -> None:
         match message:

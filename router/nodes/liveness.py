@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
+from shared.protocol.heartbeat import Heartbeat
 from shared.protocol.messages import Load
 
 
 class Liveness:
     """Watches the pongs of one node.
 
-    A node is dead after `timeout_s` without a pong, or when it has said for that long that it is busy while its
-    progress counter stood still. A long prefill chunk is neither: pongs are answered and progress counts layers.
-    Time in which this process itself did not run (it was stopped, the machine slept) is not held against the node.
+    A node is dead when it is silent for `timeout_s`, or when its pongs have said for that long that it is busy while
+    its progress counter stood still. A long prefill chunk is neither: pongs are answered and progress counts layers.
     """
 
     def __init__(self, now: float, *, timeout_s: float, interval_s: float) -> None:
+        self._heartbeat = Heartbeat(interval_s, timeout_s, now)
         self._timeout_s = timeout_s
         self._interval_s = interval_s
-        self._last_tick = now
-        self._last_pong = now
-        self._last_progress = now
         self._progress = -1
+        self._num_stuck = 0
+        """Pongs in a row that told of work and no progress. Not a time: this process may have been stopped."""
 
     def pong(self, now: float, load: Load) -> None:
         """The node has answered."""
-        self._last_pong = now
-        if load.progress != self._progress or not load.busy:
-            self._progress = load.progress
-            self._last_progress = now
+        self._heartbeat.heard(now)
+        stuck = load.busy and load.progress == self._progress
+        self._num_stuck = self._num_stuck + 1 if stuck else 0
+        self._progress = load.progress
 
     def tick(self, now: float) -> str | None:
-        """To be called every `interval_s`; returns why the node is dead, or None."""
-        asleep_s = now - self._last_tick - self._interval_s
-        if asleep_s > self._interval_s:
-            self._last_pong += asleep_s
-            self._last_progress += asleep_s
-        self._last_tick = now
-        if now - self._last_pong > self._timeout_s:
-            return f"no answer for {now - self._last_pong:.1f} s"
-        if now - self._last_progress > self._timeout_s:
-            return f"busy without progress for {now - self._last_progress:.1f} s"
+        """To be called with every ping; returns why the node is dead, or None."""
+        if self._heartbeat.silent(now):
+            return f"no answer for {self._heartbeat.silence(now):.1f} s"
+        if self._num_stuck * self._interval_s >= self._timeout_s:
+            return f"busy without progress for {self._num_stuck * self._interval_s:.1f} s"
+        self._heartbeat.ping_due(now)
         return None

@@ -10,54 +10,12 @@ from typing import Any, Generic, TypeVar
 from shared import log
 from shared.config import TransferOptions
 from shared.kvtransfer.links import Links
+from shared.protocol.heartbeat import Heartbeat
 from shared.protocol.messages import LinkLost, PeerPing, PeerPong, StoreSet
 from shared.protocol.outbox import Outbox
 
 PeerMessage = StoreSet | LinkLost | PeerPing | PeerPong
 State = TypeVar("State")
-
-
-class Heartbeat:
-    """Decides when to ping one peer, and when it counts as silent. `now` is passed in.
-
-    Silence is measured from pings that went unanswered and not from the wall clock alone: a node that was
-    itself asleep (a long step, a stopped process) wakes to a backlog of answers and must not condemn the peer
-    before it has read them.
-    """
-
-    MIN_UNANSWERED = 2
-
-    def __init__(self, ping_s: float, timeout_s: float, now: float) -> None:
-        self._ping_s = ping_s
-        self._timeout_s = timeout_s
-        self._heard_at = now
-        self._ping_at = now
-        self._num_unanswered = 0
-
-    def heard(self, now: float) -> None:
-        """Any message of the peer proves that its Python is alive."""
-        self._heard_at = now
-        self._num_unanswered = 0
-
-    def silence(self, now: float) -> float:
-        """Seconds since the peer was last heard."""
-        return now - self._heard_at
-
-    def ping_due(self, now: float) -> bool:
-        """Whether to send a ping now; counts it as sent."""
-        if now < self._ping_at:
-            return False
-        self._ping_at = now + self._ping_s
-        self._num_unanswered += 1
-        return True
-
-    def silent(self, now: float) -> bool:
-        """To be asked before `ping_due`, so that the last ping had its time to be answered."""
-        return (
-            now >= self._ping_at
-            and self._num_unanswered >= self.MIN_UNANSWERED
-            and self.silence(now) >= self._timeout_s
-        )
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ def test_pongs_keep_an_idle_node_alive() -> None:
 
 def test_no_pong() -> None:
     verdict = ticks(liveness(), 1, 100, None)
-    assert verdict is not None and verdict.startswith("no answer for 11")
+    assert verdict is not None and verdict.startswith("no answer for 10")
 
 
 def test_busy_without_progress() -> None:
