@@ -58,6 +58,8 @@ def split_cores(cores: CpuCores | None, num_nodes: int) -> list[CpuCores]:
     More nodes than cores share them in turn, with one thread each. Under a CPU quota of fewer cores nothing is
     pinned: every container of a large machine would choose the same few.
     """
+    if not num_nodes:
+        return []
     if cores is None:
         cores = _everything(num_nodes)
     each, rest = divmod(cores.num_threads, num_nodes)

@@ -88,6 +88,12 @@ def test_nodes_share_what_was_named(cores: CpuCores, num_nodes: int, shares: lis
     assert [str(share) for share in split_cores(cores, num_nodes)] == shares
 
 
+@pytest.mark.parametrize("cores", [None, CpuCores(2, (0, 1)), CpuCores(2)])
+def test_no_nodes_share_nothing(cores: CpuCores | None) -> None:
+    """A router may have no nodes of its own."""
+    assert split_cores(cores, 0) == []
+
+
 def test_nodes_share_what_is_there(machine: Machine) -> None:
     machine.has(range(4, 8))
     assert [str(share) for share in split_cores(None, 2)] == ["4-5", "6-7"]
