@@ -58,10 +58,10 @@ class ModelOptions:
         _cores,
         "LIST",
     )
-    cpu_kernels: str = flag(
+    attention_backend: str = flag(
         "auto",
-        "what computes the model on a CPU: kernels in C++, built at the first start, for bfloat16 with AVX-512, or "
-        "torch; auto: native where it can be had",
+        "what computes attention, and with it the model: native (C++ for CPUs with AVX-512, in bfloat16, built at "
+        "the first start) or torch; auto: native where it can be had",
         choices=("auto", "native", "torch"),
     )
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shared.engine.attention import Progress
 from shared.engine.backends import LoadedModel, load_model
 from shared.engine.future_map import FutureMap
 from shared.engine.logprobs import GatheredLogprobs
 from shared.engine.model_runner import ModelBackend
 from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import SamplingInputs
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import load_model_config
@@ -54,8 +54,9 @@ class Rig:
     ) -> GatheredLogprobs | None:
         batch = replace(batch_of(extends, decodes), **changes)  # type: ignore[arg-type]
         with torch.inference_mode():
-            self.logits, of_prompt = self.backend.forward(batch, self.future_map)
-        return of_prompt
+            forwarded = self.backend.forward(batch, self.future_map)
+        self.logits = forwarded.logits_SV
+        return forwarded.input_logprobs
 
 
 @contextmanager

@@ -13,10 +13,10 @@ import torch
 
 from shared.config import CacheOptions, NodeConfig
 from shared.cpu_cores import CpuCores
-from shared.engine.attention import Progress
 from shared.engine.build import Engine, make_ledger
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.profiler import Profiler
+from shared.engine.progress import Progress
 from shared.engine.vocab_mask import VocabMask
 from shared.kvcache.host_pages import HostPages, PageCopy
 from shared.kvcache.host_pool import CpuHostKVPool
@@ -231,7 +231,7 @@ def token_engine(config: NodeConfig) -> Engine:
         layout=KVLayout("tokens", "int64", cache.page_size, 1, 1, 1),
         limits=NodeLimits(context_length, (num_pages - 1) * cache.page_size, num_rows),
         progress=Progress(),
-        kernels="tokens",
+        attention_backend="tokens",
         eos_token_ids=frozenset({EOS}),
         profiler=Profiler(config.profile_dir, "tokens"),
         cpu_cores=CpuCores(1),

@@ -1,57 +1,76 @@
-"""Attention over the KV pool, as the decoder calls it: write the new K and V, then attend."""
+"""The attention backend: how each token of a forward attends to the pages of its sequence.
+
+A backend plans once a forward, when lengths and page tables are known, and its plan runs once a layer.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 
 from shared.engine.forward_batch import ForwardBatch
-from shared.kernels.reference import decode_attention, extend_attention, write_kv
-from shared.kvcache.pools import TokenToKVPool
-from shared.model.decoder import Attend
+from shared.kernels.reference import decode_attention, extend_attention
 
 
-class Progress:
-    """Counts layers computed and steps planned, so that silence can be told from a long forward.
+class AttentionPlan(Protocol):
+    """Attention of one forward."""
 
-    The forward stream counts layers, the scheduler steps, and the control thread reads.
-    """
-
-    def __init__(self) -> None:
-        self.layers = np.zeros(1, dtype=np.int64)
-        """In memory, where native code finds it."""
-        self.steps = 0
-
-    @property
-    def count(self) -> int:
-        """Of both."""
-        return int(self.layers[0]) + self.steps
+    def run(
+        self, q_THD: torch.Tensor, k_pages_NKSD: torch.Tensor, v_pages_NKSD: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention over one layer's pages, [T, H, D]; the K and V of the new tokens are in them already."""
+        ...
 
 
-def make_attend(batch: ForwardBatch, pool: TokenToKVPool, progress: Progress) -> Attend:
-    """Attention for one forward; extends and a decode step beside them each by the kernel made for them."""
-    num_extends = len(batch.lengths) - batch.num_decodes
-    num_extend_tokens = sum(batch.lengths[:num_extends])
+class AttentionBackend(Protocol):
+    """Used on the forward stream, one forward after the other."""
 
-    def extend(q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
-        e = num_extends
-        return extend_attention(
-            q_THD, k_pages, v_pages, batch.page_table_BP[:e], batch.starts[:e], batch.lengths[:e]
+    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+        """What every layer of the forward shares. `batch.host` has lengths on the host, so nothing need wait."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAttentionPlan:
+    """Extends one by one, and the decode step beside them in one call over a padded page table."""
+
+    starts: list[int]
+    lengths: list[int]
+    """Of the extends."""
+    num_extend_tokens: int
+    extend_tables_BP: torch.Tensor
+    decode_tables_BP: torch.Tensor
+    decode_seq_lens_B: torch.Tensor
+
+    def run(
+        self, q_THD: torch.Tensor, k_pages_NKSD: torch.Tensor, v_pages_NKSD: torch.Tensor
+    ) -> torch.Tensor:
+        """Extends and decode step, each by the kernel made for it."""
+        pages = k_pages_NKSD, v_pages_NKSD
+        extending_THD, decoding_BHD = q_THD[: self.num_extend_tokens], q_THD[self.num_extend_tokens :]
+        if not self.lengths:
+            return decode_attention(decoding_BHD, *pages, self.decode_tables_BP, self.decode_seq_lens_B)
+        extended = extend_attention(extending_THD, *pages, self.extend_tables_BP, self.starts, self.lengths)
+        if not len(decoding_BHD):
+            return extended
+        decoded = decode_attention(decoding_BHD, *pages, self.decode_tables_BP, self.decode_seq_lens_B)
+        return torch.cat([extended, decoded])
+
+
+class TorchAttention:
+    """Torch operations, on any device and in any type."""
+
+    def plan(self, batch: ForwardBatch) -> TorchAttentionPlan:
+        """Split the batch into its extends and its decode step."""
+        num_extends = len(batch.host.rows_B) - batch.host.num_decodes
+        lengths = batch.host.lengths_B[:num_extends].tolist()
+        return TorchAttentionPlan(
+            starts=batch.host.starts_B[:num_extends].tolist(),
+            lengths=lengths,
+            num_extend_tokens=sum(lengths),
+            extend_tables_BP=batch.page_table_BP[:num_extends],
+            decode_tables_BP=batch.page_table_BP[num_extends:],
+            decode_seq_lens_B=batch.seq_lens_B[num_extends:],
         )
-
-    def decode(q_BHD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
-        e = num_extends
-        return decode_attention(q_BHD, k_pages, v_pages, batch.page_table_BP[e:], batch.seq_lens_B[e:])
-
-    def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-        progress.layers[0] += 1
-        k_pages, v_pages = pool.layer_kv(layer)
-        write_kv(k_pages, v_pages, k_TKD, v_TKD, batch.out_pages_T, batch.out_offsets_T)
-        if batch.num_decodes == 0:
-            return extend(q_THD, k_pages, v_pages)
-        if num_extends == 0:
-            return decode(q_THD, k_pages, v_pages)
-        extended = extend(q_THD[:num_extend_tokens], k_pages, v_pages)
-        return torch.cat([extended, decode(q_THD[num_extend_tokens:], k_pages, v_pages)])
-
-    return attend

@@ -1,4 +1,4 @@
-"""Which backend computes the model here, and the model loaded for it."""
+"""Which backend computes the model here (--attention-backend), and the model loaded for it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 
 from shared import log
-from shared.engine.attention import Progress
+from shared.engine.attention import AttentionBackend, TorchAttention
 from shared.engine.model_runner import ModelBackend
 from shared.engine.native_backend import NativeBackend
+from shared.engine.progress import Progress
 from shared.engine.torch_backend import TorchBackend
 from shared.errors import ConfigError
 from shared.kernels.cpu.build import NativeUnavailable
@@ -22,6 +23,8 @@ from shared.model.config import ModelConfig
 from shared.model.decoder import Decoder
 from shared.model.packed_weights import PackedWeights, load_packed_weights, native_obstacle
 
+ATTENTION_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchAttention}
+"""Those of the decoder in Python. `native` is none of them: its decoder computes attention itself (ADR 14)."""
 OnProgress = Callable[[str, float], None]
 """(what is being done, fraction done)"""
 
@@ -36,30 +39,32 @@ class LoadedModel(Protocol):
 
 @dataclass(frozen=True)
 class TorchModel:
-    """See LoadedModel."""
+    """Weights for the decoder in Python, and the attention backend that it will use."""
 
     decoder: Decoder
+    attention_backend: str
 
     def bind(self, pool: TokenToKVPool, progress: Progress) -> TorchBackend:
-        """See LoadedModel."""
-        return TorchBackend(self.decoder, pool, progress)
+        """A TorchBackend."""
+        attention = ATTENTION_BACKENDS[self.attention_backend]()
+        return TorchBackend(self.attention_backend, self.decoder, attention, pool, progress)
 
 
 @dataclass(frozen=True)
 class NativeModel:
-    """See LoadedModel."""
+    """Packed weights, and the threads that will compute with them."""
 
     config: ModelConfig
     weights: PackedWeights
     team: Team
 
     def bind(self, pool: TokenToKVPool, progress: Progress) -> NativeBackend:
-        """See LoadedModel."""
+        """A NativeBackend, which ends the threads when it is closed."""
         return NativeBackend(self.config, self.weights, self.team, pool, progress)
 
 
 def load_model(
-    kernels: str,
+    attention_backend: str,
     folder: Path,
     config: ModelConfig,
     *,
@@ -68,19 +73,20 @@ def load_model(
     cores: Sequence[int],
     on_progress: OnProgress,
 ) -> LoadedModel:
-    """Load a model for the backend that `kernels` (--cpu-kernels) asks for, or the fastest that can be had.
+    """Load a model for `attention_backend`, or for the fastest that can be had where that is `auto`.
 
     `cores` are those of the native backend's threads, of which the first is the forward stream's own; below 0: any.
     Raises ConfigError when `native` is asked for and cannot be had, and ModelError for what is wrong in the folder.
     """
-    team = _native_team(kernels, config, dtype, device, cores, on_progress)
+    team = _native_team(attention_backend, config, dtype, device, cores, on_progress)
 
     def loading(fraction: float) -> None:
         on_progress("loading weights", fraction)
 
     loading(0.0)
     if team is None:
-        return TorchModel(Decoder.load(folder, config, dtype=dtype, device=device, on_progress=loading))
+        decoder = Decoder.load(folder, config, dtype=dtype, device=device, on_progress=loading)
+        return TorchModel(decoder, "torch" if attention_backend == "auto" else attention_backend)
     try:
         return NativeModel(config, load_packed_weights(folder, config, team, on_progress=loading), team)
     except BaseException:
@@ -89,17 +95,17 @@ def load_model(
 
 
 def _native_team(
-    kernels: str,
+    attention_backend: str,
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     cores: Sequence[int],
     on_progress: OnProgress,
 ) -> Team | None:
-    """The threads of the native backend; None where torch computes."""
+    """The threads of the native backend; None where the decoder in Python computes."""
     try:
-        if kernels == "torch":
-            raise NativeUnavailable("--cpu-kernels torch")
+        if attention_backend in ATTENTION_BACKENDS:
+            raise NativeUnavailable(f"--attention-backend {attention_backend}")
         if device.type != "cpu":
             raise NativeUnavailable(f"they are for CPUs, and this is {device}")
         if dtype != torch.bfloat16:
@@ -110,8 +116,8 @@ def _native_team(
             raise NativeUnavailable(f"{config.architecture}: {obstacle}")
         return Team(load_library(on_build=lambda: on_progress("building kernels", 0.0)), cores)
     except NativeUnavailable as reason:
-        if kernels == "native":
-            raise ConfigError(f"--cpu-kernels native: {reason}") from reason
+        if attention_backend == "native":
+            raise ConfigError(f"--attention-backend native: {reason}") from reason
         if device.type == "cpu":
             log.event("no_native_kernels", reason=str(reason))
         return None

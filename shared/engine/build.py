@@ -15,11 +15,11 @@ import xxhash
 from shared import log
 from shared.config import CacheOptions, ModelOptions, NodeConfig
 from shared.cpu_cores import CpuCores, own_cores
-from shared.engine.attention import Progress
 from shared.engine.backends import OnProgress, load_model
 from shared.engine.forward_stream import ForwardStream, make_forward_stream
 from shared.engine.model_runner import ModelRunner
 from shared.engine.profiler import Profiler
+from shared.engine.progress import Progress
 from shared.errors import ConfigError, RequestError
 from shared.grammar.backend import GrammarBackend
 from shared.grammar.compile_pool import CompilePool
@@ -55,8 +55,8 @@ class Engine:
     layout: KVLayout
     limits: NodeLimits
     progress: Progress
-    kernels: str
-    """The name of the backend that computes the model."""
+    attention_backend: str
+    """The name of the one that was chosen."""
     eos_token_ids: frozenset[int]
     profiler: Profiler
     cpu_cores: CpuCores
@@ -84,7 +84,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
     torch.set_num_threads(cpu_cores.num_threads)
     with _memory_of(device, "the model"):
         model = load_model(
-            config.model.cpu_kernels,
+            config.model.attention_backend,
             folder,
             model_config,
             dtype=dtype,
@@ -104,7 +104,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
             head_dim=model_config.head_dim,
             dtype=dtype,
             device=device,
-            mover=_page_mover(config.model.cpu_kernels),
+            mover=_page_mover(config.model.attention_backend),
         )
     limits = NodeLimits(
         context_length=context_length,
@@ -133,7 +133,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         model=config.model.model,
         device=device,
         dtype=dtype_name(dtype),
-        kernels=f"{backend.name} ({ignored})" if ignored else backend.name,
+        attention_backend=f"{backend.name} ({ignored})" if ignored else backend.name,
         page_mover=pool.mover.name,
         context_length=context_length,
         max_total_num_tokens=limits.max_total_num_tokens,
@@ -157,7 +157,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         ),
         limits=limits,
         progress=progress,
-        kernels=backend.name,
+        attention_backend=backend.name,
         profiler=profiler,
         cpu_cores=cpu_cores,
         grammars=CompilePool(make_grammar_backend(config.schedule.grammar_backend, folder, model_config)),
@@ -165,8 +165,8 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
     )
 
 
-def _page_mover(kernels: str) -> PageMover:
-    if kernels != "torch":
+def _page_mover(attention_backend: str) -> PageMover:
+    if attention_backend in ("auto", "native"):
         try:
             return NativePageMover()
         except NativeUnavailable as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from shared.engine.future_map import to_device
+from shared.engine.on_device import to_device
 from shared.engine.sampling_inputs import LogprobInputs
 from shared.protocol.logprobs import Logprobs
 

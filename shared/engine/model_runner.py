@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from shared.engine.future_map import FutureMap, to_device
+from shared.engine.future_map import FutureMap
 from shared.engine.logprobs import GatheredLogprobs, RawLogprobs
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.penalties import PenaltyTable
@@ -28,6 +28,7 @@ class Forwarded:
 
     logits_SV: torch.Tensor | None
     rows_S: torch.Tensor
+    """The row of each sequence that samples, int64 on the device."""
     sampling: SamplingInputs
     input_logprobs: GatheredLogprobs | None = None
 
@@ -62,16 +63,11 @@ class ModelBackend(Protocol):
 
     name: str
     has_threads: bool
-    """Of its own, of which the forward stream's is the first; otherwise torch starts what it needs."""
+    """True for threads of its own, of which the forward stream's is the first; torch starts its own by itself."""
     vocab_size: int
 
-    def forward(
-        self, batch: ModelWorkerBatch, future_map: FutureMap
-    ) -> tuple[torch.Tensor | None, GatheredLogprobs | None]:
-        """Logits float32 [S, V] of the sampling sequences (None: nothing samples), and the prompt's logprobs.
-
-        The logits are good until the next forward.
-        """
+    def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
+        """Compute `batch`. The logits are good until the next forward."""
         ...
 
     def draw(
@@ -106,9 +102,7 @@ class ModelRunner:
     def forward(self, batch: ModelWorkerBatch) -> Forwarded:
         """Compute `batch` up to the logits of its S sampling sequences."""
         with self._span("forward"):
-            rows_S = to_device(batch.rows_B[batch.sampled_B], self.device)
-            logits_SV, of_prompt = self._backend.forward(batch, self._future_map)
-            return Forwarded(logits_SV, rows_S, batch.sampling, of_prompt)
+            return self._backend.forward(batch, self._future_map)
 
     @torch.inference_mode()
     def sample(self, forwarded: Forwarded, vocab_mask: VocabMask | None = None) -> SampledTensors:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from shared.engine.attention import Progress
 from shared.engine.future_map import FutureMap
 from shared.engine.logprobs import GatheredLogprobs, prompt_logprobs
+from shared.engine.model_runner import Forwarded
 from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.progress import Progress
 from shared.engine.sampler import adjust_logits
 from shared.engine.sampling_inputs import LogprobInputs, SamplingInputs
 from shared.engine.vocab_mask import VocabMask
@@ -25,7 +26,7 @@ from shared.model.packed_weights import PackedWeights
 
 
 class NativeBackend:
-    """See ModelBackend."""
+    """A ModelBackend whose forward, attention included, is C++ (ADR 14)."""
 
     name = "native"
     has_threads = True
@@ -48,10 +49,8 @@ class NativeBackend:
         self._logits = np.empty(0, dtype=np.float32)
         """Of the latest forward, whose sampling comes before the next one."""
 
-    def forward(
-        self, batch: ModelWorkerBatch, future_map: FutureMap
-    ) -> tuple[torch.Tensor | None, GatheredLogprobs | None]:
-        """See ModelBackend."""
+    def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
+        """One native call, which reads the snapshot's arrays where they are."""
         wanted = batch.input_logprobs
         logits_SV = self._logits_buffer(len(batch.sampled_B))
         rows_N = wanted.rows_N if wanted is not None else np.empty(0, dtype=np.int64)
@@ -82,7 +81,12 @@ class NativeBackend:
             )
         )
         of_prompt = self._prompt_logprobs(hidden_ND, wanted) if wanted is not None else None
-        return torch.from_numpy(logits_SV) if len(logits_SV) else None, of_prompt
+        return Forwarded(
+            torch.from_numpy(logits_SV) if len(logits_SV) else None,
+            torch.from_numpy(batch.rows_B[batch.sampled_B]),
+            batch.sampling,
+            of_prompt,
+        )
 
     def draw(
         self,
@@ -92,12 +96,12 @@ class NativeBackend:
         rows_S: torch.Tensor,
         future_map: FutureMap,
     ) -> torch.Tensor:
-        """See ModelBackend."""
+        """One native call behind what torch does to the logits."""
         adjust_logits(logits_SV, inputs, vocab_mask)
         return sample(self._team, logits_SV, _sampling(inputs), rows_S, future_map.last_token_R)
 
     def close(self) -> None:
-        """See ModelBackend."""
+        """End the threads and free the scratch memory."""
         self._decoder.close()
         self._team.close()
 

@@ -173,7 +173,7 @@ def _parts(
         "cpu_cores": str(engine.cpu_cores),
         "device": str(engine.pool.device),
         "dtype": engine.layout.dtype,
-        "cpu_kernels": engine.kernels,
+        "attention_backend": engine.attention_backend,
         "kv_transfer": config.transfer.backend,
         "host_kv_tokens": engine.ledger.host.num_pages * engine.layout.page_size,
     }

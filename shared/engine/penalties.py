@@ -10,9 +10,10 @@ in this order, as in transformers and vLLM.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from shared.engine.future_map import to_device
+from shared.engine.on_device import packed_to_device, to_device
 from shared.engine.sampling_inputs import BiasInputs, PenaltyInputs
 
 
@@ -35,11 +36,20 @@ class PenaltyTable:
         for known in inputs.anew:
             input_ids, output_ids = to_device(known.input_ids, device), to_device(known.output_ids, device)
             self._count_anew(slots[known.at], input_ids, output_ids)
-        slots_P = to_device(slots, device)
-        entries_P = to_device(inputs.entries_P, device)
-        frequency_P1 = to_device(inputs.frequency_P, device, torch.float32)[:, None]
-        presence_P1 = to_device(inputs.presence_P, device, torch.float32)[:, None]
-        repetition_P1 = to_device(inputs.repetition_P, device, torch.float32)[:, None]
+        params = packed_to_device(
+            {
+                "slots": np.array(slots, dtype=np.int64),
+                "entries": inputs.entries_P,
+                "frequency": inputs.frequency_P,
+                "presence": inputs.presence_P,
+                "repetition": inputs.repetition_P,
+            },
+            device,
+        )
+        slots_P, entries_P = params["slots"], params["entries"]
+        frequency_P1, presence_P1, repetition_P1 = (
+            params[name][:, None] for name in ("frequency", "presence", "repetition")
+        )
         x_PV = logits_SV[entries_P]
         repeated_PV = torch.where(x_PV > 0, x_PV / repetition_P1, x_PV * repetition_P1)
         x_PV = torch.where(self._is_known_NV[slots_P], repeated_PV, x_PV)

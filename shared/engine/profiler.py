@@ -61,6 +61,7 @@ class Profiler:
             activities=activities,
             with_stack=with_stack,
             record_shapes=record_shapes,
+            acc_events=True,  # without it torch 2.11 warns that a later cycle would clear events; there is one cycle
             # The forwards of a CPU node run on a thread of their own.
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
         )

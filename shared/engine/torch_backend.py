@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from shared.engine.attention import Progress, make_attend
+from shared.engine.attention import AttentionBackend
 from shared.engine.forward_batch import ForwardBatch
-from shared.engine.future_map import FutureMap, to_device
-from shared.engine.logprobs import GatheredLogprobs, prompt_logprobs
+from shared.engine.future_map import FutureMap
+from shared.engine.logprobs import prompt_logprobs
+from shared.engine.model_runner import Forwarded
 from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.progress import Progress
 from shared.engine.sampler import sample
 from shared.engine.sampling_inputs import SamplingInputs
+from shared.engine.torch_ops import TorchOps
 from shared.engine.vocab_mask import VocabMask
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.decoder import Decoder
 
 
 class TorchBackend:
-    """See ModelBackend."""
+    """A ModelBackend made of the decoder, the torch operations and an attention backend."""
 
-    name = "torch"
     has_threads = False
 
-    def __init__(self, decoder: Decoder, pool: TokenToKVPool, progress: Progress) -> None:
+    def __init__(
+        self,
+        name: str,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        pool: TokenToKVPool,
+        progress: Progress,
+    ) -> None:
+        self.name = name
         self.vocab_size = decoder.config.vocab_size
         self._decoder = decoder
+        self._attention = attention
         self._pool = pool
         self._progress = progress
 
-    def forward(
-        self, batch: ModelWorkerBatch, future_map: FutureMap
-    ) -> tuple[torch.Tensor | None, GatheredLogprobs | None]:
-        """See ModelBackend."""
+    def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
+        """Copy the batch to the device, plan attention for it, and go through the layers."""
         fb = ForwardBatch.from_model_worker_batch(batch, future_map, self._pool.page_size, self._pool.device)
-        attend = make_attend(fb, self._pool, self._progress)
-        hidden_TD = self._decoder.forward(fb.input_ids_T, fb.positions_T, attend)
-        logits_SV = self._decoder.logits(hidden_TD[fb.last_token_S]) if len(fb.last_token_S) else None
-        wanted = batch.input_logprobs
-        if wanted is None:
-            return logits_SV, None
-        hidden_ND = hidden_TD[to_device(wanted.rows_N, self._pool.device)]
-        return logits_SV, prompt_logprobs(self._decoder.logits, hidden_ND, wanted, self.vocab_size)
+        ops = TorchOps(fb, self._attention.plan(fb), self._pool, self._progress)
+        logits = partial(self._decoder.logits, ops=ops)
+        hidden_TD = self._decoder.forward(fb.input_ids_T, fb.positions_T, ops)
+        logits_SV = logits(hidden_TD[fb.last_token_S]) if len(fb.last_token_S) else None
+        of_prompt = None
+        if batch.input_logprobs is not None:
+            hidden_ND = hidden_TD[fb.hidden_rows_N]
+            of_prompt = prompt_logprobs(logits, hidden_ND, batch.input_logprobs, self.vocab_size)
+        return Forwarded(logits_SV, fb.rows_S, batch.sampling, of_prompt)
 
     def draw(
         self,
@@ -50,10 +62,10 @@ class TorchBackend:
         rows_S: torch.Tensor,
         future_map: FutureMap,
     ) -> torch.Tensor:
-        """See ModelBackend."""
+        """Draw by torch operations."""
         token_ids_S = sample(logits_SV, inputs, vocab_mask)
         future_map.store(rows_S, token_ids_S)
         return token_ids_S
 
     def close(self) -> None:
-        """See ModelBackend."""
+        """Nothing is held that needs closing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared import log
-from shared.engine.attention import Progress
+from shared.engine.progress import Progress
 from shared.kvcache.audit import LeakError, audit_idle
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import Load

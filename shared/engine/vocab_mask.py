@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shared.engine.future_map import to_device
+from shared.engine.on_device import to_device
 from shared.scheduling.schedule_batch import ScheduleBatch
 
 

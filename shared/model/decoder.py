@@ -1,7 +1,7 @@
 """The dense decoder family (Llama, Mistral, Qwen2, Qwen3), read from top to bottom.
 
 A forward works on one flat token axis: the tokens of all Reqs of a batch, concatenated, with their positions. Which
-token belongs to which Req, where K and V are kept and how attention runs is known only to `attend`.
+token belongs to which Req, where K and V are kept and how attention runs is known only to the forward's `Ops`.
 
 Shape suffixes: T tokens of the batch, B rows whose logits are wanted, D hidden size (head_dim after a heads axis),
 H query heads, K KV heads, N several of both side by side, G gate and up side by side, V vocabulary.
@@ -11,28 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch.nn.functional import embedding, linear
 
 from shared.model.config import ModelConfig
-from shared.model.layers import apply_rotary, rms_norm, rotary_cos_sin, rotary_frequencies, silu_mul
+from shared.model.layers import rotary_frequencies
+from shared.model.ops import Ops, Rotary
 from shared.model.weights import DecoderWeights, LayerWeights, load_weights
-
-
-class Attend(Protocol):
-    """Keeps one layer's new K and V, then returns every token's causal attention over its own Req.
-
-    q_THD and k_TKD carry their rotation already. All three may be strided views; scores are scaled by
-    head_dim ** -0.5. The result is o_THD in the same dtype.
-    """
-
-    def __call__(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, /
-    ) -> torch.Tensor:
-        """Called once per layer and forward, in order, on the forward's stream."""
-        ...
 
 
 class Decoder:
@@ -59,45 +44,34 @@ class Decoder:
         """Load a folder's weights; see `load_weights` for progress and for the ModelErrors raised."""
         return cls(config, load_weights(folder, config, dtype=dtype, device=device, on_progress=on_progress))
 
-    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Hidden states [T, D] after the last layer, before the final norm, which `logits` applies to its rows.
-
-        `attend` is called once per layer, in order.
-        """
-        hidden_TD = embedding(input_ids_T, self.weights.embed_VD)
-        rotary = rotary_cos_sin(positions_T, self.rotary_frequencies, hidden_TD.dtype)
+    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """Hidden states [T, D] after the last layer, before the final norm, which `logits` applies to its rows."""
+        eps = self.config.rms_norm_eps
+        x_TD, residual_TD = ops.embed(input_ids_T, self.weights.embed_VD), None
+        rotary = ops.rotary(positions_T, self.rotary_frequencies, x_TD.dtype)
         for i, layer in enumerate(self.weights.layers):
-            normed_TD = rms_norm(hidden_TD, layer.input_norm_D, self.config.rms_norm_eps)
-            hidden_TD = hidden_TD + self._attention(i, layer, normed_TD, rotary, attend)
-            normed_TD = rms_norm(hidden_TD, layer.post_attention_norm_D, self.config.rms_norm_eps)
-            hidden_TD = hidden_TD + _mlp(layer, normed_TD)
-        return hidden_TD
+            normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.input_norm_D, eps)
+            x_TD = self._attention(i, layer, normed_TD, rotary, ops)
+            normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.post_attention_norm_D, eps)
+            x_TD = _mlp(layer, normed_TD, ops)
+        assert residual_TD is not None, "a model has layers"
+        return residual_TD + x_TD
 
-    def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_BD: torch.Tensor, ops: Ops) -> torch.Tensor:
         """Logits [B, V] in float32 of rows of `forward`'s result."""
-        normed_BD = rms_norm(hidden_BD, self.weights.norm_D, self.config.rms_norm_eps)
-        return linear(normed_BD, self.weights.lm_head_VD).float()
+        normed_BD, _ = ops.add_norm(hidden_BD, None, self.weights.norm_D, self.config.rms_norm_eps)
+        return ops.linear(normed_BD, self.weights.lm_head_VD).float()
 
     def _attention(
-        self,
-        i: int,
-        layer: LayerWeights,
-        x_TD: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
+        self, i: int, layer: LayerWeights, x_TD: torch.Tensor, rotary: Rotary, ops: Ops
     ) -> torch.Tensor:
-        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv_TQ = linear(x_TD, layer.qkv_proj_QD, layer.qkv_bias_Q)
-        qkv_TND = qkv_TQ.view(-1, num_heads + 2 * num_kv_heads, self.config.head_dim)
-        # q and k are neighbours in the buffer, so norm and rotation take both at once.
-        qk_TND, v_TKD = torch.split(qkv_TND, [num_heads + num_kv_heads, num_kv_heads], dim=1)
-        if layer.qk_norm_ND is not None:
-            qk_TND = rms_norm(qk_TND, layer.qk_norm_ND, self.config.rms_norm_eps)
-        q_THD, k_TKD = torch.split(apply_rotary(qk_TND, *rotary), [num_heads, num_kv_heads], dim=1)
-        o_THD = attend(i, q_THD, k_TKD, v_TKD)
-        return linear(o_THD.flatten(1), layer.o_proj_DA, layer.o_bias_D)
+        c = self.config
+        qkv_TQ = ops.linear(x_TD, layer.qkv_proj_QD, layer.qkv_bias_Q)
+        qkv_TND = qkv_TQ.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        q_THD = ops.norm_rope_write(i, qkv_TND, c.num_kv_heads, layer.qk_norm_ND, c.rms_norm_eps, rotary)
+        return ops.linear(ops.attend(i, q_THD).flatten(1), layer.o_proj_DA, layer.o_bias_D)
 
 
-def _mlp(layer: LayerWeights, x_TD: torch.Tensor) -> torch.Tensor:
-    gate_up_TG = linear(x_TD, layer.gate_up_proj_GD, layer.gate_up_bias_G)
-    return linear(silu_mul(gate_up_TG), layer.down_proj_DF, layer.down_bias_D)
+def _mlp(layer: LayerWeights, x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
+    gate_up_TG = ops.linear(x_TD, layer.gate_up_proj_GD, layer.gate_up_bias_G)
+    return ops.linear(ops.silu_mul(gate_up_TG), layer.down_proj_DF, layer.down_bias_D)

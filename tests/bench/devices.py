@@ -59,7 +59,7 @@ def engine_device(model: str, max_running: int, *, num_tokens: int) -> Device:
     )
     engine = build_engine(config, lambda what, fraction: None)
     return Device(
-        name=f"{model}, {engine.kernels}",
+        name=f"{model}, {engine.attention_backend}",
         stream=engine.stream,
         ledger=engine.ledger,
         eos_token_ids=engine.eos_token_ids,

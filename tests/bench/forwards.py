@@ -32,7 +32,7 @@ class Forwards:
             schedule=ScheduleOptions(max_running_requests=max_batch),
         )
         self._engine = build_engine(config, lambda what, fraction: None)
-        self.kernels = self._engine.kernels
+        self.kernels = self._engine.attention_backend
         """What computes the model: `native` or `torch`."""
         fill_randomly(self._engine.pool.buffer_LSNHPD)
         self._pages = np.random.default_rng(0).permutation(num_tokens // PAGE_SIZE).astype(np.int32) + 1

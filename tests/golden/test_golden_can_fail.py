@@ -13,15 +13,17 @@ import pytest
 import torch
 
 from shared.config import NodeConfig
-from shared.engine.attention import Progress
+from shared.engine.attention import TorchAttention
 from shared.engine.build import Engine
 from shared.engine.forward_stream import make_forward_stream
 from shared.engine.model_runner import ModelRunner
+from shared.engine.progress import Progress
 from shared.engine.torch_backend import TorchBackend
 from shared.kvcache.pools import ReqToTokenPool
 from shared.kvtransfer.layout import PageStore
 from shared.model.config import load_model_config
-from shared.model.decoder import Attend, Decoder
+from shared.model.decoder import Decoder
+from shared.model.ops import Ops
 from tests.golden.references import Zoo
 from tests.golden.serving import Client, node_config, real_engine, split
 
@@ -78,8 +80,8 @@ class ShiftedDecoder(Decoder):
     between the keys of one node and the queries of another that the shift shows.
     """
 
-    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
-        return super().forward(input_ids_T, positions_T + 1, attend)
+    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops) -> torch.Tensor:
+        return super().forward(input_ids_T, positions_T + 1, ops)
 
 
 class SecondEngine:
@@ -146,7 +148,7 @@ def test_rotary_positions_off_by_one_on_the_decode_node(zoo: Zoo, config: NodeCo
         decoder = ShiftedDecoder.load(
             llama, load_model_config(llama), dtype=torch.float32, device=torch.device("cpu")
         )
-        backend = TorchBackend(decoder, engine.pool, Progress())
+        backend = TorchBackend("torch", decoder, TorchAttention(), engine.pool, Progress())
         runner = ModelRunner(backend, config.schedule.max_running_requests, engine.pool.device)
         return replace(engine, stream=make_forward_stream(runner))
 

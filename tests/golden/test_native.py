@@ -63,7 +63,7 @@ CASES = [Case(*values) for values in pairwise(FACTORS)]  # type: ignore[arg-type
 
 def config_of(folder: Path, **options: object) -> NodeConfig:
     config = node_config(folder, **options)  # type: ignore[arg-type]
-    return replace(config, model=replace(config.model, dtype="bfloat16", cpu_kernels="native"))
+    return replace(config, model=replace(config.model, dtype="bfloat16", attention_backend="native"))
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ FLAGS = """\
 --dtype {auto,float32,bfloat16,float16} = auto
 --context-length TOKENS
 --cpu-cores LIST
---cpu-kernels {auto,native,torch} = auto
+--attention-backend {auto,native,torch} = auto
 --page-size TOKENS = 16
 --max-total-tokens TOKENS
 --mem-fraction-static MEM_FRACTION_STATIC = 0.8
@@ -80,7 +80,7 @@ VALUES = {
     "--dtype": "float16",
     "--context-length": "777",
     "--cpu-cores": "any:1",
-    "--cpu-kernels": "torch",
+    "--attention-backend": "torch",
     "--page-size": "32",
     "--max-total-tokens": "5000",
     "--mem-fraction-static": "0.5",

@@ -11,7 +11,7 @@ import torch
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
 from shared.engine.forward_batch import ForwardBatch
-from shared.engine.future_map import FutureMap, resolve_forward_inputs
+from shared.engine.future_map import FutureMap
 from shared.engine.model_worker_batch import ModelWorkerBatch, snapshot
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import ReqKey, Role, Work
@@ -69,12 +69,12 @@ def test_an_extend_concatenates_its_requests() -> None:
     world = World()
     world.snapshot((0, 6, False))
     fb = world.forward_batch(world.snapshot((0, 4, True), (1, 7, True), (2, 3, False)))
-    assert fb.num_decodes == 0
+    assert fb.host.num_decodes == 0
     assert fb.input_ids_T.tolist() == [106, 107, 108, 109, *range(200, 207), 300, 301, 302]
     assert fb.positions_T.tolist() == [6, 7, 8, 9, *range(7), 0, 1, 2]
-    assert (fb.starts, fb.lengths) == ((6, 0, 0), (4, 7, 3))
     assert fb.seq_lens_B.tolist() == [10, 7, 3]
     assert fb.last_token_S.tolist() == [3, 10]
+    assert fb.rows_S.tolist() == [world.row(0), world.row(1)]
 
 
 def test_every_token_goes_to_its_page_and_offset() -> None:
@@ -104,7 +104,7 @@ def test_a_decode_step_reads_the_last_sampled_tokens_of_its_rows() -> None:
     fb = world.forward_batch(batch)
     assert fb.input_ids_T.tolist() == [13, 11]
     assert fb.positions_T.tolist() == [5, 10]
-    assert fb.num_decodes == 2
+    assert fb.host.num_decodes == 2
 
 
 def test_a_decode_step_beside_an_extend_comes_behind_it() -> None:
@@ -114,7 +114,7 @@ def test_a_decode_step_beside_an_extend_comes_behind_it() -> None:
     batch = world.snapshot((1, 4, False), decodes=(2, 0))
     assert batch.input_ids.tolist() == [200, 201, 202, 203]
     fb = world.forward_batch(batch)
-    assert fb.num_decodes == 2
+    assert fb.host.num_decodes == 2
     assert fb.input_ids_T.tolist() == [200, 201, 202, 203, 13, 11]
     assert fb.positions_T.tolist() == [0, 1, 2, 3, 5, 10]
     assert fb.last_token_S.tolist() == [4, 5]
@@ -125,7 +125,7 @@ def test_tokens_of_prefill_nodes_enter_before_the_step_reads() -> None:
     world.snapshot((0, 10, True), (1, 7, True))
     world.future_map.store(torch.tensor([world.row(0), world.row(1)]), torch.tensor([11, 12]))
     batch = world.snapshot(decodes=(0, 1), writes=((world.row(1), 77),))
-    assert resolve_forward_inputs(batch, world.future_map, CPU).tolist() == [11, 77]
+    assert world.forward_batch(batch).input_ids_T.tolist() == [11, 77]
 
 
 def test_tokens_of_prefill_nodes_enter_with_an_extend_too() -> None:
@@ -133,9 +133,9 @@ def test_tokens_of_prefill_nodes_enter_with_an_extend_too() -> None:
     world = World()
     world.snapshot((0, 10, True))
     batch = world.snapshot((1, 7, True), writes=((world.row(0), 55),))
-    assert resolve_forward_inputs(batch, world.future_map, CPU).tolist() == list(range(200, 207))
+    assert world.forward_batch(batch).input_ids_T.tolist() == list(range(200, 207))
     step = world.snapshot(decodes=(0,))
-    assert resolve_forward_inputs(step, world.future_map, CPU).tolist() == [55]
+    assert world.forward_batch(step).input_ids_T.tolist() == [55]
 
 
 def test_nobody_samples_in_the_middle_of_a_prompt() -> None:
@@ -163,7 +163,7 @@ def test_the_forward_batch_is_frozen() -> None:
     world = World()
     fb = world.forward_batch(world.snapshot((0, 6, False)))
     with pytest.raises(AttributeError):
-        fb.num_decodes = 1  # type: ignore[misc]
+        fb.positions_T = fb.input_ids_T  # type: ignore[misc]
 
 
 def test_the_future_map_keeps_one_token_for_each_row() -> None:

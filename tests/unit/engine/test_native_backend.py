@@ -14,7 +14,7 @@ import torch
 
 from shared.engine.future_map import FutureMap
 from shared.engine.logprobs import GatheredLogprobs
-from shared.engine.model_runner import ModelRunner
+from shared.engine.model_runner import Forwarded, ModelRunner
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import (
     BiasInputs,
@@ -176,8 +176,9 @@ class SameLogits:
         self.vocab_size = logits_SV.shape[1]
         self._logits_SV = logits_SV
 
-    def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> tuple[torch.Tensor, None]:
-        return self._logits_SV.clone(), None
+    def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
+        rows_S = torch.from_numpy(batch.rows_B[batch.sampled_B])
+        return Forwarded(self._logits_SV.clone(), rows_S, batch.sampling)
 
     def close(self) -> None:
         pass
@@ -268,7 +269,9 @@ class TestChoice:
 
     def test_native_says_why_it_cannot(self, folder_of: Callable[[str], Path]) -> None:
         with (
-            pytest.raises(ConfigError, match=r"--cpu-kernels native: they compute in bfloat16.*float32"),
+            pytest.raises(
+                ConfigError, match=r"--attention-backend native: they compute in bfloat16.*float32"
+            ),
             rig(folder_of("llama"), "native", torch.float32),
         ):
             pass

@@ -11,7 +11,7 @@ import torch
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
 from shared.engine.model_worker_batch import snapshot
-from shared.engine.sampler import _filter, sample
+from shared.engine.sampler import _filter, _params, sample
 from shared.engine.sampling_inputs import SamplingInputs, uniform
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
@@ -199,6 +199,6 @@ def test_a_neighbour_that_filters_changes_nothing_for_others() -> None:
         beside = sample(logits.clone(), sampling_inputs([plain, params_of("top_k")], [position, position]))
         assert alone[0] == beside[0]
     probs = torch.softmax(logits, dim=-1)
-    kept = _filter(probs, sampling_inputs([plain, params_of("top_k")], [0, 0]))
+    kept = _filter(probs, _params(sampling_inputs([plain, params_of("top_k")], [0, 0]), probs.device))
     assert torch.equal(kept[0], probs[0])
     assert (kept[1] > 0).sum() == 5

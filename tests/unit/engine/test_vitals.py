@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shared.config import CacheOptions
-from shared.engine.attention import Progress
 from shared.engine.build import make_ledger
+from shared.engine.progress import Progress
 from shared.engine.vitals import MAX_LEAK_CHARS, Vitals
 from shared.protocol.messages import Load
 from shared.scheduling.retraction import RetractionCounts

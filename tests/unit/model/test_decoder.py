@@ -11,7 +11,7 @@ from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
 from tests.modelzoo import ARCHITECTURES, random_prompt, reference_greedy, reference_logits
 from tests.unit.model.conftest import ModelFolder
-from tests.unit.model.dense_attend import DenseAttend
+from tests.unit.model.dense_ops import DenseOps
 
 CPU = torch.device("cpu")
 
@@ -24,11 +24,11 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 def logits_in_chunks(decoder: Decoder, ids: list[int], chunks: list[int]) -> torch.Tensor:
     """Logits of every position, computed over successive chunks of these sizes."""
     assert sum(chunks) == len(ids)
-    attend = DenseAttend(decoder.config.num_layers)
+    ops = DenseOps(decoder.config.num_layers)
     ids_T, positions_T = torch.tensor(ids), torch.arange(len(ids))
     return torch.cat(
         [
-            decoder.logits(decoder.forward(chunk_ids, chunk_positions, attend))
+            decoder.logits(decoder.forward(chunk_ids, chunk_positions, ops), ops)
             for chunk_ids, chunk_positions in zip(
                 torch.split(ids_T, chunks), torch.split(positions_T, chunks), strict=True
             )
@@ -90,12 +90,12 @@ def test_optional_biases_equal_transformers(
 def test_greedy_tokens_equal_transformers(model_folder: ModelFolder, architecture: str) -> None:
     folder = model_folder(architecture)
     decoder, ids = load(folder), random_prompt(12, seed=5)
-    attend, output_ids = DenseAttend(decoder.config.num_layers), list[int]()
+    ops, output_ids = DenseOps(decoder.config.num_layers), list[int]()
     with torch.inference_mode():
         step_ids, positions_T = torch.tensor(ids), torch.arange(12)
         for _ in range(32):
-            hidden_TD = decoder.forward(step_ids, positions_T, attend)
-            step_ids = decoder.logits(hidden_TD[-1:]).argmax(-1)
+            hidden_TD = decoder.forward(step_ids, positions_T, ops)
+            step_ids = decoder.logits(hidden_TD[-1:], ops).argmax(-1)
             positions_T = positions_T[-1:] + 1
             output_ids.append(int(step_ids))
     assert output_ids == reference_greedy(folder, ids, 32)

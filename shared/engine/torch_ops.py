@@ -1,0 +1,74 @@
+"""The operations of a decoder in torch, over the KV pages of one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from shared.engine.attention import AttentionPlan
+from shared.engine.forward_batch import ForwardBatch
+from shared.engine.progress import Progress
+from shared.kernels.reference import write_kv
+from shared.kvcache.pools import TokenToKVPool
+from shared.model.layers import apply_rotary, rms_norm, rotary_cos_sin, silu_mul
+from shared.model.ops import Rotary
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOps:
+    """The `Ops` of one forward; `attention` was planned for `batch`."""
+
+    batch: ForwardBatch
+    attention: AttentionPlan
+    pool: TokenToKVPool
+    progress: Progress
+
+    def embed(self, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding table."""
+        return embedding(input_ids_T, table_VD)
+
+    def rotary(self, positions_T: torch.Tensor, frequencies_R: torch.Tensor, dtype: torch.dtype) -> Rotary:
+        """Cosine and sine [T, 1, D]."""
+        return rotary_cos_sin(positions_T, frequencies_R, dtype)
+
+    def add_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum and its norm."""
+        sum_TD = x_TD if residual_TD is None else residual_TD + x_TD
+        return rms_norm(sum_TD, weight_D, eps), sum_TD
+
+    def linear(
+        self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One matmul."""
+        return linear(x_TK, weight_NK, bias_N)
+
+    def norm_rope_write(
+        self,
+        layer: int,
+        qkv_TND: torch.Tensor,
+        num_kv_heads: int,
+        qk_norm_ND: torch.Tensor | None,
+        eps: float,
+        rotary: Rotary,
+    ) -> torch.Tensor:
+        """Norm and rotation take q and k at once: they are neighbours in the buffer."""
+        num_heads = qkv_TND.shape[1] - 2 * num_kv_heads
+        qk_TND, v_TKD = torch.split(qkv_TND, [num_heads + num_kv_heads, num_kv_heads], dim=1)
+        if qk_norm_ND is not None:
+            qk_TND = rms_norm(qk_TND, qk_norm_ND, eps)
+        q_THD, k_TKD = torch.split(apply_rotary(qk_TND, *rotary), [num_heads, num_kv_heads], dim=1)
+        write_kv(*self.pool.layer_kv(layer), k_TKD, v_TKD, self.batch.out_pages_T, self.batch.out_offsets_T)
+        return q_THD
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        """Attention by the plan of this forward."""
+        self.progress.layers[0] += 1
+        return self.attention.run(q_THD, *self.pool.layer_kv(layer))
+
+    def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
+        """SwiGLU's product."""
+        return silu_mul(gate_up_TG)
