@@ -138,7 +138,7 @@ class DecodeScheduler:
         handoff = received.handoff
         self._router_port.say_token(
             req.key,
-            handoff.position,
+            handoff.kv_len - req.num_input_ids,
             handoff.token_ids,
             None,
             req.report(),  # its way here; the rest comes with the finish

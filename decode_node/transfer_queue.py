@@ -41,9 +41,9 @@ def take_over(req: Req, received: Received, ledger: KVLedger) -> None:
     assert req.kv is not None
     inputs, outputs = req.ids[: req.num_input_ids], req.ids[req.num_input_ids :]
     fits = 0 < len(handoff.token_ids) < req.max_output_len - len(outputs)
-    if handoff.kv_len != len(req.ids) or handoff.position != len(outputs) or not fits:
+    if handoff.kv_len != len(req.ids) or not fits:
         raise TransferError(
-            f"handoff of kv_len {handoff.kv_len}, position {handoff.position}, {len(handoff.token_ids)} tokens "
+            f"handoff of kv_len {handoff.kv_len} and {len(handoff.token_ids)} tokens "
             f"for a sequence of {len(inputs)} + {len(outputs)} tokens"
         )
     if handoff.digest != record_digest(inputs, outputs, handoff.token_ids, handoff.kv_len):

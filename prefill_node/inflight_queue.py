@@ -45,7 +45,6 @@ class InflightQueue:
             Handoff(
                 key=req.key,
                 total_pages=total_pages,
-                position=len(outputs),
                 token_ids=token_ids,
                 kv_len=kv_len,
                 digest=record_digest(req.ids[: req.num_input_ids], outputs, token_ids, kv_len),

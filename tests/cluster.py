@@ -18,6 +18,7 @@ from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.protocol.logprobs import TokenLogprobs
 from shared.protocol.messages import (
+    PROTOCOL_VERSION,
     CacheEvents,
     CacheResync,
     Cancel,
@@ -212,7 +213,7 @@ class Node:
             on_connected=lambda peer: self.side.on_connected(peer),  # type: ignore[union-attr]
             on_disconnected=self._on_disconnected,
         )
-        hello = NodeHello(ref(name), role, engine.layout, engine.limits, {})
+        hello = NodeHello(ref(name), role, engine.layout, engine.limits, {}, PROTOCOL_VERSION)
         self.router_port = RouterPort(outbox, hello, self.vitals.load, wake, network.clock)
         make_side = KVSender if role is Role.PREFILL else KVReceiver
         self.side = make_side(

@@ -21,6 +21,7 @@ from shared.errors import LinkError
 from shared.protocol.dial_socket import LOST, DialSocket, from_frames, to_frames
 from shared.protocol.messages import (
     FRAME_ERRORS,
+    PROTOCOL_VERSION,
     CacheResync,
     Load,
     NodeHello,
@@ -33,6 +34,7 @@ from shared.protocol.messages import (
     Role,
     RouterHello,
     RouterToNode,
+    other_version,
 )
 
 if TYPE_CHECKING:
@@ -91,7 +93,7 @@ class NodeLink:
         What comes before the answer was meant for an earlier connection of this router, which the node knows by
         the same name, and ended with it.
         """
-        self.send(RouterHello(incarnation))
+        self.send(RouterHello(incarnation, PROTOCOL_VERSION))
         answer = asyncio.ensure_future(self._answer_to_hello())
         try:
             either: set[asyncio.Future[Any]] = {answer, self.lost}
@@ -107,7 +109,9 @@ class NodeLink:
     async def _answer_to_hello(self) -> NodeHello:
         while True:
             match await self.receive():
-                case NodeHello() as hello:
+                case NodeHello(version=version) as hello:
+                    if version != PROTOCOL_VERSION:
+                        raise Refusal(other_version("node", version))
                     return hello
                 case Refused(reason):
                     raise Refusal(f"the node refused: {reason}")

@@ -26,7 +26,7 @@ from shared.open_files import raise_open_files_limit
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.join_announcer import JoinAnnouncer
 from shared.protocol.loopback import require_key_beyond_loopback
-from shared.protocol.messages import LoadFailed, NodeHello, NodeRef, Role, RouterToNode
+from shared.protocol.messages import PROTOCOL_VERSION, LoadFailed, NodeHello, NodeRef, Role, RouterToNode
 from shared.protocol.router_port import RouterPort
 from shared.protocol.security import FleetKey
 
@@ -177,7 +177,7 @@ def _parts(
         "kv_transfer": config.transfer.backend,
         "host_kv_tokens": engine.ledger.host.num_pages * engine.layout.page_size,
     }
-    hello = NodeHello(node, role, engine.layout, engine.limits, flags)
+    hello = NodeHello(node, role, engine.layout, engine.limits, flags, PROTOCOL_VERSION)
     return NodeParts(
         config=config,
         node=node,

@@ -19,8 +19,20 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import Role as Role
 from shared.timeline import Stamp as Stamp
 
+PROTOCOL_VERSION = 2
+"""Raised by every change of a message, which a peer of the version before would misread or drop. A router and a node
+of different versions refuse each other; nodes only meet through a router, so they have the same version."""
+
 FRAME_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a frame may raise: no such message, a string that is not UTF-8, arrays nested without end."""
+
+
+def other_version(sender: str, version: int) -> str:
+    """Why the hello of a `sender` is refused."""
+    return (
+        f"protocol: the {sender} speaks version {version or 1}, and this end version {PROTOCOL_VERSION}; "
+        "upgrade routers and nodes together"
+    )
 
 
 class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -170,6 +182,8 @@ class RouterHello(Struct, frozen=True):
     """First message of a router on a fresh connection; answered with NodeHello or Refused."""
 
     router: str
+    version: int = 0
+    """The sender's PROTOCOL_VERSION; version 1 did not say it."""
 
 
 class Peers(Struct, frozen=True):
@@ -251,6 +265,8 @@ class NodeHello(Struct, frozen=True):
     layout: KVLayout
     limits: NodeLimits
     flags: dict[str, str | int | float | bool | None]
+    version: int = 0
+    """As that of RouterHello."""
 
 
 class Refused(Struct, frozen=True):
@@ -402,15 +418,14 @@ class Handoff(Struct, frozen=True):
     """The end of a prefill: with it and all pages, the decode node can go on by itself.
 
     `total_pages` counts from the start of the sequence (prefix pages that the decode node already held
-    included). `token_ids` are what the prefill node sampled, and jumped over after it; `position` is the
-    output position of the first; `kv_len` is the number of tokens whose KV is in the pages; `digest` is
-    `record_digest` of the sequence.
+    included). `token_ids` are what the prefill node sampled, and jumped over after it; they follow the first `kv_len`
+    tokens of the sequence, whose KV is in the pages. `digest` is `record_digest` of the sequence: both nodes have its
+    Work, which is not repeated here.
     The logprobs are those that the prefill node tells the router: the decode node repeats them with position 0.
     """
 
     key: ReqKey
     total_pages: int
-    position: int
     token_ids: tuple[int, ...]
     kv_len: int
     digest: int

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from shared import log
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import (
+    PROTOCOL_VERSION,
     Answered,
     CacheEvents,
     Decode,
@@ -29,6 +30,7 @@ from shared.protocol.messages import (
     RouterToNode,
     TokenEntry,
     Tokens,
+    other_version,
 )
 from shared.protocol.outbox import Outbox
 from shared.timeline import Clock
@@ -78,6 +80,9 @@ class RouterPort:
             case RouterHello():
                 if message.router != router:
                     self._outbox.send(router, Refused(f"router: {message.router!r} dialled as {router!r}"))
+                    return
+                if message.version != PROTOCOL_VERSION:
+                    self._outbox.send(router, Refused(other_version("router", message.version)))
                     return
                 log.event("router_joined", router=router)
                 self._outbox.send(router, self._hello)

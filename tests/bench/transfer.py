@@ -166,7 +166,7 @@ def send_batch(sender: KVSender, batch: Batch, wake: threading.Event) -> None:
                 sender.offer(event.key, pages)
                 kv_len = len(pages) * PAGE_SIZE
                 digest = record_digest([1], [], [2], kv_len)
-                sender.handoff(event.key, Handoff(event.key, len(pages), 0, (2,), kv_len, digest, 0, ()))
+                sender.handoff(event.key, Handoff(event.key, len(pages), (2,), kv_len, digest, 0, ()))
             else:
                 assert event.ok, event
                 del pending[event.key]

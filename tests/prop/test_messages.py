@@ -172,8 +172,7 @@ def test_sampling_params_leave_defaults_off_the_wire() -> None:
     assert msgspec.msgpack.decode(ENCODER.encode(SamplingParams(seed=5))) == {"seed": 5}
 
 
-def test_a_later_field_with_a_default_may_be_missing() -> None:
-    """What lets a node of the last version talk to one of this: only trailing fields with defaults are added."""
-    frame = ENCODER.encode(["Failed", ["router", "rid"], 500, "why"])
-    failed = DECODERS["NodeToRouter"].decode(frame)
-    assert failed == messages.Failed(messages.ReqKey("router", "rid", 0), 500, "why", None)
+def test_a_hello_that_has_no_version_is_read() -> None:
+    """What lets a peer of the first version be refused with a reason, instead of as noise."""
+    hello = DECODERS["RouterToNode"].decode(ENCODER.encode(["RouterHello", "router"]))
+    assert hello == messages.RouterHello("router", 0)

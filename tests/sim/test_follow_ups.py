@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from shared.protocol.block_hash import block_hashes
-from shared.protocol.messages import CacheEvents, Ping, ReqKey, RouterHello
+from shared.protocol.messages import PROTOCOL_VERSION, CacheEvents, Ping, ReqKey, RouterHello
 from shared.protocol.sampling_params import SamplingParams
 from tests.cluster import ROUTER, Cluster
 from tests.sim.test_races import config
@@ -35,7 +35,7 @@ def follower_is_exact(cluster: Cluster, name: str) -> None:
 @contextmanager
 def pair_that_has_met(**options: int) -> Iterator[Cluster]:
     with Cluster(1, 1, token_engine, config(page_size=PAGE, **options)) as cluster:
-        cluster.router.outbox.send("d0", RouterHello(ROUTER))
+        cluster.router.outbox.send("d0", RouterHello(ROUTER, PROTOCOL_VERSION))
         cluster.step()
         cluster.step()
         yield cluster
@@ -84,7 +84,7 @@ def test_a_router_that_comes_later_is_told_everything() -> None:
     with Cluster(1, 1, token_engine, config(page_size=PAGE)) as cluster:
         served(cluster, "a", PROMPT, "p0")
         cluster.router.prefixes.clear()
-        cluster.router.outbox.send("d0", RouterHello(ROUTER))
+        cluster.router.outbox.send("d0", RouterHello(ROUTER, PROTOCOL_VERSION))
         cluster.step()
         follower_is_exact(cluster, "d0")
         assert len(cluster.router.prefixes["d0"]) > 0

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
-from shared.protocol.messages import Finish, Ping, ReqKey, RouterHello
+from shared.protocol.messages import PROTOCOL_VERSION, Finish, Ping, ReqKey, RouterHello
 from shared.protocol.sampling_params import SamplingParams
 from tests.cluster import Cluster, Node
 from tests.fake_network import Faults
@@ -135,7 +135,7 @@ def test_a_router_that_is_lost_leaves_nothing_on_the_host() -> None:
         crowd(cluster)
         d0 = cluster.nodes["d0"]
         cluster.run(lambda: bool(on_host(d0)))
-        d0.router_port.on_message("router", RouterHello("router"))
+        d0.router_port.on_message("router", RouterHello("router", PROTOCOL_VERSION))
         cluster.run_all()
         assert d0.engine.ledger.host.num_held == 0
         cluster.assert_idle()

@@ -13,7 +13,15 @@ from router.dispatch.prefix_index import PrefixIndex
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.engine.vitals import Vitals
 from shared.kvcache.audit import audit_idle
-from shared.protocol.messages import Load, NodeHello, NodeRef, Role, RouterHello, RouterToNode
+from shared.protocol.messages import (
+    PROTOCOL_VERSION,
+    Load,
+    NodeHello,
+    NodeRef,
+    Role,
+    RouterHello,
+    RouterToNode,
+)
 from shared.protocol.router_port import RouterPort
 from shared.scheduling.schedule_batch import ScheduleBatch
 from tests.sim.simulator.cost_model import CostModel
@@ -144,7 +152,7 @@ class SimNode:
         self.ledger, self.limits = engine.ledger, engine.limits
         self.vitals = SimVitals(self.ledger, engine.progress, self.clock)
         self.vitals.audits = audits
-        hello = NodeHello(self.ref, role, engine.layout, self.limits, {})
+        hello = NodeHello(self.ref, role, engine.layout, self.limits, {}, PROTOCOL_VERSION)
         self._port = RouterPort(_Outbox(self), hello, self.vitals.load, wake, self.clock)  # type: ignore[arg-type]
         self.side: SimSender | SimReceiver
         self.scheduler: Any
@@ -156,7 +164,7 @@ class SimNode:
             self.side = SimReceiver(name, transport, self.clock, self.wake, shape.page_size)
             self.scheduler = DecodeScheduler(engine, config.schedule, self.side, *common)  # type: ignore[arg-type]
         transport.join(name, self.side)
-        self.send(RouterHello(ROUTER))
+        self.send(RouterHello(ROUTER, PROTOCOL_VERSION))
 
     # ------------------------------------------------------------------------------------- the thread
     def wake(self) -> None:

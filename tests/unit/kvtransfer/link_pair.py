@@ -70,7 +70,7 @@ def key(number: int) -> ReqKey:
 
 
 def handoff(of: ReqKey, total_pages: int) -> Handoff:
-    return Handoff(of, total_pages, 0, (5,), total_pages * LAYOUT.page_size, 9, 0, ())
+    return Handoff(of, total_pages, (5,), total_pages * LAYOUT.page_size, 9, 0, ())
 
 
 def num_threads() -> int:

@@ -126,7 +126,7 @@ def content(key: ReqKey, sequence_page: int) -> torch.Tensor:
 
 def handoff(key: ReqKey, total_pages: int) -> Handoff:
     return Handoff(
-        key, total_pages, 0, (5,), max(0, total_pages * PAGE_SIZE - 1) if total_pages else 0, 9, 0, ()
+        key, total_pages, (5,), max(0, total_pages * PAGE_SIZE - 1) if total_pages else 0, 9, 0, ()
     )
 
 

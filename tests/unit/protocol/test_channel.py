@@ -20,6 +20,7 @@ from shared.log import LimitedWarning
 from shared.protocol.channel import ControlThread
 from shared.protocol.dial_socket import MAX_FRAME_BYTES
 from shared.protocol.messages import (
+    PROTOCOL_VERSION,
     Cancel,
     Flush,
     Leaving,
@@ -327,7 +328,7 @@ def test_a_dialler_that_is_gone_does_not_disturb_the_others(
     address, other = node.listen(), party("router-2").start()
     for dialler in (router, other):
         dialler.dial("n", address)
-        dialler.send("n", RouterHello(dialler.name))
+        dialler.send("n", RouterHello(dialler.name, PROTOCOL_VERSION))
     node.hear(), node.hear()
     other.close()
     for _ in range(50):
@@ -338,7 +339,7 @@ def test_a_dialler_that_is_gone_does_not_disturb_the_others(
 
 def test_what_was_sent_before_close_arrives(node: Party, router: Party) -> None:
     router.dial("n", node.listen())
-    router.send("n", RouterHello("router-1"))
+    router.send("n", RouterHello("router-1", PROTOCOL_VERSION))
     node.hear()
     node.send("router-1", Leaving("goodbye"))
     node.close()

@@ -10,6 +10,7 @@ import pytest
 
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, Logprobs
 from shared.protocol.messages import (
+    PROTOCOL_VERSION,
     Answered,
     CacheEvents,
     CacheResync,
@@ -43,6 +44,7 @@ HELLO = NodeHello(
     KVLayout("f", "float32", 16, 1, 1, 8),
     NodeLimits(64, 640, 8),
     {"page_size": 16},
+    PROTOCOL_VERSION,
 )
 
 
@@ -83,18 +85,28 @@ def key(rid: str, router: str = "one") -> ReqKey:
 
 
 def test_a_greeting_is_answered_with_what_the_node_is(rig: Rig) -> None:
-    rig.port.on_message("one", RouterHello("one"))
+    rig.port.on_message("one", RouterHello("one", PROTOCOL_VERSION))
     assert rig.outbox.take() == [("one", HELLO)]
 
 
 def test_a_greeting_reaches_the_scheduler_too_since_it_ends_what_came_before(rig: Rig) -> None:
-    rig.port.on_message("one", RouterHello("one"))
-    assert rig.port.take() == [FromRouter("one", RouterHello("one"))]
+    rig.port.on_message("one", RouterHello("one", PROTOCOL_VERSION))
+    assert rig.port.take() == [FromRouter("one", RouterHello("one", PROTOCOL_VERSION))]
     assert rig.wake.is_set()
 
 
+@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+def test_a_router_of_another_version_is_refused(rig: Rig, version: int) -> None:
+    rig.port.on_message("one", RouterHello("one", version))
+    ((to, refused),) = rig.outbox.take()
+    assert to == "one"
+    assert isinstance(refused, Refused)
+    assert f"the router speaks version {version or 1}, and this end version 2" in refused.reason
+    assert rig.port.take() == []
+
+
 def test_a_router_under_another_name_is_refused(rig: Rig) -> None:
-    rig.port.on_message("one", RouterHello("two"))
+    rig.port.on_message("one", RouterHello("two", PROTOCOL_VERSION))
     ((to, refused),) = rig.outbox.take()
     assert to == "one"
     assert isinstance(refused, Refused)
@@ -184,7 +196,7 @@ def test_a_silent_router_is_named_once(rig: Rig) -> None:
 
 
 def test_any_message_is_a_sign_of_life(rig: Rig) -> None:
-    rig.port.on_message("one", RouterHello("one"))
+    rig.port.on_message("one", RouterHello("one", PROTOCOL_VERSION))
     rig.now += 9
     rig.port.on_message("one", Cancel(key("a")))
     rig.now += 9
@@ -224,7 +236,7 @@ MORE = CacheEvents(4, (5,), (2,))
 def test_a_router_hears_of_the_cache_after_what_the_node_is(rig: Rig) -> None:
     """The scheduler thread tells of a step just when the control thread is about to answer the greeting."""
     rig.outbox.before = lambda: rig.port.tell_all(MORE)
-    rig.port.on_message("one", RouterHello("one"))
+    rig.port.on_message("one", RouterHello("one", PROTOCOL_VERSION))
     rig.port.tell_all(MORE)
     assert rig.outbox.take() == [("one", HELLO)], "it does not know yet what these events follow"
     (heard,) = rig.port.take()
@@ -234,7 +246,7 @@ def test_a_router_hears_of_the_cache_after_what_the_node_is(rig: Rig) -> None:
 
 
 def test_who_was_refused_or_only_pings_hears_nothing_of_the_cache(rig: Rig) -> None:
-    rig.port.on_message("one", RouterHello("two"))
+    rig.port.on_message("one", RouterHello("two", PROTOCOL_VERSION))
     rig.port.on_message("two", Ping(1))
     rig.port.take()
     rig.outbox.take()

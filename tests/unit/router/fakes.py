@@ -24,6 +24,7 @@ from router.nodes.lobby import Lobby
 from router.server import Router, load_model
 from shared.protocol.dial_socket import from_frames, to_frames
 from shared.protocol.messages import (
+    PROTOCOL_VERSION,
     Answered,
     CacheResync,
     Cancel,
@@ -137,6 +138,7 @@ class FakeNode:
         self.load = Load()
         self.cache_seq: int | None = None
         self.before_hello: list[NodeToRouter] = []
+        self.version = PROTOCOL_VERSION
         self.silent = False
         self.refuses = ""
         self.flushes = True
@@ -226,7 +228,9 @@ class FakeNode:
                     if self.refuses:
                         self.send(Refused(self.refuses))
                         continue
-                    self.send(NodeHello(self.ref, self.role, self.layout, self.limits, self.flags))
+                    self.send(
+                        NodeHello(self.ref, self.role, self.layout, self.limits, self.flags, self.version)
+                    )
                 case Ping(seq):
                     if not self.silent:
                         self.send(Pong(seq, self.load, self.cache_seq))

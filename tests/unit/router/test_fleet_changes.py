@@ -15,7 +15,17 @@ import zmq
 import zmq.asyncio
 
 from router.http.config import HttpOptions
-from shared.protocol.messages import Cancel, Decode, Join, Load, NodeToLobby, Peers, Prefill, Role
+from shared.protocol.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Decode,
+    Join,
+    Load,
+    NodeToLobby,
+    Peers,
+    Prefill,
+    Role,
+)
 from tests.unit.router.fakes import FakeNode, joined_router, lobby_of, one_then_nothing, pair
 
 BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
@@ -241,6 +251,7 @@ def test_adding_a_node(model_folder: Path) -> None:
         ({"layout": {"fingerprint": "another"}}, "is not the model that is served here"),
         ({"role": Role.PREFILL}, "expected a decode node, it is a prefill node"),
         ({"refuses": "router: too many"}, "the node refused: router: too many"),
+        ({"version": 0}, "protocol: the node speaks version 1, and this end version 2"),
     ],
 )
 def test_a_node_that_does_not_fit_is_refused_by_name_and_forgotten(
@@ -250,6 +261,7 @@ def test_a_node_that_does_not_fit_is_refused_by_name_and_forgotten(
         stranger = FakeNode(change.get("role", Role.DECODE), "stranger")  # type: ignore[arg-type]
         stranger.layout = msgspec.structs.replace(stranger.layout, **change.get("layout", {}))  # type: ignore[arg-type]
         stranger.refuses = str(change.get("refuses", ""))
+        stranger.version = change.get("version", PROTOCOL_VERSION)  # type: ignore[assignment]
         async with serving(model_folder) as (_, __, client), stranger:
             refused = await client.post("/fleet/nodes", json={"role": "decode", "address": stranger.address})
             assert refused.status_code == 400, refused.text
