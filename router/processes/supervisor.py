@@ -143,6 +143,8 @@ class Supervisor:
         host = "127.0.0.1" if fleet.control_host in ("0.0.0.0", "::", "localhost") else fleet.control_host
         control = f"[{host}]:{self.control_port}" if ":" in host else f"{host}:{self.control_port}"
         names = fleet.local.node_ids()
+        if not names:
+            return
         for (role, node_id), cores in zip(names, split_cores(fleet.cpu_cores, len(names)), strict=True):
             own = ("--router", control, "--port", "0", "--node-id", node_id, "--cpu-cores", str(cores))
             argv = ("-m", _MODULES[role], *own, "--exit-with-parent", *fleet.node_argv)

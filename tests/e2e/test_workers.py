@@ -21,7 +21,7 @@ class TwoRouters(Router):
     """`of(index)` is the port that one router has to itself."""
 
     def __init__(self, folder: Path) -> None:
-        self.first_port = free_port()
+        self.first_port, _ = free_port(), free_port()  # the two follow each other
         workers = ("--router-workers", "2", "--prometheus-port", str(self.first_port))
         flags = (*FLOAT32, "--max-total-tokens", "16384", "--router-timeout-s", "3")
         super().__init__(folder, *workers, *flags)
