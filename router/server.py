@@ -41,7 +41,7 @@ from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import ConfigError
 from shared.log import event
 from shared.model.files import resolve_model
-from shared.protocol.messages import NodeToLobby, Role, Work
+from shared.protocol.messages import Announcement, Role, Work
 from shared.protocol.resolver import Resolver
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
@@ -51,9 +51,10 @@ _WAIT_FOR_PREFILL_S = 5.0
 
 
 class Router:
-    """All parts of one router, as an async context manager. Nodes come by `config.fleet.join` and by `on_lobby`.
+    """All parts of one router, as an async context manager.
 
-    `index` counts the routers that share a port (--router-workers).
+    Nodes come by `config.fleet.join` and by `on_announcement`. `index` counts the routers that share a port
+    (--router-workers).
     """
 
     def __init__(self, config: RouterConfig, model: ServedModel | None, index: int = 0) -> None:
@@ -150,9 +151,9 @@ class Router:
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._membership.close()
 
-    def on_lobby(self, message: NodeToLobby) -> None:
-        """A node announces itself (a `lobby.LobbyListener`)."""
-        self._membership.on_lobby(message)
+    def on_announcement(self, message: Announcement) -> None:
+        """A node announces itself (a `join_socket.JoinListener`)."""
+        self._membership.on_announcement(message)
 
     def node_exited(self, node_id: str, role: Role, reason: str) -> None:
         """A node of this machine has ended; it announces itself when it has been started again."""

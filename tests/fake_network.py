@@ -29,8 +29,8 @@ import torch
 from shared.kvtransfer.layout import PageStore
 from shared.kvtransfer.link import Stepped
 from shared.protocol.messages import (
+    Announcement,
     DecodeToPrefill,
-    NodeToLobby,
     NodeToRouter,
     PrefillToDecode,
     RouterToNode,
@@ -38,7 +38,7 @@ from shared.protocol.messages import (
 )
 from shared.protocol.outbox import Outbox
 
-AnyMessage = RouterToNode | NodeToRouter | NodeToLobby | PrefillToDecode | DecodeToPrefill
+AnyMessage = RouterToNode | NodeToRouter | Announcement | PrefillToDecode | DecodeToPrefill
 
 AnyMessageType = TypeVar("AnyMessageType", bound=Struct)
 

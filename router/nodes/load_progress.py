@@ -7,11 +7,11 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from shared.protocol.messages import Join, LoadFailed, Loading, NodeToLobby
+from shared.protocol.messages import Announcement, Join, LoadFailed, Loading
 
 
 class LoadProgress:
-    """A context manager around the time of loading; `on_lobby` is a `lobby.LobbyListener`."""
+    """A context manager around the time of loading; `on_announcement` is a `join_socket.JoinListener`."""
 
     def __init__(self, console: Console, node_ids: list[str]) -> None:
         self._console = console
@@ -41,7 +41,7 @@ class LoadProgress:
         """Take the bars away."""
         self._progress.stop()
 
-    def on_lobby(self, message: NodeToLobby) -> None:
+    def on_announcement(self, message: Announcement) -> None:
         """A node is this far, ready, or could not start."""
         match message:
             case Loading(node_id, _, what, fraction):

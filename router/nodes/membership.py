@@ -28,13 +28,13 @@ from router.nodes.node_link import LiveNode, NodeLink, Refusal
 from shared.errors import LinkError
 from shared.log import LimitedWarning, crash, event
 from shared.protocol.messages import (
+    Announcement,
     Answered,
     Join,
     LoadFailed,
     Loading,
     NodeHello,
     NodeRef,
-    NodeToLobby,
     Peers,
     Role,
     RouterToNode,
@@ -166,8 +166,8 @@ class Membership:
         """The operator wants it back."""
         self._removed.pop(incarnation, None)
 
-    def on_lobby(self, message: NodeToLobby) -> None:
-        """A node arrives by itself (this is a `lobby.LobbyListener`); `loading` is kept for /health."""
+    def on_announcement(self, message: Announcement) -> None:
+        """A node arrives by itself (this is a `join_socket.JoinListener`); `loading` is kept for /health."""
         match message:
             case Loading(node_id) if node_id in self.loading or len(self.loading) < _MAX_MEMBERS:
                 self.loading[node_id] = message

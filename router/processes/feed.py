@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from shared.log import crash, event
-from shared.protocol.messages import NodeToLobby, Role, Struct
+from shared.protocol.messages import Announcement, Role, Struct
 
 
 class NodeExited(Struct, frozen=True):
@@ -28,7 +28,7 @@ class ReloadKeys(Struct, frozen=True):
     """Read the files with API keys again. A signal would end a router that is still starting."""
 
 
-ToRouter = NodeToLobby | NodeExited | ReloadKeys
+ToRouter = Announcement | NodeExited | ReloadKeys
 
 _LENGTH_NBYTES = 4
 _encoder = msgspec.msgpack.Encoder()

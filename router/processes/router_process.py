@@ -139,7 +139,7 @@ async def _obey(router: Router, told: asyncio.Queue[ToRouter]) -> None:
             case ReloadKeys():
                 router.keys.reload()
             case message:
-                router.on_lobby(message)
+                router.on_announcement(message)
 
 
 async def _beat() -> None:

@@ -24,8 +24,8 @@ from rich.console import Console
 
 from router.http.config import RouterConfig
 from router.http.http_socket import reserve_http
+from router.nodes.join_socket import JoinSocket
 from router.nodes.load_progress import LoadProgress
-from router.nodes.lobby import Lobby
 from router.processes import feed
 from router.processes.child_process import ChildFailed, ChildProcess, stop_all
 from router.processes.feed import NodeExited, ReloadKeys, ToRouter
@@ -34,7 +34,7 @@ from shared.errors import ConfigError
 from shared.log import event
 from shared.model.files import resolve_model
 from shared.protocol.join_announcer import JOIN_INTERVAL_S
-from shared.protocol.messages import Join, LoadFailed, NodeToLobby, Role
+from shared.protocol.messages import Announcement, Join, LoadFailed, Role
 from shared.protocol.security import FleetKey
 
 HEARTBEAT_TIMEOUT_S = 30.0
@@ -62,7 +62,7 @@ class Supervisor:
         self._console = console
         self._routers = [self._router(index, router_stdout) for index in range(config.router_workers)]
         self._nodes: dict[str, ChildProcess] = {}
-        self._announced: dict[str, tuple[float, NodeToLobby | NodeExited]] = {}
+        self._announced: dict[str, tuple[float, Announcement | NodeExited]] = {}
         """The last that was heard of each node, and when: what a router is told that is started again."""
         self._failures: dict[str, str] = {}
         """Why nodes could not load, in their own words."""
@@ -90,7 +90,7 @@ class Supervisor:
         reserved = reserve_http(config.http.host, config.http.port)
         self._exits.callback(reserved.close)
         self.http_port = reserved.getsockname()[1]
-        lobby = self._open_lobby()
+        join_socket = self._open_join_socket()
         grace_s = config.dispatch.stop_timeout_s
         self._nodes = dict(self._local_nodes())
         self._exits.push_async_callback(stop_all, [*self._nodes.values()], grace_s)
@@ -99,7 +99,7 @@ class Supervisor:
         first, *others = self._routers
         first.start()
         await self._unless_failed(first.loaded.wait())  # a wrong flag must not start nodes first
-        self._listening = asyncio.create_task(lobby.listen(self._on_lobby), name="lobby")
+        self._listening = asyncio.create_task(join_socket.listen(self._on_announcement), name="join")
         self._exits.callback(self._listening.cancel)
         for child in (*others, *self._nodes.values()):
             child.start()
@@ -182,19 +182,19 @@ class Supervisor:
             await asyncio.gather(waited[0], return_exceptions=True)
 
     # ------------------------------------------------------------------------------ what nodes announce
-    def _open_lobby(self) -> Lobby:
+    def _open_join_socket(self) -> JoinSocket:
         fleet = self._config.fleet
         fleet_key = FleetKey.load(fleet.fleet_key) if fleet.fleet_key else None
         context = zmq.asyncio.Context()
         self._exits.callback(context.destroy)
         if fleet_key is not None:
             self._exits.callback(fleet_key.authenticator(context).stop)
-        lobby = Lobby(context, fleet_key)
-        self._exits.callback(lobby.close)
-        self.control_port = lobby.bind(fleet.control_host, fleet.control_port)
-        return lobby
+        join_socket = JoinSocket(context, fleet_key)
+        self._exits.callback(join_socket.close)
+        self.control_port = join_socket.bind(fleet.control_host, fleet.control_port)
+        return join_socket
 
-    def _on_lobby(self, message: NodeToLobby) -> None:
+    def _on_announcement(self, message: Announcement) -> None:
         match message:
             case Join(node):
                 node_id = node.node_id
@@ -205,10 +205,10 @@ class Supervisor:
             case _:
                 node_id = message.node_id
         if self._progress is not None:
-            self._progress.on_lobby(message)
+            self._progress.on_announcement(message)
         self._remember(node_id, message)
 
-    def _remember(self, node_id: str, message: NodeToLobby | NodeExited) -> None:
+    def _remember(self, node_id: str, message: Announcement | NodeExited) -> None:
         """Tell every router, now and when one is started again."""
         self._announced.pop(node_id, None)
         self._announced[node_id] = time.monotonic(), message

@@ -10,7 +10,7 @@ from shared import log
 from shared.config import DEFAULT_CONTROL_PORT
 from shared.errors import ConfigError
 from shared.protocol.channel import ControlThread, Handlers
-from shared.protocol.messages import Join, Loading, NodeRef, NodeToLobby, Refused, Role
+from shared.protocol.messages import Announcement, Join, Loading, NodeRef, Refused, Role
 
 JOIN_INTERVAL_S = 2.0
 
@@ -47,7 +47,7 @@ class JoinAnnouncer:
         """The node is starting."""
         self.say(Loading(self._node.node_id, self._role, what, fraction))
 
-    def say(self, message: NodeToLobby) -> None:
+    def say(self, message: Announcement) -> None:
         """Send a message to every router given."""
         for peer in self._addresses:
             if peer in self._closed:

@@ -2,7 +2,7 @@
 
     router  → node     RouterToNode       dispatch, cancel, liveness
     node    → router   NodeToRouter       tokens, failures, load
-    node    → router's control port       NodeToLobby   (a node that joins by itself)
+    node    → router's control port       Announcement   (a node that loads, joins or fails to load)
     prefill → decode   PrefillToDecode    offers, handoff, store traffic of a link
     decode  → prefill  DecodeToPrefill    ready, grants, done, store traffic of a link
 
@@ -502,7 +502,7 @@ RouterToNode = (
     | CacheResync
 )
 NodeToRouter = NodeHello | Refused | Tokens | Failed | Pong | Answered | CacheEvents | NotCached | Leaving
-NodeToLobby = Loading | Join | LoadFailed
+Announcement = Loading | Join | LoadFailed
 PrefillToDecode = PeerHello | Offer | Handoff | CancelTransfer | StoreSet | LinkLost | PeerPing | PeerPong
 DecodeToPrefill = (
     LinkOpen

@@ -16,8 +16,8 @@ from shared.protocol import messages
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import (
     FRAME_ERRORS,
+    Announcement,
     DecodeToPrefill,
-    NodeToLobby,
     NodeToRouter,
     PrefillToDecode,
     Record,
@@ -29,7 +29,7 @@ from shared.protocol.sampling_params import SamplingParams
 UNIONS: dict[str, UnionType] = {
     "RouterToNode": RouterToNode,
     "NodeToRouter": NodeToRouter,
-    "NodeToLobby": NodeToLobby,
+    "Announcement": Announcement,
     "PrefillToDecode": PrefillToDecode,
     "DecodeToPrefill": DecodeToPrefill,
 }

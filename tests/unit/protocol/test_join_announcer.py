@@ -13,7 +13,7 @@ import pytest
 from shared.errors import ConfigError
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.join_announcer import DEFAULT_CONTROL_PORT, JoinAnnouncer, control_address
-from shared.protocol.messages import Join, LoadFailed, Loading, NodeRef, NodeToLobby, Role
+from shared.protocol.messages import Announcement, Join, LoadFailed, Loading, NodeRef, Role
 
 NODE = NodeRef("d0", "d0#1", "tcp://127.0.0.1:7200")
 
@@ -29,7 +29,7 @@ class ControlPort:
         self.control.admit(
             {
                 "node": Handlers(
-                    msgspec.msgpack.Decoder(NodeToLobby), lambda peer, m: self.heard.put((peer, m))
+                    msgspec.msgpack.Decoder(Announcement), lambda peer, m: self.heard.put((peer, m))
                 )
             }
         )

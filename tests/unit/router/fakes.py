@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from router.http.config import ConnectionOptions, DispatchOptions, FleetOptions, HttpOptions, RouterConfig
 from router.http.http_socket import listen_http
 from router.http.topology import LocalTopology
-from router.nodes.lobby import Lobby
+from router.nodes.join_socket import JoinSocket
 from router.server import Router, load_model
 from shared.protocol.dial_socket import from_frames, to_frames
 from shared.protocol.messages import (
@@ -351,18 +351,18 @@ async def serving_router(config: RouterConfig) -> AsyncIterator[Router]:
 
 
 @contextlib.asynccontextmanager
-async def lobby_of(router: Router, fleet_key: FleetKey | None = None) -> AsyncIterator[int]:
+async def join_socket_of(router: Router, fleet_key: FleetKey | None = None) -> AsyncIterator[int]:
     """The port where nodes announce themselves to `router`, as a supervisor has it."""
     context = zmq.asyncio.Context()
     authenticator = fleet_key.authenticator(context) if fleet_key is not None else None
-    lobby = Lobby(context, fleet_key)
-    listening = asyncio.create_task(lobby.listen(router.on_lobby))
+    join_socket = JoinSocket(context, fleet_key)
+    listening = asyncio.create_task(join_socket.listen(router.on_announcement))
     try:
-        yield lobby.bind("127.0.0.1", 0)
+        yield join_socket.bind("127.0.0.1", 0)
     finally:
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
-        lobby.close()
+        join_socket.close()
         if authenticator is not None:
             authenticator.stop()
         context.destroy()

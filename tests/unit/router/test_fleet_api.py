@@ -15,13 +15,13 @@ from router.dispatch.metrics import stage_durations
 from router.http.config import FleetOptions, HttpOptions, RouterConfig
 from router.http.topology import LocalTopology
 from shared.protocol.messages import (
+    Announcement,
     Decode,
     Flush,
     Join,
     Load,
     LoadFailed,
     Loading,
-    NodeToLobby,
     Prefill,
     Role,
     Stamp,
@@ -29,7 +29,7 @@ from shared.protocol.messages import (
     StopProfile,
 )
 from shared.protocol.security import FleetKey
-from tests.unit.router.fakes import FakeNode, joined_router, lobby_of, pair, serving_router, write_model
+from tests.unit.router.fakes import FakeNode, join_socket_of, joined_router, pair, serving_router, write_model
 
 
 def test_health_generate_goes_through_both_fleets(model_folder: Path) -> None:
@@ -197,7 +197,7 @@ def test_stages_of_two_clocks_are_not_mixed() -> None:
     assert stage_durations(stamps) == [("p", "queued", 2.0), ("d", "queued", 0.25)]
 
 
-async def say(socket: zmq.asyncio.Socket, message: NodeToLobby) -> None:
+async def say(socket: zmq.asyncio.Socket, message: Announcement) -> None:
     await socket.send(msgspec.msgpack.encode(message))
 
 
@@ -214,7 +214,7 @@ def test_a_node_joins_by_itself(model_folder: Path) -> None:
     async def run() -> None:
         async with (
             serving_router(waiting(None)) as router,
-            lobby_of(router) as control_port,
+            join_socket_of(router) as control_port,
             FakeNode(Role.DECODE, flags={"model": str(model_folder)}) as decode,
             httpx.AsyncClient(base_url=router.url) as client,
         ):
@@ -263,7 +263,7 @@ def test_with_a_fleet_key_strangers_stay_outside(model_folder: Path, tmp_path: P
         context = zmq.asyncio.Context.instance()
         async with (
             serving_router(waiting(model_folder, str(key_file))) as router,
-            lobby_of(router, ours) as control_port,
+            join_socket_of(router, ours) as control_port,
             httpx.AsyncClient(base_url=router.url) as client,
         ):
             for key, name in ((None, "plain"), (other, "other"), (ours, "ours")):

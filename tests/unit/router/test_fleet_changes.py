@@ -17,16 +17,16 @@ import zmq.asyncio
 from router.http.config import HttpOptions
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
+    Announcement,
     Cancel,
     Decode,
     Join,
     Load,
-    NodeToLobby,
     Peers,
     Prefill,
     Role,
 )
-from tests.unit.router.fakes import FakeNode, joined_router, lobby_of, one_then_nothing, pair
+from tests.unit.router.fakes import FakeNode, join_socket_of, joined_router, one_then_nothing, pair
 
 BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
 
@@ -189,14 +189,14 @@ def test_a_removed_node_is_not_let_in_when_it_asks_but_its_next_incarnation_is(m
         async with (
             contextlib.AsyncExitStack() as exits,
             joined_router(model_folder, [], wait=False) as (router, client),
-            lobby_of(router) as control_port,
+            join_socket_of(router) as control_port,
             FakeNode(Role.DECODE) as decode,
         ):
             caller = exits.enter_context(zmq.asyncio.Context.instance().socket(zmq.DEALER))
             caller.linger = 0
             caller.connect(f"tcp://127.0.0.1:{control_port}")
 
-            async def say(message: NodeToLobby) -> None:
+            async def say(message: Announcement) -> None:
                 await caller.send(msgspec.msgpack.encode(message))
 
             await say(Join(decode.ref, Role.DECODE))

@@ -10,27 +10,26 @@ import zmq
 import zmq.asyncio
 
 from shared.errors import ConfigError
-from shared.log import warn
-from shared.protocol.messages import FRAME_ERRORS, NodeToLobby
+from shared.log import LimitedWarning
+from shared.protocol.dial_socket import bound_strangers, from_frames
+from shared.protocol.messages import FRAME_ERRORS, Announcement
 
 if TYPE_CHECKING:
     from shared.protocol.security import FleetKey
 
-_MAX_MESSAGE_BYTES = 1 << 16
+_decoder = msgspec.msgpack.Decoder(Announcement)
 
-_decoder = msgspec.msgpack.Decoder(NodeToLobby)
-
-
-LobbyListener = Callable[[NodeToLobby], None]
+JoinListener = Callable[[Announcement], None]
 
 
-class Lobby:
+class JoinSocket:
     """A bound ROUTER socket; nothing is answered on it."""
 
     def __init__(self, context: zmq.asyncio.Context, fleet_key: FleetKey | None) -> None:
         self._socket = context.socket(zmq.ROUTER)
-        self._socket.maxmsgsize = _MAX_MESSAGE_BYTES
         self._socket.linger = 0
+        bound_strangers(self._socket)
+        self._dropped = LimitedWarning("announcement_dropped")
         if fleet_key is not None:
             fleet_key.secure_server(self._socket)
 
@@ -47,14 +46,14 @@ class Lobby:
         assert isinstance(endpoint, bytes)
         return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
 
-    async def listen(self, listener: LobbyListener) -> None:
-        """Pass everything on, for ever."""
+    async def listen(self, listener: JoinListener) -> None:
+        """Pass every announcement on, for ever."""
         while True:
-            frames = await self._socket.recv_multipart()
+            _, *frames = await self._socket.recv_multipart()
             try:
-                message = _decoder.decode(frames[-1])
+                message = _decoder.decode(from_frames(frames))
             except FRAME_ERRORS as e:
-                warn("lobby_message_dropped", reason=e)
+                self._dropped(reason=e)
                 continue
             listener(message)
 
