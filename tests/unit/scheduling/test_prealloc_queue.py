@@ -1,0 +1,182 @@
+"""The prealloc queue by itself: what fits, what a lookup costs, and what it leaves alone. page_size is 4."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from decode_node.prealloc_queue import PreallocQueue
+from shared.config import ScheduleOptions
+from shared.kvcache.ledger import KVLedger, ReqKV
+from shared.protocol.messages import NodeRef, ReqKey, Role, Work
+from shared.protocol.sampling_params import SamplingParams
+from shared.scheduling.batcher import Batcher
+from shared.scheduling.req import Req
+from shared.timeline import Timeline
+from tests.unit.scheduling.conftest import MakeLedger, MakeReq
+
+PREFILL = NodeRef("p0", "p0", "sim")
+OPEN = {"is_open_to": lambda req: True}
+
+
+class NotedTransfers:
+    """A receiver that only notes what was opened."""
+
+    def __init__(self) -> None:
+        self.opened: list[ReqKey] = []
+
+    def open(self, key: ReqKey, peer_id: str, page_ids: Sequence[int], prefix_pages: int) -> None:
+        self.opened.append(key)
+
+
+def make_queue(ledger: KVLedger, *, num_reserved_decode_tokens: int = 0) -> tuple[PreallocQueue, Batcher]:
+    options = ScheduleOptions(num_reserved_decode_tokens=num_reserved_decode_tokens)
+    batcher = Batcher(ledger, options)
+    return PreallocQueue(ledger, NotedTransfers(), options, batcher.rank), batcher  # type: ignore[arg-type]
+
+
+def enqueue(queue: PreallocQueue, batcher: Batcher, *reqs: Req) -> None:
+    for req in reqs:
+        batcher.arrived(req)
+        queue.add(req, PREFILL)
+
+
+def cache_prefix(ledger: KVLedger, ids: Sequence[int]) -> None:
+    """As if a request with these tokens had been computed and had ended."""
+    kv = ledger.admit(ledger.radix_cache.match_prefix(ids), "")
+    assert kv is not None and ledger.grow(kv, len(ids))
+    kv.kv_committed_len = len(ids)
+    ledger.cache_finished_req(kv, ids)
+
+
+def num_opcodes(call: Callable[[], Any]) -> int:
+    """How many bytecode instructions a call takes: a measure of work that no other load changes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("waits_for", ["transfer", "prefill"])
+def test_ending_one_request_costs_the_same_however_many_wait(
+    waits_for: str, make_kv_ledger: MakeLedger, make_req: MakeReq
+) -> None:
+    def cost(num_reqs: int) -> int:
+        queue, batcher = make_queue(make_kv_ledger())
+        reqs = [make_req() for _ in range(num_reqs)]
+        for req in reqs:
+            enqueue(queue, batcher, req) if waits_for == "transfer" else batcher.add(req)
+        last = reqs[-1]
+        return num_opcodes(lambda: (queue.remove(last), batcher.remove(last)))
+
+    assert cost(400) == cost(20)
+
+
+def test_a_blocked_request_is_looked_up_anew_only_when_the_tree_has_changed(
+    make_kv_ledger: MakeLedger, make_req: MakeReq
+) -> None:
+    def cost(num_cached: int) -> tuple[int, int]:
+        """Of the first try, and of the second, for a request of which so many tokens are cached."""
+        ledger = make_kv_ledger(200)
+        queue, batcher = make_queue(ledger)
+        req = make_req(4 * 201)
+        cache_prefix(ledger, req.ids[:num_cached])
+        enqueue(queue, batcher, req)
+        return num_opcodes(lambda: queue.reserve(**OPEN)), num_opcodes(lambda: queue.reserve(**OPEN))
+
+    first, second = cost(800)
+    assert first > 200 * 10 > second
+    assert second == cost(40)[1]
+
+
+def test_a_prefix_that_is_cached_meanwhile_is_found(make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
+    """Of 8 pages a running request holds 4; the 6 of a waiting one fit when the two share those 4."""
+    ledger = make_kv_ledger(8)
+    queue, batcher = make_queue(ledger)
+    req = make_req(24)
+    kv = ledger.admit(ledger.radix_cache.match_prefix(req.ids), "")
+    assert kv is not None and ledger.grow(kv, 16)
+    enqueue(queue, batcher, req)
+    assert queue.reserve(**OPEN) == []
+    kv.kv_committed_len = 16
+    ledger.cache_unfinished_req(kv, req.ids[:16])
+    assert queue.reserve(**OPEN) == [req]
+
+
+def test_a_request_that_waits_does_not_use_the_prefix_it_waits_with(
+    make_kv_ledger: MakeLedger, make_req: MakeReq
+) -> None:
+    """Eviction is by use: the prefix of a blocked request was used longest ago, and so goes first."""
+    ledger = make_kv_ledger(8)
+    queue, batcher = make_queue(ledger)
+    blocked, other = make_req(36), make_req(8)
+    cache_prefix(ledger, blocked.ids[:8])
+    cache_prefix(ledger, other.ids)
+    enqueue(queue, batcher, blocked)
+    for _ in range(3):
+        assert queue.reserve(**OPEN) == []
+    ledger.allocator.free(ledger.radix_cache.evict(2))
+    assert ledger.radix_cache.peek(blocked.ids, 8).num_pages == 0
+    assert ledger.radix_cache.peek(other.ids, 8).num_pages == 2
+
+
+def test_what_would_fit_is_what_fits(make_kv_ledger: MakeLedger) -> None:
+    """Also without some running requests, over prefixes that these hold, that others hold, and that none holds."""
+    fits = [both_fit(random.Random(seed), make_kv_ledger) for seed in range(400)]
+    assert all(predicted == actual for predicted, actual in fits)
+    assert 50 < sum(actual for _, actual in fits) < 350
+
+
+def both_fit(rng: random.Random, make_kv_ledger: MakeLedger) -> tuple[bool, bool]:
+    """Whether a request would fit if some victims were gone, and whether it does when they are."""
+    ledger = make_kv_ledger(rng.randint(16, 40), num_rows=rng.randint(3, 8))
+    queue, batcher = make_queue(ledger, num_reserved_decode_tokens=rng.choice([0, 3]))
+    stems = [[rng.randrange(3) for _ in range(24)] for _ in range(2)]
+
+    def some_ids() -> tuple[int, ...]:
+        return (
+            *rng.choice(stems)[: rng.randint(4, 24)],
+            *(rng.randrange(9, 99) for _ in range(rng.randint(0, 40))),
+        )
+
+    running: list[tuple[ReqKV, tuple[int, ...]]] = []
+    for _ in range(rng.randint(1, 5)):
+        ids = some_ids()
+        kv = ledger.admit(ledger.match_prefix(ids, ""), "")
+        if kv is None or not ledger.grow(kv, len(ids)):
+            break
+        kv.kv_committed_len = len(ids)
+        ledger.cache_unfinished_req(kv, ids)
+        running.append((kv, ids))
+    for kv, ids in running[3:]:
+        ledger.cache_finished_req(kv, ids)
+    victims = [new_req(f"v{i}", ids, kv) for i, (kv, ids) in enumerate(running[: rng.randrange(3)])]
+    req = new_req("r", some_ids())
+    enqueue(queue, batcher, req)
+    predicted = queue.would_fit(req, victims)
+    for victim in victims:
+        assert victim.kv is not None
+        ledger.cache_finished_req(victim.kv, victim.ids)
+    return predicted, queue.reserve(**OPEN) == [req]
+
+
+def new_req(rid: str, ids: tuple[int, ...], kv: ReqKV | None = None) -> Req:
+    req = Req(ReqKey("router", rid), Work(ids, SamplingParams()), Timeline(Role.DECODE), 9)
+    req.kv = kv
+    return req
