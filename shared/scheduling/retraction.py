@@ -28,9 +28,10 @@ What makes this right:
 - KV that comes back counts as committed when the copy has landed, not when it is decided on: the RadixCache never
   learns of a page before it is right. Until then the host pages are kept, and serve again should the request be
   retracted meanwhile.
-- Somebody always goes on: the last running request is never retracted, nobody resumes unless all who run can take
-  their next step, and retracted requests resume first come first served (within a level, where priority counts). A
-  request that got no further since it was last retracted keeps its place in that order, and the length of its wait.
+- Some request always goes on. The last running request is never retracted for want of pages (only preempted, by one
+  of far higher priority, which then runs). None resumes unless all that run can take their next step. Retracted
+  requests resume first come first served (within a level, where priority counts), and one that got no further since
+  it was last retracted keeps its place in that order, and the length of its wait.
 """
 
 from __future__ import annotations

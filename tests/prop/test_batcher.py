@@ -9,7 +9,7 @@ from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.kvcache.audit import audit_idle
 from shared.protocol.messages import Finish
 from shared.scheduling.req import Req
-from tests.prop.stepping import Stepping, new_req
+from tests.prop.stepping import Stepping, new_req, rids
 from tests.token_engine import EOS, TokenResult, reference_tokens
 
 
@@ -56,6 +56,23 @@ def test_a_forward_that_raises_fails_its_own_requests_only() -> None:
 
 class Idle:
     def wait(self) -> None: ...
+
+
+def test_the_share_reserved_for_output_falls_with_each_step_and_is_whole_again_after_idling() -> None:
+    """Of a pool of 1,600 tokens 70 % of 2,000 outputs are reserved at first, which leaves no room for 250 more."""
+    stepping = Stepping(num_tokens=1600)
+    ids = next([i, 5, 3] for i in range(5000) if len(reference_tokens([i, 5, 3], 150)) == 150)
+    for idles in (0, 1):
+        running, waiting = f"running{idles}", f"waiting{idles}"
+        stepping.add(new_req(running, ids, 2000, ignore_eos=False))
+        stepping.add(new_req(waiting, range(700 * idles, 700 * idles + 250), 1, ignore_eos=False))
+        assert rids(stepping.step()) == [running]
+        while waiting not in stepping.admitted_at:
+            stepping.step()
+            assert stepping.live[running].output_len < 140
+        stepping.end(stepping.live[running])
+        while stepping.step() is not None or stepping.launcher.in_flight is not None:
+            pass
 
 
 class RefusingStream:

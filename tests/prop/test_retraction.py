@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.engine.launcher import Launcher
 from shared.kvcache.audit import audit, audit_idle
+from shared.kvcache.host_pages import PageCopy
 from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
@@ -352,6 +353,36 @@ def test_lower_priority_is_retracted_first_where_it_counts() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("policy", ["auto", "host", "recompute"])
+def test_the_last_running_request_waits_for_pages_and_keeps_its_own(policy: str, overlap: bool) -> None:
+    """What holds the others may be a transfer: giving its own pages up would help the request to nothing."""
+    driver = Driver(make_config(policy), overlap=overlap)
+    driver.add(make_req("last", list(range(10)), 40, ignore_eos=True))
+    while driver.live["last"].output_len < 5:
+        driver.step()
+    ledger = driver.engine.ledger
+    kv = ledger.admit(ledger.match_prefix([500], ""), "")
+    assert kv is not None and ledger.grow(kv, 4 * ledger.num_available_pages)
+    while driver.step():
+        assert driver.live
+    assert driver.retraction.count.num_waits > 0
+    ledger.cache_finished_req(kv, ())
+    driver.drain()
+    assert driver.batcher.num_retractions == 0
+    assert driver.outputs("last") == reference_tokens(range(10), 40, eos=None)
+
+
+@pytest.mark.parametrize("policy", ["auto", "host", "recompute"])
+def test_pages_that_come_home_with_the_forward_in_flight_are_waited_for(policy: str) -> None:
+    """Two requests of 20 tokens fill the pool, and need the pages of a third while its last token is in flight."""
+    driver = Driver(make_config(policy, tokens=40), overlap=True)
+    for i, (num_ids, num_new) in enumerate([(5, 5), (8, 12), (8, 12)]):
+        driver.add(make_req(f"r{i}", [200 * i + j for j in range(num_ids)], num_new, ignore_eos=True))
+    driver.drain()
+    assert (driver.batcher.num_retractions, driver.retraction.count.num_waits) == (0, 1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("policy", ["host", "recompute"])
 def test_retracted_requests_resume_first_come_first_served(policy: str, overlap: bool) -> None:
     driver = full_house(policy, overlap=overlap)
@@ -397,6 +428,25 @@ def test_what_a_failed_copy_left_behind_is_not_shared() -> None:
         driver.add(make_req(f"again-{rid}", again, 3, ignore_eos=True))
         driver.drain()
         assert driver.outputs(f"again-{rid}") == reference_tokens(again, 3, eos=None)
+
+
+@pytest.mark.parametrize("num_before", range(4))
+def test_what_is_computed_over_a_copy_back_that_failed_is_dropped(num_before: int) -> None:
+    """The step behind the copy reads pages that the copy never wrote: its token is wrong, and so is its KV."""
+    driver = full_house("host", overlap=True)
+    while len(driver.resumed) <= num_before:
+        driver.step()
+    queued = [entry for entry, _ in driver.engine.stream.queue if isinstance(entry, PageCopy)]
+    driver.engine.stream.fail_copies = [not pages.to_host for pages in queued]
+    assert any(driver.engine.stream.fail_copies)
+    driver.drain()
+    (rid,) = driver.failed
+    ids = [100 + 13 * int(rid[1]) + j for j in range(10)]
+    known, expected = driver.outputs(rid), reference_tokens(ids, 30, eos=None)
+    assert known == expected[: len(known)]
+    driver.add(make_req("again", [*ids, *expected[:25]], 3, ignore_eos=True))
+    driver.drain()
+    assert driver.outputs("again") == reference_tokens([*ids, *expected[:25]], 3, eos=None)
 
 
 def test_an_abort_while_on_the_host_frees_the_host_pages() -> None:

@@ -73,7 +73,9 @@ def test_an_arrival_of_high_priority_takes_the_place_of_a_low_one(enabled: bool,
         runner.until_known(key, 2)
     high = runner.submit("high", 50)
     runner.until_known(high, 2)  # the first comes from the prefill node
-    assert all(runner.num_known(key) < NUM_NEW for key in low) is enabled
+    assert (
+        max(map(runner.num_known, low)) < NUM_NEW // 2
+    ) is enabled  # later they outgrow the pool by themselves
     runner.finish()
 
 

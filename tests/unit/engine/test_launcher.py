@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from shared.config import CacheOptions, NodeConfig, ScheduleOptions
 from shared.engine.kv_copies import KVCopies
 from shared.engine.launcher import Launcher
+from shared.engine.loop_parts import new_launcher
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.vocab_mask import VocabMask
 from shared.grammar.state import GrammarState
@@ -138,6 +140,23 @@ def test_with_a_grammar_the_forward_is_ahead_and_its_sampling_behind_the_commit(
         "submit 2", "wait 1", "sample 2 masked",
         "submit 3", "wait 2", "sample 3 masked",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_the_options_of_the_node_reach_the_launcher(disabled: bool) -> None:
+    """--debug-checks finds a step that was left out; --disable-overlap-schedule leaves no forward in flight."""
+    for checked in (False, True):
+        engine = token_engine(CONFIG)
+        options = ScheduleOptions(disable_overlap_schedule=disabled, debug_checks=checked)
+        launcher, batcher = new_launcher(engine, options), Batcher(engine.ledger, options)
+        params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+        batcher.add(Req(ReqKey("router", "a"), Work((1, 2, 3), params), Timeline(Role.DECODE), 20))
+        for _ in range(2):
+            launcher.turn(batcher.get_next_batch())
+        assert (launcher.in_flight is None) is disabled
+        batcher.get_next_batch()  # planned, but never launched
+        with pytest.raises(AssertionError, match="router/a") if checked else nullcontext():
+            launcher.turn(batcher.get_next_batch())
 
 
 def test_without_overlap_nothing_is_in_flight() -> None:

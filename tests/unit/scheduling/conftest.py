@@ -30,7 +30,12 @@ def make_req() -> MakeReq:
     count = 0
 
     def make(
-        num_ids: int = 10, *, max_output_len: int | None = None, output_ids: Any = (), **params: Any
+        num_ids: int = 10,
+        *,
+        max_output_len: int | None = None,
+        output_ids: Any = (),
+        priority: int = 0,
+        **params: Any,
     ) -> Req:
         """A request whose tokens nobody else has."""
         nonlocal count
@@ -38,7 +43,12 @@ def make_req() -> MakeReq:
         sampling = SamplingParams(temperature=0.0, **params)
         return Req(
             key=ReqKey("router", f"r{count}"),
-            work=Work(tuple(1000 * count + i for i in range(num_ids)), sampling, tuple(output_ids)),
+            work=Work(
+                tuple(1000 * count + i for i in range(num_ids)),
+                sampling,
+                tuple(output_ids),
+                priority=priority,
+            ),
             timeline=Timeline(Role.DECODE),
             max_output_len=sampling.max_new_tokens if max_output_len is None else max_output_len,
         )
