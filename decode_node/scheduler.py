@@ -20,7 +20,6 @@ from functools import partial
 
 from decode_node.cache_announcer import CacheAnnouncer
 from decode_node.prealloc_queue import PreallocQueue
-from decode_node.transfer_queue import TransferQueue, take_over
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
 from shared.engine.loop_parts import new_grammar_queue, new_launcher
@@ -28,6 +27,7 @@ from shared.engine.req_table import ReqTable
 from shared.engine.router_desk import RouterDesk
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError, TransferError
+from shared.kvtransfer.queues import TransferQueue, take_over
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import CacheResync, Decode, NodeRef, ReqKey, RouterHello
@@ -61,7 +61,7 @@ class DecodeScheduler:
         self.batcher = Batcher(engine.ledger, options)
         self._announcer = CacheAnnouncer(engine.ledger, router_port)
         self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options, self.batcher.rank)
-        self.transfer_queue = TransferQueue(engine.ledger)
+        self.transfer_queue = TransferQueue()
         queues = (self.grammar_queue, self.prealloc_queue, self.batcher)
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
         self._desk = RouterDesk(

@@ -18,9 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from prefill_node.bootstrap_queue import BootstrapQueue
-from prefill_node.inflight_queue import InflightQueue
-from prefill_node.peering import Peering
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
 from shared.engine.loop_parts import new_grammar_queue, new_launcher
@@ -28,6 +25,8 @@ from shared.engine.req_table import ReqTable
 from shared.engine.router_desk import RouterDesk
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError
+from shared.kvtransfer.peering import Peering
+from shared.kvtransfer.queues import BootstrapQueue, InflightQueue
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import SendEnded
 from shared.protocol.messages import Peers, Prefill, Ready, ReqKey

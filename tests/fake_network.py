@@ -30,15 +30,15 @@ from shared.kvtransfer.layout import PageStore
 from shared.kvtransfer.link import Stepped
 from shared.protocol.messages import (
     Announcement,
-    DecodeToPrefill,
     NodeToRouter,
-    PrefillToDecode,
+    ReceiverToSender,
     RouterToNode,
+    SenderToReceiver,
     Struct,
 )
 from shared.protocol.outbox import Outbox
 
-AnyMessage = RouterToNode | NodeToRouter | Announcement | PrefillToDecode | DecodeToPrefill
+AnyMessage = RouterToNode | NodeToRouter | Announcement | SenderToReceiver | ReceiverToSender
 
 AnyMessageType = TypeVar("AnyMessageType", bound=Struct)
 

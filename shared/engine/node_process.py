@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
@@ -19,8 +19,7 @@ from shared.config import NodeConfig
 from shared.engine.build import Engine, build_engine, resolve_device
 from shared.engine.vitals import Vitals
 from shared.errors import ConfigError
-from shared.kvtransfer.receiver import KVReceiver
-from shared.kvtransfer.sender import KVSender
+from shared.kvtransfer.sides import TransferSides, make_sides
 from shared.kvtransfer.transports.choice import Transports, make_transports
 from shared.open_files import raise_open_files_limit
 from shared.protocol.channel import ControlThread, Handlers
@@ -36,7 +35,6 @@ SWITCH_INTERVAL_S = 1e-4
 A native forward that has ended needs the GIL to say so, while the scheduler plans the next step: at 5 ms nothing of
 that planning was hidden behind forwards of a few ms, at 0.1 ms nine tenths of it (2 cores, AVX-512, llama-160m).
 """
-TransferSide = TypeVar("TransferSide", KVSender, KVReceiver)
 ANY_HOST = ("0.0.0.0", "::", "*")
 
 
@@ -63,24 +61,10 @@ class NodeParts:
     config: NodeConfig
     node: NodeRef
     engine: Engine
-    transports: Transports
-    control: ControlThread
+    transfer: TransferSides
     router_port: RouterPort
     vitals: Vitals
     wake: threading.Event
-
-    def transfer_side(self, side: Callable[..., TransferSide]) -> TransferSide:
-        """`side` is KVSender or KVReceiver: that of this node."""
-        return side(
-            node=self.node,
-            layout=self.engine.layout,
-            pages=self.engine.pool,
-            outbox=self.control,
-            transports=self.transports,
-            clock=self.engine.clock,
-            options=self.config.transfer,
-            wake=self.wake.set,
-        )
 
 
 BuildRole = Callable[[NodeParts], tuple[Scheduler, dict[str, Handlers]]]
@@ -182,9 +166,17 @@ def _parts(
         config=config,
         node=node,
         engine=engine,
-        transports=transports,
-        control=control,
-        router_port=RouterPort(control, hello, vitals.load, wake, engine.clock),
+        transfer=make_sides(
+            node=node,
+            layout=engine.layout,
+            pages=engine.pool,
+            control=control,
+            transports=transports,
+            clock=engine.clock,
+            options=config.transfer,
+            wake=wake.set,
+        ),
+        router_port=RouterPort(control.to_diallers, hello, vitals.load, wake, engine.clock),
         vitals=vitals,
         wake=wake,
     )

@@ -1,6 +1,6 @@
 """What the transfer needs from a data path: a Link (one pair, one direction, one incarnation) and its factory.
 
-A link carries messages from rank SENDER (the prefill node) to rank RECEIVER (the decode node). The receiver
+A link carries messages from rank SENDER (the sending node) to rank RECEIVER (the receiving node). The receiver
 alone decides their order: it posts the receive of message `seq`, then sends the Grant that names `seq`. Lengths
 come only from the Grant: on gloo a send that is longer than its receive aborts the receiver's process, and a
 shorter one leaves a stale tail.

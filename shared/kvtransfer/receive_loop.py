@@ -1,4 +1,4 @@
-"""The data thread of a link on the decode node: grants chunks, takes them in, scatters them."""
+"""The data thread of a link on the receiving node: grants chunks, takes them in, scatters them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ReceiveLoop:
         return len(self._granted)
 
     def attach(self, link: Link) -> None:
-        """See LinkLoop."""
+        """The link is built."""
         self._link = link
 
     def enqueue(self, key: ReqKey, chunks: Iterable[Chunk]) -> None:
@@ -94,7 +94,7 @@ class ReceiveLoop:
         return granted
 
     def drain(self, *, block: bool) -> bool:
-        """See LinkLoop. What still arrives is dropped: the transfers of a dead link have failed."""
+        """Drop what still arrives over a dead link, whose transfers have failed; True when nothing more can."""
         while self._granted:
             arrival = self._granted[0].arrival
             with suppress(LinkError):  # expected of a dead link; what matters is that the op has left

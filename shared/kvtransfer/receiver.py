@@ -29,9 +29,9 @@ from shared.protocol.messages import (
     LeaseRenew,
     NodeRef,
     Offer,
-    PrefillToDecode,
     Ready,
     ReqKey,
+    SenderToReceiver,
 )
 from shared.protocol.outbox import Outbox
 
@@ -195,7 +195,7 @@ class KVReceiver:
             for peer_id, living in keys.items():
                 self._outbox.send(peer_id, LeaseRenew(tuple(living)))
 
-    def on_message(self, peer_id: str, message: PrefillToDecode) -> None:
+    def on_message(self, peer_id: str, message: SenderToReceiver) -> None:
         """A message of a sending node. Never blocks."""
         with self._lock:
             if self._closed:

@@ -1,4 +1,4 @@
-"""Sending on one link of the prefill node: takes Grants in order, gathers pages, sends them.
+"""Sending on one link of the sending node: takes Grants in order, gathers pages, sends them.
 
 The copier gathers a chunk into a slot and starts its sending; the link's data thread waits for sends to leave their
 slots. So the next chunk is gathered while the last one is on its way, and nothing waits between the two.
@@ -59,7 +59,7 @@ class SendLoop:
         return self._ring.num_out
 
     def attach(self, link: Link) -> None:
-        """See LinkLoop. The peer may have been faster: grants may be waiting."""
+        """The link is built. The peer may have been faster, so grants may be waiting."""
         with self._lock:
             self._link = link
         self._wake_copier()
@@ -93,7 +93,7 @@ class SendLoop:
         return False
 
     def drain(self, *, block: bool) -> bool:
-        """See LinkLoop."""
+        """Wait for the sends of a dead link to leave their slots; True when none is left."""
         with self._lock:
             self._due.clear()
         self._copier.shutdown(wait=block)
@@ -130,8 +130,8 @@ class SendLoop:
         try:
             while (work := self._next_due()) is not None:
                 self._send(*work)
-                # Not for every chunk: each wakes a thread. Not when all slots are out: few that come home soon, and
-                # are taken again, stay in the cache.
+                # The data thread is not woken for every chunk, since that costs a thread switch, nor only when all
+                # slots are out: slots that come home early are taken again while they are still in the cache.
                 if 2 * self._ring.num_out >= self._ring.num_slots:
                     self.kick()
         except Exception as error:  # kept for the data thread, which ends the link with it

@@ -21,7 +21,6 @@ from shared.kvtransfer.states import SendEnded, SendEvent, SendState, SendTransf
 from shared.kvtransfer.transports.choice import Transports
 from shared.protocol.messages import (
     CancelTransfer,
-    DecodeToPrefill,
     Done,
     Handoff,
     KVLayout,
@@ -29,6 +28,7 @@ from shared.protocol.messages import (
     NodeRef,
     Offer,
     Ready,
+    ReceiverToSender,
     ReqKey,
 )
 from shared.protocol.outbox import Outbox
@@ -190,7 +190,7 @@ class KVSender:
             if self.peers.disconnected(peer_id, reason):
                 self.transfers.drop_peer(peer_id)
 
-    def on_message(self, peer_id: str, message: DecodeToPrefill) -> None:
+    def on_message(self, peer_id: str, message: ReceiverToSender) -> None:
         """A message of a receiving node. Never blocks."""
         with self._lock:
             now = self._clock()

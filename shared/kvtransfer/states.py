@@ -1,7 +1,7 @@
 """The life of one transfer on either node, without IO: who owns its pages, and how it ends exactly once.
 
-    prefill node (SendTransfer)                           decode node (ReceiveTransfer)
-    WAITING     opened; nobody reads the pages            RESERVED    opened, Ready not sent; pages belong to the side
+    sending node (SendTransfer)                           receiving node (ReceiveTransfer)
+    WAITING     opened; no page is read                   RESERVED    opened, Ready not sent; pages belong to the side
        │ Ready                                               │ Ready sent
     OFFERING    offered pages are held; gathers read them RECEIVING   chunks are scattered into the pages
        │ handoff                                             │
@@ -27,7 +27,7 @@ from shared.protocol.messages import Handoff, Ready, ReqKey
 
 @dataclass(frozen=True, slots=True)
 class SendEnded:
-    """The last event of a key on a prefill node: its pages may be freed. `seconds` count from the first offer."""
+    """The last event of a key on a sending node: its pages may be freed. `seconds` count from the first offer."""
 
     key: ReqKey
     ok: bool
@@ -35,16 +35,16 @@ class SendEnded:
     nbytes: int
     seconds: float
     handed_off: bool
-    """True when the Handoff was sent: from then on only the decode node speaks for the request."""
+    """True when the Handoff was sent: from then on only the receiving node speaks for the request."""
 
 
 SendEvent = Ready | SendEnded
-"""Ready is the decode node's message, handed on: pages are reserved there, and which prefix need not be sent."""
+"""Ready is the receiving node's message, handed on: pages are reserved there, and which prefix need not be sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The sequence is complete on the decode node. `pages` were transferred, `seconds` after the first offer."""
+    """The sequence is complete on the receiving node. `pages` were transferred, `seconds` after the first offer."""
 
     key: ReqKey
     handoff: Handoff
@@ -55,20 +55,20 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveFailed:
-    """The transfer has failed; `by_peer`: the prefill node gave it up on purpose."""
+    """The transfer has failed; `by_peer`: the sending node gave it up on purpose."""
 
     key: ReqKey
     reason: str
     by_peer: bool
     handed_off: bool = False
-    """True when the prefill node had sent its Handoff: from then on only the decode node speaks for the request."""
+    """True when the sending node had sent its Handoff: since then only the receiving node speaks for the request."""
 
 
 ReceiveEvent = Received | ReceiveFailed
 
 
 class SendState(StrEnum):
-    """See the head of this file."""
+    """The states of a SendTransfer, drawn at the head of this file."""
 
     WAITING = "waiting"
     OFFERING = "offering"
@@ -77,7 +77,7 @@ class SendState(StrEnum):
 
 
 class ReceiveState(StrEnum):
-    """See the head of this file."""
+    """The states of a ReceiveTransfer, drawn at the head of this file."""
 
     RESERVED = "reserved"
     RECEIVING = "receiving"
@@ -86,7 +86,7 @@ class ReceiveState(StrEnum):
 
 @dataclass(slots=True)
 class SendTransfer:
-    """One transfer on the prefill node. `deadline` is of Ready, later of the lease; none while pages are computed."""
+    """One transfer on the sending node. `deadline` is of Ready, later of the lease; none while pages are computed."""
 
     key: ReqKey
     peer_id: str
@@ -102,7 +102,7 @@ class SendTransfer:
     _taken: bool = False
 
     def ready(self, prefix_pages: int) -> bool:
-        """The decode node's reservation; False when it is a repetition or comes too late."""
+        """The receiving node's reservation; False when it is a repetition or comes too late."""
         if self.state is not SendState.WAITING:
             return False
         self.state = SendState.OFFERING
@@ -120,7 +120,7 @@ class SendTransfer:
         return first
 
     def handoff(self, total_pages: int, lease_until: float) -> None:
-        """Everything is offered; from here on the pages are held for the decode node alone."""
+        """Everything is offered; from here on the pages are held for the receiving node alone."""
         assert self.state is SendState.OFFERING and self.prefix_pages is not None, (
             f"handoff while {self.state}"
         )
@@ -169,7 +169,7 @@ class SendTransfer:
 
 @dataclass(slots=True)
 class ReceiveTransfer:
-    """One transfer on the decode node; `page_ids` are reserved for sequence pages from `prefix_pages` on."""
+    """One transfer on the receiving node; `page_ids` are reserved for sequence pages from `prefix_pages` on."""
 
     key: ReqKey
     peer_id: str
@@ -190,7 +190,7 @@ class ReceiveTransfer:
 
     @property
     def num_offered(self) -> int:
-        """Pages that the prefill node has computed and holds."""
+        """Pages that the sending node has computed and holds."""
         return self._num_offered
 
     @property

@@ -2,7 +2,7 @@
 
 A ZMQ socket belongs to one thread; other threads queue commands for it. On the wire a message is the msgpack of a
 tagged union, in as many frames as its length takes. A dialling socket's identity reads `kind|peer|n`: what the
-dialler is ("router", "prefill", "node"), its peer id, and a counter, so that a second dial of the same peer is never
+dialler is ("router", "sender", "node"), its peer id, and a counter, so that a second dial of the same peer is never
 taken for the first.
 """
 
@@ -35,6 +35,7 @@ from shared.protocol.dial_socket import (
     to_frames,
 )
 from shared.protocol.messages import FRAME_ERRORS, Struct
+from shared.protocol.outbox import Outbox
 from shared.protocol.resolver import Resolver, does_not_resolve
 from shared.protocol.security import FleetKey
 
@@ -89,6 +90,18 @@ class _Timer:
     due: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Towards:
+    """The Outbox of a ControlThread in one direction."""
+
+    control: ControlThread
+    dialled: bool
+
+    def send(self, to: str, message: Struct) -> None:
+        """Queue `message` for the peer `to`, if it is connected in this direction."""
+        self.control.send(to, message, dialled=self.dialled)
+
+
 class ControlThread:
     """One ROUTER socket for the peers that dial this node, one DEALER for each peer that this node dials."""
 
@@ -108,6 +121,10 @@ class ControlThread:
         """Peers that dialled this node, the one heard longest ago first; a living peer is heard every second."""
         self._dialled: dict[str, _Dialled] = {}
         self._dials = itertools.count(1)
+        self.to_dialled: Outbox = _Towards(self, dialled=True)
+        """To the peers that this node dialled, and no others."""
+        self.to_diallers: Outbox = _Towards(self, dialled=False)
+        """To the peers that dialled this node, also when this node has dialled them under the same id."""
         self._timers: list[_Timer] = []
         self._poller = zmq.Poller()
         self._stopping = False
@@ -146,10 +163,13 @@ class ControlThread:
         """Begin to listen to diallers of these kinds, also to those that have dialled already."""
         self._post(lambda: self._admit(handlers))
 
-    def send(self, to: str, message: Struct) -> None:
-        """Queue a message. A peer that was dialled is preferred to one that dialled us under the same id."""
+    def send(self, to: str, message: Struct, *, dialled: bool | None = None) -> None:
+        """Queue a message to a peer that was dialled, else to one that dialled this node.
+
+        `dialled` allows only the one (True) or the other (False).
+        """
         frames = to_frames(self._encoder.encode(message))
-        self._post(lambda: self._send(to, frames))
+        self._post(lambda: self._send(to, frames, dialled))
 
     def dial(
         self,
@@ -238,21 +258,22 @@ class ControlThread:
     def _stop(self) -> None:
         self._stopping = True
 
-    def _send(self, to: str, frames: list[bytes]) -> None:
-        dialled = self._dialled.get(to)
+    def _send(self, to: str, frames: list[bytes], only: bool | None = None) -> None:
+        dialled = None if only is False else self._dialled.get(to)
+        dialler = None if only is True or dialled is not None else self._diallers.get(to)
         try:
             if dialled is not None and dialled.sockets is None:
                 dialled.unsent.append(frames)
             elif dialled is not None and dialled.sockets is not None:
                 dialled.sockets.socket.send_multipart(frames, zmq.NOBLOCK)
-            elif self._server is not None and (dialler := self._diallers.get(to)) and dialler.reachable:
+            elif self._server is not None and dialler is not None and dialler.reachable:
                 self._server.send_multipart([dialler.identity, *frames], zmq.NOBLOCK)
             else:
                 log.event("peer_unknown", level=logging.DEBUG, peer=to)
         except zmq.ZMQError as error:
             log.event("peer_gone", level=logging.DEBUG, peer=to, error=error)
-            if dialled is None and self._server is not None:
-                self._diallers[to].reachable = False
+            if dialler is not None:
+                dialler.reachable = False
 
     def _dial(self, dialled: _Dialled) -> None:
         self._close_dialled(dialled.peer)

@@ -3,8 +3,8 @@
     router  → node     RouterToNode       dispatch, cancel, liveness
     node    → router   NodeToRouter       tokens, failures, load
     node    → router's control port       Announcement   (a node that loads, joins or fails to load)
-    prefill → decode   PrefillToDecode    offers, handoff, store traffic of a link
-    decode  → prefill  DecodeToPrefill    ready, grants, done, store traffic of a link
+    sender  → receiver SenderToReceiver   offers, handoff, store traffic of a link
+    receiver → sender ReceiverToSender   ready, grants, done, store traffic of a link
 
 A request is named by its `ReqKey` on every link. Messages of three parties arrive in any order; each receiver
 parks what it cannot place yet and drops what names a finished key.
@@ -395,7 +395,7 @@ class PeerPong(Struct, frozen=True):
 
 # ----------------------------------------------------------------------------------------- prefill → decode
 class PeerHello(Struct, frozen=True):
-    """First message of a prefill node on a fresh connection; answered with LinkOpen or Refused.
+    """First message of a sending node on a fresh connection; answered with LinkOpen or Refused.
 
     `transports` are the data paths that it offers, the best first; `host` is the same on nodes that can share memory.
     """
@@ -475,7 +475,7 @@ class Grant(Struct, frozen=True):
 
 
 class Done(Struct, frozen=True):
-    """The transfer of `key` has ended on the decode node; the prefill node may let go of its pages."""
+    """The transfer of `key` has ended on the receiving node; the sending node may let go of its pages."""
 
     key: ReqKey
     ok: bool
@@ -483,7 +483,7 @@ class Done(Struct, frozen=True):
 
 
 class LeaseRenew(Struct, frozen=True):
-    """These transfers are alive on the decode node; pages held for any other may be released when leases end."""
+    """These transfers are alive on the receiving node; pages held for any other may be released when leases end."""
 
     keys: tuple[ReqKey, ...]
 
@@ -503,8 +503,8 @@ RouterToNode = (
 )
 NodeToRouter = NodeHello | Refused | Tokens | Failed | Pong | Answered | CacheEvents | NotCached | Leaving
 Announcement = Loading | Join | LoadFailed
-PrefillToDecode = PeerHello | Offer | Handoff | CancelTransfer | StoreSet | LinkLost | PeerPing | PeerPong
-DecodeToPrefill = (
+SenderToReceiver = PeerHello | Offer | Handoff | CancelTransfer | StoreSet | LinkLost | PeerPing | PeerPong
+ReceiverToSender = (
     LinkOpen
     | Refused
     | Ready

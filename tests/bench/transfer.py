@@ -35,13 +35,13 @@ from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports.choice import make_transports
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import (
-    DecodeToPrefill,
     Handoff,
     KVLayout,
     NodeRef,
-    PrefillToDecode,
     Ready,
+    ReceiverToSender,
     ReqKey,
+    SenderToReceiver,
 )
 from tests.bench.limits import Memcpy
 from tests.bench.stats import figure, ratios
@@ -133,8 +133,8 @@ def prefill_side(pipe: Connection, address: str, port: int, options: TransferOpt
         wake=wake.set,
     )
     control.start()
-    handlers = Handlers(msgspec.msgpack.Decoder(DecodeToPrefill), sender.on_message)
-    control.dial("d#1", address, "prefill|p#1", handlers, sender.on_connected, sender.on_disconnected)
+    handlers = Handlers(msgspec.msgpack.Decoder(ReceiverToSender), sender.on_message)
+    control.dial("d#1", address, "sender|p#1", handlers, sender.on_connected, sender.on_disconnected)
     raw = RawGloo(1, port)
     while (command := pipe.recv()) is not None:
         if isinstance(command, int):
@@ -189,8 +189,8 @@ class DecodeSide:
             wake=self.wake.set,
         )
         self.control.start()
-        prefill = Handlers(msgspec.msgpack.Decoder(PrefillToDecode), self.receiver.on_message)
-        self.control.admit({"prefill": prefill})
+        prefill = Handlers(msgspec.msgpack.Decoder(SenderToReceiver), self.receiver.on_message)
+        self.control.admit({"sender": prefill})
         listener = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
         raw_port = listener.port
         del listener

@@ -17,11 +17,11 @@ from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import (
     FRAME_ERRORS,
     Announcement,
-    DecodeToPrefill,
     NodeToRouter,
-    PrefillToDecode,
+    ReceiverToSender,
     Record,
     RouterToNode,
+    SenderToReceiver,
     Struct,
 )
 from shared.protocol.sampling_params import SamplingParams
@@ -30,8 +30,8 @@ UNIONS: dict[str, UnionType] = {
     "RouterToNode": RouterToNode,
     "NodeToRouter": NodeToRouter,
     "Announcement": Announcement,
-    "PrefillToDecode": PrefillToDecode,
-    "DecodeToPrefill": DecodeToPrefill,
+    "SenderToReceiver": SenderToReceiver,
+    "ReceiverToSender": ReceiverToSender,
 }
 ENCODER = msgspec.msgpack.Encoder()
 DECODERS = {name: msgspec.msgpack.Decoder(union) for name, union in UNIONS.items()}

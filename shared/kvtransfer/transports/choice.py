@@ -1,7 +1,7 @@
 """What carries the KV pages of a pair of nodes: chosen for each pair when they meet, from what both offer.
 
-prefill ── PeerHello(transports, host) ──▶ decode, which takes the best that both can use
-        ◀── LinkOpen(transport) ──────────  or answers Refused, naming the field
+sender ── PeerHello(transports, host) ──▶ receiver, which takes the best that both can use
+       ◀── LinkOpen(transport) ──────────  or answers Refused, naming the field
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Transports:
     host: str = ""
 
     def in_common(self, theirs: Sequence[str], their_host: str) -> list[str]:
-        """What this decode node and a prefill node can both use, in this node's order. TransportMismatch: nothing."""
+        """What this receiving node and a sender can both use, the best first. TransportMismatch: nothing."""
         both = [name for name in self.factories if name in theirs]
         if not both:
             raise TransportMismatch(
-                f"the decode node offers {'/'.join(self.factories)}, the prefill node {'/'.join(theirs)}"
+                f"the receiving node offers {'/'.join(self.factories)}, the sending node {'/'.join(theirs)}"
             )
         one_host = bool(self.host) and self.host == their_host
         usable = [name for name in both if name != "shm" or one_host]
         if not usable:
             raise TransportMismatch(
-                f"shm is for nodes of one host; the decode node's is {self.host!r}, the prefill node's {their_host!r}"
+                f"shm is for nodes of one host; the receiver is on {self.host!r}, the sender on {their_host!r}"
             )
         return usable
 

@@ -22,13 +22,13 @@ from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.kvtransfer.transports.choice import Transports, make_transports
 from shared.protocol.messages import (
-    DecodeToPrefill,
     Handoff,
     KVLayout,
     NodeRef,
-    PrefillToDecode,
     Ready,
+    ReceiverToSender,
     ReqKey,
+    SenderToReceiver,
     Struct,
 )
 
@@ -296,7 +296,7 @@ def prefill_process(pipe: Connection, num_pages: int, options: TransferOptions) 
             asked.put(message.key)
         side.on_message("d0", message)
 
-    pump(pipe, msgspec.msgpack.Decoder(DecodeToPrefill), on_message, lambda: os._exit(0))
+    pump(pipe, msgspec.msgpack.Decoder(ReceiverToSender), on_message, lambda: os._exit(0))
     side.on_connected("d0")
     while True:
         while not asked.empty():
@@ -314,4 +314,4 @@ def pattern(num_pages: int) -> torch.Tensor:
     return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
 
 
-DECODER = msgspec.msgpack.Decoder(PrefillToDecode)
+DECODER = msgspec.msgpack.Decoder(SenderToReceiver)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefill_node.peering import REDIAL_S, DialledPeering
+from shared.kvtransfer.peering import REDIAL_S, DialledPeering
 from shared.protocol.channel import ControlThread, Handlers
-from shared.protocol.messages import DecodeToPrefill, NodeRef
+from shared.protocol.messages import NodeRef, ReceiverToSender
 
 
 class Clock:
@@ -34,7 +34,7 @@ class Sender:
     def on_disconnected(self, peer: str, reason: str) -> None:
         self.disconnected.put((peer, reason))
 
-    def on_message(self, peer: str, message: DecodeToPrefill) -> None:
+    def on_message(self, peer: str, message: ReceiverToSender) -> None:
         raise AssertionError("decode nodes say nothing here")
 
 
@@ -71,7 +71,7 @@ def decode() -> Iterator[NodeRef]:
     control = ControlThread()
     port = control.bind("127.0.0.1", 0)
     control.start()
-    control.admit({"prefill": Handlers(None, lambda peer, message: None)})  # type: ignore[arg-type]
+    control.admit({"sender": Handlers(None, lambda peer, message: None)})  # type: ignore[arg-type]
     yield NodeRef("d0", "d0#1", f"tcp://127.0.0.1:{port}")
     control.close()
 
@@ -88,7 +88,6 @@ def test_a_node_that_could_not_be_reached_is_dialled_again(prefill: Prefill) -> 
         node = NodeRef("d0", "d0#1", f"tcp://127.0.0.1:{port}")
         control.close()
         prefill.peering.set_peers("router", [node])
-        assert prefill.peering.unreachable == {}
         assert prefill.sender.disconnected.get(timeout=10) == ("d0#1", "connection refused")
         assert prefill.peering.unreachable == {"d0#1": "connection refused"}
         prefill.pass_time(REDIAL_S / 2)

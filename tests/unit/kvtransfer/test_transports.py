@@ -101,8 +101,8 @@ def test_a_node_that_goes_while_a_link_is_built_is_no_reason_for_another_transpo
 @pytest.mark.parametrize(
     ("p_backend", "p_host", "d_backend", "reason"),
     [
-        ("shm", "here", "gloo", "kv_transfer: the decode node offers gloo, the prefill node shm"),
-        ("gloo", "here", "shm", "kv_transfer: the decode node offers shm, the prefill node gloo"),
+        ("shm", "here", "gloo", "kv_transfer: the receiving node offers gloo, the sending node shm"),
+        ("gloo", "here", "shm", "kv_transfer: the receiving node offers shm, the sending node gloo"),
         ("shm", "there", "auto", "kv_transfer: shm is for nodes of one host"),
         ("shm", "", "shm", "kv_transfer: shm is for nodes of one host"),
     ],

@@ -202,6 +202,24 @@ def test_what_was_left_over_from_an_older_connection_is_ignored(node: Party) -> 
     assert node.heard.empty()
 
 
+def test_two_nodes_that_dial_each_other_have_two_connections(party: MakeParty) -> None:
+    a, b = party("a"), party("b")
+    at_a, at_b = a.listen(), b.listen()
+    a.dialled("b", at_b)
+    b.dialled("a", at_a)
+    a.control.to_dialled.send("b", Ping(1))
+    b.control.to_dialled.send("a", Ping(2))
+    assert (a.hear(), b.hear()) == (("b", Ping(2)), ("a", Ping(1)))
+    # A dialler does not read what the node that it dialled reads: a message that took the wrong way would be lost.
+    a.control.to_diallers.send("b", PONG)
+    b.control.to_diallers.send("a", PONG)
+    assert (a.hear(), b.hear()) == (("b", PONG), ("a", PONG))
+    a.control.hang_up("b")
+    a.control.to_dialled.send("b", Ping(3))
+    a.control.to_diallers.send("b", PONG)
+    assert b.hear() == ("a", PONG)
+
+
 def test_every_dial_has_an_identity_of_its_own(router: Party) -> None:
     """A server that still holds the old connection would refuse a second one under the same identity."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:

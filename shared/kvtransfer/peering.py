@@ -1,4 +1,4 @@
-"""Which decode nodes this prefill node is connected to. It dials those that routers name."""
+"""Which receiving nodes a sender is connected to. It dials those that routers name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from shared import log
 from shared.kvtransfer.sender import KVSender
 from shared.protocol.channel import ControlThread, Handlers
-from shared.protocol.messages import DecodeToPrefill, LinkOpen, NodeRef
+from shared.protocol.messages import LinkOpen, NodeRef, ReceiverToSender
 from shared.timeline import Clock
 
 REDIAL_S = 1.0
@@ -20,10 +20,10 @@ REDIAL_S = 1.0
 
 
 class Peering(Protocol):
-    """Keeps connections to decode nodes. The methods are called by the scheduler thread and never block."""
+    """Keeps connections to receiving nodes. The methods are called by the scheduler thread and never block."""
 
     def set_peers(self, router: str, nodes: Sequence[NodeRef]) -> None:
-        """A router names the decode nodes that it knows, all of them. Each is dialled until it is connected."""
+        """A router names the receiving nodes that it knows, all of them. Each is dialled until it is connected."""
         ...
 
     def ensure(self, node: NodeRef) -> None:
@@ -56,7 +56,7 @@ class DialledPeering:
         self._control = control
         self._sender = sender
         self._clock = clock
-        self._handlers = Handlers(msgspec.msgpack.Decoder(DecodeToPrefill), self._on_message)
+        self._handlers = Handlers(msgspec.msgpack.Decoder(ReceiverToSender), self._on_message)
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self._named: dict[str, frozenset[str]] = {}
@@ -107,7 +107,7 @@ class DialledPeering:
         self._control.dial(
             node.incarnation,
             node.address,
-            f"prefill|{self._node.incarnation}",
+            f"sender|{self._node.incarnation}",
             self._handlers,
             self._on_connected,
             self._on_disconnected,
@@ -119,7 +119,7 @@ class DialledPeering:
                 self._peers[incarnation].failure = ""
         self._sender.on_connected(incarnation)
 
-    def _on_message(self, peer: str, message: DecodeToPrefill) -> None:
+    def _on_message(self, peer: str, message: ReceiverToSender) -> None:
         if isinstance(message, LinkOpen) and message.node.incarnation != peer:
             log.warn("peer_restarted", peer=peer, now=message.node.incarnation)
             self._control.hang_up(peer)

@@ -1,0 +1,154 @@
+"""Requests on their way from one node to another: two queues of the sending node, one of the receiving node."""
+
+from __future__ import annotations
+
+from shared.errors import TransferError
+from shared.kvcache.ledger import KVLedger
+from shared.kvtransfer.layout import record_digest
+from shared.kvtransfer.sender import KVSender
+from shared.kvtransfer.states import Received
+from shared.protocol.messages import Handoff, ReqKey
+from shared.scheduling.req import Req
+
+
+class BootstrapQueue:
+    """Requests whose receiving node has not reserved pages yet: the backpressure of the whole service.
+
+    None of them has any KV. One leaves when its receiving node says Ready, or when its transfer has ended.
+    """
+
+    def __init__(self) -> None:
+        self._reqs: dict[ReqKey, Req] = {}
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    def __contains__(self, key: ReqKey) -> bool:
+        return key in self._reqs
+
+    def add(self, req: Req) -> None:
+        """`req` has been opened with the sender."""
+        self._reqs[req.key] = req
+
+    def remove(self, req: Req) -> None:
+        """Forget a request that ended."""
+        self._reqs.pop(req.key, None)
+
+    def take(self, key: ReqKey) -> Req | None:
+        """Remove a request; None when it is not (or no longer) here."""
+        return self._reqs.pop(key, None)
+
+
+class InflightQueue:
+    """Requests whose pages the receiving node may still read: from the first offer until the transfer has ended.
+
+    Knows how much of each request has been offered. Pages that were offered are not freed (the hold rule).
+    """
+
+    def __init__(self, ledger: KVLedger, sender: KVSender) -> None:
+        self._ledger = ledger
+        self._sender = sender
+        self._next_page: dict[ReqKey, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._next_page)
+
+    def __contains__(self, key: ReqKey) -> bool:
+        return key in self._next_page
+
+    def add(self, req: Req, prefix_pages: int) -> None:
+        """The receiving node holds the first `prefix_pages` already; the rest will be offered."""
+        self._next_page[req.key] = prefix_pages
+
+    def offer_computed(self, req: Req) -> None:
+        """Offer the whole pages that commits have completed since the last offer."""
+        assert req.kv is not None
+        self._offer_up_to(req, req.kv.kv_committed_len // self._ledger.page_size)
+
+    def hand_off(self, req: Req) -> None:
+        """Offer the last, perhaps partly filled page, and send what the receiving node needs to go on by itself."""
+        assert req.kv is not None
+        kv_len = req.kv.kv_committed_len
+        total_pages = self._ledger.pages_for(kv_len)
+        self._offer_up_to(req, total_pages)
+        token_ids = tuple(req.ids[kv_len:])
+        outputs = req.ids[req.num_input_ids : kv_len]
+        self._sender.handoff(
+            req.key,
+            Handoff(
+                key=req.key,
+                total_pages=total_pages,
+                token_ids=token_ids,
+                kv_len=kv_len,
+                digest=record_digest(req.ids[: req.num_input_ids], outputs, token_ids, kv_len),
+                cached_tokens=req.cached_tokens,
+                stamps=tuple(req.timeline.stamps),
+                logprobs=req.last_logprobs,
+                input_logprobs=req.input_logprobs,
+            ),
+        )
+
+    def remove(self, key: ReqKey) -> None:
+        """The transfer has ended."""
+        self._next_page.pop(key, None)
+
+    def _offer_up_to(self, req: Req, end_page: int) -> None:
+        first = self._next_page[req.key]
+        if end_page <= first:
+            return
+        assert req.kv is not None
+        self._sender.offer(req.key, self._ledger.rows.read(req.kv.row, first, end_page))
+        self._next_page[req.key] = end_page
+
+
+class TransferQueue:
+    """Requests whose pages are reserved on the receiving node and whose KV is on its way there.
+
+    Until its transfer has ended, a request's pages belong to the receiver: nothing else writes or frees them.
+    """
+
+    def __init__(self) -> None:
+        self._reqs: dict[ReqKey, Req] = {}
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    def __contains__(self, key: ReqKey) -> bool:
+        return key in self._reqs
+
+    def add(self, req: Req) -> None:
+        """`req` has been opened with the receiver."""
+        self._reqs[req.key] = req
+
+    def take(self, key: ReqKey) -> Req:
+        """The transfer of `key` has ended; its pages are the request's again."""
+        return self._reqs.pop(key)
+
+
+def take_over(req: Req, received: Received, ledger: KVLedger) -> None:
+    """Make a received sequence ready to decode: its KV is committed, shared, and its new tokens are known.
+
+    Raises TransferError when the record does not fit the sequence that the router dispatched here.
+    """
+    handoff = received.handoff
+    assert req.kv is not None
+    inputs, outputs = req.ids[: req.num_input_ids], req.ids[req.num_input_ids :]
+    fits = 0 < len(handoff.token_ids) < req.max_output_len - len(outputs)
+    if handoff.kv_len != len(req.ids) or not fits:
+        raise TransferError(
+            f"handoff of kv_len {handoff.kv_len} and {len(handoff.token_ids)} tokens "
+            f"for a sequence of {len(inputs)} + {len(outputs)} tokens"
+        )
+    if handoff.digest != record_digest(inputs, outputs, handoff.token_ids, handoff.kv_len):
+        raise TransferError("handoff digest: the sending node worked on other tokens")
+    req.kv.kv_committed_len = req.kv.kv_allocated_len = handoff.kv_len
+    ledger.cache_unfinished_req(req.kv, req.ids)
+    ledger.release_superseded(req.kv)
+    req.ids += handoff.token_ids
+    req.num_sampled = req.output_len
+    if req.grammar is not None and not req.grammar.follow(req.ids, req.num_input_ids):
+        raise TransferError(f"handoff: the grammar does not allow its tokens {handoff.token_ids}")
+    req.cached_tokens = handoff.cached_tokens
+    req.timeline.stamps[:0] = handoff.stamps  # should this node report first, nothing is missing
+    req.kv_pages_transferred = received.pages
+    req.kv_bytes_transferred = received.nbytes

@@ -1,0 +1,155 @@
+"""Two nodes that both send and receive, over real control sockets and real links."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from shared.config import TransferOptions
+from shared.kvtransfer.sides import make_sides
+from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
+from shared.protocol.channel import ControlThread
+from shared.protocol.messages import NodeRef, Ready, ReqKey
+from tests.unit.kvtransfer.link_pair import (
+    BACKENDS,
+    LAYOUT,
+    handoff,
+    key,
+    new_pool,
+    num_descriptors,
+    num_threads,
+    real,
+    transports,
+    wait_until,
+)
+
+torch.set_num_threads(1)
+NUM_PAGES = 64
+
+
+class Node:
+    """Sends its first half of pages, and receives into the second."""
+
+    def __init__(self, name: str, options: TransferOptions) -> None:
+        self.control = ControlThread()
+        port = self.control.bind("127.0.0.1", 0)
+        self.control.start()
+        self.ref = NodeRef(name, f"{name}#1", f"tcp://127.0.0.1:{port}")
+        self.pool = new_pool(NUM_PAGES)
+        self.pool.buffer_LSNHPD.normal_()
+        self.sides = make_sides(
+            node=self.ref,
+            layout=LAYOUT,
+            pages=self.pool,
+            control=self.control,
+            transports=transports(options),
+            clock=time.monotonic,
+            options=options,
+            wake=lambda: None,
+        )
+        self.control.admit(self.sides.handlers())
+        self.to_send: dict[ReqKey, list[int]] = {}
+        self.sent: dict[ReqKey, SendEnded] = {}
+        self.received: dict[ReqKey, Received | ReceiveFailed] = {}
+
+    def step(self) -> None:
+        self.sides.sender.tick()
+        self.sides.receiver.tick()
+        for event in self.sides.sender.poll():
+            match event:
+                case Ready():
+                    pages = self.to_send[event.key]
+                    self.sides.sender.offer(event.key, pages)
+                    self.sides.sender.handoff(event.key, handoff(event.key, len(pages)))
+                case SendEnded():
+                    self.sent[event.key] = event
+        for ended in self.sides.receiver.poll():
+            self.received[ended.key] = ended
+
+    def close(self) -> None:
+        self.sides.sender.close()
+        self.sides.receiver.close()
+        self.control.close()
+
+
+class Two:
+    def __init__(self, options: TransferOptions) -> None:
+        self.a, self.b = Node("a", options), Node("b", options)
+        self._numbers = itertools.count()
+
+    def send(self, source: Node, target: Node, pages: list[int], to: list[int]) -> ReqKey:
+        new = key(next(self._numbers))
+        source.sides.peering.ensure(target.ref)
+        source.to_send[new] = pages
+        source.sides.sender.open(new, target.ref.incarnation)
+        target.sides.receiver.open(new, source.ref.incarnation, to, 0)
+        return new
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        def stepped() -> bool:
+            self.a.step()
+            self.b.step()
+            return condition()
+
+        wait_until(stepped, 20.0)
+
+    def close(self) -> None:
+        self.a.close()
+        self.b.close()
+
+
+@pytest.fixture(params=BACKENDS)
+def two(request: pytest.FixtureRequest) -> Iterator[Two]:
+    two = Two(real(request.param))
+    yield two
+    two.close()
+
+
+def test_pages_move_in_both_directions_at_once(two: Two) -> None:
+    ours, theirs = list(range(1, 32)), list(range(32, 63))
+    for _ in range(3):
+        there = two.send(two.a, two.b, ours, theirs)
+        back = two.send(two.b, two.a, ours, theirs)
+        two.until(lambda: there in two.b.received and back in two.a.received)  # noqa: B023
+        for node, new in ((two.b, there), (two.a, back)):
+            assert isinstance(node.received[new], Received), node.received[new]
+        two.until(lambda: there in two.a.sent and back in two.b.sent)  # noqa: B023
+        assert two.a.sent[there].ok
+        assert two.b.sent[back].ok
+        for source, target in ((two.a, two.b), (two.b, two.a)):
+            moved = target.pool.buffer_LSNHPD[:, :, theirs]
+            assert torch.equal(moved, source.pool.buffer_LSNHPD[:, :, ours])
+            source.pool.buffer_LSNHPD[:, :, ours] += 1
+
+
+def test_a_link_that_is_lost_one_way_leaves_the_other_way_alone(two: Two) -> None:
+    there, back = two.send(two.a, two.b, [1], [40]), two.send(two.b, two.a, [1], [40])
+    two.until(lambda: there in two.b.received and back in two.a.received)
+    two.a.sides.sender.links.fail_peer(two.b.ref.incarnation, "test")
+    back = two.send(two.b, two.a, [1, 2], [40, 41])
+    two.until(lambda: back in two.a.received)
+    assert isinstance(two.a.received[back], Received)
+    assert two.a.sides.receiver.peers.num_links_opened == 1
+    there = two.send(two.a, two.b, [1, 2], [40, 41])
+    two.until(lambda: there in two.b.received and two.b.sides.receiver.peers.num_links_opened == 2)
+    two.until(lambda: two.a.sides.sender.links.num_live == 1)
+
+
+def test_a_side_that_is_not_used_costs_no_thread_and_no_descriptor() -> None:
+    options = real("gloo")
+    ControlThread().close()
+    threads, descriptors = num_threads(), num_descriptors()
+    with_sides = Node("a", options)
+    with_threads, with_descriptors = num_threads() - threads, num_descriptors() - descriptors
+    with_sides.close()
+    threads, descriptors = num_threads(), num_descriptors()
+    bare = ControlThread()
+    bare.bind("127.0.0.1", 0)
+    bare.start()
+    wait_until(lambda: num_threads() - threads == with_threads)
+    assert num_descriptors() - descriptors == with_descriptors
+    bare.close()
