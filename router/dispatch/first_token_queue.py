@@ -1,4 +1,4 @@
-"""Sequences that wait for their first token, wherever they are: on the way, or in a queue of a node."""
+"""Sequences that wait for their first token, on their way to a node or in one of its queues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Bucket:
 
 
 class FirstTokenQueue:
-    """Who waits, by rid, and how fast they are served. Joining and leaving twice are the same as once."""
+    """The waiting sequences by rid, and the rate at which they are served. A second join or leave has no effect."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -38,7 +38,7 @@ class FirstTokenQueue:
         self._waiting.add(rid)
 
     def leave(self, rid: str, *, served: bool) -> None:
-        """It has its first token or has finished without one (`served`); or it was aborted, or has failed."""
+        """A sequence has its first token or finished without one (`served`), or it was aborted or has failed."""
         if rid not in self._waiting:
             return
         self._waiting.remove(rid)
@@ -46,10 +46,10 @@ class FirstTokenQueue:
             self._count(self._clock())
 
     def wait_s(self, num_queued: int) -> float:
-        """How long someone behind `num_queued` others will wait, in seconds.
+        """How many seconds a sequence behind `num_queued` others will wait: num_queued / rate.
 
-        num_queued / rate, where the rate is what was served within the last WINDOW_S seconds, or since the queue
-        was last empty, whichever is shorter. While nothing was served yet, as if one were about to be.
+        The rate is measured over the last WINDOW_S seconds, or since the queue was last empty, whichever is shorter.
+        Before the first sequence is served, the rate counts it as served now.
         """
         if not self._waiting:
             return 0.0

@@ -3,7 +3,7 @@
 with rids.claim() as claim:
     claim.take(...)              refused if a name is in use; from here on /abort_request finds the request
     ... tokenize ...
-    claim.hand_over()            whoever sends the sequences releases the names when all of them have ended
+    claim.hand_over()            from here on the GenerationGroup releases the names, when its sequences have ended
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared.errors import RequestError
 
 @dataclass
 class _Prompt:
-    """One prompt: its sequences that were sent, and how many were not yet. `called_off` says why none will be."""
+    """The sequences of one prompt that were sent, and how many were not yet. `called_off` says why none will be."""
 
     num_unsent: int
     reqs: list[RunningReq] = field(default_factory=list)
@@ -37,11 +37,11 @@ class LiveRids:
         return len(self._holders)
 
     def claim(self) -> Claim:
-        """For one request, to be used in a with block."""
+        """A claim for the names of one request, to be used in a with block."""
         return Claim(self._holders)
 
     def find(self, rid: str | None) -> list[Claim]:
-        """Who holds this name, of a prompt or of a whole batch; all for None."""
+        """The claims on this name, of a prompt or of a whole batch; all claims for None."""
         if rid is not None:
             return list(self._holders.get(rid, ()))
         return list(dict.fromkeys(claim for holders in self._holders.values() for claim in holders))
@@ -88,11 +88,11 @@ class Claim:
             self._holders.setdefault(name, []).append(self)
 
     def hand_over(self) -> None:
-        """The end of the with block is not the end of the request; `release` is."""
+        """Keep the names beyond the end of the with block, until `release`."""
         self._handed_over = True
 
     def release(self) -> None:
-        """The request has ended: its names are free when all who share them have. Does nothing the second time."""
+        """The request has ended; a shared name is free when all its requests have. A second call has no effect."""
         for name in self._names:
             self._holders[name].remove(self)
             if not self._holders[name]:
@@ -114,7 +114,7 @@ class Claim:
         return num_unsent, running
 
     def called_off(self, rid: str) -> str | None:
-        """Why the prompt `rid` must not be sent, if so."""
+        """Why the prompt `rid` must not be sent; None when it may be."""
         return self._prompts[rid].called_off
 
     def sent(self, rid: str, req: RunningReq) -> None:

@@ -33,7 +33,7 @@ class LoopHistogram(Collector):
         self._sum += value * count
 
     def collect(self) -> Iterable[Metric]:
-        """See Collector."""
+        """The histogram with its labels, for Prometheus."""
         labels = self._labels()
         family = HistogramMetricFamily(self._name, self._description, labels=tuple(labels))
         ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]

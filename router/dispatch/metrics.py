@@ -50,7 +50,7 @@ _GAUGES: Sequence[NodeGauge] = (
         lambda load: load.num_bootstrapping,
     ),
     ("baton:num_pages", "KV pages of the pool.", lambda load: load.num_pages),
-    ("baton:num_free_pages", "KV pages that nobody holds.", lambda load: load.num_free_pages),
+    ("baton:num_free_pages", "KV pages that are free.", lambda load: load.num_free_pages),
     (
         "baton:num_evictable_pages",
         "KV pages only the RadixCache holds.",
@@ -67,7 +67,7 @@ _GAUGES: Sequence[NodeGauge] = (
         "Pages of host memory for the KV of retracted requests.",
         lambda load: load.num_host_pages,
     ),
-    ("baton:num_free_host_pages", "Those that nobody holds.", lambda load: load.num_free_host_pages),
+    ("baton:num_free_host_pages", "Host pages that are free.", lambda load: load.num_free_host_pages),
     ("baton:links_up", "Links to peers that can move KV.", lambda load: load.num_links),
 )
 _COUNTERS: Sequence[NodeGauge] = (
@@ -84,7 +84,7 @@ _COUNTERS: Sequence[NodeGauge] = (
     ),
     (
         "baton:jump_forward_tokens",
-        "Output tokens that a grammar forced and nobody sampled.",
+        "Output tokens that a grammar forced, so that they were not sampled.",
         lambda load: load.num_jumped_tokens,
     ),
     (

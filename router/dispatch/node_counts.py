@@ -10,7 +10,7 @@ from shared.protocol.messages import Load
 
 @dataclass(slots=True)
 class _Count:
-    """Of one node: this router's sequences, and how many more they have become since `load` was heard."""
+    """The sequences that this router has on one node, and how many more those are since `load` was heard."""
 
     load: Load
     num_live: int = 0
@@ -18,7 +18,7 @@ class _Count:
 
 
 class NodeCounts:
-    """A burst between two pongs shows here at once. `Dispatcher` tells what it sends and what has ended."""
+    """The sequences of each node. The Dispatcher tells what it sends and what ends, so no burst goes unseen."""
 
     def __init__(self) -> None:
         self._counts: dict[str, _Count] = {}
@@ -28,21 +28,21 @@ class NodeCounts:
         self._change(node, 1)
 
     def ended(self, node: Node) -> None:
-        """It is not there any more."""
+        """A sequence has left `node`."""
         self._change(node, -1)
 
     def lost(self, node: Node) -> None:
-        """`node` is gone, and what it had has ended."""
+        """`node` is gone, and all its sequences have ended."""
         self._counts.pop(node.ref.incarnation, None)
 
     def num_seqs(self, node: Node) -> int:
-        """Sequences of all routers; those of others as of the node's latest Pong."""
+        """The sequences of all routers on `node`; those of others as of its latest Pong."""
         load = node.load
         told = load.num_running + load.num_waiting + load.num_transferring + load.num_bootstrapping
         own = self._counts.get(node.ref.incarnation)
         if own is None:
             return told
-        # What was on its way when the node answered is in neither, so its own sequences are the least.
+        # A Pong does not count sequences that were on their way when it was sent; this router knows of its own.
         return max(own.num_live, told + own.num_since if own.load is load else told)
 
     def _change(self, node: Node, by: int) -> None:

@@ -32,17 +32,17 @@ class Node(Protocol):
 
     @property
     def ref(self) -> NodeRef:
-        """Who it is."""
+        """Its name, incarnation and address."""
         ...
 
     @property
     def role(self) -> Role:
-        """What it was started as."""
+        """The role that it was started in."""
         ...
 
     @property
     def limits(self) -> NodeLimits:
-        """What fits."""
+        """How large a sequence may be, and how many may run."""
         ...
 
     @property
@@ -57,7 +57,7 @@ class Node(Protocol):
 
     @property
     def prefixes(self) -> PrefixIndex:
-        """What its RadixCache holds."""
+        """The prefixes that its RadixCache holds."""
         ...
 
     def send(self, message: RouterToNode) -> None:
@@ -104,7 +104,7 @@ class RunningReq:
 
     @property
     def ended(self) -> bool:
-        """No further token will come."""
+        """True once no further token will come."""
         return self.ended_at is not None
 
     @property

@@ -1,9 +1,9 @@
 """The sequences of one HTTP request, from token ids to the text that a client sees. Both APIs are built on it.
 
 async with generator.open(prompts) as group:      every sequence is sent to its nodes
-    async for generation, text in group.steps():  one that has news; `text` is what it adds
+    async for generation, text in group.steps():  a sequence that has news, and the text that it adds
         ...
-                                                  leaving the block ends what still runs, on every node
+                                                  leaving the block ends the sequences that still run, on every node
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 
 from router.dispatch.dispatcher import Dispatcher
@@ -30,9 +30,9 @@ from shared.timeline import ReqStage
 
 ABORTED_STATUS = 499
 _TOKENS_A_TURN = 65_536
-"""Of prompts, that are dispatched in one turn of the event loop: about 2 ms (2 cores)."""
+"""Prompt tokens that are dispatched in one turn of the event loop: about 2 ms of work (2 cores)."""
 _TOKENS_A_SEQUENCE = 4096
-"""Dispatching a sequence takes as long as so many tokens of its prompt do."""
+"""A sequence counts as so many tokens more, which is what its dispatch costs beside its prompt."""
 
 
 class Generation:
@@ -54,12 +54,12 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """What it says so far, without what is held back."""
+        """The text so far, without the tail that may still become a stop."""
         return self._output.text
 
     @property
     def output_ids(self) -> list[int]:
-        """Its tokens so far."""
+        """The output tokens so far, up to the end that the client is told."""
         return self._output.token_ids
 
     @property
@@ -69,16 +69,16 @@ class Generation:
 
     @property
     def req(self) -> RunningReq:
-        """What the dispatcher knows of it; set when it is dispatched, before anything else happens to it."""
+        """What the dispatcher knows of the sequence; there from its dispatch on."""
         assert self._req is not None
         return self._req
 
     def dispatched(self, req: RunningReq) -> None:
-        """It is on its way as `req`."""
+        """The sequence was sent, as `req`."""
         self._req = req
 
     def advance(self) -> str:
-        """Take what has arrived; returns the text it adds. Raises the RequestError that ended the sequence."""
+        """Take the tokens that have arrived; returns the text they add. Raises the RequestError that ended it all."""
         token_ids = self.req.take()
         if self.req.error is not None:
             raise self.prompt.in_terms_of_request(self.req.error)
@@ -105,7 +105,7 @@ class Generation:
 
     @property
     def input_logprobs(self) -> list[TokenLogprobs]:
-        """Of the prompt tokens behind the first that was asked for; empty until the first output token is there."""
+        """Logprobs of the prompt tokens after logprob_start_len; empty until the first output token is there."""
         return self._unpacked_input_logprobs if self.req.input_logprobs is not None else []
 
     @property
@@ -135,19 +135,18 @@ class GenerationGroup:
         self._dispatcher = dispatcher
         self._claim = claim
         self._places = places
-        self._num_prompts = len(prompts)
         self._ready: dict[Generation, None] = {}
-        self._bell: asyncio.Future[None] | None = None
-        """What `steps` waits for."""
+        self._news: asyncio.Future[None] | None = None
+        """What `steps` waits for while no sequence is ready."""
         self._tokenizer = tokenizer
         self.prompts = prompts
         self.generations: list[Generation] = []
-        """There when the block is entered."""
+        """All of them, once the block is entered."""
         self._unfinished: set[Generation] = set()
         self._deadline: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> GenerationGroup:
-        """Send every sequence. Raises RequestError; then none is left running."""
+        """Send every sequence. Raises RequestError, after which none is left running."""
         self._claim.hand_over()
         try:
             options = [prompt.options for prompt in self.prompts]
@@ -170,15 +169,15 @@ class GenerationGroup:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what still runs: the client has all it wanted, went away, or one of the others failed."""
+        """End the sequences that still run: the client has its answer or is gone, or a sequence failed."""
         self._release()
 
     async def steps(self) -> AsyncIterator[tuple[Generation, str]]:
         """Each sequence that has news, with the text it adds, until all have finished. Raises RequestError."""
         self._unfinished = set(self.generations)
-        self._mind_deadlines()
+        self._fail_overdue()
         while self._unfinished:
-            await self._news()
+            await self._until_ready()
             ready, self._ready = self._ready, {}
             for generation in ready:
                 if generation not in self._unfinished:
@@ -203,34 +202,33 @@ class GenerationGroup:
 
     def _start(self, generation: Generation) -> None:
         prompt = generation.prompt
-        work = prompt.work_of(generation.choice)
-
-        def wake() -> None:
-            self._wake(generation)
-
+        work, wake = prompt.work_of(generation.choice), partial(self._wake, generation)
         called_off = self._claim.called_off(prompt.rid)
-        if called_off is not None:
-            generation.dispatched(self._dispatcher.never_sent(work, wake, called_off))
-        else:
-            try:
-                generation.dispatched(self._dispatcher.start(work, wake, split=prompt.split))
-            except RequestError as e:
-                raise self._named(e, generation) from e
-        self._claim.sent(prompt.rid, generation.req)
+        try:
+            if called_off is not None:
+                req = self._dispatcher.never_sent(work, wake, called_off)
+            else:
+                req = self._dispatcher.start(work, wake, split=prompt.split)
+        except RequestError as e:
+            raise self._named(e, generation) from e
+        generation.dispatched(req)
+        self._claim.sent(prompt.rid, req)
 
     def _wake(self, generation: Generation) -> None:
         self._ready[generation] = None
-        if self._bell is not None and not self._bell.done():
-            self._bell.set_result(None)
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
-    async def _news(self) -> None:
-        """Until a sequence has news."""
+    async def _until_ready(self) -> None:
         while not self._ready:
-            self._bell = asyncio.get_running_loop().create_future()
-            await self._bell
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
 
-    def _mind_deadlines(self) -> None:
-        """A sequence whose deadline has passed has bad news. One timer for all, which no token has to touch."""
+    def _fail_overdue(self) -> None:
+        """Fail the sequences whose deadline has passed, and come back at the next one.
+
+        One timer serves all sequences, and no token has to touch it.
+        """
         self._deadline = None
         running = [generation.req for generation in self._unfinished if not generation.req.ended]
         for req in running:
@@ -238,7 +236,7 @@ class GenerationGroup:
                 self._dispatcher.expire(req)
         left = [self._dispatcher.seconds_left(req) for req in running if not req.ended]
         if left:
-            self._deadline = asyncio.get_running_loop().call_later(min(left), self._mind_deadlines)
+            self._deadline = asyncio.get_running_loop().call_later(min(left), self._fail_overdue)
 
     def _advance(self, generation: Generation) -> str:
         try:
@@ -250,10 +248,10 @@ class GenerationGroup:
         return text
 
     def _named(self, error: RequestError, generation: Generation) -> RequestError:
-        """Says which prompt it is about, in a batch, and which field a prompt was in that is too long."""
+        """The error with the prompt's place in a batch, and the field that held a prompt which is too long."""
         too_long = error.code == "context_length_exceeded"
         return RequestError(
-            error.message if self._num_prompts == 1 else f"prompt {generation.prompt_index}: {error.message}",
+            error.message if len(self.prompts) == 1 else f"prompt {generation.prompt_index}: {error.message}",
             status=error.status,
             param=generation.prompt.asked_in if too_long else error.param,
             code=error.code,
@@ -277,24 +275,21 @@ class Generator:
         self._rids = rids
 
     def open(
-        self,
-        prompts: Sequence[Prompt],
-        tokenizer: Tokenizer,
-        claim: Claim,
-        places: QueuePlaces | None = None,
+        self, prompts: Sequence[Prompt], tokenizer: Tokenizer, claim: Claim, places: QueuePlaces | None = None
     ) -> GenerationGroup:
         """The sequences of `prompts`, to be entered as a context.
 
-        Until then `places` holds their places; their names, which `claim` has, are released when it is left.
+        `places` holds their places in the queue until they are sent; `claim` has their names, which are released
+        when the context is left.
         """
         return GenerationGroup(prompts, tokenizer, self._dispatcher, claim, places)
 
     def claim(self) -> Claim:
-        """For the names of one request."""
+        """A claim for the names of one request."""
         return self._rids.claim()
 
     def abort(self, rid: str | None, message: str) -> int:
-        """End the requests that a client named `rid`, or all; how many sequences those still were."""
+        """End the requests that a client named `rid`, or all; returns how many sequences still ran or waited."""
         num_aborted = 0
         for claim in self._rids.find(rid):
             num_unsent, running = claim.call_off(rid, message)

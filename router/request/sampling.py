@@ -176,7 +176,7 @@ class NativeSampling(SamplingBody):
     include_stop_str_in_output: Annotated[Any, Refused((False,), why="called no_stop_trim here")] = None
 
     def spelled(self) -> Spelled:
-        """See SamplingBody."""
+        """The fields by SGLang's names."""
         return Spelled(
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,
