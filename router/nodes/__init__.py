@@ -1,1 +1,1 @@
-"""The nodes: connections, membership, who joins, drains and dies, and those of this machine."""
+"""The nodes: connections to them, membership, and how nodes join, drain and die."""

@@ -1,4 +1,4 @@
-"""What is said with one live node, from its hello to the end of its link."""
+"""The exchange of messages with one live node, from its hello to the end of its link."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from shared.protocol.messages import (
 )
 
 _TURN_S = 0.005
-"""After so long with one node's messages it is the turn of others, streams among them."""
+"""After so long with one node's messages the event loop serves other nodes and the streams."""
 
 
 class NodeEvents(Protocol):
-    """Who is told what nodes say. Real: `dispatch.Dispatcher`."""
+    """Hears what nodes say. Real: `dispatch.Dispatcher`."""
 
     def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
-        """A step of a node."""
+        """A node has generated tokens in one step."""
         ...
 
     def on_failed(self, node: Node, failed: Failed) -> None:
-        """A node gave a request up."""
+        """A node has given a request up."""
         ...
 
     def on_not_cached(self, node: Node, key: ReqKey) -> None:
@@ -53,7 +53,7 @@ class NodeEvents(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Of dialling and liveness, in seconds."""
+    """Durations of dialling and liveness, in seconds."""
 
     node_timeout_s: float = 10.0
     ping_s: float = 1.0
@@ -68,7 +68,7 @@ class NodeLeft(LinkError):
 
 
 class Conversation:
-    """Receives from a node and pings it, until its link is lost, it is silent, leaves, or talks nonsense."""
+    """Receives from a node and pings it, until the link is lost, or the node is silent or leaves."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Conversation:
         self._on_pong = on_pong
 
     async def run(self) -> None:
-        """Always ends with a LinkError that says why."""
+        """Run until the end of the link. Always raises a LinkError that says why."""
         link = self._node.link
         parts = [asyncio.create_task(self._receive()), asyncio.create_task(self._ping())]
         try:

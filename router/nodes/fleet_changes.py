@@ -105,7 +105,7 @@ class FleetChanges:
         return await asyncio.shield(drain.task)
 
     async def close(self) -> None:
-        """Wait for nobody any more."""
+        """End the drains that are under way."""
         for drain in self._drains.values():
             drain.task.cancel()
         await asyncio.gather(*(drain.task for drain in self._drains.values()), return_exceptions=True)
@@ -147,14 +147,14 @@ class FleetChanges:
 
 
 def _why_not(member: Member, wait_s: float) -> RequestError:
-    who = f"{member.node_id} at {member.address}" if member.node_id else member.address
+    name = f"{member.node_id} at {member.address}" if member.node_id else member.address
     match member.state:
         case MemberState.REFUSED:
             return RequestError(
-                f"{who} does not fit here: {member.reason}", param="address", code="node_refused"
+                f"{name} does not fit here: {member.reason}", param="address", code="node_refused"
             )
         case MemberState.DIALLING:
             why = f"no answer within {wait_s:g} s"
         case _:
             why = member.reason
-    return RequestError(f"{who} cannot be reached: {why}", param="address", code="node_unreachable")
+    return RequestError(f"{name} cannot be reached: {why}", param="address", code="node_unreachable")

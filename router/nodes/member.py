@@ -44,7 +44,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        """What to call it: its address, as long as it has not said who it is."""
+        """The node's id, or its address as long as the id is not known."""
         return self.node_id or self.address
 
 

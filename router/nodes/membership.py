@@ -1,13 +1,13 @@
-"""Which nodes there are: dials them, checks that they fit together, notices when they are gone.
+"""Which nodes there are: Membership dials them, checks that they fit together, and notices when they are gone.
 
     Member (an address)   DIALLING ──hello──▶ ALIVE ──closed, silent──▶ LOST ──1 s──▶ dialled again
                              │                  ├──leaks──▶ DRAINING until it is restarted      (new identity)
                              │                  └──removed──▶ DRAINING ──▶ hung up, forgotten
                              └──layout differs──▶ REFUSED ──5 s──▶ dialled again
 
-A node that announced itself (`Join`) and is lost for long is forgotten: it will announce itself again. One that
-the operator named is dialled for ever. A restarted node is a new incarnation, that is a new node: what was removed
-is not let in again when it announces itself, but its next incarnation is.
+A node that announced itself (`Join`) and is lost for long is forgotten: it will announce itself again. A node that
+the operator named is dialled for ever. A restarted node is a new incarnation, and so a new node: an incarnation that
+the operator removed is not let in again when it announces itself, but the next incarnation is.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class Membership:
         self.loading: dict[str, Loading] = {}
         self._members: list[Member] = []
         self._removed: dict[str, None] = {}
-        """Incarnations that the operator removed, the oldest first: they are not let in when they ask."""
+        """Incarnations that the operator removed, the oldest first: their announcements are ignored."""
         self._dials = itertools.count(1)
         self._calls = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answered]] = {}
         self._fingerprint: str | None = None
         self.is_new = True
-        """No node has been let in yet, nor sent away: nodes may still be on their way."""
+        """No node has been let in or removed yet: nodes may still be on their way."""
         self._member_ignored = LimitedWarning("member_ignored")
         self._node_failed_to_load = LimitedWarning("node_failed_to_load")
         self._change = asyncio.Event()
@@ -84,7 +84,7 @@ class Membership:
     # ---------------------------------------------------------------------------------------- reading
     @property
     def members(self) -> Sequence[Member]:
-        """Everyone who is dialled, dead or alive."""
+        """Every member, connected or not."""
         return self._members
 
     def live(self, role: Role) -> list[LiveNode]:
@@ -110,16 +110,16 @@ class Membership:
         return f"no {role} node can serve this now: {'; '.join(states) or 'there is none'}"
 
     async def changed(self) -> None:
-        """Until a member's state changes."""
+        """Wait until a member's state changes."""
         await self._change.wait()
 
     # --------------------------------------------------------------------------------------- changing
     def report_to(self, events: NodeEvents) -> None:
-        """Tell `events` what nodes say; before the first `dial`."""
+        """Tell `events` what nodes say. To be called before the first `dial`."""
         self._events = events
 
     def dial(self, address: str, role: Role, *, pinned: bool, node_id: str = "") -> Member | None:
-        """Keep a connection to `address` from now on. None when there are too many already, or it is too late."""
+        """Keep a connection to `address` from now on. None when there are too many members, or after `close`."""
         known = next((member for member in self._members if member.address == address), None)
         if known is not None:
             return known
@@ -134,7 +134,7 @@ class Membership:
         return member
 
     def redial(self, member: Member) -> None:
-        """Do not wait until its turn comes: dial a member anew that is not connected."""
+        """Dial a member that is not connected now, without waiting for its next turn."""
         assert member.node is None and member.task is not None
         member.task.cancel()
         member.exited = ""
@@ -156,18 +156,18 @@ class Membership:
             await asyncio.gather(member.task, return_exceptions=True)
 
     def turn_away(self, incarnation: str) -> None:
-        """Ignore it when this incarnation of a node announces itself."""
+        """Ignore the announcements of this incarnation of a node."""
         self._removed[incarnation] = None
         self.is_new = False
         if len(self._removed) > _MAX_REMOVED:
             del self._removed[next(iter(self._removed))]
 
     def let_in(self, incarnation: str) -> None:
-        """The operator wants it back."""
+        """Listen to the announcements of this incarnation again: the operator has added the node."""
         self._removed.pop(incarnation, None)
 
     def on_announcement(self, message: Announcement) -> None:
-        """A node arrives by itself (this is a `join_socket.JoinListener`); `loading` is kept for /health."""
+        """Take in a node that announces itself (a `join_socket.JoinListener`); `loading` is kept for /health."""
         match message:
             case Loading(node_id) if node_id in self.loading or len(self.loading) < _MAX_MEMBERS:
                 self.loading[node_id] = message
@@ -220,7 +220,7 @@ class Membership:
                 task.cancel()
 
     async def close(self) -> None:
-        """Close every connection, and dial nobody any more."""
+        """Close every connection, and dial no node any more."""
         self._closed = True
         tasks = [member.task for member in self._members if member.task is not None]
         for task in tasks:
@@ -236,7 +236,7 @@ class Membership:
         member.task = asyncio.create_task(self._keep_dialled(member), name=f"member {member.address}")
 
     def _join(self, ref: NodeRef, role: Role) -> None:
-        """Joins are repeated until the node is dialled, so this is usually no news."""
+        """Dial the node. A node repeats its Join, so it is usually dialled already."""
         if ref.incarnation in self._removed:
             return
         for member in self._members:

@@ -1,6 +1,6 @@
 """One connection to one node: a DEALER socket from a dial to its loss.
 
-A connection never comes back by itself: the next dial is a new socket with a new identity, so neither side can
+A lost connection is not taken up again: the next dial is a new socket with a new identity, so neither side can
 mistake a message of the old connection for one of the new.
 """
 
@@ -48,11 +48,11 @@ _decoder = msgspec.msgpack.Decoder(NodeToRouter)
 
 
 class Refusal(LinkError):
-    """One side will not work with the other; trying again soon is pointless."""
+    """One side refuses to work with the other, and will still do so in a second."""
 
 
 class NodeLink:
-    """A dialled socket. `lost` gets the reason once. Raises LinkError when it cannot even be dialled."""
+    """A dialled socket. `lost` gets the reason of its end, once. Raises LinkError when no socket can be made."""
 
     def __init__(
         self, context: zmq.asyncio.Context, address: str, identity: str, fleet_key: FleetKey | None
@@ -67,7 +67,7 @@ class NodeLink:
         self._watching = asyncio.create_task(self._watch(), name=f"watch {address}")
 
     def send(self, message: RouterToNode) -> None:
-        """Queue a message; when that is impossible the link is lost, and its owner will see so."""
+        """Queue a message. When that is impossible, the link is lost."""
         if self.lost.done():
             return
         frames = to_frames(_encoder.encode(message))
@@ -80,7 +80,7 @@ class NodeLink:
         return _decode(await self._sockets.socket.recv_multipart())
 
     def receive_waiting(self) -> Iterator[NodeToRouter]:
-        """What had arrived before the link was lost. Raises LinkError as `receive` does."""
+        """The messages that had arrived before the link was lost. Raises LinkError as `receive` does."""
         while True:
             frames = cast("asyncio.Future[list[bytes]]", self._sockets.socket.recv_multipart(zmq.DONTWAIT))
             if frames.exception() is not None:
@@ -90,8 +90,8 @@ class NodeLink:
     async def hello(self, incarnation: str, timeout_s: float) -> NodeHello:
         """Introduce this router and learn what the node is. Raises LinkError.
 
-        What comes before the answer was meant for an earlier connection of this router, which the node knows by
-        the same name, and ended with it.
+        Messages that come before the answer are dropped: the node sent them to an earlier connection of this router,
+        which it knows by the same name.
         """
         self.send(RouterHello(incarnation, PROTOCOL_VERSION))
         answer = asyncio.ensure_future(self._answer_to_hello())
@@ -123,7 +123,7 @@ class NodeLink:
             self.lost.set_result(reason)
 
     def close(self) -> None:
-        """Close both sockets; what is queued has a moment to leave, unless the link is lost."""
+        """Close both sockets. Queued messages have 0.2 s to leave, unless the link is lost."""
         linger = 0 if self.lost.done() else _CLOSE_LINGER_MS
         self.lose("closed")
         self._watching.cancel()
@@ -146,7 +146,7 @@ def _decode(frames: list[bytes]) -> NodeToRouter:
 
 
 class LiveNode:
-    """A node that has said hello, until its link is lost: what the dispatcher sends to."""
+    """A node from its hello until its link is lost. The dispatcher sends requests to it."""
 
     def __init__(self, hello: NodeHello, link: NodeLink, liveness: Liveness) -> None:
         self.hello = hello
@@ -159,30 +159,30 @@ class LiveNode:
 
     @property
     def ref(self) -> NodeRef:
-        """Who it is."""
+        """The node's id, incarnation and address."""
         return self.hello.node
 
     @property
     def role(self) -> Role:
-        """What it was started as."""
+        """The role that the node was started in."""
         return self.hello.role
 
     @property
     def limits(self) -> NodeLimits:
-        """What fits."""
+        """Sizes of the requests that the node takes."""
         return self.hello.limits
 
     @property
     def page_size(self) -> int:
-        """See running_req.Node."""
+        """Tokens in a KV page."""
         return self.hello.layout.page_size
 
     def send(self, message: RouterToNode) -> None:
-        """See running_req.Node."""
+        """Queue a message for the node. Dropped when the link is lost."""
         self.link.send(message)
 
     def pong(self, pong: Pong, now: float) -> None:
-        """The node has answered a Ping."""
+        """The node has sent its load, in answer to a Ping or because a link has come or gone."""
         self.load, self.load_at = pong.load, now
         self.liveness.pong(now, pong.load)
         if not self.prefixes.compare(pong.cache_seq):
@@ -190,7 +190,7 @@ class LiveNode:
         self._pong.set()
 
     async def refresh(self) -> None:
-        """Until `load` is newer than this call."""
+        """Wait until `load` is newer than this call."""
         self._pong.clear()
         self.send(Ping(0))
         await self._pong.wait()

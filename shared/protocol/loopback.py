@@ -1,4 +1,4 @@
-"""Who can reach an address that a process listens on."""
+"""Whether other machines can reach an address that a process listens on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shared.errors import ConfigError
 
 
 def require_key_beyond_loopback(flag: str, host: str, *, has_key: bool, insecure: bool) -> None:
-    """Refuse to listen on `host` for everyone without a key, unless told so. Raises ConfigError naming `flag`."""
+    """Refuse a `host` that other machines can reach, without a key or `insecure`. The ConfigError names `flag`."""
     if has_key or insecure or is_loopback(host):
         return
     raise ConfigError(

@@ -134,7 +134,7 @@ class Load(Record, frozen=True):
     schedule_policy: str = ""
     """The policy in effect, which may be a simpler one than --schedule-policy."""
     num_jumped_tokens: int = 0
-    """Output tokens that a grammar forced and nobody sampled; `num_generated_tokens` counts them as well."""
+    """Output tokens that a grammar forced and no forward sampled; `num_generated_tokens` counts them as well."""
     links: dict[str, int] = {}
     """`num_links` by transport: which of `--kv-transfer` each pair of nodes came to use."""
     unreachable: dict[str, str] = {}
@@ -165,7 +165,7 @@ class TokenEntry(Record, frozen=True):
     """Tokens of one request; `position` is the output position of the first of them.
 
     `logprobs` are those of `token_ids`, `input_logprobs` those of the prompt from the token after `start_len` on:
-    they come with position 0, from whoever tells it. Both only where they were asked for.
+    they come with position 0, from each node that tells it. Both only where they were asked for.
     """
 
     key: ReqKey
@@ -437,7 +437,7 @@ class Handoff(Struct, frozen=True):
 
 # ----------------------------------------------------------------------------------------- decode → prefill
 class LinkOpen(Struct, frozen=True):
-    """Build `link` with me over `transport`, which you offered; `node` says who I am.
+    """Build `link` over `transport`, which the receiver offered; `node` is the sender.
 
     `secret` keys the challenge over the new link.
     """

@@ -49,9 +49,9 @@ class FromRouter:
 
 
 class RouterPort:
-    """Shared by two threads: `on_message` runs on the control thread, everything else on the scheduler's.
+    """Shared by two threads: `on_message` runs on the control thread, all other methods on the scheduler's.
 
-    Greetings and pings are answered at once, on the control thread, so a long step is not mistaken for silence.
+    RouterHello and Ping are answered at once, on the control thread, so a long step is not mistaken for silence.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RouterPort:
         self._inbox: deque[FromRouter] = deque()
         self._last_heard: dict[str, float] = {}
         self._followers: dict[str, None] = {}
-        """Routers that know what this node is and how its cache began; used by the scheduler thread only."""
+        """Routers that have been sent all of the cache, and follow its events; used by the scheduler thread only."""
         self._cache_seq: int | None = None
         self._dispatched: OrderedDict[ReqKey, None] = OrderedDict()
         self._entries: dict[str, list[TokenEntry]] = {}
@@ -74,7 +74,7 @@ class RouterPort:
 
     # ---------------------------------------------------------------------------- the control thread
     def on_message(self, router: str, message: RouterToNode) -> None:
-        """A message has come."""
+        """Answer a message, or queue it for the scheduler."""
         self._last_heard[router] = self._clock()
         match message:
             case RouterHello():

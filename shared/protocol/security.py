@@ -1,4 +1,4 @@
-"""Who may talk on the control sockets: one fleet key, used as a CURVE key pair on both ends.
+"""Which processes may use the control sockets: those with the fleet key, a CURVE key pair for both ends.
 
 Every process of a fleet holds the same secret. A server accepts only clients that prove to hold it too, and a
 client talks only to such a server (RFC 26/CurveZMQ). KV links are keyed over these connections.
@@ -44,12 +44,12 @@ class FleetKey:
         socket.curve_secretkey = self._secret
 
     def secure_server(self, socket: zmq.Socket[Any]) -> None:
-        """Make `socket` accept only clients that hold this key. Call before bind; see `authenticator`."""
+        """Make `socket` accept only clients that hold this key. Call before bind. It needs an `authenticator`."""
         socket.curve_server = True
         socket.curve_secretkey = self._secret
 
     def authenticator(self, context: zmq.Context[Any]) -> zmq.auth.thread.ThreadAuthenticator:
-        """Start the thread that decides who may connect to the servers of `context`; the caller stops it."""
+        """Start the thread that admits clients to the servers of `context`. The caller stops it."""
         authenticator = zmq.auth.thread.ThreadAuthenticator(context)
         authenticator.start()
         authenticator.configure_curve_callback(credentials_provider=self)

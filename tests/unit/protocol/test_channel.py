@@ -334,10 +334,15 @@ def test_strangers_do_not_fill_the_log(node: Party, caplog: pytest.LogCaptureFix
     assert caplog.text.count("stranger_ignored") <= LimitedWarning.LIMIT
 
 
-def test_messages_to_nobody_are_dropped(node: Party) -> None:
-    node.listen()
-    node.send("nobody", PONG)
-    node.send("nobody", PONG)
+def test_messages_to_an_unknown_peer_are_dropped(node: Party, router: Party) -> None:
+    address = node.listen()
+    node.send("router-1", PONG)
+    router.dial("n", address)
+    router.send("n", Ping(1))
+    node.hear()
+    node.send("router-2", PONG)
+    node.send("router-1", Leaving("bye"))
+    assert router.hear() == ("n", Leaving("bye"))
 
 
 def test_a_dialler_that_is_gone_does_not_disturb_the_others(
