@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -195,7 +196,9 @@ def _memory_of(device: torch.device, what: str) -> Iterator[None]:
     """Turn "out of memory" into a ConfigError that says what did not fit."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
         raise ConfigError(
             f"{what} does not fit into the memory of {device}: lower --mem-fraction-static or --max-total-tokens "
             "(nodes that share a GPU share its memory)"
@@ -205,7 +208,7 @@ def _memory_of(device: torch.device, what: str) -> Iterator[None]:
 def new_host_pool(pool: TokenToKVPool, num_host_pages: int) -> HostKVPool | None:
     """Host memory for retracted requests. Raises ConfigError when there is not so much of it."""
     nbytes = num_host_pages * pool.gather_nbytes(1, pool.num_layers)
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    have = _whole_memory(torch.device("cpu"))
     try:
         if nbytes > have:
             raise MemoryError
@@ -280,7 +283,7 @@ def resolve_num_pages(
 ) -> int:
     """Pages of the KV pool: from --max-total-tokens, or from the memory that is free once the weights are loaded.
 
-    Raises ConfigError when not even two pages fit.
+    Raises ConfigError for less than two pages, and for more than the device's memory.
     """
     page_nbytes = (
         2 * model.num_layers * model.num_kv_heads * model.head_dim * options.page_size * dtype.itemsize
@@ -291,6 +294,11 @@ def resolve_num_pages(
             raise ConfigError(
                 f"--max-total-tokens {options.max_total_tokens}: at least two pages of {options.page_size} "
                 "tokens are needed (--page-size)"
+            )
+        if num_pages * page_nbytes > (have := _whole_memory(device)):
+            raise ConfigError(
+                f"--max-total-tokens {options.max_total_tokens}: {num_pages * page_nbytes} bytes of KV do not fit "
+                f"into the memory of {device}, which has {have}; choose fewer"
             )
         return num_pages
     if device.type == "cuda":
@@ -307,6 +315,12 @@ def resolve_num_pages(
             f"page takes {page_nbytes}; raise it, or choose a smaller --page-size"
         )
     return num_pages
+
+
+def _whole_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def resolve_num_host_pages(config: NodeConfig, num_pages: int, page_nbytes: int, device: torch.device) -> int:

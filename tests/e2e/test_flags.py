@@ -29,6 +29,9 @@ REFUSALS = {
         "router", "--port 0 --control-port 0 --model /no/such/folder", "/no/such/folder"
     ),
     "pool too small": Refusal("decode_node", "--port 0 --max-total-tokens 1", "--max-total-tokens 1"),
+    "pool too large": Refusal(
+        "decode_node", "--port 0 --max-total-tokens 999999999999", "--max-total-tokens 999999999999"
+    ),
     "local pool too small": Refusal(
         "router", "--port 0 --control-port 0 --local 1P1D --max-total-tokens 1", "--max-total-tokens 1"
     ),

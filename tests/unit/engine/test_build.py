@@ -95,6 +95,12 @@ class TestNumPages:
             resolve_num_pages(CacheOptions(page_size=16, max_total_tokens=32), MODEL, FLOAT32, CPU, 10) == 2
         )
 
+    def test_more_tokens_than_memory(self) -> None:
+        with pytest.raises(
+            ConfigError, match=r"--max-total-tokens 999999999999: \d+ bytes of KV do not fit into"
+        ):
+            resolve_num_pages(CacheOptions(max_total_tokens=999_999_999_999), MODEL, FLOAT32, CPU, 1)
+
     def test_no_more_than_is_useful(self) -> None:
         assert resolve_num_pages(CacheOptions(page_size=16), MODEL, FLOAT32, CPU, 1000) == 63
 
