@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from shared.kernels.cpu.attention import MAX_GROUP, MAX_HEAD_DIM
-from shared.kernels.cpu.decoder import DecoderDesc, LayerDesc, LinearDesc
+from shared.kernels.cpu.decoder import MAX_GROUP, MAX_HEAD_DIM, DecoderDesc, LayerDesc, LinearDesc
 from shared.kernels.cpu.library import Team
 from shared.kernels.cpu.linear import PanelArena, pack_gate_up, pack_rows
 from shared.model.config import ModelConfig

@@ -25,7 +25,6 @@ import torch
 
 from shared.host_memory import new_host_buffer
 from shared.kernels import reference
-from shared.kernels.cpu import attention as native
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import Team, load_library
 from tests.bench.forwards import fill_randomly
@@ -34,6 +33,7 @@ from tests.bench.machine import pinned, usable_cores
 from tests.bench.rounds import in_turn
 from tests.bench.stats import figure, ratios
 from tests.bench.table import Row
+from tests.kernels.cpu import attention as native
 
 PAGE_SIZE = 16
 DECODE_CASES = ((1, 4096), (8, 512), (8, 2048), (32, 512), (32, 2048))

@@ -1,7 +1,9 @@
 """The native decoder as Python calls: the structs of `src/decoder.h`, and the object that keeps one alive.
 
-Arrays are passed as pointers. Whoever fills a struct keeps what it points to alive: for a batch until its call is
-over, for a model as long as the decoder lives.
+`tests/kernels/cpu/test_structs.py` compares the structs with the C++.
+
+Arrays are passed as pointers. The caller keeps what a struct points to alive: for a batch until its call is over, for
+a model as long as the decoder lives.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from collections.abc import Sequence
 
 from shared.kernels.cpu.library import Team, check_status
 
+MAX_HEAD_DIM = 256
+MAX_GROUP = 192
+"""Query heads of one KV head; extend attention takes up to kRows of them at once."""
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
 
 
 class LinearDesc(ctypes.Structure):
-    """A `linear.PackedLinear`: `panels` as `src/linear.h` lays them out, `bias` float32 [n] or null."""
+    """A weight: `panels` as `src/linear.h` lays them out, `bias` float32 [n] or null."""
 
     _fields_ = (("panels", _Pointer), ("bias", _Pointer), ("n", _Int), ("k", _Int))
 

@@ -1,6 +1,6 @@
 """The native kernels as Python calls. ctypes lets go of the GIL while one runs.
 
-A prototype stands beside the C++ it calls: `extern "C" baton_*` at the end of each file in `src/`.
+Their C++ ends each file in `src/`: `extern "C" baton_*`. Of those, tests alone call single kernels.
 """
 
 from __future__ import annotations
@@ -16,30 +16,14 @@ NEEDED_CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
-_Float = ctypes.c_float
 _UNKNOWN_TOKEN, _OUT_OF_MEMORY = 1, 2
 
 _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_team_new": (_Pointer, (_Pointer, _Int)),
     "baton_team_free": (None, (_Pointer,)),
     **dict.fromkeys(
-        ("baton_linear", "baton_linear_float", "baton_linear_add", "baton_linear_silu_mul"),
-        (None, (_Pointer, _Pointer, _Int, _Pointer, _Pointer, _Int, _Int, _Pointer)),
-    ),
-    **dict.fromkeys(
         ("baton_pack_linear", "baton_pack_gate_up"),
         (None, (_Pointer, _Pointer, _Int, _Int, _Int, _Pointer, _Int)),
-    ),
-    **dict.fromkeys(
-        ("baton_decode_attention", "baton_extend_attention"),
-        (None, (*(_Pointer,) * 4, *(_Int,) * 4, _Pointer, _Int, *(_Pointer,) * 2, _Int, _Pointer)),
-    ),
-    "baton_embed": (None, (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer)),
-    "baton_rms_norm": (None, (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer)),
-    "baton_rotary_cos_sin": (None, (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer)),
-    "baton_norm_rope_write": (
-        None,
-        (_Pointer, _Pointer, *(_Int,) * 4, _Pointer, _Float, *(_Pointer,) * 3, _Int, *(_Pointer,) * 3),
     ),
     "baton_decoder_new": (_Pointer, (_Pointer, _Pointer, _Pointer)),
     "baton_decoder_free": (None, (_Pointer,)),

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from shared.kernels import reference
-from shared.kernels.cpu.attention import decode_attention, extend_attention
 from shared.kernels.cpu.library import Team
+from tests.kernels.cpu.attention import decode_attention, extend_attention
 
 U = 2.0**-8
 SLACK = 1.05

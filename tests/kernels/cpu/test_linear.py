@@ -19,16 +19,8 @@ from torch.nn.functional import silu
 
 from shared.kernels.cpu.build import FLAGS, NativeUnavailable, find_compiler
 from shared.kernels.cpu.library import SRC, Team
-from shared.kernels.cpu.linear import (
-    PackedLinear,
-    PanelArena,
-    linear,
-    linear_add,
-    linear_float,
-    linear_silu_mul,
-    pack_gate_up,
-    pack_rows,
-)
+from shared.kernels.cpu.linear import PanelArena, pack_gate_up, pack_rows
+from tests.kernels.cpu.linear import PackedLinear, linear, linear_add, linear_float, linear_silu_mul
 
 U = 2.0**-24
 BF16 = 2.0**-8

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shared.kernels.cpu.library import Team
-from shared.kernels.cpu.norm_rope import KVPlaces, embed, norm_rope_write, rms_norm, rotary_cos_sin
+from tests.kernels.cpu.norm_rope import KVPlaces, embed, norm_rope_write, rms_norm, rotary_cos_sin
 from tests.kernels.cpu.test_linear import BF16, U, assert_within
 
 EPS = 1e-6

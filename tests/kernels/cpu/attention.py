@@ -10,11 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from shared.kernels.cpu.decoder import MAX_GROUP, MAX_HEAD_DIM
 from shared.kernels.cpu.library import Team
-
-MAX_HEAD_DIM = 256
-MAX_GROUP = 192
-"""Query heads of one KV head; extend attention takes up to kRows of them at once."""
+from tests.kernels.cpu.prototypes import kernel
 
 
 def decode_attention(
@@ -77,7 +75,7 @@ def _attend(
     )
     starts_B, lengths_B = torch.tensor(starts, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
     out_THD = torch.empty_like(q_THD)
-    getattr(team.library, function)(
+    kernel(team, function)(
         team.handle,
         q_THD.data_ptr(),
         k_pages_NKSD.data_ptr(),

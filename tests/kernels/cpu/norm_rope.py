@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from shared.kernels.cpu.decoder import MAX_HEAD_DIM
 from shared.kernels.cpu.library import Team
-
-MAX_HEAD_DIM = 256
+from tests.kernels.cpu.prototypes import kernel
 
 
 def embed(team: Team, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
@@ -23,7 +23,7 @@ def embed(team: Team, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torc
     _check(input_ids_T, torch.int64)
     _check(table_VD, torch.bfloat16)
     out_TD = torch.empty(len(input_ids_T), table_VD.shape[1])
-    team.library.baton_embed(
+    kernel(team, "baton_embed")(
         team.handle,
         input_ids_T.data_ptr(),
         len(input_ids_T),
@@ -39,7 +39,7 @@ def rms_norm(team: Team, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float)
     _check(x_TD, torch.float32)
     _check(weight_D, torch.float32, *x_TD.shape[1:])
     out_TD = torch.empty(x_TD.shape, dtype=torch.bfloat16)
-    team.library.baton_rms_norm(
+    kernel(team, "baton_rms_norm")(
         team.handle, x_TD.data_ptr(), *x_TD.shape, weight_D.data_ptr(), eps, out_TD.data_ptr()
     )
     return out_TD
@@ -50,7 +50,7 @@ def rotary_cos_sin(team: Team, positions_T: torch.Tensor, frequencies_R: torch.T
     _check(positions_T, torch.int64)
     _check(frequencies_R, torch.float32)
     cos_sin_T2R = torch.empty(len(positions_T), 2, len(frequencies_R))
-    team.library.baton_rotary_cos_sin(
+    kernel(team, "baton_rotary_cos_sin")(
         team.handle,
         positions_T.data_ptr(),
         len(positions_T),
@@ -96,7 +96,7 @@ def norm_rope_write(
     if qk_norm_ND is not None:
         _check(qk_norm_ND, torch.float32, H + K, D)
     q_THD = torch.empty(T, H, D, dtype=torch.bfloat16)
-    team.library.baton_norm_rope_write(
+    kernel(team, "baton_norm_rope_write")(
         team.handle,
         qkv_TND.data_ptr(),
         T,
