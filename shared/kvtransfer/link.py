@@ -5,7 +5,7 @@ alone decides their order: it posts the receive of message `seq`, then sends the
 come only from the Grant: on gloo a send that is longer than its receive aborts the receiver's process, and a
 shorter one leaves a stale tail.
 
-Who owns the memory of a message:
+The owner of the memory of a message:
 
 | | sending: a slot of the sender's ring | receiving |
 | --- | --- | --- |
@@ -57,7 +57,7 @@ class Arrival(Op, Protocol):
         ...
 
     def release(self) -> None:
-        """Nobody reads the message any more; called once `wait` returned True or raised. LinkError: as for `wait`."""
+        """The message is not read any more; called once `wait` returned True or raised. LinkError: as for `wait`."""
         ...
 
 
@@ -126,7 +126,7 @@ class Copier(Protocol):
 
 
 class LinkFactory(Protocol):
-    """A backend: how links are built, which memory they send from, and who steps the loops."""
+    """A transport: how links are built, which memory they send from, and what steps their loops."""
 
     def drive(self, name: str, loop: Stepped) -> Driver:
         """Have `loop` stepped until it is finished. Must not block."""

@@ -1,6 +1,6 @@
 """The rendezvous of a pair group, over the control channel that both nodes hold anyway.
 
-A TCPStore would listen on every interface and show its keys to anyone who connects; control messages are
+A TCPStore would listen on every interface and show its keys to every process that connects; control messages are
 authenticated. One store lives as long as the building of one link.
 """
 
@@ -77,7 +77,7 @@ class LinkStore(Store):
         return all(key in self._entries for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter. Local: in a pair nobody else counts."""
+        """Add to a counter. It is local, since the peer of a pair counts nothing."""
         with self._changed:
             total = int(self._entries.get(key, b"0")) + amount
             self._entries[key] = str(total).encode()

@@ -135,7 +135,7 @@ class Links(Generic[Loop]):
             self.fail(worker, reason, tell_peer=tell_peer)
 
     def fail(self, worker: LinkWorker, reason: str, *, tell_peer: bool = True) -> None:
-        """A link dies here and nowhere else, whoever noticed first."""
+        """A link dies here and nowhere else, on whichever thread that was noticed."""
         if worker.death is not None:
             return
         worker.stop(reason)

@@ -1,7 +1,7 @@
 """Staging slots: data never lands in KV pages directly.
 
 A message that arrives lies in a slot (the receiver's own, or the sender's where both share memory) until the chunk
-is scattered or dropped, so a cancelled transfer gives its pages back at once and a late write can corrupt nobody.
+is scattered or dropped, so a cancelled transfer gives its pages back at once and a late write can corrupt no page.
 On the sending side pages are free again as soon as they are gathered into a slot. One ring belongs to one link; a
 slot that a stuck op may still read or write stays out of the ring until that op has left (or for good, with the
 dead link's ring).
@@ -118,7 +118,7 @@ class Slot:
             return flag, True
         if self._host_bytes is None:
             raise LinkError(
-                f"message {envelope.seq} has a digest, which nobody puts on what stays on a device"
+                f"message {envelope.seq} has a digest, which messages that stay on a device never have"
             )
         return flag, header == fields + _DIGEST.pack(_digest(fields, self._host_bytes[HEADER_NBYTES:nbytes]))
 

@@ -1,4 +1,4 @@
-"""The life of one transfer on either node, without IO: who owns its pages, and how it ends exactly once.
+"""The life of one transfer on either node, without IO: which side owns its pages, and how it ends exactly once.
 
     sending node (SendTransfer)                           receiving node (ReceiveTransfer)
     WAITING     opened; no page is read                   RESERVED    opened, Ready not sent; pages belong to the side

@@ -22,8 +22,9 @@ NONCE_NBYTES = 32
 def challenge(spec: LinkSpec, exchange: Callable[[int, bytes], bytes]) -> None:
     """Have both ends of a new link prove that they hold the secret of its LinkOpen.
 
-    Gloo and NCCL authenticate no one: a stranger who connects to a gloo port can take a place in a pair group and be
-    sent the victim's data. `exchange(round, ours)` swaps NONCE_NBYTES with the peer. LinkError: the peer has failed.
+    Gloo and NCCL authenticate nothing: a stranger that connects to a gloo port can take a place in a pair group
+    and be sent the victim's data. `exchange(round, ours)` swaps NONCE_NBYTES with the peer.
+    LinkError: the peer has failed.
     """
     ours = secrets.token_bytes(NONCE_NBYTES)
     theirs = exchange(0, ours)

@@ -4,7 +4,7 @@ What gloo does that shapes this file (measured on torch 2.13):
 - any wait that times out closes the pair, so there is no polling: `Op.wait` blocks, and an op's timeout kills
   the link;
 - an op waiting in the middle of a message may not notice a killed peer before its own timeout, but a receive
-  on a tag that nobody sends on (the canary) fails within milliseconds; waiting on it with a tiny timeout is
+  on a tag on which nothing is sent (the canary) fails within milliseconds; waiting on it with a tiny timeout is
   also the one way to abort the pair at will;
 - a group rebuilt under a name that was used before is half broken: names are never reused;
 - starting a send writes into the socket what it takes, for up to a millisecond of a 4 MiB chunk. So a thread of its
@@ -127,7 +127,7 @@ class GlooLink:
             self._canary.wait(_ABORT_WAIT)
         except RuntimeError:
             return
-        raise AssertionError("somebody sent on the canary's tag")
+        raise AssertionError("the peer sent on the canary's tag")
 
     def close(self) -> None:
         self.abort()

@@ -1,7 +1,7 @@
 """Staging slots in memory that a second process can read.
 
-Each is a memfd: it has no name, so whoever is killed leaves nothing behind. The owner maps it for writing and then
-seals it, so that the peer that is shown the descriptor can neither write nor shrink it.
+Each is a memfd: it has no name, so a process that is killed leaves nothing behind. The owner maps it for writing
+and then seals it, so that the peer that is shown the descriptor can neither write nor shrink it.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class ShmArrival:
 
 
 class _Outcome:
-    """Runs an op once, and tells how it ended to everyone who asks again."""
+    """Runs an op once, and gives the same outcome when it is asked again."""
 
     def __init__(self) -> None:
         self.value: Any = None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from shared.config import TransferOptions
+from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.sides import make_sides
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.protocol.channel import ControlThread
@@ -31,6 +34,23 @@ torch.set_num_threads(1)
 NUM_PAGES = 64
 
 
+class HeldPages:
+    """A pool whose scatters wait until `go_on` is set."""
+
+    def __init__(self, pool: TokenToKVPool) -> None:
+        self._pool, self.go_on = pool, threading.Event()
+
+    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
+        return self._pool.gather_nbytes(num_pages, num_layers)
+
+    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
+        self._pool.gather(page_ids, first_layer, num_layers, out)
+
+    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+        assert self.go_on.wait(20)
+        self._pool.scatter(page_ids, first_layer, num_layers, src)
+
+
 class Node:
     """Sends its first half of pages, and receives into the second."""
 
@@ -41,10 +61,12 @@ class Node:
         self.ref = NodeRef(name, f"{name}#1", f"tcp://127.0.0.1:{port}")
         self.pool = new_pool(NUM_PAGES)
         self.pool.buffer_LSNHPD.normal_()
+        self.pages = HeldPages(self.pool)
+        self.pages.go_on.set()
         self.sides = make_sides(
             node=self.ref,
             layout=LAYOUT,
-            pages=self.pool,
+            pages=self.pages,
             control=self.control,
             transports=transports(options),
             clock=time.monotonic,
@@ -137,6 +159,23 @@ def test_a_link_that_is_lost_one_way_leaves_the_other_way_alone(two: Two) -> Non
     there = two.send(two.a, two.b, [1, 2], [40, 41])
     two.until(lambda: there in two.b.received and two.b.sides.receiver.peers.num_links_opened == 2)
     two.until(lambda: two.a.sides.sender.links.num_live == 1)
+
+
+def test_leases_are_renewed_while_the_receiving_nodes_loop_is_in_a_long_step() -> None:
+    options = replace(real("shm"), lease_s=0.5)
+    two = Two(options)
+    two.b.pages.go_on.clear()
+    there = two.send(two.a, two.b, [1], [40])
+    two.until(lambda: two.b.sides.receiver.links.num_slots_out > 0)
+    start = time.monotonic()
+    while time.monotonic() - start < 3 * options.lease_s:
+        two.a.step()
+        time.sleep(0.01)
+    assert not two.a.sent
+    two.b.pages.go_on.set()
+    two.until(lambda: there in two.a.sent)
+    assert two.a.sent[there].ok
+    two.close()
 
 
 def test_a_side_that_is_not_used_costs_no_thread_and_no_descriptor() -> None:

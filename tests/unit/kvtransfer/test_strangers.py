@@ -1,4 +1,4 @@
-"""Strangers on gloo's port: port scanners, health checks, and those who mean harm."""
+"""Strangers on gloo's port: port scanners, health checks, attackers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 NUM_STRANGERS = 1000
 GREETINGS = (b"", b"x" * 3, b"x" * 8, bytes(64))
-"""gloo reads eight bytes from whoever connects."""
+"""gloo reads eight bytes of each connection."""
 
 
 def listening_ports(pid: int | str = "self") -> list[int]:
