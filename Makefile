@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_VERSION ?= 2.13.0
+# The oldest and the newest that pyproject.toml allows.
+TORCH_VERSIONS ?= 2.11.0 2.13.0
 # Where the CPU build of torch comes from when pip's own sources have none.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
@@ -11,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve demo test test-clients check bench bench-peers bench-page format clean
+.PHONY: serve demo test test-torch test-clients check bench bench-peers bench-page format clean
 .DEFAULT_GOAL := serve
 
 $(INSTALLED): pyproject.toml
@@ -38,6 +40,14 @@ demo: $(INSTALLED)
 # Two processes at a time; those tests that start real nodes one after the other (tests/conftest.py).
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+# What stands on torch (model, kernels, engine, links, golden tokens), with each of TORCH_VERSIONS in a venv of its own in
+# .torch/.
+test-torch:
+	@for version in $(TORCH_VERSIONS); do \
+	  $(MAKE) test VENV=.torch/$$version TORCH_VERSION=$$version ARGS="tests/unit/engine tests/unit/model \
+	    tests/unit/kvtransfer tests/kernels tests/golden -m 'not processes' $(ARGS)" || exit 1; \
+	done
 
 # Real clients and load generators, each in a venv of its own; writes docs/clients.md. ARGS name some of them.
 test-clients: $(INSTALLED)
@@ -69,4 +79,4 @@ bench-page: $(INSTALLED)
 	@$(BIN)/python -m tests.bench.page
 
 clean:
-	rm -rf $(VENV) .clients .peers build *.egg-info
+	rm -rf $(VENV) .torch .clients .peers build *.egg-info

@@ -22,6 +22,8 @@ from export import export_model, export_tokenizer, import_model, verify_export, 
 from llama import Llama, ModelConfig, token_losses
 from torch import Tensor, nn
 
+BUILTIN_MODEL = Path(__file__).resolve().parents[2] / "shared" / "model" / "builtin"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -123,7 +125,7 @@ def main() -> None:
         "--resume", type=Path, help="a folder that an earlier run wrote; its weights are trained on"
     )
     parser.add_argument("--lr-factor", type=float, default=1.0, help="scales every learning rate")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--out", type=Path, default=BUILTIN_MODEL)
     parser.add_argument("--machine", default="2-core AMD EPYC, no GPU", help="written into training.json")
     args = parser.parse_args()
     cfg, recipe = (

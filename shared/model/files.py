@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, the hub, or the checkout's built-in model.
+"""Where a model's files are: a folder, the hub, or the built-in model, which is a part of this package.
 
 The router imports this file, so it never imports torch.
 """
@@ -13,7 +13,7 @@ from shared.errors import ModelError
 
 BUILTIN_MODEL = "builtin"
 
-_BUILTIN_FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "builtin_model"
+_BUILTIN_FOLDER = Path(__file__).resolve().parent / "builtin"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TEXT_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
 _WEIGHT_FILES = ["*.safetensors"]
@@ -28,7 +28,7 @@ def resolve_model(model: str, *, with_weights: bool = True) -> Path:
     router that needs only config and tokenizer. Raises ModelError when there is no such folder or id.
     """
     if model == BUILTIN_MODEL:
-        return _builtin_folder()
+        return _BUILTIN_FOLDER
     folder = Path(os.path.expanduser(model))
     if model and folder.is_dir():
         return folder.resolve()
@@ -37,15 +37,6 @@ def resolve_model(model: str, *, with_weights: bool = True) -> Path:
     if not _HUB_ID.fullmatch(model) or model.startswith((".", "~")):
         raise ModelError(f"model {model!r} is neither a folder nor a hub id such as Qwen/Qwen3-0.6B")
     return _download(model, _TEXT_FILES + (_WEIGHT_FILES if with_weights else []))
-
-
-def _builtin_folder() -> Path:
-    if not (_BUILTIN_FOLDER / "config.json").is_file():
-        raise ModelError(
-            f"the built-in model is not at {_BUILTIN_FOLDER}: it comes with a checkout, not with an "
-            "installed package; name a model with --model"
-        )
-    return _BUILTIN_FOLDER
 
 
 def _download(hub_id: str, allow_patterns: list[str]) -> Path:

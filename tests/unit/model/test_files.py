@@ -43,10 +43,7 @@ def test_an_unreachable_hub_id_is_named(tmp_path: Path) -> None:
     assert "ModelError: model 'nobody/no-such-model' is not a folder here, and the hub" in ended.stderr
 
 
-def test_the_builtin_model_comes_with_the_checkout() -> None:
-    folder = Path(files.__file__).parents[2] / "deploy" / "builtin_model"
-    if (folder / "config.json").is_file():
-        assert resolve_model("builtin") == folder
-    else:
-        with pytest.raises(ModelError, match="built-in model"):
-            resolve_model("builtin")
+def test_the_builtin_model_comes_with_the_package() -> None:
+    folder = resolve_model("builtin")
+    assert folder.parent == Path(files.__file__).parent
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
