@@ -9,7 +9,7 @@ from shared.kvcache.ledger import KVLedger
 from shared.kvcache.radix_cache import Peek
 from shared.kvtransfer.receiver import KVReceiver
 from shared.protocol.messages import NodeRef
-from shared.scheduling.batcher import Arrival
+from shared.scheduling.priority import Arrival
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 

@@ -33,8 +33,8 @@ from shared.protocol.messages import Peers, Prefill, Ready, ReqKey
 from shared.protocol.router_port import RouterPort
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
+from shared.scheduling.plan import Plan
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import Plan
 from shared.timeline import ReqStage
 
 

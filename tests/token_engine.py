@@ -22,7 +22,7 @@ from shared.kvcache.host_pages import HostPages, PageCopy
 from shared.kvcache.host_pool import CpuHostKVPool
 from shared.model.config import ModelConfig
 from shared.protocol.messages import KVLayout, NodeLimits
-from shared.scheduling.sampled import Sampled
+from shared.scheduling.commit import Sampled
 
 VOCAB_SIZE = 997
 EOS = 7

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.protocol.messages import ReqKey
-from shared.scheduling.schedule_batch import ScheduleBatch, ScheduledReq
+from shared.scheduling.plan import ScheduleBatch, ScheduledReq
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.vocab_mask import VocabMask
 from shared.kvcache.host_pages import PageCopy
 from shared.kvcache.host_pool import HostKVPool
-from shared.scheduling.sampled import Sampled
+from shared.scheduling.commit import Sampled
 
 _CUDA_ERROR_MEMORY_ALLOCATION = 2
 

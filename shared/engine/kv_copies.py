@@ -10,7 +10,7 @@ from shared.engine.forward_stream import CopyResult, ForwardStream, failed_launc
 from shared.errors import RequestError
 from shared.kvcache.ledger import KVLedger
 from shared.scheduling.commit import Outcome
-from shared.scheduling.schedule_batch import KVCopy
+from shared.scheduling.plan import KVCopy
 
 
 class KVCopies:

@@ -25,7 +25,7 @@ from shared.errors import RequestError
 from shared.kvcache.ledger import KVLedger
 from shared.scheduling.commit import Outcome, commit_result
 from shared.scheduling.grammar_queue import stuck
-from shared.scheduling.schedule_batch import Plan, ScheduleBatch
+from shared.scheduling.plan import Plan, ScheduleBatch
 from shared.timeline import Clock
 
 MAX_FAILED_IN_A_ROW = 8

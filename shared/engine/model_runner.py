@@ -19,7 +19,7 @@ from shared.engine.penalties import PenaltyTable
 from shared.engine.profiler import Span
 from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.vocab_mask import VocabMask
-from shared.scheduling.sampled import Sampled
+from shared.scheduling.commit import Sampled
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from shared.engine.sampling_inputs import (
     sampling_inputs,
 )
 from shared.kvcache.pools import ReqToTokenPool
-from shared.scheduling.schedule_batch import ScheduleBatch
+from shared.scheduling.plan import ScheduleBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,12 +21,12 @@ from shared.protocol.messages import (
     StopProfile,
 )
 from shared.protocol.router_port import FromRouter, RouterPort
-from shared.scheduling.admission import accept
 from shared.scheduling.batcher import Batcher
+from shared.scheduling.check_request import accept
 from shared.scheduling.commit import Outcome
 from shared.scheduling.grammar_queue import GrammarQueue
+from shared.scheduling.plan import Plan
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import Plan
 
 
 class RouterDesk:

@@ -13,7 +13,7 @@ import numpy as np
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import ReqKey
 from shared.protocol.sampling_params import SamplingParams
-from shared.scheduling.schedule_batch import ScheduledReq
+from shared.scheduling.plan import ScheduledReq
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from shared.engine.on_device import to_device
-from shared.scheduling.schedule_batch import ScheduleBatch
+from shared.scheduling.plan import ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
-from shared.scheduling.cached_prefixes import CachedPrefixes
 from shared.scheduling.commit import Outcome
-from shared.scheduling.in_batch_prefix import InBatchPrefix
-from shared.scheduling.new_token_ratio import NewTokenRatio
-from shared.scheduling.preemption import choose_victims, preemptable
-from shared.scheduling.prefill_adder import AddReqResult, PrefillAdder
-from shared.scheduling.priority import PriorityRule
+from shared.scheduling.plan import Plan, ScheduleBatch, num_behind, schedule, schedule_step
+from shared.scheduling.prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
+from shared.scheduling.priority import Arrival, PriorityRule
 from shared.scheduling.req import Req
-from shared.scheduling.retraction import Retraction, WayOut
-from shared.scheduling.schedule_batch import Plan, ScheduleBatch, ScheduledReq, schedule
-from shared.scheduling.schedule_policy import SchedulePolicy
+from shared.scheduling.retraction import Retraction
+from shared.scheduling.schedule_policy import CachedPrefixes, InBatchPrefix, SchedulePolicy
 from shared.timeline import ReqStage
-
-WouldFit = Callable[[Req, Sequence[Req]], bool]
-"""Whether a request would find room if others, which run, were retracted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that waits outside the Batcher for room to receive its KV; `would_fit` judges that room."""
-
-    req: Req
-    would_fit: WouldFit
 
 
 class Batcher:
@@ -111,7 +95,7 @@ class Batcher:
             self._options,
             self.running_batch,
             self._new_token_ratio.value,
-            num_decodes=sum(map(_num_behind, self.running_batch)) if self._options.enable_mixed_chunk else 0,
+            num_decodes=sum(map(num_behind, self.running_batch)) if self._options.enable_mixed_chunk else 0,
         )
         result = AddReqResult.CONTINUE
         if self.chunked_req is not None:
@@ -186,15 +170,11 @@ class Batcher:
         """Retract running requests that count far less than `req`, if that makes room for it."""
         if req.kv is not None:
             return False  # it is admitted; another budget ended the round
-        victims = self._victims_of(req, adder.would_fit)
+        victims = self._priority.victims_for(req, self.running_batch, adder.would_fit, self.num_steps)
         for victim in victims:
             adder.forget(victim)
             self._retract(victim)
         return bool(victims)
-
-    def _victims_of(self, req: Req, would_fit: WouldFit) -> list[Req]:
-        candidates = preemptable(req, self.running_batch, self._priority, self.num_steps)
-        return choose_victims(candidates, lambda some: would_fit(req, some))
 
     def first_blocked(self) -> Req | None:
         """The first in rank of the waiting queue while that queue lacks room: no arrival below it may take any."""
@@ -216,7 +196,10 @@ class Batcher:
         if not self._priority.enabled or not self.is_open_to(arrival.req, self.first_blocked()):
             return
         if not arrival.would_fit(arrival.req, ()):
-            for victim in self._victims_of(arrival.req, arrival.would_fit):
+            victims = self._priority.victims_for(
+                arrival.req, self.running_batch, arrival.would_fit, self.num_steps
+            )
+            for victim in victims:
                 self._retract(victim)
 
     @property
@@ -241,37 +224,14 @@ class Batcher:
         return self._step(stepping)
 
     def _step(self, reqs: Sequence[Req]) -> ScheduleBatch:
-        """The next token of each; there are pages for it. A request that jumped computes the tokens it jumped over.
-
-        A token is known to the host unless an earlier forward still samples it.
-        """
+        """The next token of each; there are pages for it."""
         self._num_decode_steps += 1
         self._new_token_ratio.decay()
-        known = [req for req in reqs if len(req.ids) > req.kv_len]
-        behind = [req for req in known if len(req.ids) > req.kv_len + 1]
-        writes = tuple((_row(req), req.ids[-1]) for req in known if req not in behind)
-        extends = self._catch_up(behind) if behind else ()
-        stepping = [req for req in reqs if req not in behind] if behind else reqs
-        return ScheduleBatch(extends, tuple(self._take(req, 1, samples=True) for req in stepping), writes)
-
-    def _catch_up(self, behind: Sequence[Req]) -> tuple[ScheduledReq, ...]:
-        """Known tokens of each, half a chunk in all at most, so that the step of the others stays short."""
-        extends: list[ScheduledReq] = []
-        rem_tokens = max(self._options.chunked_prefill_size // 2, 1)
-        for req in behind:
-            length = min(_num_behind(req), rem_tokens)
-            if length > 0:  # else its turn comes with the next step
-                extends.append(self._take(req, length, samples=length == _num_behind(req)))
-                rem_tokens -= length
-        gone = {id(item.req) for item in extends}  # they come back as every extend does
-        self.running_batch = [req for req in self.running_batch if id(req) not in gone]
-        return tuple(extends)
-
-    def _take(self, req: Req, length: int, *, samples: bool) -> ScheduledReq:
-        assert req.kv is not None
-        grown = self._ledger.grow(req.kv, req.kv.kv_allocated_len + length)
-        assert grown, "the pages were counted a moment ago"
-        return schedule(req, length, samples=samples)
+        batch = schedule_step(reqs, self._ledger, max(self._options.chunked_prefill_size // 2, 1))
+        if batch.extends:  # they come back as every extend does
+            gone = {id(item.req) for item in batch.extends}
+            self.running_batch = [req for req in self.running_batch if id(req) not in gone]
+        return batch
 
     # ---------------------------------------------------------------------------------------- retract
     def _retract_decode(self) -> list[Req]:
@@ -296,8 +256,7 @@ class Batcher:
     def _retract(self, req: Req) -> None:
         """Have a running request give its KV up now, in the way that costs least."""
         self.running_batch.remove(req)
-        way = self.retraction.way_out(req)
-        self.retraction.retract(req, WayOut.RECOMPUTE if way is WayOut.WAIT else way)
+        self.retraction.retract_now(req)
 
     @property
     def num_waiting(self) -> int:
@@ -341,13 +300,3 @@ class Batcher:
             if req in queue:
                 queue.remove(req)
         self.retraction.remove(req)
-
-
-def _num_behind(req: Req) -> int:
-    """Known tokens that the next step of a running request has to compute: one, or more after a jump."""
-    return max(len(req.ids) - req.kv_len, 1)
-
-
-def _row(req: Req) -> int:
-    assert req.kv is not None
-    return req.kv.row

@@ -9,10 +9,8 @@ from shared.kvcache.ledger import KVLedger
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import Finish
 from shared.scheduling.grammar_queue import stuck
-from shared.scheduling.jump_forward import jump_forward
+from shared.scheduling.plan import KVCopy, ScheduleBatch, ScheduledReq
 from shared.scheduling.req import Req
-from shared.scheduling.sampled import Sampled
-from shared.scheduling.schedule_batch import KVCopy, ScheduleBatch, ScheduledReq
 
 
 @dataclass(slots=True)
@@ -98,3 +96,49 @@ def finish_reason(req: Req, eos_token_ids: frozenset[int]) -> Finish | None:
     if req.output_len >= req.params.max_new_tokens:
         return Finish("length")
     return None
+
+
+MIN_TOKENS = 3
+"""A shorter jump is not worth it: with overlap the step in flight is lost, so that k tokens save k - 1 forwards."""
+
+
+def jump_forward(req: Req, eos_token_ids: frozenset[int]) -> None:
+    """Append what the grammar of `req` forces after its newest token, which was just committed and does not end it.
+
+    Results in flight are dropped. The KV of the appended tokens, and of the one before them, is still to be
+    computed: the next step of the request takes them all (see `Batcher.jumped`).
+    """
+    tokens = _tokens_to_jump(req, eos_token_ids)
+    if len(tokens) < MIN_TOKENS:
+        return
+    assert req.grammar is not None and req.kv is not None
+    for token in tokens:
+        if not req.grammar.accept(token):
+            break  # the tokenizer does not spell the text as the grammar reads it
+        req.ids.append(token)
+        req.num_jumped += 1
+    if req.num_jumped:
+        req.drop_results_in_flight()
+        req.kv.kv_allocated_len = req.kv.kv_committed_len
+
+
+def _tokens_to_jump(req: Req, eos_token_ids: frozenset[int]) -> list[int]:
+    params = req.params
+    if req.grammar is None or params.logprobs is not None or params.logit_bias:
+        return []  # logprobs come with sampling; a bias is about which spelling is chosen
+    tokens = req.grammar.forced_tokens()[: params.max_new_tokens - req.output_len]
+    ends = {*eos_token_ids, *params.stop_token_ids}
+    return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token for each sequence that sampled, in the order of the batch.
+
+    `logprobs` of those of them that ask for it, by their place among the tokens; `input_logprobs` of the prompt
+    tokens that the forward computed, by the sequence's place in the batch.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    input_logprobs: dict[int, Logprobs] = field(default_factory=dict)

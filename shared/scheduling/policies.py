@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from shared.kvcache.radix_cache import Peek, TreeNode
-    from shared.scheduling.cached_prefixes import CachedPrefixes
     from shared.scheduling.req import Req
+    from shared.scheduling.schedule_policy import CachedPrefixes
 
 SortKey: TypeAlias = "Callable[[Req], Any]"
 

@@ -1,21 +1,34 @@
-"""Which request counts more: its priority, and what waiting has added to it."""
+"""Which request counts more, by its priority and by what waiting has added to it; and which are retracted for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from shared.config import ScheduleOptions
 from shared.scheduling.req import Req
 
+WouldFit = Callable[[Req, Sequence[Req]], bool]
+"""Whether a request would find room if others, which run, were retracted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that waits outside the Batcher for room to receive its KV; `would_fit` judges that room."""
+
+    req: Req
+    would_fit: WouldFit
+
 
 class PriorityRule:
-    """The class of a request, which leads the sort key of every policy, and who may be retracted for whom.
+    """The level of a request, which leads the sort key of every policy, and the victims of a waiting request.
 
-    A request's level is its priority (0 unless priority scheduling is on) plus one for every `priority_aging_steps`
-    forwards since it arrived: the aging of multilevel feedback queues. All age alike, so a request whose priority
-    is lower by d than any other's goes, from (d + 1) * priority_aging_steps forwards after its arrival on, before
-    everybody who arrives later, and can no longer be retracted for them: nobody starves. Steps are launched
-    forwards, not seconds, so the same messages give the same decisions.
+    The level is the priority (0 unless priority scheduling is on) plus one for every `priority_aging_steps` forwards
+    since the request arrived: the aging of multilevel feedback queues. All requests age alike. So one whose priority
+    is lower by d than any other's goes before all later ones, and can no longer be retracted for them, from
+    (d + 1) * priority_aging_steps forwards after its arrival on: no request starves. Age is counted in forwards, not
+    in seconds, so the same messages give the same decisions.
     """
 
     def __init__(self, options: ScheduleOptions) -> None:
@@ -39,10 +52,7 @@ class PriorityRule:
         return -self.level(req, step) if self.enabled else 0, req.arrival_number
 
     def may_preempt(self, waiting: Req, running: Req, step: int) -> bool:
-        """Whether `running` may be retracted for `waiting`.
-
-        Age protects the running one, and does not help the waiting one: it is no reason to take what others have.
-        """
+        """Whether `running` may be retracted for `waiting`. Age protects the former and does not help the latter."""
         return self.enabled and self._given(waiting) - self.level(running, step) > self._threshold
 
     def may_preempt_any(self, waiting: Sequence[Req], running: Sequence[Req], step: int) -> bool:
@@ -52,5 +62,32 @@ class PriorityRule:
         lowest = min(self.level(req, step) for req in running)
         return max(self._given(req) for req in waiting) - lowest > self._threshold
 
+    def victims_for(self, waiting: Req, running: Sequence[Req], would_fit: WouldFit, step: int) -> list[Req]:
+        """The requests of `running` that are retracted for `waiting`: lowest level first, then those that lose least.
+
+        Empty when `waiting` would not fit even then.
+        """
+        candidates = sorted(
+            (other for other in running if self.may_preempt(waiting, other, step)),
+            key=lambda req: (self.level(req, step), req.output_len, -req.num_input_ids, str(req.key)),
+        )
+        return choose_victims(candidates, lambda some: would_fit(waiting, some))
+
     def _given(self, req: Req) -> int:
         return self._sign * req.work.priority if self.enabled else 0
+
+
+def choose_victims(candidates: Sequence[Req], makes_room: Callable[[Sequence[Req]], bool]) -> list[Req]:
+    """The first few of `candidates` that make room, without those among them that are not needed for it.
+
+    Empty when not even all of them make room. `makes_room` must not turn false when a candidate is added.
+    """
+    if not candidates or not makes_room(candidates):
+        return []
+    num_needed = bisect_left(range(len(candidates)), True, key=lambda n: makes_room(candidates[:n]))
+    victims = list(candidates[:num_needed])
+    for spared in reversed(victims[:-1]):
+        others = [victim for victim in victims if victim is not spared]
+        if makes_room(others):
+            victims = others
+    return victims

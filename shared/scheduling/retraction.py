@@ -1,63 +1,41 @@
-"""What happens when the running requests outgrow the KV pool: who makes room, in which way, and who comes back when.
+"""The retracted requests of a node: how they give their KV up, and when they come back.
 
-Victims are those with the fewest output tokens, then the longest prompt, then the smallest key; where priority
-counts, the lowest goes first. A victim takes one of three ways out:
-
-    HOST        its committed KV is copied to host memory, its pages are given up; it resumes by copying back what
-                the RadixCache has lost meanwhile, and goes on decoding
-    RECOMPUTE   its pages are given up; it is prefilled again, where the RadixCache has not kept it
-    WAIT        it keeps its KV and sits this decode step out
-
-`--retract-policy recompute` knows no HOST. `host` knows RECOMPUTE only where nothing else helps: while the host
-pool is full, requests wait in place as long as anybody can go on. `auto` takes the cheaper of HOST and RECOMPUTE
-(see `RetractCosts`), and RECOMPUTE when the host pool is full. Whatever the policy, everybody waits in place when
-enough pages come home with the forward that is in flight.
-
-What makes this right:
+`victims` says which request is retracted and what becomes of its KV. What makes this right:
 
 - A launched forward may still write the victim's newest token. Nothing of that is copied or shared: only the
   committed tokens are, and what the forward samples is dropped (`Req.generation`). The token that is dropped will
   be drawn again identically, since a sample depends on seed and position alone.
 - A copy is queued on the forward stream, behind every forward launched before it and ahead of all later ones. So
   it finds the committed tokens complete, and pages that a victim gave up may go to the next forward at once. For
-  transfers, which write from outside the stream, a copy is an epoch of its own in `PageAllocator`, announced here,
-  when it is decided on: the pages cool until it is done. Host pages are touched by the stream alone, and so may be
-  handed on as soon as the plan says so.
+  transfers, which write from outside the stream, a copy is an epoch of its own in `PageAllocator`, announced here
+  when it is decided on: the pages cool until it is done. Host pages are touched by the stream alone, so a plan may
+  hand them on at once.
 - The whole committed KV is copied, also what the RadixCache shares: nothing stays locked on the device for a
-  request that is away. What the tree still has when it resumes is not copied back.
+  retracted request. What the tree still has when the request resumes is not copied back.
 - KV that comes back counts as committed when the copy has landed, not when it is decided on: the RadixCache never
-  learns of a page before it is right. Until then the host pages are kept, and serve again should the request be
-  retracted meanwhile.
+  learns of a page before its content is right. Until then the host pages are kept, and serve again should the
+  request be retracted meanwhile.
 - Some request always goes on. The last running request is never retracted for want of pages (only preempted, by one
   of far higher priority, which then runs). None resumes unless all that run can take their next step. Retracted
-  requests resume first come first served (within a level, where priority counts), and one that got no further since
+  requests resume first come first served (within a level, where priorities count), and one that got no further since
   it was last retracted keeps its place in that order, and the length of its wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from shared import log
 from shared.config import ScheduleOptions
 from shared.kvcache.host_pages import PageCopy
 from shared.kvcache.ledger import KVLedger, ReqKV
 from shared.protocol.messages import ReqKey
+from shared.scheduling.plan import KVCopy
 from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
-from shared.scheduling.retract_costs import RetractCosts
-from shared.scheduling.schedule_batch import KVCopy
+from shared.scheduling.victims import RetractMode, Victims
 from shared.timeline import ReqStage
-
-
-class WayOut(Enum):
-    """What becomes of a victim: see the module."""
-
-    HOST = auto()
-    RECOMPUTE = auto()
-    WAIT = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +53,8 @@ class Retraction:
 
     def __init__(self, ledger: KVLedger, options: ScheduleOptions, priority: PriorityRule) -> None:
         self._ledger = ledger
-        self._policy = options.retract_policy
+        self._victims = Victims(ledger, options, priority)
+        self.costs = self._victims.costs
         self._wait_steps = options.retracted_wait_steps
         self._reserved_tokens = options.num_reserved_decode_tokens
         self._priority = priority
@@ -87,7 +66,6 @@ class Retraction:
         self._num_forwards = 0
         self._refused_at: tuple[Req, int, int] | None = None
         self._num_host = self._num_recompute = self._num_waits = 0
-        self.costs = RetractCosts(ledger.host.page_nbytes)
 
     # ------------------------------------------------------------------------------------------- turns
     def begin_turn(self, num_forwards: int) -> None:
@@ -96,26 +74,24 @@ class Retraction:
         self._queue.sort(key=lambda req: (-self._level(req), req.stalled_since))
 
     def end_turn(self) -> tuple[tuple[KVCopy, ...], tuple[ReqKey, ...]]:
-        """What was decided besides forwards: copies, to be launched in this order before the next forward, and
-        requests that not even the empty pool could hold. Those are in no queue any more.
-        """
+        """What was decided besides the forward, for the plan: copies in their order, and unservable requests."""
         copies, self._copies = tuple(self._copies), []
         unservable, self._unservable = tuple(self._unservable), []
         return copies, unservable
 
     @property
     def count(self) -> RetractionCounts:
-        """For whoever watches the node."""
+        """What happened so far, for the load that the node publishes."""
         return RetractionCounts(len(self._queue), self._num_host, self._num_recompute, self._num_waits)
 
     # ------------------------------------------------------------------------------------- who is next
     @property
     def waits(self) -> bool:
-        """True while anybody is retracted."""
+        """True while any request is retracted."""
         return bool(self._queue)
 
     def to_prefill(self) -> list[Req]:
-        """Who may be prefilled again now, in order: nobody passes an older one whose KV is on the host."""
+        """Requests that may be prefilled again now, in order: none passes an older one whose KV is on the host."""
         first_on_host = next((i for i, req in enumerate(self._queue) if req.host_pages), len(self._queue))
         return self._queue[:first_on_host]
 
@@ -189,9 +165,9 @@ class Retraction:
 
     # --------------------------------------------------------------------------------------- who leaves
     def make_room(self, running: list[Req], num_coming_pages: int) -> list[Req]:
-        """Take requests out of `running` until the others can take their next step; returns those who sit it out.
+        """Take requests out of `running` until the others can take their next step; returns those that sit it out.
 
-        `num_coming_pages` come home with the forward in flight: for so few nobody gives anything up.
+        `num_coming_pages` come home with the forward in flight: while no more are missing, no KV is given up.
         """
         self._sitting_out = []
         ledger = self._ledger
@@ -201,63 +177,38 @@ class Retraction:
             lack = self.num_missing_pages(running) - ledger.num_available_pages
         sits_out: list[Req] = []
         while lack > 0 and len(running) > 1 and lack > num_coming_pages:
-            victim = self.next_victim(running)
-            way = self.way_out(victim)
-            if way is WayOut.WAIT:
-                sits_out = self._who_sits_out(running, lack)
+            victim = self._victims.in_order(running, self._num_forwards)[0]
+            mode = self._victims.mode_of(victim)
+            if mode is RetractMode.WAIT:
+                sits_out = self._choose_to_sit_out(running, lack)
                 if len(sits_out) < len(running):
                     break
-                sits_out, way = [], WayOut.RECOMPUTE
+                sits_out, mode = [], RetractMode.RECOMPUTE
             running.remove(victim)
-            self.retract(victim, way)
+            self.retract(victim, mode)
             lack = self.num_missing_pages(running) - ledger.num_available_pages
         else:
-            sits_out = self._who_sits_out(running, lack)
+            sits_out = self._choose_to_sit_out(running, lack)
         for req in sits_out:
             self._stall(req)
         self._num_waits += len(sits_out)
         self._sitting_out = sits_out
         return sits_out
 
-    def next_victim(self, running: Sequence[Req]) -> Req:
-        """Fewest output tokens first: least is lost. Then the longest prompt, then the key, for a fixed order."""
-        return min(running, key=self._victim_key)
-
     def next_forced_victim(self, running: Sequence[Req]) -> Req | None:
-        """The same for the test knob, among those who got further since they were last retracted."""
-        return min(
-            (req for req in running if req.output_len > req.stalled_output_len),
-            key=self._victim_key,
-            default=None,
-        )
+        """The next victim of the test knob, among those that got further since they were last retracted."""
+        further = [req for req in running if req.output_len > req.stalled_output_len]
+        return next(iter(self._victims.in_order(further, self._num_forwards)), None)
 
-    def way_out(self, victim: Req) -> WayOut:
-        """The way out that the policy prefers for `victim`, who runs."""
-        if victim.host_pages:
-            return WayOut.HOST  # not landed yet since it was last retracted: the host has it all
-        kv, ledger = victim.kv, self._ledger
-        assert kv is not None
-        num_pages = ledger.pages_for(len(victim.ids) - 1)
-        has_room = num_pages <= ledger.host.num_free
-        if self._policy == "recompute" or (self._policy == "auto" and not has_room):
-            return WayOut.RECOMPUTE
-        if self._policy == "auto":
-            num_shared = kv.num_pages - ledger.num_pages_released_by([kv])  # others keep those here
-            lost_tokens = len(victim.ids) - num_shared * ledger.page_size
-            if self.costs.recompute_s(lost_tokens) <= self.costs.host_s(num_pages, num_pages - num_shared):
-                return WayOut.RECOMPUTE
-        is_whole = kv.kv_committed_len == len(victim.ids) - 1
-        return (
-            WayOut.HOST if has_room and is_whole else WayOut.WAIT
-        )  # its prefill may be committed one step later
+    def retract_now(self, req: Req) -> None:
+        """Release the KV of a running request, in the way that costs least; its pages are wanted at once."""
+        mode = self._victims.mode_of(req)
+        self.retract(req, RetractMode.RECOMPUTE if mode is RetractMode.WAIT else mode)
 
-    def retract(self, req: Req, way: WayOut) -> None:
-        """Release the KV of a running request (what the RadixCache keeps of it is evictable) and queue it.
-
-        One that would wait gives its KV up too: the pages are wanted now.
-        """
+    def retract(self, req: Req, mode: RetractMode) -> None:
+        """Release the KV of a running request, and queue it. What the RadixCache keeps of the KV is evictable."""
         assert req.kv is not None
-        if way is WayOut.HOST:
+        if mode is RetractMode.HOST:
             self._num_host += 1
             if not req.host_pages:
                 self._copy_out(req, req.kv)
@@ -295,15 +246,10 @@ class Retraction:
     def _level(self, req: Req) -> int:
         return self._priority.level(req, self._num_forwards)
 
-    @property
-    def _victim_key(self) -> Callable[[Req], tuple[int, int, int, str]]:
-        level = self._level if self._priority.enabled else lambda req: 0
-        return lambda req: (level(req), req.output_len, -req.num_input_ids, str(req.key))
-
-    def _who_sits_out(self, running: Sequence[Req], lack: int) -> list[Req]:
-        """Of those who need a page, as few as will do, in the order of victims."""
+    def _choose_to_sit_out(self, running: Sequence[Req], lack: int) -> list[Req]:
+        """Of the requests that need a page, as few as will do, in the order of victims."""
         sits_out: list[Req] = []
-        for req in sorted(running, key=self._victim_key) if lack > 0 else ():
+        for req in self._victims.in_order(running, self._num_forwards) if lack > 0 else ():
             if lack > 0 and self._missing(req):
                 sits_out.append(req)
                 lack -= self._missing(req)

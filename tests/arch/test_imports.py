@@ -87,8 +87,9 @@ def test_without_torch(module: str) -> None:
 
 def test_the_scheduler_runs_where_there_is_no_triton() -> None:
     modules = (
-        "shared.scheduling.batcher, shared.scheduling.admission, shared.scheduling.commit, shared.kvcache.ledger, "
-        "shared.kvcache.audit, shared.engine.build, prefill_node.scheduler, decode_node.scheduler"
+        "shared.scheduling.batcher, shared.scheduling.check_request, shared.scheduling.commit, "
+        "shared.kvcache.ledger, shared.kvcache.audit, shared.engine.build, prefill_node.scheduler, "
+        "decode_node.scheduler"
     )
     without = "import sys; sys.modules['triton'] = None; "
     assert run_python(f"{without}import triton").returncode != 0

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shared.engine.launcher import Launcher
-from shared.scheduling.schedule_batch import Plan, ScheduleBatch, schedule
+from shared.scheduling.plan import Plan, ScheduleBatch, schedule
 from tests.bench.devices import TIMED, Device, builtin_device, timed_device
 from tests.bench.open_loop import BenchNode, Load, Seen
 from tests.bench.table import Row

@@ -11,8 +11,8 @@ from shared.config import ScheduleOptions
 from shared.engine.launcher import Launcher
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
+from shared.scheduling.plan import Plan
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import Plan
 from tests.bench.devices import Device, make_req, release
 from tests.bench.timed_stream import VOCAB_SIZE
 

@@ -30,7 +30,7 @@ from shared.engine.launcher import Launcher
 from shared.protocol.messages import Finish
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
-from shared.scheduling.schedule_batch import Plan
+from shared.scheduling.plan import Plan
 from tests.bench.devices import Device, engine_device, make_req, release, timed_device
 from tests.bench.machine import pinned, usable_cores
 from tests.bench.stats import figure, hidden_share

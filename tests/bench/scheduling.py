@@ -21,8 +21,8 @@ from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
+from shared.scheduling.plan import ScheduleBatch
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import ScheduleBatch
 from shared.scheduling.schedule_policy import LPM_MAX_WAITING, POLICIES
 from shared.timeline import Timeline
 from tests.bench.table import Row

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.scheduling.sampled import Sampled
+from shared.scheduling.commit import Sampled
 
 VOCAB_SIZE = 4096
 SPIN_S = 2e-4

@@ -9,7 +9,7 @@ import pytest
 
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.commit import Outcome
-from shared.scheduling.schedule_batch import Plan, ScheduleBatch
+from shared.scheduling.plan import Plan, ScheduleBatch
 from tests.cluster import Cluster
 from tests.golden.references import Zoo, reference_tokens
 from tests.golden.serving import GREEDY, Client, node_config, unsplit

@@ -10,8 +10,8 @@ from shared.kvcache.audit import audit, audit_idle
 from shared.protocol.messages import Finish, ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
+from shared.scheduling.plan import ScheduleBatch
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import ScheduleBatch
 from shared.timeline import Timeline
 from tests.token_engine import EOS, reference_tokens, token_engine
 

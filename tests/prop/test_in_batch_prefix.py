@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from shared.scheduling.plan import ScheduleBatch
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import ScheduleBatch
 from shared.scheduling.schedule_policy import POLICIES
 from tests.prop.stepping import Stepping, new_req
 

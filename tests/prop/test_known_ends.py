@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from shared.kvcache.radix_cache import PrefixLock, RadixCache, TreeNode
-from shared.scheduling.known_ends import KnownEnd, fits_to_the_end
+from shared.scheduling.prefill_adder import KnownEnd, fits_to_the_end
 
 
 def every_step(ends: list[KnownEnd], free: int, page_size: int) -> bool:

@@ -17,8 +17,8 @@ from shared.kvcache.host_pages import PageCopy
 from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
+from shared.scheduling.plan import Plan, PlanRecord
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import Plan, PlanRecord
 from shared.timeline import ReqStage, Role, Timeline
 from tests.token_engine import reference_tokens, token_engine
 
@@ -333,11 +333,7 @@ def test_victims_are_those_who_lose_least() -> None:
         req = make_req(rid, [1] * (num_input + num_output), 30)
         req.num_input_ids = num_input
         driver.batcher.running_batch.append(req)
-    running = driver.batcher.running_batch
-    order = []
-    while running:
-        order.append(driver.retraction.next_victim(running))
-        running.remove(order[-1])
+    order = driver.retraction._victims.in_order(driver.batcher.running_batch, 0)
     assert [req.key.rid for req in order] == ["a", "b", "d", "c"]
 
 
@@ -349,7 +345,7 @@ def test_lower_priority_is_retracted_first_where_it_counts() -> None:
         few, low = make_req("few", [1, 2], 9, priority=5), make_req("low", [1, 2, 3], 9)
         few.arrival_step = low.arrival_step = 0
         low.num_input_ids = 2
-        assert driver.retraction.next_victim([few, low]).key.rid == expected
+        assert driver.retraction._victims.in_order([few, low], 0)[0].key.rid == expected
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -15,11 +15,15 @@ from shared.kvcache.ledger import KVLedger
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
-from shared.scheduling.cached_prefixes import CachedPrefixes
-from shared.scheduling.in_batch_prefix import InBatchPrefix
 from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_policy import LPM_MAX_WAITING, POLICIES, SchedulePolicy
+from shared.scheduling.schedule_policy import (
+    LPM_MAX_WAITING,
+    POLICIES,
+    CachedPrefixes,
+    InBatchPrefix,
+    SchedulePolicy,
+)
 from shared.timeline import Timeline
 
 

@@ -6,7 +6,7 @@ import random
 import time
 
 from shared.config import ScheduleOptions
-from shared.scheduling.schedule_batch import ScheduleBatch
+from shared.scheduling.plan import ScheduleBatch
 from tests.sim.simulator.cost_model import CostModel
 from tests.sim.simulator.decisions import DecisionLog
 from tests.sim.simulator.fleet import FleetShape, SimFleet

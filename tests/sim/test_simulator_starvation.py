@@ -11,8 +11,8 @@ import pytest
 
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
+from shared.scheduling.plan import ScheduleBatch
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import ScheduleBatch
 from shared.scheduling.schedule_policy import POLICIES
 from tests.sim.simulator.cost_model import CostModel
 from tests.sim.simulator.fleet import FleetShape, SimFleet

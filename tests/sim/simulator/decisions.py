@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from shared.scheduling.schedule_batch import ScheduleBatch, ScheduledReq
+from shared.scheduling.plan import ScheduleBatch, ScheduledReq
 from tests.sim.simulator.node import SimNode
 
 

@@ -23,7 +23,7 @@ from shared.protocol.messages import (
     RouterToNode,
 )
 from shared.protocol.router_port import RouterPort
-from shared.scheduling.schedule_batch import ScheduleBatch
+from shared.scheduling.plan import ScheduleBatch
 from tests.sim.simulator.cost_model import CostModel
 from tests.sim.simulator.events import EventLoop, NodeClock
 from tests.sim.simulator.runner import EOS, VOCAB_SIZE, SimStream, TokenOf

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.kvcache.host_pages import PageCopy
-from shared.scheduling.sampled import Sampled
-from shared.scheduling.schedule_batch import ScheduleBatch
+from shared.scheduling.commit import Sampled
+from shared.scheduling.plan import ScheduleBatch
 from tests.sim.simulator.cost_model import CostModel
 from tests.sim.simulator.events import NodeClock
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.vocab_mask import VocabMask
 from shared.kvcache.host_pages import PageCopy
-from shared.scheduling.sampled import Sampled
+from shared.scheduling.commit import Sampled
 
 
 @dataclass(frozen=True)

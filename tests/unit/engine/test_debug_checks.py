@@ -15,8 +15,8 @@ from shared.engine.model_worker_batch import ModelWorkerBatch, snapshot
 from shared.protocol.messages import ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
+from shared.scheduling.plan import Plan, ScheduleBatch, ScheduledReq
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import Plan, ScheduleBatch, ScheduledReq
 from shared.timeline import Role, Timeline
 from tests.token_engine import token_engine
 

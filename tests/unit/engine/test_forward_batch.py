@@ -16,8 +16,8 @@ from shared.engine.model_worker_batch import ModelWorkerBatch, snapshot
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
+from shared.scheduling.plan import ScheduleBatch, schedule
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import ScheduleBatch, schedule
 from shared.timeline import Timeline
 
 CPU = torch.device("cpu")

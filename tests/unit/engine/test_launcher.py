@@ -20,10 +20,9 @@ from shared.kvcache.host_pages import PageCopy
 from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import Grammar, SamplingParams
 from shared.scheduling.batcher import Batcher
-from shared.scheduling.commit import Outcome
+from shared.scheduling.commit import Outcome, Sampled
+from shared.scheduling.plan import KVCopy
 from shared.scheduling.req import Req
-from shared.scheduling.sampled import Sampled
-from shared.scheduling.schedule_batch import KVCopy
 from shared.timeline import Role, Timeline
 from tests.token_engine import EOS, VOCAB_SIZE, token_engine
 from tests.token_grammar import CostlyCompiled, CpuTime, TokenCompiled

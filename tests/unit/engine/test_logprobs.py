@@ -15,8 +15,8 @@ from shared.engine.sampler import sample
 from shared.protocol.logprobs import LogprobParams, Logprobs, TokenLogprobs
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams, TokenBias
+from shared.scheduling.plan import ScheduleBatch, schedule
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import ScheduleBatch, schedule
 from shared.timeline import Timeline
 from tests.unit.engine.naive_sampler import naive_logprobs
 

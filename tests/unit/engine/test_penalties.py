@@ -19,8 +19,8 @@ from shared.engine.sampler import sample
 from shared.engine.sampling_inputs import CountedRows, SamplingInputs
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams, TokenBias
+from shared.scheduling.plan import ScheduleBatch, ScheduledReq, schedule
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import ScheduleBatch, ScheduledReq, schedule
 from shared.timeline import Timeline
 from tests.unit.engine.naive_sampler import naive_penalize
 

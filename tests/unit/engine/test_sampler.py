@@ -15,8 +15,8 @@ from shared.engine.sampler import _filter, _params, sample
 from shared.engine.sampling_inputs import SamplingInputs, uniform
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
+from shared.scheduling.plan import ScheduleBatch, schedule
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import ScheduleBatch, schedule
 from shared.timeline import Timeline
 from tests.unit.engine.naive_sampler import naive_probs, naive_sample
 

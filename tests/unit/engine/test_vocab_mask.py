@@ -10,8 +10,8 @@ from shared.engine.vocab_mask import VocabMask, apply_vocab_mask, fill_vocab_mas
 from shared.grammar.state import GrammarState
 from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
+from shared.scheduling.plan import ScheduleBatch, ScheduledReq
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import ScheduleBatch, ScheduledReq
 from shared.timeline import Role, Timeline
 from tests.token_engine import EOS, VOCAB_SIZE
 from tests.token_grammar import TokenCompiled

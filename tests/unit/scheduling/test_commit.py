@@ -6,10 +6,9 @@ import pytest
 
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import Finish
-from shared.scheduling.commit import Outcome, commit_result, finish_reason
+from shared.scheduling.commit import Outcome, Sampled, commit_result, finish_reason
+from shared.scheduling.plan import ScheduleBatch, schedule
 from shared.scheduling.req import Req
-from shared.scheduling.sampled import Sampled
-from shared.scheduling.schedule_batch import ScheduleBatch, schedule
 from shared.timeline import ReqStage
 from tests.unit.scheduling.conftest import MakeLedger, MakeReq
 

@@ -12,11 +12,9 @@ from shared.grammar.state import GrammarState
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import Finish
 from shared.protocol.sampling_params import TokenBias
-from shared.scheduling.commit import Outcome, commit_result
-from shared.scheduling.jump_forward import MIN_TOKENS
+from shared.scheduling.commit import MIN_TOKENS, Outcome, Sampled, commit_result
+from shared.scheduling.plan import ScheduleBatch, schedule
 from shared.scheduling.req import Req
-from shared.scheduling.sampled import Sampled
-from shared.scheduling.schedule_batch import ScheduleBatch, schedule
 from tests.unit.scheduling.conftest import MakeLedger, MakeReq
 
 EOS = frozenset({7})

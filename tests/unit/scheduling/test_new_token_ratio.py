@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.scheduling.new_token_ratio import (
+from shared.scheduling.prefill_adder import (
     DECAY_STEPS,
     INIT_RATIO,
     MIN_RATIO_FACTOR,

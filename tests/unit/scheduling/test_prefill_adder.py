@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
+from shared.scheduling.plan import schedule
 from shared.scheduling.prefill_adder import MAX_RESERVED_OUTPUT, AddReqResult, PrefillAdder
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_batch import schedule
 from tests.unit.scheduling.conftest import MakeLedger, MakeReq
 
 CONTINUE, NO_TOKEN, OTHER = AddReqResult.CONTINUE, AddReqResult.NO_TOKEN, AddReqResult.OTHER

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from shared.protocol.messages import Finish, Role
-from shared.scheduling.schedule_batch import ScheduleBatch, schedule
+from shared.scheduling.plan import ScheduleBatch, schedule
 from shared.timeline import ALLOWED_MOVES, ReqStage, Timeline
 from tests.unit.scheduling.conftest import MakeLedger, MakeReq
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import Record, ReqKey
 from shared.scheduling.req import Req
 
@@ -166,3 +167,41 @@ def schedule(req: Req, length: int, *, samples: bool) -> ScheduledReq:
     position = req.num_sampled if samples else None
     req.num_sampled += samples
     return ScheduledReq(req, req.generation, start, length, position)
+
+
+def schedule_step(reqs: Sequence[Req], ledger: KVLedger, max_behind_tokens: int) -> ScheduleBatch:
+    """The next token of each request; the caller has counted the pages.
+
+    The device knows that token from an earlier forward, or the host writes it to the FutureMap. A request that has
+    jumped computes the tokens it jumped over as an extend; all of those compute `max_behind_tokens` at most, so that
+    the step of the others stays short, and requests that find none left wait for the next step.
+    """
+    known = [req for req in reqs if len(req.ids) > req.kv_len]
+    behind = [req for req in known if len(req.ids) > req.kv_len + 1]
+    writes = tuple((_row(req), req.ids[-1]) for req in known if req not in behind)
+    extends: list[ScheduledReq] = []
+    for req in behind:
+        length = min(num_behind(req), max_behind_tokens)
+        if length > 0:
+            extends.append(_grow_and_schedule(req, length, ledger, samples=length == num_behind(req)))
+            max_behind_tokens -= length
+    stepping = [req for req in reqs if req not in behind] if behind else reqs
+    decodes = tuple(_grow_and_schedule(req, 1, ledger, samples=True) for req in stepping)
+    return ScheduleBatch(tuple(extends), decodes, writes)
+
+
+def num_behind(req: Req) -> int:
+    """Known tokens that the next step of a running request has to compute: one, or more after a jump."""
+    return max(len(req.ids) - req.kv_len, 1)
+
+
+def _grow_and_schedule(req: Req, length: int, ledger: KVLedger, *, samples: bool) -> ScheduledReq:
+    assert req.kv is not None
+    grown = ledger.grow(req.kv, req.kv.kv_allocated_len + length)
+    assert grown, "the pages were counted a moment ago"
+    return schedule(req, length, samples=samples)
+
+
+def _row(req: Req) -> int:
+    assert req.kv is not None
+    return req.kv.row
