@@ -269,7 +269,9 @@ class Retraction:
     def _copy_out(self, req: Req, kv: ReqKV) -> None:
         num_pages = self._ledger.pages_for(kv.kv_committed_len)
         host_pages = self._ledger.host.alloc(num_pages)
-        assert host_pages is not None and kv.kv_committed_len == len(req.ids) - 1, "way_out has looked"
+        assert host_pages is not None and kv.kv_committed_len == len(req.ids) - 1, (
+            "`Victims.mode_of` has looked"
+        )
         req.host_pages = host_pages
         pages = self._ledger.rows.read(kv.row, 0, num_pages)
         copy = PageCopy(True, tuple(pages), tuple(host_pages))

@@ -151,11 +151,11 @@ def test_the_options_of_the_node_reach_the_launcher(disabled: bool) -> None:
         params = SamplingParams(max_new_tokens=20, ignore_eos=True)
         batcher.add(Req(ReqKey("router", "a"), Work((1, 2, 3), params), Timeline(Role.DECODE), 20))
         for _ in range(2):
-            launcher.turn(batcher.get_next_batch())
+            launcher.turn(batcher.plan())
         assert (launcher.in_flight is None) is disabled
-        batcher.get_next_batch()  # planned, but never launched
+        batcher.plan()  # planned, but never launched
         with pytest.raises(AssertionError, match="router/a") if checked else nullcontext():
-            launcher.turn(batcher.get_next_batch())
+            launcher.turn(batcher.plan())
 
 
 def test_without_overlap_nothing_is_in_flight() -> None:
