@@ -16,7 +16,7 @@ All are plain ASGI: starlette's BaseHTTPMiddleware would stand between a stream 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request, Response, params
@@ -69,6 +69,8 @@ class Service:
     changes: FleetChanges
     dispatcher: Dispatcher
     generator: Generator
+    abort: Callable[[str | None], int]
+    """Ends requests of a rid, or all (None), here and at other routers; how many sequences those were here."""
     metrics: Metrics
     status: FleetStatus
     live: LiveState
@@ -129,7 +131,7 @@ def create_api(service: Service) -> FastAPI:
     app.include_router(live_routes(service.live))
     app.include_router(page_routes())
     app.include_router(profile_routes(membership, service.admin_only))
-    app.include_router(control_routes(membership, generator, service.admin_only))
+    app.include_router(control_routes(membership, service.abort, service.admin_only))
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(RequestValidationError, _on_wrong_input)

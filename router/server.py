@@ -34,6 +34,7 @@ from router.nodes.conversation import Timing
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.member import MemberState
 from router.nodes.membership import Membership
+from router.nodes.shared_news import SharedNews
 from router.nodes.status import FleetStatus
 from router.request.generation import Generator
 from router.request.prompt import Prompt
@@ -41,11 +42,12 @@ from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import ConfigError
 from shared.log import event
 from shared.model.files import resolve_model
-from shared.protocol.messages import Announcement, Role, Work
+from shared.protocol.messages import AbortedReqs, Announcement, Role, Work
 from shared.protocol.resolver import Resolver
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
 
+ABORTED = "aborted by /abort_request"
 STOPPING = "the router is shutting down"
 _WAIT_FOR_PREFILL_S = 5.0
 
@@ -108,6 +110,7 @@ class Router:
                 changes=self._changes,
                 dispatcher=self._dispatcher,
                 generator=self._generator,
+                abort=self._abort_everywhere,
                 metrics=self._metrics,
                 status=self._status,
                 live=self._live,
@@ -212,10 +215,11 @@ class Router:
             local_prefill_tokens=options.local_prefill_tokens,
             metrics=self._metrics,
         )
-        self._membership.report_to(self._dispatcher)
-        self._changes = FleetChanges(self._membership, self._dispatcher)
-        exits.push_async_callback(self._changes.close)
         self._generator = Generator(self._dispatcher, LiveRids())
+        self._news = SharedNews(self._membership, self.incarnation)
+        self._changes = FleetChanges(self._membership, self._dispatcher, self._news, self._abort)
+        exits.push_async_callback(self._changes.close)
+        self._membership.report_to(self._dispatcher, self._changes)
         self._status = FleetStatus(self._membership, self.model)
         self._live = LiveState(
             self._membership,
@@ -244,6 +248,13 @@ class Router:
             "router_incarnation": self.incarnation,
             "prometheus_port": self.prometheus_port,
         }
+
+    def _abort(self, rid: str | None) -> int:
+        return self._generator.abort(rid, ABORTED)
+
+    def _abort_everywhere(self, rid: str | None) -> int:
+        self._news.tell(AbortedReqs(rid))
+        return self._abort(rid)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._background.append(asyncio.create_task(work, name=name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -39,7 +39,6 @@ from shared.errors import RequestError
 from shared.protocol.messages import Flush, Role, Work
 from shared.protocol.sampling_params import MAX_SEED, SamplingParams
 
-_ABORTED = "aborted by /abort_request"
 _PROBE_TOKENS = 8
 _PROBE_TIMEOUT_S = 30.0
 _REFRESH_S = 0.25
@@ -200,7 +199,7 @@ def info_routes(
 
 def control_routes(
     membership: Membership,
-    generator: Generator,
+    abort: Callable[[str | None], int],
     admin_only: AdminGuard,
 ) -> APIRouter:
     """What an operator does to a running service."""
@@ -214,13 +213,12 @@ def control_routes(
 
     @router.post("/abort_request")
     async def abort_request(request: Request, body: AbortBody) -> RequestsAborted:
-        """End a request by its rid, or all; each answers with what it has, finished by `abort`."""
+        """End a request by its rid, or all, at every router; each answers with what it has, finished by `abort`."""
         if not body.rid and not body.abort_all:
             raise RequestError("give rid, or abort_all: true", param="rid")
         if body.abort_all:
             await admin_only(request)
-        rid = None if body.abort_all else body.rid
-        return RequestsAborted(aborted=generator.abort(rid, _ABORTED))
+        return RequestsAborted(aborted=abort(None if body.abort_all else body.rid))
 
     return router
 

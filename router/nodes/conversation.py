@@ -16,12 +16,14 @@ from shared.protocol.messages import (
     Answered,
     CacheEvents,
     CacheResync,
+    Draining,
     Failed,
     Leaving,
     NodeToRouter,
     NotCached,
     Ping,
     Pong,
+    Relay,
     ReqKey,
     TokenEntry,
     Tokens,
@@ -77,12 +79,16 @@ class Conversation:
         timing: Timing,
         on_answered: Callable[[Answered], None],
         on_pong: Callable[[], None],
+        on_draining: Callable[[float], None],
+        on_relay: Callable[[Relay], None],
     ) -> None:
         self._node = node
         self._events = events
         self._timing = timing
         self._on_answered = on_answered
         self._on_pong = on_pong
+        self._on_draining = on_draining
+        self._on_relay = on_relay
 
     async def run(self) -> None:
         """Run until the end of the link. Always raises a LinkError that says why."""
@@ -133,6 +139,10 @@ class Conversation:
                     self._node.send(CacheResync())
             case NotCached(key):
                 self._events.on_not_cached(self._node, key)
+            case Draining(left_s):
+                self._on_draining(left_s)
+            case Relay():
+                self._on_relay(message)
             case Leaving(reason):
                 raise NodeLeft(reason)
             case _:

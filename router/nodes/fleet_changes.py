@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from router.dispatch.running_req import Node
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
+from router.nodes.node_link import LiveNode
+from router.nodes.shared_news import SharedNews
 from shared.errors import RequestError
 from shared.log import event
-from shared.protocol.messages import Role
+from shared.protocol.messages import AbortedReqs, AddedNode, Drain, Relay, RemovedNode, Role
 
 ADD_WAIT_S = 10.0
 _DRAIN_POLL_S = 0.05
@@ -36,11 +39,10 @@ class HeldReqs(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Removed:
-    """A node that is gone, and how many of its requests had to be ended for that. `incarnation` may be unknown."""
+    """A node that is gone, and how many of this router's requests had to be ended for that."""
 
     node_id: str
     address: str
-    incarnation: str
     num_ended: int
 
 
@@ -52,11 +54,18 @@ class _Drain:
 
 
 class FleetChanges:
-    """Changes one router's membership. `close` ends what is under way."""
+    """Changes one router's membership, and takes part in what other routers do (a `membership.FleetEvents`).
 
-    def __init__(self, membership: Membership, reqs: HeldReqs) -> None:
+    `abort(rid)` ends requests of this router. `close` ends what is under way.
+    """
+
+    def __init__(
+        self, membership: Membership, reqs: HeldReqs, news: SharedNews, abort: Callable[[str | None], object]
+    ) -> None:
         self._membership = membership
         self._reqs = reqs
+        self._news = news
+        self._abort = abort
         self._drains: dict[Member, _Drain] = {}
 
     async def add(self, role: Role, address: str, wait_s: float) -> Member:
@@ -71,12 +80,15 @@ class FleetChanges:
         member = known or self._membership.dial(address, role, pinned=True)
         if member is None:
             raise RequestError("no more nodes can be taken in", status=503, code="too_many_nodes")
+        member.resume = True
         if known is not None and known.node is None:
             self._membership.redial(known)
         await self._until_known(member, wait_s)
+        member.resume = False
         if member.state is MemberState.ALIVE:
             member.pinned = True
             self._membership.let_in(member.incarnation)
+            self._news.tell(AddedNode(role, address, member.incarnation))
             return member
         error = _why_not(member, wait_s)
         if known is None:
@@ -90,28 +102,65 @@ class FleetChanges:
         return min(found, key=lambda member: member.node is None, default=None)
 
     async def remove(self, member: Member, drain_timeout_s: float) -> Removed:
-        """Drain a node, and hang up.
+        """Drain a node, here and at all other routers, and hang up.
 
         It goes on when the caller is cancelled. A second call for the same node may shorten the time left.
         """
+        self._news.tell(RemovedNode(member.address, member.incarnation, drain_timeout_s))
+        return await asyncio.shield(self._remove(member, drain_timeout_s))
+
+    # ------------------------------------------------------------------------- what is done elsewhere
+    def on_alive(self, node: LiveNode) -> None:
+        """A node has come: tell it which nodes operators have added."""
+        self._news.brief(node)
+
+    def on_draining(self, member: Member, left_s: float) -> None:
+        """A node says that it is drained."""
+        self._drain(member, left_s)
+
+    def on_relay(self, relay: Relay) -> None:
+        """A node passes on what another router has done: do it here as well."""
+        match self._news.take(relay):
+            case AbortedReqs(rid):
+                self._abort(rid)
+            case AddedNode(role, address, incarnation):
+                self._membership.let_in(incarnation)
+                member = self._membership.dial(address, role, pinned=True)
+                if member is not None:
+                    member.pinned = True
+            case RemovedNode(address, incarnation, drain_timeout_s):
+                if incarnation:
+                    self._membership.turn_away(incarnation)  # it may announce itself here yet
+                member = self._at(address) if address else None
+                if member is not None:
+                    self._remove(member, drain_timeout_s)
+
+    async def close(self) -> None:
+        """Wait for no drain any more."""
+        drains = [drain.task for drain in self._drains.values()]
+        for task in drains:
+            task.cancel()
+        await asyncio.gather(*drains, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------ inside
+    def _remove(self, member: Member, timeout_s: float) -> asyncio.Task[Removed]:
+        """Drain it, and have it say so to every other router, also to those that come later."""
+        if member.node is not None:
+            member.node.send(Drain(timeout_s))
+        return self._drain(member, timeout_s)
+
+    def _drain(self, member: Member, drain_timeout_s: float) -> asyncio.Task[Removed]:
         until = time.monotonic() + drain_timeout_s
         drain = self._drains.get(member)
         if drain is None:
-            task = asyncio.create_task(self._drain(member), name=f"drain {member.name}")
+            task = asyncio.create_task(self._until_drained(member), name=f"drain {member.name}")
             drain = self._drains[member] = _Drain(until, drain_timeout_s, task)
             self._membership.drain(member)
         elif until < drain.until:
             drain.until, drain.timeout_s = until, drain_timeout_s
-        return await asyncio.shield(drain.task)
+        return drain.task
 
-    async def close(self) -> None:
-        """End the drains that are under way."""
-        for drain in self._drains.values():
-            drain.task.cancel()
-        await asyncio.gather(*(drain.task for drain in self._drains.values()), return_exceptions=True)
-
-    # ------------------------------------------------------------------------------------------ inside
-    async def _drain(self, member: Member) -> Removed:
+    async def _until_drained(self, member: Member) -> Removed:
         drain = self._drains[member]
         num_ended = 0
         try:
@@ -130,7 +179,6 @@ class FleetChanges:
         return Removed(
             node_id=member.node_id,
             address=member.address,
-            incarnation=member.incarnation,
             num_ended=num_ended,
         )
 

@@ -26,7 +26,7 @@ class Member:
     """An address that is dialled. `pinned` ones were named by the operator and are never forgotten by themselves.
 
     `node` is there as long as it is connected: alive or draining. One that is `leaving` is not dialled again, nor is
-    one whose process has ended, which `exited` tells.
+    one whose process has ended, which `exited` tells. With `resume`, a node that was drained is told to take work.
     """
 
     address: str
@@ -39,6 +39,7 @@ class Member:
     incarnation: str = ""
     node: LiveNode | None = None
     leaving: bool = False
+    resume: bool = False
     since: float = 0.0
     task: asyncio.Task[None] | None = None
 

@@ -17,7 +17,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import zmq.asyncio
 
@@ -36,6 +36,7 @@ from shared.protocol.messages import (
     NodeHello,
     NodeRef,
     Peers,
+    Relay,
     Role,
     RouterToNode,
 )
@@ -46,6 +47,22 @@ if TYPE_CHECKING:
 
 _MAX_MEMBERS = 1024
 _MAX_REMOVED = 4096
+
+
+class FleetEvents(Protocol):
+    """Hears what nodes say of the fleet. Real: `fleet_changes.FleetChanges`."""
+
+    def on_alive(self, node: LiveNode) -> None:
+        """A node has come."""
+        ...
+
+    def on_draining(self, member: Member, left_s: float) -> None:
+        """A node says that it is drained, and how long its requests may run on."""
+        ...
+
+    def on_relay(self, relay: Relay) -> None:
+        """A node passes on what another router has to say."""
+        ...
 
 
 class Membership:
@@ -65,7 +82,7 @@ class Membership:
         self._incarnation = incarnation
         self._fleet_key = fleet_key
         self._timing = timing
-        self._events: NodeEvents | None = None
+        self._listeners: tuple[NodeEvents, FleetEvents] | None = None
         self.loading: dict[str, Loading] = {}
         self._members: list[Member] = []
         self._removed: dict[str, None] = {}
@@ -114,9 +131,9 @@ class Membership:
         await self._change.wait()
 
     # --------------------------------------------------------------------------------------- changing
-    def report_to(self, events: NodeEvents) -> None:
-        """Tell `events` what nodes say. To be called before the first `dial`."""
-        self._events = events
+    def report_to(self, events: NodeEvents, fleet: FleetEvents) -> None:
+        """Tell `events` what nodes say of requests, and `fleet` what of the fleet; before the first `dial`."""
+        self._listeners = events, fleet
 
     def dial(self, address: str, role: Role, *, pinned: bool, node_id: str = "") -> Member | None:
         """Keep a connection to `address` from now on. None when there are too many members, or after `close`."""
@@ -277,11 +294,12 @@ class Membership:
         identity = f"router|{self._incarnation}|{next(self._dials)}"
         link = NodeLink(self._context, address, identity, self._fleet_key)
         try:
-            hello = await link.hello(self._incarnation, self._timing.hello_s)
+            hello = await link.hello(self._incarnation, self._timing.hello_s, resume=member.resume)
             self._check(member, hello)
-            events = self._events
-            assert events is not None, "report_to comes before the first dial"
+            assert self._listeners is not None, "report_to comes before the first dial"
+            events, fleet = self._listeners
             node = self._admit(member, hello, link)
+            fleet.on_alive(node)
             reason = "closed"
             try:
                 await Conversation(
@@ -290,6 +308,8 @@ class Membership:
                     self._timing,
                     self._on_answered,
                     lambda: self._drain_if_leaking(member, node),
+                    lambda left_s: fleet.on_draining(member, left_s),
+                    fleet.on_relay,
                 ).run()
             except LinkError as e:
                 reason = str(e)

@@ -87,13 +87,14 @@ class NodeLink:
                 return
             yield _decode(frames.result())
 
-    async def hello(self, incarnation: str, timeout_s: float) -> NodeHello:
+    async def hello(self, incarnation: str, timeout_s: float, *, resume: bool = False) -> NodeHello:
         """Introduce this router and learn what the node is. Raises LinkError.
 
+        With `resume`, a node that was drained is to take work again.
         Messages that come before the answer are dropped: the node sent them to an earlier connection of this router,
         which it knows by the same name.
         """
-        self.send(RouterHello(incarnation, PROTOCOL_VERSION))
+        self.send(RouterHello(incarnation, PROTOCOL_VERSION, resume))
         answer = asyncio.ensure_future(self._answer_to_hello())
         try:
             either: set[asyncio.Future[Any]] = {answer, self.lost}

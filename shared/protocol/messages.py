@@ -12,6 +12,8 @@ parks what it cannot place yet and drops what names a finished key.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from shared.protocol.logprobs import Logprobs
@@ -25,6 +27,10 @@ of different versions refuse each other; nodes only meet through a router, so th
 
 FRAME_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a frame may raise: no such message, a string that is not UTF-8, arrays nested without end."""
+
+
+MAX_RELAYED_CHARS = 2048
+"""Of each string that routers tell each other."""
 
 
 def other_version(sender: str, version: int) -> str:
@@ -179,11 +185,15 @@ class TokenEntry(Record, frozen=True):
 
 # ------------------------------------------------------------------------------------------- router → node
 class RouterHello(Struct, frozen=True):
-    """First message of a router on a fresh connection; answered with NodeHello or Refused."""
+    """First message of a router on a fresh connection; answered with NodeHello or Refused.
+
+    With `resume`, a node that was drained takes work again: an operator has added it anew.
+    """
 
     router: str
     version: int = 0
     """The sender's PROTOCOL_VERSION; version 1 did not say it."""
+    resume: bool = False
 
 
 class Peers(Struct, frozen=True):
@@ -229,6 +239,12 @@ class Ping(Struct, frozen=True):
     """Liveness; answered with Pong by Python, not by the socket library."""
 
     seq: int
+
+
+class Drain(Struct, frozen=True):
+    """Tell every router, also those that come later, to send nothing new, and to hang up after `timeout_s`."""
+
+    timeout_s: float
 
 
 class Flush(Struct, frozen=True):
@@ -327,10 +343,53 @@ class Answered(Struct, frozen=True):
     detail: str = ""
 
 
+class Draining(Struct, frozen=True):
+    """The node is drained: its requests may run on for `left_s`."""
+
+    left_s: float
+
+
 class Leaving(Struct, frozen=True):
     """The node shuts down in an orderly way; its requests have been failed."""
 
     reason: str
+
+
+# ------------------------------------------------------------ router → node → all its other routers
+class AbortedReqs(Struct, frozen=True):
+    """A client wants the requests of this rid to end, or an operator all requests (None)."""
+
+    rid: Annotated[str, msgspec.Meta(max_length=MAX_RELAYED_CHARS)] | None
+
+
+class AddedNode(Struct, frozen=True):
+    """An operator has added a node."""
+
+    role: Role
+    address: Annotated[str, msgspec.Meta(max_length=MAX_RELAYED_CHARS)]
+    incarnation: Annotated[str, msgspec.Meta(max_length=MAX_RELAYED_CHARS)]
+
+
+class RemovedNode(Struct, frozen=True):
+    """An operator has removed a node, whose requests may run on for `drain_timeout_s`."""
+
+    address: Annotated[str, msgspec.Meta(max_length=MAX_RELAYED_CHARS)]
+    incarnation: Annotated[str, msgspec.Meta(max_length=MAX_RELAYED_CHARS)]
+    drain_timeout_s: float
+
+
+RouterNews = AbortedReqs | AddedNode | RemovedNode
+
+
+class Relay(Struct, frozen=True):
+    """News from a router, of this incarnation, to all others that share a node with it.
+
+    The news comes through every such node; `number` tells that it is the same.
+    """
+
+    router: str
+    number: int
+    news: RouterNews
 
 
 # --------------------------------------------------------------------- node → router's control port
@@ -500,8 +559,22 @@ RouterToNode = (
     | StartProfile
     | StopProfile
     | CacheResync
+    | Drain
+    | Relay
 )
-NodeToRouter = NodeHello | Refused | Tokens | Failed | Pong | Answered | CacheEvents | NotCached | Leaving
+NodeToRouter = (
+    NodeHello
+    | Refused
+    | Tokens
+    | Failed
+    | Pong
+    | Answered
+    | CacheEvents
+    | NotCached
+    | Draining
+    | Relay
+    | Leaving
+)
 Announcement = Loading | Join | LoadFailed
 SenderToReceiver = PeerHello | Offer | Handoff | CancelTransfer | StoreSet | LinkLost | PeerPing | PeerPong
 ReceiverToSender = (

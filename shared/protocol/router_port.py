@@ -14,6 +14,7 @@ from shared.protocol.messages import (
     Answered,
     CacheEvents,
     Decode,
+    Drain,
     Failed,
     Finish,
     Leaving,
@@ -24,6 +25,7 @@ from shared.protocol.messages import (
     Pong,
     Prefill,
     Refused,
+    Relay,
     ReqKey,
     ReqReport,
     RouterHello,
@@ -33,6 +35,7 @@ from shared.protocol.messages import (
     other_version,
 )
 from shared.protocol.outbox import Outbox
+from shared.protocol.router_relay import RouterRelay
 from shared.timeline import Clock
 
 MAX_REMEMBERED_KEYS = 65_536
@@ -64,6 +67,7 @@ class RouterPort:
         self._clock = clock
         self._inbox: deque[FromRouter] = deque()
         self._last_heard: dict[str, float] = {}
+        self._relay = RouterRelay(outbox, lambda: list(self._last_heard), clock)
         self._followers: dict[str, None] = {}
         """Routers that have been sent all of the cache, and follow its events; used by the scheduler thread only."""
         self._cache_seq: int | None = None
@@ -86,9 +90,14 @@ class RouterPort:
                     return
                 log.event("router_joined", router=router)
                 self._outbox.send(router, self._hello)
+                self._relay.greet(router, resume=message.resume)
                 self._queue(router, message)
             case Ping():
                 self._outbox.send(router, Pong(message.seq, self._load(), self._cache_seq))
+            case Drain(timeout_s):
+                self._relay.drain(timeout_s)
+            case Relay():
+                self._relay.relay(router, message)
             case _:
                 self._queue(router, message)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import FLOAT32, Call, Router, assert_gone, free_port, wait_until
+from tests.processes import FLOAT32, HOST, Call, Router, assert_gone, free_port, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
 
@@ -72,7 +73,31 @@ def test_what_dies_is_started_again(router: TwoRouters) -> None:
         assert one.generate(PROMPT, 12).tokens() == expected
     assert router.log.count("node_started node=decode-0") == 2
 
+    check_news(router)
     family = router.family()
     router.kill()
     assert_gone(family, 20)
     assert router.log.count("stopped node=") == 2, "the nodes ended in order"
+
+
+def check_news(router: TwoRouters) -> None:
+    """An abort and a drain through one router reach the other."""
+    one, other = router.of(0), router.of(1)
+    aborted = stream(other, rid="theirs")
+    assert one.post("/abort_request", {"rid": "theirs"}).finish().answer["aborted"] == 0
+    aborted.finish(20)
+    assert aborted.last["meta_info"]["finish_reason"]["type"] == "abort", aborted.describe()
+
+    going_on = stream(other)
+    removed = http.client.HTTPConnection(HOST, one.port, timeout=60)
+    removed.request("DELETE", "/fleet/nodes/prefill-0?drain_timeout_s=30")
+    assert removed.getresponse().status == 200
+    removed.close()
+
+    def names() -> set[str]:
+        return {node["node_id"] for node in other.get("/fleet")[1]["nodes"]}
+
+    wait_until("the other drains it too", lambda: names() == {"decode-0"}, 40)
+    going_on.wait_tokens(len(going_on.token_ids) + 5)
+    going_on.hang_up()
+    router.wait_home("decode-0", timeout_s=30)

@@ -20,6 +20,7 @@ from shared.protocol.messages import (
     NodeToRouter,
     ReceiverToSender,
     Record,
+    RouterNews,
     RouterToNode,
     SenderToReceiver,
     Struct,
@@ -32,6 +33,7 @@ UNIONS: dict[str, UnionType] = {
     "Announcement": Announcement,
     "SenderToReceiver": SenderToReceiver,
     "ReceiverToSender": ReceiverToSender,
+    "RouterNews": RouterNews,
 }
 ENCODER = msgspec.msgpack.Encoder()
 DECODERS = {name: msgspec.msgpack.Decoder(union) for name, union in UNIONS.items()}

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import httpx
 import msgspec
@@ -29,6 +29,7 @@ from shared.protocol.messages import (
     CacheResync,
     Cancel,
     Decode,
+    Drain,
     Failed,
     Finish,
     Flush,
@@ -43,6 +44,7 @@ from shared.protocol.messages import (
     Pong,
     Prefill,
     Refused,
+    Relay,
     ReqKey,
     ReqReport,
     Role,
@@ -52,9 +54,11 @@ from shared.protocol.messages import (
     StartProfile,
     Stop,
     StopProfile,
+    Struct,
     TokenEntry,
     Tokens,
 )
+from shared.protocol.router_relay import RouterRelay
 from shared.protocol.security import FleetKey
 
 LAYOUT = KVLayout("fingerprint", "float32", 16, 2, 2, 8)
@@ -112,6 +116,16 @@ def write_model(
     return folder
 
 
+class _ToRouters:
+    """A scripted node as an Outbox."""
+
+    def __init__(self, node: FakeNode) -> None:
+        self._node = node
+
+    def send(self, to: str, message: Struct) -> None:
+        self._node.send(cast("NodeToRouter", message), to)
+
+
 class FakeNode:
     """Speaks the node's side of the protocol. What it does with a request is its script's business.
 
@@ -160,6 +174,7 @@ class FakeNode:
         await self.stop()
 
     def start(self, port: int = 0, incarnation: str = "a") -> None:
+        self._relay = RouterRelay(_ToRouters(self), lambda: list(self._identity_of), time.monotonic)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 300
         self._bind(port)
@@ -231,6 +246,11 @@ class FakeNode:
                     self.send(
                         NodeHello(self.ref, self.role, self.layout, self.limits, self.flags, self.version)
                     )
+                    self._relay.greet(message.router, resume=message.resume)
+                case Drain(timeout_s):
+                    self._relay.drain(timeout_s)
+                case Relay():
+                    self._relay.relay(self._router.decode().split("|")[1], message)
                 case Ping(seq):
                     if not self.silent:
                         self.send(Pong(seq, self.load, self.cache_seq))

@@ -10,9 +10,10 @@ import zmq.asyncio
 
 from router.dispatch.running_req import Node
 from router.nodes.conversation import Timing
-from router.nodes.member import MemberState
+from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
-from shared.protocol.messages import Failed, ReqKey, Role, TokenEntry
+from router.nodes.node_link import LiveNode
+from shared.protocol.messages import Failed, Relay, ReqKey, Role, TokenEntry
 from shared.protocol.resolver import Resolver
 from tests.unit.protocol.conftest import SlowNames
 from tests.unit.router.fakes import FakeNode
@@ -35,6 +36,15 @@ class Events:
     def on_not_cached(self, node: Node, key: ReqKey) -> None:
         raise AssertionError("nothing was asked for")
 
+    def on_alive(self, node: LiveNode) -> None:
+        """Nothing is shared here."""
+
+    def on_draining(self, member: Member, left_s: float) -> None:
+        raise AssertionError("no node is drained")
+
+    def on_relay(self, relay: Relay) -> None:
+        raise AssertionError("there is one router")
+
     def on_node_lost(self, node: Node, reason: str) -> None:
         self.lost.append(node.ref.node_id)
 
@@ -49,7 +59,7 @@ async def new_membership(names: SlowNames | None = None) -> AsyncIterator[tuple[
         timing=TIMING,
         resolver=Resolver(names) if names else Resolver(),
     )
-    membership.report_to(events)
+    membership.report_to(events, events)
     try:
         yield membership, events
     finally:

@@ -1,0 +1,83 @@
+"""What a node knows for the routers that share it: whether it is drained, and what they have to tell each other.
+
+Routers do not know each other; those that share a node hear of each other's aborts, and of nodes that an operator has
+added or removed, by way of that node. A router that comes later is told what still holds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from shared import log
+from shared.protocol.messages import (
+    AbortedReqs,
+    AddedNode,
+    Draining,
+    Relay,
+    RemovedNode,
+)
+from shared.protocol.outbox import Outbox
+from shared.timeline import Clock
+
+MAX_ADDED_NODES = 1024
+MAX_ABORTS_A_SECOND = 500
+"""That one router's clients may cause; what an operator does is not bounded."""
+
+
+class RouterRelay:
+    """Used by the control thread only. `routers` are those that the node has heard lately."""
+
+    def __init__(self, outbox: Outbox, routers: Callable[[], Iterable[str]], clock: Clock) -> None:
+        self._outbox = outbox
+        self._routers = routers
+        self._clock = clock
+        self._drained_at: float | None = None
+        """When the time of running requests is up; None: the node is not drained."""
+        self._added: OrderedDict[str, Relay] = OrderedDict()
+        self._aborts: dict[str, tuple[int, int]] = {}
+        """By router: a second, and how many aborts it has relayed in that."""
+        self._refused = log.LimitedWarning("relay_refused", clock)
+
+    def greet(self, router: str, *, resume: bool) -> None:
+        """Tell a router that has just come what holds. With `resume`, the node is not drained any more."""
+        if resume:
+            self._drained_at = None
+        if self._drained_at is not None:
+            self._outbox.send(router, Draining(max(0.0, self._drained_at - self._clock())))
+        for relay in self._added.values():
+            self._outbox.send(router, relay)
+
+    def drain(self, timeout_s: float) -> None:
+        """Tell every router to send nothing new, and to hang up after `timeout_s`. A later call can shorten that."""
+        drained_at = self._clock() + timeout_s
+        if self._drained_at is None or drained_at < self._drained_at:
+            self._drained_at = drained_at
+            log.event("draining", timeout_s=timeout_s)
+            for router in self._routers():
+                self._outbox.send(router, Draining(timeout_s))
+
+    def relay(self, sender: str, message: Relay) -> None:
+        """Pass a router's news on to all others."""
+        if message.router != sender or not self._may_relay(message):
+            self._refused(router=sender, news=type(message.news).__name__)
+            return
+        match message.news:
+            case AddedNode(_, address):
+                self._added[address] = message
+                if len(self._added) > MAX_ADDED_NODES:
+                    self._added.popitem(last=False)
+            case RemovedNode(address):
+                self._added.pop(address, None)
+        for router in self._routers():
+            if router != sender:
+                self._outbox.send(router, message)
+
+    def _may_relay(self, message: Relay) -> bool:
+        if not isinstance(message.news, AbortedReqs):
+            return True
+        now = int(self._clock())
+        self._aborts = {router: said for router, said in self._aborts.items() if said[0] == now}
+        _, num_before = self._aborts.get(message.router, (now, 0))
+        self._aborts[message.router] = now, num_before + 1
+        return num_before < MAX_ABORTS_A_SECOND

@@ -1,0 +1,82 @@
+"""What a node passes on between its routers, and to whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.protocol.messages import AbortedReqs, AddedNode, Draining, Relay, RemovedNode, Role, Struct
+from shared.protocol.router_relay import MAX_ABORTS_A_SECOND, RouterRelay
+
+ADDED = AddedNode(Role.DECODE, "tcp://d1:7200", "d1#1")
+
+
+class Rig:
+    """Routers a, b and c, and a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.sent: list[tuple[str, Struct]] = []
+        self.relay = RouterRelay(self, lambda: ["a", "b", "c"], lambda: self.now)
+
+    def send(self, to: str, message: Struct) -> None:
+        self.sent.append((to, message))
+
+    def take(self) -> list[tuple[str, Struct]]:
+        sent, self.sent = self.sent, []
+        return sent
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_news_goes_to_all_others_and_to_nobody_in_anothers_name(rig: Rig) -> None:
+    news = Relay("a", 1, AbortedReqs("x"))
+    rig.relay.relay("a", news)
+    assert rig.take() == [("b", news), ("c", news)]
+    rig.relay.relay("b", news)
+    assert rig.take() == []
+
+
+def test_a_router_that_comes_later_hears_what_still_holds(rig: Rig) -> None:
+    added = Relay("a", 1, ADDED)
+    rig.relay.relay("a", added)
+    rig.relay.relay("a", Relay("a", 2, AbortedReqs("x")))
+    rig.take()
+    rig.relay.greet("d", resume=False)
+    assert rig.take() == [("d", added)]
+    rig.relay.relay("b", Relay("b", 1, RemovedNode(ADDED.address, ADDED.incarnation, 5.0)))
+    rig.take()
+    rig.relay.greet("d", resume=False)
+    assert rig.take() == []
+
+
+def test_a_drain_is_told_to_all_once_and_only_ever_shortened(rig: Rig) -> None:
+    rig.relay.drain(60.0)
+    assert rig.take() == [(router, Draining(60.0)) for router in ("a", "b", "c")]
+    rig.now += 10
+    rig.relay.drain(60.0)  # as every router answers that hears of it
+    assert rig.take() == []
+    rig.relay.greet("d", resume=False)
+    assert rig.take() == [("d", Draining(50.0))]
+    rig.relay.drain(5.0)
+    assert rig.take()[0] == ("a", Draining(5.0))
+    rig.now += 60
+    rig.relay.greet("d", resume=False)
+    assert rig.take() == [("d", Draining(0.0))]
+    rig.relay.greet("d", resume=True)
+    rig.relay.greet("e", resume=False)
+    assert rig.take() == []
+
+
+def test_aborts_are_bounded_for_each_router(rig: Rig) -> None:
+    for number in range(MAX_ABORTS_A_SECOND + 5):
+        rig.relay.relay("a", Relay("a", number, AbortedReqs("x")))
+    assert len(rig.take()) == 2 * MAX_ABORTS_A_SECOND
+    rig.relay.relay("a", Relay("a", 1000, ADDED))
+    rig.relay.relay("b", Relay("b", 1, AbortedReqs("x")))
+    assert len(rig.take()) == 4
+    rig.now += 1
+    rig.relay.relay("a", Relay("a", 1001, AbortedReqs("x")))
+    assert len(rig.take()) == 2

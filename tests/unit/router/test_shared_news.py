@@ -1,0 +1,148 @@
+"""Two routers that know nothing of each other, over nodes that they share: aborts, added and removed nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+
+from router.server import Router
+from shared.protocol.messages import AbortedReqs, Decode, Prefill, Relay, Role
+from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
+
+Served = tuple[Router, httpx.AsyncClient]
+BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
+
+
+@contextlib.asynccontextmanager
+async def two_routers(folder: Path, nodes: list[FakeNode]) -> AsyncIterator[tuple[Served, Served]]:
+    async with joined_router(folder, nodes) as one, joined_router(folder, nodes) as other:
+        yield one, other
+
+
+async def states(client: httpx.AsyncClient) -> dict[str, str]:
+    return {node["node_id"]: node["state"] for node in (await client.get("/fleet")).json()["nodes"]}
+
+
+async def until_states(client: httpx.AsyncClient, **wanted: str) -> None:
+    named = {name.replace("_", "-"): state for name, state in wanted.items()}
+    async with asyncio.timeout(5):
+        while (seen := await states(client)) != named:
+            assert seen is not None
+            await asyncio.sleep(0.01)
+
+
+def test_an_abort_by_rid_reaches_the_other_router(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair(decode=one_then_nothing) as (prefill, decode),
+            two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
+        ):
+            asked = [
+                asyncio.create_task(client.post("/generate", json={"text": "a", "rid": rid}))
+                for client, rid in ((one, "mine"), (other, "theirs"), (other, "spared"))
+            ]
+            await decode.wait_for(Decode, 3)
+            told = await one.post("/abort_request", json={"rid": "theirs"})
+            assert told.json() == {"success": True, "aborted": 0}, "those of the router that was asked"
+            assert (await asked[1]).json()["meta_info"]["finish_reason"]["type"] == "abort"
+            assert not asked[0].done() and not asked[2].done()
+            assert (await one.post("/abort_request", json={"abort_all": True})).json()["aborted"] == 1
+            for ended in (asked[0], asked[2]):
+                assert (await ended).json()["meta_info"]["finish_reason"]["type"] == "abort"
+            relays = decode.all(Relay)
+            assert relays == prefill.all(Relay), "through every node"
+            assert [relay.news for relay in relays] == [AbortedReqs("theirs"), AbortedReqs(None)]
+
+    asyncio.run(run())
+
+
+def test_a_drained_node_is_drained_by_all_routers_and_by_those_that_come_later(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as second,
+            two_routers(model_folder, [prefill, decode, second]) as ((_, one), (_, other)),
+        ):
+            release, story = asyncio.Event(), decode.script
+
+            async def wait(node: FakeNode, work: Prefill | Decode) -> None:
+                await release.wait()
+                await story(node, work)
+
+            decode.script = second.script = wait
+            running = [asyncio.create_task(other.post("/generate", json=BODY)) for _ in range(2)]
+            await decode.wait_for(Decode)
+            removed = await one.delete("/fleet/nodes/decode-0?drain_timeout_s=60")
+            assert removed.json()["num_ended_requests"] == 0
+            alive = {"prefill_0": "alive", "decode_1": "alive"}
+            await until_states(one, **alive)
+            await until_states(other, **alive, decode_0="draining")  # what it has goes on
+            assert [node["state"] for node in (await other.get("/health")).json()["decode"]].count(
+                "draining"
+            ) == 1
+            release.set()
+            assert [(await each).status_code for each in running] == [200, 200]
+            await until_states(other, **alive)
+
+            nodes = [prefill, decode, second]
+            async with joined_router(model_folder, nodes, wait=False) as (_, later):
+                await until_states(later, **alive)
+                for _ in range(2):
+                    assert (await later.post("/generate", json=BODY)).status_code == 200
+            assert len(decode.all(Decode)) == 1
+            # Added anew, it takes work again, from all.
+            added = await one.post("/fleet/nodes", json={"role": "decode", "address": decode.address})
+            assert added.json()["node"]["state"] == "alive"
+            await until_states(other, **alive, decode_0="alive")
+
+    asyncio.run(run())
+
+
+def test_the_time_of_a_drain_is_the_same_everywhere(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair(decode=one_then_nothing) as (prefill, decode),
+            two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
+        ):
+            running = asyncio.create_task(other.post("/generate", json=BODY))
+            await decode.wait_for(Decode)
+            assert (await one.delete("/fleet/nodes/decode-0?drain_timeout_s=0.2")).status_code == 200
+            ended = await running
+            assert ended.status_code == 503 and "was removed" in ended.json()["error"]["message"]
+            await until_states(other, prefill_0="alive")
+
+    asyncio.run(run())
+
+
+def test_an_added_node_is_added_by_all_routers_and_by_those_that_come_later(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as added,
+            two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
+        ):
+            address = {"role": "decode", "address": added.address}
+            assert (await one.post("/fleet/nodes", json=address)).status_code == 200
+            alive = {"prefill_0": "alive", "decode_0": "alive", "decode_1": "alive"}
+            await until_states(other, **alive)
+            await prefill.stop()
+            prefill.start(prefill.port, incarnation="b")  # it knows nothing of what was before
+            await until_states(one, **alive)
+            await until_states(other, **alive)
+            async with joined_router(model_folder, [prefill], wait=False) as (_, later):
+                await until_states(later, prefill_0="alive", decode_1="alive")
+                await added.stop()
+                removed = await one.delete("/fleet/nodes/decode-1")  # dead as it is
+                assert removed.status_code == 200
+                for client, left in ((other, {"decode_0": "alive"}), (later, {})):
+                    await until_states(client, prefill_0="alive", **left)
+            async with joined_router(model_folder, [prefill], wait=False) as (_, latest):
+                await until_states(latest, prefill_0="alive")
+                await asyncio.sleep(0.2)
+                assert await states(latest) == {"prefill-0": "alive"}
+
+    asyncio.run(run())
