@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from router.api.openai_bodies import NoEffect, OpenAIBody
-from router.api.tool_calls import ForcedCall
 from router.http.body import Body, FailFast, OneOf, Refused
-from router.request.logprob_fields import TopNum
-from router.request.sampling import Spelled
-from shared.errors import RequestError
+from router.request.fields import TopNum
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_TOOLS = 1024
 MAX_DOCUMENTS = 1024
-_AS_MUCH_AS_FITS = 2**31 - 1
 _UNPARSED = "not supported: no part of the answer is parsed as reasoning"
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=256, description="Of the function.")]
@@ -215,45 +210,3 @@ class ChatBody(OpenAIBody):
     prediction: Annotated[Any, Refused()] = None
     web_search_options: Annotated[Any, Refused()] = None
     verbosity: Annotated[Any, Refused(("medium",))] = None
-
-    def max_new_tokens(self) -> int:
-        """See OpenAIBody; without a bound, as much as fits."""
-        given = (self.max_completion_tokens, self.max_tokens)
-        return next((number for number in given if number is not None), _AS_MUCH_AS_FITS)
-
-    def spelled(self) -> Spelled:
-        """See SamplingBody. A forced call is a grammar like any other."""
-        own = super().spelled()
-        return own if self.forced_call is None else own.constrained(self.forced_call.grammar)
-
-    @cached_property
-    def forced_call(self) -> ForcedCall | None:
-        """What `tool_choice` makes of the answer. Raises RequestError for a choice that cannot be served."""
-        tools, choice = self.tools or [], self.tool_choice
-        if not tools:
-            if choice in (None, "none", "auto"):
-                return None
-            raise RequestError("tool_choice needs tools, and there are none", param="tool_choice")
-        if choice == "none":
-            return None
-        if choice in (None, "auto"):
-            raise RequestError(
-                "tool_choice auto, the default beside tools, is not supported: the model's own syntax of calls is "
-                "not parsed; give 'none' for its text as it is, or 'required' or a function's name for a call",
-                param="tool_choice",
-            )
-        places: dict[str, int] = {}
-        for at, tool in enumerate(tools):
-            name = tool.function.name
-            if places.setdefault(name, at) != at:
-                where = f"tools[{at}].function.name"
-                raise RequestError(f"{where}: there is another function of the name {name!r}", param=where)
-        if isinstance(choice, NamedTool):
-            name = choice.function.name
-            if name not in places:
-                raise RequestError(
-                    f"tool_choice names {name!r}, which is not among the tools", param="tool_choice"
-                )
-            where = f"tools[{places[name]}].function.parameters"
-            return ForcedCall.named(name, tools[places[name]].function.parameters, where)
-        return ForcedCall.any_of({t.function.name: t.function.parameters for t in tools}, "tools")

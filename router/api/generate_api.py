@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from router.api.generate_requests import GenerateBody, GenerateRequest, read_generate
+from router.api.generate_bodies import GenerateBody
+from router.api.generate_requests import GenerateRequest, read_generate
 from router.api.logprobs import NativeLogprobs
 from router.api.native_answers import GenerateAnswer, MetaInfo, StampAnswer
 from router.api.request_log import note_group

@@ -1,121 +1,38 @@
-"""Checks the body of /generate and turns it into prompts."""
+"""How the body of /generate is read: into prompts, each with its Work."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import cast
 
 import msgspec
-from pydantic import ConfigDict, Field
 
+from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.dispatch.live_rids import Claim
-from router.http.body import Body, FailFast, OneOf, Refused
 from router.http.limits import HttpLimits
 from router.http.request_ids import requested_rid
-from router.request.logprob_fields import (
-    LogprobStartLen,
-    ReturnLogprob,
-    TokenIdsLogprob,
-    TopLogprobsNum,
-    check_native,
-    check_num_native,
-    check_start_len,
-    ids_of_prompts,
-)
-from router.request.prompt import AnswerOptions, Prompt
-from router.request.prompts import (
-    CHOSEN_HERE,
-    ExtraKey,
-    IdPrompts,
-    Priority,
-    ReturnTimeline,
-    Rids,
-    RoutingKey,
-    Texts,
+from router.request.fields import (
+    check_num_logprobs,
+    check_token_ids,
     encode_prompts,
     id_rows,
     per_prompt,
     read_rids,
     read_routing_key,
 )
+from router.request.prompt import AnswerOptions, Prompt
 from router.request.queue_limit import QueuePlaces
-from router.request.sampling import NativeSampling, read_sampling, read_samplings
+from router.request.sampling import (
+    DialectFields,
+    read_sampling,
+    read_samplings,
+)
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
 from shared.protocol.logprobs import OUTPUTS_ONLY, LogprobParams
 from shared.protocol.messages import Work
 from shared.protocol.sampling_params import SamplingParams
-
-
-class GenerateBody(Body):
-    """A prompt or a list of them, and what to do with it. With a list, most fields may be lists too."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "text": "The capital of France is",
-                    "sampling_params": {"max_new_tokens": 16, "temperature": 0, "stop": ["\n"]},
-                },
-                {
-                    "input_ids": [[1, 2, 3], [4, 5]],
-                    "sampling_params": [{"max_new_tokens": 8}, {"max_new_tokens": 4, "top_p": 0.9}],
-                    "rid": ["first", "second"],
-                    "return_logprob": [True, False],
-                    "stream": True,
-                },
-            ]
-        }
-    )
-
-    text: Annotated[
-        str | list[str] | None,
-        OneOf("a string or a list of strings", {"str": str, "list": Texts}),
-        Field(description="The prompt; either this or `input_ids`."),
-    ] = None
-    input_ids: Annotated[
-        IdPrompts | None, Field(description="The prompt as token ids; either this or `text`.")
-    ] = None
-    sampling_params: Annotated[
-        NativeSampling | list[NativeSampling | None] | None,
-        OneOf(
-            "an object, or a list of objects",
-            {"dict": NativeSampling, "list": Annotated[list[NativeSampling | None], FailFast()]},
-        ),
-        Field(description="For all prompts, or a list with one for each."),
-    ] = None
-    stream: Annotated[bool, Field(description="Send events, each with all that there is so far.")] = False
-    rid: Rids = None
-    return_logprob: ReturnLogprob = False
-    logprob_start_len: LogprobStartLen = OUTPUTS_ONLY
-    top_logprobs_num: TopLogprobsNum = 0
-    token_ids_logprob: TokenIdsLogprob = None
-    return_text_in_logprobs: Annotated[bool, Field(description="Tell the text of each token too.")] = False
-    return_timeline: ReturnTimeline = False
-    priority: Priority = 0
-    routing_key: RoutingKey = None
-    extra_key: Annotated[
-        str | list[str | None] | None,
-        OneOf(
-            "a string or a list of strings",
-            {"str": ExtraKey, "list": Annotated[list[ExtraKey | None], FailFast()]},
-        ),
-        Field(description="Prompts with different keys share no cache."),
-    ] = None
-    return_hidden_states: Annotated[Any, Refused((False,))] = None
-    return_routed_experts: Annotated[Any, Refused((False,))] = None
-    return_bytes: Annotated[Any, Refused((False,))] = None
-    lora_path: Annotated[Any, Refused()] = None
-    lora_id: Annotated[Any, Refused()] = None
-    input_embeds: Annotated[Any, Refused()] = None
-    image_data: Annotated[Any, Refused(([],))] = None
-    video_data: Annotated[Any, Refused(([],))] = None
-    audio_data: Annotated[Any, Refused(([],))] = None
-    custom_logit_processor: Annotated[Any, Refused()] = None
-    session_params: Annotated[Any, Refused(({},))] = None
-    data_parallel_rank: Annotated[Any, Refused()] = None
-    bootstrap_host: Annotated[Any, Refused(why=CHOSEN_HERE)] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +74,7 @@ async def read_generate(
     for at, input_ids in enumerate(ids):
         where = f"prompt {at}" if batched else "the prompt"
         limits.check_prompt(input_ids, where, field)
-        check_start_len(logprobs[at], len(input_ids), f"prompt {at}: " if batched else "")
+        _check_start_len(logprobs[at], len(input_ids), f"prompt {at}: " if batched else "")
     prompts = [
         Prompt(
             rid=rid,
@@ -175,7 +92,7 @@ async def read_generate(
             rids, ids, asked, logprobs, extra_keys, strict=True
         )
     ]
-    check_num_native(prompts)
+    check_num_logprobs(prompts, _input_logprobs_named, "logprob_start_len")
     return GenerateRequest(
         prompts=prompts,
         as_list=batched or asked[0][1].n > 1,
@@ -203,12 +120,24 @@ def _samplings(
 ) -> list[tuple[SamplingParams, AnswerOptions]]:
     asked = body.sampling_params
     if not isinstance(asked, list):
-        return read_samplings(asked or NativeSampling(), num_prompts, vocab_size, limits, "sampling_params")
+        body_of_all = asked or NativeSampling()
+        own = _native_fields(body_of_all)
+        return read_samplings(body_of_all, own, num_prompts, vocab_size, limits, "sampling_params")
     bodies = per_prompt("sampling_params", asked, NativeSampling(), num_prompts, batched=batched)
     return [
-        read_sampling(params, vocab_size, limits, f"sampling_params[{at}]")
+        read_sampling(params, _native_fields(params), vocab_size, limits, f"sampling_params[{at}]")
         for at, params in enumerate(bodies)
     ]
+
+
+def _native_fields(body: NativeSampling) -> DialectFields:
+    return DialectFields(
+        max_new_tokens=body.max_new_tokens,
+        min_new_tokens=body.min_new_tokens,
+        min_new_tokens_name="min_new_tokens",
+        seed=body.sampling_seed,
+        no_stop_trim=body.no_stop_trim,
+    )
 
 
 def _logprobs(
@@ -220,9 +149,54 @@ def _logprobs(
         "logprob_start_len", body.logprob_start_len, OUTPUTS_ONLY, num_prompts, batched=batched
     )
     top_nums = per_prompt("top_logprobs_num", body.top_logprobs_num, 0, num_prompts, batched=batched)
-    token_ids = ids_of_prompts(body.token_ids_logprob, num_prompts, batched=batched)
-    check_native(body.top_logprobs_num, body.token_ids_logprob, vocab_size, limits)
+    token_ids = _ids_of_prompts(body.token_ids_logprob, num_prompts, batched=batched)
+    _check_logprobs(body.top_logprobs_num, body.token_ids_logprob, vocab_size, limits)
     return [
         LogprobParams(start_len=start_len, top_num=top_num, token_ids=tuple(ids)) if asked else None
         for asked, start_len, top_num, ids in zip(wanted, starts, top_nums, token_ids, strict=True)
     ]
+
+
+def _ids_of_prompts(
+    value: list[int] | list[list[int] | None] | None, num_prompts: int, *, batched: bool
+) -> Sequence[list[int]]:
+    """`token_ids_logprob` for each prompt: the ids of all are a list already, so a list of lists is one for each."""
+    if not value or isinstance(value[0], int):
+        return [cast("list[int]", value or [])] * num_prompts
+    return per_prompt("token_ids_logprob", value, [], num_prompts, batched=batched)
+
+
+def _check_logprobs(
+    top_nums: int | list[int | None],
+    token_ids: list[int] | list[list[int] | None] | None,
+    vocab_size: int,
+    limits: HttpLimits,
+) -> None:
+    """Refuse what limits and model do not allow /generate; in a list of values for each prompt, it names which."""
+    if isinstance(top_nums, list):
+        for at, top_num in enumerate(top_nums):
+            limits.check_top_logprobs(f"top_logprobs_num[{at}]", top_num or 0)
+    else:
+        limits.check_top_logprobs("top_logprobs_num", top_nums)
+    if not token_ids or isinstance(token_ids[0], int):
+        check_token_ids("token_ids_logprob", cast("list[int]", token_ids or []), vocab_size)
+    else:
+        for at, row in enumerate(token_ids):
+            check_token_ids(f"token_ids_logprob[{at}]", row or [], vocab_size)
+
+
+def _check_start_len(wanted: LogprobParams | None, num_input_ids: int, where: str) -> None:
+    """Refuse a `logprob_start_len` behind the prompt; `where` names the prompt in a batch."""
+    if wanted is not None and wanted.start_len >= num_input_ids:
+        raise RequestError(
+            f"{where}logprob_start_len must be at most {num_input_ids - 1}, the last of {num_input_ids} prompt "
+            f"tokens, not {wanted.start_len}",
+            param="logprob_start_len",
+        )
+
+
+def _input_logprobs_named(wanted: LogprobParams) -> str:
+    return (
+        f"logprob_start_len {wanted.start_len} with top_logprobs_num {wanted.top_num} and {len(wanted.token_ids)} "
+        "token_ids_logprob"
+    )

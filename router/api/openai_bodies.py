@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from router.http.body import Body, OneOf, Refused
 from router.http.limits import MAX_CHOICES
-from router.request.grammars import ResponseFormat, format_grammar
-from router.request.logprob_fields import TopNum
-from router.request.prompts import (
+from router.request.fields import (
     CHOSEN_HERE,
     ExtraKey,
     IdRows,
@@ -20,8 +18,9 @@ from router.request.prompts import (
     RoutingKey,
     Texts,
     TokenIds,
+    TopNum,
 )
-from router.request.sampling import NewTokens, SamplingBody, Seed, Spelled
+from router.request.sampling import JsonSchema, NewTokens, SamplingBody, Seed
 
 NoEffect = Annotated[Any, Field(description="Taken from OpenAI's clients; has no effect.")]
 
@@ -31,6 +30,27 @@ class StreamOptions(Body):
 
     include_usage: Annotated[bool, Field(description="A last event with the usage.")] = False
     continuous_usage_stats: Annotated[bool, Field(description="The usage so far in every event.")] = False
+
+
+class NamedSchema(Body):
+    """`response_format.json_schema`."""
+
+    name: Annotated[str | None, Field(max_length=256, description="Has no effect.")] = None
+    description: Annotated[str | None, Field(max_length=65_536, description="Has no effect.")] = None
+    strict: Annotated[bool, Field(description="Has no effect: a schema is always kept to.")] = True
+    json_schema: Annotated[JsonSchema, Field(alias="schema", description="The JSON schema.")] = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's way of asking for JSON."""
+
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"],
+        Field(description="Anything, some JSON object, or what `json_schema` describes."),
+    ]
+    json_schema: Annotated[
+        NamedSchema | None, Field(description="The schema, where `type` is json_schema.")
+    ] = None
 
 
 class OpenAIBody(SamplingBody):
@@ -65,21 +85,6 @@ class OpenAIBody(SamplingBody):
     data_parallel_rank: Annotated[Any, Refused()] = None
     bootstrap_host: Annotated[Any, Refused(why=CHOSEN_HERE)] = None
     cache_salt: Annotated[Any, Refused(why="called extra_key here")] = None
-
-    def max_new_tokens(self) -> int:
-        """The longest answer that is wanted."""
-        raise NotImplementedError
-
-    def spelled(self) -> Spelled:
-        """See SamplingBody."""
-        return Spelled(
-            max_new_tokens=self.max_new_tokens(),
-            min_new_tokens=self.min_tokens,
-            min_new_tokens_name="min_tokens",
-            seed=self.seed,
-            no_stop_trim=self.no_stop_trim or self.include_stop_str_in_output,
-            grammars=(format_grammar("response_format", self.response_format),),
-        )
 
 
 class CompletionBody(OpenAIBody):
@@ -120,8 +125,3 @@ class CompletionBody(OpenAIBody):
         ),
     ] = None
     suffix: Annotated[Any, Refused(("",))] = None
-
-    def max_new_tokens(self) -> int:
-        """See OpenAIBody; OpenAI's default is 16."""
-        given = (self.max_tokens, self.max_completion_tokens)
-        return next((number for number in given if number is not None), 16)

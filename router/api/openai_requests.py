@@ -1,4 +1,4 @@
-"""Turns the bodies of OpenAI's routes into prompts."""
+"""How the bodies of OpenAI's routes are read: into prompts, each with its Work."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ from typing import Any
 
 import msgspec
 
-from router.api.chat_bodies import ChatBody, ChatInputMessage, EarlierCall
-from router.api.openai_bodies import CompletionBody, OpenAIBody, StreamOptions
+from router.api.chat_bodies import ChatBody, ChatInputMessage, EarlierCall, NamedTool
+from router.api.openai_bodies import CompletionBody, OpenAIBody, ResponseFormat, StreamOptions
 from router.api.tool_calls import ForcedCall
 from router.dispatch.live_rids import Claim
 from router.http.limits import HttpLimits
 from router.http.request_ids import requested_rid
 from router.http.wording import shown, wrong
-from router.request.logprob_fields import chat_logprobs, check_num_completion, completion_logprobs
+from router.request.fields import check_num_logprobs, encode_prompts, id_rows, read_rids, read_routing_key
 from router.request.prompt import Prompt
-from router.request.prompts import encode_prompts, id_rows, read_rids, read_routing_key
 from router.request.queue_limit import QueuePlaces
-from router.request.sampling import read_sampling, read_samplings
+from router.request.sampling import AskedGrammar, DialectFields, read_sampling, read_samplings, schema_grammar
 from router.text.chat_template import Chat
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
-from shared.protocol.logprobs import LogprobParams
+from shared.protocol.logprobs import OUTPUTS_ONLY, LogprobParams
 from shared.protocol.messages import Work
-from shared.protocol.sampling_params import SamplingParams
+from shared.protocol.sampling_params import Grammar, SamplingParams
+
+_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, of /v1/completions; a chat without a bound has as much as fits."""
+_AS_MUCH_AS_FITS = 2**31 - 1
+_ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +66,12 @@ async def read_completion(
     best_of = _best_of(body, limits)
     limits.check_batch_size("prompt", num_prompts)
     limits.check_batch_size("n" if body.best_of is None else "best_of", num_prompts * best_of)
-    asked = read_samplings(body, num_prompts, model.vocab_size, limits)
+    given = (body.max_tokens, body.max_completion_tokens)
+    own = openai_fields(body, next((number for number in given if number is not None), _DEFAULT_MAX_TOKENS))
+    asked = read_samplings(body, own, num_prompts, model.vocab_size, limits)
     reply_id, rids = _ids(requested_rid(body.rid, headers), "cmpl-", num_prompts, batched=batched)
     routing_key = read_routing_key(body.routing_key, headers)
-    told = completion_logprobs(body.logprobs, limits, echo=body.echo)
+    told = _completion_logprobs(body.logprobs, limits, echo=body.echo)
     logprobs = LogprobParams() if told is None and best_of > body.n else told
     places.hold(num_prompts * best_of)
     claim.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
@@ -82,7 +88,7 @@ async def read_completion(
         )
         for rid, input_ids, (params, options) in zip(rids, ids, asked, strict=True)
     ]
-    check_num_completion(prompts)
+    check_num_logprobs(prompts, lambda wanted: f"echo with logprobs {wanted.top_num}", "logprobs")
     echoes = None
     if body.echo:
         skip = body.skip_special_tokens
@@ -108,8 +114,12 @@ async def read_chat(
 ) -> OpenAIRequest:
     """Check what the types of /v1/chat/completions cannot, take places and tokenize. Raises RequestError."""
     _check_model(body.model, model)
-    wanted = chat_logprobs(body.logprobs, body.top_logprobs, limits)
-    params, options = read_sampling(body, model.vocab_size, limits)
+    wanted = _chat_logprobs(body.logprobs, body.top_logprobs, limits)
+    call = _forced_call(body)
+    given = (body.max_completion_tokens, body.max_tokens)
+    max_new_tokens = next((number for number in given if number is not None), _AS_MUCH_AS_FITS)
+    own = openai_fields(body, max_new_tokens, call.grammar if call else None)
+    params, options = read_sampling(body, own, model.vocab_size, limits)
     limits.check_batch_size("n", options.n)
     reply_id, rids = _ids(requested_rid(body.rid, headers), "chatcmpl-", 1, batched=False)
     routing_key = read_routing_key(body.routing_key, headers)
@@ -135,7 +145,7 @@ async def read_chat(
         stream=_stream(body),
         with_timeline=body.return_timeline,
         with_logprobs=body.logprobs,
-        call=body.forced_call,
+        call=call,
     )
 
 
@@ -153,6 +163,79 @@ def _work(
         priority=body.priority,
         routing_key=routing_key,
     )
+
+
+def openai_fields(body: OpenAIBody, max_new_tokens: int, *grammars: AskedGrammar | None) -> DialectFields:
+    """The sampling fields that the other dialect calls by other names, and `grammars` that are no fields."""
+    return DialectFields(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=body.min_tokens,
+        min_new_tokens_name="min_tokens",
+        seed=body.seed,
+        no_stop_trim=body.no_stop_trim or body.include_stop_str_in_output,
+        grammars=(_format_grammar("response_format", body.response_format), *grammars),
+    )
+
+
+def _format_grammar(field: str, asked: ResponseFormat | None) -> AskedGrammar | None:
+    """What OpenAI's `response_format` asks for."""
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return AskedGrammar(field, _ANY_OBJECT)
+    field = f"{field}.json_schema.schema"
+    found = schema_grammar(field, asked.json_schema.json_schema if asked.json_schema else None)
+    if found is None:
+        raise wrong(field, "a JSON schema", None)
+    return found
+
+
+def _chat_logprobs(wanted: bool, top_num: int, limits: HttpLimits) -> LogprobParams | None:
+    """`logprobs` and `top_logprobs` of /v1/chat/completions. Raises RequestError."""
+    limits.check_top_logprobs("top_logprobs", top_num)
+    if top_num and not wanted:
+        raise wrong("top_logprobs", "left out, or logprobs be true", top_num)
+    return LogprobParams(top_num=top_num) if wanted else None
+
+
+def _completion_logprobs(top_num: int | None, limits: HttpLimits, *, echo: bool) -> LogprobParams | None:
+    """`logprobs` of /v1/completions: how many of the likeliest. With `echo` the prompt's tokens are judged too."""
+    if top_num is None:
+        return None
+    limits.check_top_logprobs("logprobs", top_num)
+    return LogprobParams(start_len=0 if echo else OUTPUTS_ONLY, top_num=top_num)
+
+
+def _forced_call(body: ChatBody) -> ForcedCall | None:
+    """What `tool_choice` makes of the answer. Raises RequestError for a choice that cannot be served."""
+    tools, choice = body.tools or [], body.tool_choice
+    if not tools:
+        if choice in (None, "none", "auto"):
+            return None
+        raise RequestError("tool_choice needs tools, and there are none", param="tool_choice")
+    if choice == "none":
+        return None
+    if choice in (None, "auto"):
+        raise RequestError(
+            "tool_choice auto, the default beside tools, is not supported: the model's own syntax of calls is "
+            "not parsed; give 'none' for its text as it is, or 'required' or a function's name for a call",
+            param="tool_choice",
+        )
+    places: dict[str, int] = {}
+    for at, tool in enumerate(tools):
+        name = tool.function.name
+        if places.setdefault(name, at) != at:
+            where = f"tools[{at}].function.name"
+            raise RequestError(f"{where}: there is another function of the name {name!r}", param=where)
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        if name not in places:
+            raise RequestError(
+                f"tool_choice names {name!r}, which is not among the tools", param="tool_choice"
+            )
+        where = f"tools[{places[name]}].function.parameters"
+        return ForcedCall.named(name, tools[places[name]].function.parameters, where)
+    return ForcedCall.any_of({t.function.name: t.function.parameters for t in tools}, "tools")
 
 
 def unknown_model(name: str, model: ServedModel) -> RequestError:

@@ -31,9 +31,9 @@ from router.nodes.fleet_answers import (
 )
 from router.nodes.membership import Membership
 from router.nodes.status import FleetStatus
+from router.request.fields import IdPrompts, Texts, encode_prompts, id_rows
 from router.request.generation import GenerationGroup, Generator
 from router.request.prompt import Prompt
-from router.request.prompts import IdPrompts, Texts, encode_prompts, id_rows
 from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import RequestError
 from shared.protocol.messages import Flush, Role, Work

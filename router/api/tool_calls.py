@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from router.api.openai_answers import FunctionCall, ToolCall
-from router.request.grammars import AskedGrammar, schema_grammar
+from router.request.sampling import AskedGrammar, schema_grammar
 
 _ENVELOPE = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)')
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

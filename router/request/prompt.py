@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.request.grammars import in_terms_of
 from shared.errors import RequestError
 from shared.protocol.messages import Work
 from shared.protocol.sampling_params import MAX_SEED
@@ -49,8 +48,9 @@ class Prompt:
         return msgspec.structs.replace(self.work, params=msgspec.structs.replace(params, seed=seed))
 
     def in_terms_of_request(self, error: RequestError) -> RequestError:
-        """A node's error, naming the field that the client used."""
+        """A node's error about the grammar, which it knows by its kind, with the client's field in its place."""
         grammar, asked_in = self.work.params.grammar, self.options.grammar_field
-        if grammar is None or asked_in is None:
+        if grammar is None or asked_in is None or error.param != grammar.kind:
             return error
-        return in_terms_of(asked_in, grammar.kind, error)
+        message = f"{asked_in}: {error.message.removeprefix(f'{grammar.kind}: ')}"
+        return RequestError(message, status=error.status, param=asked_in, code=error.code)

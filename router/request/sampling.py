@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field, WithJsonSchema
@@ -14,22 +13,16 @@ from pydantic import Field, WithJsonSchema
 from router.http.body import Body, FailFast, OneOf, Refused, must
 from router.http.limits import MAX_CHOICES, MAX_STOPS, HttpLimits
 from router.http.wording import shown, wrong
-from router.request.grammars import (
-    AskedGrammar,
-    GrammarText,
-    JsonSchema,
-    only_grammar,
-    schema_grammar,
-    text_grammar,
-)
+from router.request.fields import TokenIds, check_token_ids
 from router.request.prompt import AnswerOptions
-from router.request.prompts import TokenIds, check_token_ids
 from shared.errors import RequestError
 from shared.protocol.sampling_params import (
     MAX_BIASED_TOKENS,
+    MAX_GRAMMAR_CHARS,
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
     MAX_SEED,
+    Grammar,
     SamplingParams,
     TokenBias,
 )
@@ -56,9 +49,37 @@ BiasedTokenId = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[0
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 
 
+GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
+JsonSchema = Annotated[
+    str | dict[str, Any] | None,
+    OneOf("a JSON schema, as an object or as a string", {"str": GrammarText, "dict": dict[str, Any]}),
+]
+
+
+@dataclass(frozen=True)
+class AskedGrammar:
+    """A grammar, and where in the request it was."""
+
+    field: str
+    grammar: Grammar
+
+
+def _text_grammar(field: str, kind: Literal["regex", "ebnf"], text: str | None) -> AskedGrammar | None:
+    """A regular expression or a grammar in EBNF."""
+    return None if text is None else AskedGrammar(field, Grammar(kind, text))
+
+
+def schema_grammar(field: str, schema: str | dict[str, Any] | None) -> AskedGrammar | None:
+    """A JSON schema."""
+    if schema is None:
+        return None
+    text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+    return AskedGrammar(field, Grammar("json_schema", text))
+
+
 @dataclass(frozen=True, kw_only=True)
-class Spelled:
-    """What the dialects call by different names; `min_new_tokens_name` is that name."""
+class DialectFields:
+    """Sampling fields that the dialects call by different names; `min_new_tokens_name` is one of them."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -66,10 +87,7 @@ class Spelled:
     seed: int | None
     no_stop_trim: bool
     grammars: tuple[AskedGrammar | None, ...] = ()
-
-    def constrained(self, grammar: AskedGrammar | None) -> Spelled:
-        """The same, with one more grammar."""
-        return replace(self, grammars=(*self.grammars, grammar))
+    """Those of fields that the other dialect does not have."""
 
 
 class SamplingBody(Body):
@@ -157,44 +175,16 @@ class SamplingBody(Body):
     logits_processors: Annotated[Any, Refused(([],))] = None
     truncate_prompt_tokens: Annotated[Any, Refused()] = None
 
-    @abstractmethod
-    def spelled(self) -> Spelled:
-        """The fields whose names differ."""
-
-
-class NativeSampling(SamplingBody):
-    """`sampling_params` of /generate, with SGLang's names."""
-
-    max_new_tokens: Annotated[NewTokens, Field(description="0 only scores the prompt.")] = 128
-    min_new_tokens: Annotated[NewTokens, Field(description="Nothing ends it before.")] = 0
-    sampling_seed: Seed = None
-    # vLLM's names of the same
-    max_tokens: Annotated[Any, Refused(why="called max_new_tokens here")] = None
-    min_tokens: Annotated[Any, Refused((0,), why="called min_new_tokens here")] = None
-    seed: Annotated[Any, Refused(why="called sampling_seed here")] = None
-    logprobs: Annotated[Any, Refused(why="called return_logprob here, beside sampling_params")] = None
-    include_stop_str_in_output: Annotated[Any, Refused((False,), why="called no_stop_trim here")] = None
-
-    def spelled(self) -> Spelled:
-        """The fields by SGLang's names."""
-        return Spelled(
-            max_new_tokens=self.max_new_tokens,
-            min_new_tokens=self.min_new_tokens,
-            min_new_tokens_name="min_new_tokens",
-            seed=self.sampling_seed,
-            no_stop_trim=self.no_stop_trim,
-        )
-
 
 def read_sampling(
-    body: SamplingBody, vocab_size: int, limits: HttpLimits, path: str = ""
+    body: SamplingBody, own: DialectFields, vocab_size: int, limits: HttpLimits, path: str = ""
 ) -> tuple[SamplingParams, AnswerOptions]:
-    """What `body`, at `path` in the request, asks of the nodes and of the router. Raises RequestError.
+    """What `body`, at `path` in the request, and the dialect's `own` fields ask of the nodes and of the router.
 
-    A missing seed is drawn here, so that every node samples the same.
+    Raises RequestError for what types cannot check. A missing seed is drawn here, so that every node samples the
+    same.
     """
     at = f"{path}." if path else ""
-    own = body.spelled()
     if own.min_new_tokens > own.max_new_tokens:
         bound = f"at most the maximum of new tokens, {own.max_new_tokens}"
         raise wrong(at + own.min_new_tokens_name, bound, own.min_new_tokens)
@@ -204,11 +194,11 @@ def read_sampling(
     stop, stop_regex = _as_tuple(body.stop), _as_tuple(body.stop_regex)
     limits.check_stops(f"{at}stop", stop)
     limits.check_stops(f"{at}stop_regex", stop_regex)
-    asked = only_grammar(
+    asked = _only_grammar(
         (
             schema_grammar(f"{at}json_schema", body.json_schema),
-            text_grammar(f"{at}regex", "regex", body.regex),
-            text_grammar(f"{at}ebnf", "ebnf", body.ebnf),
+            _text_grammar(f"{at}regex", "regex", body.regex),
+            _text_grammar(f"{at}ebnf", "ebnf", body.ebnf),
             *own.grammars,
         ),
         limits,
@@ -241,14 +231,30 @@ def read_sampling(
 
 
 def read_samplings(
-    body: SamplingBody, num_prompts: int, vocab_size: int, limits: HttpLimits, path: str = ""
+    body: SamplingBody,
+    own: DialectFields,
+    num_prompts: int,
+    vocab_size: int,
+    limits: HttpLimits,
+    path: str = "",
 ) -> list[tuple[SamplingParams, AnswerOptions]]:
     """What `body` asks for each of several prompts: checked once, and the same but for seeds that it leaves open."""
-    params, options = read_sampling(body, vocab_size, limits, path)
-    if body.spelled().seed is not None:
+    params, options = read_sampling(body, own, vocab_size, limits, path)
+    if own.seed is not None:
         return [(params, options)] * num_prompts
     others = (msgspec.structs.replace(params, seed=_random_seed()) for _ in range(num_prompts - 1))
     return [(each, options) for each in (params, *others)]
+
+
+def _only_grammar(asked: Iterable[AskedGrammar | None], limits: HttpLimits) -> AskedGrammar | None:
+    """The one that was given. Raises RequestError for two, and for one that is too long."""
+    found = [grammar for grammar in asked if grammar is not None]
+    if len(found) > 1:
+        raise RequestError(f"{found[0].field} and {found[1].field} exclude each other", param=found[1].field)
+    if not found:
+        return None
+    limits.check_grammar(found[0].field, found[0].grammar.text)
+    return found[0]
 
 
 def _random_seed() -> int:

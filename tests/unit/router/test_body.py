@@ -14,13 +14,12 @@ from starlette.types import Message
 
 from router.api.chat_bodies import ChatBody
 from router.api.fleet_api import AddNode
-from router.api.generate_requests import GenerateBody
+from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.api.openai_bodies import CompletionBody
 from router.api.profile_api import StartProfileBody
 from router.api.service_api import AbortBody, DetokenizeBody, TokenizeBody
 from router.http.body import Body, FailFast, OneOf, Refused, must
 from router.http.json_bodies import JsonRequest
-from router.request.sampling import NativeSampling
 from shared.errors import RequestError
 from tests.unit.router.bodies import validate
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from router.api.openai_bodies import CompletionBody
+from router.api.openai_requests import openai_fields
 from router.http.limits import HttpLimits
 from router.request.sampling import read_sampling
 from shared.protocol.messages import Decode, Failed, Prefill
@@ -20,7 +21,8 @@ SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 
 
 def grammar_of(body: dict[str, object]) -> Grammar | None:
-    return read_sampling(validate(CompletionBody, {"prompt": "a", **body}), 100, HttpLimits())[0].grammar
+    asked = validate(CompletionBody, {"prompt": "a", **body})
+    return read_sampling(asked, openai_fields(asked, 16), 100, HttpLimits())[0].grammar
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 
 from router.api.logprobs import NativeLogprobs
 from router.dispatch.running_req import RunningReq
+from router.request.fields import MAX_ANSWER_LOGPROBS
 from router.request.generation import Generation
-from router.request.logprob_fields import MAX_ANSWER_LOGPROBS
 from router.request.output_text import OutputText
 from router.request.prompt import Prompt
 from router.request.stop_matcher import StopConditions

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from router.api.chat_bodies import ChatBody
-from router.api.generate_requests import GenerateBody
+from router.api.generate_bodies import GenerateBody
 from router.api.openai_bodies import CompletionBody
 from router.http.body import Body
-from router.request.prompts import read_routing_key
+from router.request.fields import read_routing_key
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
 from tests.unit.router.bodies import validate

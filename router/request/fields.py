@@ -1,9 +1,9 @@
-"""Prompts as a request holds them, and fields that are one value or, in a batch, a list of one for each prompt."""
+"""Fields that both dialects have, with their types, and what both check of them that types cannot."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, TypeVar, cast
 
 from pydantic import Field, WithJsonSchema
@@ -11,11 +11,15 @@ from pydantic import Field, WithJsonSchema
 from router.http.body import FailFast, OneOf
 from router.http.limits import MAX_BATCH_SIZE, HttpLimits
 from router.http.wording import maximum_context, wrong
+from router.request.prompt import Prompt
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
+from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, MAX_TOP_LOGPROBS, LogprobParams
 
 T = TypeVar("T")
 
+MAX_ANSWER_LOGPROBS = 4 * MAX_INPUT_LOGPROBS
+"""Numbers about all prompts of one HTTP request, once for each choice: its answer is made in one go."""
 MAX_RID_CHARS = 256
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -43,6 +47,7 @@ Rids = Annotated[
 ReturnTimeline = Annotated[bool, Field(description="Tell when it was in which stage, and on which node.")]
 CHOSEN_HERE = "the router's to choose"
 """Of the nodes that serve a request, and how they meet."""
+TopNum = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 ExtraKey = Annotated[str, Field(max_length=MAX_RID_CHARS)]
 MAX_PRIORITY = 1000
 """Either way. Ageing lifts a request by one for so many forwards: a bound on priorities is one on waiting."""
@@ -144,3 +149,27 @@ def read_routing_key(routing_key: str | None, headers: Mapping[str, str]) -> str
         if len(routing_key) > MAX_ROUTING_KEY_CHARS:
             raise wrong("routing_key", f"at most {MAX_ROUTING_KEY_CHARS} characters long", routing_key)
     return routing_key
+
+
+def check_num_logprobs(prompts: Sequence[Prompt], named: Callable[[LogprobParams], str], param: str) -> None:
+    """Refuse more numbers about prompt tokens than can be told; `named` words the fields that ask for them."""
+    total = 0
+    for at, prompt in enumerate(prompts):
+        wanted = prompt.work.params.logprobs
+        if wanted is None:
+            continue
+        number = wanted.num_input_logprobs(len(prompt.work.input_ids))
+        if number > MAX_INPUT_LOGPROBS:
+            where = f"prompt {at}: " if len(prompts) > 1 else ""
+            raise RequestError(
+                f"{where}{named(wanted)} asks for {number} numbers, {wanted.numbers_per_token} for each of "
+                f"{number // wanted.numbers_per_token} prompt tokens; at most {MAX_INPUT_LOGPROBS}",
+                param=param,
+            )
+        total += number * prompt.options.n
+        if total > MAX_ANSWER_LOGPROBS:
+            raise RequestError(
+                f"{named(wanted)} asks for {total} numbers about prompt tokens, up to prompt {at} of "
+                f"{len(prompts)} with n {prompt.options.n}; at most {MAX_ANSWER_LOGPROBS} in one answer",
+                param=param,
+            )

@@ -1,0 +1,148 @@
+"""The body of /generate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from router.http.body import Body, FailFast, OneOf, Refused
+from router.request.fields import (
+    CHOSEN_HERE,
+    ExtraKey,
+    IdPrompts,
+    Priority,
+    ReturnTimeline,
+    Rids,
+    RoutingKey,
+    Texts,
+    TokenIds,
+    TopNum,
+)
+from router.request.sampling import (
+    NewTokens,
+    SamplingBody,
+    Seed,
+)
+from shared.protocol.logprobs import MAX_TOKEN_IDS_LOGPROB, OUTPUTS_ONLY
+
+_MAX_START_LEN = 2**31 - 1
+
+StartLen = Annotated[int, Field(ge=OUTPUTS_ONLY, le=_MAX_START_LEN)]
+JudgedIds = Annotated[TokenIds, Field(max_length=MAX_TOKEN_IDS_LOGPROB)]
+
+ReturnLogprob = Annotated[
+    bool | list[bool | None],
+    OneOf(
+        "true or false, or a list of them", {"bool": bool, "list": Annotated[list[bool | None], FailFast()]}
+    ),
+    Field(description="Tell the logprobs of output tokens."),
+]
+LogprobStartLen = Annotated[
+    int | list[int | None],
+    OneOf(
+        "an integer or a list of integers",
+        {"int": StartLen, "list": Annotated[list[StartLen | None], FailFast()]},
+    ),
+    Field(description="Tell those of prompt tokens too, from this position on; -1: of none."),
+]
+TopLogprobsNum = Annotated[
+    int | list[int | None],
+    OneOf(
+        "an integer or a list of integers",
+        {"int": TopNum, "list": Annotated[list[TopNum | None], FailFast()]},
+    ),
+    Field(description="And of so many of the likeliest tokens at each position."),
+]
+TokenIdsLogprob = Annotated[
+    list[int] | list[list[int] | None] | None,
+    OneOf(
+        "a list of token ids, or a list of such lists",
+        {"list[int]": JudgedIds, "list[list]": Annotated[list[JudgedIds | None], FailFast()]},
+    ),
+    Field(description="And of these tokens at each position."),
+]
+
+
+class NativeSampling(SamplingBody):
+    """`sampling_params` of /generate, with SGLang's names."""
+
+    max_new_tokens: Annotated[NewTokens, Field(description="0 only scores the prompt.")] = 128
+    min_new_tokens: Annotated[NewTokens, Field(description="Nothing ends it before.")] = 0
+    sampling_seed: Seed = None
+    # vLLM's names of the same
+    max_tokens: Annotated[Any, Refused(why="called max_new_tokens here")] = None
+    min_tokens: Annotated[Any, Refused((0,), why="called min_new_tokens here")] = None
+    seed: Annotated[Any, Refused(why="called sampling_seed here")] = None
+    logprobs: Annotated[Any, Refused(why="called return_logprob here, beside sampling_params")] = None
+    include_stop_str_in_output: Annotated[Any, Refused((False,), why="called no_stop_trim here")] = None
+
+
+class GenerateBody(Body):
+    """A prompt or a list of them, and what to do with it. With a list, most fields may be lists too."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "text": "The capital of France is",
+                    "sampling_params": {"max_new_tokens": 16, "temperature": 0, "stop": ["\n"]},
+                },
+                {
+                    "input_ids": [[1, 2, 3], [4, 5]],
+                    "sampling_params": [{"max_new_tokens": 8}, {"max_new_tokens": 4, "top_p": 0.9}],
+                    "rid": ["first", "second"],
+                    "return_logprob": [True, False],
+                    "stream": True,
+                },
+            ]
+        }
+    )
+
+    text: Annotated[
+        str | list[str] | None,
+        OneOf("a string or a list of strings", {"str": str, "list": Texts}),
+        Field(description="The prompt; either this or `input_ids`."),
+    ] = None
+    input_ids: Annotated[
+        IdPrompts | None, Field(description="The prompt as token ids; either this or `text`.")
+    ] = None
+    sampling_params: Annotated[
+        NativeSampling | list[NativeSampling | None] | None,
+        OneOf(
+            "an object, or a list of objects",
+            {"dict": NativeSampling, "list": Annotated[list[NativeSampling | None], FailFast()]},
+        ),
+        Field(description="For all prompts, or a list with one for each."),
+    ] = None
+    stream: Annotated[bool, Field(description="Send events, each with all that there is so far.")] = False
+    rid: Rids = None
+    return_logprob: ReturnLogprob = False
+    logprob_start_len: LogprobStartLen = OUTPUTS_ONLY
+    top_logprobs_num: TopLogprobsNum = 0
+    token_ids_logprob: TokenIdsLogprob = None
+    return_text_in_logprobs: Annotated[bool, Field(description="Tell the text of each token too.")] = False
+    return_timeline: ReturnTimeline = False
+    priority: Priority = 0
+    routing_key: RoutingKey = None
+    extra_key: Annotated[
+        str | list[str | None] | None,
+        OneOf(
+            "a string or a list of strings",
+            {"str": ExtraKey, "list": Annotated[list[ExtraKey | None], FailFast()]},
+        ),
+        Field(description="Prompts with different keys share no cache."),
+    ] = None
+    return_hidden_states: Annotated[Any, Refused((False,))] = None
+    return_routed_experts: Annotated[Any, Refused((False,))] = None
+    return_bytes: Annotated[Any, Refused((False,))] = None
+    lora_path: Annotated[Any, Refused()] = None
+    lora_id: Annotated[Any, Refused()] = None
+    input_embeds: Annotated[Any, Refused()] = None
+    image_data: Annotated[Any, Refused(([],))] = None
+    video_data: Annotated[Any, Refused(([],))] = None
+    audio_data: Annotated[Any, Refused(([],))] = None
+    custom_logit_processor: Annotated[Any, Refused()] = None
+    session_params: Annotated[Any, Refused(({},))] = None
+    data_parallel_rank: Annotated[Any, Refused()] = None
+    bootstrap_host: Annotated[Any, Refused(why=CHOSEN_HERE)] = None
