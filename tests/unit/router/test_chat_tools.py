@@ -131,7 +131,10 @@ def test_a_streamed_call_begins_with_its_name_and_has_all_logprobs(folder: Path)
 
 def test_the_clients_own_helper_reads_the_stream(folder: Path) -> None:
     async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
-        asked: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
+        strict = [
+            {**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS
+        ]  # its own demand
+        asked: dict[str, Any] = {"messages": QUESTION, "tools": strict, "tool_choice": "required"}
         async with client.chat.completions.stream(model="tiny", **asked) as stream:
             answer = await stream.get_final_completion()
         calls = answer.choices[0].message.tool_calls
