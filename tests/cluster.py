@@ -14,6 +14,7 @@ from shared.config import NodeConfig, TransferOptions
 from shared.engine.build import Engine
 from shared.engine.vitals import Vitals
 from shared.kvcache.audit import audit, audit_idle
+from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.protocol.logprobs import TokenLogprobs
@@ -217,14 +218,16 @@ class Node:
         self.router_port = RouterPort(outbox, hello, self.vitals.load, wake, network.clock)
         make_side = KVSender if role is Role.PREFILL else KVReceiver
         self.side = make_side(
-            node=ref(name),
-            layout=engine.layout,
-            pages=CorruptingPages(engine.pool, network),
-            outbox=outbox,
-            transports=fake_transports(network, name, options),
-            clock=network.clock,
-            options=options,
-            wake=wake.set,
+            Endpoint(
+                node=ref(name),
+                layout=engine.layout,
+                pages=CorruptingPages(engine.pool, network),
+                outbox=outbox,
+                transports=fake_transports(network, name, options),
+                clock=network.clock,
+                options=options,
+                wake=wake.set,
+            )
         )
         self.peering = ClusterPeering(network, name)
         self.scheduler: PrefillScheduler | DecodeScheduler

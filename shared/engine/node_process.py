@@ -19,6 +19,7 @@ from shared.config import NodeConfig
 from shared.engine.build import Engine, build_engine, resolve_device
 from shared.engine.vitals import Vitals
 from shared.errors import ConfigError
+from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.sides import TransferSides, make_sides
 from shared.kvtransfer.transports.choice import Transports, make_transports
 from shared.open_files import raise_open_files_limit
@@ -167,14 +168,17 @@ def _parts(
         node=node,
         engine=engine,
         transfer=make_sides(
-            node=node,
-            layout=engine.layout,
-            pages=engine.pool,
-            control=control,
-            transports=transports,
-            clock=engine.clock,
-            options=config.transfer,
-            wake=wake.set,
+            Endpoint(
+                node=node,
+                layout=engine.layout,
+                pages=engine.pool,
+                outbox=control,
+                transports=transports,
+                clock=engine.clock,
+                options=config.transfer,
+                wake=wake.set,
+            ),
+            control,
         ),
         router_port=RouterPort(control.to_diallers, hello, vitals.load, wake, engine.clock),
         vitals=vitals,

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from shared.config import TransferOptions
+from shared.kvtransfer.links import Endpoint
 from shared.protocol.messages import CancelTransfer, ReqKey, Struct
-from shared.protocol.outbox import Outbox
 
 
 class Keyed(Protocol):
@@ -130,13 +129,13 @@ class KeyedInbox(Generic[Transfer, Message, Answer]):
     def __init__(
         self,
         *,
-        options: TransferOptions,
-        outbox: Outbox,
+        own: Endpoint,
         apply: Callable[[Transfer, Message], None],
         answer_late: Callable[[Message, Answer], Struct | None],
         node: str,
     ) -> None:
-        self._outbox = outbox
+        options = own.options
+        self._outbox = own.outbox
         self._apply = apply
         self._answer_late = answer_late
         self._node = node

@@ -5,18 +5,39 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from shared import log
 from shared.config import TransferOptions
+from shared.kvtransfer.layout import PageStore
 from shared.kvtransfer.link import LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.link_worker import LinkLoop, LinkWorker
 from shared.kvtransfer.transports.choice import Transports
-from shared.protocol.messages import LinkLost, StoreSet
+from shared.protocol.messages import KVLayout, LinkLost, NodeRef, StoreSet
 from shared.protocol.outbox import Outbox
+from shared.timeline import Clock
 
 Loop = TypeVar("Loop", bound=LinkLoop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """This node as one end of its transfers: what a KVSender or a KVReceiver is made of.
+
+    `wake` tells the scheduler that `poll` has something. It is called from any thread, under the lock of the side,
+    and must only signal.
+    """
+
+    node: NodeRef
+    layout: KVLayout
+    pages: PageStore
+    outbox: Outbox
+    transports: Transports
+    clock: Clock
+    options: TransferOptions
+    wake: Callable[[], None]
 
 
 class Links(Generic[Loop]):
@@ -32,18 +53,15 @@ class Links(Generic[Loop]):
         *,
         rank: int,
         lock: threading.RLock,
-        clock: Callable[[], float],
-        options: TransferOptions,
-        outbox: Outbox,
-        transports: Transports,
+        own: Endpoint,
         on_dead: Callable[[LinkWorker, str], None],
     ) -> None:
         self._rank = rank
         self._lock = lock
-        self._clock = clock
-        self._options = options
-        self._outbox = outbox
-        self._transports = transports
+        self._clock = own.clock
+        self._options = own.options
+        self._outbox = own.outbox
+        self._transports = own.transports
         self._on_dead = on_dead
         self._current: dict[str, tuple[LinkWorker, Loop]] = {}
         self._workers: list[LinkWorker] = []

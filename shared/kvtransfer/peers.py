@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from shared import log
-from shared.config import TransferOptions
-from shared.kvtransfer.links import Links
+from shared.kvtransfer.links import Endpoint, Links
 from shared.protocol.heartbeat import Heartbeat
 from shared.protocol.messages import LinkLost, PeerPing, PeerPong, StoreSet
-from shared.protocol.outbox import Outbox
 
 PeerMessage = StoreSet | LinkLost | PeerPing | PeerPong
 State = TypeVar("State")
@@ -33,13 +31,11 @@ class Peer(Generic[State]):
 class PeerTable(Generic[State]):
     """The peers by their ids. Used under the lock of the side; `states` and `unreachable` take it."""
 
-    def __init__(
-        self, *, lock: threading.RLock, links: Links[Any], outbox: Outbox, options: TransferOptions
-    ) -> None:
+    def __init__(self, *, lock: threading.RLock, links: Links[Any], own: Endpoint) -> None:
         self._lock = lock
         self._links = links
-        self._outbox = outbox
-        self._options = options
+        self._outbox = own.outbox
+        self._options = own.options
         self._peers: dict[str, Peer[State]] = {}
         self._ping_seq = 0
 

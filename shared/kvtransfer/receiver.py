@@ -12,28 +12,24 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from shared.config import TransferOptions
 from shared.errors import TransferError
 from shared.kvtransfer.inbox import KeyedInbox
-from shared.kvtransfer.layout import Chunk, ChunkPlan, PageStore
+from shared.kvtransfer.layout import Chunk, ChunkPlan
+from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receiver_peers import ReceiverPeers
 from shared.kvtransfer.states import Received, ReceiveEvent, ReceiveState, ReceiveTransfer
-from shared.kvtransfer.transports.choice import Transports
 from shared.protocol.messages import (
     CancelTransfer,
     Done,
     Handoff,
-    KVLayout,
     LeaseRenew,
-    NodeRef,
     Offer,
     Ready,
     ReqKey,
     SenderToReceiver,
 )
-from shared.protocol.outbox import Outbox
 
 TICK_S = 0.01
 """`tick` looks at deadlines no more often than this."""
@@ -42,54 +38,28 @@ _Keyed = Offer | Handoff | CancelTransfer
 
 
 class KVReceiver:
-    """All transfers that arrive at this node.
+    """All transfers that arrive at this node."""
 
-    `wake` tells the scheduler that `poll` has something; it is called from any thread, under the receiver's lock,
-    and must only signal.
-    """
-
-    def __init__(
-        self,
-        *,
-        node: NodeRef,
-        layout: KVLayout,
-        pages: PageStore,
-        outbox: Outbox,
-        transports: Transports,
-        clock: Callable[[], float],
-        options: TransferOptions,
-        wake: Callable[[], None],
-    ) -> None:
-        self._layout = layout
-        self._outbox = outbox
-        self._clock = clock
-        self._options = options
-        self._wake = wake
+    def __init__(self, own: Endpoint) -> None:
+        self._own = own
+        self._outbox = own.outbox
+        self._clock = own.clock
+        self._options = own.options
         self._plan = ChunkPlan.fit(
-            num_layers=layout.num_layers,
-            unit_nbytes=pages.gather_nbytes(1, 1),
-            slot_nbytes=options.slot_nbytes,
+            num_layers=own.layout.num_layers,
+            unit_nbytes=own.pages.gather_nbytes(1, 1),
+            slot_nbytes=own.options.slot_nbytes,
         )
         self._lock = threading.RLock()
         self._events: list[ReceiveEvent] = []
         self._next_tick = 0.0
         self._closed = False
         self.transfers: KeyedInbox[ReceiveTransfer, _Keyed, Done] = KeyedInbox(
-            options=options,
-            outbox=outbox,
-            apply=self._apply,
-            answer_late=_answer_late,
-            node="receiving node",
+            own=own, apply=self._apply, answer_late=_answer_late, node="receiving node"
         )
         self.peers = ReceiverPeers(
-            node=node,
-            layout=layout,
-            pages=pages,
-            outbox=outbox,
-            transports=transports,
-            clock=clock,
-            options=options,
-            lock=self._lock,
+            own,
+            self._lock,
             gate=self,
             link_begins=self._start_transfers,
             link_died=self._link_died,
@@ -119,8 +89,8 @@ class KVReceiver:
                 peer_id=peer_id,
                 page_ids=list(page_ids),
                 prefix_pages=prefix_pages,
-                num_layers=self._layout.num_layers,
-                page_size=self._layout.page_size,
+                num_layers=self._own.layout.num_layers,
+                page_size=self._own.layout.page_size,
                 deadline=self._clock() + self._options.connect_timeout_s,
             )
             self.transfers.open(transfer)
@@ -327,7 +297,7 @@ class KVReceiver:
         ok, reason = isinstance(end, Received), "" if isinstance(end, Received) else end.reason
         self.transfers.close(transfer.key, Done(transfer.key, ok, reason), self._clock())
         self._events.append(end)
-        self._wake()
+        self._own.wake()
 
 
 def _answer_late(message: _Keyed, done: Done) -> Done | None:

@@ -13,17 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared import log
-from shared.config import TransferOptions
 from shared.errors import PeerMismatch
-from shared.kvtransfer.layout import PageStore, check_layout
+from shared.kvtransfer.layout import check_layout
 from shared.kvtransfer.link import RECEIVER
 from shared.kvtransfer.link_worker import LinkWorker
-from shared.kvtransfer.links import Links
+from shared.kvtransfer.links import Endpoint, Links
 from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
 from shared.kvtransfer.receive_loop import ReceiveLoop, ScatterGate
-from shared.kvtransfer.transports.choice import Transports
-from shared.protocol.messages import Grant, KVLayout, LinkOpen, NodeRef, PeerHello, Refused
-from shared.protocol.outbox import Outbox
+from shared.protocol.messages import Grant, LinkOpen, PeerHello, Refused
 
 
 @dataclass(slots=True)
@@ -44,27 +41,17 @@ class ReceiverPeers:
 
     def __init__(
         self,
-        *,
-        node: NodeRef,
-        layout: KVLayout,
-        pages: PageStore,
-        outbox: Outbox,
-        transports: Transports,
-        clock: Callable[[], float],
-        options: TransferOptions,
+        own: Endpoint,
         lock: threading.RLock,
+        *,
         gate: ScatterGate,
         link_begins: Callable[[str], None],
         link_died: Callable[[str, str], None],
         refused: Callable[[str], None],
     ) -> None:
-        self._node = node
-        self._layout = layout
-        self._pages = pages
-        self._outbox = outbox
-        self._transports = transports
-        self._clock = clock
-        self._options = options
+        self._own = own
+        self._outbox = own.outbox
+        self._options = own.options
         self._gate = gate
         self._link_begins = link_begins
         self._tell_link_died = link_died
@@ -74,15 +61,10 @@ class ReceiverPeers:
         self.links: Links[ReceiveLoop] = Links(
             rank=RECEIVER,
             lock=lock,
-            clock=clock,
-            options=options,
-            outbox=outbox,
-            transports=transports,
+            own=own,
             on_dead=self._link_died,
         )
-        self._table: PeerTable[_NextLink] = PeerTable(
-            lock=lock, links=self.links, outbox=outbox, options=options
-        )
+        self._table: PeerTable[_NextLink] = PeerTable(lock=lock, links=self.links, own=own)
 
     @property
     def unreachable(self) -> dict[str, str]:
@@ -135,8 +117,8 @@ class ReceiverPeers:
         self.links.fail_peer(peer_id, "the peer connected anew", tell_peer=False)
         peer = self._table.add(peer_id, _NextLink(deque()), now)
         try:
-            check_layout(self._layout, hello.layout)
-            peer.state.transports.extend(self._transports.in_common(hello.transports, hello.host))
+            check_layout(self._own.layout, hello.layout)
+            peer.state.transports.extend(self._own.transports.in_common(hello.transports, hello.host))
         except PeerMismatch as error:
             peer.refused = str(error)
             log.warn("peer_refused", peer=peer_id, reason=peer.refused)
@@ -147,20 +129,20 @@ class ReceiverPeers:
 
     def _open_link(self, peer: Peer[_NextLink]) -> None:
         self.num_links_opened += 1
-        name = f"{peer.peer_id}>{self._node.node_id}/{self._node.incarnation}#{self.num_links_opened}"
+        name = f"{peer.peer_id}>{self._own.node.node_id}/{self._own.node.incarnation}#{self.num_links_opened}"
         secret, transport = secrets.token_bytes(32), peer.state.transports[0]
 
         def send_grant(grant: Grant) -> None:
             self._outbox.send(peer.peer_id, grant)
 
-        loop = ReceiveLoop(name=name, pages=self._pages, gate=self._gate, send_grant=send_grant)
+        loop = ReceiveLoop(name=name, pages=self._own.pages, gate=self._gate, send_grant=send_grant)
         # LinkOpen goes out before anything that the worker may send about the link.
-        self._outbox.send(peer.peer_id, LinkOpen(name, self._node, secret, transport))
+        self._outbox.send(peer.peer_id, LinkOpen(name, self._own.node, secret, transport))
         self.links.begin(peer.peer_id, name, secret, transport, loop)
         self._link_begins(peer.peer_id)
 
     def _link_died(self, worker: LinkWorker, reason: str) -> None:
-        peer, now = self._table.get(worker.peer_id), self._clock()
+        peer, now = self._table.get(worker.peer_id), self._own.clock()
         if peer is not None:
             options, state = self._options, peer.state
             lasted = worker.live_at is not None and now - worker.live_at >= options.rebuild_max_s

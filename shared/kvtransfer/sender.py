@@ -11,27 +11,23 @@ From `offer` until SendEnded was polled, the caller keeps the offered pages allo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from shared.config import TransferOptions
 from shared.kvtransfer.inbox import KeyedInbox
-from shared.kvtransfer.layout import Chunk, PageStore
+from shared.kvtransfer.layout import Chunk
+from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.sender_peers import SenderPeers
 from shared.kvtransfer.states import SendEnded, SendEvent, SendState, SendTransfer
-from shared.kvtransfer.transports.choice import Transports
 from shared.protocol.messages import (
     CancelTransfer,
     Done,
     Handoff,
-    KVLayout,
     LeaseRenew,
-    NodeRef,
     Offer,
     Ready,
     ReceiverToSender,
     ReqKey,
 )
-from shared.protocol.outbox import Outbox
 
 TICK_S = 0.01
 """`tick` looks at deadlines no more often than this."""
@@ -40,51 +36,21 @@ _Keyed = Ready | Done | CancelTransfer
 
 
 class KVSender:
-    """All transfers that leave this node.
+    """All transfers that leave this node."""
 
-    `wake` tells the scheduler that `poll` has something; it is called from any thread, under the sender's lock,
-    and must only signal.
-    """
-
-    def __init__(
-        self,
-        *,
-        node: NodeRef,
-        layout: KVLayout,
-        pages: PageStore,
-        outbox: Outbox,
-        transports: Transports,
-        clock: Callable[[], float],
-        options: TransferOptions,
-        wake: Callable[[], None],
-    ) -> None:
-        self._outbox = outbox
-        self._clock = clock
-        self._options = options
-        self._wake = wake
+    def __init__(self, own: Endpoint) -> None:
+        self._own = own
+        self._outbox = own.outbox
+        self._clock = own.clock
+        self._options = own.options
         self._lock = threading.RLock()
         self._events: list[SendEvent] = []
         self._next_tick = 0.0
         self._closed = False
         self.transfers: KeyedInbox[SendTransfer, _Keyed, str] = KeyedInbox(
-            options=options,
-            outbox=outbox,
-            apply=self._apply,
-            answer_late=_answer_late,
-            node="sending node",
+            own=own, apply=self._apply, answer_late=_answer_late, node="sending node"
         )
-        self.peers = SenderPeers(
-            node=node,
-            layout=layout,
-            pages=pages,
-            outbox=outbox,
-            transports=transports,
-            clock=clock,
-            options=options,
-            lock=self._lock,
-            gate=self,
-            fail_transfers=self._fail_transfers,
-        )
+        self.peers = SenderPeers(own, self._lock, gate=self, fail_transfers=self._fail_transfers)
         self.links = self.peers.links
 
     @property
@@ -288,7 +254,7 @@ class KVSender:
 
     def _post(self, event: SendEvent) -> None:
         self._events.append(event)
-        self._wake()
+        self._own.wake()
 
 
 def _answer_late(message: _Keyed, reason: str) -> CancelTransfer | None:

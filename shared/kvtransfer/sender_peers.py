@@ -7,23 +7,18 @@ link, or with Refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from shared import log
-from shared.config import TransferOptions
 from shared.errors import LinkError
-from shared.kvtransfer.layout import PageStore
 from shared.kvtransfer.link import SENDER
 from shared.kvtransfer.link_worker import LinkWorker
-from shared.kvtransfer.links import Links
+from shared.kvtransfer.links import Endpoint, Links
 from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
 from shared.kvtransfer.send_loop import GatherGate, SendLoop
 from shared.kvtransfer.staging import SlotRing
-from shared.kvtransfer.transports.choice import Transports
-from shared.protocol.messages import Grant, KVLayout, LinkLost, LinkOpen, NodeRef, PeerHello, Refused
-from shared.protocol.outbox import Outbox
+from shared.protocol.messages import Grant, LinkLost, LinkOpen, PeerHello, Refused
 
 
 class FailTransfers(Protocol):
@@ -45,39 +40,24 @@ class SenderPeers:
 
     def __init__(
         self,
-        *,
-        node: NodeRef,
-        layout: KVLayout,
-        pages: PageStore,
-        outbox: Outbox,
-        transports: Transports,
-        clock: Callable[[], float],
-        options: TransferOptions,
+        own: Endpoint,
         lock: threading.RLock,
+        *,
         gate: GatherGate,
         fail_transfers: FailTransfers,
     ) -> None:
-        self._node = node
-        self._layout = layout
-        self._pages = pages
-        self._outbox = outbox
-        self._transports = transports
-        self._clock = clock
-        self._options = options
+        self._own = own
+        self._outbox = own.outbox
+        self._options = own.options
         self._gate = gate
         self._fail_transfers = fail_transfers
         self.links: Links[SendLoop] = Links(
             rank=SENDER,
             lock=lock,
-            clock=clock,
-            options=options,
-            outbox=outbox,
-            transports=transports,
+            own=own,
             on_dead=self._link_died,
         )
-        self._table: PeerTable[_Hello] = PeerTable(
-            lock=lock, links=self.links, outbox=outbox, options=options
-        )
+        self._table: PeerTable[_Hello] = PeerTable(lock=lock, links=self.links, own=own)
 
     def __contains__(self, peer_id: str) -> bool:
         return peer_id in self._table
@@ -98,7 +78,7 @@ class SenderPeers:
 
     def connected(self, peer_id: str) -> None:
         """The connection to a node is up."""
-        now = self._clock()
+        now = self._own.clock()
         self._table.add(peer_id, _Hello(now), now)
         self._say_hello(peer_id)
 
@@ -147,8 +127,10 @@ class SenderPeers:
                 self._say_hello(peer.peer_id)
 
     def _say_hello(self, peer_id: str) -> None:
-        offered = tuple(self._transports.factories)
-        self._outbox.send(peer_id, PeerHello(self._node, self._layout, offered, self._transports.host))
+        offered = tuple(self._own.transports.factories)
+        self._outbox.send(
+            peer_id, PeerHello(self._own.node, self._own.layout, offered, self._own.transports.host)
+        )
 
     def _granted(self, peer_id: str, grant: Grant) -> None:
         loop = self.links.loop(peer_id, grant.link)
@@ -163,7 +145,7 @@ class SenderPeers:
     def _open_link(self, peer: Peer[_Hello], message: LinkOpen) -> None:
         if self.links.known(message.link):
             return
-        factory = self._transports.factories.get(message.transport)
+        factory = self._own.transports.factories.get(message.transport)
         if factory is None:
             reason = f"kv_transfer: {message.transport} was not offered"
             self._outbox.send(peer.peer_id, LinkLost(message.link, reason))
@@ -172,11 +154,11 @@ class SenderPeers:
         # A Ready that came before this LinkOpen spoke of the old link.
         self._fail_transfers(peer.peer_id, "the link was replaced", waiting_too=False, tell_peer=True)
         peer.refused = None
-        peer.state.at = self._clock()
+        peer.state.at = self._own.clock()
         loop = SendLoop(
             ring=SlotRing(self._options.num_slots, self._options.slot_nbytes, factory.new_slot),
-            pages=self._pages,
-            num_layers=self._layout.num_layers,
+            pages=self._own.pages,
+            num_layers=self._own.layout.num_layers,
             gate=self._gate,
             copier=factory.new_copier(message.link),
         )
@@ -185,5 +167,5 @@ class SenderPeers:
     def _link_died(self, worker: LinkWorker, reason: str) -> None:
         peer = self._table.get(worker.peer_id)
         if peer is not None:
-            peer.state.at = self._clock()
+            peer.state.at = self._own.clock()
         self._fail_transfers(worker.peer_id, f"link lost: {reason}", waiting_too=False, tell_peer=True)

@@ -7,20 +7,16 @@ by itself. A side that is not used has no thread, no descriptor and no peer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from shared.config import TransferOptions
-from shared.kvtransfer.layout import PageStore
+from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.peering import REDIAL_S, DialledPeering
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
-from shared.kvtransfer.transports.choice import Transports
 from shared.protocol.channel import ControlThread, Handlers
-from shared.protocol.messages import KVLayout, NodeRef, SenderToReceiver
-from shared.timeline import Clock
+from shared.protocol.messages import SenderToReceiver
 
 
 @dataclass(frozen=True)
@@ -36,39 +32,11 @@ class TransferSides:
         return {"sender": Handlers(msgspec.msgpack.Decoder(SenderToReceiver), self.receiver.on_message)}
 
 
-def make_sides(
-    *,
-    node: NodeRef,
-    layout: KVLayout,
-    pages: PageStore,
-    control: ControlThread,
-    transports: Transports,
-    clock: Clock,
-    options: TransferOptions,
-    wake: Callable[[], None],
-) -> TransferSides:
-    """Both sides of `node`; `control` redials and renews leases for them from now on."""
-    sender = KVSender(
-        node=node,
-        layout=layout,
-        pages=pages,
-        outbox=control.to_dialled,
-        transports=transports,
-        clock=clock,
-        options=options,
-        wake=wake,
-    )
-    receiver = KVReceiver(
-        node=node,
-        layout=layout,
-        pages=pages,
-        outbox=control.to_diallers,
-        transports=transports,
-        clock=clock,
-        options=options,
-        wake=wake,
-    )
-    peering = DialledPeering(node, control, sender, clock)
+def make_sides(own: Endpoint, control: ControlThread) -> TransferSides:
+    """Both sides of the node `own` over `control`, which redials and renews leases for them from now on."""
+    sender = KVSender(replace(own, outbox=control.to_dialled))
+    receiver = KVReceiver(replace(own, outbox=control.to_diallers))
+    peering = DialledPeering(own.node, control, sender, own.clock)
     control.every(REDIAL_S / 2, peering.redial)
     control.every(receiver.renewal_s, receiver.renew_leases)
     return TransferSides(sender, peering, receiver)

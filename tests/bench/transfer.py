@@ -29,6 +29,7 @@ from shared.engine.node_process import SWITCH_INTERVAL_S
 from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.layout import record_digest
+from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received
@@ -123,14 +124,16 @@ def prefill_side(pipe: Connection, address: str, port: int, options: TransferOpt
     pool, control, wake = make_pool(), ControlThread(), threading.Event()
     pool.buffer_LSNHPD.normal_()
     sender = KVSender(
-        node=NodeRef("p", "p#1", "tcp://nowhere:0"),
-        layout=LAYOUT,
-        pages=pool,
-        outbox=control,
-        transports=make_transports(options, CPU),
-        clock=time.monotonic,
-        options=options,
-        wake=wake.set,
+        Endpoint(
+            node=NodeRef("p", "p#1", "tcp://nowhere:0"),
+            layout=LAYOUT,
+            pages=pool,
+            outbox=control,
+            transports=make_transports(options, CPU),
+            clock=time.monotonic,
+            options=options,
+            wake=wake.set,
+        )
     )
     control.start()
     handlers = Handlers(msgspec.msgpack.Decoder(ReceiverToSender), sender.on_message)
@@ -179,14 +182,16 @@ class DecodeSide:
         self.pool, self.control, self.wake = make_pool(), ControlThread(), threading.Event()
         port = self.control.bind("127.0.0.1", 0)
         self.receiver = KVReceiver(
-            node=NodeRef("d", "d#1", f"tcp://127.0.0.1:{port}"),
-            layout=LAYOUT,
-            pages=self.pool,
-            outbox=self.control,
-            transports=make_transports(options, CPU),
-            clock=time.monotonic,
-            options=options,
-            wake=self.wake.set,
+            Endpoint(
+                node=NodeRef("d", "d#1", f"tcp://127.0.0.1:{port}"),
+                layout=LAYOUT,
+                pages=self.pool,
+                outbox=self.control,
+                transports=make_transports(options, CPU),
+                clock=time.monotonic,
+                options=options,
+                wake=self.wake.set,
+            )
         )
         self.control.start()
         prefill = Handlers(msgspec.msgpack.Decoder(SenderToReceiver), self.receiver.on_message)

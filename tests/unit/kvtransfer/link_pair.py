@@ -17,6 +17,7 @@ import torch
 
 from shared.config import TransferOptions
 from shared.kvcache.pools import TokenToKVPool
+from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
@@ -149,24 +150,28 @@ class LinkPair:
         self.received: dict[ReqKey, Received | ReceiveFailed] = {}
         self.woken = threading.Event()
         self.p = KVSender(
-            node=NodeRef("p0", "i", ""),
-            layout=LAYOUT,
-            pages=self.p_pool,
-            outbox=ToMailbox(self.at_d),
-            transports=p_transports or transports(options),
-            clock=time.monotonic,
-            options=options,
-            wake=self.woken.set,
+            Endpoint(
+                node=NodeRef("p0", "i", ""),
+                layout=LAYOUT,
+                pages=self.p_pool,
+                outbox=ToMailbox(self.at_d),
+                transports=p_transports or transports(options),
+                clock=time.monotonic,
+                options=options,
+                wake=self.woken.set,
+            )
         )
         self.d = KVReceiver(
-            node=NodeRef("d0", "i", ""),
-            layout=LAYOUT,
-            pages=self.d_pool,
-            outbox=ToMailbox(self.at_p, tamper),
-            transports=d_transports or transports(options),
-            clock=time.monotonic,
-            options=options,
-            wake=self.woken.set,
+            Endpoint(
+                node=NodeRef("d0", "i", ""),
+                layout=LAYOUT,
+                pages=self.d_pool,
+                outbox=ToMailbox(self.at_p, tamper),
+                transports=d_transports or transports(options),
+                clock=time.monotonic,
+                options=options,
+                wake=self.woken.set,
+            )
         )
         self.at_p.on_message, self.at_d.on_message = self.p.on_message, self.d.on_message
         self.p.on_connected("d0")
@@ -280,14 +285,16 @@ def prefill_process(pipe: Connection, num_pages: int, options: TransferOptions) 
     pool = new_pool(num_pages)
     pool.buffer_LSNHPD.copy_(pattern(num_pages))
     side = KVSender(
-        node=NodeRef("p0", str(os.getpid()), ""),
-        layout=LAYOUT,
-        pages=SlowPages(pool),
-        outbox=PipeOutbox(pipe),
-        transports=transports(options),
-        clock=time.monotonic,
-        options=options,
-        wake=lambda: None,
+        Endpoint(
+            node=NodeRef("p0", str(os.getpid()), ""),
+            layout=LAYOUT,
+            pages=SlowPages(pool),
+            outbox=PipeOutbox(pipe),
+            transports=transports(options),
+            clock=time.monotonic,
+            options=options,
+            wake=lambda: None,
+        )
     )
     asked: queue.SimpleQueue[ReqKey] = queue.SimpleQueue()
 

@@ -13,6 +13,7 @@ import torch
 
 from shared.config import TransferOptions
 from shared.kvcache.pools import TokenToKVPool
+from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.sides import make_sides
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.protocol.channel import ControlThread
@@ -64,14 +65,17 @@ class Node:
         self.pages = HeldPages(self.pool)
         self.pages.go_on.set()
         self.sides = make_sides(
-            node=self.ref,
-            layout=LAYOUT,
-            pages=self.pages,
-            control=self.control,
-            transports=transports(options),
-            clock=time.monotonic,
-            options=options,
-            wake=lambda: None,
+            Endpoint(
+                node=self.ref,
+                layout=LAYOUT,
+                pages=self.pages,
+                outbox=self.control,
+                transports=transports(options),
+                clock=time.monotonic,
+                options=options,
+                wake=lambda: None,
+            ),
+            self.control,
         )
         self.control.admit(self.sides.handlers())
         self.to_send: dict[ReqKey, list[int]] = {}

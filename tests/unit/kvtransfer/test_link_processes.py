@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shared.config import TransferOptions
+from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import NodeRef, ReqKey
@@ -48,14 +49,16 @@ class Decode:
         self.processes: list[BaseProcess] = []
         self.num_opened = 0
         self.side = KVReceiver(
-            node=NodeRef("d0", "i", ""),
-            layout=LAYOUT,
-            pages=self.pool,
-            outbox=self,
-            transports=transports(options),
-            clock=time.monotonic,
-            options=options,
-            wake=lambda: None,
+            Endpoint(
+                node=NodeRef("d0", "i", ""),
+                layout=LAYOUT,
+                pages=self.pool,
+                outbox=self,
+                transports=transports(options),
+                clock=time.monotonic,
+                options=options,
+                wake=lambda: None,
+            )
         )
 
     def send(self, to: str, message: object) -> None:

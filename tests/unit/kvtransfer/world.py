@@ -15,6 +15,7 @@ import torch
 
 from shared.config import TransferOptions
 from shared.kvcache.pools import TokenToKVPool
+from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
@@ -160,14 +161,16 @@ class PrefillHost:
             on_disconnected=lambda peer, reason: self.side.on_disconnected(peer, reason),
         )
         self.side = KVSender(
-            node=NodeRef(name, f"{name}.{next(_incarnations)}", f"fake://{name}"),
-            layout=layout,
-            pages=self.pages,
-            outbox=outbox,
-            transports=fake_transports(network, name, options),
-            clock=network.clock,
-            options=options,
-            wake=self._wake,
+            Endpoint(
+                node=NodeRef(name, f"{name}.{next(_incarnations)}", f"fake://{name}"),
+                layout=layout,
+                pages=self.pages,
+                outbox=outbox,
+                transports=fake_transports(network, name, options),
+                clock=network.clock,
+                options=options,
+                wake=self._wake,
+            )
         )
 
     def _wake(self) -> None:
@@ -231,14 +234,16 @@ class DecodeHost:
             on_disconnected=lambda peer, reason: self.side.on_disconnected(peer, reason),
         )
         self.side = KVReceiver(
-            node=NodeRef(name, f"{name}.{next(_incarnations)}", f"fake://{name}"),
-            layout=layout,
-            pages=CorruptingPages(self.pages, network),
-            outbox=outbox,
-            transports=fake_transports(network, name, options),
-            clock=network.clock,
-            options=options,
-            wake=self._wake,
+            Endpoint(
+                node=NodeRef(name, f"{name}.{next(_incarnations)}", f"fake://{name}"),
+                layout=layout,
+                pages=CorruptingPages(self.pages, network),
+                outbox=outbox,
+                transports=fake_transports(network, name, options),
+                clock=network.clock,
+                options=options,
+                wake=self._wake,
+            )
         )
         network.every(self.side.renewal_s, self.side.renew_leases, owner=name)
 
