@@ -549,15 +549,8 @@ def test_a_stranger_that_announces_a_large_frame_is_hung_up_on(party: MakeParty,
         while received < 64:
             received += len(stranger.recv(4096))
         stranger.sendall(b"\x06" + (150 << 20).to_bytes(8, "big"))  # a long command
-        num_sent = 0
-        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-            while num_sent < 8 << 20:
-                num_sent += stranger.send(bytes(1 << 16))
-                stranger.settimeout(0.2)
-                with contextlib.suppress(TimeoutError):
-                    if not stranger.recv(4096):
-                        break
-    assert num_sent < 4 << 20
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            stranger.sendall(bytes(32 << 20))  # more than the kernel buffers
 
 
 def test_a_taken_port_is_refused_with_its_name(node: Party, party: MakeParty) -> None:
