@@ -1,4 +1,4 @@
-"""`router`: flags, signals and exit codes. `router top` and `router generate` are in `router/terminal`.
+"""`router`: flags, signals and exit codes. `router top` is in `router/terminal`.
 
 Exit code 0 after SIGTERM or Ctrl-C, 1 when the service could not start or broke, 2 for a wrong flag or model.
 """
@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from router import terminal
 from router.dispatch.policy import POLICIES
 from router.http.config import (
     MAX_ROUTER_WORKERS,
@@ -34,10 +33,12 @@ from shared.protocol.messages import Role
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a router until it is told to stop, or one of the terminal's commands."""
+    """Run a router until it is told to stop, or show one in a terminal (`router top`)."""
     flags = list(sys.argv[1:] if argv is None else argv)
-    if flags and flags[0] in terminal.COMMANDS:
-        return terminal.run(flags[0], flags[1:])
+    if flags[:1] == ["top"]:
+        from router.terminal import top
+
+        return top.main(flags[1:])
     args = build_parser().parse_args(flags)
     import uvloop  # what serves is imported when it is needed: --help and the terminal do not wait for it
 
@@ -80,10 +81,7 @@ async def _run(config: RouterConfig, flags: Sequence[str]) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """All flags: the router's own, and those that it hands to the nodes it starts."""
     parser = cli.make_parser("router", "Serve a model: start nodes on this machine, or join running ones.")
-    parser.epilog = (
-        "A running router is seen and used from a terminal by `router top` (live state) and "
-        "`router generate PROMPT` (stream a completion); --help of each says more."
-    )
+    parser.epilog = "`router top` shows the live state of a running router in a terminal."
     _add_topology_flags(parser)
     _add_http_flags(parser)
     add_limit_flags(parser)

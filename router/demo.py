@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import uvloop
 from rich.console import Console
+from rich.table import Table
 
 from router.__main__ import build_parser, router_config
 from router.http.config import RouterConfig
 from router.processes.child_process import ChildFailed
 from router.processes.supervisor import Supervisor
 from router.terminal.client import ClientError, RouterClient
-from router.terminal.stages import stage_table
 from shared import log
 from shared.errors import ConfigError
 
@@ -122,6 +122,23 @@ def stream(client: RouterClient, console: Console) -> Completion:
         console.print(event["text"][len(completion.text) :], end="", markup=False, highlight=False)
         completion.text, completion.meta_info = event["text"], event["meta_info"]
     return completion
+
+
+def stage_table(stages: Sequence[tuple[str, str, float]], kv_pages: int, kv_bytes: int) -> Table:
+    """Where its time went: role, stage and time, in order of time; beneath it what was transferred."""
+    table = Table(title="Where its time went", title_justify="left")
+    for name in ("node", "stage", "at", "for"):
+        table.add_column(name, justify="right" if name in ("at", "for") else "left")
+    for at, (role, stage, entered) in enumerate(stages):
+        until = next((later for later in stages[at + 1 :] if later[0] == role), None)
+        lasted = _milliseconds(until[2] - entered) if until and role != "router" else ""
+        table.add_row(role, stage, _milliseconds(entered - stages[0][2]), lasted)
+    table.caption = f"{kv_pages} KV pages, {kv_bytes:,} bytes moved"
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def test_the_scheduler_runs_where_there_is_no_triton() -> None:
 
 def test_the_terminals_commands_start_without_what_serves() -> None:
     serving = ("fastapi", "uvicorn", "uvloop", "tokenizers", "prometheus_client")
-    modules = "router.__main__, router.terminal.top, router.terminal.generate"
+    modules = "router.__main__, router.terminal.top, router.terminal.client"
     assert loaded_after(modules, *serving) == []
     assert "fastapi" in loaded_after("router.server", *serving), "it would be seen"
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
-import pytest
 from rich.console import Console
 
 from router.api.live_feed import FleetSample, LiveEvent, NodeNow, RouterNow, Sample
-from router.terminal.live_view import live_view
+from router.terminal.top import live_view
 
 FLEET = FleetSample(
     num_nodes=1,
@@ -70,72 +68,39 @@ def screen(
     console = Console(width=width, highlight=False, color_system=None)
     event = LiveEvent(router=ROUTER, nodes=nodes, samples=list(samples))
     with console.capture() as capture:
-        console.print(live_view(event, samples, "host:8000", trouble))
+        console.print(live_view(event, "host:8000", trouble))
     return {line.split("  ")[0]: line for line in capture.get().splitlines() if line.strip()}
 
 
 def test_a_busy_fleet() -> None:
     lines = screen(SAMPLE)
     title = lines["Baton tiny�[2J"]
-    assert "worker 1 " in title and "degraded" in title and "up 1 h 2 min" in title, (
+    assert "router 1 " in title and "degraded" in title and "up 1 h 2 min" in title, (
         "and what controls terminals is shown as �"
     )
     assert "prefill-0 is lost" in lines
-    assert "3" in lines["streaming"] and "7" in lines["waiting"]
-    assert "1,234" in lines["tokens/s"] and "2.5 MB/s" in lines["KV transfer"]
-    assert lines["first token"].split() == ["first", "token", "12.3", "ms", "250", "ms", "3.50", "s"]
-    assert lines["inter-token"].split() == ["inter-token", "–", "–", "–"]
+    assert "3" in lines["streaming"] and "p50" in lines["streaming"]
+    assert lines["waiting"].split() == [
+        *["waiting", "7", "first", "token", "12.3", "ms", "250", "ms", "3.50", "s"]
+    ]
+    assert lines["tokens/s"].split() == ["tokens/s", "1,234", "inter-token", "–", "–", "–"]
+    assert "2 MB/s" in lines["KV transfer"]
     assert "gone" in lines["prefill-0"] and "loading 50%" in lines["prefill-1"]
-    assert "████████▒▒▒▒····  80/40/40" in lines["decode-0"]
+    assert "80/40/40" in lines["decode-0"]
     assert "1,234 out" in lines["decode-0"]
 
 
-LONG = [
-    *NODES,
-    msgspec.structs.replace(
-        NODES[-1],
-        node_id="decode-on-a-machine-with-a-long-name-1",
-        reason="a reason " * 12,
-        num_held_pages=100_000,
-        num_cached_pages=250_000,
-        num_free_pages=1_000_000,
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("width", "nodes", "seen", "unseen"),
-    [
-        (120, NODES, "role pairing running 80/40/40 1,234 MB/s links", ""),
-        (80, NODES, "role waiting running 80/40/40 1,234", "▒ links pairing"),
-        (120, LONG, "role running 100000/250000/1000000", "▒"),
-        (80, LONG, "role running decode-on-a-machine-with-a-long-name-1", "▒ links held/cached"),
-        (30, LONG, "", "role ▒ links running"),
-    ],
-)
-def test_a_narrow_terminal_goes_without_some_columns(
-    width: int, nodes: list[NodeNow], seen: str, unseen: str
-) -> None:
-    lines = screen(SAMPLE, nodes=nodes, width=width)
+def test_a_narrow_terminal_still_has_names_and_states() -> None:
+    lines = screen(SAMPLE, width=60)
     text = "\n".join(lines.values())
-    table = text[text.index("\nnode ") :]
-    assert "…" not in table, table
-    for words in ("prefill-0", "prefill-1", "decode-0", "gone", "loading 50%", "live", *seen.split()):
-        assert words in table, table
-    for words in unseen.split():
-        assert words not in table, table
+    for words in ("prefill-0", "prefill-1", "decode-0", "gone", "loading 50%", "live"):
+        assert words in text, text
 
 
 def test_nothing_yet() -> None:
     lines = screen(nodes=[])
     assert "no nodes yet" in lines
-    assert lines["streaming"].split() == ["streaming", "–"]
-
-
-@pytest.mark.parametrize("rejected_per_s", [0.0, 2.5])
-def test_429s_are_shown_once_there_were_some(rejected_per_s: float) -> None:
-    lines = screen(msgspec.structs.replace(SAMPLE, rejected_per_s=rejected_per_s), SAMPLE)
-    assert ("429s/s" in lines) == bool(rejected_per_s)
+    assert "streaming" not in lines
 
 
 def test_what_is_old_says_so() -> None:
