@@ -29,7 +29,7 @@ from shared.protocol.logprobs import MAX_TOKEN_IDS_LOGPROB, OUTPUTS_ONLY
 _MAX_START_LEN = 2**31 - 1
 
 StartLen = Annotated[int, Field(ge=OUTPUTS_ONLY, le=_MAX_START_LEN)]
-JudgedIds = Annotated[TokenIds, Field(max_length=MAX_TOKEN_IDS_LOGPROB)]
+ScoredIds = Annotated[TokenIds, Field(max_length=MAX_TOKEN_IDS_LOGPROB)]
 
 ReturnLogprob = Annotated[
     bool | list[bool | None],
@@ -58,7 +58,7 @@ TokenIdsLogprob = Annotated[
     list[int] | list[list[int] | None] | None,
     OneOf(
         "a list of token ids, or a list of such lists",
-        {"list[int]": JudgedIds, "list[list]": Annotated[list[JudgedIds | None], FailFast()]},
+        {"list[int]": ScoredIds, "list[list]": Annotated[list[ScoredIds | None], FailFast()]},
     ),
     Field(description="And of these tokens at each position."),
 ]

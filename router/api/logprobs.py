@@ -55,12 +55,12 @@ class NativeLogprobs:
         return {**of_input, **self._output(wanted)}
 
     def _input(self, wanted: LogprobParams) -> dict[str, msgspec.Raw]:
-        worded = _Judged.prompt(self._generation, wanted).worded("input", wanted, self._text_of)
+        worded = _Scored.prompt(self._generation, wanted).worded("input", wanted, self._text_of)
         return {name: msgspec.Raw(msgspec.json.encode(rows)) for name, rows in worded.items()}
 
     def _output(self, wanted: LogprobParams) -> dict[str, list[object]]:
         first, generation = self._num_worded, self._generation
-        new = _Judged(generation.output_ids[first:], generation.output_logprobs[first:])
+        new = _Scored(generation.output_ids[first:], generation.output_logprobs[first:])
         for name, rows in new.worded("output", wanted, self._text_of).items():
             self._of_output.setdefault(name, []).extend(rows)
         self._num_worded = len(generation.output_ids)
@@ -68,14 +68,14 @@ class NativeLogprobs:
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _Scored:
     """Tokens with their logprobs; None for the first of a prompt, which nothing predicts."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
 
     @classmethod
-    def prompt(cls, generation: Generation, wanted: LogprobParams) -> _Judged:
+    def prompt(cls, generation: Generation, wanted: LogprobParams) -> _Scored:
         if wanted.start_len < 0:
             return cls((), ())
         logprobs = (None, *generation.input_logprobs)
@@ -91,8 +91,8 @@ class _Judged:
         return fields
 
     def own(self, text_of: TextOf | None) -> list[Entry]:
-        judged = zip(self.token_ids, self.logprobs, strict=True)
-        return [_entry(known.logprob if known else None, token_id, text_of) for token_id, known in judged]
+        scored = zip(self.token_ids, self.logprobs, strict=True)
+        return [_entry(known.logprob if known else None, token_id, text_of) for token_id, known in scored]
 
     def top(self, text_of: TextOf | None) -> list[list[Entry] | None]:
         return [_entries(known.top, text_of) if known else None for known in self.logprobs]
@@ -104,8 +104,8 @@ class _Judged:
         ]
 
 
-def _entries(judged: Iterable[tuple[float, int]], text_of: TextOf | None) -> list[Entry]:
-    return [_entry(logprob, token_id, text_of) for logprob, token_id in judged]
+def _entries(scored: Iterable[tuple[float, int]], text_of: TextOf | None) -> list[Entry]:
+    return [_entry(logprob, token_id, text_of) for logprob, token_id in scored]
 
 
 def _entry(logprob: float | None, token_id: int, text_of: TextOf | None) -> Entry:
@@ -119,7 +119,7 @@ def chat_logprobs(generation: Generation, first: int, tokenizer: Tokenizer) -> C
         text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
         return TopLogprob(token=text, logprob=logprob, bytes=list(raw))
 
-    judged = zip(generation.output_ids[first:], generation.output_logprobs[first:], strict=True)
+    scored = zip(generation.output_ids[first:], generation.output_logprobs[first:], strict=True)
     content = [
         TokenLogprob(
             token=tokenizer.token_text(token_id),
@@ -127,7 +127,7 @@ def chat_logprobs(generation: Generation, first: int, tokenizer: Tokenizer) -> C
             bytes=list(tokenizer.token_bytes(token_id)),
             top_logprobs=[likely(*top) for top in known.top],
         )
-        for token_id, known in judged
+        for token_id, known in scored
     ]
     return ChatLogprobs(content=content)
 
@@ -148,7 +148,7 @@ class TextOffsets:
         return self._offsets
 
 
-class JudgedText:
+class ScoredText:
     """The tokens of a completion with their logprobs and places in its text; the prompt's too where it is echoed."""
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer, echo: str | None) -> None:
@@ -174,12 +174,12 @@ class JudgedText:
             token_ids += generation.output_ids[output_from:]
             logprobs += generation.output_logprobs[output_from:]
             offsets += self._in_output.of(generation.output_ids)[output_from:]
-        judged = list(zip(token_ids, logprobs, strict=True))
+        scored = list(zip(token_ids, logprobs, strict=True))
         text_of = self._tokenizer.token_text
         return CompletionLogprobs(
             tokens=[text_of(token_id) for token_id in token_ids],
             token_logprobs=[known.logprob if known else None for known in logprobs],
-            top_logprobs=[self._likeliest(token_id, known) if known else None for token_id, known in judged],
+            top_logprobs=[self._likeliest(token_id, known) if known else None for token_id, known in scored],
             text_offset=offsets,
         )
 

@@ -11,15 +11,15 @@ from router.http.answer import Answer
 from router.request.finish_reason import FinishReason
 from shared.protocol.messages import Stamp
 
-JudgedToken = Annotated[
+ScoredToken = Annotated[
     tuple[float | None, int, str | None],
     Field(
         description="Logprob (null where nothing comes before), token id, and the text where it was asked for."
     ),
 ]
-JudgedTokens = list[JudgedToken]
+ScoredTokens = list[ScoredToken]
 Alternatives = Annotated[
-    list[JudgedTokens | None], Field(description="For each token; null where nothing comes before.")
+    list[ScoredTokens | None], Field(description="For each token; null where nothing comes before.")
 ]
 
 
@@ -54,8 +54,8 @@ class MetaInfo(TimelineFields, kw_only=True, frozen=True):
     cached_tokens: Annotated[int, Field(description="Prompt tokens found in a RadixCache.")]
     weight_version: str
     e2e_latency: Annotated[float | UnsetType, Field(description="Seconds, once it has ended.")] = UNSET
-    input_token_logprobs: JudgedTokens | UnsetType = UNSET
-    output_token_logprobs: JudgedTokens | UnsetType = UNSET
+    input_token_logprobs: ScoredTokens | UnsetType = UNSET
+    output_token_logprobs: ScoredTokens | UnsetType = UNSET
     input_top_logprobs: Alternatives | UnsetType = UNSET
     output_top_logprobs: Alternatives | UnsetType = UNSET
     input_token_ids_logprobs: Alternatives | UnsetType = UNSET

@@ -199,7 +199,7 @@ def _chat_logprobs(wanted: bool, top_num: int, limits: HttpLimits) -> LogprobPar
 
 
 def _completion_logprobs(top_num: int | None, limits: HttpLimits, *, echo: bool) -> LogprobParams | None:
-    """`logprobs` of /v1/completions: how many of the likeliest. With `echo` the prompt's tokens are judged too."""
+    """`logprobs` of /v1/completions: how many of the likeliest. With `echo` the prompt's tokens are scored too."""
     if top_num is None:
         return None
     limits.check_top_logprobs("logprobs", top_num)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from msgspec import UNSET, UnsetType
 
 from router.api.generate_api import timeline_fields
-from router.api.logprobs import JudgedText, chat_logprobs
+from router.api.logprobs import ScoredText, chat_logprobs
 from router.api.openai_answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -86,10 +86,10 @@ class CompletionShape:
         self._reply = reply
         self._tokenizer = tokenizer
         self._echoes = echoes
-        self._judged: dict[int, JudgedText] = {}
+        self._scored: dict[int, ScoredText] = {}
 
     def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
-        """See Shape."""
+        """The event with the prompt that is echoed, or with the role."""
         if self._echoes is None:
             return None
         choice = CompletionChoice(
@@ -101,16 +101,16 @@ class CompletionShape:
         return self._event([choice], usage)
 
     def delta(self, generation: Generation, text: str, num_told: int, usage: MaybeUsage) -> Answer:
-        """See Shape."""
+        """The event for more text."""
         logprobs = self._logprobs(generation, output_from=num_told)
         return self._event([self._choice(generation.index, generation, text, logprobs)], usage)
 
     def closing(self, usage: Usage) -> Answer:
-        """See Shape."""
+        """The event for the usage alone."""
         return self._event([], usage)
 
     def whole(self, generations: Sequence[Generation], usage: Usage) -> Answer:
-        """See Shape."""
+        """All sequences in one answer."""
         choices = [
             self._choice(
                 index,
@@ -144,11 +144,11 @@ class CompletionShape:
     ) -> CompletionLogprobs | None:
         if not self._reply.tells_logprobs:
             return None
-        judged = self._judged.get(generation.index)
-        if judged is None:
+        scored = self._scored.get(generation.index)
+        if scored is None:
             echo = self._echo(generation) if self._echoes is not None else None
-            judged = self._judged[generation.index] = JudgedText(generation, self._tokenizer, echo)
-        return judged.worded(prompt=prompt, output_from=output_from)
+            scored = self._scored[generation.index] = ScoredText(generation, self._tokenizer, echo)
+        return scored.worded(prompt=prompt, output_from=output_from)
 
 
 class ChatShape:
@@ -162,14 +162,14 @@ class ChatShape:
         self._named: set[int] = set()
 
     def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
-        """See Shape."""
+        """The event with the prompt that is echoed, or with the role."""
         content = "" if self._call is None else None
         delta = ChatDelta(role="assistant", content=content, refusal=None)
         timeline = self._reply.timeline(generation)
         return self._chunk([ChatChunkChoice(index=generation.index, delta=delta, **timeline)], usage)
 
     def delta(self, generation: Generation, text: str, num_told: int, usage: MaybeUsage) -> Answer | None:
-        """See Shape."""
+        """The event for more text."""
         more = self._more(generation, text)
         if more == _NOTHING and generation.finish_reason is None:
             return None
@@ -183,11 +183,11 @@ class ChatShape:
         return self._chunk([choice], usage)
 
     def closing(self, usage: Usage) -> Answer:
-        """See Shape."""
+        """The event for the usage alone."""
         return self._chunk([], usage)
 
     def whole(self, generations: Sequence[Generation], usage: Usage) -> Answer:
-        """See Shape."""
+        """All sequences in one answer."""
         choices = [
             ChatChoice(
                 index=index,
