@@ -18,7 +18,7 @@ class CacheAnnouncer:
         self._seq = 0
 
     def tell_changes(self) -> None:
-        """What came and went in this step, to every router that has been told all before."""
+        """Send what came and went in this step to every router that has been told all before."""
         assert self._cache.changes is not None
         stored, removed = self._cache.changes.take()
         if stored or removed:
@@ -26,8 +26,8 @@ class CacheAnnouncer:
             self._router_port.tell_all(CacheEvents(self._seq, stored, removed))
 
     def tell_all(self, router: str) -> None:
-        """Everything, to a router that has just come or has missed something; it is told of changes from now on."""
-        self.tell_changes()  # or it would hear of these twice
+        """Send all hashes to a router that is new or has missed a change; `tell_changes` includes it from now on."""
+        self.tell_changes()  # else the router would be told these twice
         self._router_port.tell(router, CacheEvents(self._seq, tuple(self._cache.hashes()), (), reset=True))
 
     def close(self) -> None:

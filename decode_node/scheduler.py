@@ -177,7 +177,7 @@ class DecodeScheduler:
         self.batcher.observe(outcome)
         for req in outcome.computed:
             assert req.kv is not None
-            self._ledger.release_superseded(req.kv)  # this node sends its pages to nobody
+            self._ledger.release_superseded(req.kv)  # no transfer reads them
         for req in outcome.sampled:
             finished = req.finish is not None
             prefilled = req.timeline.stage is ReqStage.PREFILLING

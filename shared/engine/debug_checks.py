@@ -1,6 +1,6 @@
 """What must hold of every forward, checked on the host when it is launched; on in tests (--debug-checks).
 
-A wrong read of the FutureMap gives a plausible token, not an error: only the books of who wrote what can show it.
+A wrong read of the FutureMap gives a plausible token, not an error. A record of what each slot holds shows it.
 Likewise a plan that waits for the device gives right tokens, only later.
 """
 

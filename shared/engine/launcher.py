@@ -1,4 +1,4 @@
-"""Plan → run → account, at depth 0 or 1: the part of the loop that both roles share."""
+"""Runs plans and accounts for them, at depth 0 or 1."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Launcher:
                 self._commit(due, outcome)
                 if self.in_flight is not None:
                     self.in_flight.began_at = self._clock()
-            if launched is None:  # nothing may follow for long
+            if launched is None:  # the next forward may be far away
                 self._copies.settle_latest(outcome)
         if launched is not None and launched.result is None:
             with self._span("mask"):

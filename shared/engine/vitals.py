@@ -1,4 +1,4 @@
-"""What a node tells of itself: counters, the load that answers every ping, and the audit when it idles."""
+"""What a node publishes about itself: counters, the load that answers every ping, and the audit when it idles."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from shared.timeline import ReqStage
 
 
 class Batcher:
-    """The scheduler of one node, for both roles. Decides only; nothing runs here.
+    """The scheduler of one node, for both roles. It only decides: `plan` returns what the `Launcher` runs.
 
     Every live request that holds a place is in exactly one of `waiting_queue`, `chunked_req`, `last_batch` (an
     extend whose requests have not been merged yet), `running_batch` and the queue of `retraction`. On a prefill
@@ -55,12 +55,12 @@ class Batcher:
         `arrival` is the first request of the prealloc queue, which found no room. Until it gets its room, waiting
         requests that rank below it get none.
         """
+        arrivals = [arrival.req] if arrival is not None else []
         self._blocked_arrival = arrival.req if arrival is not None else None
         if arrival is not None:
             self._preempt_for_arrival(arrival)
         self._settle_last_batch()
         self.retraction.begin_turn(self.num_steps)
-        arrivals = [arrival.req] if arrival is not None else []
         self.running_batch += self.retraction.resume(self.running_batch, [*self.waiting_queue, *arrivals])
         self.last_batch = self._next_prefill_batch() or self._next_decode_batch()
         self.num_steps += self.last_batch is not None
@@ -129,7 +129,7 @@ class Batcher:
         return ScheduleBatch((*extends, *beside.extends), beside.decodes, beside.future_writes)
 
     def _step_beside_prefill(self) -> ScheduleBatch:
-        """With mixed chunks, a step of all that run, if each of them finds its page without anybody giving way.
+        """With mixed chunks, a step of all that run, if each of them finds its page without a retraction.
 
         Piggybacked decodes of Sarathi-Serve (Agrawal et al. 2024): a long prompt does not stall the streams.
         """
@@ -143,8 +143,8 @@ class Batcher:
     def _offered(self, adder: PrefillAdder) -> Iterator[Req]:
         """The waiting requests in the order of the policy; none when the batch is full for every one of them.
 
-        Who had better wait for a prefix that is being computed is left out, which is found when its turn comes:
-        those admitted before it compute prefixes too.
+        A request that waits for a prefix (`InBatchPrefix`) is left out. That is decided when its turn comes, since
+        the requests admitted before it compute prefixes too.
         """
         retracted, waiting = self.retraction.to_prefill(), self.retraction.admissible(self.waiting_queue)
         arrival = self._blocked_arrival
@@ -196,10 +196,8 @@ class Batcher:
         if not self._priority.enabled or not self.is_open_to(arrival.req, self.first_blocked()):
             return
         if not arrival.would_fit(arrival.req, ()):
-            victims = self._priority.victims_for(
-                arrival.req, self.running_batch, arrival.would_fit, self.num_steps
-            )
-            for victim in victims:
+            running, would_fit = self.running_batch, arrival.would_fit
+            for victim in self._priority.victims_for(arrival.req, running, would_fit, self.num_steps):
                 self._retract(victim)
 
     @property
@@ -208,11 +206,11 @@ class Batcher:
         return self.policy.acts_as(len(self.waiting_queue))
 
     def level(self, req: Req) -> int:
-        """What `req` counts now; see `PriorityRule`."""
+        """What `req` counts now, as `PriorityRule.level` has it."""
         return self._priority.level(req, self.num_steps)
 
     def rank(self, req: Req) -> tuple[int, int]:
-        """Its place in the one order over both queues; see `PriorityRule`."""
+        """The place of `req` in the one order over all queues, as `PriorityRule.rank` has it."""
         return self._priority.rank(req, self.num_steps)
 
     def _next_decode_batch(self) -> ScheduleBatch | None:
@@ -220,7 +218,7 @@ class Batcher:
         if not stepping:
             if not (self.running_batch or self.waiting_queue or self.retraction.waits):
                 self._new_token_ratio.reset()
-            return None  # or everybody waits for pages that cool, or that transfers hold
+            return None  # or all wait for pages that cool, or that transfers hold
         return self._step(stepping)
 
     def _step(self, reqs: Sequence[Req]) -> ScheduleBatch:
@@ -235,7 +233,7 @@ class Batcher:
 
     # ---------------------------------------------------------------------------------------- retract
     def _retract_decode(self) -> list[Req]:
-        """Take KV from running requests until the others fit one more step; returns those who take it.
+        """Take KV from running requests until the others fit one more step; returns those that take the step.
 
         No request is half prefilled now: a `chunked_req` holds the pages of its whole prompt and goes first.
         """
@@ -270,7 +268,7 @@ class Batcher:
 
     # ----------------------------------------------------------------------------------- in and out
     def arrived(self, req: Req) -> None:
-        """From now on the request ages; called by itself below, and before that by whoever lets it wait elsewhere."""
+        """From now on the request ages. The scheduler calls it for a request that first waits outside the Batcher."""
         if req.arrival_step is None:
             self._num_arrivals += 1
             req.arrival_step, req.arrival_number = self.num_steps, self._num_arrivals

@@ -1,4 +1,4 @@
-"""What a node refuses outright, whoever sent it: the last line behind the router's own checks."""
+"""Requests that a node refuses, whatever the router has checked before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accounts for a forward that is done: tokens appended, requests finished, prefixes shared."""
+"""Accounts for a forward that is done: tokens are appended and jumped over, requests finish, prefixes are shared."""
 
 from __future__ import annotations
 
@@ -105,8 +105,13 @@ MIN_TOKENS = 3
 def jump_forward(req: Req, eos_token_ids: frozenset[int]) -> None:
     """Append what the grammar of `req` forces after its newest token, which was just committed and does not end it.
 
-    Results in flight are dropped. The KV of the appended tokens, and of the one before them, is still to be
-    computed: the next step of the request takes them all (see `Batcher.jumped`).
+    As in SGLang (Zheng et al. 2024, "Efficient Execution of Structured Language Model Programs"), but what was
+    sampled is never spelled anew: only tokens that come after it are appended. Results in flight are dropped. The
+    next step of the request computes the KV of the appended tokens and of the one before them, as one extend.
+
+    Whether a request jumps, and how far, follows from its output tokens and its parameters alone, and is decided
+    once for each sampled token, when it is committed. So overlap, retraction and moving to another node change
+    nothing. A sampled token and those jumped over after it are told in one entry, so that no router has a part.
     """
     tokens = _tokens_to_jump(req, eos_token_ids)
     if len(tokens) < MIN_TOKENS:

@@ -27,7 +27,7 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True)
 class WaitOver:
-    """A request that left the queue: without `error` its grammar is set, and `go_on` is to be called."""
+    """A request that left the queue. Without an `error` its grammar is set, and the caller calls `go_on`."""
 
     req: Req
     go_on: Callable[[], None]
@@ -75,7 +75,7 @@ class GrammarQueue:
             waiting.future.cancel()
 
     def take(self) -> list[WaitOver]:
-        """Those whose grammar is compiled and follows their known outputs, and those that nothing will come of."""
+        """Requests that leave: their grammar is compiled and follows their known outputs, or there is an error."""
         over: list[WaitOver] = []
         now = self._clock()
         for waiting in self._waiting.values():

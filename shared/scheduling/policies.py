@@ -42,7 +42,7 @@ def fcfs(round_: Round) -> SortKey:
 
 
 def lpm(round_: Round) -> SortKey:
-    """Longest prefix match first: those who have least left to compute of their prompt's beginning."""
+    """Longest prefix match first: requests with the longest cached beginning."""
     return lambda req: -round_.cached.peek(req).num_pages
 
 

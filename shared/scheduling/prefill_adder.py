@@ -1,4 +1,4 @@
-"""The budgets of one prefill decision. Lives for one call of `Batcher.plan`."""
+"""The budgets of one prefill decision, and the estimates of output behind them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.kvcache.radix_cache import PrefixLock, TreeNode
 from shared.scheduling.req import Req
 
 MAX_RESERVED_OUTPUT = 4096
-"""Nobody reserves room for more output than this, as in SGLang: very long outputs are rare and may be retracted."""
+"""No request reserves room for more output than this, as in SGLang: longer outputs are rare and may be retracted."""
 
 
 class AddReqResult(Enum):
@@ -31,9 +31,9 @@ class AddReqResult(Enum):
 class PrefillAdder:
     """Fills one extend batch within four budgets: KV pages, chunk tokens, prefill tokens, request slots.
 
-    A request is admitted with pages for its whole prompt, so a chunk of it can never lack a page later on. Room
-    for output is reserved by an estimate, `new_token_ratio`; where the request ignores EOS, whose end is known,
-    it is found by following everybody to the end.
+    It lives for one call of `Batcher.plan`. A request is admitted with pages for its whole prompt, so a chunk of it
+    can never lack a page later on. Room for output is reserved by an estimate, `new_token_ratio`. The end of a
+    request that ignores EOS is known, so such requests are followed to their ends instead (`fits_to_the_end`).
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PrefillAdder:
         return self._rem_tokens > 0
 
     def would_fit(self, req: Req, victims: Sequence[Req]) -> bool:
-        """Whether a waiting request could be admitted if `victims`, who run, were retracted."""
+        """Whether a waiting request could be admitted if `victims`, which run, were retracted."""
         ledger = self._ledger
         if not self._has_tokens or self._num_free_rows + len(victims) <= 0:
             return False
@@ -102,10 +102,9 @@ class PrefillAdder:
         self._reserved_tokens -= self._reserve(victim)
 
     def keep_room_for(self, req: Req, num_shared_tokens: int) -> bool:
-        """`req` goes later, when the prefix it shares is computed: whoever goes before it must fit beside it.
+        """Keep a row and pages for `req`, which waits for a prefix: a request that passes it must fit beside it.
 
-        So nobody takes its row or pages, nor the next batches for the rest of a long prompt. False when that leaves
-        nothing for anybody else.
+        Its whole prompt must fit into this batch as well. False when nothing is left for other requests.
         """
         ledger = self._ledger
         num_pages = ledger.pages_for(len(req.ids) + self._reserve(req))
@@ -158,7 +157,7 @@ class PrefillAdder:
         ledger = self._ledger
         todo = len(req.ids) - num_cached_pages * ledger.page_size
         if self._num_kept_rows and todo > self._rem_tokens:
-            return False  # its further chunks would be in the way of those for whom room is kept
+            return False  # its further chunks would delay the requests for which room is kept
         released = [victim.kv for victim in victims if victim.kv is not None]
         available = self._num_available_pages + ledger.num_pages_released_by(released)
         if req.params.ignore_eos:
@@ -171,7 +170,7 @@ class PrefillAdder:
     def _fits_to_the_end(
         self, req: Req, lock: PrefixLock, num_cached_pages: int, victims: Sequence[Req], num_free_pages: int
     ) -> bool:
-        """Follow those who ignore EOS to their ends; the others keep what is reserved for them all the time."""
+        """Follow the requests that ignore EOS to their ends; the others keep what is reserved for them."""
         ledger, gone = self._ledger, set(victims)
         own_pages = ledger.pages_for(len(req.ids)) - num_cached_pages
         ends = [self._known_end(req, len(req.ids), own_pages, lock)]
@@ -244,7 +243,7 @@ class NewTokenRatio:
 class KnownEnd:
     """A request that holds KV of `kv_len` tokens and will compute `num_steps` more, one each decode step.
 
-    When it ends it gives back `own_pages`, what it has grown by, and each node of `nodes` that nobody else reads.
+    When it ends it gives back `own_pages`, what it has grown by, and each of `nodes` that no other request reads.
     """
 
     kv_len: int
@@ -258,12 +257,15 @@ def fits_to_the_end(
 ) -> bool:
     """Whether every step of all requests finds its pages. Exact but for one step: pages come back one step late.
 
+    The idea of SGLang's `add_one_req_ignore_eos`: a request that ignores EOS ends after `max_new_tokens` and not
+    before. What the requests that end sooner give back is there for those that end later.
+
     `num_free_pages` are the pages that none of them holds yet; `released` names the readers of nodes that are
     about to go, once for each. O(requests * (page_size + depth of the tree)).
     """
     by_end = sorted(ends, key=lambda end: end.num_steps)
     if sum(_grown(end, end.num_steps, page_size) for end in by_end) <= num_free_pages:
-        return True  # even if nobody gave anything back
+        return True  # even if nothing were given back
     readers_gone = Counter(released)
     # How many of those that still run have so many tokens in their last page, less one.
     fill = [0] * page_size

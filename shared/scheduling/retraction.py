@@ -84,7 +84,7 @@ class Retraction:
         """What happened so far, for the load that the node publishes."""
         return RetractionCounts(len(self._queue), self._num_host, self._num_recompute, self._num_waits)
 
-    # ------------------------------------------------------------------------------------- who is next
+    # ------------------------------------------------------------------------------------- coming back
     @property
     def waits(self) -> bool:
         """True while any request is retracted."""
@@ -163,7 +163,7 @@ class Retraction:
             req.kv.kv_committed_len = max(req.kv.kv_committed_len, copy.kv_len)
             self._free_host_pages(req)
 
-    # --------------------------------------------------------------------------------------- who leaves
+    # --------------------------------------------------------------------------------------- leaving
     def make_room(self, running: list[Req], num_coming_pages: int) -> list[Req]:
         """Take requests out of `running` until the others can take their next step; returns those that sit it out.
 

@@ -50,7 +50,7 @@ class SchedulePolicy:
     def order(
         self, waiting: Sequence[Req], running: Sequence[Req], being_computed: Sequence[Req], step: int
     ) -> list[Req]:
-        """Who is offered to the PrefillAdder now, in which order. `being_computed` is chunked, or in flight."""
+        """The order in which `waiting` is offered to the PrefillAdder. `being_computed` is chunked, or in flight."""
         policy = self.acts_as(len(waiting))
         round_ = Round(waiting, running, being_computed, self._cached, self._rng)
         key, level = POLICIES[policy](round_), self._priority.level
@@ -68,7 +68,10 @@ class SchedulePolicy:
 
 
 class CachedPrefixes:
-    """Looked up once, until the RadixCache changes; looking is no use of a prefix."""
+    """What the RadixCache holds of each waiting request's prompt, cached until the tree changes.
+
+    Looking a prefix up does not count as a use, so it does not refresh the LRU.
+    """
 
     def __init__(self, ledger: KVLedger) -> None:
         self._ledger = ledger
@@ -89,16 +92,21 @@ class CachedPrefixes:
         return peek
 
     def num_tokens(self, req: Req) -> int:
-        """Its length."""
+        """The length of that prefix."""
         return self.peek(req).num_pages * self._ledger.page_size
 
 
 class InBatchPrefix:
-    """Who had better wait for a prefix. Remembers nothing: if a leader ends early, the next decision knows.
+    """In-batch prefix caching: of several requests that share an uncached prefix, one (the leader) computes it.
 
-    Nobody waits here for ever. A leader counts no less than its follower (`PriorityRule.level`), so once the
-    follower has aged it waits for nobody who came later, and those who came before it come to an end. Retracted
-    requests wait for nobody: they resume first come first served.
+    The RadixCache learns of a prefix when its KV is computed. A request admitted before that would compute it once
+    more, so a follower waits while its leader computes enough of what it lacks: for a forward, or for the chunks that
+    are left of the prefix. SGLang does this under lpm and dfs-weight, among the requests that wait. Here the policy
+    does not matter, and leaders are the requests whose prefix is being computed, in this batch or in flight.
+
+    Nothing is remembered: if a leader ends early, the next decision sees it. No follower starves: a leader counts no
+    less than its follower (`PriorityRule.level`), so an aged follower waits for no later request, and the earlier
+    ones end. Retracted requests do not wait, since they resume first come first served.
     """
 
     def __init__(
@@ -113,11 +121,10 @@ class InBatchPrefix:
         )
 
     def shared_tokens(self, req: Req, leaders: Iterable[Req], step: int) -> int:
-        """Tokens of the prefix that `req` had better wait for; 0 when it had better go on by itself.
+        """Tokens of the prefix that `req` waits for, cached ones included; 0 when waiting is not worth it.
 
-        Whole pages, cached or not, that one of `leaders`, who are being computed, has in common with it. Costs a
-        comparison of few tokens for a leader that adds nothing to what `req` lacks, and O(shared tokens) for one that
-        does.
+        `leaders` are being computed. One that adds nothing to what `req` lacks costs a comparison of few tokens, any
+        other O(shared tokens).
         """
         if not self._enabled or req.num_retractions or len(req.matchable_ids) <= self._worth_tokens:
             return 0
@@ -134,7 +141,7 @@ class InBatchPrefix:
 
     def _adds_enough(self, other: Req, req: Req) -> bool:
         # What `other` adds to the RadixCache begins where its own committed KV ends; what comes before is cached
-        # for both. Many who share a system prompt that has long been cached are told apart here.
+        # for both. So requests that share only a system prompt, which is cached already, are told apart here.
         committed = other.kv.kv_committed_len if other.kv else 0
         begin = committed // self._page_size * self._page_size
         end = begin + self._worth_tokens

@@ -472,6 +472,24 @@ def test_a_request_that_can_never_fit_is_ended_alone() -> None:
     assert driver.outputs("small") == reference_tokens([1, 2, 3], 40, eos=None)
 
 
+def test_polls_of_an_idle_loop_age_no_retracted_request() -> None:
+    """How often a loop looks for work while none can run depends on the machine; a decision must not."""
+    driver = Driver(make_config("recompute", wait_steps=3), overlap=False)
+    arrival, retracted = (
+        make_req("arrival", [1, 2, 3], 5),
+        make_req("retracted", [4, 5, 6], 5, ignore_eos=True),
+    )
+    driver.add(retracted)
+    driver.step()
+    driver.step()
+    driver.batcher._retract(retracted)
+    for _ in range(10):
+        driver.retraction.begin_turn(driver.batcher.num_steps)
+    assert driver.retraction.admissible([arrival]) == [arrival]
+    driver.retraction.begin_turn(driver.batcher.num_steps + 3)
+    assert driver.retraction.admissible([arrival]) == []
+
+
 @pytest.mark.parametrize("policy", ["host", "recompute"])
 @pytest.mark.parametrize("wait_steps", [0, 5, 30])
 def test_arrivals_pass_a_retracted_request_for_so_many_steps_and_no_longer(
