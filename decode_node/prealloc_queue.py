@@ -25,13 +25,15 @@ class PreallocQueue:
         ledger: KVLedger,
         receiver: KVReceiver,
         options: ScheduleOptions,
-        rank: Callable[[Req], tuple[int, int]],
+        in_order: Callable[[Sequence[Req]], Sequence[Req]],
     ) -> None:
         self._ledger = ledger
         self._receiver = receiver
-        self._rank = rank
+        self._in_order = in_order
         self._headroom = options.num_reserved_decode_tokens
         self._queue: dict[Req, NodeRef] = {}
+        """In order of arrival."""
+        self._stopped_at: Req | None = None
         self._peeked: tuple[Req, int, Peek] | None = None
         """The request that was looked up last, how often the RadixCache had changed then, and its cached prefix."""
 
@@ -45,6 +47,8 @@ class PreallocQueue:
     def remove(self, req: Req) -> None:
         """Forget a request that ended; it holds nothing yet."""
         self._queue.pop(req, None)
+        if req is self._stopped_at:
+            self._stopped_at = None
 
     def reserve(self, is_open_to: Callable[[Req], bool]) -> list[Req]:
         """Reserve rows and pages, in order, until a request does not fit; returns those now in transfer.
@@ -52,8 +56,10 @@ class PreallocQueue:
         The first request to which admission is not open ends it as well.
         """
         reserved: list[Req] = []
-        for req in sorted(self._queue, key=self._rank):
+        self._stopped_at = None
+        for req in self._in_order(list(self._queue)):
             if not is_open_to(req) or not self._reserve(req):
+                self._stopped_at = req
                 break
             prefill = self._queue.pop(req)
             assert req.kv is not None
@@ -66,9 +72,8 @@ class PreallocQueue:
 
     @property
     def first(self) -> Arrival | None:
-        """The next request; it got no room when `reserve` was last called."""
-        req = min(self._queue, key=self._rank, default=None)
-        return Arrival(req, self.would_fit) if req is not None else None
+        """The request at which `reserve` stopped, since it got no room; None when none was left."""
+        return Arrival(self._stopped_at, self.would_fit) if self._stopped_at is not None else None
 
     def would_fit(self, req: Req, victims: Sequence[Req]) -> bool:
         """Whether there would be room for `req` if `victims`, which run, were retracted and their pages had cooled.

@@ -60,7 +60,7 @@ class DecodeScheduler:
         self.grammar_queue = new_grammar_queue(engine, options, wake)
         self.batcher = Batcher(engine.ledger, options)
         self._announcer = CacheAnnouncer(engine.ledger, router_port)
-        self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options, self.batcher.rank)
+        self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options, self.batcher.in_order)
         self.transfer_queue = TransferQueue()
         queues = (self.grammar_queue, self.prealloc_queue, self.batcher)
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)

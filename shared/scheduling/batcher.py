@@ -178,7 +178,7 @@ class Batcher:
 
     def first_blocked(self) -> Req | None:
         """The first in rank of the waiting queue while that queue lacks room: no arrival below it may take any."""
-        return min(self.waiting_queue, key=self.rank, default=None) if self._lacks_room else None
+        return next(iter(self.in_order(self.waiting_queue)), None) if self._lacks_room else None
 
     def is_open_to(self, arrival: Req, blocked: Req | None) -> bool:
         """Whether `arrival` may reserve room for a transfer, `blocked` being the result of `first_blocked`.
@@ -208,6 +208,10 @@ class Batcher:
     def level(self, req: Req) -> int:
         """What `req` counts now, as `PriorityRule.level` has it."""
         return self._priority.level(req, self.num_steps)
+
+    def in_order(self, reqs: Sequence[Req]) -> Sequence[Req]:
+        """By rank; `reqs` are in order of arrival."""
+        return self._priority.in_order(reqs, self.num_steps)
 
     def rank(self, req: Req) -> tuple[int, int]:
         """The place of `req` in the one order over all queues, as `PriorityRule.rank` has it."""

@@ -51,6 +51,10 @@ class PriorityRule:
         """
         return -self.level(req, step) if self.enabled else 0, req.arrival_number
 
+    def in_order(self, reqs: Sequence[Req], step: int) -> Sequence[Req]:
+        """`reqs`, which are in order of arrival, by rank. Costs nothing unless priorities count."""
+        return sorted(reqs, key=lambda req: -self.level(req, step)) if self.enabled else reqs
+
     def may_preempt(self, waiting: Req, running: Req, step: int) -> bool:
         """Whether `running` may be retracted for `waiting`. Age protects the former and does not help the latter."""
         return self.enabled and self._given(waiting) - self.level(running, step) > self._threshold
