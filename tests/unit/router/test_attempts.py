@@ -59,6 +59,18 @@ def test_the_next_attempt_begins_behind_what_has_arrived() -> None:
     assert resent.req.ended and resent.req.output_ids == [10, 11, 12, 13]
 
 
+def test_a_finish_ahead_of_a_gap_is_told_again() -> None:
+    resent = Resent()
+    resent.tell(resent.first, 3, (), Finish("stop", 99))
+    resent.give_back()
+    node = resent.req.nodes[-1]
+    assert isinstance(node, FakeNode)
+    resent.tell(node, 2, (12, 13))
+    assert not resent.req.ended
+    resent.tell(node, 4, (14,), Finish("length"))
+    assert resent.req.finish == Finish("length")
+
+
 def test_messages_of_the_earlier_attempt_are_dropped() -> None:
     resent = Resent()
     resent.give_back()

@@ -215,6 +215,7 @@ def test_every_policy_chooses_among_the_candidates(policy: str) -> None:
 def test_a_policy_sees_what_a_resumed_request_has_said() -> None:
     fleet = Fleet(1)
     fleet.decodes[0].holds(5)
-    work = Work(IDS[: 4 * PAGE], SamplingParams(), output_ids=IDS[4 * PAGE :] + (7,))
+    params = SamplingParams(logprobs=LogprobParams(start_len=0))  # told with output position 0, so long ago
+    work = Work(IDS[: 4 * PAGE], params, output_ids=IDS[4 * PAGE :] + (7,))
     candidates = Candidates(work, fleet.decodes, fleet.counts, "")
     assert candidates.num_cached_tokens(fleet.decodes[0]) == 5 * PAGE
