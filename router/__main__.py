@@ -12,24 +12,29 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 
 from router.dispatch.policy import POLICIES
 from router.http.config import (
-    MAX_ROUTER_WORKERS,
     ConnectionOptions,
     DispatchOptions,
     FleetOptions,
     HttpOptions,
     RouterConfig,
 )
-from router.http.limits import add_limit_flags, limits_of
+from router.http.limits import HttpLimits
 from router.http.topology import LocalTopology, parse_address, parse_local
 from shared import cli, log
 from shared.config import DEFAULT_CONTROL_PORT
 from shared.errors import ConfigError
+from shared.flags import add_flags, options_of
 from shared.model.files import BUILTIN_MODEL
 from shared.protocol.messages import Role
+
+_HTTP_FLAGS = (
+    *("host", "port", "router_workers", "prometheus_port"),
+    *("log_requests", "served_model_name", "chat_template"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,11 +88,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser = cli.make_parser("router", "Serve a model: start nodes on this machine, or join running ones.")
     parser.epilog = "`router top` shows the live state of a running router in a terminal."
     _add_topology_flags(parser)
-    _add_http_flags(parser)
-    add_limit_flags(parser)
+    http = add_flags(parser, "HTTP", HttpOptions, *_HTTP_FLAGS)
+    http.add_argument("--allowed-origins", type=origins, action="append", default=[], metavar="ORIGIN",
+        help="pages that browsers let in: https://HOST[:PORT], a JSON list of those, or *; may repeat")  # fmt: skip
+    add_flags(parser, "limits of one request", HttpLimits)
     _add_key_flags(parser)
-    _add_connection_flags(parser)
-    _add_dispatch_flags(parser)
+    add_flags(parser, "HTTP connections", ConnectionOptions)
+    policies = tuple(POLICIES)
+    choices = {"prefill_policy": policies, "decode_policy": policies}
+    add_flags(parser, "dispatch", DispatchOptions, choices=choices)
     cli.add_fleet_flags(parser)
     cli.add_log_flags(parser)
     cli.add_node_flags(parser)
@@ -112,7 +121,6 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
         )
     return RouterConfig(
         model=args.model or (BUILTIN_MODEL if starts_nodes else None),
-        router_workers=args.router_workers,
         fleet=FleetOptions(
             local=local,
             join=join,
@@ -123,37 +131,14 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
             node_argv=_node_argv(args) if starts_nodes else (),
             cpu_cores=args.cpu_cores,
         ),
-        http=HttpOptions(
-            host=args.host,
-            port=args.port,
-            prometheus_port=args.prometheus_port,
+        http=replace(
+            options_of(HttpOptions, args),
             api_keys=(*args.api_key, *keys_from_environment("BATON_API_KEYS")),
-            api_key_file=args.api_key_file,
             admin_api_keys=(*args.admin_api_key, *keys_from_environment("BATON_ADMIN_API_KEYS")),
-            admin_api_key_file=args.admin_api_key_file,
             allowed_origins=tuple(dict.fromkeys(o for some in args.allowed_origins for o in some)),
-            log_requests=args.log_requests,
-            served_model_name=args.served_model_name,
-            chat_template=args.chat_template,
-            limits=limits_of(args),
         ),
-        connections=ConnectionOptions(
-            max_connections=args.max_connections,
-            header_timeout_s=args.header_timeout_s,
-            body_timeout_s=args.body_timeout_s,
-            write_timeout_s=args.write_timeout_s,
-            keep_alive_timeout_s=args.keep_alive_timeout_s,
-        ),
-        dispatch=DispatchOptions(
-            prefill_policy=args.prefill_policy,
-            decode_policy=args.decode_policy,
-            local_prefill_tokens=args.local_prefill_tokens,
-            max_queued_requests=args.max_queued_requests,
-            queue_timeout_s=args.queue_timeout_s,
-            stall_timeout_s=args.stall_timeout_s,
-            node_timeout_s=args.node_timeout_s,
-            stop_timeout_s=args.stop_timeout_s,
-        ),
+        connections=options_of(ConnectionOptions, args),
+        dispatch=options_of(DispatchOptions, args),
     )
 
 
@@ -190,8 +175,8 @@ def _node_argv(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _add_topology_flags(parser: argparse.ArgumentParser) -> None:
-    local, http = FleetOptions(local=LocalTopology(1, 1)), parser.add_argument_group("which nodes")
-    http.add_argument(
+    group = parser.add_argument_group("which nodes")
+    group.add_argument(
         "--local",
         type=parse_local,
         metavar="2P1D",
@@ -199,7 +184,7 @@ def _add_topology_flags(parser: argparse.ArgumentParser) -> None:
         "0P1D is one node that does both, 'none' waits for nodes that join by themselves",
     )
     for role in Role:
-        http.add_argument(
+        group.add_argument(
             f"--{role}",
             action="append",
             default=[],
@@ -207,43 +192,13 @@ def _add_topology_flags(parser: argparse.ArgumentParser) -> None:
             metavar="HOST[:PORT]",
             help=f"join a running {role} node; may repeat",
         )
-    http.add_argument(
-        "--control-host",
-        default=local.control_host,
-        help="interface of the port where nodes announce themselves",
-    )
-    http.add_argument(
-        "--control-port",
-        type=cli.whole(0, 65535),
-        help=f"that port; 0: a free one; None: a free one if nodes are started here, else {DEFAULT_CONTROL_PORT}",
-    )
-
-
-def _add_http_flags(parser: argparse.ArgumentParser) -> None:
-    default, add = HttpOptions(), parser.add_argument_group("HTTP").add_argument
-    add("--host", default=default.host, help="interface that clients reach")
-    add(
-        "--port",
-        type=cli.whole(0, 65535),
-        default=default.port,
-        help="port that clients reach; 0: a free one",
-    )
-    add("--allowed-origins", type=origins, action="append", default=[], metavar="ORIGIN",
-        help="pages that browsers let in: https://HOST[:PORT], a JSON list of those, or *; may repeat")  # fmt: skip
-    add("--log-requests", action="store_true",
-        help="log an event for each request, when it has ended: ids, counts and times, never text")  # fmt: skip
-    add("--router-workers", type=cli.whole(1, MAX_ROUTER_WORKERS), default=1, metavar="N",
-        help="routers that listen on this port, each a process with connections to all nodes")  # fmt: skip
-    add("--prometheus-port", type=cli.whole(0, 65535), default=default.prometheus_port, metavar="PORT",
-        help="port on loopback that the first router has to itself, for /metrics, /health and /live; the others take "
-        "the next ones; 0: each a free one")  # fmt: skip
-    add("--served-model-name", metavar="NAME", help="what clients call the model; None: as --model")
-    add("--chat-template", type=Path, metavar="FILE", help="jinja template; None: the model's own")
+    add_flags(parser, "control port", FleetOptions, "control_host", "control_port")
 
 
 def _add_key_flags(parser: argparse.ArgumentParser) -> None:
     """Other users of this machine can see its command lines: files and the environment are the better places."""
-    group = parser.add_argument_group("API keys (also $BATON_API_KEYS, $BATON_ADMIN_API_KEYS: KEY,KEY)")
+    title = "API keys (also $BATON_API_KEYS, $BATON_ADMIN_API_KEYS: KEY,KEY)"
+    group = add_flags(parser, title, HttpOptions, "api_key_file", "admin_api_key_file")
     for flag, what in (
         ("--api-key", "clients must send one of these as a bearer token, except to /health"),
         ("--admin-api-key", "routes that change the service need one of these instead"),
@@ -251,45 +206,6 @@ def _add_key_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             flag, action="extend", nargs="+", default=[], metavar="KEY", help=f"{what}; may repeat"
         )
-        group.add_argument(
-            f"{flag}-file", type=Path, metavar="FILE", help="the same, one a line; read again on SIGHUP"
-        )
-
-
-def _add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    default, add = ConnectionOptions(), parser.add_argument_group("HTTP connections").add_argument
-    seconds = cli.fraction(0.1, 86400.0)
-    add("--max-connections", type=cli.whole(1, 1_000_000), default=default.max_connections, metavar="N",
-        help="clients beyond them are told 503; /health and /metrics are still answered")  # fmt: skip
-    add("--header-timeout-s", type=seconds, default=default.header_timeout_s,
-        help="time for the headers of a request, then the client is told 408")  # fmt: skip
-    add("--body-timeout-s", type=seconds, default=default.body_timeout_s,
-        help="time for the body of a request, then the client is told 408")  # fmt: skip
-    add("--write-timeout-s", type=seconds, default=default.write_timeout_s,
-        help="a client that takes nothing of its answer for this long is dropped")  # fmt: skip
-    add("--keep-alive-timeout-s", type=cli.whole(1, 86400), default=default.keep_alive_timeout_s,
-        help="a connection without a request is closed after this long")  # fmt: skip
-
-
-def _add_dispatch_flags(parser: argparse.ArgumentParser) -> None:
-    default, add = DispatchOptions(), parser.add_argument_group("dispatch").add_argument
-    seconds = cli.fraction(0.1, 86400.0)
-    add("--prefill-policy", choices=POLICIES, default=default.prefill_policy,
-        help="which prefill node gets a request")  # fmt: skip
-    add("--decode-policy", choices=POLICIES, default=default.decode_policy,
-        help="which decode node gets a request")  # fmt: skip
-    add("--local-prefill-tokens", type=cli.whole(0), default=default.local_prefill_tokens, metavar="TOKENS",
-        help="prompts of at most this length are prefilled on their decode node")  # fmt: skip
-    add("--max-queued-requests", type=cli.whole(1), default=default.max_queued_requests, metavar="N",
-        help="most sequences without a first token, nodes' own queues included; others get a 429")  # fmt: skip
-    add("--queue-timeout-s", type=seconds, default=default.queue_timeout_s,
-        help="longest wait for a first token")  # fmt: skip
-    add("--stall-timeout-s", type=seconds, default=default.stall_timeout_s,
-        help="longest wait for the next token")  # fmt: skip
-    add("--node-timeout-s", type=seconds, default=default.node_timeout_s,
-        help="a node that neither answers nor gets on for this long is lost")  # fmt: skip
-    add("--stop-timeout-s", type=seconds, default=default.stop_timeout_s,
-        help="time for nodes to stop by themselves before they are killed")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -227,7 +227,7 @@ class Router:
             self._metrics.traffic,
             self._status,
             self.model,
-            str(self._index) if config.router_workers > 1 else None,
+            str(self._index) if config.http.router_workers > 1 else None,
         )
         exits.callback(self._close_model)
         for role, address in config.fleet.join:

@@ -54,12 +54,12 @@ def add_flags(
     options: type,
     *only: str,
     choices: Mapping[str, Sequence[str]] | None = None,
-) -> None:
-    """Add the flags of the dataclass `options`, or of its fields `only`, as the group `title`.
+) -> argparse._ArgumentGroup:
+    """Add the flags of the dataclass `options`, or of its fields `only`, as the group `title`, which is returned.
 
     `choices` are those of fields that `options` itself cannot name.
     """
-    add = parser.add_argument_group(title).add_argument
+    group = parser.add_argument_group(title)
     for one, told in _flags(options, only):
         given: dict[str, Any] = {"dest": one.name, "help": told.help, "default": one.default}
         if one.default is False:
@@ -69,7 +69,8 @@ def add_flags(
             given["choices"] = (choices or {}).get(one.name, told.choices)
         if told.repeats:
             given |= {"action": "append", "default": []}
-        add(*_names(one, told), **given)
+        group.add_argument(*_names(one, told), **given)
+    return group
 
 
 def options_of(options: type[T], args: argparse.Namespace) -> T:

@@ -7,29 +7,49 @@ from pathlib import Path
 
 from router.http.limits import HttpLimits
 from router.http.topology import LocalTopology
+from shared.config import DEFAULT_CONTROL_PORT
 from shared.cpu_cores import CpuCores
+from shared.flags import flag, fraction, whole
 from shared.protocol.loopback import require_key_beyond_loopback
 from shared.protocol.messages import Role
 
 MAX_ROUTER_WORKERS = 64
+_SECONDS = fraction(0.1, 86400.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
     """The clients' side."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: Path | None = None
-    admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
-    admin_api_key_file: Path | None = None
+    host: str = flag("127.0.0.1", "interface that clients reach")
+    port: int = flag(8000, "port that clients reach; 0: a free one", whole(0, 65535))
+    router_workers: int = flag(
+        1,
+        "routers that listen on this port, each a process with connections to all nodes",
+        whole(1, MAX_ROUTER_WORKERS),
+        "N",
+    )
+    prometheus_port: int = flag(
+        0,
+        "port on loopback that the first router has to itself, for /metrics, /health and /live; the others take the "
+        "next ones; 0: each a free one",
+        whole(0, 65535),
+        "PORT",
+    )
+    log_requests: bool = flag(
+        False, "log an event for each request, when it has ended: ids, counts and times, never text"
+    )
+    served_model_name: str | None = flag(
+        None, "what clients call the model; None: as --model", metavar="NAME"
+    )
+    chat_template: Path | None = flag(None, "jinja template; None: the model's own", Path, "FILE")
     allowed_origins: tuple[str, ...] = ()
-    log_requests: bool = False
-    prometheus_port: int = 0
-    """On loopback, of router 0 alone; the next routers take the next ports. 0: each a free one."""
-    served_model_name: str | None = None
-    chat_template: Path | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: Path | None = flag(
+        None, "the keys of clients, one a line; read again on SIGHUP", Path, "FILE"
+    )
+    admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_api_key_file: Path | None = flag(None, "those of administrators, likewise", Path, "FILE")
     limits: HttpLimits = field(default_factory=HttpLimits)
 
     def url(self, port: int) -> str:
@@ -51,11 +71,24 @@ class HttpOptions:
 class ConnectionOptions:
     """How long a client may take for each part of an exchange, in seconds, and how many there may be."""
 
-    max_connections: int = 8192
-    header_timeout_s: float = 30.0
-    body_timeout_s: float = 60.0
-    write_timeout_s: float = 60.0
-    keep_alive_timeout_s: int = 30
+    max_connections: int = flag(
+        8192,
+        "clients beyond them are told 503; /health and /metrics are still answered",
+        whole(1, 1_000_000),
+        "N",
+    )
+    header_timeout_s: float = flag(
+        30.0, "time for the headers of a request, then the client is told 408", _SECONDS
+    )
+    body_timeout_s: float = flag(
+        60.0, "time for the body of a request, then the client is told 408", _SECONDS
+    )
+    write_timeout_s: float = flag(
+        60.0, "a client that takes nothing of its answer for this long is dropped", _SECONDS
+    )
+    keep_alive_timeout_s: int = flag(
+        30, "a connection without a request is closed after this long", whole(1, 86400)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +97,12 @@ class FleetOptions:
 
     local: LocalTopology
     join: tuple[tuple[Role, str], ...] = ()
-    control_host: str = "127.0.0.1"
-    control_port: int = 0
+    control_host: str = flag("127.0.0.1", "interface of the port where nodes announce themselves")
+    control_port: int | None = flag(
+        None,
+        f"that port; 0: a free one; None: a free one if nodes are started here, else {DEFAULT_CONTROL_PORT}",
+        whole(0, 65535),
+    )
     fleet_key: str | None = None
     insecure: bool = False
     node_argv: tuple[str, ...] = ()
@@ -77,14 +114,25 @@ class FleetOptions:
 class DispatchOptions:
     """How requests are placed, and how long things may take, in seconds."""
 
-    prefill_policy: str = "round_robin"
-    decode_policy: str = "cache_aware"
-    local_prefill_tokens: int = 16
-    max_queued_requests: int = 4096
-    queue_timeout_s: float = 600.0
-    stall_timeout_s: float = 120.0
-    node_timeout_s: float = 10.0
-    stop_timeout_s: float = 10.0
+    prefill_policy: str = flag("round_robin", "which prefill node gets a request")
+    decode_policy: str = flag("cache_aware", "which decode node gets a request")
+    local_prefill_tokens: int = flag(
+        16, "prompts of at most this length are prefilled on their decode node", whole(0), "TOKENS"
+    )
+    max_queued_requests: int = flag(
+        4096,
+        "most sequences without a first token, nodes' own queues included; others get a 429",
+        whole(1),
+        "N",
+    )
+    queue_timeout_s: float = flag(600.0, "longest wait for a first token", _SECONDS)
+    stall_timeout_s: float = flag(120.0, "longest wait for the next token", _SECONDS)
+    node_timeout_s: float = flag(
+        10.0, "a node that neither answers nor gets on for this long is lost", _SECONDS
+    )
+    stop_timeout_s: float = flag(
+        10.0, "time for processes to stop by themselves before they are killed", _SECONDS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +141,6 @@ class RouterConfig:
 
     model: str | None
     fleet: FleetOptions
-    router_workers: int = 1
     http: HttpOptions = field(default_factory=HttpOptions)
     connections: ConnectionOptions = field(default_factory=ConnectionOptions)
     dispatch: DispatchOptions = field(default_factory=DispatchOptions)
@@ -112,7 +159,7 @@ class RouterConfig:
             "log_requests": self.http.log_requests,
             "host": self.http.host,
             "port": self.http.port,
-            "router_workers": self.router_workers,
+            "router_workers": self.http.router_workers,
             "local": str(self.fleet.local),
             **asdict(self.http.limits),
             **asdict(self.connections),

@@ -5,14 +5,12 @@ Those that request models have as well (MAX_...) are the highest that can be set
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.http.wording import maximum_context, wrong
-from shared import cli
 from shared.errors import RequestError
+from shared.flags import flag, whole
 from shared.protocol.logprobs import MAX_TOP_LOGPROBS
 from shared.protocol.sampling_params import MAX_GRAMMAR_CHARS
 
@@ -25,13 +23,24 @@ MAX_STOPS = 1024
 class HttpLimits:
     """Each is a flag of the router."""
 
-    max_body_bytes: int = 32 << 20
-    max_batch_size: int = 1024
-    max_prompt_tokens: int | None = None
-    max_n: int = 128
-    max_stops: int = 64
-    max_logprobs: int = MAX_TOP_LOGPROBS
-    max_grammar_chars: int = MAX_GRAMMAR_CHARS
+    max_body_bytes: int = flag(32 << 20, "size of the body", whole(1024), "BYTES")
+    max_batch_size: int = flag(
+        1024, "sequences: prompts, each as often as its n", whole(1, MAX_BATCH_SIZE), "N"
+    )
+    max_prompt_tokens: int | None = flag(
+        None, "tokens of one prompt; None: what fits context and KV pool of the nodes", whole(1), "TOKENS"
+    )
+    max_n: int = flag(128, "answers to one prompt", whole(1, MAX_CHOICES), "N")
+    max_stops: int = flag(64, "stop strings, and stop patterns", whole(0, MAX_STOPS), "N")
+    max_logprobs: int = flag(
+        MAX_TOP_LOGPROBS, "likeliest tokens told at each position", whole(0, MAX_TOP_LOGPROBS), "N"
+    )
+    max_grammar_chars: int = flag(
+        MAX_GRAMMAR_CHARS,
+        "size of a JSON schema, regular expression or EBNF",
+        whole(1, MAX_GRAMMAR_CHARS),
+        "CHARS",
+    )
 
     def check_batch_size(self, field: str, num_sequences: int) -> None:
         """Refuse a request whose `field` asks for too many sequences: prompts, each as often as its n."""
@@ -81,27 +90,3 @@ class HttpLimits:
                 f"not {len(text)}",
                 param=field,
             )
-
-
-def add_limit_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of HttpLimits."""
-    default, add = HttpLimits(), parser.add_argument_group("limits of one request").add_argument
-    add("--max-body-bytes", type=cli.whole(1024), default=default.max_body_bytes, metavar="BYTES",
-        help="size of the body")  # fmt: skip
-    add("--max-batch-size", type=cli.whole(1, MAX_BATCH_SIZE), default=default.max_batch_size, metavar="N",
-        help="sequences: prompts, each as often as its n")  # fmt: skip
-    add("--max-prompt-tokens", type=cli.whole(1), metavar="TOKENS",
-        help="tokens of one prompt; None: what fits context and KV pool of the nodes")  # fmt: skip
-    add("--max-n", type=cli.whole(1, MAX_CHOICES), default=default.max_n, metavar="N",
-        help="answers to one prompt")  # fmt: skip
-    add("--max-stops", type=cli.whole(0, MAX_STOPS), default=default.max_stops, metavar="N",
-        help="stop strings, and stop patterns")  # fmt: skip
-    add("--max-logprobs", type=cli.whole(0, MAX_TOP_LOGPROBS), default=default.max_logprobs, metavar="N",
-        help="likeliest tokens told at each position")  # fmt: skip
-    add("--max-grammar-chars", type=cli.whole(1, MAX_GRAMMAR_CHARS), default=default.max_grammar_chars,
-        metavar="CHARS", help="size of a JSON schema, regular expression or EBNF")  # fmt: skip
-
-
-def limits_of(args: argparse.Namespace) -> HttpLimits:
-    """The limits from parsed flags."""
-    return HttpLimits(**{field.name: getattr(args, field.name) for field in dataclasses.fields(HttpLimits)})

@@ -60,7 +60,7 @@ class Supervisor:
         self._config = config
         self._flags = flags
         self._console = console
-        self._routers = [self._router(index, router_stdout) for index in range(config.router_workers)]
+        self._routers = [self._router(index, router_stdout) for index in range(config.http.router_workers)]
         self._nodes: dict[str, ChildProcess] = {}
         self._announced: dict[str, tuple[float, Announcement | NodeExited]] = {}
         """The last that was heard of each node, and when: what a router is told that is started again."""
@@ -191,7 +191,7 @@ class Supervisor:
             self._exits.callback(fleet_key.authenticator(context).stop)
         join_socket = JoinSocket(context, fleet_key)
         self._exits.callback(join_socket.close)
-        self.control_port = join_socket.bind(fleet.control_host, fleet.control_port)
+        self.control_port = join_socket.bind(fleet.control_host, fleet.control_port or 0)
         return join_socket
 
     def _on_announcement(self, message: Announcement) -> None:

@@ -68,7 +68,7 @@ class RunningRouter:
         assert found, self.stdout + self.stderr
         return found[1]
 
-    def end(self, timeout_s: float = 15) -> int:
+    def end(self, timeout_s: float = 60) -> int:
         """Wait for it; returns its exit code."""
         assert self.process.stdout is not None
         self.process.wait(timeout_s)
@@ -251,7 +251,7 @@ def test_a_child_that_does_not_stop(folder: Path, model_folder: Path, started: l
 def test_demo(folder: Path, model_folder: Path, started: list[RunningRouter]) -> None:
     router = RunningRouter(folder, "--model", str(model_folder), module="router.demo")
     started.append(router)
-    assert router.end(30) == 0, router.stderr
+    assert router.end() == 0, router.stderr
     last = json.loads(router.stdout.splitlines()[-1])
     assert last["text"].startswith("The quick brown") and last["completion_tokens"] == 48
     assert (last["kv_pages_transferred"], last["kv_bytes_transferred"]) == (3, 3000)
