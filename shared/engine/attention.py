@@ -49,13 +49,13 @@ class TorchAttentionPlan:
     ) -> torch.Tensor:
         """Extends and decode step, each by the kernel made for it."""
         pages = k_pages_NKSD, v_pages_NKSD
-        extending_THD, decoding_BHD = q_THD[: self.num_extend_tokens], q_THD[self.num_extend_tokens :]
         if not self.lengths:
-            return decode_attention(decoding_BHD, *pages, self.decode_tables_BP, self.decode_seq_lens_B)
-        extended = extend_attention(extending_THD, *pages, self.extend_tables_BP, self.starts, self.lengths)
-        if not len(decoding_BHD):
+            return decode_attention(q_THD, *pages, self.decode_tables_BP, self.decode_seq_lens_B)
+        num = self.num_extend_tokens
+        extended = extend_attention(q_THD[:num], *pages, self.extend_tables_BP, self.starts, self.lengths)
+        if num == len(q_THD):
             return extended
-        decoded = decode_attention(decoding_BHD, *pages, self.decode_tables_BP, self.decode_seq_lens_B)
+        decoded = decode_attention(q_THD[num:], *pages, self.decode_tables_BP, self.decode_seq_lens_B)
         return torch.cat([extended, decoded])
 
 
@@ -66,11 +66,12 @@ class TorchAttention:
         """Split the batch into its extends and its decode step."""
         num_extends = len(batch.host.rows_B) - batch.host.num_decodes
         lengths = batch.host.lengths_B[:num_extends].tolist()
+        tables_BP = batch.page_table_BP.long()  # indexing would make int64 of it twice a layer
         return TorchAttentionPlan(
             starts=batch.host.starts_B[:num_extends].tolist(),
             lengths=lengths,
             num_extend_tokens=sum(lengths),
-            extend_tables_BP=batch.page_table_BP[:num_extends],
-            decode_tables_BP=batch.page_table_BP[num_extends:],
+            extend_tables_BP=tables_BP[:num_extends],
+            decode_tables_BP=tables_BP[num_extends:],
             decode_seq_lens_B=batch.seq_lens_B[num_extends:],
         )

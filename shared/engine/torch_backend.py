@@ -39,12 +39,13 @@ class TorchBackend:
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
+        self._kv_NKSD = [pool.layer_kv(layer) for layer in range(pool.num_layers)]
         self._progress = progress
 
     def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
         """Copy the batch to the device, plan attention for it, and go through the layers."""
         fb = ForwardBatch.from_model_worker_batch(batch, future_map, self._pool.page_size, self._pool.device)
-        ops = TorchOps(fb, self._attention.plan(fb), self._pool, self._progress)
+        ops = TorchOps(fb, self._attention.plan(fb), self._kv_NKSD, self._progress)
         logits = partial(self._decoder.logits, ops=ops)
         hidden_TD = self._decoder.forward(fb.input_ids_T, fb.positions_T, ops)
         logits_SV = logits(hidden_TD[fb.last_token_S]) if len(fb.last_token_S) else None

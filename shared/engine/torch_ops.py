@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,6 @@ from shared.engine.attention import AttentionPlan
 from shared.engine.forward_batch import ForwardBatch
 from shared.engine.progress import Progress
 from shared.kernels.reference import write_kv
-from shared.kvcache.pools import TokenToKVPool
 from shared.model.layers import apply_rotary, rms_norm, rotary_cos_sin, silu_mul
 from shared.model.ops import Rotary
 
@@ -22,7 +22,8 @@ class TorchOps:
 
     batch: ForwardBatch
     attention: AttentionPlan
-    pool: TokenToKVPool
+    kv_NKSD: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """The K and V pages of each layer."""
     progress: Progress
 
     def embed(self, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
@@ -61,13 +62,13 @@ class TorchOps:
         if qk_norm_ND is not None:
             qk_TND = rms_norm(qk_TND, qk_norm_ND, eps)
         q_THD, k_TKD = torch.split(apply_rotary(qk_TND, *rotary), [num_heads, num_kv_heads], dim=1)
-        write_kv(*self.pool.layer_kv(layer), k_TKD, v_TKD, self.batch.out_pages_T, self.batch.out_offsets_T)
+        write_kv(*self.kv_NKSD[layer], k_TKD, v_TKD, self.batch.out_pages_T, self.batch.out_offsets_T)
         return q_THD
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """Attention by the plan of this forward."""
         self.progress.layers[0] += 1
-        return self.attention.run(q_THD, *self.pool.layer_kv(layer))
+        return self.attention.run(q_THD, *self.kv_NKSD[layer])
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         """SwiGLU's product."""
