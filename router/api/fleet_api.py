@@ -52,7 +52,7 @@ def fleet_admin_routes(
     changes: FleetChanges,
     guards: Sequence[params.Depends],
 ) -> APIRouter:
-    """The routes; `guards` raise for whoever may not use them."""
+    """The routes; `guards` raise for a caller that may not use them."""
     router = APIRouter(prefix="/fleet", tags=["Operation"], dependencies=guards, route_class=JsonRoute)
 
     @router.get("")
@@ -89,10 +89,10 @@ def fleet_admin_routes(
 
 
 def fleet_guards(keys: ApiKeys, host: str, admin_only: AdminGuard) -> Sequence[params.Depends]:
-    """Who may use the routes of a router that listens on `host`.
+    """What guards the routes of a router that listens on `host`.
 
-    Whoever may add a node may read every prompt. Without an admin key that is nobody, unless there are no keys at
-    all and only this machine can reach the router.
+    A caller that may add a node may read every prompt. Without an admin key no caller may, unless there are no keys
+    at all and only this machine can reach the router.
     """
 
     async def must_be_told_apart() -> None:

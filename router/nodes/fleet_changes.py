@@ -87,7 +87,7 @@ class FleetChanges:
         member.resume = False
         if member.state is MemberState.ALIVE:
             member.pinned = True
-            self._membership.let_in(member.incarnation)
+            self._membership.accept_joins_of(member.incarnation)
             self._news.tell(AddedNode(role, address, member.incarnation))
             return member
         error = _why_not(member, wait_s)
@@ -124,13 +124,13 @@ class FleetChanges:
             case AbortedReqs(rid):
                 self._abort(rid)
             case AddedNode(role, address, incarnation):
-                self._membership.let_in(incarnation)
+                self._membership.accept_joins_of(incarnation)
                 member = self._membership.dial(address, role, pinned=True)
                 if member is not None:
                     member.pinned = True
             case RemovedNode(address, incarnation, drain_timeout_s):
                 if incarnation:
-                    self._membership.turn_away(incarnation)  # it may announce itself here yet
+                    self._membership.ignore_joins_of(incarnation)  # it may announce itself here yet
                 member = self._at(address) if address else None
                 if member is not None:
                     self._remove(member, drain_timeout_s)
@@ -171,7 +171,7 @@ class FleetChanges:
                     break
                 await asyncio.sleep(_DRAIN_POLL_S)
             if member.incarnation:
-                self._membership.turn_away(member.incarnation)
+                self._membership.ignore_joins_of(member.incarnation)
             await self._membership.remove(member)
         finally:
             del self._drains[member]

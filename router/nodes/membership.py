@@ -172,14 +172,14 @@ class Membership:
         if member.task is not None:
             await asyncio.gather(member.task, return_exceptions=True)
 
-    def turn_away(self, incarnation: str) -> None:
+    def ignore_joins_of(self, incarnation: str) -> None:
         """Ignore the announcements of this incarnation of a node."""
         self._removed[incarnation] = None
         self.is_new = False
         if len(self._removed) > _MAX_REMOVED:
             del self._removed[next(iter(self._removed))]
 
-    def let_in(self, incarnation: str) -> None:
+    def accept_joins_of(self, incarnation: str) -> None:
         """Listen to the announcements of this incarnation again: the operator has added the node."""
         self._removed.pop(incarnation, None)
 
