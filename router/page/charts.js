@@ -61,7 +61,7 @@ export class Charts {
 
   update(samples, router) {
     this.samples = samples;
-    const whose = router.worker === null ? "All clients" : `Clients of worker ${router.worker}; nodes serve all workers`;
+    const whose = router.worker === null ? "All clients" : `Clients of router ${router.worker}; nodes serve all routers`;
     setText(byId("charts-note"), `${whose}; percentiles over ${router.percentile_window_s} s`);
     for (const chart of this.charts) chart.sayWhyEmpty("Nothing yet: send a request.");
     this.draw();
