@@ -13,8 +13,6 @@ from shared.config import (
     TransferOptions,
 )
 from shared.flags import FlagParser, add_flags, argv_of, options_of
-from shared.flags import fraction as fraction
-from shared.flags import whole as whole
 from shared.scheduling.policies import POLICIES
 
 
