@@ -32,7 +32,7 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say who may join: the same on routers and nodes."""
+    """Add the flags of a fleet's security: the same on routers and nodes."""
     add_flags(parser, "security", NetOptions, "fleet_key", "insecure")
 
 

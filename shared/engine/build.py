@@ -176,7 +176,7 @@ def _page_mover(attention_backend: str) -> PageMover:
 
 
 def no_grammars() -> GrammarBackend:
-    """The backend `none`: raises RequestError for whoever asks for it."""
+    """The backend `none`: every request with a grammar is refused with a RequestError."""
     raise RequestError("this node follows no grammars (--grammar-backend none)")
 
 

@@ -1,7 +1,7 @@
 """Logits to log-probabilities: of the tokens that were chosen, of the likeliest, and of ids asked for.
 
 They are the model's own: log_softmax of the raw logits, before penalties, bias, masks and temperature, so that they
-say the same of a token whoever asks, and of prompt and output tokens alike.
+say the same of a token in every request, and of prompt and output tokens alike.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from shared.engine.sampling_inputs import BiasInputs, PenaltyInputs
 class PenaltyTable:
     """Counts the tokens of each row whose sequence has penalties. Touched on the forward stream only.
 
-    It grows when more rows have penalties than ever before: 5 bytes a row and vocabulary entry, and none at all
-    while nobody asks.
+    It grows when more rows have penalties than ever before: 5 bytes a row and vocabulary entry, and no
+    memory before the first one.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:

@@ -35,7 +35,7 @@ class Profiler:
         self._steps_left: int | None = None
         self._traces = 0
         self._written: str | None = None
-        """Where the last trace is that ended by itself, until somebody asks."""
+        """The last trace that ended by itself, until it is asked for."""
 
     def span(self, name: str) -> AbstractContextManager[object]:
         """Names what runs inside it in a trace; costs next to nothing while there is none."""

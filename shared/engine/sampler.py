@@ -26,7 +26,7 @@ def sample(
 
 
 def adjust_logits(logits_SV: torch.Tensor, inputs: SamplingInputs, vocab_mask: VocabMask | None) -> None:
-    """Add biases, and take out what may not be sampled; in place. Where nobody asks for that, nothing is done."""
+    """Add biases, and take out what may not be sampled; in place. A batch that asks for neither costs nothing."""
     device = logits_SV.device
     if inputs.biases is not None:
         add_biases(logits_SV, inputs.biases)

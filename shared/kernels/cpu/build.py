@@ -156,10 +156,10 @@ def _used(library: Path) -> Path:
 
 
 def _remove_unused(folder: Path, name: str) -> None:
-    """Versions of a library that nobody has used for long. Where one is loaded it stays so until its process ends.
+    """Remove versions of a library that were not used for 30 days. A loaded one stays so until its process ends.
 
-    One that cannot be removed stays: another user's, in a cache that several fill. To a user who may only read the
-    cache theirs are removed after 30 days in use, and built anew.
+    In a cache that several users fill, a version of another user cannot be removed, and stays. A user that may only
+    read the cache cannot mark a version as used, so that one is removed after 30 days in use, and built anew.
     """
     for library in folder.glob(f"{name}-*.so"):
         with suppress(OSError):

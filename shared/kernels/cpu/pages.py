@@ -16,7 +16,7 @@ _ARGUMENTS = (ctypes.c_void_p, *(ctypes.c_int64,) * 3, ctypes.c_void_p, ctypes.c
 
 
 class NativePageMover:
-    """See PageMover in shared.kvcache.page_mover. A library of its own, since it asks nothing of the CPU.
+    """A PageMover in C++. Its library is its own, since it needs no AVX-512, unlike the kernels.
 
     Raises NativeUnavailable.
     """
@@ -32,13 +32,13 @@ class NativePageMover:
     def gather(
         self, pages_RPN: torch.Tensor, rows: range, page_ids: Sequence[int], out: torch.Tensor
     ) -> None:
-        """See PageMover."""
+        """Copy pages into a slot."""
         _call(self._gather, pages_RPN, rows, page_ids, out)
 
     def scatter(
         self, pages_RPN: torch.Tensor, rows: range, page_ids: Sequence[int], src: torch.Tensor
     ) -> None:
-        """See PageMover."""
+        """Copy a slot into pages."""
         _call(self._scatter, pages_RPN, rows, page_ids, src)
 
 
