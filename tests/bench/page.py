@@ -1,8 +1,9 @@
-"""Words and draws the kept results in docs/performance/: `python -m tests.bench.page` fills in the README and
-docs/performance.md.
+"""Draws the kept results in docs/performance/ and writes their tables.
 
-What people write there stays. What stands between `<!-- NAME -->` and `<!-- /NAME -->` is generated: the drawing and
-the table of the bench NAME; `targets`, or only their `headlines`; and `machine`.
+`python -m tests.bench.page` fills in the README and docs/performance.md. Only what stands between `<!-- NAME -->` and
+`<!-- /NAME -->` is generated. NAME is a bench, for its drawing and its table; `targets` or `machine`; `speed`, for
+the table of the README; or a folder of docs/performance/ with the results of another kind of machine, for that
+machine and the targets that were measured on it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.bench.plots import draw_all
 from tests.bench.suite import load
 from tests.bench.table import Row
 from tests.bench.targets import targets_table
+
+Results = Mapping[str, Mapping[str, Any]]
+"""By the name of the bench."""
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
@@ -36,6 +41,18 @@ PEERS = (
     "peak_mib",
     "proportional_mib",
 )
+WORKLOADS = {
+    "single": "1 prompt of 512 tokens, 128 out",
+    "batch": "32 prompts of 256 tokens, 128 out each",
+    "prompt": "1 prompt of 2048 tokens, 1 out",
+    "shared": "16 prompts that share 1024 of 1088 tokens, 32 out each",
+}
+ENGINES = {
+    "baton-0P1D": "Baton, one node",
+    "baton-1P1D": "Baton, 1P1D",
+    "vllm": "vLLM",
+    "openvino": "OpenVINO",
+}
 COLUMNS: dict[str, tuple[str, ...]] = {
     "decode": (
         "model",
@@ -138,27 +155,35 @@ def main() -> None:
     """Draw, and write the pages anew."""
     folder = PAGE.with_suffix("")
     results = load(folder)
+    others = {path.name: load(path) for path in folder.iterdir() if path.is_dir()}
     draw_all(results, folder)
     for page in PAGES:
-        page.write_text(filled(page.read_text(), results))
+        page.write_text(filled(page.read_text(), results, others))
 
 
-def filled(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """`page` with every generated part replaced. Raises KeyError for a part that names no bench."""
+def filled(page: str, results: Results, others: Mapping[str, Results] = MappingProxyType({})) -> str:
+    """`page` with every generated part replaced. `others` has the results of other kinds of machines by folder.
+
+    Raises KeyError for a part that names neither a bench nor a folder.
+    """
 
     def part(match: re.Match[str]) -> str:
         name = match[1]
-        return f"<!-- {name} -->\n\n{_generated(name, results)}\n\n<!-- /{name} -->"
+        if name in others:
+            text = f"{_machine(others[name])}\n\n{targets_table(others[name], measured_only=True)}"
+        else:
+            text = _generated(name, results)
+        return f"<!-- {name} -->\n\n{text}\n\n<!-- /{name} -->"
 
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", part, page, flags=re.DOTALL)
 
 
-def _generated(name: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+def _generated(name: str, results: Results) -> str:
     match name:
         case "targets":
             return targets_table(results)
-        case "headlines":
-            return targets_table(results, headlines=True)
+        case "speed":
+            return _speed(results["peers_qwen3_0_6b"], results["interference"])
         case "machine":
             return _machine(results)
     columns = COLUMNS[name]
@@ -176,7 +201,34 @@ def _generated(name: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _machine(results: Mapping[str, Mapping[str, Any]]) -> str:
+def _speed(peers: Mapping[str, Any], interference: Mapping[str, Any]) -> str:
+    """Seconds of each workload, and how many times as fast that is as the best other engine of the same rounds."""
+    about = peers["machine"]
+    by_cell = {(row["workload"], row["engine"]): row for row in peers["rows"] if "seconds" in row}
+
+    def cell(workload: str, engine: str) -> str:
+        row = by_cell[workload, engine]
+        ratio = f" ({row['against_best']:g}x)" if engine.startswith("baton") else ""
+        return f"{row['seconds']:g} s{ratio}"
+
+    itl = {row["fleet"]: f"{row['itl_p99_ms']:g} ms" for row in interference["rows"]}
+    unmeasured = [""] * (len(ENGINES) - 2)
+    table = [
+        ["", *ENGINES.values()],
+        ["---"] * (1 + len(ENGINES)),
+        *([what, *(cell(workload, engine) for engine in ENGINES)] for workload, what in WORKLOADS.items()),
+        [
+            "Llama-160M: p99 between tokens of 8 streams, beside prompts of 2048 tokens",
+            itl["0P1D"],
+            itl["1P1D"],
+            *unmeasured,
+        ],
+    ]
+    machine = f"{about['cores']} cores of {about['cpu']} ({', '.join(about['cpu_flags'][1:])})"
+    return "\n".join([f"On {machine}, in bf16:", "", *(f"| {' | '.join(row)} |" for row in table)])
+
+
+def _machine(results: Results) -> str:
     """What is the same for all results, or a line for each kind of machine."""
     keys = ("cpu", "cpu_flags", "cores", "last_level_cache_mib", "memory_gib", "kernel", "torch", "python")
     kinds = {}

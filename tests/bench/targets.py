@@ -19,8 +19,6 @@ class Target:
     at_least: float | None = None
     at_most: float | None = None
     unit: str = ""
-    headline: bool = False
-    """Whether the README has it too."""
 
     @property
     def bound(self) -> str:
@@ -51,7 +49,7 @@ _AGAINST_PEERS = tuple(
         (
             "speed over the best peer's, the worst other workload",
             "least_against_best",
-            {"at_least": 1.2, "unit": "x", "headline": True},
+            {"at_least": 1.2, "unit": "x"},
         ),
         ("peak memory / vLLM's with as large a KV pool", "memory_over_vllm", {"at_most": 1.0, "unit": "x"}),
     )
@@ -63,42 +61,36 @@ TARGETS = (
         bench="decode",
         key="least_ratio",
         at_least=0.6,
-        headline=True,
     ),
     Target(
         what="decode step, batch 1 to 32: streaming read / step, the worst case",
         bench="decode",
         key="least_ratio_read",
         at_least=0.6,
-        headline=True,
     ),
     Target(
         what="single-stream decode: streaming read / step, the worst case",
         bench="decode",
         key="single_stream_ratio_read",
         at_least=0.75,
-        headline=True,
     ),
     Target(
         what="paged decode attention / streaming read, the worst case",
         bench="attention",
         key="decode_least_ratio",
         at_least=0.8,
-        headline=True,
     ),
     Target(
         what="prefill of 2k tokens / oneDNN's GEMM rate",
         bench="prefill",
         key="ratio_2k",
         at_least=0.6,
-        headline=True,
     ),
     Target(
         what="transfer over shared memory / memcpy",
         bench="transfer",
         key="shm_ratio",
         at_least=0.7,
-        headline=True,
     ),
     Target(what="transfer over gloo / raw gloo", bench="transfer", key="gloo_ratio", at_least=0.7),
     Target(
@@ -106,7 +98,6 @@ TARGETS = (
         bench="overlap",
         key="least_hidden",
         at_least=0.6,
-        headline=True,
     ),
     Target(
         what="ITL p99 beside a 2k prefill: one node doing both / 1P1D",
@@ -114,7 +105,6 @@ TARGETS = (
         key="unsplit_over_split",
         at_least=3,
         unit="x",
-        headline=True,
     ),
     Target(
         what="from `router` to ready, built-in model",
@@ -122,7 +112,6 @@ TARGETS = (
         key="ready_s",
         at_most=10,
         unit=" s",
-        headline=True,
     ),
     Target(what="`--help`, the slowest", bench="cold_start", key="slowest_help_s", at_most=0.5, unit=" s"),
     Target(
@@ -131,19 +120,18 @@ TARGETS = (
         key="beyond_mib",
         at_most=400,
         unit=" MiB",
-        headline=True,
     ),
     *_AGAINST_PEERS,
 )
 
 
-def targets_table(results: Mapping[str, Mapping[str, Any]], *, headlines: bool = False) -> str:
-    """Markdown: each target (or only headlines), met or not, and what was reached."""
+def targets_table(results: Mapping[str, Mapping[str, Any]], *, measured_only: bool = False) -> str:
+    """Markdown: each target (or only those that were measured), met or not, and what was reached."""
     lines = ["| target | bound | reached | |", "| --- | --- | --- | --- |"]
     for target in TARGETS:
-        if headlines and not target.headline:
-            continue
         value = target.reached(results)
+        if value is None and measured_only:
+            continue
         if value is None:
             lines.append(f"| {target.what} | {target.bound} | {NOT_MEASURED} | |")
         else:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench import attention, decode, interference, overlap, prefill, trace_serving
 from tests.bench.models import SHAPES
-from tests.bench.page import COLUMNS, PAGE, filled
+from tests.bench.page import COLUMNS, ENGINES, PAGE, WORKLOADS, filled
 from tests.bench.plots import DRAWINGS, draw_all
 from tests.bench.servers import TokenStream
 from tests.bench.targets import TARGETS, Target, targets_table
@@ -159,8 +159,31 @@ def test_a_bound_is_kept_at_the_bound() -> None:
     assert Target(what="", bench="", key="", at_most=0.5, unit=" s").bound == "at most 0.5 s"
 
 
-def test_the_readme_has_the_headlines_whether_they_are_met_or_not() -> None:
-    headlines = targets_table({"decode": result("decode", {"least_ratio": 0.1})}, headlines=True)
-    assert "| 0.1 | **missed** |" in headlines
-    assert 3 < len(headlines.splitlines()) < len(targets_table({}).splitlines())
-    assert "<!-- headlines -->\n" in (PAGE.parents[1] / "README.md").read_text()
+def test_the_page_has_each_kind_of_machine() -> None:
+    folders = [path.name for path in PAGE.with_suffix("").iterdir() if path.is_dir()]
+    assert folders
+    for name in folders:
+        assert f"<!-- {name} -->\n" in PAGE.read_text(), name
+    amx = {"decode": result("decode", {"least_ratio": 0.1})}
+    text = filled("<!-- amx -->\n<!-- /amx -->\n", {}, {"amx": amx})
+    assert "some CPU (avx2), 2 cores" in text
+    assert text.count("\n| ") == 3  # two of the head, and the one target that was measured
+    assert "| 0.1 | **missed** |" in text
+
+
+def test_the_readme_compares_speed_with_other_engines() -> None:
+    peers = result("peers_qwen3_0_6b") | {
+        "rows": [
+            {"workload": workload, "engine": engine, "seconds": 2.5, "against_best": 0.9}
+            for workload in WORKLOADS
+            for engine in ENGINES
+        ]
+    }
+    text = filled(
+        "<!-- speed -->\n<!-- /speed -->\n",
+        {"peers_qwen3_0_6b": peers, "interference": result("interference")},
+    )
+    assert "2 cores of some CPU" in text
+    assert text.count("| 2.5 s (0.9x) | 2.5 s (0.9x) | 2.5 s | 2.5 s |") == len(WORKLOADS)
+    assert "| 6 ms | 6 ms |" in text
+    assert "<!-- speed -->\n" in (PAGE.parents[1] / "README.md").read_text()
