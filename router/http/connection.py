@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+from collections.abc import Awaitable
 from typing import Any, cast
 
 import httptools
@@ -196,13 +197,18 @@ class Connection(asyncio.Protocol):
             finally:
                 self._receiving = None
 
-        async def sent(message: Message) -> None:
+        async def send_last(message: Message) -> None:
             nonlocal answered
-            self._response_started = True
             await send(message)
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                answered = True
-                self._answered()
+            answered = True
+            self._answered()
+
+        def sent(
+            message: Message,
+        ) -> Awaitable[None]:  # no coroutine of its own: there is one call for each event
+            self._response_started = True
+            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            return send_last(message) if is_last else send(message)
 
         try:
             await app(scope, received, sent)

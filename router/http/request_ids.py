@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -34,10 +34,10 @@ class RequestIds:
         scope["headers"] = [item for item in scope["headers"] if item[0] != _HEADER or item[1] == request_id]
         scope.setdefault("state", {})["request_id"] = request_id.decode()
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (_HEADER, request_id)]
-            await send(message)
+            return send(message)
 
         await self._app(scope, receive, send_with_id)
 
