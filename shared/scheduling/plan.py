@@ -176,9 +176,16 @@ def schedule_step(reqs: Sequence[Req], ledger: KVLedger, max_behind_tokens: int)
     jumped computes the tokens it jumped over as an extend; all of those compute `max_behind_tokens` at most, so that
     the step of the others stays short, and requests that find none left wait for the next step.
     """
-    known = [req for req in reqs if len(req.ids) > req.kv_len]
-    behind = [req for req in known if len(req.ids) > req.kv_len + 1]
-    writes = tuple((_row(req), req.ids[-1]) for req in known if req not in behind)
+    behind: list[Req] = []
+    writes: list[tuple[int, int]] = []
+    for req in reqs:
+        kv = req.kv
+        assert kv is not None
+        num_known = len(req.ids) - kv.kv_allocated_len
+        if num_known > 1:
+            behind.append(req)
+        elif num_known == 1:
+            writes.append((kv.row, req.ids[-1]))
     extends: list[ScheduledReq] = []
     for req in behind:
         length = min(num_behind(req), max_behind_tokens)
@@ -187,7 +194,7 @@ def schedule_step(reqs: Sequence[Req], ledger: KVLedger, max_behind_tokens: int)
             max_behind_tokens -= length
     stepping = [req for req in reqs if req not in behind] if behind else reqs
     decodes = tuple(_grow_and_schedule(req, 1, ledger, samples=True) for req in stepping)
-    return ScheduleBatch(tuple(extends), decodes, writes)
+    return ScheduleBatch(tuple(extends), decodes, tuple(writes))
 
 
 def num_behind(req: Req) -> int:
@@ -200,8 +207,3 @@ def _grow_and_schedule(req: Req, length: int, ledger: KVLedger, *, samples: bool
     grown = ledger.grow(req.kv, req.kv.kv_allocated_len + length)
     assert grown, "the pages were counted a moment ago"
     return schedule(req, length, samples=samples)
-
-
-def _row(req: Req) -> int:
-    assert req.kv is not None
-    return req.kv.row
