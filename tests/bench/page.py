@@ -212,7 +212,7 @@ def _speed(peers: Mapping[str, Any], interference: Mapping[str, Any]) -> str:
         return f"{row['seconds']:g} s{ratio}"
 
     itl = {row["fleet"]: f"{row['itl_p99_ms']:g} ms" for row in interference["rows"]}
-    unmeasured = [""] * (len(ENGINES) - 2)
+    unmeasured = ["–"] * (len(ENGINES) - 2)
     table = [
         ["", *ENGINES.values()],
         ["---"] * (1 + len(ENGINES)),
