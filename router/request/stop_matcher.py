@@ -66,7 +66,9 @@ def _size(pattern: str, field: str) -> int:
     size = expanded_size(pattern)
     if size is None:
         raise RequestError(
-            f"{field} {shown(pattern)} is a verbose pattern (x), whose size cannot be told", param=field
+            f"{field} {shown(pattern)} has a comment, flags in the middle, the flag x or an extension that Python's "
+            "re does not know, so that its size cannot be told",
+            param=field,
         )
     return size
 

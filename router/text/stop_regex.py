@@ -33,16 +33,17 @@ BUDGET_S = 5e-4
 _SEARCH_TIMEOUT_S = 0.02
 """Of one search. The library looks at the clock every so many steps, so that it may take twice as long."""
 _PARTS = re.compile(
-    r"""(?P<comment>\(\?\#[^)]*\))
-      | (?P<verbose>\(\?[A-Za-z0-9]*x[A-Za-z0-9]*(?:-[A-Za-z]+)?[:)])
-      | (?P<open>\()
+    r"""(?P<flags>\A\(\?[aiLmsu]+\))
+      | (?P<open>\((?:\?(?:[:=!>]|<[=!]|P?<\w+>|\(\w+\)|[aiLmsu]*(?:-[ims]+)?:))?(?![?*]))
       | (?P<close>\))
       | (?P<repeat>[*+?]|\{(?P<least>\d*)(?P<range>,\d*)?\})[?+]?
-      | (?P<atom>\\.|\[(?:\\.|[^\]\\])*\]|.)
+      | (?P<unknown>\(\?(?!P=\w+\))|\(\*|\{[\ddeis])
+      | (?P<atom>\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P=\w+\)|.)
     """,
     re.DOTALL | re.VERBOSE,
 )
-"""A character class ends at its first `]` here. What follows in a class that holds another is counted as outside."""
+"""The parts of a pattern in the syntax of `re`. The rest of what the library knows is `unknown`: comments or flags
+in the middle (a repeat behind them repeats what stands before), verbose patterns, calls, verbs, fuzzy matches."""
 
 
 class StopPatterns:
@@ -132,19 +133,18 @@ def expanded_size(pattern: str) -> int | None:
     """Characters of `pattern` once its counted repeats are written out; None where that cannot be told.
 
     The library compiles `x{m}` as m copies of x, `x{m,n}` as m copies and a loop over one more, and `x+` as
-    `x{1,}`, so nested repeats multiply. The count ends one above MAX_PATTERN_SIZE. A verbose pattern cannot be
-    counted, since its comments may hide brackets.
+    `x{1,}`, so nested repeats multiply. The count ends one above MAX_PATTERN_SIZE.
     """
     totals, last = [0], 0  # of each open group; of what a repeat would repeat
     for part in _PARTS.finditer(pattern):
         match part.lastgroup:
-            case "verbose":
+            case "unknown":
                 return None
             case "open":
-                totals.append(0)
-                last = 0
+                totals.append(len(part[0]))
+                last = 1
             case "close" if len(totals) > 1:
-                last = totals.pop() + len("()")
+                last = totals.pop() + len(")")
                 totals[-1] += last
             case "repeat":
                 last *= _num_copies(part) - 1
@@ -161,7 +161,7 @@ def _num_copies(repeat: re.Match[str]) -> int:
     kind = repeat["repeat"]
     if kind in "*?":
         return 1
-    least = 1 if kind == "+" else int(repeat["least"][:6] or 0)
+    least = 1 if kind == "+" else int(repeat["least"].lstrip("0")[:6] or 0)
     is_exact = kind != "+" and repeat["range"] is None
     return max(least, 1) if is_exact or not least else least + 1
 

@@ -101,7 +101,9 @@ def _dropped_here(schema: Schema) -> Iterator[tuple[str, str]]:
     if deciding is not None:
         if deciding == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:
             yield "allOf", " with more than one schema"
-        beside = (keyword for keyword in _CONSTRAINTS if keyword in schema and keyword != deciding)
+        beside = [keyword for keyword in _CONSTRAINTS if keyword in schema and keyword != deciding]
+        if deciding == "const" and isinstance(schema.get("enum"), list) and schema["const"] in schema["enum"]:
+            beside.remove("enum")  # as pydantic writes a Literal of one value
         yield from ((keyword, f" beside {deciding!r}") for keyword in beside)
     elif "type" in schema or any(keyword in schema for keyword in _IMPLY_TYPE):
         yield from _dropped_beside(schema)
@@ -127,8 +129,7 @@ def _dropped_beside(schema: Schema) -> Iterator[tuple[str, str]]:
     if keyed is not None:
         if "propertyNames" in schema and ("properties" in schema or "patternProperties" in schema):
             yield "propertyNames", " beside 'properties' or 'patternProperties'"
-        listed = schema.get("properties")
-        names = list(listed) if isinstance(listed, dict) else []
-        required = schema.get("required")
-        if isinstance(required, list) and any(name not in names for name in required):
+        listed, required = schema.get("properties"), schema.get("required")
+        names = listed if isinstance(listed, dict) else {}
+        if isinstance(required, list) and any(str(name) not in names for name in required):
             yield "required", f" beside {keyed!r}, for names that are not in 'properties'"

@@ -58,6 +58,7 @@ ENFORCED: list[tuple[object, object, object]] = [
     (OBJECT, {"a": 1}, {}),
     ({"type": "object", "properties": {"not": INT, "if": STR}, "required": ["not"]}, {"not": 1}, {"if": "x"}),
     ({"type": "object", "properties": {"kind": {"const": "not"}}}, {"kind": "not"}, {"kind": 1}),
+    ({"const": "a", "enum": ["a"], "type": "string"}, "a", "b"),
     ({"properties": {"a": INT}, "required": ["a"]}, {"a": 1}, {}),
     ({"$ref": "#/$defs/x", "description": "a number", "default": 3, "$defs": {"x": INT}}, 1, "a"),
     ({"type": "integer", "allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": {"type": "integer", "minimum": 3}}}, 3, 1),

@@ -204,8 +204,11 @@ def test_the_patterns_of_a_request_are_bounded_together() -> None:
         "(" * 60 + "a" + "+)" * 60,
         "(" * 25 + "a" + "{1,2}b)" * 25,
         r"\[(a{1000}){1000}\]",
-        "(?#[)(a{1000}){1000}(?#])",
+        "(((a{0000000900}){0000000900}){0000000900}){0000000900}q",
         "[^a[](a{1000}){1000}[]]",
+        "[](](a{1000}){1000}[)]",
+        "[^](](a{1000}){1000}[)]",
+        "(?i)(?s-i:(?P<x>a{1000})){1000}(?P=x)",
     ],
 )
 def test_nested_repeats_are_refused_before_they_are_compiled(pattern: str) -> None:
@@ -214,9 +217,24 @@ def test_nested_repeats_are_refused_before_they_are_compiled(pattern: str) -> No
     assert (refused.value.status, refused.value.param) == (400, "stop_regex")
 
 
-@pytest.mark.parametrize("pattern", ["(?x) # [\n (a{1000}){1000} # ]", "a(?ix:b)", "(?x-i:b)"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(?x) # [\n (a{1000}){1000} # ]",
+        "a(?ix:b)",
+        "(?x-i:b)",
+        "(?#[)(a{1000}){1000}(?#])",
+        "(((a{900})(?#){900})(?#){900})(?#){900}q",
+        "(a{900})(?i){900}",
+        "(a{900}){e<=0}{900}",
+        "(a{900}){2i+1d<3}{900}",
+        "(?|(a)|(b))",
+        "(a)(?1)",
+        "(a)(*FAIL)",
+    ],
+)
 def test_a_pattern_whose_size_cannot_be_told_is_refused(pattern: str) -> None:
-    with pytest.raises(RequestError, match="verbose") as refused:
+    with pytest.raises(RequestError, match="its size cannot be told") as refused:
         asyncio.run(stop_conditions(prompts_with((pattern,)), TextWorkers()))
     assert (refused.value.status, refused.value.param) == (400, "stop_regex")
 
@@ -230,6 +248,8 @@ def test_a_pattern_whose_size_cannot_be_told_is_refused(pattern: str) -> None:
         ("(a+b)+", 6 + 6 + 1),
         ("(?P<x>a)?", 9),
         (r"\(\[x{2}", 5 + 3 + 1),
+        (r'\{"name": "\w{3}"}', 13 + 3 + 2 + 2),
+        ("(?i)[]a](?:b|c)(?<!d)(?-s:e)(?P<x>f)(?P=x)(?(x)g)", 49),
         ("(a{0,900}){0,900}", 17),
     ],
 )
@@ -238,7 +258,9 @@ def test_the_size_of_a_pattern(pattern: str, size: int) -> None:
 
 
 _PIECES = st.recursive(
-    st.sampled_from(["a", r"\d", "[b-d]", "[^]]", "[[]", r"\p{L}", ".", "(?#[)", "^", r"\b", "(?=e)"]),
+    st.sampled_from(
+        ["a", r"\d", "[b-d]", "[^]]", "[]{9}(]", "[[]", r"\p{L}", ".", "(?>f)", "^", r"\b", "(?=e)", "(?i:g)"]
+    ),
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map("".join),
         st.lists(inner, min_size=2, max_size=3).map(lambda several: f"(?:{'|'.join(several)})"),
