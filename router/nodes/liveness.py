@@ -18,21 +18,27 @@ class Liveness:
         self._timeout_s = timeout_s
         self._interval_s = interval_s
         self._progress = -1
+        self._stuck = False
+        """The latest pong since the last ping told of work and no progress."""
         self._num_stuck = 0
-        """Pongs in a row that told of work and no progress. Not a time: this process may have been stopped."""
+        """Pings in a row that had such a pong. Not a time: this process may have been stopped. Not pongs either:
+        every scrape of /metrics asks for one, and a node sends one when a link comes or goes."""
 
     def pong(self, now: float, load: Load) -> None:
-        """The node has answered."""
+        """The node has sent its load, asked or unasked."""
         self._heartbeat.heard(now)
-        stuck = load.busy and load.progress == self._progress
-        self._num_stuck = self._num_stuck + 1 if stuck else 0
+        self._stuck = load.busy and load.progress == self._progress
         self._progress = load.progress
+        if not self._stuck:
+            self._num_stuck = 0
 
     def tick(self, now: float) -> str | None:
         """To be called with every ping; returns why the node is dead, or None."""
         if self._heartbeat.silent(now):
             return f"no answer for {self._heartbeat.silence(now):.1f} s"
+        if self._heartbeat.ping_due(now):
+            self._num_stuck += self._stuck
+            self._stuck = False
         if self._num_stuck * self._interval_s >= self._timeout_s:
             return f"busy without progress for {self._num_stuck * self._interval_s:.1f} s"
-        self._heartbeat.ping_due(now)
         return None

@@ -46,6 +46,16 @@ def test_getting_busy_after_idling_starts_the_clock_anew() -> None:
     assert ticks(node, 59, 62, Load(progress=5, busy=True)) is not None
 
 
+def test_pongs_that_were_asked_for_between_pings_do_not_count() -> None:
+    """Each scrape of /metrics asks for one, and a node sends one when a link comes or goes."""
+    node = liveness()
+    for now in range(1, 10):
+        for _ in range(20):
+            node.pong(float(now), Load(progress=5, busy=True))
+        assert node.tick(float(now)) is None
+        assert node.tick(float(now)) is None, "no time has passed"
+
+
 def test_time_in_which_the_router_itself_was_stopped_does_not_count() -> None:
     node = liveness()
     assert ticks(node, 1, 5, Load()) is None
