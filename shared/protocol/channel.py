@@ -305,6 +305,8 @@ class ControlThread:
         dialled.unsent.clear()
 
     def _give_up(self, dialled: _Dialled) -> None:
+        if self._dialled.get(dialled.peer) is not dialled:
+            return  # lost or hung up just now
         waited = f"no answer within {CONNECT_TIMEOUT_S:g} s"
         if dialled.sockets is None:
             waited = str(does_not_resolve(dialled.address, waited))

@@ -8,6 +8,7 @@ import queue
 import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -447,6 +448,30 @@ def test_a_dial_that_is_not_answered_is_given_up(router: Party, monkeypatch: pyt
         peer, reason = router.disconnected.get(timeout=10)
     assert peer == "n"
     assert "no answer within 0.2 s" in reason
+
+
+def test_a_dial_that_is_lost_as_its_time_is_up_ends_once(
+    router: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control thread finds both when it was held up for so long."""
+    monkeypatch.setattr("shared.protocol.channel.CONNECT_TIMEOUT_S", 0.5)
+    held_up, time_is_up = threading.Event(), threading.Event()
+
+    def hold_up() -> None:
+        held_up.set()
+        assert time_is_up.wait(10)
+
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        router.dial("n", f"tcp://127.0.0.1:{mute.getsockname()[1]}")
+        dialled, _ = mute.accept()
+        router.control.every(0.01, hold_up)
+        assert held_up.wait(10)
+        dialled.close()
+        time.sleep(0.5)
+        time_is_up.set()
+        assert router.disconnected.get(timeout=10)[0] == "n"
+        router.close()
+    assert router.disconnected.empty()
 
 
 def test_as_many_peers_as_a_router_has_members_can_be_dialled(node: Party, router: Party) -> None:
