@@ -76,7 +76,7 @@ async def _run(config: RouterConfig, flags: Sequence[str]) -> int:
             if await unless(stop, supervisor.start()):
                 await unless(stop, supervisor.broken())
         except ChildFailed as failed:
-            code = failed.code
+            code = 2 if failed.code == 2 else 1
         if sys.stdout.isatty():
             print("\nstopping ...", flush=True)
     log.event("router_stopped")

@@ -1,7 +1,8 @@
 """A child process that is started again whenever it ends.
 
-    start ──▶ ready ──▶ ended ──0.5, 1, 2, .. 30 s──▶ start ...        until `stop`
-      └──▶ ended before it was ever ready: ChildFailed, since trying again would not help
+    start ──▶ loaded ──▶ ready ──▶ ended ──0.5, 1, 2, .. 30 s──▶ start ...        until `stop`
+      │         └──▶ gave up before it was ever ready: ChildFailed, since it has said why it cannot serve
+      └──▶ ended before it had ever loaded: ChildFailed, since trying again would not help
 
 A child must not outlive its supervisor: its standard input is one end of a socket pair, whose other end the kernel
 closes however the supervisor dies. A child has a session of its own, so that Ctrl-C in a terminal reaches the
@@ -31,6 +32,9 @@ BOOT_TIMEOUT_S = 300.0
 """For a child with a heartbeat to load, which may include a download."""
 HEARTBEAT_S = 1.0
 
+GAVE_UP = frozenset({2, 3})
+"""Exit codes of a child that has said why it cannot serve: a wrong flag or model, and a failed first generation."""
+
 LOADED, READY, HEARTBEAT = b"L", b"R", b"."
 """What a child with a heartbeat writes to its standard input's socket."""
 
@@ -38,18 +42,19 @@ _STDERR = 2
 
 
 class ChildFailed(Exception):
-    """A child ended before it was ever ready. `code` is negative for a signal."""
+    """A child ended before it was ever ready. `code` is negative for a signal, None if no process was started."""
 
-    def __init__(self, kind: str, name: str, code: int) -> None:
-        super().__init__(f"{kind} {name} {how_it_ended(code)} before it was ready")
+    def __init__(self, kind: str, name: str, code: int | None, how: str) -> None:
+        super().__init__(f"{kind} {name} {how} before it was ready")
         self.kind, self.name, self.code = kind, name, code
 
 
 class ChildProcess:
-    """`start` runs `python ARGV`, again and again; `loaded` and `ready` are set in its first life.
+    """`start` runs `python ARGV`, again and again; `loaded` and `ready` are set when it first says so.
 
     With a `heartbeat_timeout_s`, a child whose event loop hangs for so long is killed. `on_start` is called when a
-    process has been started, `on_exit(reason, pause_s)` when one has ended and will be started again.
+    process has been started, `on_exit(reason, pause_s)` when one has ended, or could not be started, and the next
+    will be started after that pause.
     """
 
     def __init__(
@@ -100,26 +105,47 @@ class ChildProcess:
         pause_s = MIN_PAUSE_S
         while not self._stopping.is_set():
             began = time.monotonic()
-            code = await self._run_once()
+            code, how = await self._run_once()
             if self._stopping.is_set():
                 self._log("exited", code=code)
                 return
-            if not self.ready.is_set():
-                raise ChildFailed(self.kind, self.name, code)
+            if not self.ready.is_set() and (not self.loaded.is_set() or code in GAVE_UP):
+                raise ChildFailed(self.kind, self.name, code, how)
             if time.monotonic() - began > MAX_PAUSE_S:
                 pause_s = MIN_PAUSE_S
             self._log("exited", level=logging.WARNING, code=code, restart_in_s=pause_s)
-            self._on_exit(how_it_ended(code), pause_s)
+            self._on_exit(how, pause_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stopping.wait()
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def _run_once(self) -> int:
+    async def _run_once(self) -> tuple[int | None, str]:
+        """Start a process and wait for its end: the exit code, None if the system refused to start it, and words."""
+        async with contextlib.AsyncExitStack() as exits:
+            try:
+                process, reader = await self._start_process(exits)
+            except OSError as e:  # too many processes or open files, or no memory
+                self._log("not_started", level=logging.WARNING, reason=e.strerror)
+                return None, f"could not be started: {e.strerror}"
+            watching = asyncio.create_task(self._watch(reader), name=f"watch {self.kind} {self.name}")
+            try:
+                code = await process.wait()
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+        return code, how_it_ended(code)
+
+    async def _start_process(
+        self, exits: contextlib.AsyncExitStack
+    ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+        """A process, and what it says; `exits` closes the socket to it. Raises OSError."""
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
+        exits.enter_context(ours)
         with theirs:
+            ours.setblocking(False)
             reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            exits.push_async_callback(_close, self._writer)
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *self._argv(),
@@ -131,13 +157,7 @@ class ChildProcess:
         if self._stopping.is_set():
             self._signal(signal.SIGTERM)  # the signal to all children came too early for this one
         self._on_start()
-        watching = asyncio.create_task(self._watch(reader), name=f"watch {self.kind} {self.name}")
-        try:
-            return await self._process.wait()
-        finally:
-            watching.cancel()
-            self._writer.close()
-            await asyncio.gather(watching, self._writer.wait_closed(), return_exceptions=True)
+        return self._process, reader
 
     async def _watch(self, reader: asyncio.StreamReader) -> None:
         """Note what the child says, and kill one whose heart stands still."""
@@ -192,6 +212,11 @@ async def stop_all(children: Sequence[ChildProcess], grace_s: float) -> None:
     for keeper in late:
         keepers[keeper].kill(f"not stopped within {grace_s:g} s")
     await asyncio.gather(*keepers, return_exceptions=True)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    await asyncio.gather(writer.wait_closed(), return_exceptions=True)
 
 
 def how_it_ended(code: int) -> str:

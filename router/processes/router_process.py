@@ -44,7 +44,10 @@ _CAN_SERVE_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until the supervisor says that it is enough, or is gone. Returns the exit code, as `router.__main__`."""
+    """Serve until the supervisor says that it is enough, or is gone.
+
+    Returns 0, or a code of `child_process.GAVE_UP`: 2 for a wrong flag or model, 3 for a failed first generation.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor's business; it sends ReloadKeys
     index, http_port, life, *flags = argv
     args = build_parser().parse_args(flags)
@@ -56,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except RequestError as e:
         print(f"router: error: the first generation failed: {e.message}", file=sys.stderr)
-        return 1
+        return 3
 
 
 async def _run(config: RouterConfig, index: int, http_port: int, *, first: bool) -> int:

@@ -170,7 +170,7 @@ class Supervisor:
             for task in done:
                 task.result()
         except ChildFailed as failed:
-            if failed.kind == "router" and failed.code > 0:
+            if failed.kind == "router" and (failed.code or 0) > 0:
                 raise  # the router has said what is wrong
             await asyncio.sleep(_LAST_WORDS_S)  # LoadFailed may still be on its way
             reason = self._failures.get(failed.name)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from router.processes.child_process import ChildFailed, ChildProcess, stop_all
@@ -42,6 +44,67 @@ def test_a_child_that_was_never_ready_is_not_started_again() -> None:
         with pytest.raises(ChildFailed, match="node n exited with code 3 before it was ready"):
             await failing.keeper
         await stop_all([failing], 5)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("code", "is_final"), [(1, False), (-9, False), (2, True), (3, True)])
+def test_a_child_that_had_loaded_ends_for_good_only_when_it_gave_up(code: int, is_final: bool) -> None:
+    async def run() -> None:
+        exits: list[str] = []
+        end = f"sys.exit({code})" if code > 0 else f"os.kill(os.getpid(), {-code})"
+        waiting = child(
+            f"import os, sys, time; os.write(0, b'L'); time.sleep(0.2); {end}",
+            on_exit=lambda how, _: exits.append(how),
+        )
+        waiting.start()
+        assert waiting.keeper is not None
+        if is_final:
+            with pytest.raises(ChildFailed, match=f"exited with code {code} before it was ready"):
+                await waiting.keeper
+        else:
+            async with asyncio.timeout(20):
+                while not exits:
+                    assert not waiting.keeper.done(), waiting.keeper.result()
+                    await asyncio.sleep(0.01)
+        await stop_all([waiting], 5)
+
+    asyncio.run(run())
+
+
+def test_a_child_that_cannot_be_started_again_is_tried_again() -> None:
+    async def run() -> None:
+        exits: list[str] = []
+        sources: Iterator[str] = iter(
+            (READY + "time.sleep(0.1)", "#" * 10_000_000)
+        )  # no argument is that long
+        dying = ChildProcess(
+            "node",
+            "n",
+            lambda: ["-c", next(sources, READY + "time.sleep(60)")],
+            on_exit=lambda how, _: exits.append(how),
+        )
+        num_files = psutil.Process().num_fds()
+        dying.start()
+        assert dying.keeper is not None
+        async with asyncio.timeout(20):
+            while len(exits) < 2:
+                assert not dying.keeper.done(), dying.keeper.result()
+                await asyncio.sleep(0.01)
+        await stop_all([dying], 5)
+        assert exits == ["exited with code 0", "could not be started: Argument list too long"]
+        assert psutil.Process().num_fds() == num_files
+
+    asyncio.run(run())
+
+
+def test_a_child_that_can_never_be_started() -> None:
+    async def run() -> None:
+        impossible = child("#" * 10_000_000)
+        impossible.start()
+        assert impossible.keeper is not None
+        with pytest.raises(ChildFailed, match="could not be started: Argument list too long"):
+            await impossible.keeper
 
     asyncio.run(run())
 

@@ -299,6 +299,20 @@ def test_a_router_without_nodes_of_its_own(
     router.assert_no_orphan()
 
 
+def test_a_router_that_dies_before_its_nodes_come_is_started_again(
+    folder: Path, model_folder: Path, started: list[RunningRouter]
+) -> None:
+    router = RunningRouter(folder, "--local", "none", "--control-port", "0", "--model", str(model_folder))
+    started.append(router)
+    router.until_logged("router_listening")
+    os.kill(router.pid_of("0"), signal.SIGKILL)
+    router.until_logged("router_exited router=0 code=-9 restart_in_s=0.5")
+    router.until_logged("router_listening", count=2)
+    router.process.terminate()
+    assert router.end() == 0 and "Traceback" not in router.stderr
+    router.assert_no_orphan()
+
+
 def test_two_routers_on_one_machine(folder: Path, model_folder: Path, started: list[RunningRouter]) -> None:
     with socket.create_server(("127.0.0.1", 8001)):  # what used to be the default control port is taken
         for _ in range(2):
