@@ -17,6 +17,7 @@ from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any
 
+import zmq
 import zmq.asyncio
 
 from router.api.fleet_api import fleet_guards
@@ -42,6 +43,7 @@ from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import ConfigError
 from shared.log import event
 from shared.model.files import resolve_model
+from shared.protocol.dial_socket import MAX_SOCKETS
 from shared.protocol.messages import AbortedReqs, Announcement, Role, Work
 from shared.protocol.resolver import Resolver
 from shared.protocol.sampling_params import SamplingParams
@@ -193,6 +195,7 @@ class Router:
         config, options = self._config, self._config.dispatch
         fleet_key = FleetKey.load(config.fleet.fleet_key) if config.fleet.fleet_key else None
         context = zmq.asyncio.Context()
+        context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         exits.callback(context.destroy)
         self._membership = Membership(
             context,

@@ -29,6 +29,7 @@ from shared.errors import ConfigError, LinkError
 from shared.protocol.dial_socket import (
     CONNECT_TIMEOUT_S,
     LOST,
+    MAX_SOCKETS,
     DialSocket,
     bound_strangers,
     from_frames,
@@ -45,8 +46,6 @@ OnMessage = Callable[[str, Any], None]
 MAX_QUEUED_MESSAGES = 100_000
 MAX_DIALLERS = 4096
 """Peers that are remembered; each restart of a peer makes a new one."""
-MAX_SOCKETS = 16_384
-"""Of ZMQ, which counts three for each dialled peer: the socket, and the two ends of its monitor."""
 POLL_MS = 1000
 
 

@@ -18,6 +18,8 @@ MAX_FRAME_BYTES = 1 << 16
 """A peer that announces a larger frame, in its handshake or later, is hung up on."""
 _CHUNK_BYTES = MAX_FRAME_BYTES - 1024
 """Of a message in one frame: CURVE adds a header and a code to each."""
+MAX_SOCKETS = 16_384
+"""Of a context that dials. ZeroMQ counts three for each `DialSocket`: the socket, and the two ends of its monitor."""
 CONNECT_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_MS = int(CONNECT_TIMEOUT_S * 1000)
 # Turning libzmq's reconnecting off (-1) would also drop what arrived just before the connection closed.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import socket
 from pathlib import Path
 
 import httpx
@@ -22,6 +24,7 @@ from shared.protocol.messages import (
     Load,
     LoadFailed,
     Loading,
+    NodeRef,
     Prefill,
     Role,
     Stamp,
@@ -250,6 +253,33 @@ def test_a_node_joins_by_itself(model_folder: Path) -> None:
                     while (health := (await client.get("/health")).json())["status"] != "ok":
                         await asyncio.sleep(0.01)
                 assert len(health["decode"]) == 1
+
+    asyncio.run(run())
+
+
+def test_more_nodes_than_zmq_has_sockets_by_default_can_be_dialled() -> None:
+    """Each dial takes three, of 1023."""
+
+    async def run() -> None:
+        with socket.create_server(("", 0), backlog=400) as mute, contextlib.ExitStack() as accepted:
+            mute.setblocking(False)
+            hosts = [f"127.1.{i // 200}.{i % 200 + 1}" for i in range(400)]
+            async with (
+                serving_router(waiting(None)) as router,
+                httpx.AsyncClient(base_url=router.url) as client,
+            ):
+                for host in hosts:
+                    ref = NodeRef(host, "a", f"tcp://{host}:{mute.getsockname()[1]}")
+                    router.on_announcement(Join(ref, Role.DECODE))
+                dialled: set[str] = set()
+                async with asyncio.timeout(30):
+                    while len(dialled) < len(hosts):
+                        connection, _ = await asyncio.get_running_loop().sock_accept(mute)
+                        accepted.enter_context(connection)
+                        dialled.add(connection.getsockname()[0])
+                nodes = (await client.get("/fleet")).json()["nodes"]
+                assert len(nodes) == len(hosts)
+                assert not [node for node in nodes if "Too many open files" in node["reason"]]
 
     asyncio.run(run())
 
