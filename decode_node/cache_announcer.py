@@ -1,4 +1,4 @@
-"""Tells routers which prefixes this node holds, so that a follow-up can come here and bring only what is new."""
+"""Tells routers which prefixes this node caches, so that they can send the next turn of a conversation here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CacheAnnouncer:
         self._seq = 0
 
     def tell_changes(self) -> None:
-        """Send what came and went in this step to every router that has been told all before."""
+        """Send the prefixes that this step added and removed to every router that has had the whole list."""
         assert self._cache.changes is not None
         stored, removed = self._cache.changes.take()
         if stored or removed:
@@ -27,9 +27,9 @@ class CacheAnnouncer:
 
     def tell_all(self, router: str) -> None:
         """Send all hashes to a router that is new or has missed a change; `tell_changes` includes it from now on."""
-        self.tell_changes()  # else the router would be told these twice
+        self.tell_changes()  # else the router would get these changes twice
         self._router_port.tell(router, CacheEvents(self._seq, tuple(self._cache.hashes()), (), reset=True))
 
     def close(self) -> None:
-        """Have the RadixCache note its changes no longer; a scheduler without an announcer would never take them."""
+        """Stop the RadixCache from recording changes, which a scheduler without an announcer would never take."""
         self._cache.changes = None

@@ -1,4 +1,4 @@
-"""Requests that wait for pages and a slot here, before their prefill may begin elsewhere."""
+"""Requests that wait for pages and a row of this node, before a prefill node may compute their prompts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shared.timeline import ReqStage
 
 
 class PreallocQueue:
-    """First come first served among those of the same level, higher levels first (see `PriorityRule.rank`).
+    """Requests without a reservation, by `PriorityRule.rank` (SGLang: DecodePreallocQueue).
 
-    What is reserved here is the backpressure on the prefill fleet.
+    No prompt is computed before its pages are reserved: that is the backpressure on the prefill fleet.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class PreallocQueue:
             self._stopped_at = None
 
     def reserve(self, is_open_to: Callable[[Req], bool]) -> list[Req]:
-        """Reserve rows and pages, in order, until a request does not fit; returns those now in transfer.
+        """Reserve rows and pages, in order, up to the first request that does not fit or may take no room.
 
-        The first request to which admission is not open ends it as well.
+        Returns the requests that have room now; their transfers have begun.
         """
         reserved: list[Req] = []
         self._stopped_at = None
@@ -72,7 +72,7 @@ class PreallocQueue:
 
     @property
     def first(self) -> Arrival | None:
-        """The request at which `reserve` stopped, since it got no room; None when none was left."""
+        """The request at which `reserve` stopped; None when every request got its room."""
         return Arrival(self._stopped_at, self.would_fit) if self._stopped_at is not None else None
 
     def would_fit(self, req: Req, victims: Sequence[Req]) -> bool:
@@ -93,9 +93,9 @@ class PreallocQueue:
         return needed <= available - ledger.radix_cache.num_pages_held_only_by((kv.lock for kv in kvs), peek)
 
     def _peek(self, req: Req) -> Peek:
-        """The cached prefix of `req`, looked up anew when the RadixCache has changed. Not a use, so the LRU stays.
+        """The cached prefix of `req`, looked up again when the RadixCache has changed. This does not refresh the LRU.
 
-        Unlike a local prefill, a transfer may find the whole prompt cached: its last token is computed elsewhere.
+        Unlike a local prefill, a transfer may find the whole prompt cached: a prefill node computes its last token.
         """
         cache = self._ledger.radix_cache
         if self._peeked is None or self._peeked[:2] != (req, cache.num_changes):

@@ -125,7 +125,7 @@ class DecodeScheduler:
     def _received(self, received: Received) -> None:
         req = self.transfer_queue.take(received.key)
         self._vitals.count_transfer(received.nbytes, received.seconds)
-        if req.finish is not None:  # cancelled when all was there already
+        if req.finish is not None:  # cancelled after its last page had come
             self.reqs.release(req)
             return
         try:
@@ -141,14 +141,14 @@ class DecodeScheduler:
             handoff.kv_len - req.num_input_ids,
             handoff.token_ids,
             None,
-            req.report(),  # its way here; the rest comes with the finish
+            req.report(),  # the stamps so far; the finish brings the others
             handoff.logprobs,
             handoff.input_logprobs,
         )
 
     def _receive_failed(self, failed: ReceiveFailed) -> None:
         req = self.transfer_queue.take(failed.key)
-        # A prefill node that gives a request up tells the router itself, but not any more after its handoff.
+        # A prefill node that gives a request up before its handoff tells the router itself.
         if failed.handed_off or not failed.by_peer:
             reason = f"KV transfer from the prefill node failed: {failed.reason}"
             self.reqs.fail(req, RequestError(reason, status=503))
@@ -177,7 +177,7 @@ class DecodeScheduler:
         self.batcher.observe(outcome)
         for req in outcome.computed:
             assert req.kv is not None
-            self._ledger.release_superseded(req.kv)  # no transfer reads them
+            self._ledger.release_superseded(req.kv)  # no transfer of this node reads those pages
         for req in outcome.sampled:
             finished = req.finish is not None
             prefilled = req.timeline.stage is ReqStage.PREFILLING
@@ -208,7 +208,7 @@ class DecodeScheduler:
         self._desk.fail(plan, outcome)
 
     def _count_prompt(self, req: Req) -> None:
-        """Once for each prompt that was prefilled here; what a retraction prefills again is not a new prompt."""
+        """Count a prompt that was prefilled here, once: a prefill after a retraction is not counted again."""
         if not req.num_retractions:
             self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
 

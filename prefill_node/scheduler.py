@@ -10,7 +10,7 @@ Life of a request here:
                        the tokens jumped over behind it, if any
     inflight_queue     until the decode node has every page, or the transfer has ended otherwise
 
-A request that no decode node continues (`decode` is None) skips the first and the last.
+A request without a decode node (`Prefill.decode` is None) skips the first and the last.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class PrefillScheduler:
                     req.input_logprobs,
                 )
         for req in outcome.finished:
-            # The first token, or a jump after it, ended it: this node says so, and the decode node is not needed.
+            # The first token, or a jump after it, ended the request, so no decode node is needed.
             tokens = req.newest_ids if req in outcome.sampled else ()
             if not req.output_len:  # max_new_tokens 0
                 self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
@@ -182,8 +182,8 @@ class PrefillScheduler:
         if req is None:
             return
         if not ended.handed_off:
-            # Before the handoff this node tells the router: the decode node may be gone, or believe that this node
-            # does. `ended` says so; the stage of the request may already be that of the step in flight.
+            # Before the handoff this node tells the router, since the decode node may be gone. The stage of the
+            # request does not say whether the handoff was sent: it may be that of the step in flight.
             reason = f"KV transfer to the decode node failed: {ended.reason}"
             self.reqs.fail(req, RequestError(reason, status=503))
         self.reqs.end(ended.key, ended.reason)

@@ -38,7 +38,7 @@ class TorchAttentionPlan:
 
     starts: list[int]
     lengths: list[int]
-    """Of the extends."""
+    """Both of the extends (SGLang's extend_prefix_lens and extend_seq_lens)."""
     num_extend_tokens: int
     extend_tables_BP: torch.Tensor
     decode_tables_BP: torch.Tensor

@@ -29,7 +29,7 @@ class _Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The slot holds this token, which came from a prefill node, or was jumped over."""
+    """The slot holds this token, which the host wrote: it came from a prefill node, or was jumped over."""
 
     token_id: int
 

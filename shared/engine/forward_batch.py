@@ -42,8 +42,8 @@ class ForwardBatch:
     ) -> ForwardBatch:
         """Copy the snapshot to the device, write to the FutureMap what the batch brings, and read it.
 
-        Runs on the forward stream, behind the sampling of all forwards before. Prompt ids are copied only now, tokens
-        from prefill nodes enter the FutureMap, and then the inputs of the decode step are read from it.
+        Runs on the forward stream, behind the sampling of all forwards before. The future writes enter the
+        FutureMap first, then the inputs of the decode step are read from it.
         """
         ends = np.cumsum(batch.lengths_B)
         sequence_T = np.repeat(np.arange(len(batch.rows_B)), batch.lengths_B)

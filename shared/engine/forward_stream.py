@@ -47,7 +47,7 @@ Fence = Pending[None]
 
 @dataclass(frozen=True, slots=True)
 class FailedLaunch:
-    """Stands for a forward or a copy whose launch raised, perhaps with a part of its kernels queued already.
+    """Stands for a forward or a copy whose launch raised, perhaps after a part of its kernels was queued.
 
     Those kernels still write to pages, so the launch counts as over only behind `queued`.
     """
@@ -147,7 +147,7 @@ class CpuForwardStream:
         return CpuPending(self._worker.submit(self._copy, pages))
 
     def fence(self) -> CpuPending[None]:
-        """The work of a worker that has come this far."""
+        """An empty piece of work behind everything that is queued."""
         return CpuPending(self._worker.submit(lambda: None))
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class CudaForwarded:
 
 @dataclass(frozen=True, slots=True)
 class CudaResult:
-    """`copy_done` of a forward on the CUDA stream."""
+    """A forward that samples on the CUDA stream; `copy_done` follows the copy to the host."""
 
     on_host: SampledTensors
     copy_done: torch.cuda.Event

@@ -1,4 +1,4 @@
-"""Copies of retracted requests' KV on the forward stream: launched between two forwards, settled between the two."""
+"""Copies of retracted KV on the forward stream: launched between two forwards, settled between the two commits."""
 
 from __future__ import annotations
 

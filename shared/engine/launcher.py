@@ -24,7 +24,7 @@ from shared.engine.vocab_mask import fill_vocab_mask, must_wait_for_commit
 from shared.errors import RequestError
 from shared.kvcache.ledger import KVLedger
 from shared.scheduling.commit import Outcome, commit_result
-from shared.scheduling.grammar_queue import stuck
+from shared.scheduling.grammar_queue import grammar_error
 from shared.scheduling.plan import Plan, ScheduleBatch
 from shared.timeline import Clock
 
@@ -74,7 +74,7 @@ class Launcher:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Around every decision that is given to `turn`."""
+        """Surrounds each decision: a span in a trace, and the checks of --debug-checks."""
         with self._span("plan"), self._checks.planning() if self._checks is not None else nullcontext():
             yield
 
@@ -109,7 +109,7 @@ class Launcher:
         return outcome
 
     def close(self) -> None:
-        """Wait for what is in flight. Its requests have ended, so nothing is left of it."""
+        """Wait for the forward in flight. Its requests have ended, so its results are dropped."""
         self.turn(Plan())
 
     def _launch(self, batch: ScheduleBatch, began_at: float) -> Launched:
@@ -172,4 +172,4 @@ def _add_too_slow(batch: ScheduleBatch, outcome: Outcome) -> None:
     for item in batch.items:
         grammar = item.req.grammar
         if grammar is not None and grammar.is_too_slow and item.req.finish is None:
-            outcome.failed.setdefault(item.req, stuck(item.req))
+            outcome.failed.setdefault(item.req, grammar_error(item.req))

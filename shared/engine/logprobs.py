@@ -1,7 +1,7 @@
 """Logits to log-probabilities: of the tokens that were chosen, of the likeliest, and of ids asked for.
 
-They are the model's own: log_softmax of the raw logits, before penalties, bias, masks and temperature, so that they
-say the same of a token in every request, and of prompt and output tokens alike.
+They are the model's own: log_softmax of the raw logits, before penalties, bias, masks and temperature, so that a
+token has the same logprob in every request, in a prompt and in an output.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class GatheredLogprobs:
 
 
 def gather(logprobs_NV: torch.Tensor, targets_N: torch.Tensor, inputs: LogprobInputs) -> GatheredLogprobs:
-    """What is asked of rows of which all logprobs are there."""
+    """Pick what `inputs` asks for from logprobs of the whole vocabulary."""
     top = logprobs_NV.topk(min(inputs.top_num, logprobs_NV.shape[1]), dim=1)
     token_ids_NM = to_device(inputs.token_ids_NM, logprobs_NV.device)
     return GatheredLogprobs(
@@ -83,12 +83,12 @@ class RawLogprobs:
 
     @classmethod
     def of(cls, logits_SV: torch.Tensor, inputs: LogprobInputs) -> RawLogprobs:
-        """Of the rows that `inputs` names; a copy."""
+        """The logprobs of the rows that `inputs` names, as a copy."""
         rows_N = to_device(inputs.rows_N, logits_SV.device)
         return cls(inputs, rows_N, torch.log_softmax(logits_SV[rows_N], dim=-1))
 
     def gather(self, token_ids_S: torch.Tensor) -> GatheredLogprobs:
-        """What is asked of them, now that they have sampled."""
+        """Pick what was asked for, now that the sequences have sampled."""
         return gather(self.logprobs_NV, token_ids_S[self.rows_N], self.inputs)
 
 

@@ -24,8 +24,9 @@ class ModelWorkerBatch:
 
     Extends come first and carry their prompt tokens in `input_ids`. The last `num_decodes` sequences are a decode
     step and carry nothing: each computes the last sampled token of its row, read from the FutureMap.
-    `future_writes` are (row, token) pairs that arrived from prefill nodes and enter the FutureMap before this
-    forward reads it. `sampled_B` lists which sequences sample.
+    `future_writes` are (row, token) pairs of the host, which enter the FutureMap before this forward reads it.
+    `sampled_B` lists which sequences sample. In SGLang, rows are req_pool_indices, starts extend_prefix_lens, and
+    lengths extend_seq_lens.
     """
 
     num_decodes: int

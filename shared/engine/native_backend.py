@@ -39,7 +39,7 @@ class NativeBackend:
         pool: TokenToKVPool,
         progress: Progress,
     ) -> None:
-        """`team` becomes its own; it ends with `close`."""
+        """The backend owns `team`, and ends it in `close`."""
         self.vocab_size = config.vocab_size
         self._hidden_size = config.hidden_size
         self._team = team
@@ -47,7 +47,7 @@ class NativeBackend:
         self._decoder = NativeDecoder(team, weights.desc, pages, (weights, pool))
         self._progress = progress
         self._logits = np.empty(0, dtype=np.float32)
-        """Of the latest forward, whose sampling comes before the next one."""
+        """The logits of the latest forward, which samples before the next one is launched."""
 
     def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
         """One native call, which reads the snapshot's arrays where they are."""
@@ -96,7 +96,7 @@ class NativeBackend:
         rows_S: torch.Tensor,
         future_map: FutureMap,
     ) -> torch.Tensor:
-        """One native call behind what torch does to the logits."""
+        """Biases and masks by torch, then one native call."""
         adjust_logits(logits_SV, inputs, vocab_mask)
         return sample(self._team, logits_SV, _sampling(inputs), rows_S, future_map.last_token_R)
 

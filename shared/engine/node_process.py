@@ -1,4 +1,4 @@
-"""From a node's command line to its loop, and back down without leaving anything behind. The same for both roles."""
+"""The process of a node, of either role: load the model, run the loop until told to stop, close everything."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
         control.start()
         announcer = JoinAnnouncer(control, node, role, net.routers)
         try:
-            # First what is refused at once: a model takes minutes to load.
+            # Options are checked first, since a model takes minutes to load.
             transports = make_transports(config.transfer, resolve_device(config.model.device))
             engine = build_engine(config, announcer.loading)
             parts = _parts(role, config, node, engine, transports, control, stop.wake)

@@ -57,7 +57,7 @@ class PenaltyTable:
         logits_SV[entries_P] = x_PV - frequency_P1 * num_output_PV - presence_P1 * (num_output_PV > 0)
 
     def count(self, token_ids_S: torch.Tensor, inputs: PenaltyInputs) -> None:
-        """The sequences of `inputs` have sampled."""
+        """Count the tokens that the sequences of `inputs` have sampled."""
         device = token_ids_S.device
         slots_P = to_device(self._slots_of(inputs), device)
         token_ids_P = token_ids_S[to_device(inputs.entries_P, device)]

@@ -22,7 +22,7 @@ Span = Callable[[str], AbstractContextManager[object]]
 class Profiler:
     """Starts and stops torch's profiler, on the scheduler thread; `span` is for any thread.
 
-    torch has one profiler for the whole process, and so must its user: one node is one process.
+    torch has one profiler for the whole process, so a process has one Profiler.
 
     A trace holds every step in memory until it is written, so a trace without `num_steps` grows until it is
     stopped. Writing it takes about as long as a few hundred steps, and nothing else runs meanwhile.

@@ -13,7 +13,7 @@ from shared.scheduling.req import Req
 
 
 class Queue(Protocol):
-    """A place where a request may be."""
+    """A place where the role keeps requests."""
 
     def remove(self, req: Req) -> None:
         """Forget `req`, which has ended. No-op when it is not here."""
@@ -51,7 +51,7 @@ class ReqTable(Mapping[ReqKey, Req]):
         return len(self._reqs)
 
     def add(self, req: Req) -> None:
-        """A request that this node has accepted."""
+        """Enter a request that this node has accepted."""
         self._reqs[req.key] = req
 
     def fail(self, req: Req, error: RequestError) -> None:

@@ -1,4 +1,4 @@
-"""What a node's loop hears from routers and tells them, as far as both roles do the same."""
+"""What both roles do alike when they hear messages of routers, and when they speak to routers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RouterDesk:
         self._router_timeout_s = router_timeout_s
 
     def hear(self) -> Iterator[FromRouter]:
-        """Answer what both roles answer alike, and yield the messages that the role has to act on, in order.
+        """Act on the messages that both roles treat alike, and yield the others to the role, in order.
 
         A RouterHello is yielded too: the requests that this router sent over an earlier connection have failed.
         """
@@ -76,7 +76,7 @@ class RouterDesk:
         for router in self._router_port.take_silent(timeout_s):
             log.warn("router_silent", router=router)
             self._reqs.fail_all(router, f"this node had not heard of the router for {timeout_s:g} s")
-            yield FromRouter(router, Peers(()))  # it names no decode nodes any more
+            yield FromRouter(router, Peers(()))  # the decode nodes that it named are not wanted any more
         for over in self._grammar_queue.take():
             if over.error is None:
                 over.go_on()

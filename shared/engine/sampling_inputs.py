@@ -1,6 +1,6 @@
 """What sampling needs from the host, per forward: plain values, collected when a decision is made.
 
-What nobody in the batch asks for is None, and costs nothing further down.
+A field that no sequence of the batch asks for is None, and costs nothing further down.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class CountedRows:
     """Which sequence's tokens the device has counted in each row, and up to which output position.
 
     A step that goes on where the last one of that row stopped needs to send nothing. Any other (the first of a
-    row, after a transfer, a retraction or a re-prefill) sends the tokens that are known, and counts them anew:
-    that no token is in flight then is what makes it exact.
+    row, after a transfer, a retraction or a re-prefill) sends the known tokens, which the device counts
+    anew. No token of the row is in flight then, so the counts are exact.
     """
 
     def __init__(self) -> None:
@@ -147,9 +147,9 @@ def sampling_inputs(
 
 
 def input_logprobs(items: Sequence[ScheduledReq]) -> LogprobInputs | None:
-    """The prompt logprobs that an extend of `items` brings: the token at position i + 1 is judged at position i.
+    """The prompt logprobs that an extend of `items` brings: that of the token at i + 1 comes from position i.
 
-    They belong to the step that samples output position 0; what resumes after it does not bring them again.
+    They belong to output position 0: a request that resumes after it brings none.
     """
     rows: list[int] = []
     targets: list[int] = []

@@ -69,4 +69,4 @@ class TorchBackend:
         return token_ids_S
 
     def close(self) -> None:
-        """Nothing is held that needs closing."""
+        """Do nothing: torch frees its memory."""

@@ -14,7 +14,7 @@ from shared.timeline import Clock
 
 THROUGHPUT_WINDOW_S = 1.0
 MAX_LEAK_CHARS = 300
-"""Of what an audit found, in every Pong; the log has all of it."""
+"""Of the audit's finding, which every Pong repeats; the log has all of it."""
 
 
 class Vitals:
@@ -114,9 +114,7 @@ class Vitals:
         try:
             audit_idle(self._ledger)
         except LeakError as error:
-            self._leak = str(error)[
-                :MAX_LEAK_CHARS
-            ]  # a bug, but no reason to drop streams: routers drain the node
+            self._leak = str(error)[:MAX_LEAK_CHARS]  # routers drain the node, and its streams go on
             log.crash("leak")
 
     def load(self) -> Load:

@@ -57,8 +57,8 @@ def fill_vocab_mask(batch: ScheduleBatch) -> VocabMask | None:
 def apply_vocab_mask(logits_SV: torch.Tensor, mask: VocabMask) -> None:
     """Set the logits of tokens that are not allowed to -inf, in place.
 
-    Where something else (`min_new_tokens`, a bias) has excluded all that is allowed, any allowed token will do: the
-    grammar is what the client relies on.
+    Where `min_new_tokens` or a bias has excluded every allowed token, any allowed token may be drawn: the grammar
+    holds in any case.
     """
     device, vocab_size = logits_SV.device, logits_SV.shape[1]
     entries_G = to_device(mask.entries_G, device)

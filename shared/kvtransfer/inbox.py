@@ -19,7 +19,7 @@ class Keyed(Protocol):
 
     @property
     def key(self) -> ReqKey:
-        """The transfer."""
+        """Names the transfer."""
         ...
 
 
@@ -87,7 +87,7 @@ class Parking(Generic[Parked]):
         return len(self._keys)
 
     def park(self, key: ReqKey, peer_id: str, message: Parked, now: float) -> tuple[str, ReqKey] | None:
-        """Keep a message. Returns the (peer, key) that had to leave for it, if any: it wants a cancel."""
+        """Keep a message. Returns the (peer, key) that had to leave for it, if any, for the caller to cancel."""
         parked = self._keys.get((key, peer_id))
         if parked is not None:
             if len(parked.messages) < self.MAX_PER_KEY:
@@ -105,7 +105,7 @@ class Parking(Generic[Parked]):
         return [] if parked is None else parked.messages
 
     def expire(self, now: float) -> list[tuple[str, ReqKey]]:
-        """Drop the keys that were not opened in time; each (peer, key) of them wants a cancel."""
+        """Drop the keys that were not opened in time, and return each (peer, key) for the caller to cancel."""
         expired = []
         while self._keys and next(iter(self._keys.values())).expires <= now:
             (key, peer_id), _ = self._keys.popitem(last=False)
@@ -152,7 +152,7 @@ class KeyedInbox(Generic[Transfer, Message, Answer]):
         return iter(list(self._open.values()))
 
     def open(self, transfer: Transfer) -> None:
-        """From now on messages about its key are for `transfer`; `take_parked` applies those that have come."""
+        """Give later messages with its key to `transfer`; `take_parked` applies those that came before."""
         key = transfer.key
         assert key not in self._open and key not in self._tombstones, f"{key} opened twice"
         self._open[key] = transfer
@@ -175,12 +175,12 @@ class KeyedInbox(Generic[Transfer, Message, Answer]):
         return [transfer for transfer in self._open.values() if transfer.peer_id == peer_id]
 
     def close(self, key: ReqKey, answer: Answer, now: float) -> None:
-        """The transfer has ended; `answer` is kept for late messages."""
+        """End a transfer; `answer` is kept for late messages."""
         del self._open[key]
         self._tombstones.add(key, answer, now)
 
     def receive(self, peer_id: str, message: Message, now: float) -> None:
-        """A message of `peer_id`."""
+        """Handle a message of `peer_id`."""
         transfer = self._open.get(message.key)
         if transfer is not None:
             if transfer.peer_id == peer_id:

@@ -34,7 +34,7 @@ class LinkStore(Store):
         self._aborted: str | None = None
 
     def feed(self, name: str, value: bytes) -> bool:
-        """Take an entry of the peer; False when it is more than any backend needs."""
+        """Take an entry of the peer; False when there are more entries or bytes than any backend needs."""
         with self._changed:
             if len(self._entries) >= self.MAX_ENTRIES or len(value) > self.MAX_VALUE_NBYTES:
                 return False

@@ -133,7 +133,7 @@ class Links(Generic[Loop]):
         worker.start()
 
     def feed(self, peer_id: str, message: StoreSet) -> None:
-        """An entry of the peer's half of the rendezvous."""
+        """Take an entry of the peer's half of the rendezvous."""
         worker = self.worker(peer_id)
         if worker is None or worker.name != message.link:
             return
@@ -141,19 +141,19 @@ class Links(Generic[Loop]):
             self.fail(worker, "the peer filled the link's store")
 
     def lost(self, peer_id: str, message: LinkLost) -> None:
-        """The peer has given the link up."""
+        """Handle the peer's message that it has given the link up."""
         worker = self.worker(peer_id)
         if worker is not None and worker.name == message.link:
             self.fail(worker, f"given up by the peer: {message.reason}", tell_peer=False)
 
     def fail_peer(self, peer_id: str, reason: str, *, tell_peer: bool = True) -> None:
-        """Whatever link there is with this peer is dead."""
+        """End the link with this peer, if there is one."""
         worker = self.worker(peer_id)
         if worker is not None:
             self.fail(worker, reason, tell_peer=tell_peer)
 
     def fail(self, worker: LinkWorker, reason: str, *, tell_peer: bool = True) -> None:
-        """A link dies here and nowhere else, on whichever thread that was noticed."""
+        """End a link, from any thread. Links die here and nowhere else."""
         if worker.death is not None:
             return
         worker.stop(reason)
@@ -165,7 +165,7 @@ class Links(Generic[Loop]):
         self._on_dead(worker, reason)
 
     def fail_all(self, reason: str) -> list[LinkWorker]:
-        """Every link is dead. Returns the workers that are to be joined, without the lock."""
+        """End every link. Returns the workers that the caller joins, without the lock."""
         for worker, _ in list(self._current.values()):
             self.fail(worker, reason)
         return [worker for worker in self._workers if not worker.finished]

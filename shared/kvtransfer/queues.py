@@ -12,9 +12,9 @@ from shared.scheduling.req import Req
 
 
 class BootstrapQueue:
-    """Requests whose receiving node has not reserved pages yet: the backpressure of the whole service.
+    """Requests whose receiving node has not reserved pages yet (SGLang: PrefillBootstrapQueue).
 
-    None of them has any KV. One leaves when its receiving node says Ready, or when its transfer has ended.
+    None of them has any KV. A request leaves when its receiving node says Ready, or when its transfer has ended.
     """
 
     def __init__(self) -> None:
@@ -40,9 +40,10 @@ class BootstrapQueue:
 
 
 class InflightQueue:
-    """Requests whose pages the receiving node may still read: from the first offer until the transfer has ended.
+    """Requests whose pages the receiving node may read, from Ready until the transfer has ended.
 
-    Knows how much of each request has been offered. Pages that were offered are not freed (the hold rule).
+    SGLang's disagg_prefill_inflight_queue. It knows which pages of each request were offered; those are not freed
+    (the hold rule).
     """
 
     def __init__(self, ledger: KVLedger, sender: KVSender) -> None:
@@ -102,7 +103,7 @@ class InflightQueue:
 
 
 class TransferQueue:
-    """Requests whose pages are reserved on the receiving node and whose KV is on its way there.
+    """Requests whose pages are reserved here and whose KV is on its way (SGLang: DecodeTransferQueue).
 
     Until its transfer has ended, a request's pages belong to the receiver: nothing else writes or frees them.
     """
@@ -149,6 +150,6 @@ def take_over(req: Req, received: Received, ledger: KVLedger) -> None:
     if req.grammar is not None and not req.grammar.follow(req.ids, req.num_input_ids):
         raise TransferError(f"handoff: the grammar does not allow its tokens {handoff.token_ids}")
     req.cached_tokens = handoff.cached_tokens
-    req.timeline.stamps[:0] = handoff.stamps  # should this node report first, nothing is missing
+    req.timeline.stamps[:0] = handoff.stamps  # a report of this node has them, also when it is the first
     req.kv_pages_transferred = received.pages
     req.kv_bytes_transferred = received.nbytes

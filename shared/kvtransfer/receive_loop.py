@@ -107,14 +107,14 @@ class ReceiveLoop:
         return True
 
     def _grant(self, link: Link) -> bool:
-        # A Grant of several chunks costs both nodes hardly more than one, so they are topped up half by half.
+        # A Grant of many chunks costs hardly more than a Grant of one, so the next one waits until half are taken in.
         if len(self._granted) > link.max_arrivals // 2:
             return False
         seq, chunks = self._next_seq, []
         while len(self._granted) < link.max_arrivals and (wanted := self._next_wanted()) is not None:
             chunks.append(self._post_receive(link, *wanted))
         if chunks:
-            # Only now: a chunk that arrives before its receive is posted would take another one's place.
+            # Behind the receives: a chunk that arrived before its receive is posted would take another chunk's place.
             self._send_grant(Grant(self._name, seq, tuple(chunks)))
         return bool(chunks)
 

@@ -213,7 +213,7 @@ class KVReceiver:
             self._fail(transfer, message.reason, tell=None, by_peer=True)
             return
         if transfer.state is not ReceiveState.RECEIVING:
-            return  # before our Ready the peer knows no prefix to count from; after the end nothing counts
+            return  # before Ready the peer knows no prefix to count from; after the end no message counts
         try:
             match message:
                 case Offer():
@@ -301,5 +301,5 @@ class KVReceiver:
 
 
 def _answer_late(message: _Keyed, done: Done) -> Done | None:
-    """To a message about a transfer that has ended with `done`."""
+    """The answer to a message about a transfer that has ended with `done`."""
     return None if isinstance(message, CancelTransfer) else done

@@ -30,7 +30,7 @@ class GatherGate(Protocol):
 
 
 class SendLoop:
-    """Serves every Grant, since a receive is posted for each: a Grant that came too late is answered void."""
+    """Answers every Grant, since a receive is posted for each: with a void message if it came too late."""
 
     def __init__(
         self, *, ring: SlotRing, pages: PageStore, num_layers: int, gate: GatherGate, copier: Copier
@@ -44,7 +44,7 @@ class SendLoop:
         self._due: deque[tuple[int, GrantedChunk]] = deque()
         self._next_seq = 0
         self._serving = False
-        """Whether the copier is at work or has been told to be; for ever, once it has failed."""
+        """True while the copier works or is about to, and for good once it has failed."""
         self._kicked = threading.Event()
         self._sending: deque[tuple[Op, Slot]] = deque()
         """The copier appends, the data thread takes from the front."""
@@ -118,7 +118,7 @@ class SendLoop:
             raise LinkError(f"grant of {chunk.nbytes} bytes exceeds slots of {self._ring.message_nbytes}")
 
     def _wake_copier(self) -> None:
-        """Something has come that it may have been waiting for."""
+        """Start the copier, unless it works already or has nothing to do."""
         with self._lock:
             if not self._due or self._serving or self._link is None:
                 return

@@ -258,5 +258,5 @@ class KVSender:
 
 
 def _answer_late(message: _Keyed, reason: str) -> CancelTransfer | None:
-    """To a message about a transfer that has ended, for `reason`."""
+    """The answer to a message about a transfer that has ended for `reason`."""
     return CancelTransfer(message.key, reason) if isinstance(message, Ready) else None

@@ -22,7 +22,7 @@ from shared.protocol.messages import Grant, LinkLost, LinkOpen, PeerHello, Refus
 
 
 class FailTransfers(Protocol):
-    """What becomes of the transfers to a peer that is lost."""
+    """Fails transfers to a peer that is lost."""
 
     def __call__(self, peer_id: str, reason: str, *, waiting_too: bool, tell_peer: bool) -> None:
         """Fail those that use the link; with `waiting_too`, those that wait for their Ready as well."""
@@ -32,7 +32,7 @@ class FailTransfers(Protocol):
 @dataclass(slots=True)
 class _Hello:
     at: float
-    """When this node introduced itself, or lost the link."""
+    """When this node last introduced itself to the peer, or lost the link."""
 
 
 class SenderPeers:
@@ -120,7 +120,7 @@ class SenderPeers:
         for peer, silence in self._table.tick(now):
             if silence is not None:
                 self._fail_transfers(peer.peer_id, silence, waiting_too=True, tell_peer=True)
-            # Also to a silent peer: it may have forgotten this node and therefore leave its pings unanswered.
+            # A silent peer gets one too: it may have forgotten this node, and answers no pings of unknown nodes.
             unlinked = self.links.worker(peer.peer_id) is None and peer.refused is None
             if unlinked and now - peer.state.at >= self._options.hello_retry_s:
                 peer.state.at = now
@@ -151,7 +151,7 @@ class SenderPeers:
             self._outbox.send(peer.peer_id, LinkLost(message.link, reason))
             return
         self.links.fail_peer(peer.peer_id, "replaced by another incarnation")
-        # A Ready that came before this LinkOpen spoke of the old link.
+        # A Ready that came before this LinkOpen was for the old link.
         self._fail_transfers(peer.peer_id, "the link was replaced", waiting_too=False, tell_peer=True)
         peer.refused = None
         peer.state.at = self._own.clock()

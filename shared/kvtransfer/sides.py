@@ -28,7 +28,7 @@ class TransferSides:
     receiver: KVReceiver
 
     def handlers(self) -> dict[str, Handlers]:
-        """How sending nodes are answered; to be admitted once the receiver is used."""
+        """Handlers for the sending nodes that dial this one, to be admitted once the receiver is used."""
         return {"sender": Handlers(msgspec.msgpack.Decoder(SenderToReceiver), self.receiver.on_message)}
 
 

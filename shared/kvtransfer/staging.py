@@ -43,7 +43,7 @@ class Flag(IntEnum):
 
 _FLAGS = {int(flag): flag for flag in Flag}
 _FLAG_AT = 4
-"""Its lowest byte. The others are compared with all the header."""
+"""Where the lowest byte of the flag is. Its other bytes are compared with the rest of the header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Slot:
         self.buffer = buffer
         self._host_bytes = buffer.numpy().data if buffer.device.type == "cpu" else None
         self._digested = digested and self._host_bytes is not None
-        # Most messages of a link have one length, and a view made anew for each costs more than it looks.
+        # Most messages of a link have the same length, and making a view for each costs microseconds.
         self._message = self._payload = buffer[:0]
 
     def message(self, nbytes: int) -> torch.Tensor:
@@ -99,8 +99,8 @@ class Slot:
         self._host_bytes[:HEADER_NBYTES] = fields + _DIGEST.pack(digest)
 
     def open(self, envelope: Envelope, nbytes: int) -> tuple[Flag, bool]:
-        """Read the header of a message of `nbytes` that has arrived: its flag, and whether the payload is intact as
-        far as that tells.
+        """Read the header of a message of `nbytes` that has arrived: its flag, and whether the payload is intact
+        (always True for one without a digest).
 
         LinkError: this is another message than the one that was granted, so the two ends disagree on order.
         """
@@ -136,7 +136,7 @@ class SlotRing:
         self.message_nbytes = HEADER_NBYTES + slot_nbytes
         self._new_slot = new_slot
         self._free: list[Slot] = []
-        """The last to come home goes out first: of its memory most is still in a cache."""
+        """Last in, first out: most of the memory of the newest one is still in a cache."""
         self._num_made = 0
 
     @property

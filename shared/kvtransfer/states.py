@@ -130,7 +130,7 @@ class SendTransfer:
         self.deadline = lease_until
 
     def renew(self, lease_until: float) -> None:
-        """The decode node still wants the pages."""
+        """The receiving node still wants the pages."""
         if self.state is SendState.HANDED_OFF:
             self.deadline = lease_until
 
@@ -205,7 +205,7 @@ class ReceiveTransfer:
         self.deadline = deadline
 
     def offered(self, first_page: int, num_pages: int, now: float) -> bool:
-        """The prefill node holds these pages; False for a repetition. TransferError: they cannot be placed."""
+        """The sending node holds these pages; False for a repetition. TransferError: they cannot be placed."""
         expected = self.prefix_pages + self._num_offered
         if first_page + num_pages <= expected:
             return False

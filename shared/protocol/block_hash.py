@@ -16,7 +16,7 @@ def root_hash(extra_key: str) -> int:
 
 
 def next_hash(parent: int, token_ids: Iterable[int]) -> int:
-    """The hash of the page with `token_ids` after the page with hash `parent`; no proof against malice."""
+    """The hash of the page with `token_ids` after the page with hash `parent`; not safe against made collisions."""
     return xxhash.xxh3_64_intdigest(array("q", token_ids).tobytes(), seed=parent)
 
 
@@ -29,7 +29,7 @@ def block_hashes(ids: Sequence[int], page_size: int, extra_key: str = "") -> Ite
 
 
 class BlockHashes(Sequence[int]):
-    """`block_hashes`, each made when it or a later one is first looked at: of a long prompt, few are."""
+    """`block_hashes`, computed up to the last one that was looked at: of a long prompt, few are."""
 
     def __init__(self, ids: Sequence[int], page_size: int, extra_key: str = "") -> None:
         self._num_blocks = len(ids) // page_size

@@ -217,7 +217,7 @@ class ControlThread:
         try:
             self._wake_write.send(b"x")
         except BlockingIOError:
-            return  # the thread has more than enough reasons to wake up
+            return  # the socket is full, so the thread wakes up in any case
         except OSError:
             log.event("control_closed", level=logging.DEBUG)  # a late message of a thread that is ending
 
@@ -241,7 +241,7 @@ class ControlThread:
                     self._give_up(dialled)
 
     def _run_timers(self) -> int:
-        """Call what is due. Returns the milliseconds until something else may be, at most POLL_MS."""
+        """Call the timers that are due. Returns the milliseconds until the next one is, at most POLL_MS."""
         now = time.monotonic()
         for timer in self._timers:
             if now >= timer.due:
@@ -337,7 +337,7 @@ class ControlThread:
                 continue
             known = self._diallers.get(peer)
             if known is not None and int(dial) < known.dial:
-                continue  # left over from a connection that the peer has given up, and what it said there with it
+                continue  # a leftover of a connection that the peer has given up
             self._diallers[peer] = _Dialler(frames[0], int(dial))
             self._diallers.move_to_end(peer)
             if len(self._diallers) > MAX_DIALLERS:
@@ -363,7 +363,7 @@ class ControlThread:
         self._guarded(lambda: handlers.on_message(peer, message))
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """One message or command that fails must not make the node mute: it is logged, and the others go on."""
+        """Run a handler or a command. Its exception is logged, so that the control thread goes on with the others."""
         try:
             work()
         except Exception:

@@ -35,7 +35,7 @@ class JoinAnnouncer:
         self._role = role
         self._addresses = {f"join {router}": control_address(router) for router in routers}
         self._closed: set[str] = set()
-        """Routers without a connection: they are dialled when there is something to say, not before."""
+        """Routers without a connection. `say` dials them."""
         self._warned: set[str] = set()
         """Routers that could not be reached since they were last connected; one warning for each such time."""
         self._stopped = threading.Event()

@@ -16,8 +16,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_TOKEN_IDS_LOGPROB = 1024
 OUTPUTS_ONLY = -1
 MAX_INPUT_LOGPROBS = 1 << 19
-"""Numbers (4 bytes each) about one prompt. They come in one entry of a message, and the router words them: half a
-second's work, and 15 MiB of JSON, for 511 tokens with 1,024 ids each."""
+"""Most numbers (4 bytes each) about one prompt. One TokenEntry has them all, and the router writes them as JSON:
+15 MiB in half a second for 511 tokens with 1,024 ids each."""
 
 
 class LogprobParams(msgspec.Struct, frozen=True, array_like=True):
@@ -36,13 +36,13 @@ class LogprobParams(msgspec.Struct, frozen=True, array_like=True):
         return 1 + 2 * self.top_num + len(self.token_ids)
 
     def num_matchable(self, num_input_ids: int) -> int:
-        """How many tokens of a prompt may come from a cache: a position that is judged has to be computed."""
+        """Tokens of a prompt that may come from a cache: a position whose logprob is wanted has to be computed."""
         return num_input_ids - 1 if self.start_len < 0 else min(self.start_len, num_input_ids - 1)
 
     def num_input_logprobs(self, num_input_ids: int) -> int:
         """Numbers about a prompt; at most MAX_INPUT_LOGPROBS of them are served."""
-        num_judged = 0 if self.start_len < 0 else max(num_input_ids - 1 - self.start_len, 0)
-        return num_judged * self.numbers_per_token
+        num_wanted = 0 if self.start_len < 0 else max(num_input_ids - 1 - self.start_len, 0)
+        return num_wanted * self.numbers_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """N, from the length of `chosen`."""
         return len(self.chosen) // 4
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         return len(self.chosen) + len(self.top_ids) + len(self.top) + len(self.of_token_ids)
 
     def unpack(self) -> list[TokenLogprobs]:
@@ -96,7 +96,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
         ]
 
     def followed_by(self, more: Logprobs) -> Logprobs:
-        """Those of both runs of tokens."""
+        """The logprobs of these tokens and then of `more`."""
         return Logprobs(
             self.chosen + more.chosen,
             self.top_ids + more.top_ids,

@@ -40,7 +40,7 @@ from shared.timeline import Clock
 
 MAX_REMEMBERED_KEYS = 65_536
 MAX_TOKENS_NBYTES = 16 << 20
-"""Of the logprobs in one Tokens message, unless it has a single entry: a router decodes a message in one go."""
+"""Bytes of logprobs in one Tokens message of several entries: a router decodes a message in one go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class RouterPort:
             self._outbox.send(router, Pong(0, load, self._cache_seq))
 
     def not_cached(self, key: ReqKey) -> None:
-        """Tell the request's router that it is not served here this time."""
+        """Tell the request's router that too little of the prompt is cached here."""
         self._outbox.send(key.router, NotCached(key))
 
     def tell_all(self, events: CacheEvents) -> None:

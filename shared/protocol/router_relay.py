@@ -22,11 +22,11 @@ from shared.timeline import Clock
 
 MAX_ADDED_NODES = 1024
 MAX_ABORTS_A_SECOND = 500
-"""That one router's clients may cause; what an operator does is not bounded."""
+"""Relayed for one router. What an operator does is not bounded."""
 
 
 class RouterRelay:
-    """Used by the control thread only. `routers` are those that the node has heard lately."""
+    """Used by the control thread only. `routers` returns those that the node has heard lately."""
 
     def __init__(self, outbox: Outbox, routers: Callable[[], Iterable[str]], clock: Clock) -> None:
         self._outbox = outbox
@@ -36,7 +36,7 @@ class RouterRelay:
         """When the time of running requests is up; None: the node is not drained."""
         self._added: OrderedDict[str, Relay] = OrderedDict()
         self._aborts: dict[str, tuple[int, int]] = {}
-        """By router: a second, and how many aborts it has relayed in that."""
+        """For each router: a second, and how many of its aborts were relayed in that second."""
         self._refused = log.LimitedWarning("relay_refused", clock)
 
     def greet(self, router: str, *, resume: bool) -> None:

@@ -56,5 +56,5 @@ class FleetKey:
         return authenticator
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """The authenticator's question: may the client with public key `key` (in Z85) come in?"""
+        """Called by the authenticator: whether a client with the public key `key` (in Z85) is admitted."""
         return key == self._public

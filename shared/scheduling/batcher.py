@@ -50,10 +50,10 @@ class Batcher:
 
     # ------------------------------------------------------------------------------------------- plan
     def plan(self, arrival: Arrival | None = None) -> Plan:
-        """The next forward, unless there is nothing to compute or no page for it yet, and all that goes with it.
+        """Decide on the next forward. The plan is without a batch if there is nothing to compute, or no page yet.
 
-        `arrival` is the first request of the prealloc queue, which found no room. Until it gets its room, waiting
-        requests that rank below it get none.
+        `arrival` is the request of the prealloc queue that found no room. Until it has room, waiting requests that
+        rank below it get none.
         """
         arrivals = [arrival.req] if arrival is not None else []
         self._blocked_arrival = arrival.req if arrival is not None else None
@@ -67,7 +67,7 @@ class Batcher:
         return Plan(self.last_batch, *self.retraction.end_turn())
 
     def observe(self, outcome: Outcome) -> None:
-        """What a turn brought besides tokens: copies of KV that have landed, and how fast prompts are computed."""
+        """Take in the copies of KV that have landed, and the measured speed of prefills and copies."""
         for copy, seconds in outcome.copied:
             self.retraction.copied(copy, seconds)
         if outcome.prefilled is not None:
@@ -110,7 +110,7 @@ class Batcher:
             if result is not AddReqResult.CONTINUE and self._preempt_for(req, adder):
                 result = adder.add_one_req(req)
             if result is AddReqResult.NO_TOKEN and was_retracted:
-                retracted.clear()  # those behind it wait as well; arrivals may pass for a while
+                retracted.clear()  # retracted requests behind it wait; others may pass, until `admissible` ends that
             elif result is not AddReqResult.CONTINUE:
                 break
         if offers:
@@ -129,7 +129,7 @@ class Batcher:
         return ScheduleBatch((*extends, *beside.extends), beside.decodes, beside.future_writes)
 
     def _step_beside_prefill(self) -> ScheduleBatch:
-        """With mixed chunks, a step of all that run, if each of them finds its page without a retraction.
+        """With mixed chunks, a decode step of all running requests, unless that would take a retraction.
 
         Piggybacked decodes of Sarathi-Serve (Agrawal et al. 2024): a long prompt does not stall the streams.
         """
@@ -148,7 +148,7 @@ class Batcher:
         """
         retracted, waiting = self.retraction.to_prefill(), self.retraction.admissible(self.waiting_queue)
         arrival = self._blocked_arrival
-        if arrival is not None:  # what is free, or was freed for it, is not for those that rank below it
+        if arrival is not None:  # pages that are free, or freed for it, are not for lower ranks
             level, rank = self.level(arrival), self.rank(arrival)
             retracted = [req for req in retracted if self.level(req) >= level]
             waiting = [req for req in waiting if self.rank(req) < rank]
@@ -169,7 +169,7 @@ class Batcher:
     def _preempt_for(self, req: Req, adder: PrefillAdder) -> bool:
         """Retract running requests that count far less than `req`, if that makes room for it."""
         if req.kv is not None:
-            return False  # it is admitted; another budget ended the round
+            return False  # it was admitted: a token budget ended the round
         victims = self._priority.victims_for(req, self.running_batch, adder.would_fit, self.num_steps)
         for victim in victims:
             adder.forget(victim)
@@ -177,7 +177,7 @@ class Batcher:
         return bool(victims)
 
     def first_blocked(self) -> Req | None:
-        """The first in rank of the waiting queue while that queue lacks room: no arrival below it may take any."""
+        """The waiting request that ranks first, while the waiting queue lacks room: lower arrivals get none."""
         return next(iter(self.in_order(self.waiting_queue)), None) if self._lacks_room else None
 
     def is_open_to(self, arrival: Req, blocked: Req | None) -> bool:
@@ -191,7 +191,7 @@ class Batcher:
     def _preempt_for_arrival(self, arrival: Arrival) -> None:
         """Retract running requests that count far less than `arrival`, if that makes room for it.
 
-        Only where priorities count. The pages of the victims cool before the arrival can have them.
+        Only with priority scheduling. The pages of the victims cool before the arrival can have them.
         """
         if not self._priority.enabled or not self.is_open_to(arrival.req, self.first_blocked()):
             return
@@ -202,19 +202,19 @@ class Batcher:
 
     @property
     def schedule_policy(self) -> str:
-        """The policy in effect; the configured one, unless that cannot be had or would cost too much now."""
+        """The policy in effect: the configured one, or `fcfs` where that cannot be had or would cost too much now."""
         return self.policy.acts_as(len(self.waiting_queue))
 
     def level(self, req: Req) -> int:
-        """What `req` counts now, as `PriorityRule.level` has it."""
+        """The level of `req` now (`PriorityRule.level`)."""
         return self._priority.level(req, self.num_steps)
 
     def in_order(self, reqs: Sequence[Req]) -> Sequence[Req]:
-        """By rank; `reqs` are in order of arrival."""
+        """`reqs`, which are in order of arrival, by rank."""
         return self._priority.in_order(reqs, self.num_steps)
 
     def rank(self, req: Req) -> tuple[int, int]:
-        """The place of `req` in the one order over all queues, as `PriorityRule.rank` has it."""
+        """The place of `req` in the one order over all queues (`PriorityRule.rank`)."""
         return self._priority.rank(req, self.num_steps)
 
     def _next_decode_batch(self) -> ScheduleBatch | None:
@@ -222,24 +222,24 @@ class Batcher:
         if not stepping:
             if not (self.running_batch or self.waiting_queue or self.retraction.waits):
                 self._new_token_ratio.reset()
-            return None  # or all wait for pages that cool, or that transfers hold
+            return None  # nothing runs, or every request waits for pages that cool or are in transfer
         return self._step(stepping)
 
     def _step(self, reqs: Sequence[Req]) -> ScheduleBatch:
-        """The next token of each; there are pages for it."""
+        """A decode step of `reqs`; there are pages for it."""
         self._num_decode_steps += 1
         self._new_token_ratio.decay()
         batch = schedule_step(reqs, self._ledger, max(self._options.chunked_prefill_size // 2, 1))
-        if batch.extends:  # they come back as every extend does
+        if batch.extends:  # `_settle_last_batch` brings their requests back, as those of every extend
             gone = {id(item.req) for item in batch.extends}
             self.running_batch = [req for req in self.running_batch if id(req) not in gone]
         return batch
 
     # ---------------------------------------------------------------------------------------- retract
     def _retract_decode(self) -> list[Req]:
-        """Take KV from running requests until the others fit one more step; returns those that take the step.
+        """SGLang's retract_decode: retract requests until the others fit one more step. Returns those that take it.
 
-        No request is half prefilled now: a `chunked_req` holds the pages of its whole prompt and goes first.
+        No prompt is half computed now: a `chunked_req` holds the pages of its whole prompt and goes first.
         """
         every, before = self._options.retract_every, self.num_retractions
         forced = every > 0 and self._num_decode_steps % every == every - 1
@@ -256,7 +256,7 @@ class Batcher:
         return [req for req in self.running_batch if req not in sits_out] if sits_out else self.running_batch
 
     def _retract(self, req: Req) -> None:
-        """Have a running request give its KV up now, in the way that costs least."""
+        """Retract a running request now, in the way that costs least."""
         self.running_batch.remove(req)
         self.retraction.retract_now(req)
 
@@ -272,24 +272,24 @@ class Batcher:
 
     # ----------------------------------------------------------------------------------- in and out
     def arrived(self, req: Req) -> None:
-        """From now on the request ages. The scheduler calls it for a request that first waits outside the Batcher."""
+        """Begin to age `req`. The scheduler calls this for a request that first waits outside the Batcher."""
         if req.arrival_step is None:
             self._num_arrivals += 1
             req.arrival_step, req.arrival_number = self.num_steps, self._num_arrivals
 
     def add(self, req: Req) -> None:
-        """A request whose KV is to be computed here."""
+        """Queue a request whose KV is to be computed here."""
         self.arrived(req)
         self.waiting_queue.append(req)
 
     def admit_prefilled(self, req: Req) -> None:
-        """A request whose KV came from elsewhere and whose next token is known: it decodes from now on."""
+        """Begin to decode a request whose KV came from elsewhere and whose next token is known."""
         assert req.kv is not None
         self.arrived(req)
         self.running_batch.append(req)
 
     def jumped(self, req: Req) -> None:
-        """Tokens of `req` became known that its next step computes; nothing of it is in flight."""
+        """Have the next step of `req` compute the tokens that it jumped over; nothing of it is in flight."""
         assert req not in self._leaving, "with its last token in flight there was no room for a jump"
         if req not in self.running_batch:
             self.running_batch.append(req)

@@ -8,7 +8,7 @@ from shared.errors import RequestError
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import Finish
-from shared.scheduling.grammar_queue import stuck
+from shared.scheduling.grammar_queue import grammar_error
 from shared.scheduling.plan import KVCopy, ScheduleBatch, ScheduledReq
 from shared.scheduling.req import Req
 
@@ -59,7 +59,7 @@ def commit_result(
                 f"{req.key}: position {item.position}, {req.output_len} known"
             )
             if req.grammar is not None and not req.grammar.accept(token):
-                outcome.failed[req] = stuck(req)
+                outcome.failed[req] = grammar_error(req)
                 continue
             req.ids.append(token)
             req.num_jumped = 0
@@ -75,7 +75,7 @@ def commit_result(
 
 
 def _keep_input_logprobs(item: ScheduledReq, more: Logprobs | None) -> None:
-    """Join those of the chunks of a prompt; a prefill that starts again starts them again."""
+    """Join the prompt logprobs of this chunk to those before it. A prefill that starts again drops those."""
     req = item.req
     if req.output_len:
         req.input_logprobs = None  # told with position 0
@@ -105,13 +105,13 @@ MIN_TOKENS = 3
 def jump_forward(req: Req, eos_token_ids: frozenset[int]) -> None:
     """Append what the grammar of `req` forces after its newest token, which was just committed and does not end it.
 
-    As in SGLang (Zheng et al. 2024, "Efficient Execution of Structured Language Model Programs"), but what was
-    sampled is never spelled anew: only tokens that come after it are appended. Results in flight are dropped. The
+    As in SGLang (Zheng et al. 2024, "Efficient Execution of Structured Language Model Programs"), but the
+    sampled token stays as it is: only tokens that come after it are appended. Results in flight are dropped. The
     next step of the request computes the KV of the appended tokens and of the one before them, as one extend.
 
     Whether a request jumps, and how far, follows from its output tokens and its parameters alone, and is decided
     once for each sampled token, when it is committed. So overlap, retraction and moving to another node change
-    nothing. A sampled token and those jumped over after it are told in one entry, so that no router has a part.
+    nothing. One TokenEntry has the sampled token and those jumped over after it, so that no router has a part.
     """
     tokens = _tokens_to_jump(req, eos_token_ids)
     if len(tokens) < MIN_TOKENS:
@@ -130,7 +130,7 @@ def jump_forward(req: Req, eos_token_ids: frozenset[int]) -> None:
 def _tokens_to_jump(req: Req, eos_token_ids: frozenset[int]) -> list[int]:
     params = req.params
     if req.grammar is None or params.logprobs is not None or params.logit_bias:
-        return []  # logprobs come with sampling; a bias is about which spelling is chosen
+        return []  # logprobs come with sampling; a bias may prefer another spelling
     tokens = req.grammar.forced_tokens()[: params.max_new_tokens - req.output_len]
     ends = {*eos_token_ids, *params.stop_token_ids}
     return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
@@ -140,8 +140,8 @@ def _tokens_to_jump(req: Req, eos_token_ids: frozenset[int]) -> list[int]:
 class Sampled:
     """One token for each sequence that sampled, in the order of the batch.
 
-    `logprobs` of those of them that ask for it, by their place among the tokens; `input_logprobs` of the prompt
-    tokens that the forward computed, by the sequence's place in the batch.
+    `logprobs` are by the index of the token, where they were asked for. `input_logprobs`, of the prompt tokens that the
+    forward computed, are by the index of the sequence in the batch.
     """
 
     token_ids: list[int]

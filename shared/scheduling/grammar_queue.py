@@ -1,4 +1,4 @@
-"""Requests that wait until their grammar is compiled, beside those that need none."""
+"""Requests that wait until their grammars are compiled."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ class GrammarQueue:
         )
         followed = req.grammar.follow(req.ids, req.num_input_ids)
         if not followed or req.grammar.is_too_slow or req.grammar.is_terminated:
-            return stuck(req)
+            return grammar_error(req)
         return None
 
 
-def stuck(req: Req) -> RequestError:
-    """What the client is told of a request whose grammar is too slow, or allows no token any more."""
+def grammar_error(req: Req) -> RequestError:
+    """The error of a request whose grammar is too slow, or allows no token any more."""
     assert req.params.grammar is not None
     kind = req.params.grammar.kind
     if req.grammar is not None and req.grammar.is_too_slow:

@@ -80,8 +80,8 @@ class KVCopy:
 class Plan:
     """All that follows from one call of `Batcher.plan`. The `Launcher` gets nothing else.
 
-    It holds ints, and the `Req`s that the node which made it plans for. Its `record` has their keys instead: that is
-    what can be logged, compared and sent, and `from_record` makes the plan of it again for the same requests.
+    A plan refers to the `Req`s of its node. Its `record` has their keys instead, so it can be logged, compared and
+    sent; `from_record` makes it a plan again.
     """
 
     batch: ScheduleBatch | None = None
@@ -90,7 +90,7 @@ class Plan:
     """Requests that not even the empty pool could hold. They are in no queue of the Batcher and must be ended."""
 
     def record(self) -> PlanRecord:
-        """The plan without the requests that its keys name."""
+        """The same plan, with the key of each request in its place."""
         batch = self.batch or ScheduleBatch()
         return PlanRecord(
             tuple(map(_item_record, batch.extends)),
@@ -102,7 +102,7 @@ class Plan:
 
     @staticmethod
     def from_record(record: PlanRecord, reqs: Mapping[ReqKey, Req]) -> Plan:
-        """The plan that `record` was made of, about the same requests. Raises KeyError if one is unknown."""
+        """The plan of `record`, for the requests that it names. Raises KeyError if one is not in `reqs`."""
         extends, decodes = (
             tuple(ScheduledReq(reqs[i.key], i.generation, i.start, i.length, i.position) for i in items)
             for items in (record.extends, record.decodes)
@@ -160,7 +160,7 @@ def _copy_record(copy: KVCopy) -> CopyRecord:
 
 
 def schedule(req: Req, length: int, *, samples: bool) -> ScheduledReq:
-    """Take the next `length` tokens of `req` into a batch; its arithmetic moves on at once."""
+    """Take the next `length` tokens of `req` into a batch. The lengths of `req` count them from now on."""
     assert req.kv is not None
     start = req.kv.kv_allocated_len
     req.kv.kv_allocated_len = start + length
@@ -170,11 +170,11 @@ def schedule(req: Req, length: int, *, samples: bool) -> ScheduledReq:
 
 
 def schedule_step(reqs: Sequence[Req], ledger: KVLedger, max_behind_tokens: int) -> ScheduleBatch:
-    """The next token of each request; the caller has counted the pages.
+    """A decode step of `reqs`; the caller has counted the pages.
 
-    The device knows that token from an earlier forward, or the host writes it to the FutureMap. A request that has
-    jumped computes the tokens it jumped over as an extend; all of those compute `max_behind_tokens` at most, so that
-    the step of the others stays short, and requests that find none left wait for the next step.
+    The token that a request computes is in the FutureMap from an earlier forward, or the host writes it there. A
+    request that has jumped computes the tokens that it jumped over as an extend. All of these extends share
+    `max_behind_tokens`, so that the step stays short. A request that finds none left waits for the next step.
     """
     behind: list[Req] = []
     writes: list[tuple[int, int]] = []

@@ -18,7 +18,7 @@ MAX_RESERVED_OUTPUT = 4096
 
 
 class AddReqResult(Enum):
-    """What came of offering a request to the adder."""
+    """The result of offering a request to the PrefillAdder."""
 
     CONTINUE = auto()
     """It was added; there may be room for another."""
@@ -45,7 +45,7 @@ class PrefillAdder:
         *,
         num_decodes: int = 0,
     ) -> None:
-        """`num_decodes` tokens of the same forward are a decode step: they leave fewer for prompts, at least half."""
+        """The forward also has a decode step of `num_decodes` tokens, which leave prompts half of each budget or more."""
         self._ledger = ledger
         self._new_token_ratio = new_token_ratio
         self._known_share = min(options.schedule_conservativeness, 1.0)
@@ -133,7 +133,7 @@ class PrefillAdder:
             grown = ledger.grow(kv, len(req.ids))
             assert grown, "the pages were counted a moment ago"
             req.kv = admission.keep()
-        if not req.num_retractions:  # what it finds of itself afterwards was computed for it
+        if not req.num_retractions:  # what a retracted request finds is its own KV
             req.cached_tokens = min(kv.kv_committed_len, req.num_input_ids)
         return self._take(req)
 

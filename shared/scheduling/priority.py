@@ -25,15 +25,15 @@ class PriorityRule:
     """The level of a request, which leads the sort key of every policy, and the victims of a waiting request.
 
     The level is the priority (0 unless priority scheduling is on) plus one for every `priority_aging_steps` forwards
-    since the request arrived: the aging of multilevel feedback queues. All requests age alike. So one whose priority
-    is lower by d than any other's goes before all later ones, and can no longer be retracted for them, from
-    (d + 1) * priority_aging_steps forwards after its arrival on: no request starves. Age is counted in forwards, not
-    in seconds, so the same messages give the same decisions.
+    since the request arrived: the aging of multilevel feedback queues. So no request starves:
+    (d + 1) * priority_aging_steps forwards after its arrival, a request goes before every new one whose priority is
+    higher by d, and can no longer be retracted for it. Age is counted in forwards, not in seconds, so the same
+    messages give the same decisions.
     """
 
     def __init__(self, options: ScheduleOptions) -> None:
         self.enabled = options.enable_priority_scheduling
-        """Whether the priority that clients gave counts at all; waiting always does."""
+        """Whether the priorities that clients gave count. Age always does."""
         self._sign = -1 if options.schedule_low_priority_values_first else 1
         self._aging_steps = options.priority_aging_steps
         self._threshold = options.priority_scheduling_preemption_threshold
@@ -47,7 +47,7 @@ class PriorityRule:
     def rank(self, req: Req, step: int) -> tuple[int, int]:
         """The order between requests of different queues: smaller goes first, and no two are equal.
 
-        The level leads where priorities count. Otherwise the level follows from the age, so the age says it all.
+        The level leads where priorities count. Otherwise the order of arrival decides, from which the level follows.
         """
         return -self.level(req, step) if self.enabled else 0, req.arrival_number
 
@@ -56,7 +56,7 @@ class PriorityRule:
         return sorted(reqs, key=lambda req: -self.level(req, step)) if self.enabled else reqs
 
     def may_preempt(self, waiting: Req, running: Req, step: int) -> bool:
-        """Whether `running` may be retracted for `waiting`. Age protects the former and does not help the latter."""
+        """Whether `running` may be retracted for `waiting`. Age protects `running` and does not help `waiting`."""
         return self.enabled and self._given(waiting) - self.level(running, step) > self._threshold
 
     def may_preempt_any(self, waiting: Sequence[Req], running: Sequence[Req], step: int) -> bool:

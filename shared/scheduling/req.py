@@ -50,7 +50,7 @@ class Req:
     """Where its KV is in host memory: while it is retracted, and until the copy back has landed."""
     stalled_since: int = 0
     stalled_output_len: int = -1
-    """Since when it gets no further, and how far it was: see `retraction`."""
+    """The forward since which it gets no further, and its output length then: see `retraction`."""
     kv_pages_transferred: int = 0
     kv_bytes_transferred: int = 0
     extend_len: int = field(default=0)
@@ -100,7 +100,7 @@ class Req:
     def matchable_ids(self) -> list[int]:
         """The ids whose KV may come from a cache: a prompt position whose logprob is wanted has to be computed.
 
-        As `ids`, one longer than what may match.
+        Like `ids`, they are one longer than what may match.
         """
         wanted_from = self.input_logprobs_from
         return self.ids if wanted_from is None else self.ids[: wanted_from + 1]

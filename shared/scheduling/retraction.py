@@ -40,7 +40,7 @@ from shared.timeline import ReqStage
 
 @dataclass(frozen=True, slots=True)
 class RetractionCounts:
-    """`num_retracted` wait now; the others count what happened. `num_waits` are decode steps that were sat out."""
+    """`num_retracted` requests wait now; the others count events. `num_waits` counts steps that requests sat out."""
 
     num_retracted: int = 0
     num_host: int = 0
@@ -81,7 +81,7 @@ class Retraction:
 
     @property
     def count(self) -> RetractionCounts:
-        """What happened so far, for the load that the node publishes."""
+        """The counts so far, for the load that the node publishes."""
         return RetractionCounts(len(self._queue), self._num_host, self._num_recompute, self._num_waits)
 
     # ------------------------------------------------------------------------------------- coming back
@@ -96,9 +96,9 @@ class Retraction:
         return self._queue[:first_on_host]
 
     def admissible(self, arrivals: Sequence[Req]) -> list[Req]:
-        """Those of `arrivals` that may take room: all, unless a request here has waited too long for it.
+        """Those of `arrivals` that may take room: all, unless a retracted request has waited too long for room.
 
-        Then only those of a higher level than every request that has.
+        Then only arrivals of a higher level than every such request may.
         """
         due = [
             self._level(other)

@@ -33,7 +33,7 @@ DECAY = 0.9
 
 
 class RetractMode(Enum):
-    """What becomes of a victim's KV: see the module."""
+    """What becomes of a victim's KV, as the head of this file says."""
 
     HOST = auto()
     RECOMPUTE = auto()

@@ -109,7 +109,7 @@ class ShmLink:
         self._shown: dict[Slot, int] = {}
         """SENDER: slots that the peer has been shown, and their numbers."""
         self._mapped: dict[int, Slot] = {}
-        """RECEIVER: the peer's slots, by number."""
+        """RECEIVER: the slots of the peer that are mapped here, by number."""
         challenge(spec, self._exchange)
         self._rehearse()
         self._canary_thread = threading.Thread(target=self._watch, name=f"canary {spec.name}", daemon=True)
@@ -143,7 +143,7 @@ class ShmLink:
 
     # -------------------------------------------------------------------------------- for the ops
     def read_message(self, nbytes: int, seq: int) -> Slot:
-        """Wait for message `seq`, and say where it lies."""
+        """Wait for message `seq`, and return the slot where it lies."""
         record, descriptors = self._read_with_descriptor(_MESSAGE.size)
         got_seq, number, got_nbytes = _MESSAGE.unpack(record)
         for descriptor in descriptors:
@@ -261,7 +261,7 @@ class ShmArrival:
 
 
 class _Outcome:
-    """Runs an op once, and gives the same outcome when it is asked again."""
+    """Runs an op once, and keeps its outcome for later calls."""
 
     def __init__(self) -> None:
         self.value: Any = None
