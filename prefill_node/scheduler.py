@@ -29,8 +29,9 @@ from shared.kvtransfer.peering import Peering
 from shared.kvtransfer.queues import BootstrapQueue, InflightQueue
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import SendEnded
-from shared.protocol.messages import Peers, Prefill, Ready, ReqKey
+from shared.protocol.messages import Peers, Prefill, ReqKey
 from shared.protocol.router_port import RouterPort
+from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
 from shared.scheduling.plan import Plan

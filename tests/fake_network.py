@@ -28,15 +28,9 @@ import torch
 
 from shared.kvtransfer.layout import PageStore
 from shared.kvtransfer.link import Stepped
-from shared.protocol.messages import (
-    Announcement,
-    NodeToRouter,
-    ReceiverToSender,
-    RouterToNode,
-    SenderToReceiver,
-    Struct,
-)
+from shared.protocol.messages import Announcement, NodeToRouter, RouterToNode, Struct
 from shared.protocol.outbox import Outbox
+from shared.protocol.transfer_messages import ReceiverToSender, SenderToReceiver
 
 AnyMessage = RouterToNode | NodeToRouter | Announcement | SenderToReceiver | ReceiverToSender
 

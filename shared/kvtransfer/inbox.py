@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from shared.kvtransfer.links import Endpoint
-from shared.protocol.messages import CancelTransfer, ReqKey, Struct
+from shared.protocol.messages import ReqKey, Struct
+from shared.protocol.transfer_messages import CancelTransfer
 
 
 class Keyed(Protocol):

@@ -15,8 +15,9 @@ from shared.kvtransfer.link import LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.link_worker import LinkLoop, LinkWorker
 from shared.kvtransfer.transports.choice import Transports
-from shared.protocol.messages import KVLayout, LinkLost, NodeRef, StoreSet
+from shared.protocol.messages import KVLayout, NodeRef
 from shared.protocol.outbox import Outbox
+from shared.protocol.transfer_messages import LinkLost, StoreSet
 from shared.timeline import Clock
 
 Loop = TypeVar("Loop", bound=LinkLoop)

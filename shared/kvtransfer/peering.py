@@ -12,7 +12,8 @@ import msgspec
 from shared import log
 from shared.kvtransfer.sender import KVSender
 from shared.protocol.channel import ControlThread, Handlers
-from shared.protocol.messages import LinkOpen, NodeRef, ReceiverToSender
+from shared.protocol.messages import NodeRef
+from shared.protocol.transfer_messages import LinkOpen, ReceiverToSender
 from shared.timeline import Clock
 
 REDIAL_S = 1.0

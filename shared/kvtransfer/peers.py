@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from shared import log
 from shared.kvtransfer.links import Endpoint, Links
 from shared.protocol.heartbeat import Heartbeat
-from shared.protocol.messages import LinkLost, PeerPing, PeerPong, StoreSet
+from shared.protocol.transfer_messages import LinkLost, PeerPing, PeerPong, StoreSet
 
 PeerMessage = StoreSet | LinkLost | PeerPing | PeerPong
 State = TypeVar("State")
@@ -52,20 +52,25 @@ class PeerTable(Generic[State]):
         """The peer, if its connection is up."""
         return self._peers.get(peer_id)
 
-    def heard(self, peer_id: str, now: float) -> Peer[State] | None:
-        """A message of the peer has come."""
+    def refusal(self, peer_id: str) -> str | None:
+        """Why this node and the peer can exchange no pages, if they cannot."""
+        peer = self._peers.get(peer_id)
+        return None if peer is None else peer.refused
+
+    def heard(self, peer_id: str, now: float) -> bool:
+        """Note that a message of the peer has come; False when it is not in the table."""
         peer = self._peers.get(peer_id)
         if peer is not None:
             peer.heartbeat.heard(now)
             peer.silent = False
-        return peer
+        return peer is not None
 
     def remove(self, peer_id: str) -> bool:
         """Forget a peer; False when it is not there."""
         return self._peers.pop(peer_id, None) is not None
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all peers, whose links have ended."""
         self._peers.clear()
 
     def tick(self, now: float) -> Iterator[tuple[Peer[State], str | None]]:

@@ -7,7 +7,8 @@ from shared.kvcache.ledger import KVLedger
 from shared.kvtransfer.layout import record_digest
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received
-from shared.protocol.messages import Handoff, ReqKey
+from shared.protocol.messages import ReqKey
+from shared.protocol.transfer_messages import Handoff
 from shared.scheduling.req import Req
 
 

@@ -20,14 +20,14 @@ from shared.kvtransfer.layout import Chunk, ChunkPlan
 from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receiver_peers import ReceiverPeers
 from shared.kvtransfer.states import Received, ReceiveEvent, ReceiveState, ReceiveTransfer
-from shared.protocol.messages import (
+from shared.protocol.messages import ReqKey
+from shared.protocol.transfer_messages import (
     CancelTransfer,
     Done,
     Handoff,
     LeaseRenew,
     Offer,
     Ready,
-    ReqKey,
     SenderToReceiver,
 )
 
@@ -75,7 +75,7 @@ class KVReceiver:
     @property
     def unreachable(self) -> dict[str, str]:
         """Connected peers to which pages cannot travel now, and why; a link that is being built is none of them."""
-        return self.peers.unreachable
+        return self.peers.table.unreachable
 
     # ------------------------------------------------------------------------------ scheduler thread
     def open(self, key: ReqKey, peer_id: str, page_ids: Sequence[int], prefix_pages: int) -> None:
@@ -135,7 +135,7 @@ class KVReceiver:
         """Fail every transfer, end every link; returns when all threads are gone. `poll` still works."""
         with self._lock:
             self._closed = True
-            self.peers.clear()
+            self.peers.table.clear()  # so no link is opened any more
             workers = self.links.fail_all("the receiving node is shutting down")
             for transfer in self.transfers:
                 self._fail(transfer, "this node is shutting down", tell=None)
@@ -171,7 +171,7 @@ class KVReceiver:
             if self._closed:
                 return
             now = self._clock()
-            self.peers.heard(peer_id, now)
+            self.peers.table.heard(peer_id, now)
             match message:
                 case Offer() | Handoff() | CancelTransfer():
                     self.transfers.receive(peer_id, message, now)
@@ -251,7 +251,7 @@ class KVReceiver:
         """Send Ready if the peer has a link, built or being built: the transfer lives and dies with it."""
         if transfer.state is not ReceiveState.RESERVED:
             return
-        refusal = self.peers.refusal(transfer.peer_id)
+        refusal = self.peers.table.refusal(transfer.peer_id)
         if refusal is not None:
             self._fail(transfer, refusal, tell=None)
         elif self.links.worker(transfer.peer_id) is not None:

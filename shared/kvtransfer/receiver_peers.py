@@ -20,7 +20,8 @@ from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.links import Endpoint, Links
 from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
 from shared.kvtransfer.receive_loop import ReceiveLoop, ScatterGate
-from shared.protocol.messages import Grant, LinkOpen, PeerHello, Refused
+from shared.protocol.messages import Refused
+from shared.protocol.transfer_messages import Grant, LinkOpen, PeerHello
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class _NextLink:
 
 
 class ReceiverPeers:
-    """Used under the lock of the KVReceiver; `states`, `unreachable` and the properties of `links` take it.
+    """Used under the lock of the KVReceiver; the properties of `links` and of `table` take it.
 
     `link_begins(peer_id)` and `refused(peer_id)` are called when a peer's link is being built, or never will be;
     `link_died(peer_id, reason)`, when it is dead.
@@ -64,50 +65,27 @@ class ReceiverPeers:
             own=own,
             on_dead=self._link_died,
         )
-        self._table: PeerTable[_NextLink] = PeerTable(lock=lock, links=self.links, own=own)
-
-    @property
-    def unreachable(self) -> dict[str, str]:
-        """Peers to which pages cannot travel now, and why."""
-        return self._table.unreachable
-
-    def states(self) -> dict[str, str]:
-        """Each peer: refused, silent, linked, linking, or unlinked."""
-        return self._table.states()
-
-    def refusal(self, peer_id: str) -> str | None:
-        """Why this node takes no pages of the peer."""
-        peer = self._table.get(peer_id)
-        return None if peer is None else peer.refused
+        self.table: PeerTable[_NextLink] = PeerTable(lock=lock, links=self.links, own=own)
 
     def disconnected(self, peer_id: str, reason: str) -> None:
         """The connection to a node is gone."""
-        if self._table.remove(peer_id):
+        if self.table.remove(peer_id):
             self.links.fail_peer(peer_id, reason, tell_peer=False)
-
-    def clear(self) -> None:
-        """Forget all peers, whose links have ended. No link is opened any more."""
-        self._table.clear()
 
     def handle(self, peer_id: str, message: PeerHello | PeerMessage, now: float) -> None:
         """A message that names no transfer. One of a node that never introduced itself stays unanswered."""
-        peer = self._table.get(peer_id)
+        peer = self.table.get(peer_id)
         if isinstance(message, PeerHello):
             self._met(peer_id, message, now)
         elif peer is not None:
-            self._table.handle(peer, message)
-
-    def heard(self, peer_id: str, now: float) -> None:
-        """A message has come."""
-        self._table.heard(peer_id, now)
+            self.table.handle(peer, message)
 
     def tick(self, now: float) -> None:
         """Ping peers, end links of silent ones, open the link of each peer that may have one and has none."""
-        for peer, silence in self._table.tick(now):
+        for peer, silence in self.table.tick(now):
             if silence is not None and peer.heartbeat.silence(now) >= self._options.forget_peer_s:
-                self._table.remove(
-                    peer.peer_id
-                )  # the listening end of a connection is not told that it broke
+                # ZeroMQ does not tell the listening end of a connection that it broke.
+                self.table.remove(peer.peer_id)
                 continue
             unlinked = self.links.worker(peer.peer_id) is None and peer.refused is None and not peer.silent
             if unlinked and now >= peer.state.rebuild_at:
@@ -115,7 +93,7 @@ class ReceiverPeers:
 
     def _met(self, peer_id: str, hello: PeerHello, now: float) -> None:
         self.links.fail_peer(peer_id, "the peer connected anew", tell_peer=False)
-        peer = self._table.add(peer_id, _NextLink(deque()), now)
+        peer = self.table.add(peer_id, _NextLink(deque()), now)
         try:
             check_layout(self._own.layout, hello.layout)
             peer.state.transports.extend(self._own.transports.in_common(hello.transports, hello.host))
@@ -142,7 +120,7 @@ class ReceiverPeers:
         self._link_begins(peer.peer_id)
 
     def _link_died(self, worker: LinkWorker, reason: str) -> None:
-        peer, now = self._table.get(worker.peer_id), self._own.clock()
+        peer, now = self.table.get(worker.peer_id), self._own.clock()
         if peer is not None:
             options, state = self._options, peer.state
             lasted = worker.live_at is not None and now - worker.live_at >= options.rebuild_max_s

@@ -14,7 +14,8 @@ from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk, PageStore
 from shared.kvtransfer.link import Copier, Link, Op
 from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Slot, SlotRing
-from shared.protocol.messages import Grant, GrantedChunk, ReqKey
+from shared.protocol.messages import ReqKey
+from shared.protocol.transfer_messages import Grant, GrantedChunk
 
 
 class GatherGate(Protocol):

@@ -18,7 +18,8 @@ from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.sender_peers import SenderPeers
 from shared.kvtransfer.states import SendEnded, SendEvent, SendState, SendTransfer
-from shared.protocol.messages import (
+from shared.protocol.messages import ReqKey
+from shared.protocol.transfer_messages import (
     CancelTransfer,
     Done,
     Handoff,
@@ -26,7 +27,6 @@ from shared.protocol.messages import (
     Offer,
     Ready,
     ReceiverToSender,
-    ReqKey,
 )
 
 TICK_S = 0.01
@@ -61,7 +61,7 @@ class KVSender:
     @property
     def unreachable(self) -> dict[str, str]:
         """Connected peers to which pages cannot travel now, and why; a link that is being built is none of them."""
-        return self.peers.unreachable
+        return self.peers.table.unreachable
 
     # ------------------------------------------------------------------------------ scheduler thread
     def open(self, key: ReqKey, peer_id: str) -> None:
@@ -73,19 +73,13 @@ class KVSender:
             if self._closed:
                 self._end(transfer, "this node is shutting down", tell_peer=False)
                 return
-            refused = self.peers.refusal(peer_id)
+            refused = self.peers.table.refusal(peer_id)
             if refused is not None:
                 self._end(transfer, refused, tell_peer=False)
             self.transfers.take_parked(transfer)
 
-    def prefix_pages(self, key: ReqKey) -> int | None:
-        """Pages at the start of the sequence that need not be sent; None until Ready came."""
-        with self._lock:
-            transfer = self.transfers.get(key)
-            return None if transfer is None else transfer.prefix_pages
-
     def offer(self, key: ReqKey, page_ids: Sequence[int]) -> None:
-        """These pages, the next of the sequence from `prefix_pages` on, are computed and held. No-op once ended."""
+        """These pages, the next of the sequence behind its prefix, are computed and held. No-op once ended."""
         with self._lock:
             transfer = self._living(key)
             if transfer is None or not page_ids:
@@ -139,7 +133,7 @@ class KVSender:
             workers = self.links.fail_all("the sending node is shutting down")
             for transfer in self.transfers:
                 self._end(transfer, "this node is shutting down", tell_peer=True)
-            self.peers.clear()
+            self.peers.table.clear()
         self.links.join(workers)
 
     # -------------------------------------------------------------------------------- control thread
@@ -160,7 +154,7 @@ class KVSender:
         """A message of a receiving node. Never blocks."""
         with self._lock:
             now = self._clock()
-            if self._closed or not self.peers.heard(peer_id, now):
+            if self._closed or not self.peers.table.heard(peer_id, now):
                 return
             match message:
                 case Ready() | Done() | CancelTransfer():
@@ -234,7 +228,8 @@ class KVSender:
             )
             self._end(transfer, reason, tell_peer=True)
         elif (
-            transfer.peer_id not in self.peers and now - transfer.opened_at >= self._options.connect_timeout_s
+            transfer.peer_id not in self.peers.table
+            and now - transfer.opened_at >= self._options.connect_timeout_s
         ):
             self._end(transfer, f"no connection to receiving node {transfer.peer_id}", tell_peer=False)
 

@@ -18,7 +18,8 @@ from shared.kvtransfer.links import Endpoint, Links
 from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
 from shared.kvtransfer.send_loop import GatherGate, SendLoop
 from shared.kvtransfer.staging import SlotRing
-from shared.protocol.messages import Grant, LinkLost, LinkOpen, PeerHello, Refused
+from shared.protocol.messages import Refused
+from shared.protocol.transfer_messages import Grant, LinkLost, LinkOpen, PeerHello
 
 
 class FailTransfers(Protocol):
@@ -36,7 +37,7 @@ class _Hello:
 
 
 class SenderPeers:
-    """Used under the lock of the KVSender; `states`, `unreachable` and the properties of `links` take it."""
+    """Used under the lock of the KVSender; the properties of `links` and of `table` take it."""
 
     def __init__(
         self,
@@ -57,50 +58,25 @@ class SenderPeers:
             own=own,
             on_dead=self._link_died,
         )
-        self._table: PeerTable[_Hello] = PeerTable(lock=lock, links=self.links, own=own)
-
-    def __contains__(self, peer_id: str) -> bool:
-        return peer_id in self._table
-
-    @property
-    def unreachable(self) -> dict[str, str]:
-        """Peers to which pages cannot travel now, and why."""
-        return self._table.unreachable
-
-    def states(self) -> dict[str, str]:
-        """Each peer: refused, silent, linked, linking, or unlinked."""
-        return self._table.states()
-
-    def refusal(self, peer_id: str) -> str | None:
-        """Why the peer takes no pages of this node, if it has said so."""
-        peer = self._table.get(peer_id)
-        return None if peer is None else peer.refused
+        self.table: PeerTable[_Hello] = PeerTable(lock=lock, links=self.links, own=own)
 
     def connected(self, peer_id: str) -> None:
         """The connection to a node is up."""
         now = self._own.clock()
-        self._table.add(peer_id, _Hello(now), now)
+        self.table.add(peer_id, _Hello(now), now)
         self._say_hello(peer_id)
 
     def disconnected(self, peer_id: str, reason: str) -> bool:
         """The connection to a node is gone; False when it was not up."""
-        if not self._table.remove(peer_id):
+        if not self.table.remove(peer_id):
             return False
         self.links.fail_peer(peer_id, reason, tell_peer=False)
         self._fail_transfers(peer_id, reason, waiting_too=True, tell_peer=False)
         return True
 
-    def clear(self) -> None:
-        """Forget all peers, whose links have ended."""
-        self._table.clear()
-
-    def heard(self, peer_id: str, now: float) -> bool:
-        """A message has come; False when it is not of a peer."""
-        return self._table.heard(peer_id, now) is not None
-
     def handle(self, peer_id: str, message: Grant | LinkOpen | Refused | PeerMessage) -> None:
         """A message of a peer that names no transfer."""
-        peer = self._table.get(peer_id)
+        peer = self.table.get(peer_id)
         assert peer is not None, "it was heard"
         match message:
             case Grant():
@@ -113,11 +89,11 @@ class SenderPeers:
                 self.links.fail_peer(peer_id, message.reason, tell_peer=False)
                 self._fail_transfers(peer_id, message.reason, waiting_too=True, tell_peer=False)
             case _:
-                self._table.handle(peer, message)
+                self.table.handle(peer, message)
 
     def tick(self, now: float) -> None:
         """Ping peers, fail what silent ones have, and introduce this node anew where it has had no link for long."""
-        for peer, silence in self._table.tick(now):
+        for peer, silence in self.table.tick(now):
             if silence is not None:
                 self._fail_transfers(peer.peer_id, silence, waiting_too=True, tell_peer=True)
             # A silent peer gets one too: it may have forgotten this node, and answers no pings of unknown nodes.
@@ -165,7 +141,7 @@ class SenderPeers:
         self.links.begin(peer.peer_id, message.link, message.secret, message.transport, loop)
 
     def _link_died(self, worker: LinkWorker, reason: str) -> None:
-        peer = self._table.get(worker.peer_id)
+        peer = self.table.get(worker.peer_id)
         if peer is not None:
             peer.state.at = self._own.clock()
         self._fail_transfers(worker.peer_id, f"link lost: {reason}", waiting_too=False, tell_peer=True)

@@ -16,7 +16,7 @@ from shared.kvtransfer.peering import REDIAL_S, DialledPeering
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.protocol.channel import ControlThread, Handlers
-from shared.protocol.messages import SenderToReceiver
+from shared.protocol.transfer_messages import SenderToReceiver
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from enum import StrEnum
 
 from shared.errors import TransferError
 from shared.kvtransfer.layout import Chunk
-from shared.protocol.messages import Handoff, Ready, ReqKey
+from shared.protocol.messages import ReqKey
+from shared.protocol.transfer_messages import Handoff, Ready
 
 
 @dataclass(frozen=True, slots=True)

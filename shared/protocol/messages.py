@@ -1,13 +1,12 @@
-"""Everything that travels between Baton's processes: one tagged union per link and direction.
+"""What routers and nodes say to each other: one tagged union for each link and direction.
 
-    router  → node     RouterToNode       dispatch, cancel, liveness
-    node    → router   NodeToRouter       tokens, failures, load
-    node    → router's control port       Announcement   (a node that loads, joins or fails to load)
-    sender  → receiver SenderToReceiver   offers, handoff, store traffic of a link
-    receiver → sender ReceiverToSender   ready, grants, done, store traffic of a link
+    router → node                     RouterToNode   dispatch, cancel, liveness
+    node   → router                   NodeToRouter   tokens, failures, load
+    node   → router's control port    Announcement   a node loads, joins, or fails to load
 
-A request is named by its `ReqKey` on every link. Messages of three parties arrive in any order; each receiver
-parks what it cannot place yet and drops what names a finished key.
+What nodes say to each other is in `transfer_messages`. A request is named by its `ReqKey` on every link. Messages of
+three processes arrive in any order: a process keeps those whose key it does not know yet, and drops those whose key
+has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ FRAME_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 MAX_RELAYED_CHARS = 2048
-"""Of each string that routers tell each other."""
+"""Most characters of a string in a Relay."""
 
 
 def other_version(sender: str, version: int) -> str:
@@ -42,7 +41,7 @@ def other_version(sender: str, version: int) -> str:
 
 
 class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Base of all messages: a tagged array on the wire. Trees, so the collector of cycles may pass them by."""
+    """Base of all messages: a tagged array on the wire. A message is a tree, so the collector of cycles skips it."""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -417,136 +416,6 @@ class LoadFailed(Struct, frozen=True):
     reason: str
 
 
-# --------------------------------------------------------------------------------- both ways on a pair
-class StoreSet(Struct, frozen=True):
-    """One entry of the rendezvous store of `link`, while it is being built."""
-
-    link: str
-    name: str
-    value: bytes
-
-
-class LinkLost(Struct, frozen=True):
-    """The sender has given `link` up, or could not build it."""
-
-    link: str
-    reason: str
-
-
-class CancelTransfer(Struct, frozen=True):
-    """Give up the transfer of `key`; chunks already granted are still sent, flagged void."""
-
-    key: ReqKey
-    reason: str
-
-
-class PeerPing(Struct, frozen=True):
-    """Liveness of a pair's control connection; each side sends them, each side answers with PeerPong."""
-
-    seq: int
-
-
-class PeerPong(Struct, frozen=True):
-    """Answer to PeerPing."""
-
-    seq: int
-
-
-# ----------------------------------------------------------------------------------------- prefill → decode
-class PeerHello(Struct, frozen=True):
-    """First message of a sending node on a fresh connection; answered with LinkOpen or Refused.
-
-    `transports` are the data paths that it offers, the best first; `host` is the same on nodes that can share memory.
-    """
-
-    node: NodeRef
-    layout: KVLayout
-    transports: tuple[str, ...]
-    host: str
-
-
-class Offer(Struct, frozen=True):
-    """Pages [first_page, first_page + num_pages) of the sequence are computed and held for the receiver."""
-
-    key: ReqKey
-    first_page: int
-    num_pages: int
-
-
-class Handoff(Struct, frozen=True):
-    """The end of a prefill: with it and all pages, the decode node can go on by itself.
-
-    `total_pages` counts from the start of the sequence (prefix pages that the decode node already held
-    included). `token_ids` are what the prefill node sampled, and jumped over after it; they follow the first `kv_len`
-    tokens of the sequence, whose KV is in the pages. `digest` is `record_digest` of the sequence: both nodes have its
-    Work, which is not repeated here.
-    The logprobs are those that the prefill node tells the router: the decode node repeats them with position 0.
-    """
-
-    key: ReqKey
-    total_pages: int
-    token_ids: tuple[int, ...]
-    kv_len: int
-    digest: int
-    cached_tokens: int
-    stamps: tuple[Stamp, ...]
-    logprobs: Logprobs | None = None
-    input_logprobs: Logprobs | None = None
-
-
-# ----------------------------------------------------------------------------------------- decode → prefill
-class LinkOpen(Struct, frozen=True):
-    """Build `link` over `transport`, which the receiver offered; `node` is the sender.
-
-    `secret` keys the challenge over the new link.
-    """
-
-    link: str
-    node: NodeRef
-    secret: bytes
-    transport: str
-
-
-class Ready(Struct, frozen=True):
-    """Pages for `key` are reserved here; pages [0, prefix_pages) need not be sent."""
-
-    key: ReqKey
-    prefix_pages: int
-
-
-class GrantedChunk(Record, frozen=True):
-    """These pages of these layers, in a message of exactly `nbytes`."""
-
-    key: ReqKey
-    first_page: int
-    num_pages: int
-    first_layer: int
-    num_layers: int
-    nbytes: int
-
-
-class Grant(Struct, frozen=True):
-    """Receives are posted: send these chunks as messages `seq`, `seq + 1`, ... of the link."""
-
-    link: str
-    seq: int
-    chunks: tuple[GrantedChunk, ...]
-
-
-class Done(Struct, frozen=True):
-    """The transfer of `key` has ended on the receiving node; the sending node may let go of its pages."""
-
-    key: ReqKey
-    ok: bool
-    reason: str = ""
-
-
-class LeaseRenew(Struct, frozen=True):
-    """These transfers are alive on the receiving node; pages held for any other may be released when leases end."""
-
-    keys: tuple[ReqKey, ...]
-
-
 RouterToNode = (
     RouterHello
     | Peers
@@ -576,17 +445,3 @@ NodeToRouter = (
     | Leaving
 )
 Announcement = Loading | Join | LoadFailed
-SenderToReceiver = PeerHello | Offer | Handoff | CancelTransfer | StoreSet | LinkLost | PeerPing | PeerPong
-ReceiverToSender = (
-    LinkOpen
-    | Refused
-    | Ready
-    | Grant
-    | Done
-    | LeaseRenew
-    | CancelTransfer
-    | StoreSet
-    | LinkLost
-    | PeerPing
-    | PeerPong
-)

@@ -140,7 +140,7 @@ def _tokens_to_jump(req: Req, eos_token_ids: frozenset[int]) -> list[int]:
 class Sampled:
     """One token for each sequence that sampled, in the order of the batch.
 
-    `logprobs` are by the index of the token, where they were asked for. `input_logprobs`, of the prompt tokens that the
+    `logprobs` are by the index of the token, where they were asked for. `input_logprobs`, of prompt tokens that the
     forward computed, are by the index of the sequence in the batch.
     """
 

@@ -45,7 +45,7 @@ class PrefillAdder:
         *,
         num_decodes: int = 0,
     ) -> None:
-        """The forward also has a decode step of `num_decodes` tokens, which leave prompts half of each budget or more."""
+        """The forward has `num_decodes` tokens of a decode step too. At least half of each budget is for prompts."""
         self._ledger = ledger
         self._new_token_ratio = new_token_ratio
         self._known_share = min(options.schedule_conservativeness, 1.0)

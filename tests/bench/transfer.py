@@ -35,15 +35,8 @@ from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports.choice import make_transports
 from shared.protocol.channel import ControlThread, Handlers
-from shared.protocol.messages import (
-    Handoff,
-    KVLayout,
-    NodeRef,
-    Ready,
-    ReceiverToSender,
-    ReqKey,
-    SenderToReceiver,
-)
+from shared.protocol.messages import KVLayout, NodeRef, ReqKey
+from shared.protocol.transfer_messages import Handoff, Ready, ReceiverToSender, SenderToReceiver
 from tests.bench.limits import Memcpy
 from tests.bench.stats import figure, ratios
 from tests.bench.table import Row

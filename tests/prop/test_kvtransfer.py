@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from shared.kvtransfer.states import Received
-from shared.protocol.messages import (
+from shared.protocol.messages import Struct
+from shared.protocol.transfer_messages import (
     CancelTransfer,
     Done,
     Grant,
@@ -24,7 +25,6 @@ from shared.protocol.messages import (
     PeerHello,
     Ready,
     StoreSet,
-    Struct,
 )
 from tests.fake_network import Faults
 from tests.unit.kvtransfer.world import DecodeHost, PrefillHost, World, key

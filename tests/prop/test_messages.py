@@ -12,20 +12,19 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from shared.protocol import messages
+from shared.protocol import messages, transfer_messages
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import (
     FRAME_ERRORS,
     Announcement,
     NodeToRouter,
-    ReceiverToSender,
     Record,
     RouterNews,
     RouterToNode,
-    SenderToReceiver,
     Struct,
 )
 from shared.protocol.sampling_params import SamplingParams
+from shared.protocol.transfer_messages import ReceiverToSender, SenderToReceiver
 
 UNIONS: dict[str, UnionType] = {
     "RouterToNode": RouterToNode,
@@ -35,6 +34,7 @@ UNIONS: dict[str, UnionType] = {
     "ReceiverToSender": ReceiverToSender,
     "RouterNews": RouterNews,
 }
+DECLARED = [*vars(messages).values(), *vars(transfer_messages).values()]
 ENCODER = msgspec.msgpack.Encoder()
 DECODERS = {name: msgspec.msgpack.Decoder(union) for name, union in UNIONS.items()}
 CASES = [(name, cls) for name, union in UNIONS.items() for cls in typing.get_args(union)]
@@ -155,15 +155,13 @@ def test_a_damaged_frame_is_refused_or_is_a_message(
 
 def test_every_message_belongs_to_a_link() -> None:
     declared = {
-        cls
-        for cls in vars(messages).values()
-        if isinstance(cls, type) and issubclass(cls, Struct) and cls is not Struct
+        cls for cls in DECLARED if isinstance(cls, type) and issubclass(cls, Struct) and cls is not Struct
     }
     assert declared == set(typing.get_args(reduce(operator.or_, UNIONS.values())))
 
 
 def test_messages_are_frozen_and_tagged_and_parts_are_not_tagged() -> None:
-    for cls in vars(messages).values():
+    for cls in DECLARED:
         if isinstance(cls, type) and issubclass(cls, (Struct, Record)):
             assert cls.__struct_config__.frozen, cls
             assert cls.__struct_config__.array_like, cls

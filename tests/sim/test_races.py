@@ -10,21 +10,9 @@ import msgspec
 import pytest
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
-from shared.protocol.messages import (
-    CancelTransfer,
-    Decode,
-    Done,
-    Finish,
-    Grant,
-    Handoff,
-    LeaseRenew,
-    Offer,
-    Prefill,
-    Ready,
-    ReqKey,
-    Struct,
-)
+from shared.protocol.messages import Decode, Finish, Prefill, ReqKey, Struct
 from shared.protocol.sampling_params import SamplingParams
+from shared.protocol.transfer_messages import CancelTransfer, Done, Grant, Handoff, LeaseRenew, Offer, Ready
 from tests.cluster import Cluster
 from tests.fake_network import Faults
 from tests.token_engine import EOS, next_token, reference_tokens, token_engine

@@ -24,7 +24,8 @@ from shared.kvtransfer.states import (
     SendState,
     SendTransfer,
 )
-from shared.protocol.messages import CancelTransfer, Done, Handoff, Offer, Ready, ReqKey
+from shared.protocol.messages import ReqKey
+from shared.protocol.transfer_messages import CancelTransfer, Done, Handoff, Offer, Ready
 from tests.sim.simulator.events import EventLoop, NodeClock
 
 Message = Ready | Offer | Handoff | Done | CancelTransfer

@@ -22,16 +22,8 @@ from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.kvtransfer.transports.choice import Transports, make_transports
-from shared.protocol.messages import (
-    Handoff,
-    KVLayout,
-    NodeRef,
-    Ready,
-    ReceiverToSender,
-    ReqKey,
-    SenderToReceiver,
-    Struct,
-)
+from shared.protocol.messages import KVLayout, NodeRef, ReqKey, Struct
+from shared.protocol.transfer_messages import Handoff, Ready, ReceiverToSender, SenderToReceiver
 
 LAYOUT = KVLayout("f00d", "float32", 16, 4, 2, 32)
 BACKENDS = ("gloo", "shm")

@@ -17,7 +17,8 @@ from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.sides import make_sides
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.protocol.channel import ControlThread
-from shared.protocol.messages import NodeRef, Ready, ReqKey
+from shared.protocol.messages import NodeRef, ReqKey
+from shared.protocol.transfer_messages import Ready
 from tests.unit.kvtransfer.link_pair import (
     BACKENDS,
     LAYOUT,

@@ -160,7 +160,7 @@ def test_pings_detect_a_stopped_process_and_it_may_come_back(decode: Decode) -> 
     took = decode.until(lambda: new in decode.ended)
     assert isinstance(decode.ended[new], ReceiveFailed)
     assert took < REAL.peer_timeout_s + 2.0
-    decode.until(lambda: decode.side.peers.states() == {"p0": "silent"})
+    decode.until(lambda: decode.side.peers.table.states() == {"p0": "silent"})
     os.kill(process.pid, signal.SIGCONT)
     decode.until(lambda: decode.side.links.num_live == 1, timeout_s=20)
     decode.works()

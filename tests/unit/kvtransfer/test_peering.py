@@ -10,7 +10,8 @@ import pytest
 
 from shared.kvtransfer.peering import REDIAL_S, DialledPeering
 from shared.protocol.channel import ControlThread, Handlers
-from shared.protocol.messages import NodeRef, ReceiverToSender
+from shared.protocol.messages import NodeRef
+from shared.protocol.transfer_messages import ReceiverToSender
 
 
 class Clock:

@@ -12,7 +12,8 @@ import torch
 
 from shared.config import TransferOptions
 from shared.kvtransfer.states import Received, ReceiveFailed
-from shared.protocol.messages import LinkOpen, Struct
+from shared.protocol.messages import Struct
+from shared.protocol.transfer_messages import LinkOpen
 from tests.unit.kvtransfer.link_pair import (
     BACKENDS,
     LinkPair,

@@ -15,7 +15,8 @@ from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.send_loop import SendLoop
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
 from shared.kvtransfer.transports.common import thread_copier
-from shared.protocol.messages import Grant, GrantedChunk, ReqKey
+from shared.protocol.messages import ReqKey
+from shared.protocol.transfer_messages import Grant, GrantedChunk
 
 KEY = ReqKey("router", "a", 0)
 PAGE_NBYTES = 8

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shared.kvtransfer.states import Received, ReceiveFailed
-from shared.protocol.messages import (
+from shared.protocol.messages import Struct
+from shared.protocol.transfer_messages import (
     CancelTransfer,
     Done,
     Grant,
@@ -21,7 +22,6 @@ from shared.protocol.messages import (
     PeerHello,
     Ready,
     StoreSet,
-    Struct,
 )
 from tests.fake_network import FakeNetwork, Faults
 from tests.unit.kvtransfer.world import FAST, LAYOUT, DecodeHost, PrefillHost, World, handoff, key
@@ -553,8 +553,8 @@ def test_another_layout_is_refused_by_the_name_of_its_field() -> None:
     for end in (p.ended[key(0)], d.ended[key(0)]):
         assert not isinstance(end, Received)
         assert "layouts differ in dtype: this node has 'float32', the peer has 'bfloat16'" in end.reason
-    assert p.side.peers.states() == {"d0": "refused"}
-    assert d.side.peers.states() == {"p0": "refused"}
+    assert p.side.peers.table.states() == {"d0": "refused"}
+    assert d.side.peers.table.states() == {"p0": "refused"}
     p.open(key(1), "d0", 4)
     d.open(key(1), "p0", 4, 0)
     p.step()
@@ -639,10 +639,10 @@ def test_a_stopped_peer_is_found_by_pings_and_comes_back(world: World) -> None:
         world.network.advance(0.01)
         world.d.step()
     assert "silent" in failure(world).reason
-    assert world.d.side.peers.states() == {"p0": "silent"}
+    assert world.d.side.peers.table.states() == {"p0": "silent"}
     world.network.resume("p0")
     world.run(1.0)
-    assert world.d.side.peers.states() == {"p0": "linked"}
+    assert world.d.side.peers.table.states() == {"p0": "linked"}
     open_both(world, number=1)
     world.run(0.5)
     assert isinstance(world.d.ended[key(1)], Received)
@@ -669,7 +669,7 @@ def test_a_stopped_decode_node_fails_even_what_waits_for_its_reservation(world: 
         world.network.advance(0.01)
         world.p.step()
     assert "silent" in world.p.ended[key(0)].reason
-    assert world.p.side.peers.states() == {"d0": "silent"}
+    assert world.p.side.peers.table.states() == {"d0": "silent"}
     world.network.resume("d0")
 
 
@@ -699,14 +699,14 @@ def test_a_peer_that_stays_silent_is_forgotten_and_may_still_come_back(world: Wo
     for _ in range(round(FAST.forget_peer_s * 120)):
         world.network.advance(0.01)
         world.d.step()
-    assert world.d.side.peers.states() == {}
+    assert world.d.side.peers.table.states() == {}
     pings = world.network.num_sent["PeerPing"]
     world.network.advance(2.0)
     world.d.step()
     assert world.network.num_sent["PeerPing"] == pings
     world.network.resume("p0")
     world.run(FAST.hello_retry_s + FAST.peer_timeout_s + 1.0)
-    assert world.d.side.peers.states() == {"p0": "linked"}
+    assert world.d.side.peers.table.states() == {"p0": "linked"}
 
 
 def test_a_link_that_dies_is_built_anew_with_a_pause_that_grows() -> None:
@@ -797,7 +797,7 @@ def test_close_ends_everything_and_later_calls_do_nothing() -> None:
     world.network.release(Grant)
     world.network.connect("p0", "d0")
     world.run(1.0)
-    assert world.p.side.peers.states() == {}
+    assert world.p.side.peers.table.states() == {}
     world.close()
 
 

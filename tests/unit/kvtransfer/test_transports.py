@@ -16,7 +16,8 @@ from shared.kvtransfer.link import Link, LinkSpec
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.kvtransfer.transports.choice import Transports, host_identity, make_transports
 from shared.kvtransfer.transports.shm import ShmLinkFactory
-from shared.protocol.messages import LinkOpen, Ping
+from shared.protocol.messages import Ping
+from shared.protocol.transfer_messages import LinkOpen
 from tests.unit.kvtransfer.link_pair import LinkPair, key, real, transports
 
 torch.set_num_threads(1)
@@ -124,7 +125,7 @@ def test_a_pair_with_nothing_in_common_is_refused_by_name(
     assert isinstance(failed, ReceiveFailed)
     assert reason in failed.reason
     assert reason in pair.sent[key(0)].reason
-    assert pair.p.peers.states() == {"d0": "refused"}
+    assert pair.p.peers.table.states() == {"d0": "refused"}
 
 
 def test_neither_end_offers_shm_without_a_host() -> None:

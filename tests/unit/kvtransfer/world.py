@@ -19,7 +19,8 @@ from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
-from shared.protocol.messages import Handoff, KVLayout, NodeRef, Ready, ReqKey
+from shared.protocol.messages import KVLayout, NodeRef, ReqKey
+from shared.protocol.transfer_messages import Handoff, Ready
 from tests.fake_link import fake_transports
 from tests.fake_network import CorruptingPages, FakeNetwork, Faults
 
@@ -191,9 +192,8 @@ class PrefillHost:
                 case Ready():
                     sequence = self.live[event.key]
                     assert sequence.prefix_pages is None, "Ready twice"
-                    assert self.side.prefix_pages(event.key) in (event.prefix_pages, None), (
-                        "None: it has ended since"
-                    )
+                    transfer = self.side.transfers.get(event.key)  # None: it has ended since
+                    assert transfer is None or transfer.prefix_pages == event.prefix_pages
                     sequence.prefix_pages = sequence.next_page = event.prefix_pages
                 case SendEnded():
                     assert event.key not in self.ended, "ended twice"

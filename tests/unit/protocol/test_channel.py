@@ -25,7 +25,6 @@ from shared.protocol.messages import (
     Cancel,
     Flush,
     Leaving,
-    PeerPing,
     Ping,
     Pong,
     Prefill,
@@ -37,6 +36,7 @@ from shared.protocol.messages import Load as NodeLoad
 from shared.protocol.resolver import Resolver
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
+from shared.protocol.transfer_messages import PeerPing
 from tests.unit.protocol.conftest import MakeParty, Party, SlowNames, eventually
 
 PONG = Pong(7, NodeLoad())

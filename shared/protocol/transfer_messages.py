@@ -1,0 +1,159 @@
+"""What two nodes say to each other about KV pages: one tagged union for each direction.
+
+    sender   → receiver   SenderToReceiver   hello, offers, handoff
+    receiver → sender     ReceiverToSender   link, ready, grants, done, leases
+
+Entries of a link's rendezvous store, pings and cancels go both ways. A transfer has the `ReqKey` of its request.
+"""
+
+from __future__ import annotations
+
+from shared.protocol.logprobs import Logprobs
+from shared.protocol.messages import KVLayout, NodeRef, Record, Refused, ReqKey, Struct
+from shared.timeline import Stamp
+
+
+# -------------------------------------------------------------------------------------- both ways
+class StoreSet(Struct, frozen=True):
+    """One entry of the rendezvous store of `link`, while it is being built."""
+
+    link: str
+    name: str
+    value: bytes
+
+
+class LinkLost(Struct, frozen=True):
+    """This end has given `link` up, or could not build it."""
+
+    link: str
+    reason: str
+
+
+class CancelTransfer(Struct, frozen=True):
+    """Give up the transfer of `key`; chunks already granted are still sent, flagged void."""
+
+    key: ReqKey
+    reason: str
+
+
+class PeerPing(Struct, frozen=True):
+    """Liveness of a pair's control connection; each side sends them, each side answers with PeerPong."""
+
+    seq: int
+
+
+class PeerPong(Struct, frozen=True):
+    """Answer to PeerPing."""
+
+    seq: int
+
+
+# ----------------------------------------------------------------------------------------- sender → receiver
+class PeerHello(Struct, frozen=True):
+    """First message of a sending node on a fresh connection; answered with LinkOpen or Refused.
+
+    `transports` are the data paths that it offers, the best first; `host` is the same on nodes that can share memory.
+    """
+
+    node: NodeRef
+    layout: KVLayout
+    transports: tuple[str, ...]
+    host: str
+
+
+class Offer(Struct, frozen=True):
+    """Pages [first_page, first_page + num_pages) of the sequence are computed and held for the receiver."""
+
+    key: ReqKey
+    first_page: int
+    num_pages: int
+
+
+class Handoff(Struct, frozen=True):
+    """The end of a prefill: with it and all pages, the receiving node can go on by itself.
+
+    `total_pages` counts from the start of the sequence, so it includes the prefix that the receiving node had.
+    `token_ids` are the token that the sending node sampled and those jumped over after it. They follow the first
+    `kv_len` tokens of the sequence, whose KV is in the pages. `digest` is `record_digest` of the sequence: both nodes
+    have its Work, which is not repeated here. The logprobs are those that the sending node tells the router: the
+    receiving node repeats them with position 0.
+    """
+
+    key: ReqKey
+    total_pages: int
+    token_ids: tuple[int, ...]
+    kv_len: int
+    digest: int
+    cached_tokens: int
+    stamps: tuple[Stamp, ...]
+    logprobs: Logprobs | None = None
+    input_logprobs: Logprobs | None = None
+
+
+# ----------------------------------------------------------------------------------------- receiver → sender
+class LinkOpen(Struct, frozen=True):
+    """Build `link` over `transport`, which the sending node offered; `node` is the receiving node.
+
+    `secret` keys the challenge over the new link.
+    """
+
+    link: str
+    node: NodeRef
+    secret: bytes
+    transport: str
+
+
+class Ready(Struct, frozen=True):
+    """Pages for `key` are reserved here; pages [0, prefix_pages) need not be sent."""
+
+    key: ReqKey
+    prefix_pages: int
+
+
+class GrantedChunk(Record, frozen=True):
+    """These pages of these layers, in a message of exactly `nbytes`."""
+
+    key: ReqKey
+    first_page: int
+    num_pages: int
+    first_layer: int
+    num_layers: int
+    nbytes: int
+
+
+class Grant(Struct, frozen=True):
+    """Receives are posted: send these chunks as messages `seq`, `seq + 1`, ... of the link."""
+
+    link: str
+    seq: int
+    chunks: tuple[GrantedChunk, ...]
+
+
+class Done(Struct, frozen=True):
+    """The transfer of `key` has ended on the receiving node; the sending node may let go of its pages."""
+
+    key: ReqKey
+    ok: bool
+    reason: str = ""
+
+
+class LeaseRenew(Struct, frozen=True):
+    """These transfers are alive on the receiving node; pages held for any other may be released when leases end."""
+
+    keys: tuple[ReqKey, ...]
+
+
+SenderToReceiver = PeerHello | Offer | Handoff | CancelTransfer | StoreSet | LinkLost | PeerPing | PeerPong
+ReceiverToSender = (
+    LinkOpen
+    | Refused
+    | Ready
+    | Grant
+    | Done
+    | LeaseRenew
+    | CancelTransfer
+    | StoreSet
+    | LinkLost
+    | PeerPing
+    | PeerPong
+)
