@@ -188,21 +188,11 @@ class DecodeScheduler:
                 self._count_prompt(req)  # its first token was its last
             if req.num_jumped and not finished:
                 self.batcher.jumped(req)
-            self._router_port.say_token(
-                req.key,
-                req.output_len - len(req.newest_ids),
-                req.newest_ids,
-                req.finish,
-                req.report() if finished or prefilled else None,
-                req.last_logprobs,
-                req.input_logprobs,
-            )
+            self._desk.say_tokens(req, req.newest_ids, with_report=finished or prefilled)
         for req in outcome.finished:
             if not req.output_len:  # max_new_tokens 0: nothing was to be sampled
                 self._count_prompt(req)
-                self._router_port.say_token(
-                    req.key, 0, (), req.finish, req.report(), None, req.input_logprobs
-                )
+                self._desk.say_tokens(req, ())
             self.reqs.end(req.key, "finished")
         self._vitals.count_generated(len(outcome.sampled), sum(req.num_jumped for req in outcome.sampled))
         self._desk.fail(plan, outcome)

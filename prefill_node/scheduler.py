@@ -56,7 +56,6 @@ class PrefillScheduler:
         self._ledger = engine.ledger
         self._sender = sender
         self._peering = peering
-        self._router_port = router_port
         self._vitals = vitals
         self._launcher = new_launcher(engine, options)
         self.grammar_queue = new_grammar_queue(engine, options, wake)
@@ -146,29 +145,12 @@ class PrefillScheduler:
                 if req.key in self.inflight_queue:
                     req.timeline.move_to(ReqStage.TRANSFERRING)
                     self.inflight_queue.hand_off(req)
-                self._router_port.say_token(
-                    req.key,
-                    req.output_len - len(req.newest_ids),
-                    req.newest_ids,
-                    None,
-                    req.report(),
-                    req.last_logprobs,
-                    req.input_logprobs,
-                )
+                self._desk.say_tokens(req, req.newest_ids)
         for req in outcome.finished:
             # The first token, or a jump after it, ended the request, so no decode node is needed.
-            tokens = req.newest_ids if req in outcome.sampled else ()
             if not req.output_len:  # max_new_tokens 0
                 self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
-            self._router_port.say_token(
-                req.key,
-                req.output_len - len(tokens),
-                tokens,
-                req.finish,
-                req.report(),
-                req.last_logprobs,
-                req.input_logprobs,
-            )
+            self._desk.say_tokens(req, req.newest_ids if req in outcome.sampled else ())
             self.reqs.end(req.key, "finished")
         for req in outcome.sampled:
             if req.finish is None and req.key not in self._opened:

@@ -60,7 +60,6 @@ class NodeParts:
     """What a role builds its scheduler from."""
 
     config: NodeConfig
-    node: NodeRef
     engine: Engine
     transfer: TransferSides
     router_port: RouterPort
@@ -165,7 +164,6 @@ def _parts(
     hello = NodeHello(node, role, engine.layout, engine.limits, flags, PROTOCOL_VERSION)
     return NodeParts(
         config=config,
-        node=node,
         engine=engine,
         transfer=make_sides(
             Endpoint(

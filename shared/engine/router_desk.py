@@ -91,6 +91,18 @@ class RouterDesk:
             self._router_port.fail(message.key, error.status, error.message, error.param)
             return None
 
+    def say_tokens(self, req: Req, token_ids: tuple[int, ...], *, with_report: bool = True) -> None:
+        """Tell the router of `req` its newest tokens, if there are any, and that it has finished, if it has."""
+        self._router_port.say_token(
+            req.key,
+            req.output_len - len(token_ids),
+            token_ids,
+            req.finish,
+            req.report() if with_report else None,
+            req.last_logprobs,
+            req.input_logprobs,
+        )
+
     def fail(self, plan: Plan, outcome: Outcome) -> None:
         """End the requests that a turn found unable to go on, and tell their routers why."""
         for req, error in outcome.failed.items():

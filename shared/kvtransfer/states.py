@@ -190,11 +190,6 @@ class ReceiveTransfer:
     _taken: bool = False
 
     @property
-    def num_offered(self) -> int:
-        """Pages that the sending node has computed and holds."""
-        return self._num_offered
-
-    @property
     def has_all_offered(self) -> bool:
         """Whether every offered page has arrived: what comes next has to be computed first."""
         return self._num_units == self._num_offered * self.num_layers

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from shared.errors import LinkError
 
-RESOLVE_TIMEOUT_S = 5.0
 MAX_LOOK_UPS = 64
 """Names that are looked up at the same time, each on a thread."""
 
