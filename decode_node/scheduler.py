@@ -27,7 +27,7 @@ from shared.engine.req_table import ReqTable
 from shared.engine.router_desk import RouterDesk
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError, TransferError
-from shared.kvtransfer.queues import TransferQueue, take_over
+from shared.kvtransfer.queues import take_over
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import CacheResync, Decode, NodeRef, ReqKey, RouterHello
@@ -61,7 +61,8 @@ class DecodeScheduler:
         self.batcher = Batcher(engine.ledger, options)
         self._announcer = CacheAnnouncer(engine.ledger, router_port)
         self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options, self.batcher.in_order)
-        self.transfer_queue = TransferQueue()
+        self.transfer_queue: dict[ReqKey, Req] = {}
+        """SGLang's DecodeTransferQueue. The pages of a request here are the receiver's until its transfer has ended."""
         queues = (self.grammar_queue, self.prealloc_queue, self.batcher)
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
         self._desk = RouterDesk(
@@ -123,7 +124,7 @@ class DecodeScheduler:
             self.prealloc_queue.add(req, prefill)
 
     def _received(self, received: Received) -> None:
-        req = self.transfer_queue.take(received.key)
+        req = self.transfer_queue.pop(received.key)
         self._vitals.count_transfer(received.nbytes, received.seconds)
         if req.finish is not None:  # cancelled after its last page had come
             self.reqs.release(req)
@@ -147,7 +148,7 @@ class DecodeScheduler:
         )
 
     def _receive_failed(self, failed: ReceiveFailed) -> None:
-        req = self.transfer_queue.take(failed.key)
+        req = self.transfer_queue.pop(failed.key)
         # A prefill node that gives a request up before its handoff tells the router itself.
         if failed.handed_off or not failed.by_peer:
             reason = f"KV transfer from the prefill node failed: {failed.reason}"
@@ -170,7 +171,7 @@ class DecodeScheduler:
     def _reserve(self) -> None:
         blocked = self.batcher.first_blocked()
         for req in self.prealloc_queue.reserve(lambda req: self.batcher.is_open_to(req, blocked)):
-            self.transfer_queue.add(req)
+            self.transfer_queue[req.key] = req
 
     # ---------------------------------------------------------------------------------------- account
     def _account(self, plan: Plan, outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""Requests on their way from one node to another: two queues of the sending node, one of the receiving node."""
+"""The two queues of requests that a node sends, and how a node takes over a request that it has received."""
 
 from __future__ import annotations
 
@@ -101,30 +101,6 @@ class InflightQueue:
         assert req.kv is not None
         self._sender.offer(req.key, self._ledger.rows.read(req.kv.row, first, end_page))
         self._next_page[req.key] = end_page
-
-
-class TransferQueue:
-    """Requests whose pages are reserved here and whose KV is on its way (SGLang: DecodeTransferQueue).
-
-    Until its transfer has ended, a request's pages belong to the receiver: nothing else writes or frees them.
-    """
-
-    def __init__(self) -> None:
-        self._reqs: dict[ReqKey, Req] = {}
-
-    def __len__(self) -> int:
-        return len(self._reqs)
-
-    def __contains__(self, key: ReqKey) -> bool:
-        return key in self._reqs
-
-    def add(self, req: Req) -> None:
-        """`req` has been opened with the receiver."""
-        self._reqs[req.key] = req
-
-    def take(self, key: ReqKey) -> Req:
-        """The transfer of `key` has ended; its pages are the request's again."""
-        return self._reqs.pop(key)
 
 
 def take_over(req: Req, received: Received, ledger: KVLedger) -> None:

@@ -189,12 +189,12 @@ def test_neither_arrivals_nor_retracted_requests_starve(policy: str, wait_steps:
                 ids = prompt(3, seed=1000 + step)
                 key = cluster.router.submit(f"s{step}", ids, params(3), "p0", "d0")
                 wanted[key] = reference_tokens(ids, 3, eos=None)
-            queue, before = list(retraction._queue), set(scheduler.transfer_queue._reqs)
+            queue, before = list(retraction._queue), set(scheduler.transfer_queue)
             # Arrivals reserve room ahead of the decision, so by what was true a turn ago.
             waits = [retraction._num_forwards - req.stalled_since for req in queue]
             cluster.step(check=False)
             longest = max([longest, *waits])
-            if waits and set(scheduler.transfer_queue._reqs) - before:
+            if waits and set(scheduler.transfer_queue) - before:
                 passed.append(max(waits))
             if all(cluster.router.answers[key].ended for key in long):
                 break
