@@ -62,7 +62,7 @@ class DecodeScheduler:
         self._announcer = CacheAnnouncer(engine.ledger, router_port)
         self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options, self.batcher.in_order)
         self.transfer_queue: dict[ReqKey, Req] = {}
-        """SGLang's DecodeTransferQueue. The pages of a request here are the receiver's until its transfer has ended."""
+        """SGLang's DecodeTransferQueue. The receiver owns the pages of its requests until their transfers end."""
         queues = (self.grammar_queue, self.prealloc_queue, self.batcher)
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
         self._desk = RouterDesk(

@@ -1,9 +1,8 @@
-"""From flags to a loaded engine: model, KV pool, ledger, forward stream."""
+"""From options to a loaded engine: model, KV pool, ledger, forward stream."""
 
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,16 +10,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import xxhash
 
 from shared import log
-from shared.config import CacheOptions, ModelOptions, NodeConfig
+from shared.config import CacheOptions, NodeConfig
 from shared.cpu_cores import CpuCores, own_cores
 from shared.engine.backends import OnProgress, load_model
 from shared.engine.forward_stream import ForwardStream, make_forward_stream
 from shared.engine.model_runner import ModelRunner
 from shared.engine.profiler import Profiler
 from shared.engine.progress import Progress
+from shared.engine.resolve import (
+    dtype_name,
+    fingerprint,
+    resolve_context_length,
+    resolve_device,
+    resolve_dtype,
+    resolve_num_host_pages,
+    resolve_num_pages,
+    whole_memory,
+)
 from shared.errors import ConfigError, RequestError
 from shared.grammar.backend import GrammarBackend
 from shared.grammar.compile_pool import CompilePool
@@ -37,12 +45,6 @@ from shared.model.config import ModelConfig, load_model_config
 from shared.model.files import resolve_model
 from shared.protocol.messages import KVLayout, NodeLimits
 from shared.timeline import Clock
-
-HOST_KV_CAP_BYTES = 4 << 30
-"""Largest host pool for retracted requests that is chosen by itself."""
-CPU_KV_CAP_BYTES = 2 << 30
-"""Largest KV pool that is chosen by itself on a CPU, where other processes share the memory."""
-FINGERPRINT_SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +210,7 @@ def _memory_of(device: torch.device, what: str) -> Iterator[None]:
 def new_host_pool(pool: TokenToKVPool, num_host_pages: int) -> HostKVPool | None:
     """Host memory for retracted requests. Raises ConfigError when there is not so much of it."""
     nbytes = num_host_pages * pool.gather_nbytes(1, pool.num_layers)
-    have = _whole_memory(torch.device("cpu"))
+    have = whole_memory(torch.device("cpu"))
     try:
         if nbytes > have:
             raise MemoryError
@@ -236,125 +238,3 @@ def make_ledger(
         keep_prefixes=not options.disable_radix_cache,
         host=host,
     )
-
-
-def resolve_device(name: str) -> torch.device:
-    """`auto` is a GPU if torch sees one. Raises ConfigError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device {name}: not a device; give auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name}: only cpu and cuda are supported")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {name}: torch sees no GPU here")
-    return device
-
-
-def resolve_dtype(options: ModelOptions, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's type; float16 becomes bfloat16 on a CPU, whose kernels prefer it."""
-    name = model.dtype if options.dtype == "auto" else options.dtype
-    if options.dtype == "auto" and name == "float16" and device.type == "cpu":
-        name = "bfloat16"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` as `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def resolve_context_length(options: ModelOptions, model: ModelConfig) -> int:
-    """The model's own, or a shorter one. Raises ConfigError for a longer one."""
-    if options.context_length is None:
-        return model.context_length
-    if options.context_length > model.context_length:
-        raise ConfigError(
-            f"--context-length {options.context_length}: the model was made for at most {model.context_length}"
-        )
-    return options.context_length
-
-
-def resolve_num_pages(
-    options: CacheOptions, model: ModelConfig, dtype: torch.dtype, device: torch.device, useful_tokens: int
-) -> int:
-    """Pages of the KV pool: from --max-total-tokens, or from the memory that is free once the weights are loaded.
-
-    Raises ConfigError for less than two pages, and for more than the device's memory.
-    """
-    page_nbytes = (
-        2 * model.num_layers * model.num_kv_heads * model.head_dim * options.page_size * dtype.itemsize
-    )
-    if options.max_total_tokens is not None:
-        num_pages = options.max_total_tokens // options.page_size
-        if num_pages < 2:
-            raise ConfigError(
-                f"--max-total-tokens {options.max_total_tokens}: at least two pages of {options.page_size} "
-                "tokens are needed (--page-size)"
-            )
-        if num_pages * page_nbytes > (have := _whole_memory(device)):
-            raise ConfigError(
-                f"--max-total-tokens {options.max_total_tokens}: {num_pages * page_nbytes} bytes of KV do not fit "
-                f"into the memory of {device}, which has {have}; choose fewer"
-            )
-        return num_pages
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        own = torch.cuda.memory_allocated(device)  # the weights; other nodes may share the GPU
-        budget = min(int(total * options.mem_fraction_static) - own, free)
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        budget = min(int(free * options.mem_fraction_static), CPU_KV_CAP_BYTES)
-    num_pages = min(budget // page_nbytes, -(-useful_tokens // options.page_size))
-    if num_pages < 2:
-        raise ConfigError(
-            f"--mem-fraction-static {options.mem_fraction_static} leaves {budget} bytes for KV on {device}, and a "
-            f"page takes {page_nbytes}; raise it, or choose a smaller --page-size"
-        )
-    return num_pages
-
-
-def _whole_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def resolve_num_host_pages(config: NodeConfig, num_pages: int, page_nbytes: int, device: torch.device) -> int:
-    """Pages of the host pool: from --host-kv-tokens, or as many as the KV pool has, within a cap.
-
-    On a CPU the KV pool is in host memory already, and a larger one serves better than a second one: there it is
-    none by itself. Raises ConfigError when --retract-policy host is left without a page.
-    """
-    policy, tokens = config.schedule.retract_policy, config.cache.host_kv_tokens
-    if policy == "recompute":
-        if tokens:
-            raise ConfigError(
-                f"--host-kv-tokens {tokens}: --retract-policy recompute copies nothing to the host"
-            )
-        return 0
-    if tokens is None:
-        by_itself = device.type == "cuda" or policy == "host"
-        return min(num_pages, max(HOST_KV_CAP_BYTES // page_nbytes, 1)) if by_itself else 0
-    if policy == "host" and tokens < config.cache.page_size:
-        raise ConfigError(
-            f"--host-kv-tokens {tokens}: --retract-policy host needs at least one page of "
-            f"{config.cache.page_size} tokens (--page-size)"
-        )
-    return tokens // config.cache.page_size
-
-
-def fingerprint(folder: Path) -> str:
-    """A digest that tells checkpoints apart without reading them whole: config, sizes, and both ends of each file."""
-    digest = xxhash.xxh3_64((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(FINGERPRINT_SAMPLE_BYTES))
-            file.seek(max(size - FINGERPRINT_SAMPLE_BYTES, 0))
-            digest.update(file.read(FINGERPRINT_SAMPLE_BYTES))
-    return digest.hexdigest()

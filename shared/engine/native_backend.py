@@ -47,7 +47,7 @@ class NativeBackend:
         self._decoder = NativeDecoder(team, weights.desc, pages, (weights, pool))
         self._progress = progress
         self._logits = np.empty(0, dtype=np.float32)
-        """The logits of the latest forward, which samples before the next one is launched."""
+        """The logits of the latest forward, which samples before the next one runs."""
 
     def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
         """One native call, which reads the snapshot's arrays where they are."""

@@ -16,7 +16,8 @@ import msgspec
 
 from shared import log
 from shared.config import NodeConfig
-from shared.engine.build import Engine, build_engine, resolve_device
+from shared.engine.build import Engine, build_engine
+from shared.engine.resolve import resolve_device
 from shared.engine.vitals import Vitals
 from shared.errors import ConfigError
 from shared.kvtransfer.links import Endpoint

@@ -96,7 +96,7 @@ class Retraction:
         return self._queue[:first_on_host]
 
     def admissible(self, arrivals: Sequence[Req]) -> list[Req]:
-        """Those of `arrivals` that may take room: all, unless a retracted request has waited too long for room.
+        """Those of `arrivals` that may take room: all, unless a retracted or stalled request has waited too long.
 
         Then only arrivals of a higher level than every such request may.
         """

@@ -11,18 +11,17 @@ import torch
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import CpuCores
-from shared.engine.build import (
+from shared.engine.build import build_engine, make_ledger
+from shared.engine.forward_stream import CpuForwardStream
+from shared.engine.resolve import (
     CPU_KV_CAP_BYTES,
     FINGERPRINT_SAMPLE_BYTES,
-    build_engine,
     fingerprint,
-    make_ledger,
     resolve_context_length,
     resolve_device,
     resolve_dtype,
     resolve_num_pages,
 )
-from shared.engine.forward_stream import CpuForwardStream
 from shared.errors import ConfigError
 from tests.modelzoo import make_model
 from tests.token_engine import token_model_config
