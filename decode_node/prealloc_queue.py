@@ -41,7 +41,7 @@ class PreallocQueue:
         return len(self._queue)
 
     def add(self, req: Req, prefill: NodeRef) -> None:
-        """`req` will be prefilled on `prefill`, once there is room for it here."""
+        """Queue a request that the node `prefill` will prefill, once there is room for it here."""
         self._queue[req] = prefill
 
     def remove(self, req: Req) -> None:

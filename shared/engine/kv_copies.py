@@ -34,7 +34,7 @@ class KVCopies:
             self._latest.append((copy, result))
 
     def forward_launched(self) -> None:
-        """A forward is behind them now."""
+        """Note that a forward is behind the latest copies."""
         self._ahead_of.append(self._latest)
         self._latest = []
 

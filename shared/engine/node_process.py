@@ -201,7 +201,7 @@ class StopRequest:
             threading.Thread(target=self._watch_parent, name="parent", daemon=True).start()
 
     def loaded(self) -> None:
-        """From now on the loop looks at `event`."""
+        """Let later signals set `event` alone, at which the loop looks."""
         self._loading = False
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:

@@ -84,7 +84,7 @@ class Profiler:
             return False, error.message
 
     def step_done(self, worked: bool) -> None:
-        """A turn of the loop has ended; the last of `num_steps` that did something ends the trace."""
+        """Count a turn of the loop. The last of `num_steps` turns that did something ends the trace."""
         if self._profile is None or self._steps_left is None or not worked:
             return
         self._steps_left -= 1

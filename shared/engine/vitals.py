@@ -38,18 +38,18 @@ class Vitals:
         self.kv_transfer_s = 0.0
 
     def count_prompt(self, num_tokens: int, num_cached: int) -> None:
-        """A prompt was computed, of which `num_cached` tokens came from the RadixCache."""
+        """Count a prompt, of which `num_cached` tokens came from the RadixCache."""
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached
 
     def count_generated(self, num_sampled: int, num_jumped: int) -> None:
-        """Tokens were committed: sampled, or jumped over where a grammar forced them."""
+        """Count committed tokens: sampled, or jumped over where a grammar forced them."""
         self.num_generated_tokens += num_sampled + num_jumped
         self.num_jumped_tokens += num_jumped
         self._window_tokens += num_sampled + num_jumped
 
     def count_transfer(self, nbytes: int, seconds: float) -> None:
-        """A transfer has ended."""
+        """Count a transfer that has ended."""
         self.kv_bytes_transferred += nbytes
         self.kv_transfer_s += seconds
 

@@ -50,7 +50,7 @@ class CpuHostKVPool:
         self._host_NB = new_host_buffer(num_host_pages * page_nbytes).view(num_host_pages, page_nbytes)
 
     def copy(self, pages: PageCopy) -> None:
-        """Copy the pages now; they are there when this returns."""
+        """See HostKVPool."""
         move = self._pages.gather if pages.to_host else self._pages.scatter
         for device_page, host_page in zip(pages.device_pages, pages.host_pages, strict=True):
             move([device_page], 0, self._num_layers, self._host_NB[host_page])
@@ -68,7 +68,7 @@ class CudaHostKVPool:
         )
 
     def copy(self, pages: PageCopy) -> None:
-        """Queue the copies on the current stream."""
+        """See HostKVPool. Returns when the copies are queued on the current stream."""
         chunk = max(MAX_CHUNK_BYTES // self._page_nbytes, 1)
         for first in range(0, len(pages.host_pages), chunk):
             part = slice(first, first + chunk)

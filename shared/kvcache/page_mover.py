@@ -46,14 +46,14 @@ class NumpyPageMover:
     def gather(
         self, pages_RPN: torch.Tensor, rows: range, page_ids: Sequence[int], out: torch.Tensor
     ) -> None:
-        """Gather by numpy."""
+        """See PageMover."""
         pages, into = _opaque(pages_RPN, rows, page_ids, out)
         np.take(pages, page_ids, axis=1, out=into, mode="clip")  # any other mode copies twice
 
     def scatter(
         self, pages_RPN: torch.Tensor, rows: range, page_ids: Sequence[int], src: torch.Tensor
     ) -> None:
-        """Scatter by numpy."""
+        """See PageMover."""
         pages, source = _opaque(pages_RPN, rows, page_ids, src)
         pages[:, page_ids] = source
 

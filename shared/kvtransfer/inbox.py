@@ -114,7 +114,7 @@ class Parking(Generic[Parked]):
         return expired
 
     def drop_peer(self, peer_id: str) -> None:
-        """The peer is gone: what it announced will not come."""
+        """Drop the messages of a peer that is gone."""
         for place in [place for place in self._keys if place[1] == peer_id]:
             del self._keys[place]
 
@@ -198,7 +198,7 @@ class KeyedInbox(Generic[Transfer, Message, Answer]):
             self._cancel(*evicted, f"too many transfers wait for their request at the {self._node}")
 
     def drop_peer(self, peer_id: str) -> None:
-        """The peer is gone, and what it announced with it."""
+        """Drop what a peer announced that is gone."""
         self._parking.drop_peer(peer_id)
 
     def expire(self, now: float) -> None:

@@ -22,7 +22,7 @@ class LinkLoop(Protocol):
     """What a link is for: `SendLoop` or `ReceiveLoop`. All but `kick` belong to the thread that steps it."""
 
     def attach(self, link: Link) -> None:
-        """The link is built. Called once, before the first `step`."""
+        """Take the link, which is built. Called once, before the first `step`."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class LinkWorker:
         self._driver = self._factory.drive(f"link {self.name}", self)
 
     def stop(self, reason: str) -> None:
-        """The link is dead. Only `Links.fail` calls this, once; it does not block."""
+        """End the link, which is dead. Only `Links.fail` calls this, once; it does not block."""
         assert self.death is None
         self.death = reason
         self.store.abort(reason)

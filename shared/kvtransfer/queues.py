@@ -28,7 +28,7 @@ class BootstrapQueue:
         return key in self._reqs
 
     def add(self, req: Req) -> None:
-        """`req` has been opened with the sender."""
+        """Enter a request that was opened with the sender."""
         self._reqs[req.key] = req
 
     def remove(self, req: Req) -> None:
@@ -59,7 +59,7 @@ class InflightQueue:
         return key in self._next_page
 
     def add(self, req: Req, prefix_pages: int) -> None:
-        """The receiving node holds the first `prefix_pages` already; the rest will be offered."""
+        """Enter a request of which the receiving node holds the first `prefix_pages` already."""
         self._next_page[req.key] = prefix_pages
 
     def offer_computed(self, req: Req) -> None:
@@ -91,7 +91,7 @@ class InflightQueue:
         )
 
     def remove(self, key: ReqKey) -> None:
-        """The transfer has ended."""
+        """Forget a request whose transfer has ended."""
         self._next_page.pop(key, None)
 
     def _offer_up_to(self, req: Req, end_page: int) -> None:

@@ -71,11 +71,11 @@ class ReceiveLoop:
         return len(self._granted)
 
     def attach(self, link: Link) -> None:
-        """The link is built."""
+        """Take the link, which is built."""
         self._link = link
 
     def enqueue(self, key: ReqKey, chunks: Iterable[Chunk]) -> None:
-        """These chunks are computed and held by the peer. Any thread."""
+        """Queue chunks that the peer has computed and holds. Any thread."""
         self._queue.extend((key, chunk) for chunk in chunks)
         self.kick()
 

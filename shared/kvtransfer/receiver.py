@@ -110,7 +110,7 @@ class KVReceiver:
             self._fail(transfer, reason, tell=CancelTransfer(key, reason))
 
     def poll(self) -> list[ReceiveEvent]:
-        """What has ended since the last call."""
+        """Return what has ended since the last call."""
         if not self._events:
             return []
         with self._lock:
@@ -143,7 +143,7 @@ class KVReceiver:
 
     # -------------------------------------------------------------------------------- control thread
     def on_disconnected(self, peer_id: str, reason: str) -> None:
-        """The control connection is gone, and with it every transfer under way from that peer."""
+        """Fail every transfer under way from a peer whose control connection is gone."""
         with self._lock:
             self.peers.disconnected(peer_id, reason)
 
@@ -166,7 +166,7 @@ class KVReceiver:
                 self._outbox.send(peer_id, LeaseRenew(tuple(living)))
 
     def on_message(self, peer_id: str, message: SenderToReceiver) -> None:
-        """A message of a sending node. Never blocks."""
+        """Handle a message of a sending node. Never blocks."""
         with self._lock:
             if self._closed:
                 return
@@ -192,7 +192,7 @@ class KVReceiver:
             return None if transfer is None else transfer.begin_scatter(chunk)
 
     def end_scatter(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None:
-        """The pages have been written."""
+        """Count a scatter, whose pages have been written."""
         with self._lock:
             transfer = self.transfers.get(key)
             assert transfer is not None, "a transfer is closed only after its last scatter"
@@ -201,7 +201,7 @@ class KVReceiver:
             self._settle(transfer)
 
     def refused(self, key: ReqKey, reason: str, *, by_peer: bool) -> None:
-        """A chunk came that cannot be used."""
+        """Fail the transfer of a chunk that cannot be used."""
         with self._lock:
             transfer = self.transfers.get(key)
             if transfer is not None:
@@ -243,7 +243,7 @@ class KVReceiver:
             self._outbox.send(transfer.peer_id, Done(transfer.key, True))
 
     def _start_transfers(self, peer_id: str) -> None:
-        """The peer's link is being built, or never will be."""
+        """Start the peer's transfers, or fail them if the peer is refused."""
         for transfer in self.transfers.of_peer(peer_id):
             self._try_start(transfer)
 

@@ -68,12 +68,12 @@ class ReceiverPeers:
         self.table: PeerTable[_NextLink] = PeerTable(lock=lock, links=self.links, own=own)
 
     def disconnected(self, peer_id: str, reason: str) -> None:
-        """The connection to a node is gone."""
+        """Forget a node whose connection is gone, and end its link."""
         if self.table.remove(peer_id):
             self.links.fail_peer(peer_id, reason, tell_peer=False)
 
     def handle(self, peer_id: str, message: PeerHello | PeerMessage, now: float) -> None:
-        """A message that names no transfer. One of a node that never introduced itself stays unanswered."""
+        """Handle a message that names no transfer. A node that has not introduced itself gets no answer."""
         peer = self.table.get(peer_id)
         if isinstance(message, PeerHello):
             self._met(peer_id, message, now)

@@ -60,7 +60,7 @@ class SendLoop:
         return self._ring.num_out
 
     def attach(self, link: Link) -> None:
-        """The link is built. The peer may have been faster, so grants may be waiting."""
+        """Take the link, which is built. Grants may be waiting already."""
         with self._lock:
             self._link = link
         self._wake_copier()

@@ -79,7 +79,7 @@ class KVSender:
             self.transfers.take_parked(transfer)
 
     def offer(self, key: ReqKey, page_ids: Sequence[int]) -> None:
-        """These pages, the next of the sequence behind its prefix, are computed and held. No-op once ended."""
+        """Offer the next pages of the sequence, which are computed and held. No-op once ended."""
         with self._lock:
             transfer = self._living(key)
             if transfer is None or not page_ids:
@@ -88,7 +88,7 @@ class KVSender:
             self._outbox.send(transfer.peer_id, Offer(key, first_page, len(page_ids)))
 
     def handoff(self, key: ReqKey, handoff: Handoff) -> None:
-        """Everything is offered; send the record that lets the receiving node go on. No-op once ended."""
+        """Send the record that lets the receiving node go on; every page is offered. No-op once ended."""
         with self._lock:
             transfer = self._living(key)
             if transfer is None:
@@ -105,7 +105,7 @@ class KVSender:
                 self._end(transfer, reason, tell_peer=True)
 
     def poll(self) -> list[SendEvent]:
-        """What has happened since the last call."""
+        """Return the events since the last call."""
         if not self._events:
             return []
         with self._lock:
@@ -138,20 +138,20 @@ class KVSender:
 
     # -------------------------------------------------------------------------------- control thread
     def on_connected(self, peer_id: str) -> None:
-        """The control connection to a receiving node is up, for the first time or again."""
+        """Meet a receiving node whose control connection is up, for the first time or again."""
         with self._lock:
             if not self._closed:
                 self.on_disconnected(peer_id, "the control connection was replaced")
                 self.peers.connected(peer_id)
 
     def on_disconnected(self, peer_id: str, reason: str) -> None:
-        """The control connection is gone, and with it every transfer to that peer."""
+        """Fail every transfer to a peer whose control connection is gone."""
         with self._lock:
             if self.peers.disconnected(peer_id, reason):
                 self.transfers.drop_peer(peer_id)
 
     def on_message(self, peer_id: str, message: ReceiverToSender) -> None:
-        """A message of a receiving node. Never blocks."""
+        """Handle a message of a receiving node. Never blocks."""
         with self._lock:
             now = self._clock()
             if self._closed or not self.peers.table.heard(peer_id, now):
@@ -172,7 +172,7 @@ class KVSender:
             return None if transfer is None else transfer.begin_gather(chunk)
 
     def end_gather(self, key: ReqKey, nbytes: int) -> None:
-        """The pages have been read."""
+        """Count a gather, whose pages have been read."""
         with self._lock:
             transfer = self.transfers.get(key)
             assert transfer is not None, "a transfer is closed only after its last gather"

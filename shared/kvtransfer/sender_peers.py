@@ -61,13 +61,13 @@ class SenderPeers:
         self.table: PeerTable[_Hello] = PeerTable(lock=lock, links=self.links, own=own)
 
     def connected(self, peer_id: str) -> None:
-        """The connection to a node is up."""
+        """Enter a node whose connection is up, and introduce this node to it."""
         now = self._own.clock()
         self.table.add(peer_id, _Hello(now), now)
         self._say_hello(peer_id)
 
     def disconnected(self, peer_id: str, reason: str) -> bool:
-        """The connection to a node is gone; False when it was not up."""
+        """Forget a node whose connection is gone, and fail its transfers; False when there was none."""
         if not self.table.remove(peer_id):
             return False
         self.links.fail_peer(peer_id, reason, tell_peer=False)
@@ -75,7 +75,7 @@ class SenderPeers:
         return True
 
     def handle(self, peer_id: str, message: Grant | LinkOpen | Refused | PeerMessage) -> None:
-        """A message of a peer that names no transfer."""
+        """Handle a message of a peer that names no transfer."""
         peer = self.table.get(peer_id)
         assert peer is not None, "it was heard"
         match message:

@@ -155,12 +155,12 @@ class SlotRing:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """No op can touch `slot` any more."""
+        """Take back a slot that no op can touch any more."""
         assert self.num_out > 0
         self._free.append(slot)
 
     def close(self) -> None:
-        """The link is gone and every slot is home: let go of the memory."""
+        """Let go of the memory: the link is gone, and every slot is back."""
         assert self.num_out == 0
         self._free.clear()
         self._num_made = self.num_slots = 0

@@ -21,7 +21,7 @@ class Heartbeat:
         self._num_unanswered = 0
 
     def heard(self, now: float) -> None:
-        """Any message of the peer proves that its Python is alive."""
+        """Note a message of the peer: any proves that its Python is alive."""
         self._heard_at = now
         self._num_unanswered = 0
 
@@ -38,7 +38,7 @@ class Heartbeat:
         return True
 
     def silent(self, now: float) -> bool:
-        """To be asked before `ping_due`, so that the last ping had its time to be answered."""
+        """Whether the peer counts as silent. Call this before `ping_due`, so that the last ping had its time."""
         return (
             now >= self._ping_at
             and self._num_unanswered >= self.MIN_UNANSWERED

@@ -44,7 +44,7 @@ class JoinAnnouncer:
             self._dial(peer)
 
     def loading(self, what: str, fraction: float) -> None:
-        """The node is starting."""
+        """Tell how far the node has loaded."""
         self.say(Loading(self._node.node_id, self._role, what, fraction))
 
     def say(self, message: Announcement) -> None:
@@ -56,7 +56,7 @@ class JoinAnnouncer:
             self._control.send(peer, message)
 
     def start(self) -> None:
-        """The node is ready: ask to be dialled."""
+        """Ask to be dialled, since the node is ready."""
         if self._addresses:
             self._thread.start()
 

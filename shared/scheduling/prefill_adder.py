@@ -97,7 +97,7 @@ class PrefillAdder:
             lock.release()
 
     def forget(self, victim: Req) -> None:
-        """A running request is being retracted: nothing is reserved for it any more."""
+        """Drop the reservation of a running request that is being retracted."""
         self._running.remove(victim)
         self._reserved_tokens -= self._reserve(victim)
 
@@ -225,11 +225,11 @@ class NewTokenRatio:
         self.value = self._initial
 
     def decay(self) -> None:
-        """A decode step went well."""
+        """Lower the ratio after a decode step."""
         self.value = max(self.value - self._decay, self._minimum)
 
     def reset(self) -> None:
-        """Nothing runs: what was learnt no longer holds."""
+        """Start again from the initial ratio, since nothing runs."""
         self.value = self._initial
 
     def rise_after_retraction(self, running: Sequence[Req]) -> None:

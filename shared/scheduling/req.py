@@ -136,7 +136,7 @@ class Req:
         self.num_sampled = self.output_len
 
     def end(self, finish: Finish) -> None:
-        """The request is over on this node."""
+        """End the request on this node."""
         self.finish = finish
         self.generation += 1
         if self.timeline.stage is not ReqStage.FINISHED:

@@ -69,12 +69,12 @@ class Retraction:
 
     # ------------------------------------------------------------------------------------------- turns
     def begin_turn(self, num_forwards: int) -> None:
-        """A new decision begins; `num_forwards` were decided on before. Puts the queue in order."""
+        """Begin a decision, before which `num_forwards` were decided on, and put the queue in order."""
         self._num_forwards = num_forwards
         self._queue.sort(key=lambda req: (-self._level(req), req.stalled_since))
 
     def end_turn(self) -> tuple[tuple[KVCopy, ...], tuple[ReqKey, ...]]:
-        """What was decided besides the forward, for the plan: copies in their order, and unservable requests."""
+        """Return what was decided besides the forward: copies in their order, and unservable requests."""
         copies, self._copies = tuple(self._copies), []
         unservable, self._unservable = tuple(self._unservable), []
         return copies, unservable
@@ -155,7 +155,7 @@ class Retraction:
         self._launch_later(KVCopy(req, req.num_retractions, copy, kv.kv_allocated_len))
 
     def copied(self, copy: KVCopy, seconds: float) -> None:
-        """A copy has landed. Its request may have ended, or been retracted again."""
+        """Account for a copy that has landed. Its request may have ended, or been retracted again."""
         self.costs.observe_copy(len(copy.pages.host_pages), seconds)
         req = copy.req
         if not copy.pages.to_host and req.kv is not None and req.num_retractions == copy.num_retractions:
