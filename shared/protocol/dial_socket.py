@@ -1,7 +1,8 @@
 """What nodes and routers have in common of a ZeroMQ connection: how a socket is set up, watched, and bounded.
 
 A frame is bounded before its sender has proved anything, so the bound is small, and a long message is sent as several
-frames. ZeroMQ delivers all frames of a message or none.
+frames. ZeroMQ delivers all frames of a message or none. It does not bound their number: without a fleet key,
+any process that reaches the port can send frames of one message until this process has no memory left.
 """
 
 from __future__ import annotations
