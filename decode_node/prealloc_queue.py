@@ -107,11 +107,11 @@ class PreallocQueue:
         if not self.would_fit(req, ()):
             return False
         match = ledger.radix_cache.match_prefix(req.ids, req.extra_key)
-        with ledger.tentative(match, req.extra_key) as admission:
-            kv = admission.kv
+        with ledger.tentative(match, req.extra_key) as tentative:
+            kv = tentative.kv
             assert kv is not None, "a row was free a moment ago"
             if not ledger.grow_for_arrival(kv, len(req.ids)):
                 return False
-            req.kv = admission.keep()
+            req.kv = tentative.keep()
         req.cached_tokens = kv.kv_committed_len
         return True

@@ -1,4 +1,4 @@
-"""Who may write to which page: free lists, with pages that a running forward may still name kept apart."""
+"""The free list of KV pages. Freed pages that a running forward may still use are kept apart."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterable
 
 
 class PageAllocator:
-    """Hands out KV pages 1 .. num_pages - 1; page 0 is a scratch page that nobody owns.
+    """Hands out KV pages 1 .. num_pages - 1. Page 0 is a scratch page without an owner.
 
-    The reuse rule. Forwards run in launch order, so a page freed while forward `n` was the last one launched
-    may be given at once to a *later forward*: it runs after `n`. Anyone else (a transfer that writes from
-    another thread or process) must wait until `n` is done. Freed pages therefore cool until every forward
-    that was launched before they were freed is retired: the epochs of epoch-based reclamation (Fraser 2004).
+    The reuse rule. Forwards run in launch order. So a page that is freed while forward `n` is the last one launched
+    may go to a *later forward* at once, which runs after `n`. A transfer writes from another thread or process, so
+    it must wait until `n` is done. Therefore a freed page cools until every forward that was launched before the
+    page was freed is retired. These are the epochs of epoch-based reclamation (Fraser 2004).
 
-    Not thread-safe: it belongs to the scheduler thread.
+    The allocator is not thread-safe. It belongs to the scheduler thread.
     """
 
     def __init__(self, num_pages: int) -> None:
         assert num_pages >= 2, "a pool needs a page besides the scratch page"
         self.num_pages = num_pages - 1
-        """Pages that can be handed out."""
+        """Pages that can be handed out: all but the scratch page."""
         self._free = list(range(num_pages - 1, 0, -1))
         self._cooling: deque[tuple[int, list[int]]] = deque()
         self._num_cooling = 0
@@ -29,20 +29,20 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that the next forward may take."""
+        """Pages that the next forward may take: cool ones and cooling ones."""
         return len(self._free) + self._num_cooling
 
     @property
     def num_free_for_arrivals(self) -> int:
-        """Pages that no launched forward names."""
+        """Pages that a transfer may take: no launched forward uses them."""
         return len(self._free)
 
     def free_pages(self) -> list[int]:
-        """Every page that nobody owns, for the audit."""
+        """Every free page, for the audit."""
         return [*self._free, *(page for _, pages in self._cooling for page in pages)]
 
     def alloc(self, num_pages: int) -> list[int] | None:
-        """Take pages that only later forwards will write; None when there are too few."""
+        """Take pages that only later forwards write. None when there are too few."""
         if num_pages > self.num_free:
             return None
         taken: list[int] = []
@@ -58,13 +58,13 @@ class PageAllocator:
         return taken
 
     def alloc_for_arrival(self, num_pages: int) -> list[int] | None:
-        """Take pages that a transfer will write while forwards run; None when there are too few."""
-        if num_pages > len(self._free):
+        """Take pages that a transfer writes while forwards run. None when there are too few."""
+        if num_pages > self.num_free_for_arrivals:
             return None
         return [self._free.pop() for _ in range(num_pages)]
 
     def free(self, page_ids: Iterable[int]) -> None:
-        """Give pages back. The caller must be their only owner."""
+        """Return pages to the free list. The caller must be their only owner."""
         pages = list(page_ids)
         if not pages:
             return
@@ -75,11 +75,11 @@ class PageAllocator:
         self._num_cooling += len(pages)
 
     def forward_launched(self) -> None:
-        """A forward was handed to the stream; it names every page that is owned now."""
+        """Count a forward that was handed to the stream. It may use every page that has an owner now."""
         self._num_launched += 1
 
     def forward_retired(self) -> None:
-        """The oldest launched forward is done: it and its copies touch no page any more."""
+        """Count the oldest launched forward as done. It and its copies use no page from now on."""
         self._num_retired += 1
         assert self._num_retired <= self._num_launched
         while self._cooling and self._cooling[0][0] <= self._num_retired:

@@ -1,4 +1,4 @@
-"""Does every page have exactly one owner? Run when a node idles, and after every test."""
+"""Checks that every page has exactly one owner. A node runs the audit when it becomes idle, and tests run it too."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from shared.kvcache.ledger import KVLedger
 
 
 class LeakError(BatonError):
-    """A page has no owner or two, or a count is off. Always a bug in Baton."""
+    """A page has no owner or two owners, or a count is wrong. This is always a bug in Baton."""
 
 
 def audit(ledger: KVLedger) -> None:
     """Check free + evictable + protected + held == total, page by page. Raises LeakError.
 
-    Cost: a walk over every page; SGLang's idle check compares counts only.
+    The audit visits every page. SGLang's check_memory compares counts only.
     """
     owners: Counter[int] = Counter(ledger.allocator.free_pages())
     owners.update(ledger.radix_cache.pages())
@@ -42,7 +42,7 @@ def audit(ledger: KVLedger) -> None:
 
 
 def audit_idle(ledger: KVLedger) -> None:
-    """The same for a node without requests: then nothing may be held or protected either. Raises LeakError."""
+    """Audit a node without requests, where no page may be held or protected. Raises LeakError."""
     audit(ledger)
     count = ledger.count()
     if ledger.live or count.held or count.protected:

@@ -1,4 +1,4 @@
-"""What the RadixCache gained and lost since somebody last asked, by block hash."""
+"""Block hashes of the pages that entered and left the RadixCache since the last report."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Iterable
 
 
 class CacheChanges:
-    """Collects changes between two steps. A page that came and went in between counts as gone."""
+    """Collects changes between two reports. A page that entered and left in between counts as removed."""
 
     def __init__(self) -> None:
         self._is_stored: dict[int, bool] = {}
 
     def stored(self, hashes: Iterable[int]) -> None:
-        """These pages can be matched from now on."""
+        """Note pages that can be matched from now on."""
         self._is_stored.update(dict.fromkeys(hashes, True))
 
     def removed(self, hashes: Iterable[int]) -> None:
-        """These pages cannot be matched any more."""
+        """Note pages that can no longer be matched."""
         self._is_stored.update(dict.fromkeys(hashes, False))
 
     def take(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Hashes stored, and hashes removed, since the last call."""
+        """Return (stored hashes, removed hashes) since the last call."""
         taken, self._is_stored = self._is_stored, {}
         return (
             tuple(block for block, is_stored in taken.items() if is_stored),

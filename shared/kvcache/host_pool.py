@@ -1,9 +1,9 @@
 """The memory behind `HostPages`, and the copies between it and the KV pages of the device.
 
 One host page is contiguous and holds all layers of one device page, K before V. On a GPU the memory is pinned and
-copies are queued on the current stream; on a CPU they are done when `copy` returns. Either way `copy` is called on
-the forward stream only, behind the forwards that were launched before: that is what makes a page complete when it
-is read, and free of readers when it is written.
+copies are queued on the current stream. On a CPU a copy is done when `copy` returns. In both cases `copy` is called
+on the forward stream only, behind the forwards that were launched before. So a page is complete when it is read, and
+has no reader when it is written.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from shared.kvcache.host_pages import PageCopy
 from shared.kvcache.pools import TokenToKVPool
 
 MAX_CHUNK_BYTES = 32 << 20
-"""Device memory that one copy on a GPU may take for itself, since it is scarce whenever somebody is retracted."""
+"""Most device memory that one copy on a GPU allocates. Requests are retracted when that memory is scarce."""
 
 
 class WholePages(Protocol):
-    """What a copy on a CPU needs of the KV pages."""
+    """The methods of a KV pool that `CpuHostKVPool` calls."""
 
     def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
         """Copy pages into the uint8 tensor `out`, layer-major, K before V."""
         ...
 
     def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
-        """The inverse of `gather`."""
+        """Copy the uint8 tensor `src`, laid out as by `gather`, into pages."""
         ...
 
 
 class HostKVPool(Protocol):
-    """Host memory for KV pages."""
+    """Host memory that KV pages are copied to."""
 
     def copy(self, pages: PageCopy) -> None:
-        """Copy pages out or back, on the forward stream."""
+        """Copy pages to the host or back. Called on the forward stream."""
         ...
 
 
 class CpuHostKVPool:
-    """For KV pages that are in host memory themselves, where the pool is small by choice."""
+    """The host pool of a KV pool that is in host memory itself (`--device cpu`)."""
 
     def __init__(self, pages: WholePages, num_layers: int, num_host_pages: int, page_nbytes: int) -> None:
         self._pages = pages
@@ -50,14 +50,14 @@ class CpuHostKVPool:
         self._host_NB = new_host_buffer(num_host_pages * page_nbytes).view(num_host_pages, page_nbytes)
 
     def copy(self, pages: PageCopy) -> None:
-        """See HostKVPool."""
+        """Copy pages one by one. The copies are done on return."""
         move = self._pages.gather if pages.to_host else self._pages.scatter
         for device_page, host_page in zip(pages.device_pages, pages.host_pages, strict=True):
             move([device_page], 0, self._num_layers, self._host_NB[host_page])
 
 
 class CudaHostKVPool:
-    """For KV pages on a GPU. Pages are packed on the device, and runs of neighbours cross the bus as one copy."""
+    """The host pool of a KV pool on a GPU. Pages are packed on the device. Neighbours cross the bus in one copy."""
 
     def __init__(self, pool: TokenToKVPool, num_host_pages: int) -> None:
         self._pool = pool
@@ -68,7 +68,7 @@ class CudaHostKVPool:
         )
 
     def copy(self, pages: PageCopy) -> None:
-        """See HostKVPool. Returns when the copies are queued on the current stream."""
+        """Queue the copies on the current stream."""
         chunk = max(MAX_CHUNK_BYTES // self._page_nbytes, 1)
         for first in range(0, len(pages.host_pages), chunk):
             part = slice(first, first + chunk)
@@ -76,16 +76,16 @@ class CudaHostKVPool:
                 torch.tensor(pages.device_pages[part]).pin_memory().to(self._pool.device, non_blocking=True)
             )
             if pages.to_host:
-                self._out(ids_N, pages.host_pages[part])
+                self._to_host(ids_N, pages.host_pages[part])
             else:
-                self._back(ids_N, pages.host_pages[part])
+                self._to_device(ids_N, pages.host_pages[part])
 
-    def _out(self, ids_N: torch.Tensor, host_pages: Sequence[int]) -> None:
+    def _to_host(self, ids_N: torch.Tensor, host_pages: Sequence[int]) -> None:
         packed_NB = self._device_pages().index_select(0, ids_N).view(len(ids_N), -1).view(torch.uint8)
         for at, host, length in runs(host_pages):
             self._host_NB[host : host + length].copy_(packed_NB[at : at + length], non_blocking=True)
 
-    def _back(self, ids_N: torch.Tensor, host_pages: Sequence[int]) -> None:
+    def _to_device(self, ids_N: torch.Tensor, host_pages: Sequence[int]) -> None:
         packed_NB = torch.empty((len(ids_N), self._page_nbytes), dtype=torch.uint8, device=self._pool.device)
         for at, host, length in runs(host_pages):
             packed_NB[at : at + length].copy_(self._host_NB[host : host + length], non_blocking=True)
@@ -94,12 +94,12 @@ class CudaHostKVPool:
         device_pages.index_copy_(0, ids_N, packed_NB.view(self._pool.dtype).view(shape))
 
     def _device_pages(self) -> torch.Tensor:
-        """[pages, layers * 2, num_kv_heads, page_size, head_dim], a view."""
+        """A view of the pool as [pages, layers * 2, num_kv_heads, page_size, head_dim]."""
         return self._pool.buffer_LSNHPD.flatten(0, 1).transpose(0, 1)
 
 
 def runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Maximal runs of neighbours in `ids`, as (index of the first, the first, length)."""
+    """Yield the maximal runs of neighbours in `ids`, as (index of the first id, first id, length)."""
     start = 0
     for i in range(1, len(ids) + 1):
         if i == len(ids) or ids[i] != ids[i - 1] + 1:
@@ -108,7 +108,7 @@ def runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def make_host_pool(pool: TokenToKVPool, num_host_pages: int) -> HostKVPool | None:
-    """Memory for `num_host_pages` pages of `pool`; None for none. Raises RuntimeError when it cannot be pinned."""
+    """Host memory for `num_host_pages` pages of `pool`; None for 0. Raises RuntimeError when it cannot be pinned."""
     if num_host_pages == 0:
         return None
     if pool.device.type == "cuda":

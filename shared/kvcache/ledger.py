@@ -1,20 +1,20 @@
-"""What KV each request holds, and the only place where a page changes its owner.
+"""The KV that each request holds. A page changes its owner in this file only.
 
-Every page has exactly one owner at any time: nobody (free), the RadixCache (evictable, or protected while a
-request reads it), or one request (held). A request's row of the page table reads
+A page has one owner at any time: the allocator (free), the RadixCache (evictable, or protected while a request reads
+it), or one request (held). The row of a request in the page table is divided into
 
     [ pages of the tree, locked        | pages of its own                        ]
     0                       num_tree_pages                             num_pages
 
-and counts tokens as
+and its tokens into
 
-    [ computed and committed   | named by a launched forward | allocated, unused ]
+    [ computed and committed   | used by a launched forward | allocated, unused ]
     0            kv_committed_len              kv_allocated_len    num_pages * page_size
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -26,7 +26,10 @@ from shared.kvcache.radix_cache import Match, Peek, PrefixLock, RadixCache
 
 @dataclass(eq=False, slots=True)
 class ReqKV:
-    """The KV of one admitted request. Made by `KVLedger.admit`, dead after `KVLedger.cache_finished_req`."""
+    """The KV of one request, from `KVLedger.admit` to `KVLedger.cache_finished_req`.
+
+    `row` is SGLang's req_pool_idx. The pages of a forward's new tokens are SGLang's out_cache_loc.
+    """
 
     row: int
     extra_key: str
@@ -36,12 +39,12 @@ class ReqKV:
     kv_committed_len: int
     kv_allocated_len: int
     superseded: list[int] = field(default_factory=list)
-    """Own pages that the tree had already; no longer in the row, but perhaps still being sent."""
+    """Pages of the request that the tree has too. The row names the tree's. A transfer may still read these."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageCount:
-    """Who owns how many pages; the first four add up to the last."""
+    """Pages by owner. The first four add up to `total`."""
 
     free: int
     evictable: int
@@ -51,21 +54,22 @@ class PageCount:
 
 
 @dataclass(eq=False, slots=True)
-class Admission:
-    """A row and a prefix lock that are given back at the end of `KVLedger.tentative`, unless kept."""
+class TentativeKV:
+    """The KV of a `with KVLedger.tentative` block. It is released at the block's end unless `keep` was called."""
 
     kv: ReqKV | None
+    """None when every row is taken."""
     kept: bool = False
 
     def keep(self) -> ReqKV:
-        """From now on the caller owns it."""
+        """Return the KV, which the caller owns from now on."""
         assert self.kv is not None
         self.kept = True
         return self.kv
 
 
 class KVLedger:
-    """Pages and rows of one node. Belongs to the scheduler thread."""
+    """Pages and rows of one node. The ledger belongs to the scheduler thread."""
 
     def __init__(
         self,
@@ -86,28 +90,28 @@ class KVLedger:
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that a forward can have: free, or evictable."""
+        """Pages that a forward can get: free or evictable ones."""
         return self.allocator.num_free + self.radix_cache.num_evictable_pages
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
+        """The number of pages that `num_tokens` tokens fill."""
         return -(-num_tokens // self.page_size)
 
     def match_prefix(self, ids: Sequence[int], extra_key: str) -> Match:
-        """The cached prefix of `ids`, but never all of it: the last token is computed."""
+        """Match all of `ids` but the last token, which a forward must compute. The match counts as a use."""
         return self.radix_cache.match_prefix(ids[: len(ids) - 1], extra_key)
 
     def peek_prefix(self, ids: Sequence[int], extra_key: str) -> Peek:
-        """What `match_prefix` would find; takes no note of it and changes nothing."""
+        """Return where `match_prefix` would end. The tree does not change, and the peek does not count as a use."""
         return self.radix_cache.peek(ids, len(ids) - 1, extra_key)
 
     def num_pages_released_by(self, kvs: Sequence[ReqKV]) -> int:
-        """Pages that would become available if all these requests ended now."""
+        """Count the pages that would become available if all these requests ended now."""
         own = sum(kv.num_pages - kv.num_tree_pages + len(kv.superseded) for kv in kvs)
         return own + self.radix_cache.num_pages_unlocked_by(kv.lock for kv in kvs)
 
     def admit(self, match: Match, extra_key: str) -> ReqKV | None:
-        """Take a row and hold the matched prefix; None when every row is taken."""
+        """Take a row and lock the matched prefix. None when every row is taken."""
         row = self.rows.alloc()
         if row is None:
             return None
@@ -126,49 +130,35 @@ class KVLedger:
         return kv
 
     @contextmanager
-    def tentative(self, match: Match, extra_key: str) -> Iterator[Admission]:
-        """`admit` for the length of a block; released at its end unless the block keeps it."""
-        admission = Admission(self.admit(match, extra_key))
+    def tentative(self, match: Match, extra_key: str) -> Iterator[TentativeKV]:
+        """`admit` for the length of a `with` block."""
+        tentative = TentativeKV(self.admit(match, extra_key))
         try:
-            yield admission
+            yield tentative
         finally:
-            if admission.kv is not None and not admission.kept:
-                self.cache_finished_req(admission.kv, ())
+            if tentative.kv is not None and not tentative.kept:
+                self.cache_finished_req(tentative.kv, ())
 
     def grow(self, kv: ReqKV, num_tokens: int) -> bool:
-        """Own pages for `num_tokens` tokens in all, for the next forward; evicts.
+        """Add pages until `kv` has room for `num_tokens` tokens, for the next forward. Evicts cached prefixes.
 
-        False when there are too few; then nothing has changed.
+        False when there are too few pages. Then nothing has changed.
         """
-        missing = self.pages_for(num_tokens) - kv.num_pages
-        if missing > 0:
-            if missing > self.num_available_pages:
-                return False
-            self._evict_down_to(missing - self.allocator.num_free)
-            self._append(kv, self.allocator.alloc(missing))
-        return True
+        return self._grow(kv, num_tokens, self.allocator.alloc)
 
     def grow_for_arrival(self, kv: ReqKV, num_tokens: int) -> bool:
-        """The same, for a transfer that writes from outside the forward stream.
+        """As `grow`, with pages that a transfer may write from outside the forward stream.
 
-        Pages that still cool count as free here: False then means "ask again after the next step".
+        False also when pages that are still cooling are needed, and prefixes may have been evicted for them. Pages
+        cool within a step, so the caller asks again after the next one.
         """
-        missing = self.pages_for(num_tokens) - kv.num_pages
-        if missing > 0:
-            if missing > self.num_available_pages:
-                return False
-            self._evict_down_to(missing - self.allocator.num_free)
-            pages = self.allocator.alloc_for_arrival(missing)
-            if pages is None:
-                return False
-            self._append(kv, pages)
-        return True
+        return self._grow(kv, num_tokens, self.allocator.alloc_for_arrival)
 
     def cache_unfinished_req(self, kv: ReqKV, ids: Sequence[int]) -> None:
-        """Share the committed whole pages of a request that goes on; `ids` are its tokens, at least the committed.
+        """Insert the committed whole pages of a running request into the tree. `ids` begin with its committed tokens.
 
-        Where the tree already has a page, the row takes the tree's. The own page stays held until the request
-        ends: it may have been offered to a decode node.
+        Where the tree already has a page, the row takes the tree's. The request keeps its own page in `superseded`,
+        since that page may have been offered to a decode node.
         """
         num_full = kv.kv_committed_len // self.page_size
         if not self.keep_prefixes or num_full <= kv.num_tree_pages:
@@ -181,15 +171,14 @@ class KVLedger:
         kv.num_tree_pages = num_full
 
     def release_superseded(self, kv: ReqKV) -> None:
-        """Give back own pages that the tree had already, where nobody is being sent them."""
+        """Free the superseded pages. No transfer may read them any more."""
         self.allocator.free(kv.superseded)
         kv.superseded = []
 
     def cache_finished_req(self, kv: ReqKV, ids: Sequence[int]) -> int:
-        """End a request: share its committed whole pages, give back the rest and the row. Returns pages freed.
+        """End a request: insert its committed whole pages, free its other pages and its row. Returns the pages freed.
 
-        The request's launched forwards may still run: see the reuse rule of `PageAllocator`. Nobody may be
-        reading its pages for a transfer any more.
+        Forwards of the request may still run (see the reuse rule of `PageAllocator`). No transfer may read its pages.
         """
         self.cache_unfinished_req(kv, ids)
         freed = self.rows.read(kv.row, kv.num_tree_pages, kv.num_pages) + kv.superseded
@@ -200,11 +189,11 @@ class KVLedger:
         return len(freed)
 
     def flush(self) -> None:
-        """Forget every prefix that nobody reads."""
+        """Evict every prefix that no request reads."""
         self.allocator.free(self.radix_cache.evict(self.radix_cache.num_evictable_pages))
 
     def count(self) -> PageCount:
-        """Who owns how many pages now."""
+        """Count the pages of each owner."""
         return PageCount(
             free=self.allocator.num_free,
             evictable=self.radix_cache.num_evictable_pages,
@@ -213,11 +202,16 @@ class KVLedger:
             total=self.allocator.num_pages,
         )
 
-    def _evict_down_to(self, missing: int) -> None:
-        if missing > 0:
-            self.allocator.free(self.radix_cache.evict(missing))
-
-    def _append(self, kv: ReqKV, pages: list[int] | None) -> None:
-        assert pages is not None
+    def _grow(self, kv: ReqKV, num_tokens: int, alloc: Callable[[int], list[int] | None]) -> bool:
+        missing = self.pages_for(num_tokens) - kv.num_pages
+        if missing <= 0:
+            return True
+        if missing > self.num_available_pages:
+            return False
+        if missing > self.allocator.num_free:
+            self.allocator.free(self.radix_cache.evict(missing - self.allocator.num_free))
+        if (pages := alloc(missing)) is None:
+            return False
         self.rows.write(kv.row, kv.num_pages, pages)
         kv.num_pages += len(pages)
+        return True

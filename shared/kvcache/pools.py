@@ -1,4 +1,4 @@
-"""The two pools under the RadixCache: rows of page tables, and the KV pages themselves."""
+"""The two pools below the RadixCache: the rows of the page table, and the KV pages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shared.kvcache.page_mover import NumpyPageMover, PageMover
 
 
 class ReqToTokenPool:
-    """Which page holds which part of a request: one row of page ids per admitted request.
+    """The page table: one row of page ids per admitted request. A row's index is SGLang's req_pool_idx.
 
-    `pages[row, i]` holds tokens [i * page_size, (i + 1) * page_size) of the request that owns the row. Rows
-    live on the host and belong to the scheduler thread alone; a launched forward works on a snapshot.
+    Page `pages[row, i]` holds tokens [i * page_size, (i + 1) * page_size) of the request that owns the row. Rows are
+    in host memory and belong to the scheduler thread. A launched forward works on a snapshot of them.
     """
 
     def __init__(self, num_rows: int, context_length: int, page_size: int) -> None:
@@ -27,34 +27,34 @@ class ReqToTokenPool:
 
     @property
     def num_free(self) -> int:
-        """Rows that no request owns."""
+        """Rows without an owner."""
         return len(self._free)
 
     def alloc(self) -> int | None:
-        """Take a row, or None when every row is taken."""
+        """Take a row. None when every row is taken."""
         return self._free.pop() if self._free else None
 
     def free(self, row: int) -> None:
-        """Give a row back. Its pages must have found another owner before."""
+        """Return a row to the free list. Its pages must have another owner already."""
         assert row not in self._free, f"row {row} freed twice"
         self._free.append(row)
 
     def read(self, row: int, first_page: int, last_page: int) -> list[int]:
-        """Page ids [first_page, last_page) of a row, as Python ints."""
+        """Return page ids [first_page, last_page) of a row, as Python ints."""
         ids: list[int] = self.pages[row, first_page:last_page].tolist()
         return ids
 
     def write(self, row: int, first_page: int, page_ids: Sequence[int]) -> None:
-        """Put `page_ids` into a row from index `first_page` on."""
+        """Write `page_ids` into a row from index `first_page` on."""
         self.pages[row, first_page : first_page + len(page_ids)] = page_ids
 
 
 class TokenToKVPool:
     """The KV pages of all layers, in one allocation.
 
-    `buffer_LSNHPD[layer, 0 | 1, page]` is one page of K | V with shape [num_kv_heads, page_size, head_dim]:
-    a head range of a page is contiguous, and so is a page. Page 0 is never handed out; padded work writes
-    there. Who may touch which page is the allocator's business (see `allocator`). `mover` copies pages on a CPU.
+    `buffer_LSNHPD[layer, 0 | 1, page]` is one page of K | V with shape [num_kv_heads, page_size, head_dim]. A page is
+    contiguous, and so is a range of heads within a page. Page 0 is never handed out, and padding is written there.
+    `PageAllocator` decides which page may be written when. `mover` copies pages on a CPU.
     """
 
     def __init__(
@@ -84,21 +84,21 @@ class TokenToKVPool:
         """Bytes of one page of one layer, of K or of V alone."""
         self.mover = mover or NumpyPageMover()
         self._host_pages_RPN: torch.Tensor | None = None
-        """uint8 [layers * 2, pages, bytes of a page of K or V]."""
+        """A view of the buffer, uint8 [layers * 2, pages, page_nbytes]. None on a GPU."""
         if device.type == "cpu":
             every_byte = self.buffer_LSNHPD.view(-1).view(torch.uint8)
             self._host_pages_RPN = every_byte.view(num_layers * 2, num_pages, self.page_nbytes)
 
     def layer_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V pages of one layer, each [num_pages, num_kv_heads, page_size, head_dim]."""
+        """Return the K and V pages of one layer, each [num_pages, num_kv_heads, page_size, head_dim]."""
         return self.buffer_LSNHPD[layer, 0], self.buffer_LSNHPD[layer, 1]
 
     def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
-        """Size of `num_pages` pages of `num_layers` layers, K and V."""
+        """Bytes of `num_pages` pages of `num_layers` layers, K and V."""
         return 2 * num_layers * num_pages * self.page_nbytes
 
     def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
-        """Copy pages into the uint8 tensor `out`, layer-major, K before V; blocks until they are there."""
+        """Copy pages into the uint8 tensor `out`, layer-major, K before V. The copy is done on return."""
         rows = range(2 * first_layer, 2 * (first_layer + num_layers))
         if self._host_pages_RPN is None:
             device_pages = self.buffer_LSNHPD.flatten(0, 1)[rows.start : rows.stop]
@@ -109,7 +109,7 @@ class TokenToKVPool:
         self.mover.gather(self._host_pages_RPN, rows, page_ids, out)
 
     def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
-        """The inverse of `gather`: write `src` (uint8) into pages; blocks until they are written."""
+        """Copy `src` (uint8, laid out as by `gather`) into pages. The copy is done on return."""
         rows = range(2 * first_layer, 2 * (first_layer + num_layers))
         if self._host_pages_RPN is None:
             device_pages = self.buffer_LSNHPD.flatten(0, 1)[rows.start : rows.stop]

@@ -1,7 +1,7 @@
-"""A radix tree over token ids whose nodes own KV pages: prefixes that later requests need not compute again.
+"""A radix tree over token ids whose nodes own KV pages, so that later requests need not compute a prefix again.
 
-Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (NeurIPS 2024), section 3,
-at page granularity: keys are cut into pages of `page_size` tokens, and only whole pages are shared.
+Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (NeurIPS 2024), section 3. The tree
+works on pages: keys are cut into pages of `page_size` tokens, and only whole pages are shared.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from shared.kvcache.cache_changes import CacheChanges
 from shared.protocol.block_hash import next_hash, root_hash
 
 Page = tuple[int | str, ...]
-"""The token ids of one page; the first page of a prefix is led by its extra_key, if it has one."""
+"""The token ids of one page. The first page of a prefix begins with its extra_key, if it has one."""
 
 
 @dataclass(eq=False, slots=True)
 class TreeNode:
-    """A run of pages. `lock_ref` counts the requests that read this node; a locked node is never evicted."""
+    """A run of pages. `lock_ref` counts the requests that read this node. A locked node is never evicted."""
 
     parent: TreeNode | None
     keys: list[Page]
@@ -31,12 +31,12 @@ class TreeNode:
     queued: bool = False
     """True while the node has an entry in the eviction heap."""
     hashes: list[int] = field(default_factory=list)
-    """The block hash of each page; empty when nobody wants to know."""
+    """The block hash of each page. Empty when `RadixCache.changes` is None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix: `pages` in order, and the node that ends it."""
+    """The longest cached prefix: its `pages` in order, and the node at its end."""
 
     pages: list[int]
     node: TreeNode
@@ -44,7 +44,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Peek:
-    """Where a match would end: after `num_pages` pages, in `node` (perhaps in the middle of it)."""
+    """Where a match would end: after `num_pages` pages, in `node`, perhaps in the middle of it."""
 
     num_pages: int
     node: TreeNode
@@ -52,9 +52,9 @@ class Peek:
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """What an insert did: the node that ends the prefix, the tree's pages for it, and the given pages left over.
+    """The result of an insert: the node at the end of the prefix, and the tree's pages for it.
 
-    `duplicates` are pages of the caller for which the tree already had one; they still belong to the caller.
+    `duplicates` are pages of the caller for which the tree already had one. They still belong to the caller.
     """
 
     node: TreeNode
@@ -63,7 +63,7 @@ class Inserted:
 
 
 class PrefixLock:
-    """One holder of a prefix. `move_to` trades it for a longer or shorter one, `release` ends it."""
+    """Protects a prefix from eviction until `release`. `move_to` protects another prefix instead."""
 
     def __init__(self, cache: RadixCache, node: TreeNode) -> None:
         self._cache = cache
@@ -71,52 +71,52 @@ class PrefixLock:
         cache._lock(node)
 
     def move_to(self, node: TreeNode) -> None:
-        """Hold `node` instead; the new prefix is locked before the old one is let go."""
+        """Protect the prefix of `node` instead. The new prefix is locked before the old one is unlocked."""
         assert self._node is not None, "the lock is released"
         self._cache._lock(node)
         self._cache._unlock(self._node)
         self._node = node
 
     def nodes(self) -> Iterator[TreeNode]:
-        """Every node that this holder protects, from the end of its prefix to the root."""
+        """Every node that this lock protects, from the end of its prefix to the root."""
         return self._cache._path(self._node)
 
     def release(self) -> None:
-        """Let go. A second call is a bug."""
+        """Unlock the prefix. A second call is a bug."""
         assert self._node is not None, "released twice"
         self._cache._unlock(self._node)
         self._node = None
 
 
 class RadixCache:
-    """The prefixes whose KV is computed. Learns of a prefix at commit, never when it is scheduled.
+    """The prefixes whose KV is computed. A prefix is inserted when its forward is committed.
 
-    Requests with different `extra_key` never share pages. Not thread-safe: it belongs to the scheduler thread.
-    Eviction order is least recently matched or inserted first, by a logical clock.
+    Requests with different `extra_key` never share pages. The leaf that was matched or inserted least recently, by a
+    logical clock, is evicted first. The cache is not thread-safe. It belongs to the scheduler thread.
     """
 
     def __init__(self, page_size: int, changes: CacheChanges | None = None) -> None:
         self.page_size = page_size
         self.changes = changes
         self.num_changes = 0
-        """Grows whenever a `peek` may find something else than before."""
+        """Increases whenever a `peek` may have another result than before."""
         self.num_evictable_pages = 0
         self.num_protected_pages = 0
         self._root = TreeNode(parent=None, keys=[], pages=[])
         self._clock = 0
-        self._num_offered = 0
+        self._num_queued = 0
         self._heap: list[tuple[int, int, TreeNode]] = []
-        """Evictable leaves by last access. Entries go stale and are checked when they are popped."""
+        """Evictable leaves by last access. An entry may be out of date, so it is checked when it is popped."""
 
     def match_prefix(self, ids: Sequence[int], extra_key: str = "") -> Match:
-        """The longest prefix of `ids` in the tree, in whole pages. A node that matches in part is split."""
+        """Find the longest prefix of `ids`, in whole pages. A node that matches in part is split."""
         node, _ = self._descend(self._cut(ids, extra_key))
         return Match(self._path_pages(node), node)
 
     def peek(self, ids: Sequence[int], num_tokens: int, extra_key: str = "") -> Peek:
-        """What `match_prefix(ids[:num_tokens])` would find. Changes nothing: no node counts as used, none is split.
+        """Find what `match_prefix(ids[:num_tokens])` would find. No node counts as used, and none is split.
 
-        Costs the length of what matches, not of `ids`.
+        The cost is that of the length that matches, not of `ids`.
         """
         size, num_pages = self.page_size, num_tokens // self.page_size
         node, at = self._root, 0
@@ -133,20 +133,20 @@ class RadixCache:
         return Peek(at, node)
 
     def num_pages_unlocked_by(self, locks: Iterable[PrefixLock]) -> int:
-        """Pages that would become evictable if all of `locks` were released."""
+        """Count the pages that would become evictable if all of `locks` were released."""
         released = Counter(node for lock in locks for node in lock.nodes())
         return sum(len(node.pages) for node, count in released.items() if node.lock_ref == count)
 
     def num_pages_held_only_by(self, locks: Iterable[PrefixLock], peek: Peek) -> int:
-        """Pages of a peeked prefix that would be evictable, unless it is locked, if all of `locks` were released."""
+        """Count the pages of the peeked prefix that no lock but `locks` protects."""
         released = Counter(node for lock in locks for node in lock.nodes())
         held = sum(len(node.pages) for node in self._path(peek.node) if node.lock_ref > released[node])
         return max(peek.num_pages - held, 0)
 
     def insert(self, ids: Sequence[int], page_ids: Sequence[int], extra_key: str = "") -> Inserted:
-        """Give the tree the pages of a computed prefix; `ids` and `page_ids` cover the same whole pages.
+        """Insert the pages of a computed prefix. `ids` and `page_ids` cover the same whole pages.
 
-        Pages for which the tree has none become the tree's; the others are returned as duplicates.
+        The tree takes the pages that it lacks. The others are returned as duplicates.
         """
         keys = self._cut(ids, extra_key)
         assert len(keys) == len(page_ids) and len(ids) == len(keys) * self.page_size
@@ -159,7 +159,7 @@ class RadixCache:
             node.children[rest[0]] = leaf
             self.num_changes += 1
             self._touch(leaf)
-            self._offer(leaf)
+            self._queue_for_eviction(leaf)
             self.num_evictable_pages += len(rest)
             node = leaf
         pages = self._path_pages(node)
@@ -172,13 +172,13 @@ class RadixCache:
         return PrefixLock(self, node)
 
     def evict(self, num_pages: int) -> list[int]:
-        """Drop up to `num_pages` pages that nobody reads, least recently used first; they become the caller's."""
+        """Remove up to `num_pages` unlocked pages, least recently used first. They belong to the caller then."""
         evicted: list[int] = []
         while self._heap and len(evicted) < num_pages:
             last_access, _, leaf = heapq.heappop(self._heap)
             leaf.queued = False
             if leaf.last_access != last_access:
-                self._offer(leaf)
+                self._queue_for_eviction(leaf)
                 continue
             if leaf.children or leaf.lock_ref or leaf.parent is None:
                 continue
@@ -188,10 +188,10 @@ class RadixCache:
                 self.changes.removed(leaf.hashes[keep:])
             if keep:
                 del leaf.pages[keep:], leaf.keys[keep:], leaf.hashes[keep:]
-                self._offer(leaf)
+                self._queue_for_eviction(leaf)
                 continue
             del leaf.parent.children[leaf.keys[0]]
-            self._offer(leaf.parent)
+            self._queue_for_eviction(leaf.parent)
             leaf.parent = None
         self.num_evictable_pages -= len(evicted)
         self.num_changes += 1
@@ -202,21 +202,21 @@ class RadixCache:
         return [page for node in self._nodes() for page in node.pages]
 
     def hashes(self) -> list[int]:
-        """The block hash of every page of the tree. Needs `changes`."""
+        """The block hash of every page of the tree. `changes` must be set."""
         return [block for node in self._nodes() for block in node.hashes]
 
     def count_locked_pages(self) -> int:
-        """Pages of locked nodes, counted by walking the tree, for the audit."""
+        """Count the pages of locked nodes by walking the tree, for the audit."""
         return sum(len(node.pages) for node in self._nodes() if node.lock_ref)
 
     # ------------------------------------------------------------------------------------------ inside
-    def _offer(self, node: TreeNode) -> None:
-        """Make a leaf that nobody reads known to `evict`."""
+    def _queue_for_eviction(self, node: TreeNode) -> None:
+        """Put an unlocked leaf into the eviction heap."""
         if node.children or node.lock_ref or node.parent is None or node.queued:
             return
-        self._num_offered += 1
+        self._num_queued += 1
         node.queued = True
-        heapq.heappush(self._heap, (node.last_access, self._num_offered, node))
+        heapq.heappush(self._heap, (node.last_access, self._num_queued, node))
 
     def _hashes(self, parent: TreeNode, keys: Sequence[Page]) -> list[int]:
         hashes: list[int] = []
@@ -236,7 +236,7 @@ class RadixCache:
         return keys
 
     def _descend(self, keys: list[Page]) -> tuple[TreeNode, list[Page]]:
-        """Follow `keys` as far as the tree goes, splitting a node that matches in part. Returns what is left."""
+        """Follow `keys` down the tree, splitting a node that matches in part. Returns the last node and the rest."""
         node = self._root
         at = 0
         self._touch(node)
@@ -257,7 +257,7 @@ class RadixCache:
         return node, keys[at:]
 
     def _split(self, node: TreeNode, at: int) -> TreeNode:
-        """Cut `node` before page `at`; the new upper half keeps the readers of the whole. Returns the upper half."""
+        """Split `node` before page `at`. Returns the new upper half, which has the lock_ref of the whole."""
         assert node.parent is not None
         self.num_changes += 1
         upper = TreeNode(
@@ -292,7 +292,7 @@ class RadixCache:
             if ancestor.lock_ref == 0:
                 self.num_evictable_pages += len(ancestor.pages)
                 self.num_protected_pages -= len(ancestor.pages)
-                self._offer(ancestor)
+                self._queue_for_eviction(ancestor)
 
     def _path(self, node: TreeNode | None) -> Iterator[TreeNode]:
         while node is not None:

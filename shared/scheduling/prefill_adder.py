@@ -125,14 +125,14 @@ class PrefillAdder:
             return AddReqResult.NO_TOKEN
         with ledger.tentative(
             ledger.match_prefix(req.matchable_ids, req.extra_key), req.extra_key
-        ) as admission:
-            kv = admission.kv
+        ) as tentative:
+            kv = tentative.kv
             assert kv is not None, "a row was free a moment ago"
             if not self._fits(req, kv.lock, kv.num_pages):
                 return AddReqResult.NO_TOKEN
             grown = ledger.grow(kv, len(req.ids))
             assert grown, "the pages were counted a moment ago"
-            req.kv = admission.keep()
+            req.kv = tentative.keep()
         if not req.num_retractions:  # what a retracted request finds is its own KV
             req.cached_tokens = min(kv.kv_committed_len, req.num_input_ids)
         return self._take(req)

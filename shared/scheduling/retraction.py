@@ -130,14 +130,14 @@ class Retraction:
         others = [*running, req] if running else []
         headroom = sum(min(self._reserved_tokens, other.num_wanted) for other in others)
         spare = self.num_missing_pages(running) + ledger.pages_for(headroom)
-        with ledger.tentative(ledger.match_prefix(req.ids, req.extra_key), req.extra_key) as admission:
-            kv = admission.kv
+        with ledger.tentative(ledger.match_prefix(req.ids, req.extra_key), req.extra_key) as tentative:
+            kv = tentative.kv
             assert kv is not None, "a row was free a moment ago"
             missing = ledger.pages_for(len(req.ids)) - kv.num_pages
             if missing + spare > ledger.num_available_pages or not ledger.grow(kv, len(req.ids)):
                 self._refused_at = seen
                 return False
-            req.kv = admission.keep()
+            req.kv = tentative.keep()
         self._copy_back(req, kv)
         req.timeline.move_to(ReqStage.DECODING)
         log.event("resume", key=req.key, output_len=req.output_len, cached_pages=kv.num_tree_pages)

@@ -44,15 +44,15 @@ class LedgerMachine(RuleBasedStateMachine):
         ledger = self.ledger
         match = ledger.match_prefix(ids, extra_key)
         before = ledger.count()
-        with ledger.tentative(match, extra_key) as admission:
-            if admission.kv is None:
+        with ledger.tentative(match, extra_key) as tentative:
+            if tentative.kv is None:
                 assert ledger.rows.num_free == 0
                 return Held(ids, None, extra_key)  # type: ignore[arg-type]
-            kv = admission.kv
+            kv = tentative.kv
             owned = kv.num_pages
             grown = ledger.grow_for_arrival(kv, len(ids)) if arrival else ledger.grow(kv, len(ids))
             if grown:
-                admission.keep()
+                tentative.keep()
                 if arrival:
                     fresh = set(ledger.rows.read(kv.row, owned, kv.num_pages))
                     for named in self.in_flight:

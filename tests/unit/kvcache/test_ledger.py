@@ -147,28 +147,28 @@ def test_an_arrival_too_large_for_the_pool_is_refused_without_eviction() -> None
     assert ledger.count().evictable == 2
 
 
-def test_no_row_is_no_admission() -> None:
+def test_without_a_free_row_there_is_no_kv() -> None:
     ledger = new_ledger(num_rows=1)
     assert ledger.admit(ledger.match_prefix(TEN, ""), "") is not None
     assert ledger.admit(ledger.match_prefix(TEN, ""), "") is None
-    with ledger.tentative(ledger.match_prefix(TEN, ""), "") as admission:
-        assert admission.kv is None
+    with ledger.tentative(ledger.match_prefix(TEN, ""), "") as tentative:
+        assert tentative.kv is None
 
 
-def test_a_tentative_admission_is_given_back_also_when_the_block_raises() -> None:
+def test_tentative_kv_is_released_also_when_the_block_raises() -> None:
     ledger = new_ledger()
 
     def fail() -> None:
-        with ledger.tentative(ledger.match_prefix(TEN, ""), "") as admission:
-            assert admission.kv is not None
-            assert ledger.grow(admission.kv, 10)
+        with ledger.tentative(ledger.match_prefix(TEN, ""), "") as tentative:
+            assert tentative.kv is not None
+            assert ledger.grow(tentative.kv, 10)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
     audit_idle(ledger)
-    with ledger.tentative(ledger.match_prefix(TEN, ""), "") as admission:
-        kept = admission.keep()
+    with ledger.tentative(ledger.match_prefix(TEN, ""), "") as tentative:
+        kept = tentative.keep()
     assert ledger.live == {kept.row: kept}
 
 
