@@ -1,8 +1,8 @@
-"""The safetensors files of one checkpoint: which holds what, mapped into memory, and let go of again.
+"""The safetensors files of one checkpoint, mapped into memory.
 
-A tensor of a file is a view of the file's mapping: reading it makes pages of the file resident, and they count as
-this process's memory while they are mapped. `take` copies a tensor out piece by piece and drops the pages of each
-piece behind it, so that loading a model holds one copy of it and little more.
+A tensor of a file is a view of the file's mapping. Reading it makes pages of the file resident, and they count as
+memory of this process while they are mapped. `copy_tensor` copies a tensor piece by piece and drops the pages of each
+piece when it is copied, so that loading a model takes little more memory than the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from shared.errors import ModelError
 
 PIECE_NBYTES = 16 << 20
-"""At most so much of a file is resident beside the copy that is made of it."""
+"""Most bytes of a file that are resident beside the copy that is made of them."""
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -28,21 +28,21 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class Checkpoint:
-    """The files of a folder, opened when they are first asked for.
+    """The files of a folder. A file is opened when a tensor of it is first needed.
 
-    Raises ModelError, naming the file, when one is missing or corrupt.
+    Raises ModelError, which names the file, when a file is missing or corrupt.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[Path, _File] = {}
-        single = folder / _SINGLE_FILE  # like transformers, it goes before an index
+        single = folder / _SINGLE_FILE  # comes before an index, as in transformers
         self._path_of = (
             dict.fromkeys(self._open(single).tensors, single) if single.is_file() else _shards(folder)
         )
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ModelError unless every one of these tensors is there, in its shape and in a type that is read."""
+        """Raise ModelError unless the checkpoint has all these tensors, each in its shape and in a supported type."""
         missing = [name for name in shapes if name not in self._path_of]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -59,23 +59,23 @@ class Checkpoint:
                 )
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor that has been checked."""
+        """The type of a tensor. `check` must have run."""
         return _DTYPES[self._file_of(name).tensors[name].dtype]
 
     def mapped(self, name: str) -> torch.Tensor:
-        """A tensor as it is in its file, which stays mapped while the tensor lives. Not to be written to."""
+        """A read-only view of a tensor in its file. The file stays mapped while the tensor lives."""
         return self._file_of(name).view(name)
 
-    def take(self, name: str, place: torch.Tensor, on_copied: Callable[[int], None]) -> None:
-        """Copy a tensor into `place`, converted; `on_copied` is told how many elements each piece had."""
+    def copy_tensor(self, name: str, out: torch.Tensor, on_copied: Callable[[int], None]) -> None:
+        """Copy a tensor into `out`, converted to its type. `on_copied` gets the number of elements of each piece."""
         for first_row, piece in self.pieces(name):
-            place[first_row : first_row + len(piece)].copy_(piece)
+            out[first_row : first_row + len(piece)].copy_(piece)
             on_copied(piece.numel())
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """A tensor as it is in its file, some rows at a time, each with the index of its first.
+        """Yield (index of its first row, rows) for pieces of a tensor, as read-only views of its file.
 
-        A piece is dropped when the next one is asked for; not to be written to.
+        The memory of a piece is dropped when the next piece is taken.
         """
         file = self._file_of(name)
         source = file.view(name)
@@ -86,7 +86,7 @@ class Checkpoint:
             file.drop_resident(piece)
 
     def close(self) -> None:
-        """Let go of the files, and of what is resident of tensors from `mapped`, which stay good."""
+        """Close the files and drop their resident memory. Tensors from `mapped` stay valid."""
         for file in self._files.values():
             file.drop_resident()
         self._files.clear()
@@ -101,7 +101,7 @@ class Checkpoint:
 
 
 class _Tensor(msgspec.Struct):
-    """What a safetensors header says of a tensor; offsets count from the end of the header."""
+    """A tensor's entry in a safetensors header. Offsets count from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -109,30 +109,30 @@ class _Tensor(msgspec.Struct):
 
 
 class _File:
-    """One safetensors file, mapped. Its pages are never written to, so that dropping them loses nothing."""
+    """One mapped safetensors file. Its pages are never written, so dropping them loses nothing."""
 
     def __init__(self, path: Path) -> None:
-        with _named(path):
+        with _naming(path):
             with safe_open(path, framework="pt"):
-                pass  # checks that the header describes the file
+                pass  # opening it checks that the header describes the file
             with path.open("rb") as file:
                 self._data_start = 8 + int.from_bytes(file.read(8), "little")
                 header = msgspec.json.decode(file.read(self._data_start - 8), type=dict[str, msgspec.Raw])
-                # A private mapping is writable, and torch warns of buffers that are not.
+                # torch warns of buffers that are not writable, and a private mapping is writable.
                 self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         header.pop("__metadata__", None)
         self.tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in header.items()}
 
     def view(self, name: str) -> torch.Tensor:
-        """A tensor over the mapping."""
+        """A view of the mapping as a tensor."""
         tensor = self.tensors[name]
         offset = self._data_start + tensor.data_offsets[0]
         dtype, count = _DTYPES[tensor.dtype], math.prod(tensor.shape)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(tensor.shape)
 
     def drop_resident(self, piece: torch.Tensor | None = None) -> None:
-        """Let go of the memory of (a contiguous piece of) the mapping; what is touched again is read again."""
+        """Drop the resident memory of a contiguous piece, or of the whole mapping. Later uses read the file again."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         first, nbytes = 0, len(self._map)
@@ -148,7 +148,7 @@ class _Index(msgspec.Struct):
 
 
 def _shards(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor, by the index."""
+    """The file of each tensor, as the index says."""
     index = folder / _INDEX_FILE
     if not index.is_file():
         raise ModelError(
@@ -168,8 +168,8 @@ def _shard(index: Path, file_name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Whatever is wrong with a file is a ModelError that names it."""
+def _naming(path: Path) -> Iterator[None]:
+    """Turn the errors of a safetensors file into a ModelError that names the file."""
     try:
         yield
     except FileNotFoundError as e:

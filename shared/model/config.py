@@ -1,9 +1,9 @@
-"""What a Hugging Face model folder says about its model: `load_model_config(folder) -> ModelConfig`.
+"""Reads the config of a Hugging Face model folder: `load_model_config(folder) -> ModelConfig`.
 
-Reads config.json and generation_config.json as transformers 4 and 5 write them. The router imports this file,
-so it never imports torch. A setting that Baton would compute wrongly is refused here by name, never ignored.
+config.json and generation_config.json may be written by transformers 4 or 5. A setting that Baton would compute
+wrongly is refused with its name. The router imports this file, so this file never imports torch.
 
-The family is one dense decoder with four switches; the rest of the folder's keys do not change the computation:
+All models are one dense decoder with five switches. Other keys do not change what is computed:
 
     architecture         qkv_bias         o_bias           mlp_bias   qk_norm   sliding window
     LlamaForCausalLM     attention_bias   attention_bias   mlp_bias   no        never
@@ -24,7 +24,7 @@ from shared.errors import ModelError
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-# What transformers assumes when the key is absent; a wrong guess would not show in any tensor's shape.
+# The defaults of transformers. A wrong value here would not show in the shape of any tensor.
 _DEFAULT_ROPE_THETA = 10_000.0
 _DEFAULT_SLIDING_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
@@ -41,14 +41,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRopeScaling:
-    """Position interpolation: every frequency divided by `factor` (arXiv 2306.15595)."""
+    """Position interpolation: every frequency is divided by `factor` (arXiv 2306.15595)."""
 
     factor: Factor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3RopeScaling:
-    """Llama 3.1's scaling: long wavelengths divided by `factor`, short ones kept, a ramp in between."""
+    """The scaling of Llama 3.1: low frequencies are divided by `factor`, high ones kept, with a ramp in between."""
 
     factor: Factor
     low_freq_factor: Factor
@@ -58,10 +58,11 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One model, as its folder describes it. Sizes are elements; `head_dim * num_heads` need not be `hidden_size`.
+    """The config of one model. Sizes are in elements. `head_dim * num_heads` may differ from `hidden_size`.
 
-    `dtype` is the checkpoint's: float32, float16 or bfloat16. `sliding_window` is None unless some layer uses it.
-    `eos_token_ids` is the union of both files', in that order; empty when neither names one.
+    `dtype` is that of the checkpoint: float32, float16 or bfloat16. `sliding_window` is None unless a layer uses
+    it. `eos_token_ids` has the ids of config.json, then those of generation_config.json. It is empty where neither
+    has one.
     """
 
     architecture: str
@@ -89,10 +90,10 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """The most tokens a Req may have, prompt and output together.
+        """Most tokens of a Req, prompt and output together.
 
-        Within its window sliding attention equals full attention, so a window caps the context
-        instead of being implemented.
+        Sliding-window attention is not implemented. Within one window it equals full attention, so a window limits
+        the context instead.
         """
         if self.sliding_window is None:
             return self.max_position_embeddings
@@ -100,14 +101,14 @@ class ModelConfig:
 
 
 class _Identity(msgspec.Struct, kw_only=True):
-    """The keys that decide whether the others mean what we think."""
+    """The keys that decide whether this file can read the others."""
 
     architectures: list[str]
     quantization_config: dict[str, Any] | None = None
 
 
 class _RopeFields(msgspec.Struct, kw_only=True):
-    """What every rope type has; a type's own fields are its dataclass above."""
+    """The fields of every rope type. The other fields of a type are in its dataclass above."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -149,10 +150,10 @@ class _GenerationFields(msgspec.Struct, kw_only=True):
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Read a model folder's config.json and, where there is one, generation_config.json.
+    """Read config.json of a model folder, and generation_config.json where there is one.
 
-    Raises ModelError, naming the file and the field, for a missing, ill-typed or absurd field, and for an
-    architecture, rope type or quantization that is not supported.
+    Raises ModelError, which names the file and the field, for a field that is missing, has the wrong type or is out
+    of range, and for an architecture, rope type or quantization that is not supported.
     """
     path = folder / "config.json"
     architecture = _supported_architecture(path)
@@ -238,7 +239,7 @@ def _head_dim(fields: _ConfigFields, architecture: str, path: Path) -> int:
 
 
 def _rope(fields: _ConfigFields, path: Path) -> tuple[float, Llama3RopeScaling | LinearRopeScaling | None]:
-    # transformers 4 writes rope_theta and rope_scaling, 5 writes rope_parameters; where both exist the old one wins.
+    # transformers 4 writes rope_theta and rope_scaling, 5 writes rope_parameters. With both, rope_scaling wins.
     key = "rope_scaling" if fields.rope_scaling else "rope_parameters"
     raw = fields.rope_scaling or fields.rope_parameters or {}
     if "full_attention" in raw or "sliding_attention" in raw:

@@ -1,10 +1,10 @@
-"""The dense decoder family (Llama, Mistral, Qwen2, Qwen3), read from top to bottom.
+"""The dense decoder family: Llama, Mistral, Qwen2 and Qwen3.
 
-A forward works on one flat token axis: the tokens of all Reqs of a batch, concatenated, with their positions. Which
-token belongs to which Req, where K and V are kept and how attention runs is known only to the forward's `Ops`.
+A forward works on one flat token axis: the tokens of all Reqs of a batch, concatenated, with their positions. Only
+the `Ops` of a forward know which token belongs to which Req, where K and V are kept and how attention runs.
 
-Shape suffixes: T tokens of the batch, B rows whose logits are wanted, D hidden size (head_dim after a heads axis),
-H query heads, K KV heads, N several of both side by side, G gate and up side by side, V vocabulary.
+Shape suffixes: T tokens of the batch, B rows that need logits, D hidden size (head_dim after a heads axis), H query
+heads, N query, key and value heads side by side, Q their elements, G gate and up side by side, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shared.model.weights import DecoderWeights, LayerWeights, load_weights
 
 
 class Decoder:
-    """A loaded model. It keeps weights and nothing else: every call is a function of its arguments.
+    """A loaded model. It keeps weights and no state: the result of a call depends on its arguments only.
 
-    Callers hold `torch.inference_mode`.
+    Callers run within `torch.inference_mode`.
     """
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
@@ -41,11 +41,11 @@ class Decoder:
         device: torch.device,
         on_progress: Callable[[float], None] | None = None,
     ) -> Decoder:
-        """Load a folder's weights; see `load_weights` for progress and for the ModelErrors raised."""
+        """Load the weights of a folder. `WeightReader` describes `on_progress` and the ModelErrors."""
         return cls(config, load_weights(folder, config, dtype=dtype, device=device, on_progress=on_progress))
 
     def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """Hidden states [T, D] after the last layer, before the final norm, which `logits` applies to its rows."""
+        """Return the hidden states [T, D] after the last layer. `logits` applies the final norm to rows of them."""
         eps = self.config.rms_norm_eps
         x_TD, residual_TD = ops.embed(input_ids_T, self.weights.embed_VD), None
         rotary = ops.rotary(positions_T, self.rotary_frequencies, x_TD.dtype)
@@ -54,11 +54,11 @@ class Decoder:
             x_TD = self._attention(i, layer, normed_TD, rotary, ops)
             normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.post_attention_norm_D, eps)
             x_TD = _mlp(layer, normed_TD, ops)
-        assert residual_TD is not None, "a model has layers"
+        assert residual_TD is not None, "the model has no layers"
         return residual_TD + x_TD
 
     def logits(self, hidden_BD: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """Logits [B, V] in float32 of rows of `forward`'s result."""
+        """Return the logits [B, V], float32, of rows of the result of `forward`."""
         normed_BD, _ = ops.add_norm(hidden_BD, None, self.weights.norm_D, self.config.rms_norm_eps)
         return ops.linear(normed_BD, self.weights.lm_head_VD).float()
 

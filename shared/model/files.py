@@ -1,6 +1,6 @@
-"""Where a model's files are: a folder, the hub, or the built-in model, which is a part of this package.
+"""Finds the files of a model: in a folder, on the hub, or in this package for the built-in model.
 
-The router imports this file, so it never imports torch.
+The router imports this file, so this file never imports torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ _BUILTIN_FOLDER = Path(__file__).resolve().parent / "builtin"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TEXT_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
 _WEIGHT_FILES = ["*.safetensors"]
-# Some repositories hold the weights a second time, in their authors' own format.
+# Some repositories hold the weights twice, the second time in their authors' own format.
 _SECOND_COPIES = ["consolidated*", "original/*"]
 
 
 def resolve_model(model: str, *, with_weights: bool = True) -> Path:
-    """The folder of `model`: "builtin", a local folder, or a hub id such as Qwen/Qwen3-0.6B.
+    """Return the folder of `model`: "builtin", a local folder, or a hub id such as Qwen/Qwen3-0.6B.
 
-    A hub id is downloaded, or found in the hub's cache; `with_weights=False` leaves the weights out, for a
-    router that needs only config and tokenizer. Raises ModelError when there is no such folder or id.
+    The files of a hub id come from the hub's cache, or are downloaded. `with_weights=False` leaves the weights out,
+    for a router, which needs the config and the tokenizer only. Raises ModelError when there is no such folder or
+    id.
     """
     if model == BUILTIN_MODEL:
         return _BUILTIN_FOLDER

@@ -1,6 +1,6 @@
-"""The parts of a decoder layer that are not a matmul or attention, as plain functions for any device.
+"""The operations of a decoder layer besides matmul and attention, as functions for any device.
 
-Each computes in float32 where transformers does and returns its input's dtype.
+Each one computes in float32 where transformers does, and returns the dtype of its input.
 
 Shape suffixes: T tokens, N heads (query and KV heads alike), D the last axis (hidden size, or head_dim after a heads
 axis), F intermediate size, G = 2 * F, R = head_dim / 2 rotary frequencies.
@@ -17,9 +17,9 @@ from shared.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfi
 
 
 def rms_norm(x_D: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Scale each last-axis vector to root mean square 1, times `weight_D` (arXiv 1910.07467).
+    """Scale each last-axis vector to root mean square 1, then by `weight_D` (arXiv 1910.07467).
 
-    The weight may have leading axes that broadcast, as Qwen3's does over heads.
+    The weight may have leading axes that broadcast. The weight of Qwen3 broadcasts over heads.
     """
     wide_D = x_D.float()
     normed_D = wide_D * torch.rsqrt(wide_D.pow(2).mean(-1, keepdim=True) + eps)
@@ -27,14 +27,14 @@ def rms_norm(x_D: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Ten
 
 
 def silu_mul(gate_up_TG: torch.Tensor) -> torch.Tensor:
-    """SwiGLU's product [T, F] of the fused projection [T, 2F], gate first (arXiv 2002.05202)."""
+    """Return silu(gate) * up [T, F] of the fused projection [T, 2F], gate first: SwiGLU (arXiv 2002.05202)."""
     gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
     return silu(gate_TF) * up_TF
 
 
 def rotary_frequencies(config: ModelConfig, device: torch.device) -> torch.Tensor:
-    """Radians per position of each rotary pair, [head_dim / 2] in float32, scaled as the config says."""
-    # The ladder is made on the CPU: a GPU's pow differs in the last bit, which far positions multiply.
+    """Return the radians per position of each rotary pair, float32 [head_dim / 2], scaled as the config says."""
+    # Computed on the CPU: a GPU's pow differs in the last bit, and large positions multiply that error.
     exponent_R = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies_R = 1.0 / (config.rope_theta**exponent_R)
     match config.rope_scaling:
@@ -48,7 +48,7 @@ def rotary_frequencies(config: ModelConfig, device: torch.device) -> torch.Tenso
 def _llama3_scaled(frequencies_R: torch.Tensor, scaling: Llama3RopeScaling) -> torch.Tensor:
     turns_R = scaling.original_max_position_embeddings * frequencies_R / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
-    # 1 keeps a frequency (it turns often within the original context), 0 divides it by `factor`.
+    # 1 keeps a frequency, which turns often within the original context. 0 divides it by `factor`.
     keep_R = ((turns_R - scaling.low_freq_factor) / span).clamp(0, 1)
     return keep_R * frequencies_R + (1 - keep_R) * frequencies_R / scaling.factor
 
@@ -56,9 +56,9 @@ def _llama3_scaled(frequencies_R: torch.Tensor, scaling: Llama3RopeScaling) -> t
 def rotary_cos_sin(
     positions_T: torch.Tensor, frequencies_R: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine [T, 1, 2R] of each position's angles, computed in float32, once per forward for all layers.
+    """Return cosine and sine [T, 1, 2R] of the angles of each position. A forward computes them once for all layers.
 
-    There is no table to size or to index out of range: at T tokens the angles cost less than one layer's norm.
+    There is no table of all positions: computing the angles of T tokens costs less than the norm of one layer.
     """
     angles_TR = positions_T.float()[:, None] * frequencies_R
     angles_TD = torch.cat((angles_TR, angles_TR), dim=-1)[:, None]
@@ -66,6 +66,6 @@ def rotary_cos_sin(
 
 
 def apply_rotary(x_TND: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-    """Rotate every head by its token's angles; element i pairs with i + D / 2 (arXiv 2104.09864)."""
+    """Rotate every head by the angles of its token. Element i pairs with i + D / 2 (arXiv 2104.09864)."""
     first_TNR, second_TNR = x_TND.chunk(2, dim=-1)
     return x_TND * cos_T1D + torch.cat((-second_TNR, first_TNR), dim=-1) * sin_T1D

@@ -1,4 +1,4 @@
-"""What a decoder computes with: one object for one forward, so that a fused kernel can take the place of a method.
+"""The operations of a decoder, so that a fused kernel can implement a method.
 
 Shape suffixes are those of `shared.model.decoder`.
 """
@@ -10,36 +10,36 @@ from typing import Protocol
 import torch
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine of each token's angles."""
+"""Cosine and sine of the angles of each token."""
 
 
 class Ops(Protocol):
-    """The operations of one forward. Only `norm_rope_write` and `attend` know of sequences, pages and KV.
+    """The operations of one forward. Only `norm_rope_write` and `attend` deal with sequences, pages and KV.
 
     A result may be a buffer that a later call of the same method overwrites.
     """
 
     def embed(self, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
-        """Rows of the embedding table, [T, D]."""
+        """Return rows of the embedding table, [T, D]."""
         ...
 
     def rotary(self, positions_T: torch.Tensor, frequencies_R: torch.Tensor, dtype: torch.dtype) -> Rotary:
-        """The angles of all tokens, once a forward."""
+        """Return the angles of all tokens. Called once in a forward."""
         ...
 
     def add_norm(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, weight_D: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RMSNorm of the sum of `x_TD` and the residual stream, and that sum, the residual stream from here on.
+        """Return the RMSNorm of x + residual, and x + residual, which is the new residual stream.
 
-        The stream begins with `x_TD` where there is none.
+        Without a residual (None) the residual stream begins with `x_TD`.
         """
         ...
 
     def linear(
         self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x W^T + bias."""
+        """Return x W^T + bias."""
         ...
 
     def norm_rope_write(
@@ -51,16 +51,16 @@ class Ops(Protocol):
         eps: float,
         rotary: Rotary,
     ) -> torch.Tensor:
-        """Norm q and k where the model does, rotate both, write k and v to their pages. Returns q [T, H, D]."""
+        """Norm (where `qk_norm_ND` is given) and rotate q and k, write k and v to their pages, return q [T, H, D]."""
         ...
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        """Every token's causal attention over its own sequence, [T, H, D]; scores are scaled by D ** -0.5.
+        """Return the causal attention of every token over its sequence, [T, H, D]. Scores are scaled by D ** -0.5.
 
-        Called once a layer, in order, behind `norm_rope_write` of that layer.
+        Called once for each layer, after `norm_rope_write` of that layer.
         """
         ...
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up, [T, G / 2], gate first."""
+        """Return silu(gate) * up, [T, G / 2], gate first."""
         ...

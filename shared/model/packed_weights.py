@@ -1,8 +1,8 @@
-"""A decoder's weights as the native kernels read them: linear weights in panels, everything small in float32.
+"""A decoder's weights in the layout of the native kernels: linear weights in panels, all others in float32.
 
-A layer is packed as soon as it is read, so that loading holds one copy of the weights and one layer. The embedding
-table stays as it is, a view of the mapped file where that is bfloat16. A model with tied embeddings has it twice: as
-rows, of which a forward reads a few, and as the panels of its lm_head.
+A layer is packed as soon as it is read, so loading needs memory for one copy of the weights and one layer. The
+embedding table is not packed. It is a view of the mapped file where the file has bfloat16. With tied embeddings the
+table is in memory twice: as rows, of which a forward reads a few, and as the panels of the lm_head.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shared.model.weights import LayerWeights, WeightReader
 
 
 def native_obstacle(config: ModelConfig) -> str | None:
-    """What the native kernels cannot do about this model's shape; None where they can."""
+    """Return why the native kernels cannot compute a model of this shape. None where they can."""
     if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is no multiple of 16 up to {MAX_HEAD_DIM}"
     group = config.num_heads // config.num_kv_heads
     if group > MAX_GROUP:
-        return f"{group} query heads share a KV head, and at most {MAX_GROUP} can"
+        return f"{group} query heads share a KV head, more than {MAX_GROUP}"
     if config.hidden_size % 2 or config.intermediate_size % 2:
         return f"hidden_size {config.hidden_size} or intermediate_size {config.intermediate_size} is odd"
     return None
@@ -36,7 +36,7 @@ def native_obstacle(config: ModelConfig) -> str | None:
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """`desc` points into what `kept` keeps alive."""
+    """A decoder for `NativeDecoder`. `desc` has pointers into the objects in `kept`, which keeps them alive."""
 
     desc: DecoderDesc
     kept: tuple[object, ...]
@@ -49,7 +49,7 @@ def load_packed_weights(
     *,
     on_progress: Callable[[float], None] | None = None,
 ) -> PackedWeights:
-    """Read and pack a folder's weights; see `WeightReader` for `on_progress` and the ModelErrors raised."""
+    """Read and pack the weights of a folder. `WeightReader` describes `on_progress` and the ModelErrors."""
     packer = _Packer(team)
     cpu = torch.device("cpu")
     with WeightReader(folder, config, dtype=torch.bfloat16, device=cpu, on_progress=on_progress) as reader:
@@ -77,7 +77,7 @@ def load_packed_weights(
 
 @dataclass
 class _Packer:
-    """Describes layers natively, and keeps what the descriptions point to."""
+    """Packs layers into descs, and keeps the objects alive that the descs point to."""
 
     team: Team
     arena: PanelArena = field(default_factory=PanelArena)
@@ -93,14 +93,14 @@ class _Packer:
             qk_norm=self.floats(layer.qk_norm_ND),
             qkv=self.linear(layer.qkv_proj_QD, layer.qkv_bias_Q),
             o=self.linear(layer.o_proj_DA, layer.o_bias_D),
-            gate_up=self._described(gate_up_panels, layer.gate_up_proj_GD, layer.gate_up_bias_G),
+            gate_up=self._linear_desc(gate_up_panels, layer.gate_up_proj_GD, layer.gate_up_bias_G),
             down=self.linear(layer.down_proj_DF, layer.down_bias_D),
         )
 
     def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> LinearDesc:
         panels = self.arena.new_panels(*weight_NK.shape)
         pack_rows(self.team, weight_NK, panels)
-        return self._described(panels, weight_NK, bias_N)
+        return self._linear_desc(panels, weight_NK, bias_N)
 
     def lm_head(self, c: ModelConfig, pieces: Iterator[tuple[int, torch.Tensor]]) -> LinearDesc:
         panels = self.arena.new_panels(c.vocab_size, c.hidden_size)
@@ -110,14 +110,14 @@ class _Packer:
         return LinearDesc(panels.data_ptr(), None, c.vocab_size, c.hidden_size)
 
     def floats(self, values: torch.Tensor | None) -> int | None:
-        """Where float32 copies of them are."""
+        """Return the address of a float32 copy of `values`. None for None."""
         if values is None:
             return None
         copy = values.to(torch.float32, copy=True).contiguous()
         self.kept.append(copy)
         return copy.data_ptr()
 
-    def _described(
+    def _linear_desc(
         self, panels: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     ) -> LinearDesc:
         self.kept.append(panels)

@@ -1,8 +1,8 @@
-"""A decoder's weights: from mapped safetensors files into fused buffers, in the order in which a forward needs them.
+"""Reads a decoder's weights from mapped safetensors files into fused buffers.
 
-The checkpoint's q, k and v projections are row ranges of one buffer, and so are gate and up. `WeightReader` reads one
-layer when it is asked for it, so that whoever repacks the weights holds one layer beside the packed ones;
-`load_weights` reads all of them. Names and shapes of all tensors are checked before the first is read.
+The q, k and v projections of the checkpoint become row ranges of one buffer, and so do gate and up. `WeightReader`
+yields one layer at a time, so that a caller that packs the weights holds one layer beside the packed ones.
+`load_weights` reads all layers. Names and shapes of all tensors are checked before the first one is read.
 
 Shape suffixes: V vocabulary, D hidden size (head_dim after a heads axis), N = num_heads + num_kv_heads,
 A = num_heads * head_dim, Q = (num_heads + 2 * num_kv_heads) * head_dim, F intermediate size, G = 2 * F.
@@ -25,14 +25,14 @@ from shared.model.config import ModelConfig
 _EMBED, _NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 Rows = dict[str, int]
-"""Tensors of the checkpoint, and how many rows each has."""
+"""Names of tensors in the checkpoint, with the number of rows of each."""
 Stack = Callable[..., torch.Tensor]
-"""(rows, *width): one buffer for several tensors, in order, along the first axis."""
+"""stack(rows, *width) returns one buffer with several tensors one after the other along the first axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """One layer. Matmul weights are [out, in]; a bias that the architecture lacks is None."""
+    """The weights of one layer. Matmul weights are [out, in]. A weight that the architecture lacks is None."""
 
     input_norm_D: torch.Tensor
     qkv_proj_QD: torch.Tensor
@@ -49,7 +49,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderWeights:
-    """The whole decoder. With tied embeddings `lm_head_VD` is `embed_VD` itself."""
+    """The weights of a decoder. With tied embeddings `lm_head_VD` is `embed_VD`."""
 
     embed_VD: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -65,9 +65,9 @@ def load_weights(
     device: torch.device,
     on_progress: Callable[[float], None] | None = None,
 ) -> DecoderWeights:
-    """Load a folder's model.safetensors, or the shards its index names, onto `device` as `dtype`.
+    """Load the weights of a folder onto `device` as `dtype`.
 
-    See `WeightReader` for `on_progress` and the ModelErrors raised.
+    `WeightReader` describes `on_progress` and the ModelErrors.
     """
     with WeightReader(folder, config, dtype=dtype, device=device, on_progress=on_progress) as reader:
         embed_VD = reader.embed()
@@ -82,13 +82,13 @@ def load_weights(
 class WeightReader:
     """Reads a decoder's weights in the order embed, layers, norm, lm_head, within a `with` block.
 
-    What it returns belongs to the caller and nothing else refers to it: dropping a layer frees its memory. The
-    embedding table on a CPU, where its type is that of the file, is a view of the mapped file instead: only rows
-    that are used take memory, and what was read of it meanwhile is dropped at the end of the block.
+    The tensors belong to the caller, and the reader keeps no reference: dropping a layer frees its memory. There is
+    one exception. On a CPU, where the embedding table has the dtype of the file, it is a view of the mapped file.
+    Then only the rows that are used take memory. Rows that were read within the block are dropped at its end.
 
     `on_progress` is called with the fraction of elements read so far, the last time with 1.0. Tensors that the
-    architecture does not name are ignored. Raises ModelError, naming the tensor or the file, when one is missing,
-    misshapen, quantized or corrupt, before anything is read.
+    architecture does not have are ignored. Raises ModelError, which names the tensor or the file, when one is
+    missing, has the wrong shape, is quantized or corrupt. That is checked before anything is read.
     """
 
     def __init__(
@@ -111,17 +111,17 @@ class WeightReader:
         self._num_read = 0
 
     def __enter__(self) -> WeightReader:
-        """Nothing is read yet."""
+        """Enter the block. Nothing is read yet."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let go of the files, and of what is resident of them."""
+        """Close the files, and drop what is resident of them."""
         self._checkpoint.close()
 
     def embed(self) -> torch.Tensor:
-        """The embedding table [V, D]. With tied embeddings it is the lm_head too."""
+        """Read the embedding table [V, D]. With tied embeddings it is the lm_head too."""
         if self._device.type != "cpu" or self._checkpoint.dtype(_EMBED) != self._dtype:
             return self._stack({_EMBED: self._config.vocab_size}, self._config.hidden_size)
         embed_VD = self._checkpoint.mapped(_EMBED)
@@ -129,38 +129,38 @@ class WeightReader:
         return embed_VD
 
     def layers(self) -> Iterator[LayerWeights]:
-        """Each layer in turn, read when it is asked for."""
+        """Yield each layer in turn. A layer is read when it is taken."""
         for i in range(self._config.num_layers):
             yield _layer(self._config, i, self._stack)
 
     def norm(self) -> torch.Tensor:
-        """The final norm [D]."""
+        """Read the final norm [D]."""
         return self._stack({_NORM: self._config.hidden_size})
 
     def lm_head(self) -> torch.Tensor:
-        """The lm_head [V, D] of a model whose embeddings are not tied."""
+        """Read the lm_head [V, D] of a model whose embeddings are not tied."""
         return self._stack({_LM_HEAD: self._config.vocab_size}, self._config.hidden_size)
 
     def lm_head_pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The lm_head, tied or not, some rows at a time, each with the index of its first: for who repacks it.
+        """Yield (index of its first row, rows) for pieces of the lm_head, tied or not.
 
-        It may be the largest tensor by far, and a copy of it would stand beside the packed one.
+        A caller that packs the lm_head needs no whole copy of it beside the packed one. It may be the largest tensor.
         """
         tied = self._config.tie_word_embeddings
         for first_row, piece in self._checkpoint.pieces(_EMBED if tied else _LM_HEAD):
             yield first_row, piece.to(device=self._device, dtype=self._dtype)
-            if not tied:  # else `embed` has counted it
+            if not tied:  # a tied lm_head was counted by `embed`
                 self._count(piece.numel())
 
     def _stack(self, rows: Rows, *width: int) -> torch.Tensor:
-        """See Stack."""
+        """Read tensors into one new buffer."""
         shape = (sum(rows.values()), *width)
         if self._device.type == "cpu":
             buffer = new_mapping(math.prod(shape) * self._dtype.itemsize).view(self._dtype).view(shape)
         else:
             buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for place, name in zip(torch.split(buffer, list(rows.values())), rows, strict=True):
-            self._checkpoint.take(name, place, self._count)
+        for part, name in zip(torch.split(buffer, list(rows.values())), rows, strict=True):
+            self._checkpoint.copy_tensor(name, part, self._count)
         return buffer
 
     def _count(self, num_elements: int) -> None:
@@ -169,12 +169,12 @@ class WeightReader:
 
 
 def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """All tensors that the architecture has."""
+    """The shape of every tensor of the architecture."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def note(rows: Rows, *width: int) -> torch.Tensor:
         shapes.update({name: (num_rows, *width) for name, num_rows in rows.items()})
-        # Of one element: operations on the meta device would import torch's compiler, 190 MB of it.
+        # A view of one element. Operations on the meta device would import torch's compiler, which takes 190 MB.
         return torch.zeros(()).expand(sum(rows.values()), *width)
 
     note({_EMBED: c.vocab_size}, c.hidden_size)
@@ -204,7 +204,7 @@ def _layer(c: ModelConfig, i: int, stack: Stack) -> LayerWeights:
         return stack({f"{layer}.{name}.weight": c.hidden_size})
 
     def qk_norm() -> torch.Tensor:
-        """Repeated per head, so that q and k are normed in one call."""
+        """The weights of the q and k norms, repeated for each head, so that one call applies both."""
         both = stack({f"{attention}.q_norm.weight": c.head_dim, f"{attention}.k_norm.weight": c.head_dim})
         q_D, k_D = torch.split(both, c.head_dim)
         return torch.cat([q_D.expand(c.num_heads, -1), k_D.expand(c.num_kv_heads, -1)])
