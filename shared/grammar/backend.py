@@ -1,4 +1,4 @@
-"""What a grammar backend does. One file for each backend; nobody else knows its library."""
+"""The Protocols of a grammar backend. Each backend has a file of its own, and only that file imports its library."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from shared.protocol.sampling_params import Grammar
 
 
 class GrammarMatcher(Protocol):
-    """Where one sequence is in its grammar. Used by one thread at a time."""
+    """The position of one sequence in its grammar. One thread at a time uses it."""
 
     @property
     def is_terminated(self) -> bool:
-        """True once an end of sequence was accepted: nothing may follow."""
+        """True once an end of sequence was accepted. No token may follow it."""
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Go on by one token; False, and no change, where the grammar does not allow it."""
+        """Advance by one token. False, without a change, where the grammar does not allow it."""
         ...
 
     def fill_mask(self, mask_GW: np.ndarray, row: int) -> None:
@@ -26,29 +26,30 @@ class GrammarMatcher(Protocol):
         ...
 
     def forced_tokens(self) -> list[int]:
-        """The text that must come next, as the tokenizer spells it; empty where more than one text may follow.
+        """Tokenize the text that must come next. Empty where more than one text may follow.
 
-        A function of the accepted tokens, and changes nothing. `accept` may still refuse any of them.
+        The result depends on the accepted tokens only, and the matcher does not change. `accept` may refuse a token
+        of it.
         """
         ...
 
 
 class CompiledGrammar(Protocol):
-    """A grammar, worked out for one tokenizer. Shared by all requests that name it, on any thread."""
+    """A grammar compiled for one tokenizer. All requests with this grammar share it, on any thread."""
 
     @property
     def vocab_size(self) -> int:
-        """Of the model, which may have more ids than its tokenizer."""
+        """The vocabulary size of the model, which may have more ids than its tokenizer."""
         ...
 
     def new_matcher(self) -> GrammarMatcher:
-        """A matcher at the beginning of the grammar."""
+        """Return a matcher at the beginning of the grammar."""
         ...
 
 
 class GrammarBackend(Protocol):
-    """Compiles for one model, and remembers what it has compiled. Several threads call it at a time."""
+    """Compiles grammars for one model, with a cache. Several threads may call it at the same time."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Work a grammar out. Raises RequestError with the compiler's message."""
+        """Compile a grammar. Raises RequestError with the message of the compiler."""
         ...

@@ -1,37 +1,42 @@
-"""Compiles grammars beside the scheduler's loop. The grammar library remembers what it has compiled."""
+"""Compiles grammars on threads of their own, beside the scheduler's loop. The grammar library caches the results."""
 
 from __future__ import annotations
 
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property
 
+import numpy as np
+
 from shared import log
 from shared.errors import RequestError
 from shared.grammar.backend import CompiledGrammar, GrammarBackend
-from shared.grammar.probe import probe
+from shared.grammar.state import GrammarState, too_slow_error
 from shared.protocol.sampling_params import Grammar
 from shared.timeline import Clock
 
 NUM_THREADS = 2
-"""Two, so that one grammar that takes a while does not hold up all others; a second one does, up to its deadline."""
+"""With two threads, one slow grammar does not delay the others. Two slow ones do, until their deadlines."""
 MAX_WAITING = 256
 MAX_PROBED = 4096
+NUM_PROBE_STEPS = 64
+"""Steps of a probe. A cost that doubles every few tokens exceeds the step budget within them."""
 STACK_NBYTES = 64 << 20
-"""Virtual memory of a thread's stack. XGrammar recurses once for each level of some texts: the longest text that is
-let in needs 10 MiB, more than the 8 MiB that a thread usually has; overflowing a stack ends the process."""
+"""Virtual memory of a thread's stack. XGrammar recurses once for each level of nesting. The longest text that Baton
+accepts needs 10 MiB, and threads usually have 8 MiB. A stack overflow ends the process."""
 
 Job = tuple[Grammar, Future[CompiledGrammar]]
 
 
 class CompilePool:
-    """Daemon threads: a compiler cannot be interrupted, and must not keep a node from ending.
+    """Compiles grammars on daemon threads. A compilation cannot be interrupted, and must not keep a node from ending.
 
-    A thread makes the backend, since its libraries take a second to import. `compile`, `warm_up` and `close` are the
-    scheduler's; a future may be waited for on any thread, and is cancelled by a request that wants it no longer.
+    One of the threads makes the backend, since importing its libraries takes a second. The scheduler thread calls
+    `compile`, `warm_up` and `close`. A future may be cancelled, and any thread may wait for it.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class CompilePool:
         self._cpu_clock = cpu_clock
         self._backend_lock = threading.Lock()
         self._probed: set[int] = set()
-        """Hashes of the grammars that `probe` has let in."""
+        """Hashes of the grammars that passed `probe`."""
         self._num_threads = num_threads
         self._threads: list[threading.Thread] = []
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -55,7 +60,7 @@ class CompilePool:
         self._closed = False
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """The compiled grammar, now or later. The only exception of the future is a RequestError."""
+        """Start to compile a grammar. The only exception of the future is a RequestError."""
         future: Future[CompiledGrammar] = Future()
         if self._closed:
             future.set_exception(RequestError("this node is ending", status=503))
@@ -69,11 +74,11 @@ class CompilePool:
         return future
 
     def warm_up(self) -> None:
-        """Have the backend loaded, and one grammar compiled, before the first request that has one."""
+        """Load the backend and compile one grammar, before the first request with a grammar."""
         self.compile(Grammar("json_schema", '{"type": "object"}'))
 
     def close(self) -> None:
-        """Compile nothing any more. A thread in the middle of a grammar is left behind."""
+        """Cancel what waits. A thread that is compiling is not waited for."""
         self._closed = True
         while not self._jobs.empty():
             job = self._jobs.get()
@@ -125,3 +130,26 @@ class CompilePool:
     @cached_property
     def _backend(self) -> GrammarBackend:
         return self._load_backend()
+
+
+def probe(compiled: CompiledGrammar, kind: str, cpu_clock: Clock) -> None:
+    """Follow random texts, always the same, for NUM_PROBE_STEPS tokens. Raises RequestError where that is too slow.
+
+    A grammar that is slow only behind a longer text passes. Then the step budget of a request ends it.
+    """
+    choices = random.Random(0)
+    mask_1W = np.zeros((1, -(-compiled.vocab_size // 32)), dtype=np.int32)
+    state = GrammarState(compiled, cpu_clock=cpu_clock)
+    for _ in range(NUM_PROBE_STEPS):
+        if state.is_terminated:
+            state = GrammarState(compiled, cpu_clock=cpu_clock)
+        mask_1W.fill(0)
+        state.fill_mask(mask_1W, 0)
+        if state.is_too_slow:
+            raise too_slow_error(kind)
+        bits = np.unpackbits(mask_1W.view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits[: compiled.vocab_size])
+        if not allowed.size or not state.accept(int(allowed[choices.randrange(allowed.size)])):
+            return  # no token of this model may come next; a request that comes so far gets an error
+        if state.is_too_slow:
+            raise too_slow_error(kind)

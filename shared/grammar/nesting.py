@@ -1,4 +1,4 @@
-"""Bounds how deep a grammar's text nests: XGrammar recurses for each level, with no bound of its own."""
+"""Limits the nesting of a grammar's text. XGrammar recurses once for each level and has no limit of its own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shared.errors import RequestError
 from shared.protocol.sampling_params import Grammar
 
 MAX_SCHEMA_DEPTH = 256
-"""Levels of nesting in a schema's text; XGrammar's time and memory grow with the cube (400 objects take 11 s)."""
+"""Levels of nesting in a schema. XGrammar's time and memory grow with their cube: 400 objects take 11 s."""
 MAX_REGEX_DEPTH = 256
-"""Levels of parentheses in a regular expression, which may also be in a `pattern`, `patternProperties` or Regex()."""
+"""Levels of parentheses in a regular expression, also in a `pattern`, in `patternProperties` or in Regex()."""
 
 Pairs = list[tuple[str, object]]
 
 _REGEX_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|[()]", re.DOTALL)
-# Possessive, so that a text that does not match costs no backtracking.
+# Possessive quantifiers, so that a text that does not match causes no backtracking.
 _EBNF_PARTS = re.compile(
     r"""\#[^\n]*                                                          # comment
       | \[(?:\\.|[^\]\\])*\]?                                             # character class
@@ -29,7 +29,7 @@ _EBNF_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-
 
 
 def check_nesting(grammar: Grammar) -> None:
-    """Raises RequestError for a text that nests deeper than the limits above, or a schema that is not JSON."""
+    """Raise RequestError for a text that nests deeper than the limits above, and for a schema that is not JSON."""
     regexes: Iterable[str]
     match grammar.kind:
         case "json_schema":
@@ -47,7 +47,7 @@ def check_nesting(grammar: Grammar) -> None:
 
 
 def regex_depth(regex: str) -> int:
-    """Levels of parentheses, not counting those that are escaped or in a character class."""
+    """Count the levels of parentheses, without those that are escaped or in a character class."""
     depth = deepest = 0
     for part in _REGEX_PARTS.finditer(regex):
         depth += {"(": 1, ")": -1}.get(part[0], 0)
@@ -56,10 +56,10 @@ def regex_depth(regex: str) -> int:
 
 
 def _check_schema(schema: str) -> list[str]:
-    """The regular expressions of a schema, those of a key that comes twice included."""
+    """Return the regular expressions of a schema, also those of a key that is overwritten by a second one."""
     regexes: list[str] = []
 
-    def kept(pairs: Pairs) -> Pairs:
+    def collect(pairs: Pairs) -> Pairs:
         for key, value in pairs:
             if key == "pattern" and isinstance(value, str):
                 regexes.append(value)
@@ -68,7 +68,7 @@ def _check_schema(schema: str) -> list[str]:
         return _Object(pairs)
 
     try:
-        level = [json.loads(schema, strict=False, parse_int=float, object_pairs_hook=kept)]
+        level = [json.loads(schema, strict=False, parse_int=float, object_pairs_hook=collect)]
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
@@ -83,7 +83,7 @@ def _check_schema(schema: str) -> list[str]:
 
 
 class _Object(Pairs):
-    """A JSON object with its pairs as they were written."""
+    """A JSON object as the pairs that were written, duplicate keys included."""
 
 
 def _children(node: object) -> Collection[object]:
@@ -97,7 +97,7 @@ def _too_deep() -> RequestError:
 
 
 def _regexes_of_ebnf(ebnf: str) -> Iterable[str]:
-    """The arguments of XGrammar's macro Regex("..."), without the escapes of EBNF."""
+    """Yield the arguments of XGrammar's macro Regex("..."), without the escapes of EBNF."""
     for part in _EBNF_PARTS.finditer(ebnf):
         if part["macro"]:
             yield _EBNF_ESCAPE.sub(_unescaped, part["literal"])

@@ -1,8 +1,8 @@
-"""Finds what XGrammar would drop from a JSON schema without a word, so that the client can be told.
+"""Finds keywords of a JSON schema that XGrammar ignores without an error, so that the request is refused.
 
-Measured with XGrammar 0.2.8; tests/unit/grammar/test_schema_keywords.py holds each rule against the library. Two
-things are followed loosely and let in all the same: `oneOf` is followed as `anyOf`, and a `format` without a grammar
-of its own is an annotation, as JSON Schema has it.
+The rules were found with XGrammar 0.2.8, and tests/unit/grammar/test_schema_keywords.py compares each one with the
+library. Two keywords are accepted although they are not enforced exactly. `oneOf` is treated as `anyOf`. A `format`
+without a grammar of its own is an annotation, as in JSON Schema.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.errors import RequestError
 
 Schema = dict[str, Any]
 
-_NEVER = (
+_NEVER_ENFORCED = (
     "not",
     "if",
     "contains",
@@ -25,8 +25,8 @@ _NEVER = (
     "$dynamicRef",
     "$recursiveRef",
 )
-_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""The first of these in a schema decides; what stands beside it is dropped, but for `type`."""
+_ENFORCED_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+"""The first of these in a schema is enforced. All keywords beside it are ignored, except `type`."""
 _IMPLY_TYPE = (
     "properties",
     "additionalProperties",
@@ -51,7 +51,7 @@ _NEED_TYPE = (
     "patternProperties",
     "propertyNames",
 )
-_CONSTRAINTS = (*_ALONE, *_IMPLY_TYPE, *_NEED_TYPE)
+_CONSTRAINTS = (*_ENFORCED_ALONE, *_IMPLY_TYPE, *_NEED_TYPE)
 _FORMATS = (
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
     *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
@@ -59,25 +59,25 @@ _FORMATS = (
 
 
 def check_keywords(text: str) -> None:
-    """Raises RequestError for a schema with a keyword that its outputs would not be held to. `text` is JSON."""
-    for path, keyword, why in _dropped(json.loads(text, strict=False, parse_int=float), "#"):
+    """Raise RequestError for a schema with a keyword that XGrammar would ignore. `text` is JSON."""
+    for path, keyword, why in _ignored(json.loads(text, strict=False, parse_int=float), "#"):
         raise RequestError(f"json_schema: {keyword!r} at {path} cannot be enforced{why}", param="json_schema")
 
 
-def _dropped(schema: object, path: str) -> Iterator[tuple[str, str, str]]:
-    """Where a keyword is dropped, which one, and why, in words that follow "cannot be enforced"."""
+def _ignored(schema: object, path: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (path, keyword, reason) of each ignored keyword. The reason follows the words "cannot be enforced"."""
     if not isinstance(schema, dict):
         return
-    for keyword, why in _dropped_here(schema):
+    for keyword, why in _ignored_here(schema):
         yield path, keyword, why
     for keyword in ("properties", "patternProperties", "$defs", "definitions"):
         if isinstance(children := schema.get(keyword), dict):
             for name, child in children.items():
-                yield from _dropped(child, f"{path}/{keyword}/{name}")
+                yield from _ignored(child, f"{path}/{keyword}/{name}")
     for keyword in ("prefixItems", "anyOf", "oneOf", "allOf"):
         if isinstance(members := schema.get(keyword), list):
             for at, child in enumerate(members):
-                yield from _dropped(child, f"{path}/{keyword}/{at}")
+                yield from _ignored(child, f"{path}/{keyword}/{at}")
     for keyword in (
         "items",
         "additionalProperties",
@@ -87,17 +87,17 @@ def _dropped(schema: object, path: str) -> Iterator[tuple[str, str, str]]:
     ):
         names = keyword == "propertyNames" and isinstance(schema.get(keyword), dict)
         child = {"type": "string", **schema[keyword]} if names else schema.get(keyword)
-        yield from _dropped(child, f"{path}/{keyword}")
+        yield from _ignored(child, f"{path}/{keyword}")
 
 
-def _dropped_here(schema: Schema) -> Iterator[tuple[str, str]]:
-    yield from ((keyword, "") for keyword in _NEVER if keyword in schema)
+def _ignored_here(schema: Schema) -> Iterator[tuple[str, str]]:
+    yield from ((keyword, "") for keyword in _NEVER_ENFORCED if keyword in schema)
     if schema.get("uniqueItems") is True:
         yield "uniqueItems", ""
     ref = schema.get("$ref")
     if isinstance(ref, str) and ref != "#" and not ref.startswith("#/"):
         yield "$ref", ": only what is in the schema itself can be referred to, as '#' or '#/...'"
-    deciding = next((keyword for keyword in _ALONE if keyword in schema), None)
+    deciding = next((keyword for keyword in _ENFORCED_ALONE if keyword in schema), None)
     if deciding is not None:
         if deciding == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:
             yield "allOf", " with more than one schema"
@@ -106,13 +106,13 @@ def _dropped_here(schema: Schema) -> Iterator[tuple[str, str]]:
             beside.remove("enum")  # as pydantic writes a Literal of one value
         yield from ((keyword, f" beside {deciding!r}") for keyword in beside)
     elif "type" in schema or any(keyword in schema for keyword in _IMPLY_TYPE):
-        yield from _dropped_beside(schema)
+        yield from _ignored_beside(schema)
     else:
         yield from ((keyword, " without 'type'") for keyword in _NEED_TYPE if keyword in schema)
 
 
-def _dropped_beside(schema: Schema) -> Iterator[tuple[str, str]]:
-    """Combinations within one type."""
+def _ignored_beside(schema: Schema) -> Iterator[tuple[str, str]]:
+    """Yield the keywords that are ignored beside another one of the same type."""
     has_format = str(schema.get("format")) in _FORMATS
     if has_format and "pattern" in schema:
         yield "pattern", " beside 'format'"

@@ -1,6 +1,6 @@
-"""Grammars by XGrammar (Dong et al. 2024, "XGrammar: Flexible and Efficient Structured Generation Engine").
+"""The XGrammar backend (Dong et al. 2024, "XGrammar: Flexible and Efficient Structured Generation Engine").
 
-Imported by the first grammar only: the library imports transformers, which takes a second.
+This file is imported when the first grammar is compiled. The library imports transformers, which takes a second.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from shared.grammar.schema_keywords import check_keywords
 from shared.protocol.sampling_params import Grammar
 
 MAX_WHITESPACE = 64
-"""Spaces between two elements of JSON at most; without a bound, a weak model goes on with spaces for ever."""
+"""Most spaces between two elements of JSON. Without a bound, a weak model may generate spaces for ever."""
 MAX_CACHED_NBYTES = 256 << 20
-"""Compiled grammars that the library keeps, the least used ones leaving first."""
+"""Size of the library's LRU cache of compiled grammars."""
 MAX_MESSAGE_CHARS = 500
 MAX_FORCED_BYTES = 256
-"""A longer text is forced in several parts."""
+"""Longest text that `forced_tokens` returns at once. A longer one is forced in several parts."""
 MAX_SPELLINGS = 64
-"""Tokens that may begin a forced text at most; they are prefixes of each other, so there are a few."""
+"""Most tokens that a forced text may begin with. They are prefixes of each other, so there are only a few."""
 
 SPACES = ("\u2581", "\u0120")
-"""How sentencepiece and byte-level vocabularies write a space."""
+"""A space in sentencepiece and in byte-level vocabularies."""
 
 Encode = Callable[[str], list[int]]
 
@@ -38,7 +38,7 @@ _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
 class XGrammarMatcher:
-    """See GrammarMatcher."""
+    """A GrammarMatcher. `pieces` are the bytes of each token."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, pieces: Sequence[bytes], encode: Encode) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
@@ -46,30 +46,30 @@ class XGrammarMatcher:
         self._pieces = pieces
         self._encode = encode
         self._mask_W: np.ndarray | None = None
-        """What may come next, where `forced_tokens` has worked it out already."""
+        """The mask of the current position, where `forced_tokens` has computed it already."""
 
     @property
     def is_terminated(self) -> bool:
-        """See GrammarMatcher."""
+        """True once an end of sequence was accepted."""
         return bool(self._matcher.is_terminated())
 
     def accept(self, token_id: int) -> bool:
-        """See GrammarMatcher."""
+        """Advance by one token, unless the grammar does not allow it."""
         self._mask_W = None
         return not self._matcher.is_terminated() and bool(self._matcher.accept_token(token_id))
 
     def fill_mask(self, mask_GW: np.ndarray, row: int) -> None:
-        """See GrammarMatcher."""
+        """Write which tokens may come next."""
         if self._mask_W is None:
             self._matcher.fill_next_token_bitmask(mask_GW, row)
         else:
             mask_GW[row] = self._mask_W
 
     def forced_tokens(self) -> list[int]:
-        """See GrammarMatcher. Takes a mask, which the next `fill_mask` saves, and one more for each character forced.
+        """Tokenize the text that must come next, up to MAX_FORCED_BYTES of it.
 
-        XGrammar's `find_jump_forward_string` does not end where a grammar forces a text without an end
-        (root ::= "a" root), so the text is found here, up to a limit.
+        This computes a mask, which the next `fill_mask` uses, and another mask for each token of the text. XGrammar's
+        `find_jump_forward_string` does not return where a grammar forces an endless text (root ::= "a" root).
         """
         ahead, text = self._matcher, b""
         while len(text) < MAX_FORCED_BYTES:
@@ -85,10 +85,10 @@ class XGrammarMatcher:
         try:
             return self._encode(text.decode()) if text else []
         except UnicodeDecodeError:
-            return []  # bytes that begin or end within a character: the model finishes it
+            return []  # the bytes begin or end within a character, which the model finishes
 
     def _forced_beginning(self, matcher: xgrammar.GrammarMatcher) -> tuple[int | None, np.ndarray]:
-        """The shortest token that may come next, if all others begin with it; and the mask."""
+        """Return the shortest token that may come next (None unless all others begin with it), and the mask."""
         mask_1W = np.zeros((1, -(-len(self._pieces) // 32)), dtype=np.int32)
         matcher.fill_next_token_bitmask(mask_1W, 0)
         words = np.flatnonzero(mask_1W[0])
@@ -106,7 +106,7 @@ class XGrammarMatcher:
 
 
 class XGrammarCompiled:
-    """See CompiledGrammar."""
+    """A CompiledGrammar of XGrammar."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, pieces: Sequence[bytes], encode: Encode) -> None:
         self._compiled = compiled
@@ -115,12 +115,12 @@ class XGrammarCompiled:
         self.vocab_size = int(compiled.tokenizer_info.vocab_size)
 
     def new_matcher(self) -> XGrammarMatcher:
-        """See GrammarBackend."""
+        """Return a matcher at the beginning of the grammar."""
         return XGrammarMatcher(self._compiled, self._pieces, self._encode)
 
 
 class XGrammarBackend:
-    """Compiles for the tokenizer of one model folder. XGrammar lets the GIL go while it compiles."""
+    """Compiles grammars for the tokenizer of one model. XGrammar releases the GIL while it compiles."""
 
     def __init__(self, tokenizer_info: xgrammar.TokenizerInfo, encode: Encode) -> None:
         self._pieces = list(tokenizer_info.decoded_vocab)
@@ -131,7 +131,7 @@ class XGrammarBackend:
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> XGrammarBackend:
-        """For the model in `folder`, with `vocab_size` logits. Raises RequestError where there is no tokenizer."""
+        """Make the backend of the model in `folder`. Raises RequestError where the folder has no tokenizer.json."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise RequestError("this model has no tokenizer.json, so grammars cannot be followed", status=400)
@@ -139,7 +139,7 @@ class XGrammarBackend:
         return cls(tokenizer_info(tokenizer, vocab_size, eos_token_ids), continuation_encoder(tokenizer))
 
     def compile(self, grammar: Grammar) -> XGrammarCompiled:
-        """See GrammarBackend."""
+        """Check and compile a grammar. Raises RequestError with the message of the compiler."""
         check_nesting(grammar)
         try:
             match grammar.kind:
@@ -163,10 +163,10 @@ class XGrammarBackend:
 def tokenizer_info(
     tokenizer: tokenizers.Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
 ) -> xgrammar.TokenizerInfo:
-    """The bytes of each token, as XGrammar sees them.
+    """Describe the tokenizer to XGrammar, with the text of each token.
 
-    Special tokens have none: their text is not part of the output, and a string must not be made of them. The
-    same goes for ids that the model has and the tokenizer has not.
+    Special tokens get no text, since their text is not part of the output. Ids of the model that the tokenizer lacks
+    get none either.
     """
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
     detected = xgrammar.TokenizerInfo.from_huggingface(fast, stop_token_ids=sorted(eos_token_ids))
@@ -185,10 +185,10 @@ def tokenizer_info(
 
 
 def continuation_encoder(tokenizer: tokenizers.Tokenizer) -> Encode:
-    """Encodes text that goes on in the middle of a sequence.
+    """Return a function that tokenizes text in the middle of a sequence.
 
-    Tokenizers of the sentencepiece family put a space before a text; there it is encoded behind a line break, and
-    nothing comes back where the two melt into one token.
+    Tokenizers of the sentencepiece family put a space before a text. There the text is encoded after a line break.
+    The result is empty where the line break and the text become one token.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from shared.errors import RequestError
 from shared.grammar.backend import CompiledGrammar
 from shared.grammar.compile_pool import CompilePool
-from shared.grammar.state import GrammarState
-from shared.grammar.step_budget import too_slow
+from shared.grammar.state import GrammarState, too_slow_error
 from shared.protocol.messages import ReqKey
 from shared.scheduling.req import Req
 from shared.timeline import Clock
@@ -116,6 +115,6 @@ def grammar_error(req: Req) -> RequestError:
     assert req.params.grammar is not None
     kind = req.params.grammar.kind
     if req.grammar is not None and req.grammar.is_too_slow:
-        return too_slow(kind)
+        return too_slow_error(kind)
     message = f"{kind}: no token of this model goes on after {req.output_len} output tokens"
     return RequestError(message, param=kind)

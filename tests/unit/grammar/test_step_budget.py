@@ -1,4 +1,4 @@
-"""What following a grammar may cost: before requests do, and while they do."""
+"""The CPU time of following a grammar is bounded, in the probe of a compiled grammar and in each request."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from shared.errors import RequestError
-from shared.grammar.probe import NUM_STEPS, probe
-from shared.grammar.state import GrammarState
-from shared.grammar.step_budget import FREE_STEP_S, MAX_OWED_S, StepBudget
+from shared.grammar.compile_pool import NUM_PROBE_STEPS, probe
+from shared.grammar.state import FREE_STEP_S, MAX_OWED_S, GrammarState, StepBudget
 from tests.token_grammar import CostlyCompiled, CpuTime
 
 
@@ -83,4 +82,4 @@ def test_a_slow_grammar_is_refused_before_anybody_follows_it(cpu: CpuTime, slow:
 def test_a_probe_goes_on_behind_the_end(cpu: CpuTime) -> None:
     compiled = CostlyCompiled(cpu, length=4, mask_s=lambda _: 0.001)
     probe(compiled, "regex", cpu)
-    assert cpu.seconds == pytest.approx(0.001 * NUM_STEPS)
+    assert cpu.seconds == pytest.approx(0.001 * NUM_PROBE_STEPS)
