@@ -32,7 +32,7 @@ from shared.engine.resolve import (
 from shared.errors import ConfigError, RequestError
 from shared.grammar.backend import GrammarBackend
 from shared.grammar.compile_pool import CompilePool
-from shared.kernels.cpu.build import NativeUnavailable, missing_cxx
+from shared.kernels.cpu.build import NativeUnavailable, invalid_cxx
 from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.allocator import PageAllocator
 from shared.kvcache.host_pages import HostPages
@@ -130,7 +130,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
     runner = ModelRunner(backend, max_rows, device, profiler.span)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the forward stream does not wait for the stream that made all this
-    ignored = missing_cxx() if backend.name == "native" else None
+    ignored = invalid_cxx() if backend.name == "native" else None
     log.event(
         "engine_ready",
         model=config.model.model,

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the slow twins that every faster kernel is tested against, and the default path.
+"""Paged attention in plain torch: the attention of the torch backend, and the slow twin of every faster kernel.
 
 Shapes: B sequences, T new tokens, H query heads, K KV heads, D head_dim, N pages, P pages of a sequence, S page_size.
 """
@@ -19,7 +19,7 @@ def write_kv(
     pages_T: torch.Tensor,
     offsets_T: torch.Tensor,
 ) -> None:
-    """Put the K and V of new tokens into their pages."""
+    """Write the K and V of new tokens into their pages. Pages and offsets are SGLang's out_cache_loc."""
     k_pages_NKSD[pages_T, :, offsets_T] = k_TKD
     v_pages_NKSD[pages_T, :, offsets_T] = v_TKD
 
@@ -32,9 +32,10 @@ def extend_attention(
     starts: Sequence[int],
     lengths: Sequence[int],
 ) -> torch.Tensor:
-    """softmax(q k^T / sqrt(D)) v for tokens [start, start + length) of each sequence, over all tokens up to each.
+    """Return softmax(q k^T / sqrt(D)) v, causally, for tokens [start, start + length) of each sequence.
 
-    The K and V of the new tokens must be in their pages already.
+    The K and V of the new tokens must be in their pages already. `starts` are SGLang's extend_prefix_lens, and
+    `lengths` its extend_seq_lens.
     """
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     page_size = k_pages_NKSD.shape[2]
@@ -68,9 +69,9 @@ def decode_attention(
     page_table_BP: torch.Tensor,
     seq_lens_B: torch.Tensor,
 ) -> torch.Tensor:
-    """The same for one new token of each sequence, in one call over the padded page table.
+    """Return the attention of one new token of each sequence, in one call over the padded page table.
 
-    A K head's query heads attend together, as rows of one matrix, so grouped queries need no copies of K and V.
+    The query heads of one KV head are rows of one matrix, so grouped queries need no copies of K and V.
     """
     B, H, D = q_BHD.shape
     K, S = k_pages_NKSD.shape[1:3]
@@ -78,7 +79,7 @@ def decode_attention(
     k_BKTD = k_pages_NKSD[page_table_BP].transpose(1, 2).reshape(B, K, num_tokens, D)
     v_BKTD = v_pages_NKSD[page_table_BP].transpose(1, 2).reshape(B, K, num_tokens, D)
     visible_BT = torch.arange(num_tokens, device=q_BHD.device) < seq_lens_B[:, None]
-    # What an earlier owner left behind the end of a page may be inf or NaN, and 0 * NaN is NaN.
+    # Values of an earlier owner, behind the last token of a page, may be inf or NaN, and 0 * NaN is NaN.
     hidden_B1T1 = ~visible_BT[:, None, :, None]
     k_BKTD.masked_fill_(hidden_B1T1, 0.0)
     v_BKTD.masked_fill_(hidden_B1T1, 0.0)
@@ -88,6 +89,6 @@ def decode_attention(
 
 
 def _gather(pages_NKSD: torch.Tensor, pages_P: torch.Tensor) -> torch.Tensor:
-    """The tokens of one sequence, [K, P * S, D]."""
+    """Copy the tokens of one sequence into [K, P * S, D]."""
     x_PKSD = pages_NKSD[pages_P]
     return x_PKSD.transpose(0, 1).reshape(x_PKSD.shape[1], -1, x_PKSD.shape[3])

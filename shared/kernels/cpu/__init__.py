@@ -1,1 +1,1 @@
-"""Native CPU kernels: C++ in `src/`, built on first use, each with a slow twin in plain torch."""
+"""Native CPU kernels in C++ (`src/`). They are built at their first use. Each has a slow twin in plain torch."""

@@ -1,4 +1,4 @@
-"""`python -m shared.kernels.cpu`: build the native kernels now, so that the first start of a node need not."""
+"""`python -m shared.kernels.cpu` builds the native kernels now, instead of at the first start of a node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shared.kernels.cpu.pages import NativePageMover
 
 
 def main() -> None:
-    """Say where they are, or why there are none; torch computes then, so it is no failure."""
+    """Print the path of each library, or why there is none. Both exit with 0, since torch and numpy work instead."""
     try:
         print(f"native CPU kernels: {load_library()._name}")
     except NativeUnavailable as reason:

@@ -1,7 +1,7 @@
-"""C++ to a shared library, once for each version of the sources, compiler and CPU.
+"""Builds C++ into a shared library, once for each version of the sources, the compiler and the CPU.
 
-Libraries lie in a cache of the user: `$BATON_CACHE_DIR`, else `$XDG_CACHE_HOME/baton`, else `~/.cache/baton`. Each
-use touches a library; one that was not used for 30 days goes when another version of it is built.
+Libraries are cached in `$BATON_CACHE_DIR`, else `$XDG_CACHE_HOME/baton`, else `~/.cache/baton`. Each use of a library
+updates its time. A library that was not used for 30 days is removed when another version of it is built.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _UNUSED_S = 30 * 24 * 3600.0
 
 
 class NativeUnavailable(Exception):
-    """Native kernels cannot be had here; the message says why."""
+    """The native kernels cannot be built or loaded. The message says why."""
 
 
 def do_nothing() -> None:
-    """What is called by default when a build begins."""
+    """The default of `on_build`."""
 
 
 def open_library(
@@ -44,7 +44,7 @@ def open_library(
     flags: Sequence[str] = (),
     on_build: Callable[[], None] = do_nothing,
 ) -> ctypes.CDLL:
-    """Build a library (see `build_library`) and load it. Raises NativeUnavailable."""
+    """Build a library with `build_library`, and load it. Raises NativeUnavailable."""
     build = partial(build_library, name, sources, headers, flags=flags, on_build=on_build)
     path = build()
     try:
@@ -52,13 +52,13 @@ def open_library(
     except NativeUnavailable:
         if path.exists():
             raise
-    return _load(build())  # another process, which had found it unused, has removed it just now
+    return _load(build())  # another process has just removed it as unused
 
 
 def _load(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
-    except OSError as error:  # a cache mounted noexec; a file cut short by a crash
+    except OSError as error:  # the cache is mounted noexec, or a crash truncated the file
         raise NativeUnavailable(f"the native kernels cannot be loaded: {error}") from error
 
 
@@ -70,26 +70,26 @@ def build_library(
     flags: Sequence[str] = (),
     on_build: Callable[[], None] = do_nothing,
 ) -> Path:
-    """The shared library `name` made of `sources`, from the cache if they were built before.
+    """Return the path of the shared library `name`, which is built of `sources` unless the cache has it.
 
-    `on_build` is called where they were not, before this process builds them or waits for another that does.
-    Processes that ask at the same time build it once. Without a compiler one that was built here by any does.
-    Raises NativeUnavailable: no compiler, no writable cache, or the compiler's own words.
+    `on_build` is called before this process builds the library, or waits for another process that does. Processes
+    that call this at the same time build it once. Without a compiler, a cached library of any compiler is used.
+    Raises NativeUnavailable without a compiler or a writable cache, and with the compiler's message when it fails.
     """
     all_flags = (*FLAGS, *flags)
     folder = cache_folder()
     try:
-        stem = f"{name}-{_key(all_flags, [*sources, *headers])}"
+        stem = f"{name}-{_hash_of(all_flags, [*sources, *headers])}"
         try:
             compiler = find_compiler()
         except NativeUnavailable:
-            if built := sorted(folder.glob(f"{stem}-*.so")):  # an image whose compiler was taken out again
-                return _used(built[0])
+            if built := sorted(folder.glob(f"{stem}-*.so")):  # a container image without its compiler
+                return _mark_used(built[0])
             raise
         folder.mkdir(parents=True, exist_ok=True)
-        library = folder / f"{stem}-{_version(compiler)}.so"
+        library = folder / f"{stem}-{_version_of(compiler)}.so"
         if library.exists():
-            return _used(library)
+            return _mark_used(library)
         on_build()
         with _locked(folder / f"{name}.lock"):
             if not library.exists():
@@ -101,31 +101,31 @@ def build_library(
 
 
 def find_compiler() -> str:
-    """`$CXX`, g++, c++ or clang++. Raises NativeUnavailable."""
+    """Find `$CXX`, g++, c++ or clang++. Raises NativeUnavailable."""
     for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
         if name and (found := shutil.which(name)):
             return found
-    raise NativeUnavailable(f"there is no C++ compiler ({missing_cxx() or '$CXX'}, g++, c++ or clang++)")
+    raise NativeUnavailable(f"there is no C++ compiler ({invalid_cxx() or '$CXX'}, g++, c++ or clang++)")
 
 
-def missing_cxx() -> str | None:
-    """What `$CXX` says where that is no program, so that another compiler is taken; else None."""
+def invalid_cxx() -> str | None:
+    """Describe a `$CXX` that is not a program, so that another compiler is used. None where it is one."""
     name = os.environ.get("CXX")
     return f"$CXX={name}, which is not there" if name and shutil.which(name) is None else None
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept. Raises NativeUnavailable where nothing says so."""
+    """Return the folder of the cache. Raises NativeUnavailable for a user without a home folder."""
     if own := os.environ.get("BATON_CACHE_DIR"):
         return Path(own)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
-    except RuntimeError as error:  # a container's user that is only a number
+    except RuntimeError as error:  # a container may run as a user id without an account
         raise NativeUnavailable(f"no cache for native kernels ($BATON_CACHE_DIR): {error}") from error
 
 
 def cpu_flags() -> frozenset[str]:
-    """What the kernel says of the CPU (`flags` in /proc/cpuinfo); empty where there is no such file."""
+    """Return the `flags` of /proc/cpuinfo. Empty where there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -133,7 +133,7 @@ def cpu_flags() -> frozenset[str]:
     return next((frozenset(line.split()[2:]) for line in lines if line.startswith("flags")), frozenset())
 
 
-def _key(flags: Sequence[str], files: Sequence[Path]) -> str:
+def _hash_of(flags: Sequence[str], files: Sequence[Path]) -> str:
     digest = xxhash.xxh3_128()
     for part in (" ".join(flags), platform.machine(), " ".join(sorted(cpu_flags()))):
         digest.update(part.encode() + b"\0")
@@ -142,24 +142,24 @@ def _key(flags: Sequence[str], files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _version(compiler: str) -> str:
+def _version_of(compiler: str) -> str:
     words = subprocess.run(
         [compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S
     )
     return xxhash.xxh3_64_hexdigest(compiler.encode() + b"\0" + words.stdout)
 
 
-def _used(library: Path) -> Path:
-    with suppress(OSError):  # a cache that others fill, and that this user may only read
+def _mark_used(library: Path) -> Path:
+    with suppress(OSError):  # this user may only read the cache
         os.utime(library)
     return library
 
 
 def _remove_unused(folder: Path, name: str) -> None:
-    """Remove versions of a library that were not used for 30 days. A loaded one stays so until its process ends.
+    """Remove versions of a library that were not used for 30 days. A process keeps a version that it has loaded.
 
-    In a cache that several users fill, a version of another user cannot be removed, and stays. A user that may only
-    read the cache cannot mark a version as used, so that one is removed after 30 days in use, and built anew.
+    In a cache of several users, the versions of other users stay. A user that may only read the cache cannot mark a
+    version as used. Such a version is removed after 30 days even if it is used, and then built again.
     """
     for library in folder.glob(f"{name}-*.so"):
         with suppress(OSError):
@@ -189,7 +189,7 @@ def _build(compiler: str, flags: Sequence[str], sources: Sequence[Path], library
 
 
 def _run_all(commands: Iterator[list[str]] | list[list[str]]) -> None:
-    """Run commands side by side; NativeUnavailable with the first error's own words."""
+    """Run commands in parallel. Raises NativeUnavailable with the message of the first that fails."""
     running = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for command in commands

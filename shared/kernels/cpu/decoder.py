@@ -1,9 +1,9 @@
-"""The native decoder as Python calls: the structs of `src/decoder.h`, and the object that keeps one alive.
+"""The Python side of the native decoder: the structs of `src/decoder.h`, and the object that owns a decoder.
 
-`tests/kernels/cpu/test_structs.py` compares the structs with the C++.
+`tests/kernels/cpu/test_structs.py` compares the structs with those of C++.
 
-Arrays are passed as pointers. The caller keeps what a struct points to alive: for a batch until its call is over, for
-a model as long as the decoder lives.
+Arrays are passed as pointers. The caller keeps the arrays of a batch alive until the call returns, and those of a
+model as long as the decoder lives.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from shared.kernels.cpu.library import Team, check_status
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 192
-"""Query heads of one KV head; extend attention takes up to kRows of them at once."""
+"""Most query heads of one KV head. A task of extend attention has kRows rows of (token, query head)."""
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
 
 
 class LinearDesc(ctypes.Structure):
-    """A weight: `panels` as `src/linear.h` lays them out, `bias` float32 [n] or null."""
+    """A linear weight: `panels` in the layout of `src/linear.h`, `bias` float32 [n] or null."""
 
     _fields_ = (("panels", _Pointer), ("bias", _Pointer), ("n", _Int), ("k", _Int))
 
 
 class LayerDesc(ctypes.Structure):
-    """Norms are float32; that of heads is null where the model has none."""
+    """A layer. Norms are float32. `qk_norm` is null where the model has none."""
 
     _fields_ = (
         ("input_norm", _Pointer),
@@ -41,7 +41,7 @@ class LayerDesc(ctypes.Structure):
 
 
 class DecoderDesc(ctypes.Structure):
-    """A model: sizes in elements, `embed` bf16 [vocab_size][hidden_size], everything small float32."""
+    """A model: sizes in elements, `embed` bf16 [vocab_size][hidden_size], norms and frequencies float32."""
 
     _fields_ = (
         ("vocab_size", _Int),
@@ -67,8 +67,9 @@ class KVPool(ctypes.Structure):
 
 
 class BatchDesc(ctypes.Structure):
-    """One forward; `src/decoder.h` says what each field is. All arrays are int64 but the page table (int32), logits
-    and hidden (float32).
+    """One forward. `src/decoder.h` describes the fields.
+
+    All arrays are int64, except the page table (int32), `logits` and `hidden` (float32).
     """
 
     _fields_ = (
@@ -95,7 +96,7 @@ class BatchDesc(ctypes.Structure):
 
 
 class NativeDecoder:
-    """One model over one KV pool. One thread at a time calls it; each call lets go of the GIL."""
+    """One model over one KV pool. One thread at a time may call it. Each call releases the GIL."""
 
     def __init__(self, team: Team, model: DecoderDesc, pool: KVPool, kept: Sequence[object]) -> None:
         self._library = team.library
@@ -104,18 +105,18 @@ class NativeDecoder:
             team.handle, ctypes.byref(model), ctypes.byref(pool)
         )
         if self._handle is None:
-            raise MemoryError("for a decoder's own arrays")
+            raise MemoryError("there is no memory for the arrays of a decoder")
 
     def forward(self, batch: BatchDesc) -> None:
-        """Compute a batch. Raises IndexError for an id that is not of the vocabulary, and MemoryError."""
+        """Compute a batch. Raises IndexError for an id outside the vocabulary, and MemoryError."""
         check_status(self._library.baton_decoder_forward(self._handle, ctypes.byref(batch)))
 
     def logits(self, hidden: int, num_rows: int, out: int) -> None:
-        """Logits of rows of `BatchDesc.hidden`; pointers to float32. Raises MemoryError."""
+        """Compute the logits of rows of `BatchDesc.hidden`. Both are pointers to float32. Raises MemoryError."""
         check_status(self._library.baton_decoder_logits(self._handle, hidden, num_rows, out))
 
     def close(self) -> None:
-        """Free its scratch memory. No call may run."""
+        """Free the decoder. No call may be running."""
         if self._handle is not None:
             self._library.baton_decoder_free(self._handle)
             self._handle = None

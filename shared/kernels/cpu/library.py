@@ -1,6 +1,6 @@
-"""The native kernels as Python calls. ctypes lets go of the GIL while one runs.
+"""Loads the native kernels, whose functions are `extern "C" baton_*` at the end of each file in `src/`.
 
-Their C++ ends each file in `src/`: `extern "C" baton_*`. Of those, tests alone call single kernels.
+ctypes releases the GIL while a kernel runs. Prototypes of single kernels, which only tests call, are in tests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 def load_library(*flags: str, on_build: Callable[[], None] = do_nothing) -> ctypes.CDLL:
-    """Build the kernels if need be, with more compiler `flags` in tests, and load them. Raises NativeUnavailable."""
+    """Load the kernels, built now unless they are cached. Tests add compiler `flags`. Raises NativeUnavailable."""
     missing = [flag for flag in NEEDED_CPU_FLAGS if flag not in cpu_flags()]
     if missing:
         raise NativeUnavailable(f"this CPU lacks {missing[0]}")
@@ -47,28 +47,28 @@ def load_library(*flags: str, on_build: Callable[[], None] = do_nothing) -> ctyp
 
 
 def check_status(status: int) -> None:
-    """Raise IndexError or MemoryError where a native call returned that (`Status` in `src/status.h`)."""
+    """Raise the error of a native call's status (`Status` in `src/status.h`): IndexError or MemoryError."""
     if status == _UNKNOWN_TOKEN:
-        raise IndexError("a token id is not of the model's vocabulary")
+        raise IndexError("a token id is outside the vocabulary of the model")
     if status == _OUT_OF_MEMORY:
         raise MemoryError("there is no memory for what this forward computes")
 
 
 class Team:
-    """Threads that share the work of a kernel, one for each of `cores`; the calling thread is the first of them.
+    """The threads of a kernel, one for each of `cores` (-1: not pinned). The calling thread is the first of them.
 
-    Raises NativeUnavailable where the system does not let so many start.
+    Raises NativeUnavailable where the system does not start that many threads.
     """
 
     def __init__(self, library: ctypes.CDLL, cores: Sequence[int]) -> None:
-        assert cores, "a team has a core"
+        assert cores, "a team needs a core"
         self.library = library
         self.handle: int | None = library.baton_team_new((ctypes.c_int32 * len(cores))(*cores), len(cores))
         if self.handle is None:
             raise NativeUnavailable(f"{len(cores)} threads cannot be started (a limit of processes?)")
 
     def close(self) -> None:
-        """End the threads. No kernel may run."""
+        """End the threads. No kernel may be running."""
         if self.handle is not None:
             self.library.baton_team_free(self.handle)
             self.handle = None

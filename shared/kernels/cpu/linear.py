@@ -1,4 +1,4 @@
-"""Weights of linear layers, packed for the native kernels; `src/linear.h` has the layout.
+"""Packs the weights of linear layers for the native kernels. `src/linear.h` describes the layout.
 
 Shape suffixes: N outputs, K inputs (even), R rows of a weight, F = N / 2 of a fused gate and up projection.
 """
@@ -10,21 +10,22 @@ import torch
 from shared.host_memory import reserve_host_memory
 from shared.kernels.cpu.library import Team
 
-PANEL = 64  # output columns; kPanel of src/linear.h
+PANEL = 64  # output columns of a panel: kPanel of src/linear.h
 _CHUNK_NBYTES = 64 << 20
 
 
 class PanelArena:
-    """Room for the panels of a model, one weight behind the other, so that almost all of it lies in huge pages.
+    """Memory for the panels of a model, one weight after the other, so that nearly all of it is in huge pages.
 
-    Weights one by one would leave the ends of each in small pages, which stream at two thirds of the rate.
+    If each weight had an allocation of its own, its ends would be in small pages, which stream at two thirds of the
+    rate.
     """
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def new_panels(self, n: int, k: int) -> torch.Tensor:
-        """Panels of zeros for `n` outputs of `k` inputs; nothing is resident until it is packed."""
+        """Return zeroed panels for `n` outputs of `k` inputs. They become resident when they are packed."""
         assert n > 0 and k > 0 and k % 2 == 0
         shape = (-(-n // PANEL), k // 2, PANEL, 2)
         nbytes = 2 * shape[0] * PANEL * k
@@ -35,7 +36,7 @@ class PanelArena:
 
 
 def pack_rows(team: Team, weight_RK: torch.Tensor, panels: torch.Tensor, first_column: int = 0) -> None:
-    """Put R rows of a weight, bf16 with any stride between rows, into columns [first_column, first_column + R)."""
+    """Pack R rows of a weight, bf16 with any row stride, into columns [first_column, first_column + R)."""
     _check_weight(weight_RK, panels)
     rows, k = weight_RK.shape
     assert 0 <= first_column <= len(panels) * PANEL - rows
@@ -45,7 +46,7 @@ def pack_rows(team: Team, weight_RK: torch.Tensor, panels: torch.Tensor, first_c
 
 
 def pack_gate_up(team: Team, gate_FK: torch.Tensor, up_FK: torch.Tensor, panels: torch.Tensor) -> None:
-    """Interleave gate and up for `linear_silu_mul`: a panel holds 32 columns of gate, then their 32 of up."""
+    """Pack gate and up for `linear_silu_mul`: a panel holds 32 columns of gate, then the same 32 columns of up."""
     for is_up, weight_FK in enumerate((gate_FK, up_FK)):
         _check_weight(weight_FK, panels)
         rows, k = weight_FK.shape

@@ -1,4 +1,4 @@
-"""Native gather and scatter of KV pages in host memory, without the GIL; `NumpyPageMover` is the slow twin."""
+"""Native gather and scatter of KV pages in host memory, without the GIL. `NumpyPageMover` is the slow twin."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ _ARGUMENTS = (ctypes.c_void_p, *(ctypes.c_int64,) * 3, ctypes.c_void_p, ctypes.c
 
 
 class NativePageMover:
-    """A PageMover in C++. Its library is its own, since it needs no AVX-512, unlike the kernels.
-
-    Raises NativeUnavailable.
-    """
+    """A PageMover in C++. It has a library of its own, since it needs no AVX-512. Raises NativeUnavailable."""
 
     name = "native"
 
@@ -32,13 +29,13 @@ class NativePageMover:
     def gather(
         self, pages_RPN: torch.Tensor, rows: range, page_ids: Sequence[int], out: torch.Tensor
     ) -> None:
-        """Copy pages into a slot."""
+        """Copy pages into the contiguous `out`."""
         _call(self._gather, pages_RPN, rows, page_ids, out)
 
     def scatter(
         self, pages_RPN: torch.Tensor, rows: range, page_ids: Sequence[int], src: torch.Tensor
     ) -> None:
-        """Copy a slot into pages."""
+        """Copy the contiguous `src` into pages."""
         _call(self._scatter, pages_RPN, rows, page_ids, src)
 
 
@@ -49,7 +46,7 @@ def _call(
     page_ids: Sequence[int],
     slot: torch.Tensor,
 ) -> None:
-    # Called for every chunk, with caches full of pages: numpy views and their addresses took longer than the rest.
+    # `array` instead of numpy: this runs for every chunk, and making numpy views took longer than all other lines.
     num_rows, num_pages, page_nbytes = pages_RPN.shape
     ids = array("q", page_ids)
     assert pages_RPN.is_contiguous() and 0 <= rows.start <= rows.stop <= num_rows and rows.step == 1

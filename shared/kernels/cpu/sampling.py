@@ -1,4 +1,4 @@
-"""Logits to token ids in one native call. The slow twin is `draw` of `shared/engine/sampler.py`."""
+"""Samples token ids from logits in one native call. The slow twin is `draw` of `shared/engine/sampler.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Pointer = ctypes.c_void_p
 
 
 class Sampling(ctypes.Structure):
-    """Parameters of S rows: see `src/sampling.h`. Without any, every row takes its likeliest token."""
+    """Sampling parameters of S rows, as in `src/sampling.h`. Without arrays, every row takes its likeliest token."""
 
     _fields_ = (
         ("temperatures", _Pointer),
@@ -32,7 +32,7 @@ class Sampling(ctypes.Structure):
         min_ps_S: np.ndarray,
         uniforms_S: np.ndarray,
     ) -> Sampling:
-        """float32, int64, float32, float32 and float64 arrays, which the caller keeps."""
+        """Make the struct of float32, int64, float32, float32 and float64 arrays, which the caller keeps alive."""
         arrays = (temperatures_S, top_ks_S, top_ps_S, min_ps_S, uniforms_S)
         assert [str(array.dtype) for array in arrays] == ["float32", "int64", "float32", "float32", "float64"]
         return cls(*(array.ctypes.data for array in arrays))
@@ -45,9 +45,9 @@ def sample(
     rows_S: torch.Tensor,
     last_token_R: torch.Tensor,
 ) -> torch.Tensor:
-    """Next token ids, int64 [S]; they are also written to `last_token_R[rows_S]`, int64.
+    """Return the next token ids, int64 [S]. They are also written to `last_token_R[rows_S]`, int64.
 
-    `logits_SV` is float32 and overwritten where a row draws. Raises MemoryError.
+    `logits_SV` is float32, and a row that draws is overwritten. Raises MemoryError.
     """
     num_rows, vocab_size = logits_SV.shape
     assert logits_SV.dtype == torch.float32 and logits_SV.is_contiguous()

@@ -16,7 +16,7 @@ from shared.kernels.cpu.build import (
     NativeUnavailable,
     build_library,
     find_compiler,
-    missing_cxx,
+    invalid_cxx,
     open_library,
 )
 from shared.kernels.cpu.library import load_library
@@ -146,16 +146,16 @@ def test_one_that_goes_before_it_is_loaded_is_built_again(
 
 
 def test_a_compiler_that_is_not_there_is_said(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert missing_cxx() is None
+    assert invalid_cxx() is None
     monkeypatch.setenv("CXX", "no-such-c++")
-    assert missing_cxx() == "$CXX=no-such-c++, which is not there"
+    assert invalid_cxx() == "$CXX=no-such-c++, which is not there"
     monkeypatch.setenv("PATH", "")
     with pytest.raises(
         NativeUnavailable, match=r"no C\+\+ compiler \(\$CXX=no-such-c\+\+, which is not there, g"
     ):
         find_compiler()
     monkeypatch.delenv("CXX")
-    assert missing_cxx() is None
+    assert invalid_cxx() is None
 
 
 def test_the_compilers_own_words_are_the_reason(compiler: Compiler, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-// AMX tiles behind a few calls: eight registers of up to 16 rows of 64 bytes, and C += A * B of bf16 pairs.
+// A few functions over AMX tiles: eight registers of up to 16 rows of 64 bytes, and C += A * B of bf16 pairs.
 //
-// AMX is there if the compiler targets it and the OS permits it to this process. With -DBATON_EMULATE_AMX plain C++
-// takes its place, so that what is written over it can be tested on any machine. Instructions are written as assembly
+// AMX is available if the compiler targets it and the OS permits it to this process. With -DBATON_EMULATE_AMX plain
+// C++ replaces it, so that the code that uses it can be tested on any machine. Instructions are inline assembly
 // because GCC's intrinsics take no template arguments as tile numbers.
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1 chapter 18 and TDPBF16PS.
@@ -21,7 +21,7 @@
 #ifdef BATON_HAS_AMX
 namespace baton::amx {
 
-// What LDTILECFG reads: rows and bytes a row of each tile.
+// The operand of LDTILECFG: the rows of each tile, and the bytes of a row.
 struct alignas(64) Shapes {
   uint8_t palette = 1, start_row = 0;
   uint8_t reserved[14] = {};
@@ -71,7 +71,7 @@ void store(void* to, int64_t stride_bytes) {
     std::memcpy(static_cast<char*>(to) + row * stride_bytes, tiles().data[T][row], tiles().shapes.row_bytes[T]);
 }
 
-// The even and the odd products are summed apart from zero, then together onto C.
+// The even and the odd products are summed separately from zero. Then both sums are added to C.
 template <int C, int A, int B>
 void dot() {
   Tiles& t = tiles();
@@ -91,7 +91,7 @@ void dot() {
 
 #else
 
-// Asks the OS once for the process's permission to hold tiles (8 KB of state a thread).
+// Asks the OS once for the permission of this process to use tiles (8 KB of state per thread).
 inline bool permitted() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of asm/prctl.h, XFEATURE_XTILEDATA
   static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -99,7 +99,7 @@ inline bool permitted() {
 }
 
 inline void configure(const Shapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
-inline void release() { asm volatile("tilerelease"); }  // else every switch of threads saves the tiles
+inline void release() { asm volatile("tilerelease"); }  // otherwise every context switch saves the tiles
 
 template <int T>
 void zero() {

@@ -11,13 +11,13 @@ struct KVPages {
   int64_t page_size, num_kv_heads, head_dim;  // head_dim: a multiple of 16, at most 256
 };
 
-// Sequences b of a batch; page_table [b][table_stride] has the pages of each in order.
+// The sequences b of a batch. page_table [b][table_stride] has the pages of each one in order.
 struct Sequences {
   int64_t num;
   const int32_t* page_table;
   int64_t table_stride;
-  const int64_t* starts;   // tokens that were there before
-  const int64_t* lengths;  // tokens computed now; their K and V are in their pages already
+  const int64_t* starts;   // tokens that were computed before
+  const int64_t* lengths;  // tokens of this forward, whose K and V are in their pages already
 };
 
 // One new token of each sequence: q, out [num][num_heads][head_dim].

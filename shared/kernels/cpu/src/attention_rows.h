@@ -1,8 +1,8 @@
-// What decode and extend attention share: where rows of K and V lie, pairs of tokens, 2^x, and how a result is stored.
+// Shared by decode and extend attention: addresses of rows of K and V, pairs of tokens, 2^x, and storing a result.
 //
-// A row of head_dim bf16 is read in chunks of 32, the last of which may hold only 16. Products with V run over pairs of
-// tokens: interleave() puts dims {0-3, 8-11, 16-19, 24-27} of a chunk into one register and the others into a second,
-// and only the finished result is put back in order (store_chunk).
+// A row of head_dim bf16 is read in chunks of 32. The last chunk may hold only 16. Products with V run over pairs of
+// tokens: interleave() puts dims {0-3, 8-11, 16-19, 24-27} of a chunk into one register and the others into a second
+// one. Only store_chunk, which stores the finished result, restores the order.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -13,11 +13,11 @@
 
 namespace baton {
 
-constexpr float kNoScore = -1e30f;  // the maximum of no scores; finite, so that a difference of two is no NaN
+constexpr float kNoScore = -1e30f;  // the maximum of no scores; finite, since inf - inf is NaN
 
 inline int64_t num_chunks(int64_t head_dim) { return (head_dim + 31) / 32; }
 
-// What turns q . k into an exponent of two.
+// The factor from q . k to an exponent of two.
 inline float score_scale(int64_t head_dim) { return 1.44269504f / std::sqrt(float(head_dim)); }
 
 inline __m512i load_chunk(const bf16* row, int64_t chunk, int64_t head_dim) {
@@ -29,7 +29,7 @@ inline __m512i load_chunk(const bf16* row, int64_t chunk, int64_t head_dim) {
 inline __m512i interleave_low(__m512i even, __m512i odd) { return _mm512_unpacklo_epi16(even, odd); }
 inline __m512i interleave_high(__m512i even, __m512i odd) { return _mm512_unpackhi_epi16(even, odd); }
 
-// A chunk of the result, times `scale`, in the order of head_dim again.
+// Stores a chunk of the result, times `scale`, in the order of head_dim.
 inline void store_chunk(bf16* row, int64_t chunk, int64_t head_dim, __m512 low, __m512 high, __m512 scale) {
   const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(narrow(_mm512_mul_ps(low, scale))),
                                           narrow(_mm512_mul_ps(high, scale)), 1);
@@ -38,7 +38,7 @@ inline void store_chunk(bf16* row, int64_t chunk, int64_t head_dim, __m512 low, 
   else _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + 32 * chunk), _mm512_castsi512_si256(sorted));
 }
 
-// 2^x for x <= 0, relative error below 2e-7 (minimax polynomial of degree 5 on [0, 1) that is 1 at 0); 0 below -126.
+// 2^x for x <= 0, relative error below 2e-7 (minimax polynomial of degree 5 on [0, 1), 1 at 0). 0 below -126.
 inline __m512 exp2_16(__m512 x) {
   const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // true for NaN
   const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -53,7 +53,7 @@ inline __m512 exp2_16(__m512 x) {
 
 inline float exp2_one(float x) { return _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(x))); }
 
-// Where tokens [first, first + count) of a sequence lie from the first row of a head on; head h adds
+// Offsets of tokens [first, first + count) of a sequence, in elements from the first row of head 0. Head h adds
 // h * page_size * head_dim.
 inline void find_rows(const KVPages& kv, const int32_t* pages, int64_t first, int64_t count, int64_t* rows) {
   int64_t page = first / kv.page_size, slot = first % kv.page_size;
@@ -63,7 +63,7 @@ inline void find_rows(const KVPages& kv, const int32_t* pages, int64_t first, in
   }
 }
 
-// Memory in whole cache lines, not initialized.
+// Uninitialized memory in whole cache lines.
 template <class T>
 struct Scratch {
   explicit Scratch(int64_t size)

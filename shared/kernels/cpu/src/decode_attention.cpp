@@ -1,8 +1,9 @@
 // Decode attention: one new token of each sequence attends to all of its pages.
 //
-// A sequence is cut into splits of kSplit tokens and these into blocks, each with an online softmax in float32; splits
-// are merged in their order. Neither cut depends on the batch or on the team, so a sequence's result does not either.
-// Blocks are outside and heads inside: with pages [head][token][dim] that reads whole pages, a page after the other.
+// A sequence is divided into splits of kSplit tokens, and each split into blocks. A split has an online softmax in
+// float32 over its blocks. Splits are merged in their order. The division does not depend on the batch or on the
+// team, so the result of a sequence does not either. The outer loop is over blocks and the inner one over heads: with
+// pages [head][token][dim] that reads whole pages, one after the other.
 #include <type_traits>
 
 #include "decode_blocks.h"
@@ -11,8 +12,8 @@
 namespace baton::decode {
 namespace {
 
-// What the heads of a unit have seen of one split: sums of p * v by head (a chunk's two registers side by side), of p,
-// and the maxima, both by lane as scores are; a maximum is the same in all lanes of a head.
+// The state of the heads of a unit in one split: the sums of p * v by head (the two registers of a chunk side by
+// side), and the sums of p and the maxima in the lanes of the scores. A maximum is the same in all lanes of a head.
 struct Partial {
   float* sums;
   float* totals;
@@ -32,7 +33,7 @@ struct Partials {
   Scratch<float> floats;
 };
 
-// f(first, number) for the query heads of KV head `kv_head`, as many at once as are worked on at once.
+// Calls f(first, number) for the query heads of KV head `kv_head`, for each group that is computed at once.
 template <class F>
 inline void each_unit(const Call& call, int64_t kv_head, F&& f) {
   const int64_t end = (kv_head + 1) * call.group;
@@ -44,7 +45,7 @@ inline void each_unit(const Call& call, int64_t kv_head, F&& f) {
   }
 }
 
-// What a worker has of its block: weights of the tokens by head, and by how much what was summed before shrinks.
+// A worker's weights of the tokens of its block by head, and the factor by which earlier sums shrink.
 struct Weights {
   bf16* weights;
   float* shrinks;
@@ -53,7 +54,7 @@ struct Weights {
   float* shrink(int64_t head) const { return shrinks + head * 16; }
 };
 
-// HeadDim is known to the compiler, or 0: then `head_dim` says it.
+// HeadDim is head_dim as a constant, or 0: then `head_dim` is used.
 template <int HeadDim>
 struct Kernel {
   const Call& call;
@@ -105,7 +106,7 @@ struct Kernel {
     }
   }
 
-  // Weights as bf16 (zeros behind the last token), and by how much what was summed before shrinks.
+  // Weights as bf16 (zeros behind the last token), and the factor by which earlier sums shrink.
   template <int Heads>
   void weigh(const Block& block, const __m512* scores, const Partial& partial, bf16* weights, float* shrinks) const {
     constexpr int kTokens = 16 / Heads;
@@ -185,7 +186,7 @@ struct Kernel {
     while (c < chunks()) add_next(std::integral_constant<int, 1>());
   }
 
-  // K of all heads of a block, then V of all: long streams. A head's rows are fetched while those before it are read.
+  // K of all heads of a block, then V of all heads. A head's rows are prefetched while earlier ones are read.
   void work_off(Blocks& blocks, const Partials& partials, const Weights& weights,
                 const std::vector<int64_t>& num_splits) const {
     __m512 scores[4 * kBlock / 16];
@@ -217,7 +218,7 @@ struct Kernel {
     }
   }
 
-  // The result of a unit's heads from their splits, which it overwrites.
+  // Merges the splits of a unit's heads into the result. It overwrites the splits.
   void finish(const Partials& partials, int64_t first_split, int64_t num_splits, int64_t b, int64_t head,
               int64_t num_heads) const {
     const Partial whole = partials.at(first_split, head, num_heads);
@@ -263,7 +264,7 @@ void attend(Team& team, const Call& call) {
     total_splits += num_splits[b];
   }
 
-  // Heads do not meet, so few splits are shared out by head as well.
+  // Heads are independent, so where there are few splits their heads are separate tasks.
   const int64_t wanted = team.size() == 1 ? 1 : 4 * team.size();
   const int64_t shares = std::min(kv_heads, (wanted + total_splits - 1) / std::max<int64_t>(total_splits, 1));
   std::vector<Task> tasks;

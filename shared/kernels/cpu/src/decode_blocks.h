@@ -1,4 +1,4 @@
-// What decode attention works on, in order: tasks, and blocks of tokens; and the rows to fetch ahead.
+// The work of decode attention in order: tasks and blocks of tokens, and the rows to prefetch.
 #pragma once
 #include <atomic>
 #include <vector>
@@ -32,16 +32,17 @@ struct Task {
   int64_t b, split, first, end, first_head, end_head;
 };
 
-// Up to kBlock tokens of a task, and where their rows lie, as find_rows, filled up to a multiple of 16 with the last.
+// Up to kBlock tokens of a task, and the offsets of their rows (find_rows). The last offset is repeated up to a
+// multiple of 16.
 //
-// Its runs of 16 tokens are read in turn, a row of each: with pages of 16 tokens those are up to eight pages at once.
-// Memory that is read in streams is fetched ahead by the hardware, and several streams hide the time each takes to
-// start (pages of 24 KB in random order, Zen 4: 15 GB/s one by one, 26 GB/s eight at once).
+// A row of each run of 16 tokens is read in turn. With pages of 16 tokens that reads up to eight pages at once. The
+// hardware prefetches memory that is read in streams, and several streams hide the time that each takes to start
+// (pages of 24 KB in random order, Zen 4: 15 GB/s one by one, 26 GB/s eight at once).
 struct Block {
-  const Task* task = nullptr;  // null behind the last
+  const Task* task = nullptr;  // null after the last block
   int64_t rows[kBlock];
   int64_t count = 0;
-  bool is_first = false, is_last = false;  // of the task's
+  bool is_first = false, is_last = false;  // block of its task
 
   void fill(const Call& call, const Task& of, int64_t first) {
     task = &of, is_first = first == of.first, is_last = first + kBlock >= of.end;
@@ -55,20 +56,20 @@ struct Block {
   }
 };
 
-// The blocks of one worker in order. Tasks are claimed a block early, to look ahead.
+// The blocks of one worker in order. A task is claimed one block early, so that its rows can be prefetched.
 class Blocks {
  public:
   Blocks(const Call& call, const std::vector<Task>& tasks, std::atomic<size_t>& next_task)
       : call_(call), tasks_(tasks), next_task_(next_task) {
     fill(blocks_[0]);
   }
-  // The next one, valid until the next call.
+  // The next block. It is valid until the next call.
   const Block& next() {
     const Block& block = blocks_[taken_++ % 2];
     if (block.task) fill(blocks_[taken_ % 2]);
     return block;
   }
-  // The one that next() will return.
+  // The block that next() will return.
   const Block& ahead() const { return blocks_[taken_ % 2]; }
 
  private:
@@ -92,7 +93,7 @@ class Blocks {
   Block blocks_[2];
 };
 
-// Rows that are read next, on their way to the L2 cache.
+// Prefetches the rows that are read next into the L2 cache.
 struct Ahead {
   const bf16* values = nullptr;
   const int64_t* rows = nullptr;
@@ -101,7 +102,7 @@ struct Ahead {
   Ahead() = default;
   Ahead(const bf16* values, const Block& block) : values(values), rows(block.rows), count(block.count) {}
 
-  // Inlined at any rate, since GCC drops calls that do nothing but prefetch.
+  // Always inlined, since GCC removes calls of functions that only prefetch.
   [[gnu::always_inline]] void fetch(int64_t i, int64_t head_dim) const {
     if (i >= count) return;
     const bf16* row = values + rows[i];

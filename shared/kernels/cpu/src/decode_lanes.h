@@ -1,17 +1,17 @@
-// Registers of decode attention: 1, 2 or 4 heads of one KV head at once.
+// Registers of decode attention: 1, 2 or 4 query heads of one KV head at once.
 //
-// Of such Heads, registers of scores and of weights hold [quad of tokens][head][token of the quad]: 16 / Heads tokens
-// of each. A row of K is read in parts that are repeated for each head, so that one dot product serves all of them, and
-// what is left to add up are 16 / Heads lanes of a head instead of 16.
+// A register of scores or of weights holds [quad of tokens][head][token of the quad]: 16 / Heads tokens of each head.
+// A row of K is read in parts that are repeated for each head, so that one dot product serves all heads. Then 16 /
+// Heads lanes of each head are left to add up, instead of 16.
 #pragma once
 #include "attention_rows.h"
 
 namespace baton::decode {
 
-// How many heads of a group with `left` more are worked on at once.
+// The number of heads to compute at once, of a group with `left` more heads.
 inline int64_t heads_at_once(int64_t left) { return left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 
-// 16 / Heads registers with [head][part of a sum] become one with scores.
+// Adds up 16 / Heads registers of [head][part of a sum] into one register of scores.
 template <int Heads>
 inline __m512 sum_parts(const __m512 (&sums)[16 / Heads]) {
   __m512 quads[4 / Heads];
@@ -31,7 +31,7 @@ inline __m512 sum_parts(const __m512 (&sums)[16 / Heads]) {
   else return halve(halve(quads[0], quads[1]), halve(quads[2], quads[3]));
 }
 
-// The highest lane of each head, in all of its lanes.
+// The maximum over the lanes of each head, in all lanes of the head.
 template <int Heads>
 inline __m512 max_of_heads(__m512 x) {
   x = _mm512_max_ps(x, _mm512_permute_ps(x, 0xb1));
@@ -41,7 +41,7 @@ inline __m512 max_of_heads(__m512 x) {
   return x;
 }
 
-// Which token of its register's a lane is.
+// The token of each lane, counted within the register.
 template <int Heads>
 inline __m512i token_of_lane() {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -12,7 +12,7 @@
 namespace baton {
 namespace {
 
-// Memory for one array that every forward uses anew; it keeps the size of the largest.
+// Memory for one array of a forward. It keeps the size of the largest forward so far.
 template <class T>
 class Scratch {
  public:
@@ -72,7 +72,7 @@ KVPages Decoder::pages_of(int64_t layer) const {
   return {k, k + size, pool_.page_size, model_.num_kv_heads, model_.head_dim};
 }
 
-// The tokens that are computed; false where one is not of the vocabulary.
+// Collects the input tokens. False where one is outside the vocabulary.
 bool Decoder::read_inputs(const BatchDesc& batch) {
   for (int64_t i = 0; i < batch.num_future_writes; i++)
     batch.last_tokens[batch.future_rows[i]] = batch.future_tokens[i];
@@ -84,7 +84,7 @@ bool Decoder::read_inputs(const BatchDesc& batch) {
   return std::all_of(ids_.begin(), ids_.end(), [&](int64_t id) { return 0 <= id && id < model_.vocab_size; });
 }
 
-// Where each token stands in its sequence, and its K and V in the pool.
+// Computes the position of each token in its sequence, and the place of its K and V in the pool.
 void Decoder::place_tokens(const BatchDesc& batch) {
   positions_.clear();
   pages_.clear();
@@ -99,7 +99,7 @@ void Decoder::place_tokens(const BatchDesc& batch) {
   }
 }
 
-// The tokens of which anything is wanted after the last layer: those that sample, then hidden_rows.
+// Collects the tokens that are needed after the last layer: those that sample, then hidden_rows.
 void Decoder::list_wanted(const BatchDesc& batch) {
   wanted_.clear();
   int64_t b = 0, end = 0;
@@ -135,7 +135,7 @@ Status Decoder::forward(const BatchDesc& batch) {
     int64_t num_rows = num_tokens;
     if (is_last && (num_rows = num_wanted) == 0) {
       __atomic_fetch_add(batch.progress, 1, __ATOMIC_RELAXED);
-      break;  // a chunk in the middle of its prompt leaves K and V, and nothing else
+      break;  // a batch of chunks that end within their prompts only writes K and V
     }
     attend(batch, pages, q, attended);
     if (is_last) keep_wanted(residual, attended);
@@ -148,7 +148,7 @@ Status Decoder::forward(const BatchDesc& batch) {
   return kDone;
 }
 
-// From here on only rows that somebody asks for are computed: a token's K and V are all that others need of it.
+// From here on only the rows that are needed are computed: other tokens only need a token's K and V.
 void Decoder::keep_wanted(float*& residual, bf16*& attended) {
   const int64_t d = model_.hidden_size;
   float* rows = wanted_residual_.of(wanted_.size() * d);
@@ -188,7 +188,7 @@ void Decoder::logits(const float* hidden, int64_t num_rows, float* out) {
 }  // namespace
 }  // namespace baton
 
-// Null where there is no memory for it.
+// Null where there is no memory for a decoder.
 extern "C" void* baton_decoder_new(void* team, const baton::DecoderDesc* model, const baton::KVPool* pool) {
   try {
     return new baton::Decoder(*static_cast<baton::Team*>(team), *model, *pool);
@@ -199,12 +199,12 @@ extern "C" void* baton_decoder_new(void* team, const baton::DecoderDesc* model, 
 
 extern "C" void baton_decoder_free(void* decoder) { delete static_cast<baton::Decoder*>(decoder); }
 
-// 0, or what went wrong (Status); then the KV of this batch is undefined and nothing else has changed.
+// Returns a Status. After an error the KV of this batch is undefined, and nothing else has changed.
 extern "C" int64_t baton_decoder_forward(void* decoder, const baton::BatchDesc* batch) {
   return baton::status_of([&] { return static_cast<baton::Decoder*>(decoder)->forward(*batch); });
 }
 
-// Logits [num_rows][vocab_size] of rows of BatchDesc::hidden.
+// Computes the logits [num_rows][vocab_size] of rows of BatchDesc::hidden.
 extern "C" int64_t baton_decoder_logits(void* decoder, const float* hidden, int64_t num_rows, float* out) {
   return baton::status_of([&] {
     static_cast<baton::Decoder*>(decoder)->logits(hidden, num_rows, out);

@@ -1,6 +1,6 @@
 // A whole forward of the dense decoder family (Llama, Mistral, Qwen2, Qwen3) in one call.
 //
-// The slow twin is shared/model/decoder.py. The structs are those of shared/kernels/cpu/decoder.py, field by field.
+// The slow twin is shared/model/decoder.py. shared/kernels/cpu/decoder.py has the same structs, field by field.
 #pragma once
 #include "attention.h"
 #include "linear.h"
@@ -32,26 +32,26 @@ struct KVPool {
   int64_t num_pages, page_size;
 };
 
-// B sequences, T new tokens; extends first, then `num_decodes` of one token each.
+// B sequences with T new tokens: extends first, then `num_decodes` decodes of one token each.
 struct BatchDesc {
   int64_t num_sequences, num_decodes;
-  const int64_t* rows;        // [B], of the FutureMap
+  const int64_t* rows;        // [B], rows of the FutureMap
   const int64_t* starts;      // [B]
   const int64_t* lengths;     // [B]
   const int32_t* page_table;  // [B][table_stride]
   int64_t table_stride;
-  const int64_t* input_ids;  // of the extends
-  int64_t* last_tokens;      // the FutureMap; decodes read their token from it
+  const int64_t* input_ids;  // of the extends, concatenated
+  int64_t* last_tokens;      // the FutureMap, from which decodes read their token
   int64_t num_future_writes;
   const int64_t* future_rows;    // written to the FutureMap before anything is read
   const int64_t* future_tokens;  // [num_future_writes]
   int64_t num_sampled;
-  const int64_t* sampled;  // [num_sampled], sequences whose last token's logits are wanted
+  const int64_t* sampled;  // [num_sampled], sequences that need the logits of their last token
   float* logits;           // [num_sampled][vocab_size]
   int64_t num_hidden;
-  const int64_t* hidden_rows;  // [num_hidden], tokens whose residual is wanted
+  const int64_t* hidden_rows;  // [num_hidden], tokens that need their hidden state
   float* hidden;               // [num_hidden][hidden_size], before the final norm
-  int64_t* progress;           // rises by one a layer
+  int64_t* progress;           // increases by one for each layer
 };
 
 }  // namespace baton

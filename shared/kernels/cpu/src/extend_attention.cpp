@@ -1,10 +1,11 @@
 // Extend attention: the new tokens of each sequence attend to its cached prefix and causally to themselves.
 //
-// A task is a block of query tokens of one KV head of one sequence; its rows are (token, query head) pairs, taken in
-// strips as high as the registers allow. Key blocks begin at multiples of kKeys from the start of the sequence, and a
-// row sums over them in that order, whatever strip, task or chunk of its prompt it is in: its result does not depend
-// on them. Keys a row must not see have weight zero, and a key block is packed once for all rows of a task: K by pairs
-// of dims with keys as lanes, V by pairs of keys with dims as lanes. Both are also what AMX takes.
+// A task is a block of query tokens of one KV head of one sequence. Its rows are (token, query head) pairs, which are
+// computed in strips as high as the registers allow. Key blocks begin at multiples of kKeys from the start of the
+// sequence, and the sums of a row run over them in that order. So the result of a row does not depend on its strip,
+// its task or its chunk of the prompt. Keys that a row must not see have weight zero. A key block is packed once for
+// all rows of a task: K by pairs of dims with keys as lanes, V by pairs of keys with dims as lanes. AMX takes both as
+// well.
 #include <atomic>
 #include <type_traits>
 #include <vector>
@@ -14,7 +15,7 @@
 namespace baton::extend {
 namespace {
 
-constexpr int64_t kRows = 384;  // of a task; whole strips of any height
+constexpr int64_t kRows = 384;  // rows of a task: whole strips of any height
 
 struct Call {
   const bf16* q;
@@ -28,13 +29,13 @@ struct Call {
   const int32_t* pages(int64_t b) const { return sequences.page_table + b * sequences.table_stride; }
 };
 
-// Query tokens [first, end) of sequence b, counted from its first new one, for one KV head.
+// Query tokens [first, end) of sequence b, counted from its first new token, for one KV head.
 struct Task {
   int64_t b, kv_head, first, end;
-  int64_t row_of_q;  // of the sequence's first new token
+  int64_t row_of_q;  // row of q of the sequence's first new token
 };
 
-// What a worker keeps while it is busy with a task.
+// A worker's arrays for one task.
 struct Workspace {
   explicit Workspace(int64_t dim)
       : q(kRows * dim), k(kKeys * dim), v(kKeys * dim), sums(kRows * dim), products(kTallest * kKeys),
@@ -42,7 +43,7 @@ struct Workspace {
 
   Scratch<bf16> q;          // [rows][dim]
   Scratch<bf16> k;          // [dim / 2][keys][2]
-  Scratch<bf16> v;          // [keys / 2][dim][2], dims of a chunk as interleave leaves them
+  Scratch<bf16> v;          // [keys / 2][dim][2], dims of a chunk in the order of interleave()
   Scratch<float> sums;      // [rows][dim], dims like v
   Scratch<float> products;  // [strip][keys], q . k
   Scratch<bf16> weights;    // [strip][keys]
@@ -50,7 +51,7 @@ struct Workspace {
   float references[kRows];
 };
 
-// Where K and V of a block of a sequence's keys lie for one KV head.
+// The addresses of K and V of a block of keys, for one KV head.
 struct KeyRows {
   KeyRows(const Call& call, const Task& task, int64_t first, int64_t end)
       : k(call.kv.k + task.kv_head * call.kv.page_size * call.kv.head_dim),
@@ -59,7 +60,7 @@ struct KeyRows {
     find_rows(call.kv, call.pages(task.b), first, count, rows);
   }
 
-  // Have part i of n in the cache soon. Inlined: GCC drops calls of functions that do nothing but prefetch.
+  // Prefetches part i of n. Always inlined, since GCC removes calls of functions that only prefetch.
   [[gnu::always_inline]] void fetch(int64_t i, int64_t n, int64_t head_dim) const {
     for (int64_t key = count * i / n; key < count * (i + 1) / n; key++)
       for (int64_t d = 0; d < head_dim; d += 32) {
@@ -73,7 +74,7 @@ struct KeyRows {
   int64_t rows[kKeys];
 };
 
-// Zeros come behind the last key, whatever an earlier owner of the page left there.
+// Zeros are written behind the last key, over the values of an earlier owner of the page.
 void pack_keys(const KeyRows& keys, int64_t head_dim, Workspace& work) {
   const int64_t dim = 32 * num_chunks(head_dim);
   auto load = [&](const bf16* from, int64_t key, int64_t chunk) {
@@ -121,7 +122,7 @@ void attend(const Call& call, const Task& task, Workspace& work) {
   KeyRows keys(call, task, 0, num_keys);
   for (int64_t key = 0; key < end; key += kKeys) {
     pack_keys(keys, head_dim, work);
-    keys = KeyRows(call, task, key + kKeys, key + kKeys < end ? num_keys : 0);  // the next ones
+    keys = KeyRows(call, task, key + kKeys, key + kKeys < end ? num_keys : 0);  // the next block
     for (int64_t first = 0; first < num_rows; first += kHeight) {
       keys.fetch(first / kHeight, padded_rows / kHeight, head_dim);
       const int64_t end_row = std::min(first + kHeight, num_rows);
@@ -148,7 +149,7 @@ void attend(const Call& call, const Task& task, Workspace& work) {
   }
 }
 
-// Longest first, so that no worker begins a long one when the others are done.
+// The longest tasks come first, so that no worker begins a long task when the others are done.
 std::vector<Task> plan(const Call& call, int team_size) {
   std::vector<Task> tasks;
   int64_t num_tokens = 0;

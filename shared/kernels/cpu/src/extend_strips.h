@@ -1,4 +1,4 @@
-// A strip of rows of extend attention and a block of kKeys keys: scores, softmax, and the weighted sum of values.
+// Extend attention of a strip of rows to a block of kKeys keys: scores, softmax, and the weighted sum of values.
 #pragma once
 #include "amx.h"
 #include "attention_rows.h"
@@ -6,9 +6,9 @@
 namespace baton::extend {
 
 constexpr int64_t kKeys = 64;
-constexpr int64_t kTallest = 32;  // rows of a strip of any kind
+constexpr int64_t kTallest = 32;  // most rows of any kind of strip
 
-// Products of a strip of 6 rows in registers; functions of their own, since nothing else may take registers from them.
+// Products of a strip of 6 rows. They are functions of their own, so that they have all registers.
 struct VectorStrip {
   static constexpr int64_t kHeight = 6;
 
@@ -76,7 +76,7 @@ struct VectorStrip {
 };
 
 #ifdef BATON_HAS_AMX
-// The same by AMX: two by two tiles of 16 rows and 16 columns.
+// The same products with AMX: two by two tiles of 16 rows and 16 columns.
 struct TileStrip {
   static constexpr int64_t kHeight = 32;
 
@@ -126,15 +126,16 @@ inline __m512 rough_exp2_16(__m512 x) {
   return _mm512_scalef_ps(p, x);
 }
 
-// What a row has summed up so far: weights are 2^(score - reference).
+// The sums of a row so far. Weights are 2^(score - reference).
 struct Row {
-  float* total;      // [16] of weights, lane by lane
-  float* sums;       // [dim] of weights times values
+  float* total;      // [16], sums of weights by lane
+  float* sums;       // [dim], sums of weights times values
   float& reference;  // at most kHeadroom below the highest score
 };
 
-// Weights may grow to 2^kHeadroom before the reference follows the scores: after the first keys it hardly ever does.
-// bf16 rounds weights of any size by the same share, and float32 holds the sums of as many as there can be.
+// Weights may grow to 2^kHeadroom before the reference is raised, so it is hardly ever raised after the first keys.
+// The relative rounding error of bf16 does not depend on the size of a weight, and the sums of all weights fit in
+// float32.
 constexpr float kHeadroom = 8;
 
 inline void raise_reference(float reference, int64_t dim, Row row) {
@@ -145,7 +146,7 @@ inline void raise_reference(float reference, int64_t dim, Row row) {
     _mm512_store_ps(row.sums + d, _mm512_mul_ps(_mm512_load_ps(row.sums + d), shrink));
 }
 
-// A row's products become weights; those of keys from `visible` on 0, if kMasked, else it sees all of the block.
+// Turns the products of a row into weights. If kMasked, the weights of keys from `visible` on are 0.
 template <bool kMasked>
 [[gnu::always_inline]] inline void softmax_row(const float* products, int64_t visible, __m512 scale, int64_t dim,
                                                Row row, bf16* weights) {

@@ -9,15 +9,16 @@
 namespace baton {
 namespace {
 
-// Rows of x stay in a core's L2 while the panels pass, each once for all of them. Tiles compute ten times as fast, so a
-// panel has to serve more rows, or the L3 would feed too few; CPUs with AMX have 2 MB of L2.
+// A block of rows of x stays in a core's L2 while each panel is read once for all of its rows. Tiles compute ten
+// times as fast, so a panel must serve more rows, or reading it from the L3 would take longer. CPUs with AMX have 2
+// MB of L2.
 #ifdef BATON_HAS_AMX
 constexpr int64_t kRowsBytes = 1 << 20, kMinRows = 192;
 #else
 constexpr int64_t kRowsBytes = 256 << 10, kMinRows = 48;
 #endif
 
-// Blocks of rows that a panel meets at once: all of a small batch, so that each panel is read once.
+// Rows of a block, for which a panel is read once. A small batch is one block.
 int64_t rows_of_block(int64_t m, int64_t k) {
   const int64_t most = std::max(kMinRows, kRowsBytes / (2 * k));
   const int64_t blocks = (m + most - 1) / most;
@@ -35,7 +36,7 @@ void multiply(Team& team, const bf16* x, int64_t m, const PackedLinear& w, const
 #ifdef BATON_HAS_AMX
     if (amx::usable(w.k)) return amx::rows_times_panel(x, begin, end, w.k, weights, finish);
 #endif
-    const bf16* const next = w.panels + (task + team.size()) % panels * kPanel * w.k;  // as far as anyone can tell
+    const bf16* const next = w.panels + (task + team.size()) % panels * kPanel * w.k;  // a guess
     avx512::rows_times_panel(x, begin, end, w.k, weights, next, finish);
   });
 }

@@ -1,8 +1,9 @@
-// y = x W^T over weights packed once at load. x is bf16 [m][k], products accumulate in float32.
+// y = x W^T with weights that were packed at load. x is bf16 [m][k]. Products are added up in float32.
 //
-// A panel holds 64 output columns: panels[n / 64][k / 2][64][2], zero-padded to whole panels. It streams once from
-// memory for all m rows, is what vdpbf16ps takes (a pair of k per lane) and what an AMX tile is (16 rows of 64 bytes).
-// Every output element sums over k in the same order for any m: a row's result does not depend on its batch.
+// A panel holds 64 output columns: panels[n / 64][k / 2][64][2], zero-padded to whole panels. A panel is read from
+// memory once for all m rows. Its layout is that of vdpbf16ps (a pair of k per lane) and of an AMX tile (16 rows of
+// 64 bytes). Every output element is summed over k in the same order for any m, so the result of a row does not
+// depend on the batch.
 #pragma once
 #include "threads.h"
 #include "vec.h"
@@ -21,7 +22,7 @@ void linear(Team&, const bf16* x, int64_t m, const PackedLinear&, bf16* out);   
 void linear_float(Team&, const bf16* x, int64_t m, const PackedLinear&, float* out);   // [m][n], for logits
 void linear_add(Team&, const bf16* x, int64_t m, const PackedLinear&, float* residual);  // residual [m][n] += y
 
-// A panel holds 32 gate columns, then their 32 up columns: out [m][n / 2] = silu(gate) * up.
+// out [m][n / 2] = silu(gate) * up. A panel holds 32 gate columns, then the same 32 columns of up.
 void linear_silu_mul(Team&, const bf16* x, int64_t m, const PackedLinear&, bf16* out);
 
 }  // namespace baton

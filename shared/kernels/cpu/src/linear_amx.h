@@ -1,6 +1,6 @@
-// Some rows of x times one panel with AMX: 16 pairs of k by 16 columns of a panel are a tile as they lie.
+// Rows of x times one panel with AMX. 16 pairs of k by 16 columns of a panel have the layout of a tile.
 //
-// Every sum runs over k in steps of 32, whatever the rows beside it. A single row is a tile of one row.
+// Every sum runs over k in steps of 32, for any number of rows. A single row is a tile of one row.
 #pragma once
 #include "amx.h"
 #include "linear.h"
@@ -13,7 +13,7 @@ constexpr int kMaxRows = 2 * kTileRows;
 
 inline bool usable(int64_t k) { return k % kTileK == 0 && permitted(); }
 
-// y[rows][64] for up to 16 rows: sums in tiles 0 to 3.
+// y[rows][64] for up to 16 rows, with the sums in tiles 0 to 3.
 inline void sum_16_rows(const bf16* x, int64_t k, const bf16* panel, float* y) {
   zero<0>(), zero<1>(), zero<2>(), zero<3>();
   for (int64_t i = 0; i < k; i += kTileK, panel += kTileK * kPanel) {
@@ -27,7 +27,7 @@ inline void sum_16_rows(const bf16* x, int64_t k, const bf16* panel, float* y) {
   store<0>(y, 4 * kPanel), store<1>(y + 16, 4 * kPanel), store<2>(y + 32, 4 * kPanel), store<3>(y + 48, 4 * kPanel);
 }
 
-// y[rows][64] for 17 to 32 rows, 32 columns at a time: each tile that is loaded serves two products.
+// y[rows][64] for 17 to 32 rows, 32 columns at a time, so that each loaded tile is used in two products.
 inline void sum_32_rows(const bf16* x, int64_t k, const bf16* panel, float* y) {
   for (int half = 0; half < 2; half++, panel += 64, y += 32) {
     zero<0>(), zero<1>(), zero<2>(), zero<3>();
@@ -56,7 +56,7 @@ inline Shapes shapes_of(int rows) {
   return shapes;
 }
 
-// finish(row, y) for rows [begin, end) of x times the panel.
+// Calls finish(row, y) for rows [begin, end) of x times the panel.
 template <class Finish>
 void rows_times_panel(const bf16* x, int64_t begin, int64_t end, int64_t k, const bf16* panel, Finish&& finish) {
   alignas(64) float y[kMaxRows * kPanel];

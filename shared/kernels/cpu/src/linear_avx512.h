@@ -1,4 +1,4 @@
-// Some rows of x times one panel with AVX512: 64 columns are four registers, each row of x has four sums in registers.
+// Rows of x times one panel with AVX512. 64 columns are four registers, and each row of x has four registers of sums.
 #pragma once
 #include <algorithm>
 
@@ -9,24 +9,24 @@ namespace baton::avx512 {
 #ifdef __AVX512BF16__
 constexpr int kMaxRows = 6;  // 24 sums, 4 registers of the panel, 1 of x
 #else
-constexpr int kMaxRows = 4;  // dot_pairs keeps both halves of the panel's registers
+constexpr int kMaxRows = 4;  // dot_pairs needs both halves of the panel's registers
 #endif
 
-// Products go through a panel in chunks of so many k, 128 KB: one chunk serves all rows from the L2 while the next one
-// comes from memory. Sums of more rows than kBlockRows are not kept between chunks.
+// A panel is read in chunks of this many k, which are 128 KB. One chunk serves all rows from the L2 while the next
+// chunk is prefetched. At most kBlockRows rows keep their sums between chunks.
 constexpr int64_t kChunk = 1024, kBlockRows = 192;
 constexpr int kLines = 2 * kPanel * sizeof(bf16) / 64;  // cache lines of a pair of k
 
-// Some k of a panel, and the same of rows of x.
+// A range of k of a panel and of rows of x.
 struct Chunk {
   const bf16 *x, *panel;
   int64_t stride;  // elements from row to row of x
   int64_t pairs;   // of k
-  bool is_first;   // sums begin at zero, those of later chunks with what is in y
+  bool is_first;   // sums begin with zero, and those of later chunks with y
 };
 
-// y[r][64] = the sums of row r, of R; k ascends in one chain a lane, so R does not show in the result. For each pair of
-// k some lines from `ahead` on are fetched into the L2.
+// y[r][64] = the sums of row r of R rows. Each lane adds up its products in the order of k, so the result does not
+// depend on R. For each pair of k, kFetched lines from `ahead` on are prefetched into the L2.
 template <int R, int kFetched>
 void sum_rows(const Chunk& chunk, const char* ahead, float* y) {
   const bf16* panel = chunk.panel;
@@ -78,11 +78,11 @@ inline void sum_rows(int64_t rows, int64_t fetched, const Chunk& chunk, const ch
   }
 }
 
-// finish(row, y) for rows [begin, end) of x times the panel, at most kBlockRows. `next` is the panel that comes after it.
+// Calls finish(row, y) for rows [begin, end) of x times the panel, at most kBlockRows. `next` is the panel after it.
 //
-// Where rows take several steps, the first would wait for memory, as the panel is new to it; so all of them fetch a share
-// of the chunk after theirs. 16 rows then run at 0.97 of the peak of vdpbf16ps on Zen 4. A single step reads its panel
-// once, as fast as the hardware's own prefetch brings it.
+// Where rows take several steps, the first step would wait for the panel to come from memory. So each step prefetches
+// a share of the next chunk. 16 rows then run at 0.97 of the peak of vdpbf16ps on Zen 4. A single step reads its
+// panel once, as fast as the hardware prefetches it.
 template <class Finish>
 void block_times_panel(const bf16* x, int64_t begin, int64_t end, int64_t k, const bf16* panel, const bf16* next,
                        Finish&& finish) {

@@ -1,4 +1,5 @@
-// What becomes of one row of a panel: 64 float32 sums y of row `row`, columns 64 * panel and on, those past n left out.
+// Stores one row of a panel: 64 float32 sums y of row `row`, for columns from 64 * panel on. Columns past n are left
+// out.
 #pragma once
 #include "linear.h"
 
@@ -41,7 +42,7 @@ struct Add {
 struct SiluMul {
   bf16* out;
   const float* bias;  // [2 * size]: the gate's, then the up projection's
-  int64_t size;       // of gate, of up and of a row of out
+  int64_t size;       // columns of gate, of up and of out
 
   void operator()(int64_t row, int64_t panel, const float* y) const {
     constexpr int64_t half = kPanel / 2;

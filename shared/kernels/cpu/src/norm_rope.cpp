@@ -6,7 +6,7 @@
 namespace baton {
 namespace {
 
-constexpr int64_t kTokens = 4;  // that one worker takes at a time: some microseconds
+constexpr int64_t kTokens = 4;  // tokens of one task, which takes some microseconds
 
 template <class F>
 void each_token(Team& team, int64_t T, F&& f) {
@@ -25,8 +25,8 @@ float inverse_rms(const In* x, int64_t size, float eps) {
   return 1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / float(size) + eps);
 }
 
-// Cosine and sine of 16 angles, absolute error below 2e-7: reduced to [-pi/4, pi/4] in float64, so that far positions
-// lose nothing, then the polynomials of Cephes' sinf and cosf.
+// Cosine and sine of 16 angles, absolute error below 2e-7. Angles are reduced to [-pi/4, pi/4] in float64, so that
+// large positions are as exact as small ones. The polynomials are those of Cephes' sinf and cosf.
 void cos_sin16(__m512 angle, __m512& cosine, __m512& sine) {
   const auto reduce = [](__m256 angle, __m256i& quadrant) {
     const __m512d wide = _mm512_cvtps_pd(angle);
@@ -56,7 +56,7 @@ void cos_sin16(__m512 angle, __m512& cosine, __m512& sine) {
   cosine = negate_if(_mm512_mask_blend_ps(odd, c, s), _mm512_add_epi32(quadrant, _mm512_set1_epi32(1)));
 }
 
-// One head: normed if `weight` is given, then rotated.
+// Applies the norm (if `weight` is given) and the rotation to one head.
 void norm_rope(const bf16* x, int64_t head_dim, const float* weight, float eps, const float* cos_sin, bf16* out) {
   const int64_t half = head_dim / 2;
   const __m512 scale = _mm512_set1_ps(weight ? inverse_rms(x, head_dim, eps) : 1.0f);

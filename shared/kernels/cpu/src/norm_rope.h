@@ -1,4 +1,4 @@
-// What stands between a layer's linear projections, for the T tokens of a forward. The residual stream is float32.
+// The operations between a layer's linear projections, for the T tokens of a forward. The residual stream is float32.
 #pragma once
 #include "attention.h"
 #include "threads.h"
@@ -16,7 +16,7 @@ void rms_norm(Team&, const float* x, int64_t T, int64_t size, const float* weigh
 void rotary_cos_sin(Team&, const int64_t* positions, int64_t T, const float* frequencies, int64_t half, float* cos_sin);
 
 struct QkNorm {
-  const float* weight;  // [num_heads + num_kv_heads][head_dim], or null: the model has none
+  const float* weight;  // [num_heads + num_kv_heads][head_dim], or null where the model has none
   float eps;
 };
 

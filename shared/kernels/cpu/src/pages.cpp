@@ -1,15 +1,15 @@
-// Gathering KV pages into a staging slot, and scattering them out of one.
+// Gathers KV pages into a staging slot, and scatters a slot into pages.
 //
-// Pages lie anywhere in a pool that no cache holds, and at each of them the CPU's prefetcher has to start anew. So four
-// are copied at once, four cache lines of each in turn: on a Zen 4 core, gathering 16 KiB pages runs at 15 GB/s instead
-// of 11 (memcpy page by page), where a memcpy of the whole pool runs at 14. Eight at once are slower, since pages of a
-// power of two fall into the same sets of the first-level cache, and so is software prefetch with any lead tried.
+// Pages are scattered in a pool that is larger than the caches, and the CPU's prefetcher starts anew at each page. So
+// four pages are copied at once, four cache lines of each in turn. On a Zen 4 core, gathering 16 KiB pages runs at 15
+// GB/s instead of 11 (memcpy page by page), and a memcpy of the whole pool runs at 14. Eight pages at once are
+// slower, since pages of a power of two use the same sets of the first-level cache. Software prefetch is slower too.
 //
-// A scatter writes past the caches. Its pages are not read before the whole sequence has arrived, and a plain store
-// would first read the line that it is about to overwrite: 24 GB/s instead of 16. A gather uses plain stores: its slot
-// is read next.
+// A scatter bypasses the caches: its pages are not read before the whole sequence has arrived, and a plain store
+// would first read the line that it overwrites (24 GB/s instead of 16). A gather uses plain stores, since its slot is
+// read next.
 //
-// Needs nothing of the CPU; without SSE2 all stores are plain ones.
+// Any CPU can run this. Without SSE2 all stores are plain ones.
 
 #include <algorithm>
 #include <cstdint>
@@ -24,7 +24,7 @@ namespace {
 typedef uint64_t Line __attribute__((vector_size(64), aligned(1), may_alias));
 
 constexpr int64_t kLine = sizeof(Line);
-constexpr int64_t kStep = 4 * kLine;  // copied of one page before the next page's turn
+constexpr int64_t kStep = 4 * kLine;  // bytes of a page that are copied before the next page's turn
 constexpr int64_t kAtOnce = 4;
 
 void copy_step(char* to, const char* from) {
@@ -34,7 +34,7 @@ void copy_step(char* to, const char* from) {
   out[0] = a, out[1] = b, out[2] = c, out[3] = d;
 }
 
-// Past the caches; `to` is at the beginning of a cache line.
+// Copies past the caches. `to` is the beginning of a cache line.
 void stream_step(char* to, const char* from) {
 #if defined(__AVX512F__)
   __m512i lines[4];
@@ -61,7 +61,7 @@ void copy_at_once(const Page* pages, int64_t nbytes) {
   for (int64_t i = 0; i < kAtOnce; i++) std::memcpy(pages[i].to + at, pages[i].from + at, nbytes - at);
 }
 
-// `page(row, id, i)` says where the i-th page of a row, which is `id` in the pool, is copied from and to.
+// `page(row, id, i)` returns the addresses that the i-th page of a row, `id` in the pool, is copied from and to.
 template <void (*Step)(char*, const char*), typename At>
 void copy_pages(int64_t num_rows, const int64_t* page_ids, int64_t num_ids, int64_t nbytes, At page) {
   Page pages[kAtOnce];
@@ -81,8 +81,8 @@ bool all_within(const int64_t* page_ids, int64_t num_ids, int64_t num_pages) {
 
 }  // namespace
 
-// `pages` is [num_rows, num_pages] pages of `page_nbytes`, `out` is [num_rows, num_ids]. False: an id is out of range,
-// and nothing was copied.
+// `pages` is [num_rows, num_pages] pages of `page_nbytes`, `out` is [num_rows, num_ids]. Returns false where an id is
+// out of range. Then nothing was copied.
 extern "C" bool baton_gather_pages(const char* pages, int64_t num_rows, int64_t num_pages, int64_t page_nbytes,
                                    const int64_t* page_ids, int64_t num_ids, char* out) {
   if (!all_within(page_ids, num_ids, num_pages)) return false;
@@ -105,7 +105,7 @@ extern "C" bool baton_scatter_pages(char* pages, int64_t num_rows, int64_t num_p
     copy_pages<copy_step>(num_rows, page_ids, num_ids, page_nbytes, page);
   }
 #ifdef __SSE2__
-  _mm_sfence();  // streamed stores are ordered by nothing else; whoever is told of these pages must see them
+  _mm_sfence();  // orders the streamed stores before the message that announces these pages
 #endif
   return true;
 }

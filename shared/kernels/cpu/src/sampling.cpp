@@ -1,7 +1,7 @@
-// The slow twin is shared/engine/sampler.py; it says why filters cut by value and the inverse CDF walks by id.
+// The slow twin is shared/engine/sampler.py. It explains why filters cut by value and the inverse CDF goes by id.
 //
-// Nothing is sorted. A threshold is found by bisection over the bits of the probabilities, which for positive floats
-// are in the order of their values, among ever fewer candidates.
+// Nothing is sorted. A threshold is found by bisection over the bits of the probabilities, among ever fewer
+// candidates. The bits of positive floats have the order of their values.
 #include "sampling.h"
 
 #include <algorithm>
@@ -16,8 +16,8 @@ namespace baton {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int64_t kBlock = 256;          // probabilities summed at once on the walk to the drawn token
-constexpr int64_t kFewCandidates = 128;  // fewer are not worth another selection
+constexpr int64_t kBlock = 256;          // probabilities that are added up at once on the way to the drawn token
+constexpr int64_t kFewCandidates = 128;  // with fewer candidates another selection does not pay
 
 float from_bits(uint32_t bits) {
   float value;
@@ -25,7 +25,7 @@ float from_bits(uint32_t bits) {
   return value;
 }
 
-// The largest; a NaN never is.
+// The largest value. NaNs are ignored.
 float largest(const float* x, int64_t n) {
   __m512 best[4];
   for (auto& b : best) b = _mm512_set1_ps(-kInfinity);
@@ -37,7 +37,7 @@ float largest(const float* x, int64_t n) {
   return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(best[0], best[1]), _mm512_max_ps(best[2], best[3])));
 }
 
-// Where `value` is first; 0 where it is not.
+// The first index of `value`. 0 where there is none.
 int64_t first_at(const float* x, int64_t n, float value) {
   for (int64_t i = 0; i < n; i += 16) {
     const __m512 these = _mm512_maskz_loadu_ps(lanes_below(n, i), x + i);
@@ -47,8 +47,7 @@ int64_t first_at(const float* x, int64_t n, float value) {
   return 0;
 }
 
-// Logits to exp(x / temperature - top / temperature) in place: probabilities, but for a factor that gives the
-// likeliest 1.
+// Replaces logits by exp(x / temperature - top / temperature): probabilities, scaled so that the likeliest is 1.
 void to_probabilities(float* x, int64_t n, float top, float temperature) {
   const __m512 t = _mm512_set1_ps(temperature);
   const __m512 shift = _mm512_div_ps(_mm512_set1_ps(top), t);
@@ -58,7 +57,7 @@ void to_probabilities(float* x, int64_t n, float top, float temperature) {
   }
 }
 
-// The chosen of 16 floats added up in 8 double lanes.
+// Adds up the chosen ones of 16 floats in 8 double lanes.
 __m512d add_wide(__m512d sum, __mmask16 chosen, __m512 x) {
   sum = _mm512_mask_add_pd(sum, __mmask8(chosen), sum, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
   return _mm512_mask_add_pd(sum, __mmask8(chosen >> 8), sum, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
@@ -69,7 +68,7 @@ struct Weight {
   double mass;
 };
 
-// What is larger than `pivot`.
+// The number and the sum of the values larger than `pivot`.
 Weight above(const float* p, int64_t n, float pivot) {
   const __m512 limit = _mm512_set1_ps(pivot);
   __m512d mass = _mm512_setzero_pd();
@@ -83,7 +82,7 @@ Weight above(const float* p, int64_t n, float pivot) {
   return {count, _mm512_reduce_add_pd(mass)};
 }
 
-// Packs those from low to high; returns how many. `out` may be `p`, else it has room for 16 more than it gets.
+// Copies the values from low to high, and returns their number. `out` may be `p`, or has room for 16 more.
 int64_t pick(const float* p, int64_t n, float low, float high, float* out) {
   int64_t kept = 0;
   for (int64_t i = 0; i < n; i += 16) {
@@ -98,17 +97,17 @@ int64_t pick(const float* p, int64_t n, float low, float high, float* out) {
 
 struct Cut {
   float at;
-  Weight above;  // of those larger than it
+  Weight above;  // number and sum of the values larger than `at`
 };
 
-// The smallest value with less than `limit` above it, by the count or by the mass: one of p, which are in [0, 1], or 0
-// where all of them weigh less. `candidates` is scratch for n / 2 + 16.
+// The smallest value of p (in [0, 1]) with less than `limit` above it, by the count or by the mass. 0 where all
+// values together are less. `candidates` is scratch for n / 2 + 16.
 template <class Measure>
 Cut smallest_with_less_above(const float* p, int64_t n, Measure measure, double limit, float* candidates) {
   uint32_t low = 0, high = 0x3f800000;  // bits of 0 and 1; the answer is between them
-  int64_t from_low = n;                 // how many are at least `low`
-  Weight over{0, 0.0};                  // those larger than `high`
-  Weight left_out{0, 0.0};              // those larger than `high` when candidates were picked last
+  int64_t from_low = n;                 // the number of values of at least `low`
+  Weight over{0, 0.0};                  // the values larger than `high`
+  Weight left_out{0, 0.0};              // the values larger than `high` at the last selection of candidates
   while (low < high) {
     const uint32_t middle = low + (high - low) / 2;
     Weight found = above(p, n, from_bits(middle));
@@ -129,7 +128,7 @@ Cut smallest_with_less_above(const float* p, int64_t n, Measure measure, double 
   return {from_bits(high), over};
 }
 
-// Probabilities below this are out: top-k, then top-p of the mass that it left, and min-p.
+// The threshold of the filters: top-k, then top-p of the mass that is left, and min-p.
 float threshold(const float* p, int64_t n, int64_t top_k, float top_p, float min_p, std::vector<float>& candidates) {
   const bool limits_k = top_k > 0 && top_k < n;
   float lowest = 0.0f;
@@ -139,18 +138,18 @@ float threshold(const float* p, int64_t n, int64_t top_k, float top_p, float min
     const auto count = [](const Weight& weight) { return double(weight.count); };
     const Cut cut = smallest_with_less_above(p, n, count, double(top_k), candidates.data());
     lowest = cut.at;
-    mass = cut.above.mass + double(top_k - cut.above.count) * cut.at;  // of exactly top_k, however many tie
+    mass = cut.above.mass + double(top_k - cut.above.count) * cut.at;  // of exactly top_k values, with ties too
   }
   if (top_p < 1.0f) {
     if (!limits_k) mass = above(p, n, 0.0f).mass;
     const auto of_mass = [](const Weight& weight) { return weight.mass; };
     lowest = std::max(lowest, smallest_with_less_above(p, n, of_mass, top_p * mass, candidates.data()).at);
   }
-  return std::max(lowest, min_p);  // the likeliest has 1
+  return std::max(lowest, min_p);  // the likeliest has probability 1 here
 }
 
-// The first id whose cumulative probability, among those not below `lowest`, exceeds its share `uniform` of the whole;
-// -1 where there is no probability at all.
+// The first id at which the cumulative probability of the values not below `lowest` exceeds `uniform` times their
+// sum. -1 where all probabilities are zero.
 int64_t draw(const float* p, int64_t n, float lowest, double uniform, std::vector<double>& block_mass) {
   const __m512 limit = _mm512_set1_ps(lowest);
   double total = 0.0;
@@ -166,7 +165,7 @@ int64_t draw(const float* p, int64_t n, float lowest, double uniform, std::vecto
   }
   const double target = uniform * total;
   double before = 0.0;
-  int64_t last = -1;  // a sum in another order may fall short of the target by its last bit
+  int64_t last = -1;  // a sum in another order may be smaller than the target by its last bit
   for (int64_t first = 0; first < n; first += kBlock) {
     const double mass = block_mass[first / kBlock];
     if (mass > 0.0 && (before + mass > target || before + mass >= total)) {
@@ -205,7 +204,7 @@ void sample(Team& team, float* logits, int64_t num_rows, int64_t vocab_size, con
 
 }  // namespace baton
 
-// `last_tokens` is the FutureMap; row_ids [num_rows] are the rows that have sampled.
+// `last_tokens` is the FutureMap. row_ids [num_rows] are the rows that sample.
 extern "C" int64_t baton_sample(void* team, float* logits, int64_t num_rows, int64_t vocab_size,
                                 const baton::Sampling* sampling, const int64_t* row_ids, int64_t* last_tokens,
                                 int64_t* token_ids) {

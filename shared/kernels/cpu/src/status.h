@@ -1,4 +1,4 @@
-// What the calls return that serve an engine: none of their exceptions crosses into Python.
+// The result of the functions that an engine calls. No exception leaves them, since Python could not catch it.
 #pragma once
 #include <cstdint>
 #include <new>

@@ -2,7 +2,7 @@
 
 #include "threads.h"
 
-// Null where the system does not let so many threads start: no exception crosses into Python.
+// Null where the system does not start that many threads.
 extern "C" void* baton_team_new(const int32_t* cores, int64_t num_cores) {
   try {
     return new baton::Team(std::vector<int>(cores, cores + num_cores));

@@ -1,7 +1,7 @@
-// A fixed team of threads, one a core, for fork-join loops that take microseconds.
+// A fixed team of threads, one per core, for fork-join loops that take microseconds.
 //
-// The caller is worker 0. Workers spin for a moment after each loop, since the next one follows within
-// microseconds while a forward runs, and sleep when none comes: an idle node burns nothing.
+// The caller is worker 0. Workers spin for a moment after each loop, since the next loop follows within microseconds
+// while a forward runs. Then they sleep, so an idle node uses no CPU time.
 #pragma once
 #include <immintrin.h>
 #include <pthread.h>
@@ -19,7 +19,7 @@ namespace baton {
 
 class Team {
  public:
-  // One worker for each of `cores`, of which -1 is any; the caller's own thread is pinned by whoever made it.
+  // One worker for each of `cores`, not pinned for -1. The calling thread is not pinned here, but by its owner.
   explicit Team(std::vector<int> cores) : cores_(std::move(cores)) {
     try {
       for (int i = 1; i < size(); i++) threads_.emplace_back([this, i] { work(i); });
@@ -34,8 +34,8 @@ class Team {
 
   int size() const { return cores_.empty() ? 1 : int(cores_.size()); }
 
-  // f(worker) on every worker; returns when all have returned. Throws what the first of them threw: by then the others
-  // have returned as well, or they would go on with what the caller's end takes from under them.
+  // Runs f(worker) on every worker, and returns when all have returned. If a worker throws, the first exception is
+  // thrown again, but only when all have returned, since they use memory of the caller.
   template <class F>
   void run(F&& f) {
     if (size() == 1) return f(0);
@@ -62,7 +62,7 @@ class Team {
     }
   }
 
-  // f(i) for i in [0, n), taken one by one by whoever is free: cores of a shared machine differ in speed.
+  // Runs f(i) for i in [0, n). An idle worker takes the next i, since cores of a shared machine differ in speed.
   template <class F>
   void each(int64_t n, F&& f) {
     if (size() == 1 || n <= 1) {
@@ -90,7 +90,7 @@ class Team {
       cpu_set_t only;
       CPU_ZERO(&only);
       CPU_SET(cores_[worker], &only);
-      pthread_setaffinity_np(pthread_self(), sizeof only, &only);  // refused: it runs unpinned
+      pthread_setaffinity_np(pthread_self(), sizeof only, &only);  // where this fails the thread runs unpinned
     }
     pthread_setname_np(pthread_self(), "forward-team");
     for (uint32_t seen = 0;;) {

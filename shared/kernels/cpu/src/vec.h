@@ -1,4 +1,4 @@
-// bfloat16 in AVX512 registers: load, store, dot products of pairs, exp. Everything accumulates in float32.
+// bfloat16 in AVX512 registers: load, store, dot products of pairs, exp. Sums are float32.
 #pragma once
 #include <immintrin.h>
 
@@ -42,7 +42,7 @@ inline __mmask16 lanes_before(int64_t count) {
   return count >= 16 ? __mmask16(0xffff) : count <= 0 ? __mmask16(0) : __mmask16((1u << count) - 1);
 }
 
-// Lanes of elements [first, first + 16) that are below `end`; loads of the others are 0, and they are not stored.
+// A mask of the elements [first, first + 16) below `end`. The other lanes load 0 and are not stored.
 inline __mmask16 lanes_below(int64_t end, int64_t first) { return lanes_before(end - first); }
 
 inline __m512 load_lanes(const float* p, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, p); }
@@ -79,7 +79,7 @@ inline __m512 exp16(__m512 x) {
   return _mm512_maskz_scalef_ps(_knot_mask16(tiny), p, n);
 }
 
-// 16 rows of 16 values of 32 bits become columns.
+// Transposes 16 rows of 16 values of 32 bits.
 inline void transpose(__m512i (&rows)[16]) {
   __m512i t[16];
 #pragma GCC unroll 8
