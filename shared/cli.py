@@ -1,4 +1,4 @@
-"""The flags that prefill-node, decode-node and router --local have in common; SGLang's names where it has them."""
+"""The flags that prefill-node, decode-node and router --local share. Flags that SGLang has too are named as there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.scheduling.policies import POLICIES
 
 
 def make_parser(prog: str, description: str) -> FlagParser:
-    """A parser whose help shows every default, and that takes no abbreviations."""
+    """Make a parser whose help shows the defaults. It accepts no abbreviations."""
     return FlagParser(
         prog=prog,
         description=description,
@@ -32,12 +32,12 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a fleet's security: the same on routers and nodes."""
+    """Add the security flags, which routers and nodes share."""
     add_flags(parser, "security", NetOptions, "fleet_key", "insecure")
 
 
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a node that `router --local` hands to the nodes it starts."""
+    """Add the node flags that `router --local` passes to the nodes it starts."""
     add_flags(parser, "model", ModelOptions)
     add_flags(parser, "KV cache", CacheOptions)
     add_flags(parser, "scheduling", ScheduleOptions, choices={"schedule_policy": tuple(POLICIES)})
@@ -47,19 +47,19 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def node_argv(args: argparse.Namespace) -> list[str]:
-    """The flags of `add_node_flags` in `args` that differ from their defaults, as a command line."""
+    """Return the flags of `add_node_flags` in `args` that differ from their defaults, as a command line."""
     whole_parts = (ModelOptions, CacheOptions, ScheduleOptions, TransferOptions)
     argv = [word for options in whole_parts for word in argv_of(options, args)]
     return [*argv, *argv_of(NetOptions, args, "router_timeout_s"), *argv_of(NodeConfig, args, "profile_dir")]
 
 
 def add_net_flags(parser: argparse.ArgumentParser, default_port: int) -> None:
-    """Add the flags that only a node started by hand needs."""
+    """Add the flags that only a node that is started by hand needs."""
     by_hand = ("host", "port", "advertise_host", "node_id", "routers", "exit_with_parent")
     add_flags(parser, "network", NetOptions, *by_hand)
     parser.set_defaults(port=default_port)
 
 
 def node_config(args: argparse.Namespace) -> NodeConfig:
-    """The node's configuration from parsed flags."""
+    """Make a node's configuration from parsed flags."""
     return options_of(NodeConfig, args)

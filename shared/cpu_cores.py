@@ -1,4 +1,4 @@
-"""Which cores of this machine a forward runs on: what is there, and how nodes that start together share it."""
+"""Finds the cores of this machine, and divides them among the nodes that a router starts."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
 @dataclass(frozen=True)
 class CpuCores:
-    """The threads of a forward: one pinned to each core of `pinned`, or as many wherever the kernel puts them."""
+    """The threads of a forward: one pinned to each core of `pinned`, or `num_threads` that are not pinned."""
 
     num_threads: int
     pinned: tuple[int, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> CpuCores:
-        """`0-3,8`: a thread on each of these cores; `any:4`: four threads that are not pinned. Raises ValueError."""
+        """Parse `0-3,8` (one thread on each core) or `any:4` (four threads, not pinned). Raises ValueError."""
         allowed = allowed_cores()
         if free := _ANY.fullmatch(text):
             if not 1 <= int(free[1]) <= len(allowed):
                 raise ValueError(
                     f"{text}: {free[1]} threads are not between 1 and {len(allowed)}: "
-                    f"this process may use the cores {_ranges(allowed)}"
+                    f"this process may use the cores {_write_list(allowed)}"
                 )
             return cls(int(free[1]))
-        cores = _listed(text)
+        cores = _parse_list(text)
         if absent := sorted(set(cores) - set(allowed)):
             raise ValueError(
-                f"{text}: no core {_ranges(absent)} here; this process may use {_ranges(allowed)}"
+                f"{text}: no core {_write_list(absent)} here; this process may use {_write_list(allowed)}"
             )
         return cls(len(cores), tuple(cores))
 
     @property
     def team(self) -> tuple[int, ...]:
-        """The core of each thread; -1 where the kernel may choose."""
+        """The core of each thread. -1 where the kernel chooses."""
         return self.pinned or (-1,) * self.num_threads
 
     def __str__(self) -> str:
-        return _ranges(self.pinned) if self.pinned else f"any:{self.num_threads}"
+        return _write_list(self.pinned) if self.pinned else f"any:{self.num_threads}"
 
 
 def own_cores() -> CpuCores:
-    """What a node uses that was told nothing: all that this process may use."""
+    """The cores of a node without --cpu-cores: all that this process may use."""
     return split_cores(None, 1)[0]
 
 
 def split_cores(cores: CpuCores | None, num_nodes: int) -> list[CpuCores]:
-    """The share of each of `num_nodes`, as equal as it can be; None is all that this process may use.
+    """Divide `cores` (None: all that this process may use) among nodes, as equally as possible.
 
-    More nodes than cores share them in turn, with one thread each. Under a CPU quota of fewer cores nothing is
-    pinned: every container of a large machine would choose the same few.
+    Where there are more nodes than cores, each node gets one thread, and nodes share cores. Under a CPU quota of
+    fewer cores no thread is pinned, because every container of a large machine would choose the same cores.
     """
     if not num_nodes:
         return []
     if cores is None:
-        cores = _everything(num_nodes)
+        cores = _all_cores(num_nodes)
     each, rest = divmod(cores.num_threads, num_nodes)
     if not cores.pinned:
         return [CpuCores(max(each + (i < rest), 1)) for i in range(num_nodes)]
@@ -72,9 +72,9 @@ def split_cores(cores: CpuCores | None, num_nodes: int) -> list[CpuCores]:
     return [CpuCores(len(share), share) for share in shares]
 
 
-def _everything(num_nodes: int) -> CpuCores:
+def _all_cores(num_nodes: int) -> CpuCores:
     allowed = allowed_cores()
-    whole = one_a_core(allowed)
+    whole = one_thread_per_core(allowed)
     ids = whole if len(whole) >= num_nodes else allowed
     quota = cpu_quota()
     granted = len(ids) if quota is None else max(int(quota), 1)
@@ -84,30 +84,30 @@ def _everything(num_nodes: int) -> CpuCores:
 
 
 def can_pin() -> bool:
-    """Whether this system lets a thread choose its cores."""
+    """True where the operating system can pin threads."""
     return hasattr(os, "sched_setaffinity")
 
 
 def allowed_cores() -> list[int]:
-    """The cores that this process may run on, as a container or `taskset` leaves them."""
+    """The cores that this process may run on, which a container or `taskset` can restrict."""
     return sorted(os.sched_getaffinity(0)) if can_pin() else list(range(os.cpu_count() or 1))
 
 
-def one_a_core(cores: Iterable[int], topology: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """Those of `cores` that are no second hardware thread of one before: they would share its vector units."""
+def one_thread_per_core(cores: Iterable[int], topology: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """Keep one hardware thread of each physical core. Two threads of a core would share its vector units."""
     kept: list[int] = []
     for core in sorted(cores):
         siblings = topology / f"cpu{core}" / "topology" / "thread_siblings_list"
-        same = _listed(siblings.read_text().strip()) if siblings.is_file() else [core]
+        same = _parse_list(siblings.read_text().strip()) if siblings.is_file() else [core]
         if not set(same) & set(kept):
             kept.append(core)
     return kept
 
 
 def cpu_quota(own: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """How many cores' worth of time the control groups grant (`docker run --cpus`); None: no bound.
+    """The CPU time that the control groups grant, in cores (`docker run --cpus`). None: no limit.
 
-    Both versions; a container may see its own group as the root, so every level up to there counts.
+    Both versions of control groups are read. The lowest quota of the own group and the groups above it counts.
     """
     if not own.is_file():
         return None
@@ -132,8 +132,8 @@ def _quota_of(group: Path, *, version2: bool) -> list[float]:
     return [] if quota in ("max", "-1") else [int(quota) / int(period)]
 
 
-def _listed(text: str) -> list[int]:
-    """`0-3,8` as integers, in order. Raises ValueError."""
+def _parse_list(text: str) -> list[int]:
+    """Parse `0-3,8` into sorted integers. Raises ValueError."""
     cores: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
@@ -146,8 +146,8 @@ def _listed(text: str) -> list[int]:
     return sorted(cores)
 
 
-def _ranges(cores: Sequence[int]) -> str:
-    """Integers as `0-3,8`."""
+def _write_list(cores: Sequence[int]) -> str:
+    """Write sorted integers as `0-3,8`."""
     parts: list[list[int]] = []
     for core in cores:
         if parts and core == parts[-1][-1] + 1:

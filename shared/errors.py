@@ -1,13 +1,13 @@
-"""Every error that Baton raises on purpose.
+"""The errors that Baton raises on purpose.
 
 BatonError
-├── ConfigError             a flag, file or model is wrong; shown to the operator, the process exits with 2
+├── ConfigError             a flag, file or model is wrong; the process shows it and exits with code 2
 │   └── ModelError          the model folder cannot be served; the message names the file, tensor or field
-├── RequestError            the client's fault, or the fleet cannot serve it now; carries the HTTP status
-├── TransferError           one KV transfer failed; its pages come back and its client is told
-│   └── PeerMismatch        two nodes cannot exchange KV pages; names the field
+├── RequestError            a request is wrong or cannot be served now; carries the HTTP status
+├── TransferError           one KV transfer failed; its pages are freed and its client gets an error
+│   └── PeerMismatch        two nodes cannot exchange KV pages; the message names the field
 │       ├── LayoutMismatch      their KV layouts differ
-│       └── TransportMismatch   what they offer for `--kv-transfer` has nothing in common
+│       └── TransportMismatch   their --kv-transfer options have no transport in common
 └── LinkError               a link could not be built, or died
 """
 
@@ -15,11 +15,11 @@ from __future__ import annotations
 
 
 class BatonError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of all errors that are raised on purpose."""
 
 
 class ConfigError(BatonError):
-    """A flag or file is wrong; `str(error)` is written for the operator."""
+    """A flag or file is wrong. `str(error)` is written for the operator."""
 
 
 class ModelError(ConfigError):
@@ -27,10 +27,10 @@ class ModelError(ConfigError):
 
 
 class RequestError(BatonError):
-    """A request that is refused or has failed.
+    """A request is refused or has failed.
 
-    `status` is the HTTP status, `param` the request field at fault (None when it is no single field),
-    `retry_after_s` when to try again, where that is known.
+    `status` is the HTTP status. `param` is the request field that is wrong, None when it is not a single field.
+    `code` is the error's name in the API. `retry_after_s` is the time after which to try again, where it is known.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class TransferError(BatonError):
 
 
 class PeerMismatch(TransferError):
-    """Two nodes cannot exchange KV pages; `str(error)` names the field."""
+    """Two nodes cannot exchange KV pages. `str(error)` names the field."""
 
 
 class LayoutMismatch(PeerMismatch):
-    """Their layouts differ in `field`."""
+    """The KV layouts of two nodes differ in `field`."""
 
     def __init__(self, field: str, ours: object, theirs: object) -> None:
         super().__init__(f"KV layouts differ in {field}: this node has {ours!r}, the peer has {theirs!r}")
@@ -67,7 +67,7 @@ class LayoutMismatch(PeerMismatch):
 
 
 class TransportMismatch(PeerMismatch):
-    """Their `kv_transfer` has nothing in common, for this reason."""
+    """The --kv-transfer options of two nodes have no transport in common, for `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"kv_transfer: {reason}")

@@ -1,4 +1,4 @@
-"""Host memory: KV pages and staging slots, which are copied through all the time, and weights."""
+"""Allocates host memory for KV pages, staging slots and weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _HUGE_PAGE = 2 << 20
 
 
 def new_mapping(nbytes: int) -> torch.Tensor:
-    """uint8 memory that is there when it is touched, zeroed, and back with the system once nothing refers to it.
+    """Allocate zeroed uint8 memory that goes back to the system when the last tensor over it is freed.
 
-    What malloc gives back depends on what it has given out behind it: a model that was read layer by layer, each
-    freed before the next, left a third of its size on the heap.
+    malloc does not always give freed memory back. A model that was read layer by layer, with each layer freed before
+    the next, left a third of its size on the heap.
     """
     return torch.frombuffer(
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
@@ -21,26 +21,27 @@ def new_mapping(nbytes: int) -> torch.Tensor:
 
 
 def new_host_buffer(nbytes: int) -> torch.Tensor:
-    """Zeroed uint8 memory in huge pages, see `reserve_host_memory`.
+    """Allocate zeroed uint8 memory as `reserve_host_memory` does, and touch it at once.
 
-    Touched at once: memory that is not there shows now, not in the middle of a request.
+    So memory that is not available fails now, not in the middle of a request.
     """
     return reserve_host_memory(nbytes).zero_()
 
 
 def reserve_host_memory(nbytes: int) -> torch.Tensor:
-    """Zeros, uint8, each resident from its first use, in huge pages where the kernel grants them.
+    """Reserve zeroed uint8 memory, in huge pages where the kernel grants them.
 
-    That is where `transparent_hugepage` is not `never`. Pages of a KV pool are visited in random order, so with 4 KB
-    pages most copies begin with TLB misses; and one core of a Zen 4 VM streams weights at 32 GB/s instead of 19.
+    The kernel grants them unless `transparent_hugepage` is `never`. The memory becomes resident when it is touched.
+    KV pages are read in random order, so with 4 KB pages most copies begin with TLB misses. With huge pages one
+    core of a Zen 4 VM streams weights at 32 GB/s instead of 19.
     """
     if nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(nbytes, dtype=torch.uint8)
     area = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         area.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel built without them
+    except OSError:  # a kernel without huge pages
         return torch.zeros(nbytes, dtype=torch.uint8)
-    whole = torch.frombuffer(area, dtype=torch.uint8)  # keeps `area` alive, and unmaps it with the last view
+    whole = torch.frombuffer(area, dtype=torch.uint8)  # keeps `area` alive until the last view is freed
     start = -whole.data_ptr() % _HUGE_PAGE
     return whole[start : start + nbytes]

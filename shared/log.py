@@ -1,4 +1,4 @@
-"""Events with fields, one a line on stderr: `12:03:04.120 INFO  retract rid=a freed_tokens=96`."""
+"""Logs events with fields, one per line, on stderr: `12:03:04.120 INFO  retract rid=a freed_tokens=96`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 
-Clock = Callable[[], float]
-
 LEVELS = ("debug", "info", "warning", "error")
 
 _LOGGER = logging.getLogger("baton")
 
 
 def setup(level: str, process: str = "") -> None:
-    """Send events of `level` and above to stderr; `process` (a node id, "router") leads every line."""
+    """Log events of `level` and above on stderr. Each line begins with `process` (a node id, or "router")."""
     handler = logging.StreamHandler(sys.stderr)
     name = f"[{process}] " if process else ""
     handler.setFormatter(
@@ -28,7 +26,7 @@ def setup(level: str, process: str = "") -> None:
 
 
 def event(name: str, *, level: int = logging.INFO, **fields: object) -> None:
-    """Log a state change, on one line whatever the values hold; nothing is formatted when the level is off."""
+    """Log a state change on one line. Nothing is formatted when the level is off."""
     if not _LOGGER.isEnabledFor(level):
         return
     _LOGGER.log(level, "%s", " ".join([name, *(f"{key}={_quoted(value)}" for key, value in fields.items())]))
@@ -40,15 +38,15 @@ def warn(name: str, **fields: object) -> None:
 
 
 class LimitedWarning:
-    """A warning that a stranger can cause at any rate: at most LIMIT lines in LIMIT_S, and the rest are counted.
+    """Logs a warning that strangers can cause, at most LIMIT times in LIMIT_S.
 
-    The next line that is written tells in `suppressed` how many were not. Of one thread.
+    The next line that is logged has the number of skipped warnings in its field `suppressed`. Not thread-safe.
     """
 
     LIMIT = 5
     LIMIT_S = 10.0
 
-    def __init__(self, name: str, clock: Clock = time.monotonic) -> None:
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
         self._clock = clock
         self._resets_at = 0.0
@@ -56,7 +54,7 @@ class LimitedWarning:
         self._num_suppressed = 0
 
     def __call__(self, **fields: object) -> None:
-        """Log the event, unless there have been too many."""
+        """Log the event, or count it as suppressed."""
         now = self._clock()
         if now >= self._resets_at:
             self._resets_at, self._num_left = now + self.LIMIT_S, self.LIMIT
@@ -71,7 +69,7 @@ class LimitedWarning:
 
 
 def crash(name: str, **fields: object) -> None:
-    """Log an event with the traceback of the exception being handled: a bug, not a bad request."""
+    """Log an event with the traceback of the exception that is being handled. For bugs, not for wrong requests."""
     _LOGGER.error("%s", " ".join([name, *(f"{k}={_quoted(v)}" for k, v in fields.items())]), exc_info=True)
 
 

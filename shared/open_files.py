@@ -1,15 +1,15 @@
-"""How many files, and so how many connections, this process may have open."""
+"""Raises the limit on open files, and so on connections, of this process."""
 
 from __future__ import annotations
 
 import resource
 
 _MOST = 1 << 20
-"""Systems refuse more, or allow it without a limit."""
+"""The default of Linux's fs.nr_open, above which setrlimit fails."""
 
 
 def raise_open_files_limit() -> int:
-    """Raise RLIMIT_NOFILE's soft limit to the hard one; returns how many files may be open now."""
+    """Raise the soft limit of RLIMIT_NOFILE to the hard limit. Returns the number of files that may be open now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft == resource.RLIM_INFINITY:

@@ -1,4 +1,4 @@
-"""The life of a request as a column of stamped stages, as in DistServe (Zhong et al., OSDI 2024)."""
+"""The stages of a request's life, each with the time at which the request entered it, as in DistServe (OSDI 2024)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from enum import StrEnum
 import msgspec
 
 Clock = Callable[[], float]
-"""Seconds. Real: `time.monotonic` for deadlines, `time.time` for stamps that travel."""
+"""Returns seconds: `time.monotonic` for deadlines, `time.time` for stamps that are sent to other processes."""
 
 
 class Role(StrEnum):
-    """What a node was started as."""
+    """The role that a node was started in."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
-    """A request entered `stage` on `role` at `time` (seconds since the epoch, that node's clock)."""
+    """The entry of a request into `stage` on a node of `role`. `time` is seconds since the epoch, on its clock."""
 
     role: str
     stage: str
@@ -29,7 +29,7 @@ class Stamp(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReqStage(StrEnum):
-    """Where a request is in its life, on one node."""
+    """The stage of a request on one node."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -53,7 +53,7 @@ ALLOWED_MOVES: dict[ReqStage, frozenset[ReqStage]] = {
 
 @dataclass(slots=True)
 class Timeline:
-    """The stages one request has entered on one node, with wall-clock times that travel to the client."""
+    """The stages that one request has entered on one node. The client gets them with `return_timeline`."""
 
     role: Role
     stage: ReqStage = ReqStage.QUEUED
@@ -64,11 +64,11 @@ class Timeline:
 
     @property
     def left_prefilling(self) -> bool:
-        """True while the latest move was out of PREFILLING: into decoding, or to the end."""
+        """True when the last move was out of PREFILLING."""
         return len(self.stamps) > 1 and self.stamps[-2].stage is ReqStage.PREFILLING
 
     def move_to(self, stage: ReqStage) -> None:
-        """Enter `stage`; a move that the life of a request does not allow is a bug."""
+        """Enter `stage`. A move that is not in ALLOWED_MOVES is a bug."""
         assert stage in ALLOWED_MOVES[self.stage], f"{self.stage} -> {stage}"
         self.stage = stage
         self.stamps.append(Stamp(self.role, stage, time.time()))

@@ -1,4 +1,4 @@
-"""The corpus: the Python standard library's sources, their tokenizer, and the windows to train on."""
+"""The training data: the sources of the Python standard library, their tokenizer, and windows of tokens."""
 
 import hashlib
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from torch import Tensor
 
 EOT = "<|endoftext|>"  # ends every document
 EOT_ID = 0
-# `encodings` is mostly tables of code points: 15 % of the tokens and nothing to learn from
+# `encodings` consists mostly of tables of code points, which would be 15 % of the tokens
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings"}
-# Runs of newlines and of two or more spaces stand alone, so a prompt may end after a line or an indentation.
+# Runs of newlines, and runs of two or more spaces, are tokens of their own. So a prompt may end after either.
 SPLIT = r"\n+| {2,}| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s"
 
 
 def read_sources(root: Path) -> tuple[list[str], list[str]]:
-    """The texts to train on, and the 2 % held out by a hash of their relative path."""
+    """Return the training texts, and 2 % held-out texts, which a hash of the relative path chooses."""
     train: list[str] = []
     held_out: list[str] = []
     for path in sorted(root.rglob("*.py")):
@@ -34,7 +34,7 @@ def read_sources(root: Path) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE; encoding adds no tokens of its own."""
+    """Train a byte-level BPE tokenizer. Encoding adds no special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -54,19 +54,19 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[Tensor]:
-    """One id tensor per document, ended by EOT."""
+    """Return one tensor of ids per document, with EOT at its end."""
     return [torch.tensor([*e.ids, EOT_ID]) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
 class Windows:
-    """Endless shuffled windows over the packed documents; the order and the offset change every epoch."""
+    """Yields shuffled windows over the concatenated documents without end. Order and offset change every epoch."""
 
     def __init__(self, docs: list[Tensor], seed: int) -> None:
         self.docs = docs
         self.rng = torch.Generator().manual_seed(seed)
 
     def batches(self, batch_size: int, seq_len: int) -> Iterator[Tensor]:
-        """(batch_size, seq_len + 1) windows: inputs and, shifted by one, targets."""
+        """Yield batches of windows (batch_size, seq_len + 1): inputs and, shifted by one, targets."""
         while True:
             order = torch.randperm(len(self.docs), generator=self.rng).tolist()
             offset = int(torch.randint(seq_len, (1,), generator=self.rng))

@@ -1,4 +1,4 @@
-"""Write the built-in model as a Hugging Face folder, and check it against transformers."""
+"""Writes the built-in model as a Hugging Face folder, and compares it with transformers."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-# user and system turns become comment lines, assistant turns are code; the generation prompt starts a new line
+# User and system turns become comment lines, assistant turns are code. The generation prompt is a newline.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if not loop.first -%}{{ '\\n' }}{%- endif -%}"
@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> None:
-    """tokenizer.json and the two files that name its special token and its chat template."""
+    """Write tokenizer.json, and two files with its special token and its chat template."""
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": EOT, "eos_token": EOT, "unk_token": EOT}
     write_json(folder / "special_tokens_map.json", special)
@@ -38,7 +38,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int) -> None:
 
 
 def export_model(model: Llama, cfg: ModelConfig, folder: Path) -> None:
-    """config.json, generation_config.json and the weights in bf16."""
+    """Write config.json, generation_config.json and the weights in bf16."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -69,7 +69,7 @@ def export_model(model: Llama, cfg: ModelConfig, folder: Path) -> None:
 
 
 def import_model(model: Llama, folder: Path) -> None:
-    """The inverse of `export_model`: fill `model` with the weights of a folder."""
+    """Load the weights of a folder into `model`."""
     weights = load_file(folder / "model.safetensors")
     model.load_state_dict({name.removeprefix("model."): w.float() for name, w in weights.items()})
 
@@ -80,7 +80,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def verify_export(folder: Path, cfg: ModelConfig, docs: list[Tensor]) -> None:
-    """The folder, loaded by transformers, gives the logits of this file's model at every position."""
+    """Assert that transformers computes from the folder the same logits as `Llama`, at every position."""
     from transformers import LlamaForCausalLM
 
     theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)

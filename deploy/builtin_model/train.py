@@ -2,9 +2,10 @@
 
     python deploy/builtin_model/train.py --minutes 41
 
-Reads the `.py` files of the running Python, trains a byte-level BPE tokenizer and then the model for a fixed
-wall-clock budget (every schedule is a function of the elapsed fraction, so the learning rate has always
-decayed when the time is up), measures the held-out loss, and writes a Hugging Face folder beside this script.
+The script reads the `.py` files of the running Python and trains a byte-level BPE tokenizer. Then it trains the
+model for a fixed time. Every schedule depends on the elapsed share of that time, so the learning rate has decayed
+at its end. The script measures the held-out loss and writes a Hugging Face folder: without --out, the one in the
+package.
 """
 
 import argparse
@@ -27,7 +28,7 @@ BUILTIN_MODEL = Path(__file__).resolve().parents[2] / "shared" / "model" / "buil
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The recipe. Fractions are of the time budget."""
+    """The recipe. Fractions are shares of the training time."""
 
     minutes: float
     batch_tokens: int = 6144
@@ -45,12 +46,12 @@ class TrainConfig:
 
 
 def lr_scale(done: float, cfg: TrainConfig) -> float:
-    """Warm-up, constant, linear decay to zero, as a function of the elapsed fraction."""
+    """Return the factor of the learning rates: warm-up, constant, then linear decay to zero."""
     return max(0.0, min(1.0, done / cfg.warmup_fraction + 0.02, (1.0 - done) / cfg.decay_fraction))
 
 
 def make_optimizers(model: Llama, cfg: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks, AdamW for the embedding and the norms."""
+    """Make Muon for the matrices of the layers, and AdamW for the embedding and the norms."""
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim < 2 or p is model.embed_tokens.weight]
     optimizers: list[torch.optim.Optimizer] = [
@@ -63,7 +64,7 @@ def make_optimizers(model: Llama, cfg: TrainConfig) -> list[torch.optim.Optimize
 
 
 def train(model: Llama, docs: list[Tensor], cfg: TrainConfig, max_len: int) -> tuple[int, int]:
-    """Train for `cfg.minutes`; returns the number of steps and of tokens seen."""
+    """Train for `cfg.minutes`. Returns the numbers of steps and of tokens."""
     losses_of = torch.compile(token_losses, dynamic=False)
     optimizers = make_optimizers(model, cfg)
     windows = Windows(docs, cfg.seed)
@@ -95,13 +96,13 @@ def train(model: Llama, docs: list[Tensor], cfg: TrainConfig, max_len: int) -> t
 
 @torch.no_grad()
 def held_out_losses(model: nn.Module, docs: list[Tensor], seq_len: int) -> Tensor:
-    """Nats of each held-out token by its position, (N, seq_len); the unfilled last window is dropped."""
+    """Return the loss of held-out tokens by position, (N, seq_len), in nats. An incomplete window is dropped."""
     windows_NT = torch.cat([torch.tensor([EOT_ID]), *docs]).unfold(0, seq_len + 1, seq_len)
     return torch.cat([token_losses(model, w) for w in windows_NT.split(2)])
 
 
 def measure(model: Llama, docs: list[Tensor], num_bytes: int, cfg: ModelConfig) -> dict[str, float]:
-    """The held-out loss over windows of the full context, also by position and per byte of text."""
+    """Measure the held-out loss over windows of the full context, also by position and per byte of text."""
     losses_NS = held_out_losses(model, docs, cfg.max_len)
     per_token = losses_NS.mean().item()
     return {
@@ -128,14 +129,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=BUILTIN_MODEL)
     parser.add_argument("--machine", default="2-core AMD EPYC, no GPU", help="written into training.json")
     args = parser.parse_args()
-    cfg, recipe = (
-        ModelConfig(),
-        TrainConfig(
-            minutes=args.minutes,
-            checkpoint=args.checkpoint,
-            lr_factor=args.lr_factor,
-            seed=1 if args.resume else 0,
-        ),
+    cfg = ModelConfig()
+    seed = 1 if args.resume else 0
+    recipe = TrainConfig(
+        minutes=args.minutes, checkpoint=args.checkpoint, lr_factor=args.lr_factor, seed=seed
     )
     torch.set_num_threads(args.threads)
     torch.manual_seed(recipe.seed)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shared.cpu_cores import allowed_cores, one_a_core
+from shared.cpu_cores import allowed_cores, one_thread_per_core
 from shared.kernels.cpu.build import cpu_flags
 
 MATTERS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
@@ -22,7 +22,7 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 def usable_cores() -> tuple[int, ...]:
     """The cores that local mode would share out here, in order."""
-    return tuple(one_a_core(allowed_cores()))
+    return tuple(one_thread_per_core(allowed_cores()))
 
 
 @contextmanager

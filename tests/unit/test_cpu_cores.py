@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared import cpu_cores
-from shared.cpu_cores import CpuCores, allowed_cores, cpu_quota, one_a_core, own_cores, split_cores
+from shared.cpu_cores import CpuCores, allowed_cores, cpu_quota, one_thread_per_core, own_cores, split_cores
 
 EIGHT = CpuCores(8, tuple(range(8)))
 
@@ -27,7 +27,9 @@ class Machine:
     def has(self, cores: range, quota: float | None = None) -> None:
         self._monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
         self._monkeypatch.setattr(cpu_cores, "cpu_quota", lambda: quota)
-        self._monkeypatch.setattr(cpu_cores, "one_a_core", lambda cores: one_a_core(cores, self._folder))
+        self._monkeypatch.setattr(
+            cpu_cores, "one_thread_per_core", lambda cores: one_thread_per_core(cores, self._folder)
+        )
 
     def pairs(self, *siblings: tuple[int, int]) -> None:
         """Each pair of hardware threads is one core."""
