@@ -1,4 +1,4 @@
-"""Whole schedulers of both roles in one thread, over the fake network and a virtual clock, with a scripted router."""
+"""Schedulers of both roles in one thread, over the fake network and a virtual clock, with a scripted router."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ MakeEngine = Callable[[NodeConfig], Engine]
 
 
 def ref(name: str) -> NodeRef:
-    """A node of the cluster: its name is its incarnation."""
+    """The NodeRef of a node of the cluster. Its name is also its incarnation."""
     return NodeRef(name, name, "tcp://nowhere:0")
 
 
 @dataclass
 class Answer:
-    """What the router has of one request."""
+    """What the router has received for one request."""
 
     token_ids: list[int] = field(default_factory=list)
     finish: Finish | None = None
@@ -66,10 +66,10 @@ class Answer:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By output position."""
     input_logprobs: list[TokenLogprobs] | None = None
-    told: list[int] = field(default_factory=list)
-    """Every output position that was told, as often as it was."""
-    judged: list[int] = field(default_factory=list)
-    """The same of those told with logprobs; -1 stands for the prompt's."""
+    positions: list[int] = field(default_factory=list)
+    """The output position of every token that was received, repeated ones included."""
+    logprob_positions: list[int] = field(default_factory=list)
+    """The positions of all logprobs that were received. -1 stands for the logprobs of the prompt."""
 
     @property
     def ended(self) -> bool:
@@ -77,7 +77,7 @@ class Answer:
 
 
 class ScriptedRouter:
-    """Sends dispatches, puts tokens in order, and ends a request on every node when it is over."""
+    """Sends dispatches, puts tokens in order, and cancels a request on its other node when it ends."""
 
     def __init__(self, network: FakeNetwork) -> None:
         self.outbox = network.join(ROUTER, self._on_message)
@@ -125,9 +125,9 @@ class ScriptedRouter:
                     if answer.ended:
                         continue
                     for i, token in enumerate(entry.token_ids):
-                        answer.told.append(entry.position + i)
-                        self._place(answer, entry.position + i, token)
-                    self._judge(answer, entry)
+                        answer.positions.append(entry.position + i)
+                        self._add_token(answer, entry.position + i, token)
+                    self._add_logprobs(answer, entry)
                     if entry.report is not None:
                         answer.reports.append(entry.report)
                     if entry.finish is not None:
@@ -151,18 +151,18 @@ class ScriptedRouter:
                 if not self.prefixes[node].compare(message.cache_seq):
                     self.outbox.send(node, CacheResync())
 
-    def _judge(self, answer: Answer, entry: TokenEntry) -> None:
-        """Keep logprobs by position; what is told twice (position 0, by two nodes) is the same both times."""
+    def _add_logprobs(self, answer: Answer, entry: TokenEntry) -> None:
+        """Store logprobs by position. Both nodes send those of position 0, and they must be equal."""
         for position, known in enumerate(entry.logprobs.unpack() if entry.logprobs else (), entry.position):
             assert answer.logprobs.setdefault(position, known) == known, "repeated logprobs differ"
-            answer.judged.append(position)
+            answer.logprob_positions.append(position)
         if entry.input_logprobs is not None:
             known_of_prompt = entry.input_logprobs.unpack()
             assert answer.input_logprobs in (None, known_of_prompt), "repeated input logprobs differ"
             answer.input_logprobs = known_of_prompt
-            answer.judged.append(-1)
+            answer.logprob_positions.append(-1)
 
-    def _place(self, answer: Answer, position: int, token: int) -> None:
+    def _add_token(self, answer: Answer, position: int, token: int) -> None:
         if position < len(answer.token_ids):
             assert answer.token_ids[position] == token, "a repeated position differs"
             return
@@ -172,7 +172,7 @@ class ScriptedRouter:
 
 
 class ClusterPeering:
-    """Prefill nodes connect at once, and again when a decode node has come back."""
+    """Connects prefill nodes at once, and again when a decode node has returned."""
 
     def __init__(self, network: FakeNetwork, name: str) -> None:
         self.network, self.name = network, name
@@ -193,7 +193,7 @@ class ClusterPeering:
 
 
 class Node:
-    """One scheduler with everything below it real, or faked as its engine says."""
+    """One scheduler over the real transfer and the engine of the test."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class Node:
 
 
 class Cluster:
-    """`2P1D` and the like. Every step lets each node take one turn, and then some time pass."""
+    """A fleet such as 2P1D. In a step, each node takes one turn, and then time passes."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class Cluster:
         self.network.kill(name)
 
     def stop(self, name: str) -> Engine:
-        """Close the scheduler of a node, which leaves the network; returns its engine."""
+        """Close the scheduler of a node and remove the node from the network. Returns its engine."""
         node = self.nodes.pop(name)
         node.scheduler.close(f"{name} is closed")
         self.network.kill(name)
@@ -316,7 +316,7 @@ class Cluster:
         raise AssertionError(f"not reached in {max_steps} steps: {self.describe()}")
 
     def run_all(self, *, max_steps: int = 20_000, check: bool = False) -> None:
-        """Until every request has ended and every live node is empty."""
+        """Run until every request has ended and every live node is empty."""
         self.run(
             lambda: (
                 all(a.ended for a in self.router.answers.values())
@@ -335,7 +335,7 @@ class Cluster:
         return answer.token_ids
 
     def assert_idle(self) -> None:
-        """Nothing is held anywhere."""
+        """Assert that no live node has a request or holds a page."""
         self.step()
         for node in self.live:
             assert not node.scheduler.reqs

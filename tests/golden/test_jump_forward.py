@@ -211,6 +211,6 @@ def test_who_wants_logprobs_has_every_token_sampled(zoo: Zoo, client_of: object)
         key = client.submit(zoo.prompts(MODEL)[PROMPT], params)
         client.cluster.run_all()
         outputs.append(client.cluster.tokens(key))
-        judged = client.cluster.router.answers[key].logprobs
-        assert len(judged) == (len(outputs[-1]) if logprobs else 0)
+        logprobs_by_position = client.cluster.router.answers[key].logprobs
+        assert len(logprobs_by_position) == (len(outputs[-1]) if logprobs else 0)
     assert outputs[0] == outputs[1]

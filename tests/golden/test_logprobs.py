@@ -42,7 +42,7 @@ def greedy(start_len: int = -1, **params: object) -> SamplingParams:
 
 
 def of_transformers(folder: Path, ids: Sequence[int]) -> torch.Tensor:
-    """Logprobs [T, V]: row i judges the token at position i + 1."""
+    """Logprobs [T, V]. Row i has those of the token at position i + 1."""
     return torch.log_softmax(reference_logits(folder, ids).double(), dim=-1)
 
 
@@ -134,7 +134,7 @@ def test_a_cached_prompt_is_computed_as_far_as_asked(
 def test_retraction_tells_no_position_twice(
     zoo: Zoo, llama: Path, tokens: list[int], topology: Topology, overlap: bool, host_kv_tokens: int
 ) -> None:
-    """What is computed again after a retraction is not told again, and the prompt is not judged again."""
+    """After a retraction, tokens and logprobs that were sent before are not sent again."""
     way = "host" if host_kv_tokens else "recompute"
     config = node_config(
         llama,
@@ -150,18 +150,17 @@ def test_retraction_tells_no_position_twice(
         check(llama, zoo.prompts("llama")[PROMPT], tokens, answer, greedy(0))
         count = cluster.nodes["d0"].scheduler.batcher.retraction.count
         assert getattr(count, f"num_{way}") > 3
-        told = Counter(answer.told)
-        assert Counter(answer.judged) == told + Counter({-1: told[0]})  # whoever tells a token judges it
-        assert told.pop(0) == (
-            2 if "p0" in cluster.nodes else 1
-        )  # the decode node repeats the prefill node's
-        assert set(told.values()) == {1}
+        positions = Counter(answer.positions)
+        assert Counter(answer.logprob_positions) == positions + Counter({-1: positions[0]})
+        # The decode node repeats the first token of the prefill node.
+        assert positions.pop(0) == (2 if "p0" in cluster.nodes else 1)
+        assert set(positions.values()) == {1}
         cluster.assert_idle()
 
 
 @topologies
 def test_resumed_in_the_middle(zoo: Zoo, llama: Path, tokens: list[int], topology: Topology) -> None:
-    """A new attempt judges the tokens that it samples; the prompt and the others were told by the first."""
+    """A new attempt sends the logprobs of the tokens that it samples. The first attempt sent the others."""
     ids = zoo.prompts("llama")[PROMPT]
     with topology(node_config(llama)) as cluster:
         key = Client(cluster).submit(ids, greedy(0), output_ids=tokens[:6])
@@ -188,7 +187,7 @@ def test_score_only(zoo: Zoo, llama: Path, tokens: list[int], max_new_tokens: in
 
 
 def test_beside_a_decode_step(zoo: Zoo, llama: Path, tokens: list[int]) -> None:
-    """Chunks of a prompt that is judged, each in one forward with a step of a stream that is judged too."""
+    """Chunks of a prompt with logprobs share their forwards with steps of a stream with logprobs."""
     other = 10
     with unsplit(node_config(llama, chunk=20, enable_mixed_chunk=True)) as cluster:
         client = Client(cluster)

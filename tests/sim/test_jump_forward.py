@@ -53,8 +53,8 @@ def config(
     )
 
 
-class Listening(Cluster):
-    """Remembers every entry, as the nodes told them."""
+class RecordingCluster(Cluster):
+    """Records every entry that the nodes send."""
 
     def __init__(
         self, topology: str, node_config: NodeConfig, decode_config: NodeConfig | None = None
@@ -72,11 +72,11 @@ class Listening(Cluster):
 
         self.network._parties["router"].on_message = listen
 
-    def told(self, key: ReqKey, node: str) -> dict[int, list[int]]:
+    def entries_of(self, key: ReqKey, node: str) -> dict[int, list[int]]:
         """The tokens of each entry of one node by its position."""
-        told = [(e.position, list(e.token_ids)) for name, e in self.entries if (name, e.key) == (node, key)]
-        assert len(dict(told)) == len(told)
-        return dict(told)
+        sent = [(e.position, list(e.token_ids)) for name, e in self.entries if (name, e.key) == (node, key)]
+        assert len(dict(sent)) == len(sent)
+        return dict(sent)
 
 
 def wanted_params(
@@ -128,7 +128,7 @@ overlaps = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "se
     ids=str,
 )
 def test_every_schedule_gives_the_same(topology: str, overlap: bool, options: dict[str, object]) -> None:
-    with Listening(topology, config(overlap=overlap, **options)) as cluster:  # type: ignore[arg-type]
+    with RecordingCluster(topology, config(overlap=overlap, **options)) as cluster:  # type: ignore[arg-type]
         wanted = crowd(cluster)
         cluster.run_all(check=True)
         assert {key: cluster.tokens(key) for key in wanted} == wanted
@@ -145,7 +145,7 @@ def test_a_pool_that_is_too_small_for_the_jumps(topology: str, overlap: bool, po
     small = config(
         tokens=100, overlap=overlap, retract_policy=policy, host_tokens=200, schedule_conservativeness=0.0
     )
-    with Listening(topology, config(), small) as cluster:
+    with RecordingCluster(topology, config(), small) as cluster:
         wanted = crowd(cluster)
         cluster.run_all(check=True)
         assert {key: cluster.tokens(key) for key in wanted} == wanted
@@ -160,16 +160,16 @@ def test_a_pool_that_is_too_small_for_the_jumps(topology: str, overlap: bool, po
 def test_a_sampled_token_and_those_jumped_over_are_told_in_one_entry(
     topology: str, overlap: bool, shape: tuple[int, int, int]
 ) -> None:
-    with Listening(topology, config(overlap=overlap)) as cluster:
+    with RecordingCluster(topology, config(overlap=overlap)) as cluster:
         for seed in range(12):
             ids = prompt(9, seed=seed)
             key = submit(cluster, f"r{seed}", ids, wanted_params(shape))
             cluster.run_all(check=True)
-            told = cluster.told(key, "d0")
+            sent = cluster.entries_of(key, "d0")
             entries = constrained_entries(ids, NUM_NEW, *shape)
-            assert [told[at] for at in sorted(told)] == entries
+            assert [sent[at] for at in sorted(sent)] == entries
             if topology == "1P1D":
-                assert cluster.told(key, "p0") == {0: entries[0]}
+                assert cluster.entries_of(key, "p0") == {0: entries[0]}
             finish = cluster.router.answers[key].finish
             num_tokens = sum(map(len, entries))
             assert finish == (Finish("length") if num_tokens == NUM_NEW else Finish("stop", entries[-1][-1]))
@@ -179,7 +179,7 @@ def test_a_sampled_token_and_those_jumped_over_are_told_in_one_entry(
 
 def test_the_prefill_node_jumps_after_the_first_token() -> None:
     """It hands all of them over; where the jump ends the request, nothing is handed over at all."""
-    with Listening("1P1D", config()) as cluster:
+    with RecordingCluster("1P1D", config()) as cluster:
         first = {seed: constrained_entries(prompt(9, seed=seed), NUM_NEW, 3, 36, 7)[0] for seed in range(40)}
         seed = next(seed for seed, entry in first.items() if len(entry) > 3)
         key = submit(cluster, "goes on", prompt(9, seed=seed), wanted_params((3, 36, 7)))
@@ -190,7 +190,7 @@ def test_the_prefill_node_jumps_after_the_first_token() -> None:
         assert cluster.tokens(key) == constrained_tokens(prompt(9, seed=seed), NUM_NEW, 3, 36, 7)
         assert cluster.tokens(ends) == first[seed]
         assert cluster.router.answers[ends].finish == Finish("length")
-        assert cluster.told(ends, "d0") == {}
+        assert cluster.entries_of(ends, "d0") == {}
         cluster.assert_idle()
 
 
@@ -200,7 +200,7 @@ def test_a_retry_goes_on_behind_any_entry(topology: str) -> None:
     entries = constrained_entries(prompt(9), NUM_NEW, *shape)
     expected = [token for entry in entries for token in entry]
     assert len(entries) < len(expected)
-    with Listening(topology, config()) as cluster:
+    with RecordingCluster(topology, config()) as cluster:
         for num in range(1, len(entries)):
             seen = [token for entry in entries[:num] for token in entry]
             key = submit(cluster, "r", prompt(9), wanted_params(shape), output_ids=seen, attempt=num)
@@ -213,7 +213,7 @@ def test_a_retry_goes_on_behind_any_entry(topology: str) -> None:
 @pytest.mark.parametrize("room", range(1, NUM_NEW))
 def test_a_jump_ends_where_the_request_ends(topology: str, room: int) -> None:
     shape = SHAPES[3]
-    with Listening(topology, config()) as cluster:
+    with RecordingCluster(topology, config()) as cluster:
         key = submit(cluster, "r", prompt(9), wanted_params(shape, max_new_tokens=room))
         cluster.run_all(check=True)
         tokens = cluster.tokens(key)
@@ -229,7 +229,7 @@ def test_fewer_forwards_than_tokens() -> None:
     num_jumps = sum(len(entry) > 1 for entry in entries[:-1])
     assert num_jumps > 1
     for overlap in (False, True):
-        with Listening("0P1D", config(overlap=overlap, chunk=64)) as cluster:
+        with RecordingCluster("0P1D", config(overlap=overlap, chunk=64)) as cluster:
             submit(cluster, "r", ids, wanted_params(shape))
             cluster.run_all(check=True)
             in_vain = overlap * (
@@ -241,7 +241,7 @@ def test_fewer_forwards_than_tokens() -> None:
 
 @topologies
 def test_requests_that_want_to_know_of_every_token_do_not_jump(topology: str) -> None:
-    with Listening(topology, config()) as cluster:
+    with RecordingCluster(topology, config()) as cluster:
         biased = wanted_params((3, 36, 7), logit_bias=(TokenBias(999 - 8, -1.0),))
         key = submit(cluster, "r", prompt(9), biased)
         cluster.run_all(check=True)
@@ -250,7 +250,7 @@ def test_requests_that_want_to_know_of_every_token_do_not_jump(topology: str) ->
 
 
 def test_jumped_tokens_are_counted_in_every_pong() -> None:
-    with Listening("0P1D", config()) as cluster:
+    with RecordingCluster("0P1D", config()) as cluster:
         wanted = crowd(cluster)
         cluster.run_all()
         cluster.assert_idle()  # asks for a Pong
@@ -262,7 +262,7 @@ def test_jumped_tokens_are_counted_in_every_pong() -> None:
 
 def test_a_step_that_was_in_flight_and_fails_does_not_matter_after_a_jump() -> None:
     """What it wrote is not relied on."""
-    with Listening("0P1D", config()) as cluster:
+    with RecordingCluster("0P1D", config()) as cluster:
         key = submit(cluster, "r", prompt(9), wanted_params(SHAPES[1]))
         d0 = cluster.nodes["d0"]
         cluster.run(lambda: any(req.num_jumped for req in d0.scheduler.reqs.values()))
@@ -291,7 +291,7 @@ def test_cancelled_at_any_step(data: st.DataObject) -> None:
     }
     topology = draw(st.sampled_from(["1P1D", "0P1D"]))
     rng = random.Random(draw(st.integers(0, 2**32)))
-    with Listening(topology, config(page_size=options["page_size"]), config(**options)) as cluster:
+    with RecordingCluster(topology, config(page_size=options["page_size"]), config(**options)) as cluster:
         wanted = crowd(cluster)
         dropped = {key: rng.randrange(60) for key in wanted if rng.random() < 0.4}
         for step in range(60):
