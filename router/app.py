@@ -1,16 +1,16 @@
-"""The ASGI application: routes, what stands before them, and one JSON shape for every error.
+"""The ASGI application: middleware, routes, and one JSON shape for every error.
 
-    RequestIds          first, so that every answer has its id, wherever it comes from
-    RequestLog          sees what all others answer (--log-requests)
-    SpareConnectionGate answers probes alone on a connection beyond --max-connections
+    RequestIds          gives every answer its id
+    RequestLog          logs the answers of all others (--log-requests)
+    SpareConnectionGate answers only probes on a connection beyond --max-connections
     HostCheck           refuses a request without a Host, or with two
-    CORSMiddleware      answers preflights, which carry no key, and marks refusals too (--allowed-origins)
-    ApiKeyCheck         no body is read without a key
-    QueueGate           and none while the queue is full
-    JsonBodies          nor one that is too large
-    FastAPI             routes, and errors as JSON, those of bugs included
+    CORSMiddleware      answers preflights, which have no key, and adds its headers to refusals (--allowed-origins)
+    ApiKeyCheck         refuses a request without a key, before its body is read
+    QueueGate           refuses a request while the queue is full, before its body is read
+    JsonBodies          refuses a body that is too large
+    FastAPI             routes, and errors as JSON, also those of bugs
 
-All are plain ASGI: starlette's BaseHTTPMiddleware would stand between a stream and its client's disconnect.
+All are plain ASGI, since starlette's BaseHTTPMiddleware would keep a client's disconnect from a stream.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from shared.errors import RequestError
 from shared.log import crash
 
 _QUEUED = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
-"""Routes whose requests wait for a first token."""
+"""The routes whose requests wait for a first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Service:
     dispatcher: Dispatcher
     generator: Generator
     abort: Callable[[str | None], int]
-    """Ends requests of a rid, or all (None), here and at other routers; how many sequences those were here."""
+    """Aborts the requests of a rid, or all (None), at all routers. Returns the number of sequences of this one."""
     metrics: Metrics
     status: FleetStatus
     live: LiveState
@@ -85,7 +85,7 @@ class Service:
 
 
 def create_app(service: Service) -> ASGIApp:
-    """All routes over one set of parts, and what stands before them."""
+    """The routes behind their middleware."""
     limit = QueueLimit(service.dispatcher.queue, service.max_queued_requests, service.metrics.rejected)
     service.metrics.watch_own(
         "baton:num_queued_reqs",
@@ -111,8 +111,8 @@ def create_app(service: Service) -> ASGIApp:
 
 def create_api(service: Service) -> FastAPI:
     """The routes."""
-    # FastAPI's pages for the document load scripts from a CDN; this server's users may be anywhere.
-    # A redirect to a path without its slash would lead to whatever Host the request names.
+    # FastAPI's pages for the document load scripts from a CDN, which users may not reach.
+    # A redirect to a path without its slash would lead to the Host that the request names.
     app = FastAPI(
         title="Baton",
         version=VERSION,
@@ -150,7 +150,7 @@ async def _on_request_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client is gone; the log has the status
 
 
 async def _on_wrong_input(request: Request, error: Exception) -> Response:
@@ -160,7 +160,7 @@ async def _on_wrong_input(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, ClientDisconnect):  # FastAPI takes it for a body that is wrong
+    if isinstance(error.__cause__, ClientDisconnect):  # FastAPI raises it as an error of the body
         return await _on_disconnect(request, error)
     message = {
         404: f"there is no {request.url.path} here",

@@ -50,7 +50,7 @@ MAX_NEW_TOKENS = 48
 
 @dataclass
 class Completion:
-    """What was streamed so far. `arrivals` are in seconds since the request was sent."""
+    """The stream so far. `arrivals` are in seconds since the request was sent."""
 
     text: str = ""
     arrivals: list[float] = field(default_factory=list)
@@ -58,12 +58,12 @@ class Completion:
 
     @property
     def ttft_s(self) -> float:
-        """Until the first token."""
+        """Seconds until the first token."""
         return self.arrivals[0] if self.arrivals else 0.0
 
     @property
     def tpot_s(self) -> float:
-        """Between two tokens, on average."""
+        """Mean seconds between two tokens."""
         num_later = max(1, self.meta_info["completion_tokens"] - 1)
         return (self.arrivals[-1] - self.ttft_s) / num_later if self.arrivals else 0.0
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def demo(config: RouterConfig, flags: Sequence[str]) -> int:
-    """One completion, from the start of the nodes to their end."""
+    """Start the nodes, stream one completion, and stop them."""
     console = Console()
     async with Supervisor(
         config, flags, Console(stderr=True), router_stdout=subprocess.DEVNULL
@@ -125,7 +125,7 @@ def stream(client: RouterClient, console: Console) -> Completion:
 
 
 def stage_table(stages: Sequence[tuple[str, str, float]], kv_pages: int, kv_bytes: int) -> Table:
-    """Where its time went: role, stage and time, in order of time; beneath it what was transferred."""
+    """The stages of a request (role, stage, time) in order of time, and what was transferred."""
     table = Table(title="Where its time went", title_justify="left")
     for name in ("node", "stage", "at", "for"):
         table.add_column(name, justify="right" if name in ("at", "for") else "left")

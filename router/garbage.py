@@ -8,10 +8,10 @@ _YOUNG_OBJECTS = 50_000
 
 
 def collect_rarely() -> None:
-    """What is loaded stays and is not looked at again; the rest is, after many more allocations than by default.
+    """Exclude loaded objects from collection, and collect others after many more allocations than by default.
 
     Every step of a node allocates some thousand objects that reference counts free at once. At the default of 700,
-    looking for cycles among them took a fifth of the router's time (500 streams, 1 core).
+    collecting took a fifth of the router's time (500 streams, 1 core).
     """
     gc.collect()
     gc.freeze()

@@ -2,9 +2,9 @@
 
 async with Router(config, model) as router:   nodes that were named are dialled
     await router.serve(shared, own)           HTTP answers
-    await router.ready(node_ids)              the fleet is there; ConfigError when it cannot be
+    await router.ready(node_ids)              the fleet serves; ConfigError when it cannot
     ...
-    await router.stop_serving()               running requests are failed, and nodes told
+    await router.stop_serving()               running requests fail, and nodes are told to end them
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _WAIT_FOR_PREFILL_S = 5.0
 class Router:
     """All parts of one router, as an async context manager.
 
-    Nodes come by `config.fleet.join` and by `on_announcement`. `index` counts the routers that share a port
+    `config.fleet.join` and `on_announcement` name its nodes. `index` counts the routers that share a port
     (--router-workers).
     """
 
@@ -93,13 +93,13 @@ class Router:
 
     @property
     def url(self) -> str:
-        """Where clients on this machine reach it."""
+        """The router's URL for clients on this machine."""
         return self._config.http.url(self.http_port)
 
     async def serve(self, shared: socket.socket, own: socket.socket | None = None) -> None:
-        """Answer HTTP on sockets that listen, from now on. Raises what keeps the server from it.
+        """Answer HTTP on sockets that listen, from now on. Raises the error of a server that cannot start.
 
-        Other routers may listen on the port of `shared`, none on that of `own`.
+        Other routers may listen on the port of `shared`, and none on that of `own`.
         """
         http = self._config.http
         sockets = [shared] if own is None else [shared, own]
@@ -147,7 +147,7 @@ class Router:
             warn_if_open(self.keys, http.host)
 
     async def stop_serving(self) -> None:
-        """First of all: nothing new is taken, what runs ends with an answer, and nodes hear that it ended."""
+        """Refuse new requests, fail those that run, and tell nodes to end them. Comes before `__aexit__`."""
         self._status.stopping = True
         self._dispatcher.close(STOPPING)
         self._live.close()
@@ -157,22 +157,22 @@ class Router:
         await self._membership.close()
 
     def on_announcement(self, message: Announcement) -> None:
-        """A node announces itself (a `join_socket.JoinListener`)."""
+        """Take a node's announcement (a `join_socket.JoinListener`)."""
         self._membership.on_announcement(message)
 
     def node_exited(self, node_id: str, role: Role, reason: str) -> None:
-        """A node of this machine has ended; it announces itself when it has been started again."""
+        """Note that a node of this machine has ended. It announces itself when it has been started again."""
         self._membership.node_exited(node_id, role, reason)
 
     async def ready(self, node_ids: Sequence[str] = ()) -> None:
-        """Until all of these nodes serve; if none is named, until the fleet can serve. Raises ConfigError."""
+        """Wait until these nodes serve, or, if none is named, until the fleet can serve. Raises ConfigError."""
         if not node_ids:
             await self._joined()
         while not self._all_serve(node_ids):
             await self._membership.changed()
 
     async def prove(self, text: str, max_new_tokens: int) -> str:
-        """What a prompt is completed with, greedily and through both fleets. Raises RequestError."""
+        """Complete a prompt greedily, through both fleets. Raises RequestError."""
         model = self.model.get()
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
         input_ids = (await model.tokenizer.encode([text]))[0]
@@ -184,7 +184,7 @@ class Router:
                 return "".join([added async for _, added in group.steps()])
 
     async def broken(self) -> None:
-        """Until a part that should run for ever ends; raises what ended it."""
+        """Wait until a part that should run for ever ends, and raise its error."""
         done, _ = await asyncio.wait(self._background, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -256,7 +256,7 @@ class Router:
         return self._generator.abort(rid, ABORTED)
 
     def _abort_everywhere(self, rid: str | None) -> int:
-        self._news.tell(AbortedReqs(rid))
+        self._news.send(AbortedReqs(rid))
         return self._abort(rid)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -270,7 +270,7 @@ class Router:
         return live.issuperset(node_ids)
 
     async def _joined(self) -> None:
-        """Prefill nodes alone serve nothing; if there are to be some, the proof had better go through them."""
+        """Wait for a decode node, and for a while for prefill nodes, so that the first prompt goes through them."""
         while not self._membership.all_live():
             await self._membership.changed()
         if not self.model.known:

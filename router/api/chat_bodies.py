@@ -1,4 +1,4 @@
-"""The body of /v1/chat/completions: messages, tools, and which of them has to be called."""
+"""The body of /v1/chat/completions: messages, tools, and the choice of a tool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FunctionName = Annotated[str, Field(min_length=1, max_length=256, description="O
 
 
 class AsSent(Body):
-    """An object that the chat template sees as the client sent it: its unknown fields too, and in their order."""
+    """An object that the chat template gets as the client sent it, with its unknown fields, in their order."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
 
@@ -35,7 +35,7 @@ class AsSent(Body):
 
     @property
     def sent(self) -> dict[str, Any]:
-        """All but nulls, by which some clients mean absence, and some templates would not."""
+        """The fields that are not null. Some clients send null for absent fields, which confuses some templates."""
         return {name: value for name, value in self._sent.items() if value is not None}
 
 
@@ -47,7 +47,7 @@ class TextPart(Body):
 
 
 class CalledFunction(AsSent):
-    """What was called, and with what."""
+    """The function that was called, and its arguments."""
 
     name: FunctionName
     arguments: Annotated[
@@ -66,11 +66,11 @@ class EarlierCall(AsSent):
 
 
 class ChatInputMessage(AsSent):
-    """One message. What else it holds is for the chat template."""
+    """One message. Its unknown fields are for the chat template."""
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool"],
-        Field(description="Whose message it is. developer is system, unless the template knows it."),
+        Field(description="The author. developer becomes system, unless the template has it."),
     ]
     content: Annotated[
         str | list[TextPart] | None,

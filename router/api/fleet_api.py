@@ -1,4 +1,4 @@
-"""`/fleet`: who the nodes are, and letting them in and out while requests run. For holders of the admin key."""
+"""`/fleet` lists the nodes, and adds and removes them while requests run. It needs the admin key."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def fleet_guards(keys: ApiKeys, host: str, admin_only: AdminGuard) -> Sequence[p
     at all and only this machine can reach the router.
     """
 
-    async def must_be_told_apart() -> None:
+    async def needs_an_admin_key() -> None:
         if not keys.has_admins and (keys.has_clients or not is_loopback(host)):
             raise RequestError(
                 "/fleet needs an admin key: start the router with --admin-api-key or --admin-api-key-file",
@@ -103,11 +103,11 @@ def fleet_guards(keys: ApiKeys, host: str, admin_only: AdminGuard) -> Sequence[p
                 code="no_admin_key",
             )
 
-    return [Depends(must_be_told_apart), Depends(admin_only)]
+    return [Depends(needs_an_admin_key), Depends(admin_only)]
 
 
 def describe_in_full(member: Member) -> FleetNode:
-    """A member as `GET /fleet` tells it."""
+    """A member as in `GET /fleet`."""
     return FleetNode(
         **describe_member(member),
         role=member.role,

@@ -48,7 +48,7 @@ def generate_routes(generator: Generator, model: ModelSlot, limits: HttpLimits) 
 
 
 def meta_info(generation: Generation, *, with_timeline: bool, logprobs: Mapping[str, Any]) -> MetaInfo:
-    """What is told about a sequence beside its text; `logprobs` are fields of NativeLogprobs."""
+    """The `meta_info` of a sequence. `logprobs` are fields of NativeLogprobs."""
     req = generation.req
     timeline = timeline_fields(generation) if with_timeline else {}
     return MetaInfo(
@@ -65,7 +65,7 @@ def meta_info(generation: Generation, *, with_timeline: bool, logprobs: Mapping[
 
 
 def timeline_fields(generation: Generation) -> dict[str, Any]:
-    """The stages known so far, in order of time. A node tells them with its first token and with its last."""
+    """The stages known so far, in order of time. A node sends its stages with its first token and with its last."""
     return {
         "timeline": [StampAnswer.of(stamp) for stamp in generation.timeline],
         "kv_pages_transferred": generation.req.kv_pages_transferred,
@@ -90,7 +90,7 @@ async def _events(
 
 
 class _Output:
-    """What the client sees of one sequence."""
+    """Makes the answers of one sequence."""
 
     def __init__(self, generation: Generation, asked: GenerateRequest, tokenizer: Tokenizer) -> None:
         self._generation = generation
@@ -99,7 +99,7 @@ class _Output:
         self._logprobs = NativeLogprobs(generation, text_of)
 
     async def so_far(self, *, with_index: bool = False) -> GenerateAnswer:
-        """To be encoded before the next call."""
+        """The answer for the output so far. Its lists grow, so it is encoded before the next call."""
         logprobs = await self._logprobs.so_far()
         generation = self._generation
         return GenerateAnswer(

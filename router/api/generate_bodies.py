@@ -19,11 +19,7 @@ from router.request.fields import (
     TokenIds,
     TopNum,
 )
-from router.request.sampling import (
-    NewTokens,
-    SamplingBody,
-    Seed,
-)
+from router.request.sampling import NewTokens, SamplingBody, Seed
 from shared.protocol.logprobs import MAX_TOKEN_IDS_LOGPROB, OUTPUTS_ONLY
 
 _MAX_START_LEN = 2**31 - 1
@@ -70,7 +66,7 @@ class NativeSampling(SamplingBody):
     max_new_tokens: Annotated[NewTokens, Field(description="0 only scores the prompt.")] = 128
     min_new_tokens: Annotated[NewTokens, Field(description="Nothing ends it before.")] = 0
     sampling_seed: Seed = None
-    # vLLM's names of the same
+    # vLLM's names of these fields
     max_tokens: Annotated[Any, Refused(why="called max_new_tokens here")] = None
     min_tokens: Annotated[Any, Refused((0,), why="called min_new_tokens here")] = None
     seed: Annotated[Any, Refused(why="called sampling_seed here")] = None
@@ -79,7 +75,7 @@ class NativeSampling(SamplingBody):
 
 
 class GenerateBody(Body):
-    """A prompt or a list of them, and what to do with it. With a list, most fields may be lists too."""
+    """A prompt or a list of prompts, with their fields. With a list, most fields may be lists too."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         json_schema_extra={

@@ -1,4 +1,4 @@
-"""How the body of /generate is read: into prompts, each with its Work."""
+"""Reads the body of /generate into prompts, each with its Work."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ from router.request.fields import (
 )
 from router.request.prompt import AnswerOptions, Prompt
 from router.request.queue_limit import QueuePlaces
-from router.request.sampling import (
-    DialectFields,
-    read_sampling,
-    read_samplings,
-)
+from router.request.sampling import DialectFields, read_sampling, read_samplings
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
 from shared.protocol.logprobs import OUTPUTS_ONLY, LogprobParams
@@ -54,7 +50,7 @@ async def read_generate(
     places: QueuePlaces,
     claim: Claim,
 ) -> GenerateRequest:
-    """Check what types cannot, take places in the queue, and tokenize. Raises RequestError."""
+    """Check what the types cannot, take places in the queue, and tokenize. Raises RequestError."""
     texts, ids, batched = _prompts(body, model.vocab_size, limits)
     num_prompts = len(texts or ids)
     field = "text" if texts else "input_ids"
@@ -105,7 +101,7 @@ async def read_generate(
 def _prompts(
     body: GenerateBody, vocab_size: int, limits: HttpLimits
 ) -> tuple[list[str], list[list[int]], bool]:
-    """Texts or ids, whichever was given, and whether as a list of prompts."""
+    """The texts or the ids of the prompts, and whether the body has a list of prompts."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give exactly one of text and input_ids", param="text")
     if body.input_ids is not None:
@@ -143,7 +139,7 @@ def _native_fields(body: NativeSampling) -> DialectFields:
 def _logprobs(
     body: GenerateBody, num_prompts: int, vocab_size: int, limits: HttpLimits, *, batched: bool
 ) -> list[LogprobParams | None]:
-    """What is asked about each prompt; None where nothing is."""
+    """The logprobs that are asked for each prompt; None where none are."""
     wanted = per_prompt("return_logprob", body.return_logprob, False, num_prompts, batched=batched)
     starts = per_prompt(
         "logprob_start_len", body.logprob_start_len, OUTPUTS_ONLY, num_prompts, batched=batched
@@ -160,7 +156,7 @@ def _logprobs(
 def _ids_of_prompts(
     value: list[int] | list[list[int] | None] | None, num_prompts: int, *, batched: bool
 ) -> Sequence[list[int]]:
-    """`token_ids_logprob` for each prompt: the ids of all are a list already, so a list of lists is one for each."""
+    """`token_ids_logprob` for each prompt. A list of ids counts for all prompts, a list of lists has one for each."""
     if not value or isinstance(value[0], int):
         return [cast("list[int]", value or [])] * num_prompts
     return per_prompt("token_ids_logprob", value, [], num_prompts, batched=batched)
@@ -172,7 +168,7 @@ def _check_logprobs(
     vocab_size: int,
     limits: HttpLimits,
 ) -> None:
-    """Refuse what limits and model do not allow /generate; in a list of values for each prompt, it names which."""
+    """Refuse numbers above the limits and ids that the model does not have. The error names the list's item."""
     if isinstance(top_nums, list):
         for at, top_num in enumerate(top_nums):
             limits.check_top_logprobs(f"top_logprobs_num[{at}]", top_num or 0)

@@ -1,4 +1,4 @@
-"""`/live`: the state of the fleets for people who watch; `/metrics` is for machines that do."""
+"""`/live`: the state of the fleets for the page and `router top`. Prometheus has `/metrics`."""
 
 from __future__ import annotations
 

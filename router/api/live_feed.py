@@ -1,6 +1,7 @@
-"""What `/live` tells: the page and `router top` draw it. Times are seconds, rates are per second, pages are KV pages.
+"""The events of `/live`, which the page and `router top` draw. Times are seconds, rates are per second, pages are KV
+pages.
 
-The first event of a feed holds the samples of the last ten minutes, each later one those that are new.
+The first event of a feed has the samples of the last ten minutes, and each later event has the new ones.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ PERCENTILES = (0.5, 0.9, 0.99)
 class RouterNow(Answer, frozen=True, kw_only=True):
     """The router that answers. `context_length` is None while no node has said which model it serves.
 
-    `worker` is its name if it is one of several (--router-workers). Each tells what it has of its own clients, and
-    of the nodes what all of their requests come to.
+    `worker` is the router's name if it is one of several (--router-workers). Figures of clients are this router's
+    own; figures of nodes count the requests of all routers.
     """
 
     worker: str | None
@@ -35,9 +36,9 @@ class RouterNow(Answer, frozen=True, kw_only=True):
 class NodeNow(Answer, frozen=True, kw_only=True):
     """A node. `state` is loading, dialling, live, draining, refused or gone; `reason` says why it is not live.
 
-    Held pages belong to requests and transfers, cached ones only to the RadixCache: they are given up when needed.
-    `prompt_tokens_per_s` are those computed, so without the cached ones; `tokens_per_s` are those generated.
-    `links` counts `num_links` by what carries their KV pages: shm, gloo or nccl.
+    Held pages belong to requests and transfers. Cached pages belong only to the RadixCache, which evicts them when
+    they are needed. `prompt_tokens_per_s` counts computed tokens without cached ones, `tokens_per_s` generated ones.
+    `links` counts `num_links` by transport: shm, gloo or nccl.
     """
 
     node_id: str

@@ -1,7 +1,7 @@
-"""The fleets and this router's traffic, second by second, for whoever watches.
+"""Samples the fleets and this router's traffic each second, for the feed of `/live`.
 
-Sampling is always on, so that a page that is opened shows the last minutes: it reads what pongs have brought, and
-takes well under a millisecond for a small fleet. Only totals are kept as history; nodes are told as they are.
+Sampling is always on, so that a page that is opened shows the last minutes. A sample reads the latest Pongs, which
+takes well under a millisecond for a small fleet. Totals of each fleet have a history, single nodes do not.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from router.api.live_feed import (
     MAX_SAMPLES,
@@ -26,7 +28,6 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.recent_traffic import WINDOW_ROLLS, RecentTraffic
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
-from router.nodes.node_link import LiveNode
 from router.nodes.status import VERSION, FleetStatus
 from router.text.served_model import ModelSlot
 from shared.protocol.messages import Role
@@ -45,14 +46,14 @@ _STATES: Mapping[MemberState, str] = {
 
 @dataclass
 class _Counters:
-    """What only grows, of a node or of this router, and how fast it has grown between two times."""
+    """Counters of a node or of this router, which only grow, and their rates between two readings."""
 
     at: float
     totals: tuple[int, ...]
     per_s: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     def update(self, at: float, totals: tuple[int, ...]) -> None:
-        """Two readings at nearly the same time say nothing of a rate."""
+        """Take a reading. One that follows the last too soon for a rate is ignored."""
         elapsed = at - self.at
         if elapsed < _SHORTEST_RATE_S:
             return
@@ -63,7 +64,7 @@ class _Counters:
 
 
 class LiveState:
-    """`run` samples; `feed` and `event` tell. All on the router's loop."""
+    """`run` takes samples; `feed` and `event` return them. All of it runs on the router's loop."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class LiveState:
                 self.sample()
 
     def sample(self) -> None:
-        """A second is over: take a sample and wake every feed."""
+        """Take the sample of the second that is over, and wake every feed."""
         now = self._clock()
         self._sampled_at = now
         traffic = self._traffic
@@ -131,15 +132,15 @@ class LiveState:
 
         A watcher that reads slowly gets fewer events with more samples each; nothing is kept for it.
         """
-        num_told = 0
+        num_sent = 0
         while not self._closed.is_set():
-            event, num_told, sampled = self.event(num_told), self._num_sampled, self._sampled
+            event, num_sent, sampled = self.event(num_sent), self._num_sampled, self._sampled
             yield event
             await sampled.wait()
 
-    def event(self, num_told: int = 0) -> LiveEvent:
-        """Everything now, and the samples after the first `num_told` ever taken, as far as they are kept."""
-        num_new = min(self._num_sampled - num_told, len(self._samples))
+    def event(self, num_sent: int = 0) -> LiveEvent:
+        """The state now, and the samples after the first `num_sent` ever taken, as far as they are kept."""
+        num_new = min(self._num_sampled - num_sent, len(self._samples))
         first = len(self._samples) - num_new
         return LiveEvent(
             router=self._router(),
@@ -201,30 +202,27 @@ class LiveState:
         ]
         return sorted(nodes, key=lambda node: (node.role != Role.PREFILL, node.node_id or node.address))
 
+    def _connected(self, role: Role) -> list[NodeNow]:
+        members = self._membership.members
+        return [self._member(member) for member in members if member.role is role and member.node is not None]
+
     def _member(self, member: Member) -> NodeNow:
-        if member.node is not None:
-            return self._node(member.node, member)
-        return NodeNow(
+        now = NodeNow(
             node_id=member.node_id,
             role=member.role,
             address=member.address,
             state=_STATES[member.state],
             reason=member.reason,
         )
-
-    def _connected(self, role: Role) -> list[NodeNow]:
-        members = [member for member in self._membership.members if member.role is role]
-        return [self._node(member.node, member) for member in members if member.node is not None]
-
-    def _node(self, node: LiveNode, member: Member) -> NodeNow:
+        node = member.node
+        if node is None:
+            return now
         load, counters = node.load, self._nodes_counters.get(node.ref.incarnation)
         prompt_tokens_per_s, tokens_per_s, kv_bytes_per_s = counters.per_s if counters else (0.0, 0.0, 0.0)
-        return NodeNow(
+        return msgspec.structs.replace(
+            now,
             node_id=node.ref.node_id,
-            role=node.role,
             address=node.ref.address,
-            state=_STATES[member.state],
-            reason=member.reason,
             num_running_reqs=load.num_running,
             num_queue_reqs=load.num_waiting,
             num_bootstrapping_reqs=load.num_bootstrapping,
@@ -244,15 +242,7 @@ class LiveState:
 
 def _added_up(nodes: Iterable[NodeNow]) -> FleetSample:
     nodes = list(nodes)
-    return FleetSample(
-        num_nodes=len(nodes),
-        num_running_reqs=sum(node.num_running_reqs for node in nodes),
-        num_queue_reqs=sum(node.num_queue_reqs + node.num_bootstrapping_reqs for node in nodes),
-        num_transferring_reqs=sum(node.num_transferring_reqs for node in nodes),
-        tokens_per_s=sum(node.tokens_per_s for node in nodes),
-        kv_bytes_per_s=sum(node.kv_bytes_per_s for node in nodes),
-        num_pages=sum(node.num_pages for node in nodes),
-        num_free_pages=sum(node.num_free_pages for node in nodes),
-        num_cached_pages=sum(node.num_cached_pages for node in nodes),
-        num_held_pages=sum(node.num_held_pages for node in nodes),
-    )
+    names = [name for name in FleetSample.__struct_fields__ if name != "num_nodes"]
+    total = {name: sum(getattr(node, name) for node in nodes) for name in names}
+    total["num_queue_reqs"] += sum(node.num_bootstrapping_reqs for node in nodes)
+    return FleetSample(num_nodes=len(nodes), **total)

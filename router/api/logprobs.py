@@ -1,4 +1,4 @@
-"""How each API words the logprobs of an answer."""
+"""The logprobs of an answer, in the fields of each API."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
 from shared.protocol.logprobs import LogprobParams, TokenLogprobs
 
-_WORDED_AT_ONCE = 4096
-"""Numbers about a prompt that are worded on the router's loop; more, on a thread of their own, so that other streams
-go on."""
+_INLINE_NUMBERS = 4096
+"""The most numbers about a prompt that are written on the event loop. A thread writes more, so that streams go on."""
 
 TextOf = Callable[[int], str]
 Entry = tuple[float | None, int, str | None]
-"""(logprob, token id, text), as SGLang lists them; there is no logprob of a token that nothing comes before."""
+"""(logprob, token id, text), as in SGLang. The first token of a prompt has no logprob."""
 
 
 class NativeLogprobs:
-    """The logprob fields of `meta_info`, for a sequence that grows; with texts, where there is a `text_of`.
+    """The logprob fields of `meta_info`, for a sequence that grows; with the tokens' texts if there is a `text_of`.
 
-    A stream repeats all of them in every event. They are worded once: the prompt's to JSON, which may be megabytes.
+    A stream repeats all of them in every event, so they are made once. The prompt's may be megabytes, so they are
+    kept as JSON.
     """
 
     def __init__(self, generation: Generation, text_of: TextOf | None) -> None:
         self._generation = generation
         self._text_of = text_of
         self._of_input: dict[str, msgspec.Raw] | None = None
-        self._num_worded = 0
+        self._num_outputs = 0
         self._of_output: dict[str, list[object]] = {}
 
     async def so_far(self) -> dict[str, Any]:
-        """Fields of MetaInfo, to be encoded before the next call: lists grow."""
+        """Fields of MetaInfo. Their lists grow, so they are encoded before the next call."""
         wanted = self._generation.prompt.work.params.logprobs
         if wanted is None:
             return {}
@@ -46,7 +46,7 @@ class NativeLogprobs:
         if of_input is None:
             all_there = wanted.start_len < 0 or self._generation.req.input_logprobs is not None
             num_input_ids = len(self._generation.prompt.work.input_ids)
-            if wanted.num_input_logprobs(num_input_ids) > _WORDED_AT_ONCE:
+            if wanted.num_input_logprobs(num_input_ids) > _INLINE_NUMBERS:
                 of_input = await asyncio.to_thread(self._input, wanted)
             else:
                 of_input = self._input(wanted)
@@ -55,21 +55,21 @@ class NativeLogprobs:
         return {**of_input, **self._output(wanted)}
 
     def _input(self, wanted: LogprobParams) -> dict[str, msgspec.Raw]:
-        worded = _Scored.prompt(self._generation, wanted).worded("input", wanted, self._text_of)
-        return {name: msgspec.Raw(msgspec.json.encode(rows)) for name, rows in worded.items()}
+        fields = _Scored.prompt(self._generation, wanted).fields("input", wanted, self._text_of)
+        return {name: msgspec.Raw(msgspec.json.encode(rows)) for name, rows in fields.items()}
 
     def _output(self, wanted: LogprobParams) -> dict[str, list[object]]:
-        first, generation = self._num_worded, self._generation
+        first, generation = self._num_outputs, self._generation
         new = _Scored(generation.output_ids[first:], generation.output_logprobs[first:])
-        for name, rows in new.worded("output", wanted, self._text_of).items():
+        for name, rows in new.fields("output", wanted, self._text_of).items():
             self._of_output.setdefault(name, []).extend(rows)
-        self._num_worded = len(generation.output_ids)
+        self._num_outputs = len(generation.output_ids)
         return self._of_output
 
 
 @dataclass(frozen=True)
 class _Scored:
-    """Tokens with their logprobs; None for the first of a prompt, which nothing predicts."""
+    """Tokens with their logprobs. The first token of a prompt has None."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
@@ -81,7 +81,7 @@ class _Scored:
         logprobs = (None, *generation.input_logprobs)
         return cls(generation.prompt.work.input_ids[wanted.start_len :][: len(logprobs)], logprobs)
 
-    def worded(self, side: str, wanted: LogprobParams, text_of: TextOf | None) -> dict[str, Sequence[object]]:
+    def fields(self, side: str, wanted: LogprobParams, text_of: TextOf | None) -> dict[str, Sequence[object]]:
         """The fields of `side`, "input" or "output"."""
         fields: dict[str, Sequence[object]] = {f"{side}_token_logprobs": self.own(text_of)}
         if wanted.top_num:
@@ -113,7 +113,7 @@ def _entry(logprob: float | None, token_id: int, text_of: TextOf | None) -> Entr
 
 
 def chat_logprobs(generation: Generation, first: int, tokenizer: Tokenizer) -> ChatLogprobs:
-    """`choices[].logprobs` of a chat for the output tokens from `first` on."""
+    """The `choices[].logprobs` of a chat, for the output tokens from `first` on."""
 
     def likely(logprob: float, token_id: int) -> TopLogprob:
         text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
@@ -149,7 +149,7 @@ class TextOffsets:
 
 
 class ScoredText:
-    """The tokens of a completion with their logprobs and places in its text; the prompt's too where it is echoed."""
+    """The tokens of a completion with their logprobs and their offsets in its text, which begins with an `echo`."""
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer, echo: str | None) -> None:
         skip = generation.prompt.options.skip_special_tokens
@@ -160,8 +160,8 @@ class ScoredText:
         after = tokenizer.detokenizer(skip_special_tokens=skip, prompt_ids=generation.prompt.work.input_ids)
         self._in_output = TextOffsets(after, len(echo or ""))
 
-    def worded(self, *, prompt: bool, output_from: int | None) -> CompletionLogprobs:
-        """`choices[].logprobs` of the prompt, and of output tokens from `output_from` on (None: of none)."""
+    def logprobs(self, *, prompt: bool, output_from: int | None) -> CompletionLogprobs:
+        """The `choices[].logprobs` of the prompt, and of output tokens from `output_from` on (None: of none)."""
         generation = self._generation
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
@@ -184,6 +184,6 @@ class ScoredText:
         )
 
     def _likeliest(self, token_id: int, known: TokenLogprobs) -> dict[str, float]:
-        """Also the token itself, be it among the likeliest or not, as OpenAI's does."""
+        """The likeliest tokens and the token itself, as OpenAI has them."""
         text_of = self._tokenizer.token_text
         return {text_of(other): logprob for logprob, other in (*known.top, (known.logprob, token_id))}

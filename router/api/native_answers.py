@@ -1,4 +1,4 @@
-"""What SGLang's native routes answer, with SGLang's names."""
+"""The answers of SGLang's native routes, with SGLang's names."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class StampAnswer(Answer, kw_only=True, frozen=True):
 
     @classmethod
     def of(cls, stamp: Stamp) -> StampAnswer:
-        """A stamp of the wire."""
+        """The answer for a stamp of the protocol."""
         return cls(role=stamp.role, stage=stamp.stage, time=stamp.time)
 
 
 class TimelineFields(Answer, frozen=True):
-    """What `return_timeline` adds; streams tell it as it becomes known."""
+    """The fields that `return_timeline` adds. In a stream they grow with each event."""
 
     timeline: list[StampAnswer] | UnsetType = UNSET
     kv_pages_transferred: int | UnsetType = UNSET
@@ -45,7 +45,7 @@ class TimelineFields(Answer, frozen=True):
 
 
 class MetaInfo(TimelineFields, kw_only=True, frozen=True):
-    """What is told about a sequence beside its text. Logprobs come with `return_logprob`."""
+    """The facts about a sequence beside its text. Logprobs come with `return_logprob`."""
 
     id: Annotated[str, Field(description="The prompt's rid.")]
     finish_reason: Annotated[FinishReason | None, Field(description="Null while it runs.")]

@@ -1,6 +1,6 @@
-"""What the OpenAI routes answer, field by field, named and shaped as in the official client's types.
+"""The answers of the OpenAI routes, as in the official client's types.
 
-A field that is UNSET is left out. Beyond OpenAI's: `matched_stop`, a model's `root` and `max_model_len`.
+A field that is UNSET is left out. OpenAI does not have `matched_stop`, and a model's `root` and `max_model_len`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MatchedStop = Annotated[int | str | None, Field(description="The token id or the
 
 
 class PromptTokensDetails(Answer, kw_only=True, frozen=True):
-    """Of the prompt's tokens."""
+    """How many of the prompt's tokens were cached."""
 
     cached_tokens: Annotated[int, Field(description="Found in a RadixCache, and so not computed again.")]
 
@@ -103,7 +103,7 @@ class TokenLogprob(Answer, kw_only=True, frozen=True):
 
 
 class ChatLogprobs(Answer, kw_only=True, frozen=True):
-    """Of each token of the answer."""
+    """The logprobs of each token of the answer."""
 
     content: list[TokenLogprob]
     refusal: None = None

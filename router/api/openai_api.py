@@ -34,7 +34,7 @@ def openai_routes(
     limits: HttpLimits,
     context_length: Callable[[], int],
 ) -> APIRouter:
-    """The routes; those that generate are behind a QueueGate. `context_length` is what the fleet can serve now."""
+    """The routes. Those that generate are behind a QueueGate. `context_length` returns the fleet's."""
     router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
     async def respond(
@@ -87,17 +87,17 @@ def _reply(asked: OpenAIRequest, model: ServedModel) -> Reply:
         id=asked.id,
         created=int(time.time()),
         model=model.name,
-        tells_logprobs=asked.with_logprobs,
-        tells_timeline=asked.with_timeline,
+        with_logprobs=asked.with_logprobs,
+        with_timeline=asked.with_timeline,
     )
 
 
 async def _answer(group: GenerationGroup, asked: OpenAIRequest, shape: Shape, workers: TextWorkers) -> Answer:
     async with group:
         generations = await group.finished()
-        told = generations if asked.best_n is None else best(generations, asked.best_n)
-        num_chars = sum(map(_chars_to_word, told))
-        return await workers.word(num_chars, lambda: shape.whole(told, usage_of(generations)))
+        chosen = generations if asked.best_n is None else best(generations, asked.best_n)
+        num_chars = sum(map(_cost_in_chars, chosen))
+        return await workers.run(num_chars, lambda: shape.whole(chosen, usage_of(generations)))
 
 
 async def _events(
@@ -109,27 +109,27 @@ async def _events(
     def usage_so_far() -> MaybeUsage:
         return usage_of(group.generations) if options.continuous_usage_stats else UNSET
 
-    num_told: dict[int, int] = {}
+    num_sent: dict[int, int] = {}
     async with group:
         async for generation, text in group.steps():
-            told = num_told.get(generation.index)
-            if told is None:
-                told = num_told[generation.index] = 0
-                word = functools.partial(shape.opening, generation, usage_so_far())
-                opening = await workers.word(_chars_to_word(generation), word)
+            first = num_sent.get(generation.index)
+            if first is None:
+                first = num_sent[generation.index] = 0
+                make = functools.partial(shape.opening, generation, usage_so_far())
+                opening = await workers.run(_cost_in_chars(generation), make)
                 if opening is not None:
                     yield opening
             if text or generation.finish_reason is not None:
-                more = shape.delta(generation, text, told, usage_so_far())
+                more = shape.delta(generation, text, first, usage_so_far())
                 if more is not None:
                     yield more
-                    num_told[generation.index] = len(generation.output_ids)
+                    num_sent[generation.index] = len(generation.output_ids)
         if options.include_usage:
             yield shape.closing(usage_of(group.generations))
 
 
-def _chars_to_word(generation: Generation) -> int:
-    """What it takes to word the logprobs of a prompt that is echoed, in characters that are encoded meanwhile."""
+def _cost_in_chars(generation: Generation) -> int:
+    """The cost of writing the logprobs of an echoed prompt, as a number of characters that cost as much to encode."""
     wanted = generation.prompt.work.params.logprobs
     if wanted is None:
         return 0

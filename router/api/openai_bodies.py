@@ -26,7 +26,7 @@ NoEffect = Annotated[Any, Field(description="Taken from OpenAI's clients; has no
 
 
 class StreamOptions(Body):
-    """What a stream tells beside the text."""
+    """The usage that a stream has beside the text."""
 
     include_usage: Annotated[bool, Field(description="A last event with the usage.")] = False
     continuous_usage_stats: Annotated[bool, Field(description="The usage so far in every event.")] = False
@@ -42,7 +42,7 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's way of asking for JSON."""
+    """Asks for JSON, as OpenAI does."""
 
     type: Annotated[
         Literal["text", "json_object", "json_schema"],
@@ -54,7 +54,7 @@ class ResponseFormat(Body):
 
 
 class OpenAIBody(SamplingBody):
-    """What both routes take; beside OpenAI's fields, those of SGLang and vLLM."""
+    """The fields of both routes: OpenAI's, and some of SGLang and vLLM."""
 
     model: Annotated[
         str | None, Field(max_length=1024, description="The served one; it may be left out.")

@@ -1,4 +1,4 @@
-"""How the bodies of OpenAI's routes are read: into prompts, each with its Work."""
+"""Reads the bodies of OpenAI's routes into prompts, each with its Work."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
 class OpenAIRequest:
     """A checked body of either route. `id` is the client's rid or a random one; `stream` is None for one answer.
 
-    `echoes` are the texts of the prompts, for those who want them in front of the answer; `best_n` of each prompt's
-    sequences are told (None: all); `call` is what a chat's answer has to be.
+    `echoes` are the prompts' texts if the answers begin with them. The answer has the `best_n` sequences of each
+    prompt (None: all). `call` is the call that a chat's answer must be.
     """
 
     id: str
@@ -71,8 +71,9 @@ async def read_completion(
     asked = read_samplings(body, own, num_prompts, model.vocab_size, limits)
     reply_id, rids = _ids(requested_rid(body.rid, headers), "cmpl-", num_prompts, batched=batched)
     routing_key = read_routing_key(body.routing_key, headers)
-    told = _completion_logprobs(body.logprobs, limits, echo=body.echo)
-    logprobs = LogprobParams() if told is None and best_of > body.n else told
+    asked_logprobs = _completion_logprobs(body.logprobs, limits, echo=body.echo)
+    # `best` ranks sequences by their logprobs, also where the client asks for none.
+    logprobs = asked_logprobs or (LogprobParams() if best_of > body.n else None)
     places.hold(num_prompts * best_of)
     claim.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
     if texts:
@@ -98,7 +99,7 @@ async def read_completion(
         prompts=prompts,
         stream=_stream(body),
         with_timeline=body.return_timeline,
-        with_logprobs=told is not None,
+        with_logprobs=asked_logprobs is not None,
         echoes=echoes,
         best_n=body.n if best_of > body.n else None,
     )
@@ -129,9 +130,8 @@ async def read_chat(
     claim.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
     text = await model.chat_template.render(_chat(body), model.tokenizer.workers)
     # The template writes the special tokens itself.
-    ids = (await encode_prompts([text], model, limits, "messages", batched=False, add_special_tokens=False))[
-        0
-    ]
+    encoding = encode_prompts([text], model, limits, "messages", batched=False, add_special_tokens=False)
+    [ids] = await encoding
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
     prompt = Prompt(
         rid=rids[0],
@@ -166,7 +166,7 @@ def _work(
 
 
 def openai_fields(body: OpenAIBody, max_new_tokens: int, *grammars: AskedGrammar | None) -> DialectFields:
-    """The sampling fields that the other dialect calls by other names, and `grammars` that are no fields."""
+    """The sampling fields whose names differ from /generate's, and `grammars` that no sampling field asks for."""
     return DialectFields(
         max_new_tokens=max_new_tokens,
         min_new_tokens=body.min_tokens,
@@ -178,7 +178,7 @@ def openai_fields(body: OpenAIBody, max_new_tokens: int, *grammars: AskedGrammar
 
 
 def _format_grammar(field: str, asked: ResponseFormat | None) -> AskedGrammar | None:
-    """What OpenAI's `response_format` asks for."""
+    """The grammar of OpenAI's `response_format`; None for plain text."""
     if asked is None or asked.type == "text":
         return None
     if asked.type == "json_object":
@@ -191,7 +191,7 @@ def _format_grammar(field: str, asked: ResponseFormat | None) -> AskedGrammar | 
 
 
 def _chat_logprobs(wanted: bool, top_num: int, limits: HttpLimits) -> LogprobParams | None:
-    """`logprobs` and `top_logprobs` of /v1/chat/completions. Raises RequestError."""
+    """The logprobs that a chat's `logprobs` and `top_logprobs` ask for. Raises RequestError."""
     limits.check_top_logprobs("top_logprobs", top_num)
     if top_num and not wanted:
         raise wrong("top_logprobs", "left out, or logprobs be true", top_num)
@@ -199,7 +199,7 @@ def _chat_logprobs(wanted: bool, top_num: int, limits: HttpLimits) -> LogprobPar
 
 
 def _completion_logprobs(top_num: int | None, limits: HttpLimits, *, echo: bool) -> LogprobParams | None:
-    """`logprobs` of /v1/completions: how many of the likeliest. With `echo` the prompt's tokens are scored too."""
+    """The logprobs that a completion's `logprobs` asks for. With `echo` the prompt's tokens have logprobs too."""
     if top_num is None:
         return None
     limits.check_top_logprobs("logprobs", top_num)
@@ -207,7 +207,7 @@ def _completion_logprobs(top_num: int | None, limits: HttpLimits, *, echo: bool)
 
 
 def _forced_call(body: ChatBody) -> ForcedCall | None:
-    """What `tool_choice` makes of the answer. Raises RequestError for a choice that cannot be served."""
+    """The call that `tool_choice` demands, if any. Raises RequestError for a choice that cannot be served."""
     tools, choice = body.tools or [], body.tool_choice
     if not tools:
         if choice in (None, "none", "auto"):
@@ -269,7 +269,7 @@ def _ids(
 def _prompts(
     body: CompletionBody, vocab_size: int, limits: HttpLimits
 ) -> tuple[list[str], list[list[int]], bool]:
-    """Texts or ids, whichever was given, and whether as a list of prompts."""
+    """The texts or the ids of the prompts, and whether the body has a list of prompts."""
     if isinstance(body.prompt, str):
         return [body.prompt], [], False
     if isinstance(body.prompt[0], str):
@@ -291,7 +291,7 @@ def _best_of(body: CompletionBody, limits: HttpLimits) -> int:
 
 
 def _chat(body: ChatBody) -> Chat:
-    """As the chat template is to see it."""
+    """The body as the chat template gets it."""
     continues = body.continue_final_message
     if continues and body.add_generation_prompt:
         raise RequestError(
@@ -311,17 +311,17 @@ def _chat(body: ChatBody) -> Chat:
 
 
 def _message(message: ChatInputMessage, where: str) -> dict[str, object]:
-    """Templates want text in one piece, and the arguments of calls as objects; some want no empty list of calls."""
+    """A message for templates: its text in one piece, arguments of calls as objects, and no empty list of calls."""
     content, calls = message.content, message.tool_calls
     if isinstance(content, list):
         content = "".join(part.text for part in content)
     if content is None and message.role != "assistant":  # an assistant's may only call tools
         raise wrong(f"{where}.content", "a string or a list of parts", None)
-    worded = {**message.sent, "content": content or ""}
+    fields = {**message.sent, "content": content or ""}
     if not calls:
-        return {name: value for name, value in worded.items() if name != "tool_calls"}
+        return {name: value for name, value in fields.items() if name != "tool_calls"}
     named = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
-    return {**worded, "tool_calls": named}
+    return {**fields, "tool_calls": named}
 
 
 def _call(call: EarlierCall, where: str) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""How the two OpenAI routes word a request's sequences: as one answer, or as events."""
+"""The answers and events of the two OpenAI routes, made from a request's sequences."""
 
 from __future__ import annotations
 
@@ -38,40 +38,40 @@ _NOTHING = ChatDelta()
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What all events and the answer of one request have in common."""
+    """The fields that all events and the answer of one request have in common."""
 
     id: str
     created: int
     model: str
-    tells_logprobs: bool
-    tells_timeline: bool
+    with_logprobs: bool
+    with_timeline: bool
 
     @property
     def head(self) -> dict[str, Any]:
-        """Its fields in every event."""
+        """The fields of every event."""
         return {"id": self.id, "created": self.created, "model": self.model}
 
     def timeline(self, generation: Generation) -> dict[str, Any]:
-        """Its fields of a choice."""
-        return timeline_fields(generation) if self.tells_timeline else {}
+        """The timeline fields of a choice, if the client asked for them."""
+        return timeline_fields(generation) if self.with_timeline else {}
 
 
 class Shape(Protocol):
-    """One of the two routes."""
+    """Makes the answers of one of the two routes."""
 
     def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
-        """The event before any text of a sequence, if there is one."""
+        """The event before any text of a sequence, if the route has one."""
         ...
 
-    def delta(self, generation: Generation, text: str, num_told: int, usage: MaybeUsage) -> Answer | None:
-        """The event for more text, and for the logprobs of the output tokens after the first `num_told`.
+    def delta(self, generation: Generation, text: str, first: int, usage: MaybeUsage) -> Answer | None:
+        """The event for more text, and for the logprobs of the output tokens from `first` on.
 
-        None while the text says nothing to the client yet; a later event then has those logprobs.
+        None while the text adds nothing to the answer; a later event then has those logprobs.
         """
         ...
 
     def closing(self, usage: Usage) -> Answer:
-        """The event for the usage alone."""
+        """The last event, which has the usage alone."""
         ...
 
     def whole(self, generations: Sequence[Generation], usage: Usage) -> Answer:
@@ -80,7 +80,7 @@ class Shape(Protocol):
 
 
 class CompletionShape:
-    """/v1/completions. `echoes` are the prompts' texts, where they go before the output."""
+    """/v1/completions. `echoes` are the prompts' texts if the client wants them before the output."""
 
     def __init__(self, reply: Reply, tokenizer: Tokenizer, echoes: Sequence[str] | None) -> None:
         self._reply = reply
@@ -89,7 +89,7 @@ class CompletionShape:
         self._scored: dict[int, ScoredText] = {}
 
     def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
-        """The event with the prompt that is echoed, or with the role."""
+        """The event with the echoed prompt; None without `echo`."""
         if self._echoes is None:
             return None
         choice = CompletionChoice(
@@ -100,9 +100,9 @@ class CompletionShape:
         )
         return self._event([choice], usage)
 
-    def delta(self, generation: Generation, text: str, num_told: int, usage: MaybeUsage) -> Answer:
+    def delta(self, generation: Generation, text: str, first: int, usage: MaybeUsage) -> Answer:
         """The event for more text."""
-        logprobs = self._logprobs(generation, output_from=num_told)
+        logprobs = self._logprobs(generation, output_from=first)
         return self._event([self._choice(generation.index, generation, text, logprobs)], usage)
 
     def closing(self, usage: Usage) -> Answer:
@@ -142,13 +142,13 @@ class CompletionShape:
     def _logprobs(
         self, generation: Generation, *, prompt: bool = False, output_from: int | None = None
     ) -> CompletionLogprobs | None:
-        if not self._reply.tells_logprobs:
+        if not self._reply.with_logprobs:
             return None
         scored = self._scored.get(generation.index)
         if scored is None:
             echo = self._echo(generation) if self._echoes is not None else None
             scored = self._scored[generation.index] = ScoredText(generation, self._tokenizer, echo)
-        return scored.worded(prompt=prompt, output_from=output_from)
+        return scored.logprobs(prompt=prompt, output_from=output_from)
 
 
 class ChatShape:
@@ -162,21 +162,21 @@ class ChatShape:
         self._named: set[int] = set()
 
     def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
-        """The event with the prompt that is echoed, or with the role."""
+        """The event with the role."""
         content = "" if self._call is None else None
         delta = ChatDelta(role="assistant", content=content, refusal=None)
         timeline = self._reply.timeline(generation)
         return self._chunk([ChatChunkChoice(index=generation.index, delta=delta, **timeline)], usage)
 
-    def delta(self, generation: Generation, text: str, num_told: int, usage: MaybeUsage) -> Answer | None:
-        """The event for more text."""
+    def delta(self, generation: Generation, text: str, first: int, usage: MaybeUsage) -> Answer | None:
+        """The event for more text; None while the text is only what the grammar puts before a call."""
         more = self._more(generation, text)
         if more == _NOTHING and generation.finish_reason is None:
             return None
         choice = ChatChunkChoice(
             index=generation.index,
             delta=more,
-            logprobs=self._logprobs(generation, num_told),
+            logprobs=self._logprobs(generation, first),
             **self._end(generation),
             **self._reply.timeline(generation),
         )
@@ -207,7 +207,7 @@ class ChatShape:
         if self._call is None:
             return ChatMessage(content=generation.text)
         call = self._call.reader().whole(generation.text)
-        # Cut off before the function is named, the text is only what the grammar puts around a call.
+        # A text that ends before the function's name is only what the grammar puts before it.
         return ChatMessage(content=None, tool_calls=[call] if call else UNSET)
 
     def _more(self, generation: Generation, text: str) -> ChatDelta:
@@ -232,11 +232,11 @@ class ChatShape:
         return {**end, "finish_reason": self._call.finish_reason} if complete and self._call else end
 
     def _logprobs(self, generation: Generation, first: int) -> ChatLogprobs | None:
-        return chat_logprobs(generation, first, self._tokenizer) if self._reply.tells_logprobs else None
+        return chat_logprobs(generation, first, self._tokenizer) if self._reply.with_logprobs else None
 
 
 def usage_of(generations: Sequence[Generation]) -> Usage:
-    """Tokens so far. A prompt counts once, however many choices it has."""
+    """The tokens so far. A prompt counts once, however many choices it has."""
     first_choices = [g for g in generations if g.choice == 0]
     prompt_tokens = sum(g.req.prompt_len for g in first_choices)
     completion_tokens = sum(len(g.output_ids) for g in generations)
@@ -251,17 +251,12 @@ def usage_of(generations: Sequence[Generation]) -> Usage:
 
 
 def best(generations: Sequence[Generation], n: int) -> list[Generation]:
-    """Of each prompt's sequences the `n` whose tokens the model found likeliest on average, best first."""
+    """The `n` sequences of each prompt with the highest mean logprob, best first. Equal ones keep their order."""
     by_prompt: dict[int, list[Generation]] = {}
     for generation in generations:
         by_prompt.setdefault(generation.prompt_index, []).append(generation)
-    return [
-        generation
-        for choices in by_prompt.values()
-        for generation in sorted(choices, key=_mean_logprob, reverse=True)[
-            :n
-        ]  # stable: ties keep their order
-    ]
+    ranked = (sorted(choices, key=_mean_logprob, reverse=True)[:n] for choices in by_prompt.values())
+    return [generation for choices in ranked for generation in choices]
 
 
 def _mean_logprob(generation: Generation) -> float:
@@ -270,7 +265,7 @@ def _mean_logprob(generation: Generation) -> float:
 
 
 def _end(generation: Generation) -> dict[str, Any]:
-    """`finish_reason` and `matched_stop`, both null while it runs."""
+    """`finish_reason` and `matched_stop`, both null while the sequence runs."""
     reason = generation.finish_reason
     return {
         "finish_reason": None if reason is None else kind_of(reason),

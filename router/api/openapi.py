@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's own, with what it cannot know: the types of events, and which routes need a key."""
+"""The OpenAPI document: FastAPI's own, with the types of events and the routes that need a key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         "description": "500: a node failed the request. 503: nothing can serve this now.",
     },
 }
-"""What every route may answer."""
+"""The errors that every route may answer."""
 
 
 def openapi_document(app: FastAPI, *, with_keys: bool) -> dict[str, Any]:

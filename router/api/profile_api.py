@@ -43,17 +43,17 @@ def profile_routes(membership: Membership, admin_only: AdminGuard) -> APIRouter:
         def message(call_id: int) -> StartProfile:
             return StartProfile(call_id, asked.num_steps or None, asked.with_stack, asked.record_shapes)
 
-        return _told(await membership.call(message, _START_TIMEOUT_S))
+        return _traces(await membership.call(message, _START_TIMEOUT_S))
 
     @router.post("/stop_profile")
     async def stop_profile() -> Traces:
         """Write the traces."""
-        return _told(await membership.call(StopProfile, _STOP_TIMEOUT_S))
+        return _traces(await membership.call(StopProfile, _STOP_TIMEOUT_S))
 
     return router
 
 
-def _told(answers: dict[str, Answered]) -> Traces:
+def _traces(answers: dict[str, Answered]) -> Traces:
     if not answers:
         raise RequestError("there is no live node to profile", status=503, code="no_node")
     refused = {node_id: answer.detail for node_id, answer in sorted(answers.items()) if not answer.ok}

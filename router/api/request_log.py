@@ -1,4 +1,4 @@
-"""--log-requests: one event for each request, when it has ended. Never what was asked or answered, and no key.
+"""--log-requests: one event for each request, when it has ended, without prompts, answers and keys.
 
 request rid=a request_id=b route="POST /generate" status=200 sequences=1 prompt_tokens=5 completion_tokens=16
         cached_tokens=0 ttft_s=0.02 queue_s=0.001 e2e_s=0.2 finish=stop nodes=decode-0,prefill-0
@@ -22,13 +22,13 @@ from shared.log import event
 from shared.timeline import ReqStage
 
 PROBES = frozenset({"/health", "/metrics", "/live/state"})
-"""Asked every few seconds, by machines: told only when they fail."""
+"""Machines ask these every few seconds, so they are logged only when they fail."""
 
 _GROUP = "generation_group"
 
 
 class RequestLog:
-    """Middleware: watches a request and its answer go by, and tells of both when they are over."""
+    """Middleware: logs each request after its answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -61,15 +61,15 @@ class RequestLog:
             await self._app(scope, watched_receive, watched_send)
         finally:
             if status is None or status >= 400 or scope["path"] not in PROBES:
-                _tell(scope, status, disconnected, began)
+                _log(scope, status, disconnected, began)
 
 
 def note_group(request: Request, group: GenerationGroup) -> None:
-    """The sequences of this request."""
+    """Leave a request's sequences where the log finds them."""
     setattr(request.state, _GROUP, group)
 
 
-def _tell(scope: Scope, status: int | None, disconnected: bool, began: float) -> None:
+def _log(scope: Scope, status: int | None, disconnected: bool, began: float) -> None:
     state = scope["state"]
     group: GenerationGroup | None = state.get(_GROUP)
     error: RequestError | None = state.get(ERROR)
@@ -79,7 +79,7 @@ def _tell(scope: Scope, status: int | None, disconnected: bool, began: float) ->
         "route": f"{scope['method']} {route}",
         "status": status,
     }
-    if error is not None:  # its message quotes the request, so it is not told
+    if error is not None:  # its message quotes the request, so it is not logged
         fields |= {"code": error.code, "param": error.param}
     if group is not None:
         fields |= _generated(group, began)
@@ -90,7 +90,7 @@ def _tell(scope: Scope, status: int | None, disconnected: bool, began: float) ->
 
 
 def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
-    """Of all sequences together: sums of tokens, the first of the first tokens, the longest time in a queue."""
+    """The fields of all sequences: sums of tokens, the time of the first token, the longest time in a queue."""
     generations = [generation for generation in group.generations if generation.started]
     reqs = [generation.req for generation in generations]
     prompts = [generation.req for generation in generations if generation.choice == 0]
@@ -109,7 +109,7 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
 
 
 def _queued_s(generation: Generation) -> Iterable[float]:
-    """On the node that prefilled, from its arrival to its first chunk."""
+    """The seconds from the arrival on the node that prefilled to the first chunk, if known."""
     stamps = generation.req.stamps
     prefilled = {stamp.role for stamp in stamps if stamp.stage == ReqStage.PREFILLING}
     return (s for role, stage, s in stage_durations(stamps) if stage == ReqStage.QUEUED and role in prefilled)

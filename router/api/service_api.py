@@ -1,4 +1,4 @@
-"""Health, what is served and by whom, cache and abort, tokenizing: everything that is not a completion."""
+"""Routes that generate nothing for a client: health, model and server info, metrics, tokenizing, cache and abort."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _REFRESH_S = 0.25
 _FLUSH_RETRY_S = 0.05
 _MAX_FLUSH_WAIT_S = 600.0
 _MAX_ABORTED_CHARS = 1024
-"""Of a rid, or of the number behind that of a batch."""
+"""The length of a rid, with the number that a batch appends to it."""
 
 
 class TokenizeBody(Body):
-    """Texts to token ids."""
+    """The body of /tokenize."""
 
     prompt: Annotated[
         str | list[str],
@@ -60,14 +60,14 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Token ids to text."""
+    """The body of /detokenize."""
 
     tokens: Annotated[IdPrompts, Field(description="One list of token ids, or several.")]
     skip_special_tokens: Annotated[bool, Field(description="Leaves them out of the text.")] = True
 
 
 class AbortBody(Body):
-    """What is to end."""
+    """The body of /abort_request."""
 
     rid: Annotated[
         str | None, Field(max_length=_MAX_ABORTED_CHARS, description="A request, or a batch, by its name.")
@@ -92,7 +92,7 @@ class MetricsText(PlainTextResponse):
 def health_routes(
     status: FleetStatus, generator: Generator, model: ModelSlot, membership: Membership
 ) -> APIRouter:
-    """Is it up, and does it work?"""
+    """The routes for probes."""
     router = APIRouter(tags=["State"])
 
     @router.get("/health", responses={503: {"model": Health, "description": "Nothing can be served."}})
@@ -116,7 +116,7 @@ def health_routes(
             except TimeoutError:
                 raise RequestError(f"no answer within {_PROBE_TIMEOUT_S:g} s", status=503) from None
 
-        # Takes no place: with a full queue the service still works, and a probe that failed then would end it.
+        # The probe takes no place in the queue: a service whose queue is full works, and must not be restarted.
         with generator.claim() as claim:
             probe = _probe(model.get())
             claim.take([probe.rid], [1], whole=None, shared=False)
@@ -135,7 +135,7 @@ def info_routes(
     limits: HttpLimits,
     flags: Mapping[str, object],
 ) -> APIRouter:
-    """What is served, by whom, and what it tells Prometheus. `flags` are the router's."""
+    """The routes for facts about model, nodes and load, and for tokenizing. `flags` are the router's."""
     router = APIRouter(tags=["State"], route_class=JsonRoute)
 
     @router.get("/get_model_info")
@@ -202,7 +202,7 @@ def control_routes(
     abort: Callable[[str | None], int],
     admin_only: AdminGuard,
 ) -> APIRouter:
-    """What an operator does to a running service."""
+    """The routes that act on a running service."""
     router = APIRouter(tags=["Operation"], route_class=JsonRoute)
 
     @router.get("/flush_cache", dependencies=[Depends(admin_only)])

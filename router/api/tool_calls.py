@@ -1,7 +1,7 @@
-"""Calls of tools that `tool_choice` forces: a grammar guarantees them.
+"""Calls of tools that `tool_choice` forces. A grammar guarantees them.
 
-A tool that has to be called needs no parser of the model's own call syntax: the answer is constrained to the JSON of
-its arguments. Whether to call one (`auto`) is the model's to say, in that syntax, which this server cannot read.
+The answer is constrained to the JSON of the call, so a forced call needs no parser of the model's own call syntax.
+With `auto` the model itself decides whether to call a tool, in that syntax, which this server cannot parse.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additio
 
 @dataclass(frozen=True, kw_only=True)
 class ForcedCall:
-    """The answer is one call: of the function `name`, or, where that is None, of one that it names itself."""
+    """The answer is one call: of the function `name`, or of the one that the text names if `name` is None."""
 
     name: str | None
     grammar: AskedGrammar | None
@@ -30,13 +30,13 @@ class ForcedCall:
 
     @classmethod
     def named(cls, name: str, parameters: Mapping[str, Any] | None, where: str) -> ForcedCall:
-        """The text is the arguments of this function, whose `parameters` are at `where` in the request."""
+        """A call whose text is the arguments of this function. `where` is the path of `parameters` in the request."""
         grammar = schema_grammar(where, dict(parameters or _NO_ARGUMENTS))
         return cls(name=name, grammar=grammar, finish_reason="stop")
 
     @classmethod
     def any_of(cls, functions: Mapping[str, Mapping[str, Any] | None], where: str) -> ForcedCall:
-        """The text is `{"name": ..., "arguments": {...}}`, of one of these functions with their parameters."""
+        """A call of one of these functions, whose text is `{"name": ..., "arguments": {...}}`."""
         calls, parameters = [], {}
         for at, (name, schema) in enumerate(functions.items()):
             place = f"#/$defs/tool_{at}"
@@ -54,7 +54,7 @@ class ForcedCall:
         return cls(name=None, grammar=grammar, finish_reason="tool_calls")
 
     def reader(self) -> CallReader:
-        """For one answer."""
+        """A reader for one answer."""
         return CallReader(self.name)
 
 
@@ -69,7 +69,7 @@ class CallReader:
         self._arguments = ""
 
     def whole(self, text: str) -> ToolCall | None:
-        """The call, all at once; None when the text ends before the function is named."""
+        """The call in a whole text; None if the text ends before the function's name."""
         arguments = self.feed(text, last=True)
         if self.name is None:
             return None
@@ -88,17 +88,17 @@ class CallReader:
             self._held = self._held[begun.end() :]
         added = self._held
         body, brace, space = self._held.rpartition("}")
-        if brace and not space.strip():  # maybe the envelope's own: held back until something follows it
+        if brace and not space.strip():  # the last brace may be the envelope's, so it is held back
             added = body
         self._held = self._held[len(added) :]
         self._arguments += added
-        if last and self._held and not _is_json(self._arguments):  # cut off; the brace was the arguments'
+        if last and self._held and not _is_json(self._arguments):  # the text was cut off within the arguments
             added, self._held = added + self._held, ""
         return added
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to itself hold where it lies at `place` in another."""
+    """The schema with its references to itself changed for its new `place` in another schema."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):

@@ -1,10 +1,8 @@
-"""The life of one sequence: choose its nodes, send it, put its tokens in order, and end it on every node.
+"""Dispatches sequences: sends each to the nodes that `placement` chooses, takes its tokens, and ends it on all nodes.
 
-    start ── Prefill ─▶ P ┐                       the node that finishes it, fails it or dies decides how it ends;
-       └──── Decode ──▶ D ┴─ Tokens ─▶ on_tokens  every other holder is told: Cancel, or Stop after a stop string
-                          └─ NotCached ─▶ _send_again: the next attempt, behind the tokens that have arrived
-
-`placement` chooses the nodes.
+start ── Prefill ─▶ P ┐                       a node that finishes the sequence, fails it or dies ends it;
+   └──── Decode ──▶ D ┴─ Tokens ─▶ on_tokens  every other holder gets Cancel, or Stop after a stop string
+                      └─ NotCached ─▶ _send_again: the next attempt, behind the tokens that have arrived
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from shared.timeline import Clock
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """How long a sequence may wait before it is given up, in seconds."""
+    """How many seconds a sequence may wait for its first token and for its next before it fails."""
 
     first_token_s: float
     stall_s: float
@@ -86,7 +84,7 @@ class Dispatcher:
     def start(self, work: Work, wake: Callable[[], None], *, split: bool = False) -> RunningReq:
         """Send a sequence to its nodes. Raises RequestError when none can take it.
 
-        `split` forces the way through both fleets, however short the prompt.
+        With `split` the sequence goes through both fleets, however short the prompt.
         """
         if self._closed is not None:
             raise RequestError(self._closed, status=503)
@@ -99,8 +97,8 @@ class Dispatcher:
         self._send(req, work, route)
         return req
 
-    def never_sent(self, work: Work, wake: Callable[[], None], message: str) -> RunningReq:
-        """A sequence that was aborted before it could be sent."""
+    def abort_unsent(self, work: Work, wake: Callable[[], None], message: str) -> RunningReq:
+        """The ended record of a sequence that was aborted before it was sent."""
         now = self._clock()
         req = RunningReq(self._next_key(), work, wake=wake, now=now)
         self._metrics.started(req)
@@ -109,15 +107,15 @@ class Dispatcher:
         return req
 
     def stop(self, req: RunningReq, position: int) -> None:
-        """The router found the end itself: tokens from `position` on are not wanted."""
-        self._end(req, tell=Stop(req.key, position))
+        """End a sequence whose text has a stop: tokens from `position` on are not wanted."""
+        self._end(req, message=Stop(req.key, position))
 
     def abort(self, req: RunningReq, message: str) -> None:
         """End a sequence with what it has so far."""
         self._end(req, finish=Aborted(message))
 
     def release(self, req: RunningReq) -> None:
-        """The client is gone. Does nothing to a sequence that has ended."""
+        """End a sequence whose client is gone. A sequence that has ended stays as it is."""
         self._end(req, error=RequestError("the client is gone", status=499))
 
     def close(self, reason: str) -> None:
@@ -127,9 +125,9 @@ class Dispatcher:
             self._end(req, error=RequestError(reason, status=503))
 
     def seconds_left(self, req: RunningReq) -> float:
-        """Until the deadline of its first, or its next, token; at 0 it has passed.
+        """The seconds until the deadline of the first or next token; at 0 it has passed.
 
-        Tokens that come meanwhile only move the deadline further away, so it is enough to ask again then.
+        A token moves the deadline further away, so a caller may wait so long before it asks again.
         """
         now = self._clock()
         if req.last_token_at is None:
@@ -148,7 +146,7 @@ class Dispatcher:
 
     # --------------------------------------------------------------------------------- from the nodes
     def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
-        """The tokens of one step of `node`. Those of ended sequences are dropped: a Cancel or Stop is on its way."""
+        """Take the tokens of one step of `node`. Tokens of ended sequences are dropped."""
         now, num_generated = self._clock(), 0
         for entry in entries:
             req = self._running.get(entry.key.rid)
@@ -157,7 +155,7 @@ class Dispatcher:
             if entry.report is not None:
                 req.reports[node.role] = entry.report
             if node.role is Role.DECODE:
-                # It has the pages and the record, so its prefill node has let go.
+                # The decode node has the pages and the Handoff, so the prefill node holds nothing any more.
                 req.holders = [node]
             if entry.finish is not None:
                 req.finished_by = node
@@ -169,11 +167,11 @@ class Dispatcher:
             if since is None and num_new:
                 self.queue.leave(req.key.rid, served=True)
             if req.ended:
-                self._tell_and_forget(req, Cancel(req.key))
+                self._forget(req, Cancel(req.key))
         self._metrics.generated(num_generated)
 
     def on_failed(self, node: Node, failed: Failed) -> None:
-        """`node` has given a sequence up."""
+        """Fail a sequence that `node` has failed."""
         req = self._running.get(failed.key.rid)
         if req is None or req.key != failed.key or node not in req.holders:
             return
@@ -182,7 +180,7 @@ class Dispatcher:
         self._end(req, error=RequestError(failed.message, status=status, param=failed.param))
 
     def on_not_cached(self, node: Node, key: ReqKey) -> None:
-        """`node` has lost the prefix for which it was chosen: the sequence takes the way through both fleets."""
+        """Send a sequence through both fleets, since `node` has evicted the prefix for which it was chosen."""
         req = self._running.get(key.rid)
         if req is None or req.key != key or node not in req.holders:
             return
@@ -191,7 +189,7 @@ class Dispatcher:
         self._send_again(req, split=True)
 
     def on_node_lost(self, node: Node, reason: str) -> None:
-        """The connection to `node` is over; what it held is lost."""
+        """Fail the sequences that `node` held, since the connection to it is lost."""
         for req in list(self._running.values()):
             if node in req.holders:
                 req.holders.remove(node)
@@ -199,13 +197,13 @@ class Dispatcher:
                 self._end(req, error=RequestError(message, status=503, code="node_lost"))
         self._counts.lost(node)
 
-    # --------------------------------------------------------------------- towards the remover of a node
+    # ---------------------------------------------------------------------------- removing a node
     def num_held(self, node: Node) -> int:
-        """Sequences that `node` has a part in."""
+        """The number of sequences that `node` holds."""
         return sum(node in req.holders for req in self._running.values())
 
     def fail_held(self, node: Node, reason: str) -> int:
-        """Fail the sequences that `node` has a part in, and tell it so; how many those were."""
+        """Fail the sequences that `node` holds and cancel them there; returns their number."""
         held = [req for req in self._running.values() if node in req.holders]
         for req in held:
             message = f"{node.role} node {node.ref.node_id} was removed: {reason}"
@@ -227,9 +225,9 @@ class Dispatcher:
             route.prefill.send(Prefill(req.key, work, target))
 
     def _send_again(self, req: RunningReq, *, split: bool = False) -> None:
-        """The next attempt of a sequence, on nodes chosen anew; the sequence ends if there are none.
+        """Send the next attempt of a sequence to newly chosen nodes. The sequence fails if there are none.
 
-        The caller has taken the nodes that hold nothing of the sequence any more out of `req.holders`.
+        The caller has taken nodes that hold nothing of the sequence any more out of `req.holders`.
         """
         work = req.remaining_work
         try:
@@ -248,21 +246,21 @@ class Dispatcher:
         *,
         finish: Aborted | None = None,
         error: RequestError | None = None,
-        tell: Cancel | Stop | None = None,
+        message: Cancel | Stop | None = None,
     ) -> None:
         if req.ended:
             return
         req.end(self._clock(), finish=finish, error=error)
-        self._tell_and_forget(req, tell or Cancel(req.key))
+        self._forget(req, message or Cancel(req.key))
 
-    def _tell_and_forget(self, req: RunningReq, message: Cancel | Stop) -> None:
+    def _forget(self, req: RunningReq, message: Cancel | Stop) -> None:
         self._leave_nodes(req, message)
         del self._running[req.key.rid]
         self.queue.leave(req.key.rid, served=isinstance(req.finish, Finish))
         self._metrics.ended(req)
 
     def _leave_nodes(self, req: RunningReq, message: Cancel | Stop) -> None:
-        """The nodes of the latest attempt are done with it; those that may not know are told."""
+        """Take the latest attempt from its nodes. Holders get `message`, but for the node that finished."""
         for node in req.holders:
             if node is not req.finished_by:
                 node.send(message)
@@ -273,7 +271,7 @@ class Dispatcher:
 
 
 def _clipped(work: Work, max_new_tokens: int) -> Work:
-    """The same work, with no more new tokens than there is room for."""
+    """The work with at most `max_new_tokens`."""
     least = min(work.params.min_new_tokens, max_new_tokens)
     params = msgspec.structs.replace(work.params, max_new_tokens=max_new_tokens, min_new_tokens=least)
     return msgspec.structs.replace(work, params=params)

@@ -1,4 +1,4 @@
-"""Sequences that wait for their first token, on their way to a node or in one of its queues."""
+"""The sequences that wait for their first token, on their way to a node or in one of its queues."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shared.timeline import Clock
 
 WINDOW_S = 30.0
-"""How far back the rate is measured. Longer than a step, shorter than a change of load."""
+"""The rate is measured over so many seconds: longer than a step, and shorter than a change of load."""
 _BUCKET_S = 1.0
 
 

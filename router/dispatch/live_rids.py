@@ -1,9 +1,9 @@
-"""The names that clients gave to running requests: refuses duplicates, and finds what is to be aborted.
+"""The rids of running requests, by which duplicates are refused and requests are aborted.
 
 with rids.claim() as claim:
-    claim.take(...)              refused if a name is in use; from here on /abort_request finds the request
+    claim.take(...)              refused if a rid is in use; from here on /abort_request finds the request
     ... tokenize ...
-    claim.hand_over()            from here on the GenerationGroup releases the names, when its sequences have ended
+    claim.hand_over()            from here on the GenerationGroup releases the rids, when its sequences have ended
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shared.errors import RequestError
 
 @dataclass
 class _Prompt:
-    """The sequences of one prompt that were sent, and how many were not yet. `called_off` says why none will be."""
+    """The sequences of one prompt that were sent, and the number of others. With an `abort_message` none is sent."""
 
     num_unsent: int
     reqs: list[RunningReq] = field(default_factory=list)
-    called_off: str | None = None
+    abort_message: str | None = None
 
 
 class LiveRids:
@@ -33,22 +33,22 @@ class LiveRids:
         self._holders: dict[str, list[Claim]] = {}
 
     def __len__(self) -> int:
-        """Names that are in use."""
+        """The number of rids in use."""
         return len(self._holders)
 
     def claim(self) -> Claim:
-        """A claim for the names of one request, to be used in a with block."""
+        """A claim for the rids of one request, a context."""
         return Claim(self._holders)
 
     def find(self, rid: str | None) -> list[Claim]:
-        """The claims on this name, of a prompt or of a whole batch; all claims for None."""
+        """The claims on this rid, of a prompt or of a whole batch; all claims for None."""
         if rid is not None:
             return list(self._holders.get(rid, ()))
         return list(dict.fromkeys(claim for holders in self._holders.values() for claim in holders))
 
 
 class Claim:
-    """The names of one request: of each prompt, and that of the batch."""
+    """The rids of one request: one for each prompt, and that of the batch."""
 
     def __init__(self, holders: dict[str, list[Claim]]) -> None:
         self._holders = holders
@@ -62,16 +62,16 @@ class Claim:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Free the names, unless they were handed over."""
+        """Free the rids, unless they were handed over."""
         if not self._handed_over:
             self.release()
 
     def take(
         self, rids: Sequence[str], num_sequences: Sequence[int], *, whole: str | None, shared: bool
     ) -> None:
-        """Take the names of all prompts, which become so many sequences each, and that of the `whole`; or none.
+        """Take the rids of all prompts, which become `num_sequences` each, and that of the `whole` batch.
 
-        Raises RequestError for one that is in use, unless they are `shared`.
+        Raises RequestError, and takes none, if one is in use and they are not `shared`.
         """
         assert not self._names
         counts = Counter(rids)
@@ -88,37 +88,37 @@ class Claim:
             self._holders.setdefault(name, []).append(self)
 
     def hand_over(self) -> None:
-        """Keep the names beyond the end of the with block, until `release`."""
+        """Keep the rids beyond the end of the with block, until `release`."""
         self._handed_over = True
 
     def release(self) -> None:
-        """The request has ended; a shared name is free when all its requests have. A second call has no effect."""
+        """Free the rids. A shared one is free when all of its requests have ended. A second call has no effect."""
         for name in self._names:
             self._holders[name].remove(self)
             if not self._holders[name]:
                 del self._holders[name]
         self._names = []
 
-    def call_off(self, name: str | None, message: str) -> tuple[int, list[RunningReq]]:
-        """End the prompt of this name, or all if it is the batch's or None.
+    def abort(self, name: str | None, message: str) -> tuple[int, list[RunningReq]]:
+        """Keep the prompt of this rid from being sent, or all prompts if it is the batch's or None.
 
-        Returns how many sequences will not be sent any more, and those that were, to be ended.
+        Returns the number of sequences that will not be sent, and those that were sent, which the caller ends.
         """
         prompt = self._prompts.get(name) if name is not None else None
         num_unsent, running = 0, []
         for each in [prompt] if prompt is not None else self._prompts.values():
-            if each.called_off is None:
+            if each.abort_message is None:
                 num_unsent += each.num_unsent
-                each.called_off = message
+                each.abort_message = message
             running += [req for req in each.reqs if not req.ended]
         return num_unsent, running
 
-    def called_off(self, rid: str) -> str | None:
-        """Why the prompt `rid` must not be sent; None when it may be."""
-        return self._prompts[rid].called_off
+    def abort_message(self, rid: str) -> str | None:
+        """Why the prompt `rid` must not be sent; None if it may be."""
+        return self._prompts[rid].abort_message
 
     def sent(self, rid: str, req: RunningReq) -> None:
-        """A sequence of the prompt `rid` was sent, or has ended unsent."""
+        """Note that a sequence of the prompt `rid` was sent, or has ended unsent."""
         prompt = self._prompts[rid]
         prompt.num_unsent -= 1
         prompt.reqs.append(req)

@@ -1,4 +1,4 @@
-"""A histogram that costs so little that every token can afford it."""
+"""A histogram that is cheap enough to observe every token."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from prometheus_client.registry import Collector
 
 
 class LoopHistogram(Collector):
-    """Fed and read on one event loop, so it needs none of the locks of `prometheus_client.Histogram`.
+    """Runs on one event loop, so it has none of the locks of `prometheus_client.Histogram`.
 
-    `bounds` are the upper ends of its buckets, in order; `labels` is asked for when it is read.
+    `bounds` are the upper ends of the buckets, in order. `labels` is called when the histogram is read.
     """
 
     def __init__(

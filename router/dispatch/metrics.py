@@ -1,7 +1,7 @@
-"""What Prometheus scrapes: SGLang's names with a role label, so that its dashboards work, and Baton's own.
+"""The metrics for Prometheus: SGLang's names with a role label, so that its dashboards work, and Baton's own.
 
-Counters and histograms are fed by the dispatcher. Gauges of nodes are read from their latest Pong when they are
-asked for, so a node that is gone leaves no stale figure behind.
+The dispatcher writes counters and histograms. Figures of nodes are read from their latest Pong at each scrape, so a
+node that is gone leaves no stale figure.
 """
 
 from __future__ import annotations
@@ -31,76 +31,14 @@ _E2E_BUCKETS = (0.1, 0.2, 0.4, 0.8, 1, 2, 5, 10, 20, 40, 60, 100, 200, 400, 800)
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
 F = TypeVar("F", Counter, Gauge, Histogram)
-NodeGauge = tuple[str, str, Callable[[Load], float]]
-
-_GAUGES: Sequence[NodeGauge] = (
-    ("sglang:num_running_reqs", "Requests in the running batch.", lambda load: load.num_running),
-    ("sglang:num_queue_reqs", "Requests in the waiting queue.", lambda load: load.num_waiting),
-    ("sglang:token_usage", "Share of KV pages that running requests hold.", lambda load: _usage(load)),
-    (
-        "sglang:cache_hit_rate",
-        "Share of prompt tokens found in the RadixCache.",
-        lambda load: _hit_rate(load),
-    ),
-    ("sglang:gen_throughput", "Output tokens a second.", lambda load: load.gen_throughput),
-    ("baton:num_transferring_reqs", "Requests whose KV is moving.", lambda load: load.num_transferring),
-    (
-        "baton:num_bootstrapping_reqs",
-        "Requests that wait for the other node of their pair.",
-        lambda load: load.num_bootstrapping,
-    ),
-    ("baton:num_pages", "KV pages of the pool.", lambda load: load.num_pages),
-    ("baton:num_free_pages", "KV pages that are free.", lambda load: load.num_free_pages),
-    (
-        "baton:num_evictable_pages",
-        "KV pages only the RadixCache holds.",
-        lambda load: load.num_evictable_pages,
-    ),
-    ("baton:num_held_pages", "KV pages held for a transfer.", lambda load: load.num_held_pages),
-    (
-        "baton:num_retracted_reqs",
-        "Requests that gave their KV back and wait.",
-        lambda load: load.num_retracted,
-    ),
-    (
-        "baton:num_host_pages",
-        "Pages of host memory for the KV of retracted requests.",
-        lambda load: load.num_host_pages,
-    ),
-    ("baton:num_free_host_pages", "Host pages that are free.", lambda load: load.num_free_host_pages),
-    ("baton:links_up", "Links to peers that can move KV.", lambda load: load.num_links),
-)
-_COUNTERS: Sequence[NodeGauge] = (
-    ("baton:retractions", "Requests that gave their KV back.", lambda load: load.num_retractions),
-    (
-        "baton:retractions_host",
-        "Retracted requests whose KV was copied to host memory.",
-        lambda load: load.num_retractions_host,
-    ),
-    (
-        "baton:retractions_recompute",
-        "Retracted requests whose KV was dropped, to be prefilled again.",
-        lambda load: load.num_retractions_recompute,
-    ),
-    (
-        "baton:jump_forward_tokens",
-        "Output tokens that a grammar forced, so that they were not sampled.",
-        lambda load: load.num_jumped_tokens,
-    ),
-    (
-        "baton:retraction_waits",
-        "Decode steps that a request sat out, keeping its KV.",
-        lambda load: load.num_retraction_waits,
-    ),
-    ("baton:kv_transfer_bytes", "KV moved over links.", lambda load: load.kv_bytes_transferred),
-    ("baton:kv_transfer_busy_seconds", "Time in which KV was moving.", lambda load: load.kv_transfer_s),
-)
+NodeFigure = tuple[str, str, str | Callable[[Load], float]]
+"""Name, help text, and the field of a Load or a function of it."""
 
 
 class Metrics:
-    """A registry of its own: two routers in one process (tests) do not meet.
+    """The metrics of one router, in a registry of their own, since tests have two routers in one process.
 
-    `model_name` is asked for with each figure, since a router may learn from its nodes what it serves.
+    `model_name` is called for each figure, since a router may learn the model from its nodes.
     """
 
     def __init__(self, model_name: Callable[[], str]) -> None:
@@ -160,16 +98,16 @@ class Metrics:
         self._own_gauges.append((gauge, value))
 
     def rejected(self) -> None:
-        """An HTTP request was refused, because the queue was full."""
+        """Count an HTTP request that was refused because the queue was full."""
         self._own(self._rejected).inc()
         self.traffic.rejected()
 
     def failed_over(self) -> None:
-        """A sequence was sent to other nodes."""
+        """Count a sequence that was sent to other nodes."""
         self._own(self._failovers).inc()
 
     def export(self) -> bytes:
-        """Everything, in Prometheus' text format; what has not happened yet is a zero, not absent."""
+        """All metrics in Prometheus' text format. A counter that has counted nothing is there with a zero."""
         if self._model_name():
             for family in self._families:
                 family.labels(self._model_name(), "router")
@@ -178,12 +116,12 @@ class Metrics:
         return generate_latest(self._registry)
 
     def started(self, req: RunningReq) -> None:
-        """A sequence was sent to its nodes, or aborted before."""
+        """Count a sequence that was sent to its nodes, or aborted before."""
         self._own(self._requests).inc()
         self.traffic.started()
 
     def tokens(self, req: RunningReq, num_new: int, since: float | None, now: float) -> None:
-        """`num_new` tokens came in order; `since` is when the one before them did."""
+        """Count `num_new` tokens that came in order; `since` is the time of the token before them."""
         if num_new == 0:
             return
         if since is None:
@@ -195,18 +133,18 @@ class Metrics:
             self.traffic.more_tokens(num_new, itl_s)
 
     def generated(self, num_tokens: int) -> None:
-        """A step of a node brought so many new tokens, of all its sequences together."""
+        """Count the new tokens of all sequences in one step of a node."""
         self._own(self._generation_tokens).inc(num_tokens)
 
     def ended(self, req: RunningReq) -> None:
-        """A sequence is over, in whatever way."""
+        """Count a sequence that has ended, with its latencies."""
         assert req.ended_at is not None
         if isinstance(req.finish, Aborted) or (req.error is not None and req.error.status == 499):
             self._own(self._aborted).inc()
         elif req.error is not None and (
             req.error.status >= 500 or req.error.status == HTTPStatus.REQUEST_TIMEOUT
         ):
-            self._own(self._failed).inc()  # what remains is wrong with the request, such as its grammar
+            self._own(self._failed).inc()  # other errors are the request's own, such as a wrong grammar
         self._own(self._e2e).observe(req.ended_at - req.started_at)
         self._own(self._prompt_tokens).inc(req.prompt_len)
         self._own(self._cached_tokens).inc(req.cached_tokens)
@@ -222,11 +160,11 @@ class Metrics:
         return Histogram(name, description, ("model_name", "role"), buckets=buckets, registry=self._registry)
 
     def _own(self, family: F) -> F:
-        """The series of this router; looked up once, since `labels` is slow."""
+        """The series of this router. It is kept, since `labels` is slow."""
         child = self._children.get(family)
         if child is None:
             child = family.labels(self._model_name(), "router")
-            if self._model_name():  # it does not change any more
+            if self._model_name():  # from now on it does not change
                 self._children[family] = child
         return cast("F", child)
 
@@ -237,25 +175,18 @@ class _NodeCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterable[Metric]:
-        labels = ("model_name", "role", "node")
         nodes = list(self._nodes())
-        for name, description, value in _GAUGES:
-            gauge = GaugeMetricFamily(name, description, labels=labels)
-            for node in nodes:
-                gauge.add_metric(self._labels(node), value(node.load))
-            yield gauge
-        for name, description, value in _COUNTERS:
-            counter = CounterMetricFamily(name, description, labels=labels)
-            for node in nodes:
-                counter.add_metric(self._labels(node), value(node.load))
-            yield counter
-
-    def _labels(self, node: Node) -> tuple[str, str, str]:
-        return self._model_name(), node.role.value, node.ref.node_id
+        for kind, figures in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, description, figure in figures:
+                family = kind(name, description, labels=("model_name", "role", "node"))
+                for node in nodes:
+                    value = getattr(node.load, figure) if isinstance(figure, str) else figure(node.load)
+                    family.add_metric((self._model_name(), node.role.value, node.ref.node_id), value)
+                yield family
 
 
 def stage_durations(stamps: Sequence[Stamp]) -> list[tuple[str, str, float]]:
-    """Role, stage and how long it lasted there. Clocks of two nodes are never compared."""
+    """Role, stage, and seconds in that stage. Clocks of two nodes are never compared."""
     durations: list[tuple[str, str, float]] = []
     of_role: dict[str, list[Stamp]] = defaultdict(list)
     for stamp in stamps:
@@ -271,3 +202,51 @@ def _usage(load: Load) -> float:
 
 def _hit_rate(load: Load) -> float:
     return load.num_cached_tokens / load.num_prompt_tokens if load.num_prompt_tokens else 0.0
+
+
+_GAUGES: Sequence[NodeFigure] = (
+    ("sglang:num_running_reqs", "Requests in the running batch.", "num_running"),
+    ("sglang:num_queue_reqs", "Requests in the waiting queue.", "num_waiting"),
+    ("sglang:token_usage", "Share of KV pages that running requests hold.", _usage),
+    ("sglang:cache_hit_rate", "Share of prompt tokens found in the RadixCache.", _hit_rate),
+    ("sglang:gen_throughput", "Output tokens a second.", "gen_throughput"),
+    ("baton:num_transferring_reqs", "Requests whose KV is moving.", "num_transferring"),
+    (
+        "baton:num_bootstrapping_reqs",
+        "Requests that wait for the other node of their pair.",
+        "num_bootstrapping",
+    ),
+    ("baton:num_pages", "KV pages of the pool.", "num_pages"),
+    ("baton:num_free_pages", "KV pages that are free.", "num_free_pages"),
+    ("baton:num_evictable_pages", "KV pages only the RadixCache holds.", "num_evictable_pages"),
+    ("baton:num_held_pages", "KV pages held for a transfer.", "num_held_pages"),
+    ("baton:num_retracted_reqs", "Requests that gave their KV back and wait.", "num_retracted"),
+    ("baton:num_host_pages", "Pages of host memory for the KV of retracted requests.", "num_host_pages"),
+    ("baton:num_free_host_pages", "Host pages that are free.", "num_free_host_pages"),
+    ("baton:links_up", "Links to peers that can move KV.", "num_links"),
+)
+_COUNTERS: Sequence[NodeFigure] = (
+    ("baton:retractions", "Requests that gave their KV back.", "num_retractions"),
+    (
+        "baton:retractions_host",
+        "Retracted requests whose KV was copied to host memory.",
+        "num_retractions_host",
+    ),
+    (
+        "baton:retractions_recompute",
+        "Retracted requests whose KV was dropped, to be prefilled again.",
+        "num_retractions_recompute",
+    ),
+    (
+        "baton:jump_forward_tokens",
+        "Output tokens that a grammar forced, so that they were not sampled.",
+        "num_jumped_tokens",
+    ),
+    (
+        "baton:retraction_waits",
+        "Decode steps that a request sat out, keeping its KV.",
+        "num_retraction_waits",
+    ),
+    ("baton:kv_transfer_bytes", "KV moved over links.", "kv_bytes_transferred"),
+    ("baton:kv_transfer_busy_seconds", "Time in which KV was moving.", "kv_transfer_s"),
+)

@@ -1,4 +1,4 @@
-"""How many sequences each node has now: what its latest Pong said, and what this router has done since."""
+"""How many sequences each node has now: those of its latest Pong, and those that this router has sent since."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.protocol.messages import Load
 
 @dataclass(slots=True)
 class _Count:
-    """The sequences that this router has on one node, and how many more those are since `load` was heard."""
+    """This router's sequences on one node (`num_live`), and the change of that number since `load` arrived."""
 
     load: Load
     num_live: int = 0
@@ -18,32 +18,32 @@ class _Count:
 
 
 class NodeCounts:
-    """The sequences of each node. The Dispatcher tells what it sends and what ends, so no burst goes unseen."""
+    """Counts the sequences of each node. Sequences count when they are sent, so a burst is seen before a Pong."""
 
     def __init__(self) -> None:
         self._counts: dict[str, _Count] = {}
 
     def sent(self, node: Node) -> None:
-        """A sequence is on its way to `node`."""
+        """Count a sequence that is sent to `node`."""
         self._change(node, 1)
 
     def ended(self, node: Node) -> None:
-        """A sequence has left `node`."""
+        """Count a sequence off that has left `node`."""
         self._change(node, -1)
 
     def lost(self, node: Node) -> None:
-        """`node` is gone, and all its sequences have ended."""
+        """Forget `node`, whose sequences have all ended."""
         self._counts.pop(node.ref.incarnation, None)
 
     def num_seqs(self, node: Node) -> int:
         """The sequences of all routers on `node`; those of others as of its latest Pong."""
         load = node.load
-        told = load.num_running + load.num_waiting + load.num_transferring + load.num_bootstrapping
+        in_pong = load.num_running + load.num_waiting + load.num_transferring + load.num_bootstrapping
         own = self._counts.get(node.ref.incarnation)
         if own is None:
-            return told
-        # A Pong does not count sequences that were on their way when it was sent; this router knows of its own.
-        return max(own.num_live, told + own.num_since if own.load is load else told)
+            return in_pong
+        # A Pong does not count sequences that were on their way when it was sent. `num_live` counts this router's.
+        return max(own.num_live, in_pong + own.num_since if own.load is load else in_pong)
 
     def _change(self, node: Node, by: int) -> None:
         load = node.load

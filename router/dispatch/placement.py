@@ -1,4 +1,4 @@
-"""Which nodes compute what of a request (P a prefill node, D a decode node).
+"""Chooses the nodes of a request (P a prefill node, D a decode node).
 
     at most one new token           P alone      no node needs the KV afterwards
     short prompt, or short suffix   D alone      computing it there is cheaper than moving its pages
@@ -24,14 +24,14 @@ from shared.protocol.messages import Role, Work
 
 
 class Fleet(Protocol):
-    """The nodes there are. Real: `membership.Membership`."""
+    """The live nodes. Real: `membership.Membership`."""
 
     def live(self, role: Role) -> Sequence[Node]:
-        """The nodes of a role that can be sent work now."""
+        """The nodes of a role that take work now."""
         ...
 
     def why_none(self, role: Role) -> str:
-        """Why `live(role)` is empty, for the client."""
+        """Why `live(role)` is empty, in an error for clients."""
         ...
 
 
@@ -39,8 +39,8 @@ class Fleet(Protocol):
 class Route:
     """The nodes of one attempt, and the `max_new_tokens` that they have room for.
 
-    A decode node that was chosen for what it holds has a `local_prefill_limit`: it may not compute more tokens than
-    that before it samples.
+    A decode node that was chosen for a cached prefix gets a `local_prefill_limit`. If it would have to compute more
+    tokens, it answers NotCached.
     """
 
     max_new_tokens: int
@@ -72,13 +72,13 @@ class Placement:
         self._last = dict.fromkeys(policies, "")
 
     def route(self, work: Work, *, split: bool, again: bool = False) -> Route:
-        """The nodes for the next attempt at `work`; `split` wants a prefill node, if there is one.
+        """The nodes for the next attempt at `work`. With `split`, a prefill node takes part if one is live.
 
         The first attempt clips max_new_tokens to the room on its nodes. A later one (`again`) needs room for all of
-        it, because the client was promised as much. Raises RequestError when no node can take it.
+        them, since the first has fixed the number. Raises RequestError when no node can take the request.
         """
-        num_told, num_known = len(work.output_ids), len(work.input_ids) + len(work.output_ids)
-        wanted = work.params.max_new_tokens - num_told
+        num_outputs, num_known = len(work.output_ids), len(work.input_ids) + len(work.output_ids)
+        wanted = work.params.max_new_tokens - num_outputs
         prefills = self._with_room(Role.PREFILL, num_known + min(wanted, 1))
         if wanted <= 1 and prefills:
             return Route(work.params.max_new_tokens, self._choose(work, Role.PREFILL, prefills)[0], None)
@@ -87,15 +87,16 @@ class Placement:
             raise self._refusal(work, again=again)
         decode, candidates = self._choose(work, Role.DECODE, decodes)
         wanted = min(wanted, _room(decode) - num_known)
+        max_new_tokens = num_outputs + wanted
         num_cached = candidates.num_cached_tokens(decode)
-        if wanted > 1:  # pages will travel between the two
+        if wanted > 1:  # pages will move between the two nodes
             prefills = [prefill for prefill in prefills if why_unlinked(prefill, decode) is None]
         if not prefills:
-            return Route(num_told + wanted, None, decode)
+            return Route(max_new_tokens, None, decode)
         if wanted > 1 and not split and num_known - num_cached <= self._local_prefill_tokens:
-            return Route(num_told + wanted, None, decode, self._local_prefill_tokens if num_cached else None)
+            return Route(max_new_tokens, None, decode, self._local_prefill_tokens if num_cached else None)
         prefill, _ = self._choose(work, Role.PREFILL, prefills)
-        return Route(num_told + wanted, prefill, decode if wanted > 1 else None)
+        return Route(max_new_tokens, prefill, decode if wanted > 1 else None)
 
     def _choose(self, work: Work, role: Role, nodes: Sequence[Node]) -> tuple[Node, Candidates]:
         candidates = Candidates(work, nodes, self._counts, self._last[role])
@@ -123,7 +124,7 @@ class Placement:
 
 
 def why_unlinked(prefill: Node, decode: Node) -> str | None:
-    """Why no pages can travel between two nodes now, as either of them says. None also for a pair that is new."""
+    """Why no pages can move between two nodes now, by the Pong of either. None also for a new pair."""
     theirs, ours = prefill.load.unreachable, decode.load.unreachable
     return theirs.get(decode.ref.incarnation) or ours.get(prefill.ref.incarnation)
 

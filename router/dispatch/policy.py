@@ -1,7 +1,7 @@
-"""Which of the nodes that could serve a request gets it.
+"""Routing policies, which choose one of the nodes that could serve a request.
 
 A policy is a function from `Candidates` to one of their nodes; POLICIES has its name. A new policy touches this file
-only. Policies keep nothing between requests: what a decision depends on is in `Candidates`.
+only. Policies keep nothing between requests: `Candidates` has everything that a decision depends on.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from shared.protocol.block_hash import BlockHashes
 from shared.protocol.messages import NodeRef, Work
 
 MAX_IMBALANCE = 16
-"""Sequences that a node with a cached prefix may have more than the idlest, before its prefix counts for nothing."""
+"""A node's cached prefix does not count if the node has more than so many sequences beyond the idlest node's."""
 
 MIN_SAVED_SHARE = 0.25
 MIN_SAVED_TOKENS = 1024
-"""A cached prefix draws a request to its node when it is this share of the tokens, or so many tokens. Less, such as
-the few tokens of a chat template that all prompts begin with, saves next to nothing, and would draw all of them."""
+"""A cached prefix counts if it has this share of the tokens, or so many tokens. A shorter one saves little, and one
+such as the chat template's, with which all prompts begin, would draw all requests to its node."""
 
 
 class Candidates:
-    """What a policy looks at: a request, the nodes that could serve it, and what the router knows of each node.
+    """The input of a policy: a request, the nodes that could serve it, and what the router knows of each node.
 
-    `nodes` are live, have room for the request, and are never empty; `last` is the node_id of the node that was
+    `nodes` is not empty; they are live and have room for the request. `last` is the node_id of the node that was
     chosen for the request before, in the same role.
     """
 
@@ -39,16 +39,16 @@ class Candidates:
         self._num_cached_pages: dict[NodeRef, int] = {}
 
     def num_seqs(self, node: Node) -> int:
-        """Sequences that `node` has, those of other routers as of its latest Pong."""
+        """The number of sequences on `node`. Those of other routers are as of its latest Pong."""
         return self._counts.num_seqs(node)
 
     @cached_property
     def page_hashes(self) -> Sequence[int]:
-        """The block hashes of the pages whose KV could come from a cache, each made when it is first looked at."""
+        """The block hashes of the pages whose KV could come from a cache. Each is computed when it is first read."""
         return BlockHashes(_matchable_ids(self.work), self.nodes[0].page_size, self.work.extra_key)
 
     def num_cached_pages(self, node: Node, at_least: int = 0) -> int:
-        """Pages of the sequence that `node` holds; 0 if they are fewer than `at_least`, which costs one look."""
+        """Pages of the sequence that `node` holds; 0 if they are fewer than `at_least`, which is one lookup."""
         known = self._num_cached_pages.get(node.ref)
         if known is None:
             known = node.prefixes.num_blocks(self.page_hashes, at_least) if len(node.prefixes) else 0
@@ -70,7 +70,7 @@ def round_robin(candidates: Candidates) -> Node:
 
 
 def cache_aware(candidates: Candidates) -> Node:
-    """The nodes that hold most of the sequence take turns; all nodes do where it saves little or those are busy."""
+    """The nodes that hold most of the sequence take turns; all nodes do if that saves little or those are busy."""
     return _next_in_turn(_holding_most(candidates) or candidates.nodes, candidates.last)
 
 
@@ -85,7 +85,7 @@ def _next_in_turn(nodes: Sequence[Node], last: str) -> Node:
 def _holding_most(candidates: Candidates) -> Sequence[Node]:
     """The nodes, among those not too busy, that hold most pages; empty when no node holds enough of them.
 
-    Takes one look at each node, and more only at those that hold enough.
+    A node that does not hold enough pages costs one lookup.
     """
     nodes = candidates.nodes
     if not any(len(node.prefixes) for node in nodes):
@@ -111,9 +111,9 @@ def _holding_most(candidates: Candidates) -> Sequence[Node]:
 
 
 def _matchable_ids(work: Work) -> tuple[int, ...]:
-    """The tokens whose KV may come from a cache: never the last, which the next token follows.
+    """The tokens whose KV may come from a cache: all but the last, which is computed for the next token.
 
-    Prompt tokens whose logprobs are wanted are computed, until output position 0 has told them.
+    Prompt tokens whose logprobs are wanted are computed, until those have come with output position 0.
     """
     ids = work.input_ids + work.output_ids
     if work.params.logprobs is None or work.output_ids:

@@ -1,4 +1,4 @@
-"""Which prefixes one node holds, as its cache events tell."""
+"""The prefixes that one node caches, by its cache events."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from shared.protocol.messages import CacheEvents
 
 ASK_AGAIN_AFTER_EVENTS = 64
-"""Events that pass by while everything is on its way, before it is asked for again: it may have been lost."""
+"""Events that are ignored while a reset is awaited, before it is asked for again, since it may have been lost."""
 ASK_AFTER_PONGS = 2
 MAX_PONGS_BEFORE_ASKING = 64
-"""Pongs in a row that tell of more than has come, before everything is asked for; twice as many each time that no
-answer comes, since a node in a long step answers pings, but not this."""
+"""Pongs in a row that announce more events than have come, before a reset is asked for. The number doubles each time
+that no reset comes, since a node in a long step answers pings, but not this."""
 
 
 class PrefixIndex:
-    """The block hashes of one node's RadixCache. Empty while events are missing, until the node has sent them all.
+    """The block hashes of one node's RadixCache. The index is empty while events are missing.
 
-    What it says may be out of date by the time a request arrives: a node checks what it was promised.
+    A prefix may be evicted before a request arrives, so the node checks the prefix for which it was chosen.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class PrefixIndex:
         return block in self._blocks
 
     def apply(self, events: CacheEvents) -> bool:
-        """Take in events in the order of their arrival. False: some are missing, so ask the node for all."""
+        """Apply events in the order of their arrival. False if some are missing: the caller asks for a reset."""
         if events.reset:
             self._blocks = set(events.stored)
-            self._heard(events.seq)
+            self._applied(events.seq)
             return True
-        if self._seq is None:  # all has been asked for
+        if self._seq is None:  # a reset has been asked for
             self._num_ignored += 1
             return self._num_ignored % ASK_AGAIN_AFTER_EVENTS != 0
         if events.seq != self._seq + 1:
@@ -47,13 +47,13 @@ class PrefixIndex:
             return False
         self._blocks.difference_update(events.removed)
         self._blocks.update(events.stored)
-        self._heard(events.seq)
+        self._applied(events.seq)
         return True
 
     def compare(self, seq: int | None) -> bool:
-        """Compare with the last `seq` that the node has told, as its Pong says. False as `apply`.
+        """Compare with the last `seq` that the node's Pong announces. False as in `apply`.
 
-        So it is noticed that the last events were lost, or all of them, though no others follow.
+        This finds lost events that no others follow.
         """
         if seq is None or (self._seq is not None and self._seq >= seq):
             self._num_pongs_behind = 0
@@ -66,9 +66,9 @@ class PrefixIndex:
         return False
 
     def num_blocks(self, hashes: Sequence[int], at_least: int = 0) -> int:
-        """How many blocks from the start of a sequence the node holds; 0 if they are not even `at_least` so many.
+        """How many blocks from the start of a sequence the node holds; 0 if they are fewer than `at_least`.
 
-        A node that holds a block holds those before it, so the first `at_least` cost one look.
+        A node that holds a block holds those before it, so the first `at_least` blocks are one lookup.
         """
         if at_least and hashes[at_least - 1] not in self._blocks:
             return 0
@@ -77,7 +77,7 @@ class PrefixIndex:
                 return at
         return len(hashes)
 
-    def _heard(self, seq: int) -> None:
+    def _applied(self, seq: int) -> None:
         self._seq = seq
         self._num_ignored = self._num_pongs_behind = 0
         self._patience = ASK_AFTER_PONGS

@@ -1,4 +1,4 @@
-"""What clients have seen in the last seconds: tokens, and percentiles of TTFT and ITL from real observations."""
+"""The traffic of the last seconds: tokens, and percentiles of TTFT and ITL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WINDOW_ROLLS = 10
 
 _SHORTEST_S = 1e-5
 _BUCKETS_PER_E = 16
-"""Buckets grow by 6 %, so a percentile is off by 3 % at most."""
+"""A bucket is 6 % wider than the one before, so a percentile is off by 3 % at most."""
 _NUM_BUCKETS = math.ceil(math.log(1e4 / _SHORTEST_S) * _BUCKETS_PER_E)
 
 
@@ -23,12 +23,12 @@ class LatencyWindow:
         self._closed: deque[list[int]] = deque(maxlen=WINDOW_ROLLS)
 
     def observe(self, seconds: float, count: int = 1) -> None:
-        """`count` latencies of `seconds`."""
+        """Count `count` latencies of `seconds`."""
         at = int(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S) * _BUCKETS_PER_E)
         self._open[min(at, _NUM_BUCKETS - 1)] += count
 
     def roll(self) -> None:
-        """An interval is over; what was observed WINDOW_ROLLS intervals ago is forgotten."""
+        """End an interval. Observations of more than WINDOW_ROLLS intervals ago are forgotten."""
         self._closed.append(self._open)
         self._open = _empty()
 
@@ -48,7 +48,7 @@ class LatencyWindow:
 
 
 class RecentTraffic:
-    """Fed by `Metrics`, read once a second by `LiveState`. Counts only grow."""
+    """`Metrics` writes it and `LiveState` reads it once a second. Counts only grow."""
 
     def __init__(self) -> None:
         self.num_reqs = 0
@@ -58,25 +58,25 @@ class RecentTraffic:
         self.itl = LatencyWindow()
 
     def started(self) -> None:
-        """A sequence was sent to its nodes."""
+        """Count a sequence that was sent to its nodes."""
         self.num_reqs += 1
 
     def rejected(self) -> None:
-        """An HTTP request was refused with a 429."""
+        """Count an HTTP request that was refused with a 429."""
         self.num_rejected += 1
 
     def first_tokens(self, num_new: int, ttft_s: float) -> None:
-        """A sequence has its first tokens."""
+        """Count the first tokens of a sequence."""
         self.num_tokens += num_new
         self.ttft.observe(ttft_s)
 
     def more_tokens(self, num_new: int, itl_s: float) -> None:
-        """A sequence has more; `itl_s` is the time between two of them."""
+        """Count further tokens of a sequence; `itl_s` is the time between two of them."""
         self.num_tokens += num_new
         self.itl.observe(itl_s, num_new)
 
     def roll(self) -> None:
-        """A second is over."""
+        """End the interval of both windows."""
         self.ttft.roll()
         self.itl.roll()
 

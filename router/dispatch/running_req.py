@@ -67,18 +67,18 @@ class Node(Protocol):
 
 @dataclass(frozen=True)
 class Aborted:
-    """The end of a request that the operator or its client called off."""
+    """The end of a request that was aborted by the operator or its client."""
 
     message: str
 
 
 class RunningReq:
-    """What the dispatcher knows of one sequence.
+    """The dispatcher's record of one sequence.
 
-    `key` names its latest attempt, and `nodes` may send tokens for it. `holders` are those nodes that may still hold
-    pages or a slot: the loss of one is the sequence's failure, and each is told when the sequence ends, but for
-    `finished_by`, which said so. `output_ids` are the tokens that have arrived in order; the next attempt begins
-    behind them. `wake` is called whenever there is something to take.
+    `key` names the latest attempt, and `nodes` may send tokens for it. `holders` are those of them that may hold
+    pages or a slot: the sequence fails when one is lost, and each gets a message when it ends, but for `finished_by`,
+    which has announced the end. `output_ids` are the tokens that have arrived in order; the next attempt begins
+    behind them. `wake` is called when there are new tokens, or the end.
     """
 
     def __init__(self, key: ReqKey, work: Work, *, wake: Callable[[], None], now: float) -> None:
@@ -114,18 +114,18 @@ class RunningReq:
 
     @property
     def remaining_work(self) -> Work:
-        """What a further attempt is asked: the same, behind the tokens that have arrived."""
+        """The work of a further attempt, which begins behind the tokens that have arrived."""
         return msgspec.structs.replace(self.work, output_ids=tuple(self.output_ids))
 
     @property
     def stamps(self) -> list[Stamp]:
-        """What nodes have stamped, in order of time; a stamp that travelled with the handoff counts once."""
+        """The stamps of the nodes, in order of time. A stamp that came with the handoff too counts once."""
         reported = dict.fromkeys(stamp for report in self.reports.values() for stamp in report.stamps)
         return sorted(reported, key=lambda stamp: stamp.time)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the node that prefilled found in its RadixCache."""
+        """Prompt tokens that the prefilling node found in its RadixCache."""
         report = self.reports.get(Role.PREFILL) or self.reports.get(Role.DECODE)
         return report.cached_tokens if report else 0
 
@@ -140,19 +140,19 @@ class RunningReq:
         return max((report.kv_bytes_transferred for report in self.reports.values()), default=0)
 
     def begin(self, nodes: tuple[Node, ...]) -> None:
-        """The latest attempt is on its way to `nodes`."""
+        """Note that the latest attempt was sent to `nodes`."""
         self.nodes = nodes
         self.holders = list(nodes)
 
     def next_attempt(self) -> None:
-        """Begin anew behind `output_ids`: what had arrived ahead of a gap, a finish too, is told again."""
+        """Begin anew behind `output_ids`. Tokens behind a gap, and an announced finish, will be sent again."""
         self.key = msgspec.structs.replace(self.key, attempt=self.key.attempt + 1)
         self.order = TokenOrder(len(self.output_ids), self.work.params.max_new_tokens)
         self.finished_by = self._announced = None
         self._logprobs = {at: known for at, known in self._logprobs.items() if at < self.order.next}
 
     def arrive_logprobs(self, entry: TokenEntry) -> None:
-        """Take the logprobs of the tokens that `arrive` is about to take; the first to come for a position count."""
+        """Take the logprobs of tokens, before `arrive` takes the tokens. The first to come for a position count."""
         if entry.input_logprobs is not None and self.input_logprobs is None:
             self.input_logprobs = entry.input_logprobs
         if entry.logprobs is not None:
@@ -181,7 +181,7 @@ class RunningReq:
     def end(
         self, now: float, *, finish: Finish | Aborted | None = None, error: RequestError | None = None
     ) -> None:
-        """The sequence is over, because of `finish` or `error`; the first end counts."""
+        """End the sequence with `finish` or `error`. The first end counts."""
         if not self.ended:
             self.ended_at, self.finish, self.error = now, finish, error
             self._wake()
@@ -193,6 +193,6 @@ class RunningReq:
         return taken
 
     def take_logprobs(self, first: int, end: int) -> list[TokenLogprobs]:
-        """The logprobs of the output tokens at positions [first, end), which were taken; empty if none were asked."""
+        """The logprobs of the output tokens at positions [first, end), once; empty if none were asked for."""
         known = (self._logprobs.pop(position, None) for position in range(first, end))
         return [logprobs for logprobs in known if logprobs is not None]

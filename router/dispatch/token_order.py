@@ -1,4 +1,4 @@
-"""Tokens of one sequence, forwarded contiguously and each position once, in whatever order they arrive."""
+"""Puts the tokens of one sequence in order: each position is forwarded once, and after those before it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 class TokenOrder:
     """Reorders by output position.
 
-    A node may repeat what another has sent already (position 0 comes from the prefill and from the decode
-    node), and tokens of two nodes may overtake each other. The first to arrive at a position is kept. At most
-    `max_position` tokens are ever held, so a node that miscounts cannot fill the router's memory.
+    Position 0 comes from the prefill and from the decode node, and tokens of two nodes may overtake each other. The
+    first token to arrive for a position is kept. At most `max_position` tokens are held, so a node that miscounts
+    cannot fill the router's memory.
     """
 
     def __init__(self, first: int, max_position: int) -> None:

@@ -1,8 +1,8 @@
-"""Who may use the routes for administrators: holders of the key, and without one, no page of another site.
+"""Guards the admin routes: a caller needs the key; where none is set, pages of other sites are refused.
 
-A browser sends what any page tells it to, also to a router that listens on this machine only and so needs no key.
-Such requests are known by what no page can change: `Origin`, `Sec-Fetch-Site`, and, when an attacker's own name is
-made to mean 127.0.0.1 (DNS rebinding), `Host`.
+A browser sends the requests of any page, also to a router on this machine that needs no key. Pages cannot change the
+headers `Origin`, `Sec-Fetch-Site` and `Host`, by which such requests are recognized; `Host` is for DNS rebinding,
+where an attacker's name resolves to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from shared.errors import RequestError
 from shared.protocol.loopback import is_loopback
 
 AdminGuard = Callable[[Request], Awaitable[None]]
-"""Raises RequestError for whoever is no administrator. A dependency of routes, or awaited where a body decides."""
+"""Raises RequestError for a caller that may not use admin routes. It is a dependency of routes, or awaited in one."""
 
 _OWN_SITE = ("same-origin", "none")
-"""The page that asks is the router's own, or there is none: somebody typed the address."""
+"""The values of Sec-Fetch-Site for the router's own page, and for an address that was typed."""
 
 
 def admin_guard(keys: ApiKeys, host: str, allowed_origins: Sequence[str]) -> AdminGuard:
-    """The guard of a router that listens on `host`. Pages of `allowed_origins` are let in; "*" names none."""
+    """The guard of a router that listens on `host`. Pages of `allowed_origins` may call; "*" allows none."""
 
     async def admin_only(request: Request) -> None:
         require_admin(request)
-        if keys.anybody_is_admin:  # a page of another site has no key to send
+        if keys.admins_need_no_key:  # a page of another site has no key to send
             _refuse_foreign_pages(request.headers, host, allowed_origins)
 
     return admin_only

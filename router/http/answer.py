@@ -1,7 +1,6 @@
-"""What routes answer, as types: an answer is built as one, encoded by msgspec, and described in /openapi.json.
+"""The base type of answers, which msgspec encodes and /openapi.json describes.
 
-Schemas are written as the dicts that pydantic_core reads, since the terminal's commands decode answers without
-loading pydantic.
+Schemas are written as pydantic_core's dicts, since `router top` decodes answers without loading pydantic.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from msgspec import UNSET, Struct, UnsetType
 
 
 class Answer(Struct, frozen=True, forbid_unknown_fields=True):
-    """A JSON object of an answer. A field that is UNSET is left out; every other one is there.
+    """A JSON object of an answer. A field that is UNSET is left out.
 
-    A pydantic model would cost a stream more per event than the event itself, so FastAPI is only told what it needs:
-    how the object looks, that an instance needs no further check, and how to encode it.
+    A pydantic model would cost a stream more per event than the event itself. So FastAPI gets only a schema: the
+    fields, that an instance needs no further check, and how to encode it.
     """
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: object, handler: Any) -> Any:
-        """The fields with their types and descriptions; the tag of a union is a field like any other."""
+        """The fields with their types and descriptions, and the tag of a union as a field."""
         config, hints = cls.__struct_config__, get_type_hints(cls, include_extras=True)
         fields: dict[str, Any] = {
             field.encode_name: {

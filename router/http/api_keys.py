@@ -1,14 +1,14 @@
-"""Who may call what: keys of clients and of administrators, sent as `Authorization: Bearer KEY`.
+"""API keys of clients and administrators, which are sent as `Authorization: Bearer KEY`.
 
     keys that are set       client routes         admin routes (flush, abort all, profiles)
-    none                    anybody               anybody
-    --api-key               its holders           its holders
-    --admin-api-key         anybody               its holders
-    both                    holders of either     holders of --admin-api-key
+    none                    open                  open
+    --api-key               that key              that key
+    --admin-api-key         open                  that key
+    both                    either key            --admin-api-key
 
-As SGLang's `admin_api_key`, except that an admin key opens client routes as well. "Anybody" is no page of another
-site (`admin_guard`), and what changes the fleet is guarded more closely: see `fleet_api.fleet_guards`. Keys are kept
-as digests only, so that none can end up in a log, a traceback or a page of information.
+This is SGLang's `admin_api_key`, except that an admin key opens client routes as well. Admin routes are never open to
+pages of other sites (`admin_guard`), and routes that change the fleet need more (`fleet_api.fleet_guards`). Keys are
+kept as digests only, so that no log, traceback or answer can have one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from shared.log import event, warn
 from shared.protocol.loopback import is_loopback
 
 OPEN_PATHS = frozenset({"/health"}) | PAGE_PATHS
-"""What probes may see without a key, and the page, which asks for one."""
+"""Paths that need no key: the probes', and the page, which asks for a key."""
 
 _ACCESS = "access"
 
 
 class Access(IntEnum):
-    """What a caller may do; each step includes those before it."""
+    """The rights of a caller; each includes those before it."""
 
     NOTHING = 0
     CLIENT = 1
@@ -54,11 +54,13 @@ class KeySource:
     file: Path | None = None
 
     def digests(self) -> tuple[bytes, ...]:
-        """What to compare with. Raises ConfigError for a file that cannot be read or a key nobody could send."""
+        """The keys' digests. Raises ConfigError for a file that cannot be read or a key that no header can have."""
         keys = [*self.given, *(self._lines(self.file) if self.file is not None else ())]
         for key in keys:
             if not key or not key.isprintable() or any(c.isspace() for c in key):
-                raise ConfigError(f"{self.flag}: a key is empty, or has spaces in it: nobody could send it")
+                raise ConfigError(
+                    f"{self.flag}: a key is empty, or has spaces in it, so it cannot be sent in a header"
+                )
         return tuple(_digest(key.encode()) for key in keys)
 
     def _lines(self, file: Path) -> list[str]:
@@ -68,7 +70,7 @@ class KeySource:
             raise ConfigError(f"{self.flag}-file {file} cannot be read: {e}") from e
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
-            raise ConfigError(f"{self.flag}-file {file} has no key in it: nobody could log in")
+            raise ConfigError(f"{self.flag}-file {file} has no key in it")
         return keys
 
 
@@ -90,14 +92,9 @@ class ApiKeys:
         return bool(self._admins)
 
     @property
-    def anybody_is_admin(self) -> bool:
+    def admins_need_no_key(self) -> bool:
         """True when no key guards the routes for administrators."""
         return self.access(b"") is Access.ADMIN
-
-    @property
-    def has_files(self) -> bool:
-        """True when `reload` can change something."""
-        return any(source.file is not None for source in self._sources)
 
     def reload(self) -> None:
         """Read the files again. If one cannot be used, all keys stay as they are, and a warning says why."""
@@ -135,18 +132,22 @@ def api_keys(http: HttpOptions) -> ApiKeys:
 def warn_if_open(keys: ApiKeys, host: str) -> None:
     """Log a warning when other machines can reach `host`, and need no key for it."""
     if not keys.has_clients and not is_loopback(host):
-        warn("clients_need_no_key", host=host, reason="anybody who reaches --host can use it: see --api-key")
+        warn(
+            "clients_need_no_key",
+            host=host,
+            reason="every client that reaches --host can use it: see --api-key",
+        )
 
 
 class ApiKeyCheck:
-    """Middleware: refuses whoever may do nothing with a 401, and leaves a note of what the others may do."""
+    """Middleware: answers 401 to a caller without rights, and keeps the rights of others in the scope."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 401."""
+        """Pass the request on, or answer 401."""
         if scope["type"] == "http":
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             access = self._keys.access(given)
@@ -158,15 +159,15 @@ class ApiKeyCheck:
 
 
 def require_admin(request: Request) -> None:
-    """Raises RequestError for whoever lacks the key; routes use `admin_guard`, which asks for more than that."""
+    """Raise RequestError for a caller without the admin key. Routes use `admin_guard`, which checks more."""
     if getattr(request.state, _ACCESS) is not Access.ADMIN:
         raise _refusal(f"{request.url.path} needs the admin key")
 
 
 def keys_from_environment(name: str, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Keys in a variable, separated by commas. Raises ConfigError for one that is set to nothing.
+    """Keys in a variable, separated by commas. Raises ConfigError for a variable with an empty key.
 
-    An empty variable is more likely a mistake in a deployment than the wish to let everybody in.
+    An empty variable is more likely a mistake in a deployment than the wish to have no key.
     """
     if name not in environment:
         return ()

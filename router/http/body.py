@@ -1,8 +1,8 @@
 """Request bodies as typed models: one definition checks a body, bounds it, and is the OpenAPI document.
 
-A model derives from `Body` and is the parameter of a handler, so FastAPI validates it; `wrong_input` words what its
-types refuse. `null` means the default, everywhere; unknown fields are tolerated, since clients of other servers send
-them; a known field that cannot be served (`Refused`) is refused by name.
+A model derives from `Body` and is the parameter of a handler, so FastAPI validates it; `wrong_input` writes errors.
+`null` means the default, everywhere. Unknown fields are ignored, since clients of other servers send them. A known
+field that cannot be served (`Refused`) is refused by name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 T = TypeVar("T")
 
 BRANCH = "~"
-"""Tags of unions begin with it, so that a branch never looks like a field."""
+"""The prefix of a union's tags, which tells them from fields in the location of an error."""
 
 
 class Body(BaseModel):
-    """A JSON object of a request. Types are exact: 3.0 is no integer, "true" no boolean."""
+    """A JSON object of a request. Types are exact: 3.0 is not an integer, and "true" is not a boolean."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -39,7 +39,7 @@ class Body(BaseModel):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """As pydantic says it, and that whatever may be left out may be null."""
+        """Pydantic's schema, in which a field that may be left out may be null too."""
         described = handler(schema)
         whole = handler.resolve_ref_schema(described)
         for name, field in whole.get("properties", {}).items():
@@ -49,7 +49,7 @@ class Body(BaseModel):
 
 
 def must(expected: str, holds: Callable[[Any], bool]) -> AfterValidator:
-    """A bound that types cannot say: the value, `expected` in words, has to satisfy `holds`."""
+    """A bound that types do not have: the value must satisfy `holds`; errors say `expected`."""
 
     def check(value: T) -> T:
         if not holds(value):
@@ -60,7 +60,7 @@ def must(expected: str, holds: Callable[[Any], bool]) -> AfterValidator:
 
 
 class FailFast(pydantic.FailFast):
-    """Ends the check of a list at its first wrong item. Hashable, as whatever stands in a union has to be."""
+    """Ends the check of a list at its first wrong item. It is hashable, as types in a union must be."""
 
     def __hash__(self) -> int:
         return hash(self.fail_fast)
@@ -70,7 +70,7 @@ class OneOf:
     """Chooses the type of a field by the JSON type of its value: `Annotated[str | list[str], OneOf(phrase, {...})]`.
 
     Keys of `branches` are "str", "int", "bool", "dict", "list", or "list[str]" and so on, by the first item of a
-    list; a list that begins with null counts as one of lists. `phrase` says what is expected when none fits.
+    list; a list that begins with null counts as one of lists. The error says `phrase` when no branch fits.
     """
 
     def __init__(self, phrase: str, branches: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ class OneOf:
         self._empty_list = next((kind for kind in branches if kind.startswith("list")), "list")
 
     def __get_pydantic_core_schema__(self, _: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A union whose branch is known, so that only that branch's complaint is told."""
+        """A tagged union, so that errors come from one branch only."""
         return core_schema.tagged_union_schema(
             {BRANCH + kind: handler.generate_schema(branch) for kind, branch in self._branches.items()},
             lambda value: BRANCH + self._kind(value),
@@ -98,16 +98,16 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Refused:
-    """Marks a known field that cannot be served: anything but a `harmless` value is refused by name.
+    """Marks a known field that cannot be served: any value but a `harmless` one is refused by name.
 
-    A feature that is not there must not be ignored in silence: its user would believe in the answer.
+    An answer that ignored the field would look as if it followed it.
     """
 
     harmless: tuple[object, ...] = ()
     why: str = "not supported yet"
 
     def __get_pydantic_core_schema__(self, _: object, __: GetCoreSchemaHandler) -> CoreSchema:
-        """Any value, and then the check."""
+        """Any type, with the check."""
         return core_schema.no_info_after_validator_function(self._check, core_schema.any_schema())
 
     def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -1,4 +1,4 @@
-"""What a router was told on its command line."""
+"""The configuration of a router. Fields are declared with their flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECONDS = fraction(0.1, 86400.0)
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    """The clients' side."""
+    """Options of the HTTP side."""
 
     host: str = flag("127.0.0.1", "interface that clients reach")
     port: int = flag(8000, "port that clients reach; 0: a free one", whole(0, 65535))
@@ -53,7 +53,7 @@ class HttpOptions:
     limits: HttpLimits = field(default_factory=HttpLimits)
 
     def url(self, port: int) -> str:
-        """Where clients on this machine reach it, when it listens on `port`."""
+        """The URL for clients on this machine, when the router listens on `port`."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -69,20 +69,18 @@ class HttpOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionOptions:
-    """How long a client may take for each part of an exchange, in seconds, and how many there may be."""
+    """The bounds on clients: how many, and how many seconds each part of an exchange may take."""
 
     max_connections: int = flag(
         8192,
-        "clients beyond them are told 503; /health and /metrics are still answered",
+        "clients beyond them get a 503; /health and /metrics are still answered",
         whole(1, 1_000_000),
         "N",
     )
     header_timeout_s: float = flag(
-        30.0, "time for the headers of a request, then the client is told 408", _SECONDS
+        30.0, "time for the headers of a request, then the client gets a 408", _SECONDS
     )
-    body_timeout_s: float = flag(
-        60.0, "time for the body of a request, then the client is told 408", _SECONDS
-    )
+    body_timeout_s: float = flag(60.0, "time for the body of a request, then the client gets a 408", _SECONDS)
     write_timeout_s: float = flag(
         60.0, "a client that takes nothing of its answer for this long is dropped", _SECONDS
     )
@@ -93,7 +91,7 @@ class ConnectionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetOptions:
-    """The nodes' side. `local` is what to start; `join` what to dial."""
+    """Options of the nodes' side. Nodes of `local` are started, those of `join` are dialled."""
 
     local: LocalTopology
     join: tuple[tuple[Role, str], ...] = ()
@@ -107,12 +105,12 @@ class FleetOptions:
     insecure: bool = False
     node_argv: tuple[str, ...] = ()
     cpu_cores: CpuCores | None = None
-    """Of all local nodes together; None: what this process may use."""
+    """The cores of all local nodes together; None: those that this process may use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchOptions:
-    """How requests are placed, and how long things may take, in seconds."""
+    """How requests are placed, and timeouts in seconds."""
 
     prefill_policy: str = flag("round_robin", "which prefill node gets a request")
     decode_policy: str = flag("cache_aware", "which decode node gets a request")
@@ -137,7 +135,7 @@ class DispatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Everything. `model` is None when the nodes are to say what they serve."""
+    """All options of a router. `model` is None if the nodes say which model they serve."""
 
     model: str | None
     fleet: FleetOptions
@@ -146,14 +144,14 @@ class RouterConfig:
     dispatch: DispatchOptions = field(default_factory=DispatchOptions)
 
     def check(self) -> None:
-        """Refuse what is dangerous. Raises ConfigError."""
+        """Raise ConfigError for a control port beyond loopback without a key."""
         fleet = self.fleet
         require_key_beyond_loopback(
             "--control-host", fleet.control_host, has_key=fleet.fleet_key is not None, insecure=fleet.insecure
         )
 
     def shown(self) -> dict[str, object]:
-        """For /server_info: without secrets."""
+        """The options that /server_info shows, without secrets."""
         return {
             "allowed_origins": list(self.http.allowed_origins),
             "log_requests": self.http.log_requests,
@@ -163,11 +161,5 @@ class RouterConfig:
             "local": str(self.fleet.local),
             **asdict(self.http.limits),
             **asdict(self.connections),
-            "prefill_policy": self.dispatch.prefill_policy,
-            "decode_policy": self.dispatch.decode_policy,
-            "local_prefill_tokens": self.dispatch.local_prefill_tokens,
-            "max_queued_requests": self.dispatch.max_queued_requests,
-            "queue_timeout_s": self.dispatch.queue_timeout_s,
-            "stall_timeout_s": self.dispatch.stall_timeout_s,
-            "node_timeout_s": self.dispatch.node_timeout_s,
+            **{name: value for name, value in asdict(self.dispatch).items() if name != "stop_timeout_s"},
         }

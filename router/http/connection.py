@@ -1,14 +1,14 @@
-"""One HTTP connection that a slow or hostile client cannot hold for ever: the timers and bounds that uvicorn lacks.
+"""One HTTP connection, with the timers and bounds against slow and hostile clients that uvicorn lacks.
 
     connected ──headers──▶ request ──body──▶ response ──▶ idle ──▶ the next headers
                  │                  │            │          │
         header_timeout_s   body_timeout_s        │    keep_alive_timeout_s (uvicorn's own)
-                               write_timeout_s, if the client takes nothing of what waits
+                               write_timeout_s, if the client takes none of the waiting bytes
 
-A `Connection` stands between the transport and uvicorn's protocol. It reads what comes with a parser of its own, and
-sees responses from the ASGI side, where it is `scope["state"]["connection"]`; ADR 19 lists what it uses of uvicorn.
-What is written and not yet taken is bounded as well: beyond uvloop's high-water mark (64 KiB) `send` waits, so at
-most that and one event are buffered here, beside the socket's own buffer (net.ipv4.tcp_wmem).
+A `Connection` is between the transport and uvicorn's protocol. It parses the client's data with a parser of its own,
+and sees responses on the ASGI side, where it is `scope["state"]["connection"]`; ADR 19 lists what it uses of uvicorn.
+Written bytes that the client has not taken are bounded too: beyond uvloop's high-water mark (64 KiB) `send` waits, so
+at most that and one event are buffered here, beside the socket's own buffer (net.ipv4.tcp_wmem).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from shared.errors import RequestError
 from shared.log import event
 
 MAX_HEADER_BYTES = 64 << 10
-"""Of the request line and all headers of one request."""
+"""The most bytes of the request line and all headers of one request."""
 MAX_PIPELINED = 16
-"""Requests that wait behind the one that is being answered."""
+"""The most requests that wait behind the one that is being answered."""
 NUM_SPARE_CONNECTIONS = 64
-"""Accepted beyond --max-connections, so that probes are answered and others are told 503."""
+"""Connections that are accepted beyond --max-connections, for probes; other requests on them get a 503."""
 
 STATE = "connection"
-"""Where in the state of a request's scope its connection is."""
+"""The key of a request's connection in the state of its scope."""
 
 
 class Connections:
-    """All that are open, and the options that each of them has."""
+    """The open connections, and their options."""
 
     def __init__(self, options: ConnectionOptions, *, log_requests: bool) -> None:
         self.options = options
@@ -52,17 +52,17 @@ class Connections:
         self.open: set[Connection] = set()
 
     def __len__(self) -> int:
-        """Clients that are connected, busy or not."""
+        """The number of clients that are connected, busy or not."""
         return len(self.open)
 
     @property
     def num_unsent_bytes(self) -> int:
-        """What clients have not taken yet of what was written for them; the kernel's buffers not counted."""
+        """Written bytes that clients have not taken, without the kernel's buffers."""
         return sum(connection.num_unsent_bytes for connection in self.open)
 
 
 class Connection(asyncio.Protocol):
-    """Given to uvicorn as its `http` option; hands what is not refused to uvicorn's own protocol over httptools."""
+    """The `http` option of uvicorn. Data that is not refused goes on to uvicorn's own protocol over httptools."""
 
     def __init__(
         self,
@@ -84,30 +84,30 @@ class Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._awaits_headers = True
         self._header_bytes = 0
-        """Of headers that are not complete yet."""
+        """Bytes of headers that are not complete yet."""
         self._num_requests = 0
-        """Those whose headers have come."""
+        """Requests whose headers are complete."""
         self._num_answered = 0
         self._passed_a_boundary = False
-        """The end of headers or of a body is in the data that came last."""
+        """True if the last data had the end of headers or of a body."""
         self._response_started = False
         self._refusal: RequestError | None = None
-        """Why the data that is being parsed goes no further."""
+        """Why the data that is being parsed is not passed on."""
         self._write_paused = False
         self._lost = False
         self._receiving: asyncio.Task[Any] | None = None
-        """Where the app waits for more from the client."""
+        """The task of the app that waits for data of the client."""
         self._client_timer: asyncio.TimerHandle | None = None
         self._write_timer: WriteTimer
 
     @property
     def num_unsent_bytes(self) -> int:
-        """What the client has not taken yet."""
+        """Written bytes that the client has not taken yet."""
         return self._transport.get_write_buffer_size()
 
     # ------------------------------------------------------------------------------------- the connection
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accepted; beyond the spare ones it is dropped at once."""
+        """Take a new connection, or drop it if there are too many even with spare ones."""
         self._transport = cast("asyncio.Transport", transport)
         self._connections.open.add(self)
         self._write_timer = WriteTimer(
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
             self._time_client()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone, or was dropped."""
+        """Clean up after a client that is gone or was dropped."""
         self._connections.open.discard(self)
         self._inner.connection_lost(exc)
         self._lost = True
@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
         self._write_timer.stop()
 
     def data_received(self, data: bytes) -> None:
-        """Parsed here, and then handed on unless it is refused."""
+        """Parse data, and pass it on unless it is refused."""
         may_answer, self._passed_a_boundary = self._may_answer, False
         try:
             self._parser.feed_data(data)
@@ -155,15 +155,15 @@ class Connection(asyncio.Protocol):
         self._url, self._headers = b"", []
 
     def on_url(self, url: bytes) -> None:
-        """A part of it."""
+        """A part of the URL."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A whole one."""
+        """A whole header."""
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """A request begins."""
+        """The headers are complete."""
         self._num_requests += 1
         self._passed_a_boundary, self._awaits_headers, self._header_bytes = True, False, 0
         self._cancel_client_timer()
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
         answered = False
 
         async def received() -> Message:
-            # While requests wait behind this one, uvicorn tells the last of them alone that the client has gone.
+            # While requests wait behind this one, uvicorn reports the disconnect to the last of them only.
             self._receiving = task = asyncio.current_task()
             try:
                 return await receive()
@@ -217,7 +217,7 @@ class Connection(asyncio.Protocol):
                 self._answered()
 
     def _answered(self) -> None:
-        """The app has written all; the client may not have taken all of it."""
+        """Note that the app has written an answer, of which the client may not have taken all."""
         self._num_answered += 1
         self._response_started = False
         if not self._lost:
@@ -235,13 +235,13 @@ class Connection(asyncio.Protocol):
 
     @property
     def _may_answer(self) -> bool:
-        """True while no byte of an answer has gone out or must go first."""
+        """True while no byte of an answer was sent, and no other answer must be sent first."""
         if self._awaits_headers:
             return not self._answering
         return self._num_requests - self._num_answered == 1 and not self._response_started
 
     def _time_client(self) -> None:
-        """Whenever the next thing that should come is the client's, it has a limited time for that."""
+        """Start the timer of the headers or of the body if the client is to send them."""
         if self._client_timer is not None or self._transport.is_closing():
             return
         if not self._awaits_headers:
@@ -264,12 +264,12 @@ class Connection(asyncio.Protocol):
     def _body_is_late(self) -> None:
         self._client_timer = None
         if self._num_requests - self._num_answered > 1:
-            self._time_client()  # it is not read before the requests ahead of it are answered
+            self._time_client()  # the body is not read before the requests ahead of it are answered
         else:
             self._refuse(_late("body", self.options.body_timeout_s), may_answer=self._may_answer)
 
     def _refuse(self, error: RequestError, *, may_answer: bool) -> None:
-        """Answer what has not come completely, and hang up. Inside another answer there is only hanging up."""
+        """Answer an incomplete request and close the connection. Within another answer it is only closed."""
         if may_answer:
             request_id = request_id_of(self._headers)
             if self._connections.log_requests:
@@ -289,19 +289,19 @@ class Connection(asyncio.Protocol):
 
     # --------------------------------------------------------------------------------------- slow responses
     def pause_writing(self) -> None:
-        """The client is slower than its response: the app waits in `send` from now on."""
+        """Let the app wait in `send`, since the client is slower than its response."""
         self._write_paused = True
         self._inner.pause_writing()
         self._write_timer.start()
 
     def resume_writing(self) -> None:
-        """The client has taken most of it."""
+        """Let the app write again, since the client has taken most of the waiting bytes."""
         self._write_paused = False
         self._inner.resume_writing()
         if self._is_added_to():
             self._write_timer.stop()
         else:
-            self._write_timer.start()  # what is left of an answer
+            self._write_timer.start()  # for the rest of an answer
 
     def _is_added_to(self) -> bool:
         """True while the app may write."""
@@ -309,7 +309,7 @@ class Connection(asyncio.Protocol):
 
 
 def _has_path(url: bytes) -> bool:
-    """True unless uvicorn would fail to read the target of a request, as that of a CONNECT."""
+    """True if uvicorn can read the target of a request. It cannot read that of a CONNECT."""
     try:
         path = httptools.parse_url(url).path
     except httptools.HttpParserInvalidURLError:

@@ -1,4 +1,4 @@
-"""Connections as the ASGI side meets them: what answers on one, and what may be asked on one beyond the bound."""
+"""The ASGI side of connections: each request is served by its connection, and a spare one serves probes alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from router.http.responses import error_response, note_error
 from shared.errors import RequestError
 
 PROBES = ("/health", "/metrics")
-"""Answered on a spare connection."""
+"""Paths that are answered on a spare connection."""
 
 
 def on_connections(app: ASGIApp) -> ASGIApp:
-    """`app`, where each request is served by its connection."""
+    """`app`, with each request served by its connection."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection = scope["state"][STATE]
@@ -23,13 +23,13 @@ def on_connections(app: ASGIApp) -> ASGIApp:
 
 
 class SpareConnectionGate:
-    """Middleware: on a spare connection only probes are answered, and others are told 503."""
+    """Middleware: a spare connection answers probes, and 503 to all other requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 503 and hang up."""
+        """Pass the request on, or answer 503 and close the connection."""
         connection: Connection = scope["state"][STATE]
         if not connection.is_beyond_the_bound or scope["path"] in PROBES:
             await self._app(scope, receive, send)

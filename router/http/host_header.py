@@ -1,4 +1,4 @@
-"""Refuses a request that does not name one host: a proxy and this server could read it as two different ones."""
+"""Refuses a request without exactly one Host, which a proxy and this server could read differently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HostCheck:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 400."""
+        """Pass the request on, or answer 400."""
         if scope["type"] == "http":
             num_hosts = sum(name == b"host" for name, _ in scope["headers"])
             if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] == "1.1"):

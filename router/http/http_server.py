@@ -1,4 +1,4 @@
-"""uvicorn, set up for this process: on a socket that is bound already, and without signal handlers."""
+"""uvicorn on sockets that listen already, without signal handlers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DRAIN_S = 5
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to the process that runs it. `accepting` is set once clients can connect."""
+    """A server without signal handlers. `accepting` is set once clients can connect."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
@@ -31,11 +31,11 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
+        """Capture no signals."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's; raises OSError for a socket that does not listen then, which uvloop only logs."""
+        """Start. Raises OSError for a socket that does not listen then, which uvloop only logs."""
         await super().startup(sockets)
         for given in sockets or ():
             closed = given.fileno() < 0  # as uvloop does when `listen` fails

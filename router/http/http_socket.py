@@ -1,4 +1,4 @@
-"""The socket that clients connect to: for one process alone, or for several that listen on the same port."""
+"""The HTTP socket: of one process, or of several that share a port."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ _BACKLOG = 2048
 
 
 def listen_http(host: str, port: int) -> socket.socket:
-    """For one process alone, before any node is started: a port in use is found at once. Raises ConfigError.
+    """The listening socket of one process, made before nodes start so that a port in use is found. ConfigError.
 
-    It listens from here on: as long as nobody listens, the kernel lets two processes bind one port, and only
-    `listen` tells the second that it has come too late.
+    The kernel lets two processes bind one port while neither listens, and only `listen` fails, so it is called here.
     """
     bound = bind_http(host, port)
     start_listening(bound)
@@ -22,7 +21,7 @@ def listen_http(host: str, port: int) -> socket.socket:
 
 
 def start_listening(bound: socket.socket) -> None:
-    """Clients may connect; they wait until they are accepted. Closes it and raises ConfigError when it cannot."""
+    """Listen: clients may connect, and wait until they are accepted. Closes it and raises ConfigError on failure."""
     host, port = bound.getsockname()[:2]
     try:
         bound.listen(_BACKLOG)
@@ -32,9 +31,9 @@ def start_listening(bound: socket.socket) -> None:
 
 
 def bind_http(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A socket that does not listen yet. Raises ConfigError.
+    """A bound socket that does not listen yet. Raises ConfigError.
 
-    Other processes of this user may bind the port as well if all have it `shared`; the kernel spreads connections
+    Other processes of this user may bind the port too if all of them set `shared`. The kernel spreads connections
     over those that listen.
     """
     try:
@@ -57,8 +56,8 @@ def bind_http(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def reserve_http(host: str, port: int) -> socket.socket:
-    """Keep a port for sockets that share it; this one never listens, so it is given no connection. ConfigError."""
-    reserved = bind_http(host, port)  # not shared at first: whoever listens there already is noticed
+    """Keep a port for sockets that share it. This one never listens, so it gets no connection. Raises ConfigError."""
+    reserved = bind_http(host, port)  # not shared at first, so that a process that listens there is found
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return reserved
 

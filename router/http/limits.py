@@ -1,7 +1,4 @@
-"""Bounds on what one HTTP request may ask for, as the operator sets them.
-
-Those that request models have as well (MAX_...) are the highest that can be set.
-"""
+"""The operator's bounds on one HTTP request. MAX_... are the largest values of the flags, and bounds of the types."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ MAX_STOPS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
-    """Each is a flag of the router."""
+    """The bounds, each a flag of the router."""
 
     max_body_bytes: int = flag(32 << 20, "size of the body", whole(1024), "BYTES")
     max_batch_size: int = flag(
@@ -43,7 +40,7 @@ class HttpLimits:
     )
 
     def check_batch_size(self, field: str, num_sequences: int) -> None:
-        """Refuse a request whose `field` asks for too many sequences: prompts, each as often as its n."""
+        """Refuse a request whose `field` asks for too many sequences, which are prompts times their n."""
         if num_sequences > self.max_batch_size:
             raise RequestError(
                 f"{num_sequences} sequences in one request; at most {self.max_batch_size} are taken "
@@ -52,7 +49,7 @@ class HttpLimits:
             )
 
     def check_prompt(self, input_ids: Sequence[int], where: str, field: str) -> None:
-        """Refuse a prompt without tokens, or with too many; `where` names it, `field` held it."""
+        """Refuse a prompt without tokens, or with too many. `where` names the prompt, and `field` its field."""
         if not input_ids:
             raise RequestError(f"{where} has no tokens", param=field)
         if self.max_prompt_tokens is not None and len(input_ids) > self.max_prompt_tokens:
@@ -64,7 +61,7 @@ class HttpLimits:
             )
 
     def most_prompt_tokens(self, context_length: int) -> int:
-        """What no prompt may exceed, for a model of this context length."""
+        """The most tokens of a prompt, for a model of this context length."""
         return min(context_length, self.max_prompt_tokens or context_length)
 
     def check_n(self, field: str, n: int) -> None:

@@ -1,4 +1,4 @@
-"""How many connections this process may have, by its limit on open files."""
+"""The number of connections that the limit on open files allows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from shared.log import warn
 from shared.open_files import raise_open_files_limit
 
 _NOT_CLIENTS = 512
-"""Left for listeners, nodes (about five each), the model's files and libraries."""
+"""Files that are not clients: listeners, nodes (about five each), the model's files and libraries."""
 
 
 def room_for(max_connections: int) -> int:

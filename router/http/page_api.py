@@ -1,4 +1,4 @@
-"""`/`: the page. Its files are part of the package, and all that it loads comes from here."""
+"""`/`: the page. Its files are part of the package, and it loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FILES = {
     if path.suffix in _TYPES
 }
 PAGE_PATHS = frozenset(_FILES)
-"""What a browser loads before anybody can type a key into it."""
+"""The files that a browser loads before a key can be typed into the page."""
 
 _HEADERS = {
-    "Cache-Control": "no-cache",  # asked for again each time, and answered with 304 while it is the same
+    "Cache-Control": "no-cache",  # a browser asks each time, and gets 304 while the file is the same
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",

@@ -1,8 +1,7 @@
-"""`x-request-id`: every answer has one, and what a client or a proxy has given is the rid of the request.
+"""`x-request-id`: every answer has one, and a client's or proxy's is the rid of the request.
 
-A rid in the body is a claim: while it runs, no other request may have the same. A request id is only a label, since
-proxies repeat it when they retry while the first attempt is still dying, or hedge: requests may share it, and
-/abort_request with it ends them all.
+While a request runs, no other may have the same rid in its body. Requests may share a request id, since proxies
+repeat it when they retry or hedge; /abort_request with that id ends all of them.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 HEADER = "x-request-id"
 _HEADER = HEADER.encode()
 _VALID = re.compile(rb"[!-~]{1,200}")
-"""Visible ASCII; short enough to be numbered and still be a rid."""
+"""Visible ASCII, so short that it is a valid rid with a number appended."""
 
 
 class RequestIds:
-    """Middleware: answers with the request's id, or a random one in place of none or one that is not valid."""
+    """Middleware: answers with the request's id, or with a random one if the request has no valid id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Whoever is inside finds a valid header or none, and the id in `scope["state"]["request_id"]`."""
+        """Pass the request on with a valid header or none, and the id in `scope["state"]["request_id"]`."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -43,11 +42,11 @@ class RequestIds:
 
 
 def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The client's, or a random one in place of none or one that is not valid."""
+    """The client's request id, or a random one if the headers have no valid id."""
     given = [value for name, value in headers if name == _HEADER]
     return given[0] if len(given) == 1 and _VALID.fullmatch(given[0]) else secrets.token_hex(16).encode()
 
 
 def requested_rid(rid: str | list[str] | None, headers: Mapping[str, str]) -> str | list[str] | None:
-    """The body's rid, or else the request id, if the client gave either."""
+    """The body's rid, or else the request id; None if the client gave neither."""
     return rid if rid is not None else headers.get(HEADER)

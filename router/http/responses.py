@@ -1,4 +1,4 @@
-"""JSON and event streams out, and noticing that a client has gone."""
+"""Answers as JSON and event streams, errors, and work that ends when its client disconnects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EVENT_STREAM = (
     "an ErrorAnswer before it."
 )
 ERROR = "request_error"
-"""Where in the state of a request's scope its error is."""
+"""The key of a request's error in the state of its scope."""
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -40,7 +40,7 @@ _ERROR_TYPES = {
 
 
 class ErrorDetail(Answer, kw_only=True, frozen=True):
-    """What is wrong."""
+    """The parts of an error."""
 
     message: Annotated[str, Field(description="Names field, value and bound.")]
     type: Annotated[str, Field(description="The kind of error, such as invalid_request_error.")]
@@ -86,7 +86,7 @@ async def refuse(error: RequestError, scope: Scope, receive: Receive, send: Send
 
 
 def note_error(scope: Scope, error: RequestError) -> None:
-    """Leave a note for --log-requests of why this request is refused, or has failed."""
+    """Keep the error of a request for --log-requests."""
     scope.setdefault("state", {})[ERROR] = error
 
 
@@ -107,9 +107,9 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def stream_response(request: Request, events: AsyncGenerator[object, None]) -> Response:
-    """Events as they come. The status is decided by the first: an error before it is an ordinary error response.
+    """A stream of the events. An error before the first event is an ordinary error response.
 
-    A source may also end without any event.
+    A source may end without any event.
     """
     try:
         first = await while_connected(request.receive, anext(events, None))
@@ -133,7 +133,7 @@ def event_stream(event: Any) -> dict[int | str, dict[str, Any]]:
 
 
 class EventStream(Response):
-    """Server-sent events. The source is closed, and so its requests ended, as soon as the client is gone."""
+    """Server-sent events. The source is closed, which ends its requests, as soon as the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -144,11 +144,11 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the events, or the client, end."""
+        """Send until the events end or the client disconnects."""
         try:
             await while_connected(receive, self._send_all(send))
         except (ClientDisconnect, OSError):
-            pass  # nobody is left to tell
+            pass  # the client is gone, so there is nothing to send
         finally:
             await self._events.aclose()
 

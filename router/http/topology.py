@@ -1,4 +1,4 @@
-"""Which nodes a router starts itself, or joins."""
+"""The flags for the nodes that a router starts or joins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+)(?::(?P<port>\
 
 @dataclass(frozen=True)
 class LocalTopology:
-    """How many nodes of each role to start on this machine."""
+    """How many nodes of each role are started on this machine."""
 
     num_prefill: int
     num_decode: int
@@ -47,7 +47,7 @@ def parse_local(text: str) -> LocalTopology:
 
 
 def parse_address(role: Role, text: str) -> str:
-    """An argparse type: see `address_of`."""
+    """An argparse type: HOST[:PORT] as `tcp://host:port`."""
     try:
         return address_of(role, text)
     except ValueError as e:
@@ -55,7 +55,7 @@ def parse_address(role: Role, text: str) -> str:
 
 
 def address_of(role: Role, text: str) -> str:
-    """`tcp://host:port` of HOST[:PORT]; an IPv6 address stands in brackets. Raises ValueError."""
+    """`tcp://host:port` of HOST[:PORT]; an IPv6 address has brackets. Raises ValueError."""
     match = _ADDRESS.fullmatch(text.removeprefix("tcp://"))
     port = int(match["port"] or DEFAULT_PORTS[role]) if match else 0
     if match is None or not 1 <= port <= 65535:

@@ -1,4 +1,4 @@
-"""How errors quote what a client sent. Apart from `body`, so that the flags need no pydantic."""
+"""How errors quote a client's values. This is not in `body`, so that the flags need no pydantic."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SHOWN_CHARS = 60
 
 
 class _JsonNames(reprlib.Repr):
-    """Names values as JSON does. Looks at no more of one than it shows."""
+    """Writes values as JSON does, and reads no more of a value than it shows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxstring = _SHOWN_CHARS
 
     def repr1(self, x: Any, level: int) -> str:
-        """See reprlib.Repr."""
+        """A part of a value; None, booleans and tuples as in JSON."""
         if x is None or isinstance(x, bool):
             return msgspec.json.encode(x).decode()
         return super().repr1(list(x) if isinstance(x, tuple) else x, level)
@@ -30,22 +30,22 @@ _short = _JsonNames()
 
 
 def wrong(name: str, expected: str, value: object, *, param: str | None = None) -> RequestError:
-    """The error for a field whose value is not what it should be; `param` where `name` holds text of the client."""
+    """The error for a field with a wrong value. `param` is given where `name` has text of the client."""
     return RequestError(
         f"{name} must be {expected}, not {shown(value)}", param=name if param is None else param
     )
 
 
 def maximum_context(num_tokens: int) -> str:
-    """The words by which clients such as litellm know that a prompt is too long."""
+    """The words by which clients such as litellm recognize a prompt that is too long."""
     return f"This model's maximum context length is {num_tokens} tokens"
 
 
 def shown(value: object) -> str:
-    """A value as it is quoted in an error message: short, and never a whole prompt."""
+    """A value, shortened for an error message, which never has a whole prompt."""
     return cut(_short.repr(value))
 
 
 def cut(text: str) -> str:
-    """The beginning of a text that is too long for a message."""
+    """The text, or its beginning if it is too long for a message."""
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

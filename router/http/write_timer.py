@@ -9,7 +9,7 @@ from shared.log import event
 
 
 class WriteTimer:
-    """Of one connection. While `is_added_to()`, what waits may be as much as before although some of it was taken."""
+    """The timer of one connection. While `is_added_to()`, the number of waiting bytes says nothing of the client."""
 
     def __init__(
         self,
@@ -25,19 +25,19 @@ class WriteTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """From now on something has to be taken within the time."""
+        """From now on the client must take some bytes within `timeout_s`."""
         self.stop()
         num_bytes = self._transport.get_write_buffer_size()
         self._timer = self._loop.call_later(self._timeout_s, self._look, num_bytes)
 
     def stop(self) -> None:
-        """Nothing waits that would not be added to."""
+        """End the timer, since no bytes wait or more are being written."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _look(self, num_before: int) -> None:
-        """While there is something to take, a client that has taken none of it since the last look is dropped."""
+        """Drop a client that has taken none of the waiting bytes since the timer was started."""
         self._timer = None
         num_bytes = self._transport.get_write_buffer_size()
         if num_bytes == 0 or self._is_added_to():

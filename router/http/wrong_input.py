@@ -1,4 +1,4 @@
-"""Words what the types of a request refuse: one RequestError that names field, value and bound."""
+"""Turns pydantic's errors about a request into one RequestError that names field, value and bound."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def wrong_input(errors: Sequence[Mapping[str, Any]]) -> RequestError:
-    """The first of pydantic's errors, whose location begins with "body" or "query"."""
+    """The RequestError of the first of pydantic's errors, whose location begins with "body" or "query"."""
     error = errors[0]
     source, *loc = error["loc"]
     name = _dotted(loc)
-    param = _dotted(loc if source == "query" else _declared(loc))  # ends up in logs
+    param = _dotted(
+        loc if source == "query" else _declared(loc)
+    )  # logs have it, so it has no text of the client
     value, context = error["input"], error.get("ctx", {})
     if not name:
         missing = error["type"] == "missing"
@@ -83,7 +85,7 @@ def _dotted(loc: Iterable[int | str]) -> str:
 
 
 def _declared(loc: Iterable[int | str]) -> Iterable[int | str]:
-    """The location as far as it consists of fields: a key of an object may be anything, also a prompt."""
+    """The location up to its last field. A key of an object may be any text of the client, such as a prompt."""
     known = _field_names()
     return itertools.takewhile(
         lambda step: isinstance(step, int) or step.startswith(BRANCH) or step in known, loc

@@ -34,18 +34,18 @@ _TURN_S = 0.005
 
 
 class NodeEvents(Protocol):
-    """Hears what nodes say. Real: `dispatch.Dispatcher`."""
+    """Receives nodes' messages about requests. Real: `dispatch.Dispatcher`."""
 
     def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
         """A node has generated tokens in one step."""
         ...
 
     def on_failed(self, node: Node, failed: Failed) -> None:
-        """A node has given a request up."""
+        """A node has failed a request."""
         ...
 
     def on_not_cached(self, node: Node, key: ReqKey) -> None:
-        """A node no longer holds the prefix for which it was given a request."""
+        """A node no longer caches the prefix for which it was chosen."""
         ...
 
     def on_node_lost(self, node: Node, reason: str) -> None:

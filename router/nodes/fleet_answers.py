@@ -1,4 +1,4 @@
-"""What the routes about the fleets, the model and the router itself answer."""
+"""The answers of the routes about the fleets, the model and the router itself."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ Status = Annotated[
 
 
 class FleetMember(Answer, kw_only=True, frozen=True):
-    """How a node stands with this router; one that loads says what, and how far it is."""
+    """The state of a node at this router; `what` a node loads, and the `fraction` that is loaded."""
 
-    node_id: Annotated[str | None, Field(description="Null until it has said who it is.")]
+    node_id: Annotated[str | None, Field(description="Null until the node has answered.")]
     state: State
     address: str | UnsetType = UNSET
     reason: str | UnsetType = UNSET
@@ -49,7 +49,7 @@ class FleetMember(Answer, kw_only=True, frozen=True):
 
 
 class FleetNode(FleetMember, kw_only=True, frozen=True):
-    """A node with all that is known of it."""
+    """A node with its load."""
 
     role: Role
     pinned: Annotated[bool, Field(description="Named by the operator, and so never forgotten.")]
@@ -63,14 +63,14 @@ class Fleet(Answer, kw_only=True, frozen=True):
 
 
 class NodeAdded(Answer, kw_only=True, frozen=True):
-    """The node, as it stands now."""
+    """The node that was added."""
 
     node: FleetNode
     success: Literal[True] = True
 
 
 class NodeRemoved(Answer, kw_only=True, frozen=True):
-    """A node is gone from this router."""
+    """The node that was removed from this router."""
 
     node_id: str | None
     address: str
@@ -151,7 +151,7 @@ class Detokenized(Answer, kw_only=True, frozen=True):
 
 
 class Flushed(Answer, kw_only=True, frozen=True):
-    """Every RadixCache is empty."""
+    """The nodes whose RadixCache was emptied."""
 
     message: str
     nodes: list[str]
@@ -159,9 +159,9 @@ class Flushed(Answer, kw_only=True, frozen=True):
 
 
 class RequestsAborted(Answer, kw_only=True, frozen=True):
-    """None is no error."""
+    """The number of aborted sequences. 0 is no error."""
 
-    aborted: Annotated[int, Field(description="Sequences of the router that was asked that were called off.")]
+    aborted: Annotated[int, Field(description="Aborted sequences of the router that answers.")]
     success: Literal[True] = True
 
 

@@ -1,7 +1,7 @@
-"""What an operator does to a running fleet: add a node, or drain one and let it go.
+"""Changes to a running fleet: an operator adds a node, or drains and removes one.
 
-add      dialled ──▶ works: kept for good │ refused, unreachable, too slow: as if it had never been asked for
-remove   no new requests ──▶ running ones end, or are ended when the time is up ──▶ hung up, forgotten
+add      dialled ──▶ works: kept │ refused, unreachable, too slow: forgotten, with an error
+remove   no new requests ──▶ running ones end, or are ended when the time is up ──▶ disconnected, forgotten
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _DRAIN_POLL_S = 0.05
 
 
 class HeldReqs(Protocol):
-    """What nodes have to do. Real: `dispatch.Dispatcher`."""
+    """The sequences that nodes hold. Real: `dispatch.Dispatcher`."""
 
     def num_held(self, node: Node) -> int:
-        """Sequences that `node` has a part in."""
+        """The number of sequences that `node` holds."""
         ...
 
     def fail_held(self, node: Node, reason: str) -> int:
-        """Fail what `node` has a part in, and tell it so; how many those were."""
+        """Fail the sequences that `node` holds and cancel them there; returns their number."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Removed:
-    """A node that is gone, and how many of this router's requests had to be ended for that."""
+    """A node that was removed, and how many of this router's requests were ended for that."""
 
     node_id: str
     address: str
@@ -54,9 +54,9 @@ class _Drain:
 
 
 class FleetChanges:
-    """Changes one router's membership, and takes part in what other routers do (a `membership.FleetEvents`).
+    """Changes one router's membership, and follows the changes of other routers (a `membership.FleetEvents`).
 
-    `abort(rid)` ends requests of this router. `close` ends what is under way.
+    `abort(rid)` ends requests of this router. `close` cancels drains.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class FleetChanges:
         self._drains: dict[Member, _Drain] = {}
 
     async def add(self, role: Role, address: str, wait_s: float) -> Member:
-        """Dial a node until it is known whether it fits, for at most `wait_s`. One that is there already is fine.
+        """Dial a node until it is known whether it fits, for at most `wait_s`. A member may be added again.
 
-        What does not work is forgotten again, unless it was a member before. Raises RequestError with the reason.
+        A node that does not work is forgotten, unless it was a member before. Raises RequestError with the reason.
         """
         known = self._at(address)
         if known is not None and (known.role is not role or known.leaving):
@@ -88,7 +88,7 @@ class FleetChanges:
         if member.state is MemberState.ALIVE:
             member.pinned = True
             self._membership.accept_joins_of(member.incarnation)
-            self._news.tell(AddedNode(role, address, member.incarnation))
+            self._news.send(AddedNode(role, address, member.incarnation))
             return member
         error = _why_not(member, wait_s)
         if known is None:
@@ -96,30 +96,30 @@ class FleetChanges:
         raise error
 
     def find(self, name: str) -> Member | None:
-        """The member of this id or address. One that is connected first: an id may be known from two addresses."""
+        """The member of this id or address. An id may be at two addresses, so a connected member is preferred."""
         addresses = (name, f"tcp://{name}")
         found = [m for m in self._membership.members if m.node_id == name or m.address in addresses]
         return min(found, key=lambda member: member.node is None, default=None)
 
     async def remove(self, member: Member, drain_timeout_s: float) -> Removed:
-        """Drain a node, here and at all other routers, and hang up.
+        """Drain a node, here and at all other routers, and remove it.
 
-        It goes on when the caller is cancelled. A second call for the same node may shorten the time left.
+        The drain continues when the caller is cancelled. A second call for the same node may shorten its time.
         """
-        self._news.tell(RemovedNode(member.address, member.incarnation, drain_timeout_s))
+        self._news.send(RemovedNode(member.address, member.incarnation, drain_timeout_s))
         return await asyncio.shield(self._remove(member, drain_timeout_s))
 
-    # ------------------------------------------------------------------------- what is done elsewhere
+    # --------------------------------------------------------------------- changes of other routers
     def on_alive(self, node: LiveNode) -> None:
-        """A node has come: tell it which nodes operators have added."""
-        self._news.brief(node)
+        """Send a node that has come the nodes that operators have added."""
+        self._news.send_current(node)
 
     def on_draining(self, member: Member, left_s: float) -> None:
-        """A node says that it is drained."""
+        """Drain a member that says it is being drained."""
         self._drain(member, left_s)
 
     def on_relay(self, relay: Relay) -> None:
-        """A node passes on what another router has done: do it here as well."""
+        """Do here what another router has done."""
         match self._news.take(relay):
             case AbortedReqs(rid):
                 self._abort(rid)
@@ -130,13 +130,13 @@ class FleetChanges:
                     member.pinned = True
             case RemovedNode(address, incarnation, drain_timeout_s):
                 if incarnation:
-                    self._membership.ignore_joins_of(incarnation)  # it may announce itself here yet
+                    self._membership.ignore_joins_of(incarnation)  # the node may announce itself here later
                 member = self._at(address) if address else None
                 if member is not None:
                     self._remove(member, drain_timeout_s)
 
     async def close(self) -> None:
-        """Wait for no drain any more."""
+        """Cancel all drains."""
         drains = [drain.task for drain in self._drains.values()]
         for task in drains:
             task.cancel()
@@ -144,7 +144,7 @@ class FleetChanges:
 
     # ------------------------------------------------------------------------------------------ inside
     def _remove(self, member: Member, timeout_s: float) -> asyncio.Task[Removed]:
-        """Drain it, and have it say so to every other router, also to those that come later."""
+        """Drain a member. Its node sends Draining to all routers, and to those that come later."""
         if member.node is not None:
             member.node.send(Drain(timeout_s))
         return self._drain(member, timeout_s)

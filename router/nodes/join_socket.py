@@ -1,4 +1,4 @@
-"""The router's control port: where nodes that start by themselves say so."""
+"""The control port, on which nodes announce themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JoinListener = Callable[[Announcement], None]
 
 
 class JoinSocket:
-    """A bound ROUTER socket; nothing is answered on it."""
+    """A bound ROUTER socket, on which nothing is answered."""
 
     def __init__(self, context: zmq.asyncio.Context, fleet_key: FleetKey | None) -> None:
         self._socket = context.socket(zmq.ROUTER)
@@ -34,7 +34,7 @@ class JoinSocket:
             fleet_key.secure_server(self._socket)
 
     def bind(self, host: str, port: int) -> int:
-        """Listen; port 0 is a free one. Returns the port. Raises ConfigError."""
+        """Listen on a port (0: a free one), and return it. Raises ConfigError."""
         bracketed = f"[{host}]" if ":" in host else host
         if ":" in host:
             self._socket.ipv6 = True
@@ -47,7 +47,7 @@ class JoinSocket:
         return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
 
     async def listen(self, listener: JoinListener) -> None:
-        """Pass every announcement on, for ever."""
+        """Pass every announcement to `listener`, for ever."""
         while True:
             _, *frames = await self._socket.recv_multipart()
             try:

@@ -1,4 +1,4 @@
-"""When a node that says nothing, or that no longer gets anywhere, counts as dead."""
+"""Decides when a node that is silent or makes no progress is dead."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ class Liveness:
         self._interval_s = interval_s
         self._progress = -1
         self._stuck = False
-        """The latest pong since the last ping told of work and no progress."""
+        """True if the latest pong since the last ping had work and no progress."""
         self._num_stuck = 0
-        """Pings in a row that had such a pong. Not a time: this process may have been stopped. Not pongs either:
-        every scrape of /metrics asks for one, and a node sends one when a link comes or goes."""
+        """Pings in a row that such a pong followed. Time does not count, since this process may have been stopped.
+        Pongs do not count, since a scrape of /metrics asks for one, and a node sends one when a link comes or goes.
+        """
 
     def pong(self, now: float, load: Load) -> None:
-        """The node has sent its load, asked or unasked."""
+        """Take the load of a Pong, whether it was asked for or not."""
         self._heartbeat.heard(now)
         self._stuck = load.busy and load.progress == self._progress
         self._progress = load.progress
@@ -33,7 +34,7 @@ class Liveness:
             self._num_stuck = 0
 
     def tick(self, now: float) -> str | None:
-        """To be called with every ping; returns why the node is dead, or None."""
+        """Called with every ping. Returns why the node is dead, or None."""
         if self._heartbeat.silent(now):
             return f"no answer for {self._heartbeat.silence(now):.1f} s"
         if self._heartbeat.ping_due(now):

@@ -1,4 +1,4 @@
-"""Shows how far the nodes are with loading: bars in a terminal, a line now and then elsewhere."""
+"""Shows how far the nodes have loaded: bars in a terminal, else a line for each step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoadProgress:
                 self._tasks[node_id] = self._progress.add_task("starting", node_id=node_id, total=1.0)
 
     def __enter__(self) -> LoadProgress:
-        """Begin to show."""
+        """Show the bars."""
         if self._console.is_terminal:
             self._progress.start()
         return self
@@ -38,11 +38,11 @@ class LoadProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the bars away."""
+        """Remove the bars."""
         self._progress.stop()
 
     def on_announcement(self, message: Announcement) -> None:
-        """A node is this far, ready, or could not start."""
+        """Show that a node loads, is ready, or could not start."""
         match message:
             case Loading(node_id, _, what, fraction):
                 self._show(node_id, what, fraction)
@@ -55,5 +55,5 @@ class LoadProgress:
         if node_id in self._tasks:
             self._progress.update(self._tasks[node_id], completed=fraction, description=what)
         elif not self._console.is_terminal and self._said.get(node_id) != what:
-            self._said[node_id] = what  # one line for each step of loading, not for each fraction of it
+            self._said[node_id] = what  # one line for each step of loading, not for each fraction
             self._console.print(f"{node_id}: {what}", markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""One member of the fleet, as a router sees it, and what makes a node unfit to be one."""
+"""One member of the fleet, as a router sees it, and the check that layouts are equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.protocol.messages import KVLayout, Role
 
 
 class MemberState(StrEnum):
-    """How a member stands with this router."""
+    """The state of a member at this router."""
 
     DIALLING = "dialling"
     ALIVE = "alive"
@@ -23,10 +23,10 @@ class MemberState(StrEnum):
 
 @dataclass(eq=False)
 class Member:
-    """An address that is dialled. `pinned` ones were named by the operator and are never forgotten by themselves.
+    """An address that is dialled. The operator named `pinned` members, which are never forgotten by themselves.
 
-    `node` is there as long as it is connected: alive or draining. One that is `leaving` is not dialled again, nor is
-    one whose process has ended, which `exited` tells. With `resume`, a node that was drained is told to take work.
+    `node` is set while the member is connected: alive or draining. A member is not dialled again if it is `leaving`,
+    or if its process has ended with the reason `exited`. With `resume`, a drained node takes work again.
     """
 
     address: str

@@ -1,13 +1,13 @@
-"""Which nodes there are: Membership dials them, checks that they fit together, and notices when they are gone.
+"""The members of the fleet: Membership dials nodes, checks that they fit together, and notices when they are gone.
 
     Member (an address)   DIALLING ──hello──▶ ALIVE ──closed, silent──▶ LOST ──1 s──▶ dialled again
                              │                  ├──leaks──▶ DRAINING until it is restarted      (new identity)
                              │                  └──removed──▶ DRAINING ──▶ hung up, forgotten
                              └──layout differs──▶ REFUSED ──5 s──▶ dialled again
 
-A node that announced itself (`Join`) and is lost for long is forgotten: it will announce itself again. A node that
-the operator named is dialled for ever. A restarted node is a new incarnation, and so a new node: an incarnation that
-the operator removed is not let in again when it announces itself, but the next incarnation is.
+A node that announced itself (`Join`) and is lost for long is forgotten, since it will announce itself again. A node
+that the operator named is dialled for ever. A restarted node is a new incarnation, and so a new node. Announcements
+of an incarnation that the operator removed are ignored; those of the next incarnation are not.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ _MAX_REMOVED = 4096
 
 
 class FleetEvents(Protocol):
-    """Hears what nodes say of the fleet. Real: `fleet_changes.FleetChanges`."""
+    """Receives nodes' messages about the fleet. Real: `fleet_changes.FleetChanges`."""
 
     def on_alive(self, node: LiveNode) -> None:
-        """A node has come."""
+        """A node is alive."""
         ...
 
     def on_draining(self, member: Member, left_s: float) -> None:
-        """A node says that it is drained, and how long its requests may run on."""
+        """A node says that it is being drained, and for how many seconds its requests may run."""
         ...
 
     def on_relay(self, relay: Relay) -> None:
-        """A node passes on what another router has to say."""
+        """A node relays another router's news."""
         ...
 
 
@@ -92,7 +92,7 @@ class Membership:
         self._waiting: dict[int, asyncio.Future[Answered]] = {}
         self._fingerprint: str | None = None
         self.is_new = True
-        """No node has been let in or removed yet: nodes may still be on their way."""
+        """True until a node is admitted or removed, since nodes may not have announced themselves yet."""
         self._member_ignored = LimitedWarning("member_ignored")
         self._node_failed_to_load = LimitedWarning("node_failed_to_load")
         self._change = asyncio.Event()
@@ -105,12 +105,12 @@ class Membership:
         return self._members
 
     def live(self, role: Role) -> list[LiveNode]:
-        """The nodes of a role that can be sent work now, longest-lived first."""
+        """The nodes of a role that take work now, longest-lived first."""
         alive = [m for m in self._connected() if m.role is role and m.state is MemberState.ALIVE]
         return [member.node for member in alive if member.node is not None]
 
     def all_live(self) -> list[LiveNode]:
-        """The nodes of both roles that are connected, longest-lived first; also those that are being drained."""
+        """The connected nodes of both roles, longest-lived first, with those that are being drained."""
         return [member.node for member in self._connected() if member.node is not None]
 
     def expects(self, role: Role) -> bool:
@@ -132,7 +132,7 @@ class Membership:
 
     # --------------------------------------------------------------------------------------- changing
     def report_to(self, events: NodeEvents, fleet: FleetEvents) -> None:
-        """Tell `events` what nodes say of requests, and `fleet` what of the fleet; before the first `dial`."""
+        """Pass nodes' messages about requests to `events`, others to `fleet`. Called before the first `dial`."""
         self._listeners = events, fleet
 
     def dial(self, address: str, role: Role, *, pinned: bool, node_id: str = "") -> Member | None:
@@ -151,7 +151,7 @@ class Membership:
         return member
 
     def redial(self, member: Member) -> None:
-        """Dial a member that is not connected now, without waiting for its next turn."""
+        """Dial a member that is not connected at once, without its pause."""
         assert member.node is None and member.task is not None
         member.task.cancel()
         member.exited = ""
@@ -166,7 +166,7 @@ class Membership:
             self._set(member, MemberState.DRAINING, "removed by the operator")
 
     async def remove(self, member: Member) -> None:
-        """Hang up and forget a member."""
+        """Close the connection to a member and forget it."""
         if member in self._members:
             self._forget(member)
         if member.task is not None:
@@ -180,7 +180,7 @@ class Membership:
             del self._removed[next(iter(self._removed))]
 
     def accept_joins_of(self, incarnation: str) -> None:
-        """Listen to the announcements of this incarnation again: the operator has added the node."""
+        """Take the announcements of this incarnation again, since the operator has added the node."""
         self._removed.pop(incarnation, None)
 
     def on_announcement(self, message: Announcement) -> None:
@@ -196,7 +196,7 @@ class Membership:
         self._signal()
 
     def node_exited(self, node_id: str, role: Role, reason: str) -> None:
-        """A node's process has ended: the node is in /health, as lost, and not dialled until it announces itself."""
+        """Note that a node's process has ended. The node is lost, and dialled when it announces itself."""
         self.loading.pop(node_id, None)
         members = [m for m in self._members if m.node_id == node_id]
         if not members:
@@ -212,7 +212,7 @@ class Membership:
                 self._set(member, MemberState.LOST, reason)
 
     async def call(self, message: Callable[[int], RouterToNode], timeout_s: float) -> dict[str, Answered]:
-        """Ask every live node for something; a node that does not answer in time counts as having refused."""
+        """Send a call to every live node and collect the answers. A node that does not answer in time has refused."""
         asked: dict[str, asyncio.Future[Answered]] = {}
         calls: list[int] = []
         for node in self.all_live():
@@ -327,7 +327,7 @@ class Membership:
             raise does_not_resolve(address, f"no answer within {self._timing.hello_s:g} s") from None
 
     def _check(self, member: Member, hello: NodeHello) -> None:
-        """Refuse what does not fit, by the name of the field."""
+        """Raise Refusal, with the name of the field, for a node that does not fit."""
         member.node_id, member.incarnation = hello.node.node_id, hello.node.incarnation
         if hello.role is not member.role:
             raise Refusal(f"role: expected a {member.role} node, it is a {hello.role} node")
@@ -361,12 +361,11 @@ class Membership:
         self._announce_peers(node.role, None)
 
     def _announce_peers(self, changed: Role, joined: LiveNode | None) -> None:
-        """Prefill nodes hold links to all connected decode nodes: tell them when those change, or they are new."""
+        """Send the decode nodes, to which prefill nodes link, to all prefill nodes, or to the one that joined."""
         connected = self.all_live()
         decode_nodes: tuple[NodeRef, ...] = tuple(node.ref for node in connected if node.role is Role.DECODE)
         prefills = [node for node in connected if node.role is Role.PREFILL]
-        told = prefills if changed is Role.DECODE else [joined] if joined else []
-        for node in told:
+        for node in prefills if changed is Role.DECODE else [joined] if joined else []:
             node.send(Peers(decode_nodes))
 
     def _on_answered(self, answered: Answered) -> None:
@@ -375,11 +374,11 @@ class Membership:
             waiting.set_result(answered)
 
     def _set(self, member: Member, state: MemberState, reason: str) -> None:
-        news = (state, reason) != (member.state, member.reason)
+        is_new = (state, reason) != (member.state, member.reason)
         if state is MemberState.ALIVE or (state is not member.state and member.state is MemberState.ALIVE):
             member.since = time.monotonic()
         member.state, member.reason = state, reason
-        if news:
+        if is_new:
             fields: dict[str, object] = {"node": member.node_id or "?", "address": member.address}
             if reason:
                 fields["reason"] = reason

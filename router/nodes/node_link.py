@@ -1,7 +1,7 @@
 """One connection to one node: a DEALER socket from a dial to its loss.
 
-A lost connection is not taken up again: the next dial is a new socket with a new identity, so neither side can
-mistake a message of the old connection for one of the new.
+A lost connection is never resumed. The next dial has a new socket with a new identity, so neither side can take a
+message of the old connection for one of the new.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _decoder = msgspec.msgpack.Decoder(NodeToRouter)
 
 
 class Refusal(LinkError):
-    """One side refuses to work with the other, and will still do so in a second."""
+    """One side refuses the other, and a retry soon would not change that."""
 
 
 class NodeLink:
@@ -88,11 +88,10 @@ class NodeLink:
             yield _decode(frames.result())
 
     async def hello(self, incarnation: str, timeout_s: float, *, resume: bool = False) -> NodeHello:
-        """Introduce this router and learn what the node is. Raises LinkError.
+        """Introduce this router and return the node's hello. Raises LinkError.
 
-        With `resume`, a node that was drained is to take work again.
-        Messages that come before the answer are dropped: the node sent them to an earlier connection of this router,
-        which it knows by the same name.
+        With `resume`, a drained node takes work again. Messages that come before the answer are dropped: the node
+        sent them to an earlier connection of this router.
         """
         self.send(RouterHello(incarnation, PROTOCOL_VERSION, resume))
         answer = asyncio.ensure_future(self._answer_to_hello())
@@ -119,7 +118,7 @@ class NodeLink:
             await asyncio.sleep(0)  # receive() does not suspend while messages are waiting
 
     def lose(self, reason: str) -> None:
-        """Give the link up."""
+        """End the link with a reason. The first reason counts."""
         if not self.lost.done():
             self.lost.set_result(reason)
 
@@ -183,7 +182,7 @@ class LiveNode:
         self.link.send(message)
 
     def pong(self, pong: Pong, now: float) -> None:
-        """The node has sent its load, in answer to a Ping or because a link has come or gone."""
+        """Take the load of a Pong, which answers a Ping or reports a change of links."""
         self.load, self.load_at = pong.load, now
         self.liveness.pong(now, pong.load)
         if not self.prefixes.compare(pong.cache_seq):

@@ -1,12 +1,12 @@
-"""What routers tell each other through the nodes that they share.
+"""News that routers send each other through the nodes that they share.
 
-    an abort                    ──▶ every router ends what it runs under that rid
+    an abort                    ──▶ every router ends its requests with that rid
     a node added by hand        ──▶ every router dials it, and keeps it
-    a node removed by hand      ──▶ every router drains it and hangs up
+    a node removed by hand      ──▶ every router drains it and closes the connection
 
-Routers do not know each other, and may be on different hosts. News goes through every connected node, so it may come
-more than once: it is known by the incarnation of the router it comes from, and its number. Nodes tell it to routers
-that come later, as long as it holds; a router tells nodes that come later.
+Routers do not know each other, and may be on different hosts. News goes through every connected node, so it may
+arrive more than once; its sender's incarnation and its number identify it. While news holds, nodes send it to routers
+that come later, and routers to nodes that come later.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ _MAX_REMEMBERED = 4096
 
 
 class SharedNews:
-    """One router's news, and those of others; each of these is taken once."""
+    """Sends this router's news, and takes those of other routers once each."""
 
     def __init__(self, membership: Membership, incarnation: str) -> None:
         self._membership = membership
         self._incarnation = incarnation
         self._numbers = itertools.count(1)
-        self._heard: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._taken: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._added: dict[str, AddedNode] = {}
 
-    def tell(self, news: RouterNews) -> None:
-        """Tell all other routers."""
+    def send(self, news: RouterNews) -> None:
+        """Send news to all other routers."""
         self._remember(news)
         relay = Relay(self._incarnation, next(self._numbers), news)
         for node in self._membership.all_live():
             node.send(relay)
 
     def take(self, relay: Relay) -> RouterNews | None:
-        """The news that a node passes on; None when it has come before."""
+        """The news that a node relays; None if it was taken before."""
         origin = relay.router, relay.number
-        if relay.router == self._incarnation or origin in self._heard:
+        if relay.router == self._incarnation or origin in self._taken:
             return None
-        self._heard[origin] = None
-        if len(self._heard) > _MAX_REMEMBERED:
-            self._heard.popitem(last=False)
+        self._taken[origin] = None
+        if len(self._taken) > _MAX_REMEMBERED:
+            self._taken.popitem(last=False)
         event("router_news", router=relay.router, news=type(relay.news).__name__)
         self._remember(relay.news)
         return relay.news
 
-    def brief(self, node: LiveNode) -> None:
-        """Tell a node, which may have come after the news, what holds."""
+    def send_current(self, node: LiveNode) -> None:
+        """Send the news that hold to a node that has come."""
         for added in self._added.values():
             node.send(Relay(self._incarnation, next(self._numbers), added))
 

@@ -1,4 +1,4 @@
-"""The state of the fleets, as /health and /server_info tell it."""
+"""The state of the fleets, for /health and /server_info."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSION = "0.1.0"
 
 
 class FleetStatus:
-    """Reads the membership; `stopping` is set once the router goes down."""
+    """Reads the membership; `stopping` is set when the router stops."""
 
     def __init__(self, membership: Membership, model: ModelSlot) -> None:
         self._membership = membership
@@ -90,7 +90,7 @@ class FleetStatus:
         ]
 
     def state(self) -> tuple[str, str]:
-        """In one word, and why it is not `ok`."""
+        """The status as in /health, and why it is not `ok`."""
         membership = self._membership
         if self.stopping:
             return "stopping", "the router is shutting down"
@@ -104,7 +104,7 @@ class FleetStatus:
             return "degraded", f"decode nodes prefill by themselves: {membership.why_none(Role.PREFILL)}"
         gone = [m for m in membership.members if m.node is None or m.node.load.leak]
         if gone:
-            return "degraded", "; ".join(_how_it_stands(m) for m in gone)
+            return "degraded", "; ".join(_state_of(m) for m in gone)
         unlinked = self._unlinked()
         if unlinked:
             return "degraded", f"decode nodes prefill by themselves: {'; '.join(unlinked)}"
@@ -120,12 +120,12 @@ class FleetStatus:
         return said
 
 
-def _how_it_stands(member: Member) -> str:
+def _state_of(member: Member) -> str:
     return f"{member.name} is {member.state}" + (f" ({member.reason})" if member.node is not None else "")
 
 
 def describe_member(member: Member) -> dict[str, Any]:
-    """The fields of a FleetMember: how it stands, and how much it has to do."""
+    """The fields of a FleetMember."""
     known = {"node_id": member.node_id or None, "address": member.address, "state": member.state}
     return {
         **known,

@@ -67,10 +67,10 @@ export class Charts {
     this.draw();
   }
 
-  // The samples stay, as the last that were heard.
+  // The last samples stay.
   lose(why) {
     for (const chart of this.charts) chart.sayWhyEmpty(why);
-    setText(byId("charts-note"), this.samples.length ? "As they were when the router was last heard." : "");
+    setText(byId("charts-note"), this.samples.length ? "The router does not answer. These are its last samples." : "");
   }
 
   draw() {
@@ -170,7 +170,7 @@ class Chart {
   }
 }
 
-// A series of what rarely happens is left out until it has.
+// The series of a rare event is left out until the event has happened.
 const isQuiet = (series, values) => Boolean(series.rare) && values.every((value) => !value);
 
 function tickText(spec, value) {

@@ -1,4 +1,4 @@
-// The nodes of both fleets as they are now, and news of those that come and go.
+// The nodes of both fleets now, and announcements of nodes that come and go.
 
 import { byId, bytes, count, el, rate, setText } from "./dom.js";
 
@@ -66,7 +66,7 @@ export class Fleets {
     this.tellNews(nodes);
   }
 
-  // Until the router is heard again.
+  // Until the router answers again.
   lose(why) {
     for (const fleet of this.fleets) {
       setText(fleet.tally, "");

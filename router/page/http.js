@@ -1,4 +1,4 @@
-// Requests to the router, and the events it streams. Every failure becomes a Failure with words for people.
+// Requests to the router, and the events that it streams. Every error becomes a Failure with a readable message.
 
 import { Kept } from "./kept.js";
 
@@ -63,7 +63,7 @@ async function refusal(response) {
   try {
     message = sentence((await response.json()).error.message);
   } catch {
-    // not the router's own error: something between it and this page answered
+    // the error is not the router's own: something between the router and this page answered
   }
   const wait = response.headers.get("Retry-After");
   if (response.status === 429 && wait) message += ` Try again in ${wait} s.`;

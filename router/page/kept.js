@@ -1,7 +1,6 @@
 // A value that the browser keeps: area is "localStorage" (for good) or "sessionStorage" (for this tab).
 //
-// A browser that is told to block storage throws already when the area is looked at. Then the value lasts as long as
-// the page, and all else works.
+// A browser that blocks storage throws when the area is read. Then the value lasts as long as the page.
 
 export class Kept {
   constructor(area, key) {

@@ -72,7 +72,7 @@ function showService(state, text, why = "") {
   setText(byId("feed-note"), why);
 }
 
-// Nobody says any more how things are: nothing on the page may look as if it were so now.
+// The state of the router is not known: nothing on the page may look current.
 function showLost(text, why) {
   showService("lost", text, why);
   fleets.lose(why);

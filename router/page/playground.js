@@ -7,11 +7,11 @@ import { Timeline } from "./timeline.js";
 const FINISHES = {
   stop: "Done: the model or a stop string ended it.",
   length: "Done: max tokens reached.",
-  abort: "Ended: somebody aborted it.",
+  abort: "Ended: the request was aborted.",
 };
 
 export class Playground {
-  // `onRefused` is told when the API key is missing or wrong.
+  // `onRefused` is called when the API key is missing or wrong.
   constructor(onRefused) {
     this.onRefused = onRefused;
     this.timeline = new Timeline();
@@ -40,7 +40,7 @@ export class Playground {
         if (this.choose(other)) this.tabs[other].focus();
       });
     }
-    this.allowChat(false, "Chat: waiting to hear whether the model has a chat template.");
+    this.allowChat(false, "Chat is off until the router says whether the model has a chat template.");
   }
 
   allowChat(allowed, why) {
@@ -50,7 +50,7 @@ export class Playground {
     if (!allowed && this.kind === "chat") this.choose("completion");
   }
 
-  // There is another API key: that the last one was refused is no news any more.
+  // There is a new API key, so the refusal of the last one is cleared.
   forgetRefusal() {
     if (!this.refused) return;
     this.refused = false;
@@ -250,7 +250,7 @@ export class Playground {
     return content;
   }
 
-  // A turn without an answer is taken back, so that the next request is not confused by it.
+  // A turn without an answer is removed, so that the next request does not have it.
   endTurn(output, answer) {
     if (answer) {
       this.turns.push({ role: "assistant", content: answer });

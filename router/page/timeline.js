@@ -32,7 +32,7 @@ export class Timeline {
     this.clear();
     this.sentAt = performance.now();
     this.running = true;
-    setText(byId("timeline-words"), "Drawn as the nodes tell it: with the first token, and with the last.");
+    setText(byId("timeline-words"), "The nodes report their stages with the first token and with the last.");
     const frame = () => {
       if (!this.running) return;
       this.draw();
@@ -53,12 +53,12 @@ export class Timeline {
     this.firstToldAt ??= (performance.now() - this.sentAt) / 1000;
   }
 
-  // `whole`: the model came to its end, so that a node that has told nothing had no part in it.
+  // `whole`: the request has ended, so a node that has reported no stage had no part in it.
   end(whole) {
     this.running = false;
     if (!this.stamps.length) {
       this.clear();
-      setText(byId("timeline-words"), "No node has told a stage of this request.");
+      setText(byId("timeline-words"), "No node has reported a stage of this request.");
       return;
     }
     this.whole = whole;
@@ -95,7 +95,7 @@ export class Timeline {
         if (stamp.stage === "finished") return;
         let to = now;
         if (own[at + 1]) to = since(own[at + 1]);
-        // A prefill node's last word is its first token: its part ends when the decode node has everything.
+        // A prefill node's last report comes with its first token. Its part ends when the decode node has all pages.
         else if (lane === "prefill" && decoding) to = Math.max(since(decoding), since(stamp));
         segments.push({ lane, stage: stamp.stage, from: since(stamp), to });
       });
@@ -106,7 +106,7 @@ export class Timeline {
     return segments;
   }
 
-  // When some node had computed the prompt, and so the first token; undefined while none has said so.
+  // When a node had computed the prompt, and so the first token; undefined until a node has reported it.
   promptComputed() {
     for (const lane of ["prefill", "decode"]) {
       const own = this.stamps.filter((stamp) => stamp.role === lane);
@@ -117,10 +117,10 @@ export class Timeline {
   }
 
   whyEmpty(lane) {
-    const told = (role, stage) => this.stamps.some((stamp) => stamp.role === role && stamp.stage === stage);
-    if (lane === "prefill" && told("decode", "prefilling")) return "no part in this request: the decode node computed the prompt";
-    if (lane === "decode" && this.whole && told("prefill", "prefilling")) return "no part in this request: one token was enough";
-    return "nothing was told of its part";
+    const reached = (role, stage) => this.stamps.some((stamp) => stamp.role === role && stamp.stage === stage);
+    if (lane === "prefill" && reached("decode", "prefilling")) return "no part in this request: the decode node computed the prompt";
+    if (lane === "decode" && this.whole && reached("prefill", "prefilling")) return "no part in this request: one token was enough";
+    return "no stage was reported";
   }
 
   draw() {
@@ -161,10 +161,10 @@ export class Timeline {
   }
 
   describe() {
-    const told = this.segments().filter((segment) => segment.lane !== "router");
-    const parts = told.map((s) => [s.stage, `${s.lane} node: ${WORDS[s.stage] ?? s.stage} ${seconds(s.to - s.from)}`]);
+    const reported = this.segments().filter((segment) => segment.lane !== "router");
+    const parts = reported.map((s) => [s.stage, `${s.lane} node: ${WORDS[s.stage] ?? s.stage} ${seconds(s.to - s.from)}`]);
     if (this.moved?.pages) parts.push(["", `${count(this.moved.pages)} KV pages moved, ${bytes(this.moved.bytes)}`]);
-    if (!parts.length) parts.push(["", "No node has told a stage of this request."]);
+    if (!parts.length) parts.push(["", "No node has reported a stage of this request."]);
     byId("timeline-words").replaceChildren(...parts.map(([stage, words]) => item(stage, words)));
     this.lanes.setAttribute("aria-label", `Timeline of the request: ${parts.map(([, words]) => words).join("; ")}.`);
     for (const [lane, track] of this.tracks) {

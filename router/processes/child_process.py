@@ -50,7 +50,7 @@ class ChildFailed(Exception):
 
 
 class ChildProcess:
-    """`start` runs `python ARGV`, again and again; `loaded` and `ready` are set when it first says so.
+    """Runs `python ARGV`, and starts it again whenever it ends. A child sets `loaded` and `ready` by a message.
 
     With a `heartbeat_timeout_s`, a child whose event loop hangs for so long is killed. `on_start` is called when a
     process has been started, `on_exit(reason, pause_s)` when one has ended, or could not be started, and the next
@@ -83,21 +83,21 @@ class ChildProcess:
         self.keeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to keep it alive, in the task `keeper`, which raises ChildFailed."""
+        """Start the child, and keep it running in the task `keeper`, which raises ChildFailed."""
         self.keeper = asyncio.create_task(self._keep_alive(), name=f"keep {self.kind} {self.name}")
 
     def send(self, frame: bytes) -> None:
-        """Write to its standard input; a child that has just ended hears nothing."""
+        """Write to the child's standard input. A frame for a child that has just ended is lost."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame)
 
     def stop(self) -> None:
-        """Send SIGTERM, and do not start it again."""
+        """Send SIGTERM, and do not start the child again."""
         self._stopping.set()
         self._signal(signal.SIGTERM)
 
     def kill(self, reason: str) -> None:
-        """Send SIGKILL, and do not start it again."""
+        """Send SIGKILL, and do not start the child again."""
         self._stopping.set()
         self._kill(reason)
 
@@ -160,7 +160,7 @@ class ChildProcess:
         return self._process, reader
 
     async def _watch(self, reader: asyncio.StreamReader) -> None:
-        """Note what the child says, and kill one whose heart stands still."""
+        """Read the child's messages, and kill a child whose heartbeat stops."""
         liveness = _liveness(BOOT_TIMEOUT_S)
         heard = asyncio.create_task(reader.read(256))
         try:

@@ -1,7 +1,7 @@
-"""What the supervisor tells a router: messages on the router's standard input, each behind its length.
+"""The supervisor's messages to a router, on the router's standard input, each behind its length.
 
-The supervisor owns the port where nodes announce themselves and starts the nodes of this machine, so all that it
-hears and sees of nodes goes to every router. Nothing is answered.
+The supervisor owns the control port and starts the nodes of this machine. It passes all announcements and the ends of
+its nodes to every router. Nothing is answered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NodeExited(Struct, frozen=True):
 
 
 class ReloadKeys(Struct, frozen=True):
-    """Read the files with API keys again. A signal would end a router that is still starting."""
+    """Read the files with API keys again. It is a message, since a signal would end a router that is starting."""
 
 
 ToRouter = Announcement | NodeExited | ReloadKeys
@@ -42,9 +42,9 @@ def encode(message: ToRouter) -> bytes:
 
 
 class FeedThread(threading.Thread):
-    """Reads frames from a file descriptor. When that ends, the supervisor is gone, and so is this process at once.
+    """Reads frames from a file descriptor, and ends the process at the descriptor's end: the supervisor is gone then.
 
-    A thread, so that a router whose event loop hangs does not outlive its supervisor either.
+    It is a thread, so that a router whose event loop hangs ends with its supervisor too.
     """
 
     def __init__(self, fd: int, on_message: Callable[[ToRouter], object]) -> None:

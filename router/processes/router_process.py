@@ -64,9 +64,9 @@ def main(argv: Sequence[str]) -> int:
 
 async def _run(config: RouterConfig, index: int, http_port: int, *, first: bool) -> int:
     stop = stop_on_signals(lambda: os._exit(1))
-    told: asyncio.Queue[ToRouter] = asyncio.Queue()
+    messages: asyncio.Queue[ToRouter] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    FeedThread(_STDIN, lambda message: loop.call_soon_threadsafe(told.put_nowait, message)).start()
+    FeedThread(_STDIN, lambda message: loop.call_soon_threadsafe(messages.put_nowait, message)).start()
     model = load_model(config.model, config) if config.model is not None else None
     collect_rarely()
     http = config.http
@@ -75,7 +75,7 @@ async def _run(config: RouterConfig, index: int, http_port: int, *, first: bool)
         shared = sockets.enter_context(bind_http(http.host, http_port, shared=True))
         async with Router(config, model, index) as router:
             os.write(_STDIN, LOADED)
-            tasks = [asyncio.create_task(_obey(router, told)), asyncio.create_task(_beat())]
+            tasks = [asyncio.create_task(_pass_on(messages, router)), asyncio.create_task(_beat())]
             try:
                 if await unless(stop, _serve(router, config, index, shared, own, first=first)):
                     await unless(stop, router.broken())
@@ -113,7 +113,7 @@ async def _serve(
 
 
 async def _prove(router: Router, *, owns_nodes: bool) -> None:
-    """Show that it works. A joined fleet may come right later; this machine's nodes must work now."""
+    """Complete a prompt and print it. Local nodes must work now; joined ones may work later."""
     log.event("router_ready", url=router.url, http_port=router.http_port)
     proof = ""
     try:  # printed in one piece, since the nodes write their events to the same terminal
@@ -133,10 +133,10 @@ async def _prove(router: Router, *, owns_nodes: bool) -> None:
     )
 
 
-async def _obey(router: Router, told: asyncio.Queue[ToRouter]) -> None:
-    """Pass on what the supervisor says."""
+async def _pass_on(messages: asyncio.Queue[ToRouter], router: Router) -> None:
+    """Pass the supervisor's messages to the router."""
     while True:
-        match await told.get():
+        match await messages.get():
             case NodeExited(node_id, role, reason):
                 router.node_exited(node_id, role, reason)
             case ReloadKeys():

@@ -1,4 +1,4 @@
-"""`router`: the process that owns all others. It reads no model and sees no request.
+"""`router`: the process that owns all others. It loads no model and serves no request.
 
 supervisor              the HTTP port's reservation, the port where nodes announce themselves
 ├─ router 0 .. N - 1    HTTP, tokenizer, connections to all nodes; all listen on one port (SO_REUSEPORT)
@@ -39,7 +39,7 @@ from shared.protocol.security import FleetKey
 
 HEARTBEAT_TIMEOUT_S = 30.0
 _MAX_REMEMBERED_NODES = 1024
-_LAST_WORDS_S = 0.1
+_LOAD_FAILED_S = 0.1
 _MODULES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
 
 
@@ -63,9 +63,9 @@ class Supervisor:
         self._routers = [self._router(index, router_stdout) for index in range(config.http.router_workers)]
         self._nodes: dict[str, ChildProcess] = {}
         self._announced: dict[str, tuple[float, Announcement | NodeExited]] = {}
-        """The last that was heard of each node, and when: what a router is told that is started again."""
+        """The last message about each node and its time, for a router that is started again."""
         self._failures: dict[str, str] = {}
-        """Why nodes could not load, in their own words."""
+        """Why nodes could not load, as they announced it."""
         self._progress: LoadProgress | None = None
         self._listening: asyncio.Task[None] | None = None
         self._exits = contextlib.AsyncExitStack()
@@ -82,7 +82,7 @@ class Supervisor:
         await self._exits.aclose()
 
     async def start(self) -> None:
-        """Bind the ports and start everything. Raises ConfigError, or ChildFailed for a router that has said why."""
+        """Bind the ports and start everything. Raises ConfigError; ChildFailed if a router has printed the reason."""
         config = self._config
         config.check()
         if config.model is not None:
@@ -108,17 +108,17 @@ class Supervisor:
         await self._unless_failed(self._all_ready(self._routers))
 
     async def broken(self) -> None:
-        """Until a part that should run for ever ends; raises what ended it."""
+        """Wait until a part that should run for ever ends, and raise its error."""
         await self._unless_failed(asyncio.Event().wait())
 
     def kill(self) -> None:
         """SIGKILL for every child."""
         for child in (*self._routers, *self._nodes.values()):
-            child.kill("told twice to stop")
+            child.kill("second signal to stop")
 
     def reload_keys(self) -> None:
         """Have every router read the files with API keys again."""
-        self._tell_routers(ReloadKeys())
+        self._send_to_routers(ReloadKeys())
 
     # --------------------------------------------------------------------------------------- children
     def _router(self, index: int, stdout: int | None) -> ChildProcess:
@@ -128,8 +128,8 @@ class Supervisor:
 
         def greet() -> None:
             lately = time.monotonic() - 2 * JOIN_INTERVAL_S
-            for heard_at, message in self._announced.values():
-                if heard_at > lately or isinstance(message, NodeExited):
+            for received_at, message in self._announced.values():
+                if received_at > lately or isinstance(message, NodeExited):
                     router.send(feed.encode(message))
 
         router = ChildProcess(
@@ -138,7 +138,7 @@ class Supervisor:
         return router
 
     def _local_nodes(self) -> Iterator[tuple[str, ChildProcess]]:
-        """They listen on free ports, join by the control port, and get equal shares of the cores."""
+        """The local nodes. They listen on free ports, join by the control port, and get equal shares of the cores."""
         fleet = self._config.fleet
         host = "127.0.0.1" if fleet.control_host in ("0.0.0.0", "::", "localhost") else fleet.control_host
         control = f"[{host}]:{self.control_port}" if ":" in host else f"{host}:{self.control_port}"
@@ -162,7 +162,7 @@ class Supervisor:
             await child.ready.wait()
 
     async def _unless_failed(self, work: Coroutine[Any, Any, object]) -> None:
-        """Wait for `work`, which is over when a child fails, or the control port. Raises why."""
+        """Wait for `work`. Raises the error of a child or of the control port that fails meanwhile."""
         keepers = {child.keeper for child in (*self._routers, *self._nodes.values()) if child.keeper}
         waited = [asyncio.create_task(work), *keepers, *([self._listening] if self._listening else [])]
         try:
@@ -171,8 +171,8 @@ class Supervisor:
                 task.result()
         except ChildFailed as failed:
             if failed.kind == "router" and (failed.code or 0) > 0:
-                raise  # the router has said what is wrong
-            await asyncio.sleep(_LAST_WORDS_S)  # LoadFailed may still be on its way
+                raise  # the router has printed the reason
+            await asyncio.sleep(_LOAD_FAILED_S)  # LoadFailed may still arrive
             reason = self._failures.get(failed.name)
             raise ConfigError(
                 f"{failed.name} could not start: {reason}" if reason else str(failed)
@@ -209,21 +209,21 @@ class Supervisor:
         self._remember(node_id, message)
 
     def _remember(self, node_id: str, message: Announcement | NodeExited) -> None:
-        """Tell every router, now and when one is started again."""
+        """Send a message to every router, now and when one is started again."""
         self._announced.pop(node_id, None)
         self._announced[node_id] = time.monotonic(), message
         if len(self._announced) > _MAX_REMEMBERED_NODES:
             del self._announced[next(iter(self._announced))]
-        self._tell_routers(message)
+        self._send_to_routers(message)
 
-    def _tell_routers(self, message: ToRouter) -> None:
+    def _send_to_routers(self, message: ToRouter) -> None:
         frame = feed.encode(message)
         for router in self._routers:
             router.send(frame)
 
     @contextlib.contextmanager
     def _show_progress(self) -> Iterator[None]:
-        """Show how far local nodes are with loading."""
+        """Show how far local nodes have loaded."""
         if not self._nodes:
             yield
             return

@@ -1,1 +1,1 @@
-"""What one request asks for, checked, and its sequences as they become text."""
+"""The checked content of a request, the bounded queue, and the sequences of a request as they become text."""

@@ -1,4 +1,4 @@
-"""Fields that both dialects have, with their types, and what both check of them that types cannot."""
+"""The types of fields that both dialects have, and the checks of them that depend on the model or on limits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, MAX_TOP_LOGPROBS, Logpr
 T = TypeVar("T")
 
 MAX_ANSWER_LOGPROBS = 4 * MAX_INPUT_LOGPROBS
-"""Numbers about all prompts of one HTTP request, once for each choice: its answer is made in one go."""
+"""Numbers about the tokens of all prompts of one HTTP request, counted for each choice. They are in one answer."""
 MAX_RID_CHARS = 256
 MAX_TOKEN_ID = 2**31 - 1
 
 TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID})]
-"""Its bounds are the model's, so `check_token_ids` checks them: not twice, for there may be 100,000 of them."""
+"""`check_token_ids` checks the model's bounds. The type checks none, since a prompt may have 100,000 ids."""
 TokenIds = Annotated[list[TokenId], FailFast()]
 Texts = Annotated[list[str], FailFast(), Field(min_length=1, max_length=MAX_BATCH_SIZE)]
 IdRows = Annotated[list[TokenIds], FailFast(), Field(min_length=1, max_length=MAX_BATCH_SIZE)]
@@ -46,14 +46,14 @@ Rids = Annotated[
 ]
 ReturnTimeline = Annotated[bool, Field(description="Tell when it was in which stage, and on which node.")]
 CHOSEN_HERE = "the router's to choose"
-"""Of the nodes that serve a request, and how they meet."""
+"""The error text for fields that name the nodes of a request or how they connect."""
 TopNum = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 ExtraKey = Annotated[str, Field(max_length=MAX_RID_CHARS)]
 MAX_PRIORITY = 1000
-"""Either way. Ageing lifts a request by one for so many forwards: a bound on priorities is one on waiting."""
+"""The bound on a priority and its negative. Ageing raises priorities, so this bounds how long a request waits."""
 MAX_ROUTING_KEY_CHARS = 256
 ROUTING_KEY_HEADER = "x-smg-routing-key"
-"""SGLang's name; proxies in front of a fleet set it, since they do not rewrite bodies."""
+"""SGLang's name. Proxies in front of a fleet set this header, since they do not rewrite bodies."""
 Priority = Annotated[
     int,
     Field(
@@ -88,8 +88,10 @@ async def encode_prompts(
     batched: bool,
     add_special_tokens: bool = True,
 ) -> list[list[int]]:
-    """The token ids of `texts`. A text that could not fit, were all tokens the longest, is refused unread: it would
-    keep the tokenizer from others for many seconds.
+    """The token ids of `texts`. Raises RequestError.
+
+    A text that would not fit even if all of its tokens were the longest is refused before it is tokenized, since that
+    could take many seconds.
     """
     most_tokens, token_chars = (
         limits.most_prompt_tokens(model.context_length),
@@ -110,7 +112,7 @@ async def encode_prompts(
 def id_rows(
     name: str, value: list[int] | list[list[int]], vocab_size: int, limits: HttpLimits
 ) -> tuple[list[list[int]], bool]:
-    """The rows of token ids in `value`, as IdPrompts has checked it, and whether it is a list of rows."""
+    """The rows of token ids in `value`, whose type is IdPrompts, and whether it is a list of rows."""
     batched = isinstance(value[0], list)
     rows = cast("list[list[int]]", value if batched else [value])
     limits.check_batch_size(name, len(rows))
@@ -122,7 +124,7 @@ def id_rows(
 def per_prompt(
     name: str, value: T | list[T | None] | None, default: T, num_prompts: int, *, batched: bool
 ) -> list[T]:
-    """The value for each prompt, of a field that is one for all or a list of them; null is the default."""
+    """A field's value for each prompt. The field has one value for all or a list of them; null is the default."""
     if not isinstance(value, list):
         return [default if value is None else value] * num_prompts
     if not batched or len(value) != num_prompts:
@@ -132,7 +134,7 @@ def per_prompt(
 
 
 def read_rids(rid: str | list[str] | None, num_prompts: int, *, batched: bool) -> list[str]:
-    """A name for each prompt: the client's, numbered where one string names a batch, or a random one."""
+    """A rid for each prompt: the client's, or a random one. A string that names a batch is numbered."""
     if rid is None:
         return [uuid.uuid4().hex for _ in range(num_prompts)]
     if isinstance(rid, str):
@@ -152,7 +154,7 @@ def read_routing_key(routing_key: str | None, headers: Mapping[str, str]) -> str
 
 
 def check_num_logprobs(prompts: Sequence[Prompt], named: Callable[[LogprobParams], str], param: str) -> None:
-    """Refuse more numbers about prompt tokens than can be told; `named` words the fields that ask for them."""
+    """Refuse more numbers about prompt tokens than an answer may have; `named` writes the fields that ask."""
     total = 0
     for at, prompt in enumerate(prompts):
         wanted = prompt.work.params.logprobs

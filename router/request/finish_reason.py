@@ -1,4 +1,4 @@
-"""Why a sequence has ended, as the native API words it."""
+"""Why a sequence has ended, in the native API's types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.http.answer import Answer
 
 
 class StopReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="stop"):
-    """The model's own end, or a stop string or id of the request."""
+    """The sequence ended at the model's own end token, or at a stop string or id of the request."""
 
     matched: Annotated[
         int | str | None, Field(description="The token id or the string; null at a grammar's end.")
@@ -18,13 +18,13 @@ class StopReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="stop"
 
 
 class LengthReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="length"):
-    """`max_new_tokens`, the context or the KV pool is full."""
+    """The sequence reached `max_new_tokens`, or the context or the KV pool is full."""
 
     length: Annotated[int, Field(description="Output tokens.")]
 
 
 class AbortReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="abort"):
-    """Called off by /abort_request."""
+    """The sequence was ended by /abort_request."""
 
     message: str
     status_code: int
@@ -34,7 +34,7 @@ FinishReason = StopReason | LengthReason | AbortReason
 
 
 def kind_of(reason: FinishReason) -> Literal["stop", "length", "abort"]:
-    """Its `type`."""
+    """The `type` of `reason`."""
     match reason:
         case StopReason():
             return "stop"

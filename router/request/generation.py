@@ -1,7 +1,7 @@
-"""The sequences of one HTTP request, from token ids to the text that a client sees. Both APIs are built on it.
+"""The sequences of one HTTP request, from token ids to the client's text. Both APIs use it.
 
 async with generator.open(prompts) as group:      every sequence is sent to its nodes
-    async for generation, text in group.steps():  a sequence that has news, and the text that it adds
+    async for generation, text in group.steps():  a sequence with new tokens or its end, and the text that it adds
         ...
                                                   leaving the block ends the sequences that still run, on every node
 """
@@ -32,11 +32,11 @@ ABORTED_STATUS = 499
 _TOKENS_A_TURN = 65_536
 """Prompt tokens that are dispatched in one turn of the event loop: about 2 ms of work (2 cores)."""
 _TOKENS_A_SEQUENCE = 4096
-"""A sequence counts as so many tokens more, which is what its dispatch costs beside its prompt."""
+"""The cost of dispatching a sequence without its prompt, in tokens."""
 
 
 class Generation:
-    """One sequence: what it has produced so far, and how it ended (`finish_reason`, as in the native API)."""
+    """One sequence: its output so far, and its `finish_reason`, as in the native API, once it has ended."""
 
     def __init__(
         self, prompt: Prompt, prompt_index: int, choice: int, index: int, output: OutputText
@@ -54,31 +54,31 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """The text so far, without the tail that may still become a stop."""
+        """The text so far, without the tail that may become a stop."""
         return self._output.text
 
     @property
     def output_ids(self) -> list[int]:
-        """The output tokens so far, up to the end that the client is told."""
+        """The output tokens so far, at most up to the stop that ended them."""
         return self._output.token_ids
 
     @property
     def started(self) -> bool:
-        """True once it was dispatched."""
+        """True once the sequence was dispatched."""
         return self._req is not None
 
     @property
     def req(self) -> RunningReq:
-        """What the dispatcher knows of the sequence; there from its dispatch on."""
+        """The dispatcher's record of the sequence, which must have been dispatched."""
         assert self._req is not None
         return self._req
 
     def dispatched(self, req: RunningReq) -> None:
-        """The sequence was sent, as `req`."""
+        """Note that the sequence was sent, as `req`."""
         self._req = req
 
     def advance(self) -> str:
-        """Take the tokens that have arrived; returns the text they add. Raises the RequestError that ended it all."""
+        """Take the tokens that have arrived; returns the text that they add. Raises the sequence's RequestError."""
         token_ids = self.req.take()
         if self.req.error is not None:
             raise self.prompt.in_terms_of_request(self.req.error)
@@ -105,12 +105,12 @@ class Generation:
 
     @property
     def input_logprobs(self) -> list[TokenLogprobs]:
-        """Logprobs of the prompt tokens after logprob_start_len; empty until the first output token is there."""
+        """Logprobs of the prompt tokens after logprob_start_len; empty before the first output token has arrived."""
         return self._unpacked_input_logprobs if self.req.input_logprobs is not None else []
 
     @property
     def timeline(self) -> list[Stamp]:
-        """Every stage on every node, in order of time."""
+        """The stages of the sequence on all nodes, in order of time."""
         stamps = [Stamp("router", ReqStage.QUEUED, self.queued_at), *self.req.stamps]
         if self.finished_at is not None:
             stamps.append(Stamp("router", ReqStage.FINISHED, self.finished_at))
@@ -122,7 +122,7 @@ class Generation:
 
 
 class GenerationGroup:
-    """All sequences of one request; `open` it in a with block."""
+    """All sequences of one request, an asynchronous context."""
 
     def __init__(
         self,
@@ -136,17 +136,17 @@ class GenerationGroup:
         self._claim = claim
         self._places = places
         self._ready: dict[Generation, None] = {}
-        self._news: asyncio.Future[None] | None = None
-        """What `steps` waits for while no sequence is ready."""
+        self._one_ready: asyncio.Future[None] | None = None
+        """`steps` waits for it while no sequence is ready."""
         self._tokenizer = tokenizer
         self.prompts = prompts
         self.generations: list[Generation] = []
-        """All of them, once the block is entered."""
+        """All sequences, once the context is entered."""
         self._unfinished: set[Generation] = set()
         self._deadline: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> GenerationGroup:
-        """Send every sequence. Raises RequestError, after which none is left running."""
+        """Send every sequence. After a RequestError none of them runs."""
         self._claim.hand_over()
         try:
             options = [prompt.options for prompt in self.prompts]
@@ -169,11 +169,11 @@ class GenerationGroup:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the sequences that still run: the client has its answer or is gone, or a sequence failed."""
+        """End the sequences that still run, since the client has its answer or is gone, or a sequence failed."""
         self._release()
 
     async def steps(self) -> AsyncIterator[tuple[Generation, str]]:
-        """Each sequence that has news, with the text it adds, until all have finished. Raises RequestError."""
+        """Each sequence that has new tokens or has ended, with the text that it adds. Raises RequestError."""
         self._unfinished = set(self.generations)
         self._fail_overdue()
         while self._unfinished:
@@ -188,7 +188,7 @@ class GenerationGroup:
                 yield generation, text
 
     async def finished(self) -> list[Generation]:
-        """All sequences, when all have finished. Raises RequestError."""
+        """Wait until all sequences have finished, and return them. Raises RequestError."""
         async for _ in self.steps():
             pass
         return self.generations
@@ -203,10 +203,10 @@ class GenerationGroup:
     def _start(self, generation: Generation) -> None:
         prompt = generation.prompt
         work, wake = prompt.work_of(generation.choice), partial(self._wake, generation)
-        called_off = self._claim.called_off(prompt.rid)
+        abort_message = self._claim.abort_message(prompt.rid)
         try:
-            if called_off is not None:
-                req = self._dispatcher.never_sent(work, wake, called_off)
+            if abort_message is not None:
+                req = self._dispatcher.abort_unsent(work, wake, abort_message)
             else:
                 req = self._dispatcher.start(work, wake, split=prompt.split)
         except RequestError as e:
@@ -216,18 +216,18 @@ class GenerationGroup:
 
     def _wake(self, generation: Generation) -> None:
         self._ready[generation] = None
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        if self._one_ready is not None and not self._one_ready.done():
+            self._one_ready.set_result(None)
 
     async def _until_ready(self) -> None:
         while not self._ready:
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
+            self._one_ready = asyncio.get_running_loop().create_future()
+            await self._one_ready
 
     def _fail_overdue(self) -> None:
-        """Fail the sequences whose deadline has passed, and come back at the next one.
+        """Fail the sequences whose deadline has passed, and set the timer to the next deadline.
 
-        One timer serves all sequences, and no token has to touch it.
+        One timer serves all sequences, and the arrival of a token does not change it.
         """
         self._deadline = None
         running = [generation.req for generation in self._unfinished if not generation.req.ended]
@@ -248,7 +248,7 @@ class GenerationGroup:
         return text
 
     def _named(self, error: RequestError, generation: Generation) -> RequestError:
-        """The error with the prompt's place in a batch, and the field that held a prompt which is too long."""
+        """The error with the prompt's index in a batch. If the prompt is too long, `param` is the prompt's field."""
         too_long = error.code == "context_length_exceeded"
         return RequestError(
             error.message if len(self.prompts) == 1 else f"prompt {generation.prompt_index}: {error.message}",
@@ -268,7 +268,7 @@ class GenerationGroup:
 
 
 class Generator:
-    """Opens groups: the one thing that an API needs to generate text."""
+    """Opens groups and aborts requests."""
 
     def __init__(self, dispatcher: Dispatcher, rids: LiveRids) -> None:
         self._dispatcher = dispatcher
@@ -277,22 +277,22 @@ class Generator:
     def open(
         self, prompts: Sequence[Prompt], tokenizer: Tokenizer, claim: Claim, places: QueuePlaces | None = None
     ) -> GenerationGroup:
-        """The sequences of `prompts`, to be entered as a context.
+        """The sequences of `prompts`, an asynchronous context.
 
-        `places` holds their places in the queue until they are sent; `claim` has their names, which are released
-        when the context is left.
+        `places` holds their places in the queue until they are sent. `claim` has their rids, which are released when
+        the context is left.
         """
         return GenerationGroup(prompts, tokenizer, self._dispatcher, claim, places)
 
     def claim(self) -> Claim:
-        """A claim for the names of one request."""
+        """A claim for the rids of one request."""
         return self._rids.claim()
 
     def abort(self, rid: str | None, message: str) -> int:
-        """End the requests that a client named `rid`, or all; returns how many sequences still ran or waited."""
+        """End the requests with `rid`, or all; returns how many sequences ran or waited."""
         num_aborted = 0
         for claim in self._rids.find(rid):
-            num_unsent, running = claim.call_off(rid, message)
+            num_unsent, running = claim.abort(rid, message)
             for req in running:
                 self._dispatcher.abort(req, message)
             num_aborted += num_unsent + len(running)

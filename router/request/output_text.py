@@ -1,10 +1,9 @@
-"""The output of one sequence as text: tokens in, text that is safe to show out, until a stop ends it.
+"""The output of one sequence as text. Tokens go in, and text that is safe to show comes out, until a stop ends it.
 
-Stop strings and patterns are looked for in the text *with* its special tokens, also where these are not shown, as in
-SGLang: `"stop": "<|im_end|>"` works with skip_special_tokens. The token that completes a stop is an output token, and
-the last; what the same message says behind it is dropped. A node's own end (EOS, a stop id, the length) comes after
-every token before it: a stop that the last allowed token completes has ended the text, one that only the EOS token
-itself would complete has not.
+Stops are searched in the text *with* its special tokens, also where these are not shown, as in SGLang: `"stop":
+"<|im_end|>"` works with skip_special_tokens. The token that completes a stop is the last output token; later tokens
+of the same message are dropped. A node's own end (EOS, a stop id, the length) comes after the tokens before it, so a
+stop that the last allowed token completes ends the text. A stop that only the EOS token would complete does not.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from shared.protocol.messages import Finish
 
 
 class OutputText:
-    """`token_ids` and `text` so far; `matched` is the stop that ended them, as the client gave it."""
+    """`token_ids` and `text` so far; `matched` is the client's stop string or pattern that ended them."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt, conditions: StopConditions) -> None:
         self.token_ids: list[int] = []
@@ -36,13 +35,13 @@ class OutputText:
 
     @property
     def text(self) -> str:
-        """All of it; put together when it is asked for, since a stream of differences never does."""
+        """All text so far. The pieces are joined here, since a stream of differences does not need this."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     def add(self, token_ids: Sequence[int], finish: Finish | Aborted | None) -> str:
-        """The text that these tokens add, and that the end of the sequence does. Raises RequestError."""
+        """The text that these tokens and the end of the sequence add. Raises RequestError."""
         if self._matcher is None:
             self.token_ids += token_ids
             added = self._detokenizer.feed(token_ids[: self._num_shown(token_ids, finish)])
@@ -57,7 +56,7 @@ class OutputText:
     def _add_until_stop(
         self, matcher: StopMatcher, token_ids: Sequence[int], finish: Finish | Aborted | None
     ) -> str:
-        """Token by token, since a stop may end it between two of them."""
+        """Add tokens one by one, since a stop may end the text between two of them."""
         added: list[str] = []
         by_stop_id = _is_stop_id(token_ids, finish)
         num_shown = self._num_shown(token_ids, finish)
@@ -88,16 +87,16 @@ class OutputText:
 
     @property
     def _armed(self) -> bool:
-        """A stop may be completed only behind the first `min_new_tokens`; it may begin within them."""
+        """True behind the first `min_new_tokens`. A stop may begin within them, and must be completed behind them."""
         return len(self.token_ids) > self._min_new_tokens
 
     def _num_shown(self, token_ids: Sequence[int], finish: Finish | Aborted | None) -> int:
-        """The id that stopped the sequence is an output id, but not text, unless the client wants it."""
+        """How many of these tokens become text: not the stop id, unless the client set no_stop_trim."""
         return len(token_ids) - (_is_stop_id(token_ids, finish) and not self._options.no_stop_trim)
 
 
 def _is_stop_id(token_ids: Sequence[int], finish: Finish | Aborted | None) -> bool:
-    """True when the last of these tokens is what the node stopped at."""
+    """True when the node stopped at the last of these tokens."""
     return (
         isinstance(finish, Finish)
         and finish.type == "stop"

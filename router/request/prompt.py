@@ -1,4 +1,4 @@
-"""What a client asks of one prompt: the nodes' part of it is a `Work`, the rest is done where the text is."""
+"""One prompt of a request: the `Work` for the nodes, and the options that the router applies to its text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shared.protocol.sampling_params import MAX_SEED
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """How many answers a prompt gets, where their texts end, and what of them is shown.
+    """How many answers a prompt gets, where their texts end, and which parts of them are shown.
 
-    `stop_regex_field` and `grammar_field` say where in the request the patterns and the grammar were.
+    `stop_regex_field` and `grammar_field` are the fields of the request that had the patterns and the grammar.
     """
 
     n: int = 1
@@ -29,10 +29,10 @@ class AnswerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt of a request; it becomes `options.n` sequences, and `work` is that of the first.
+    """One prompt of a request. It becomes `options.n` sequences, and `work` is that of the first.
 
-    `rid` is the client's name for it, `asked_in` the field that held it. `split` sends it through both fleets,
-    however short it is.
+    `rid` is the client's or a random one, `asked_in` the field of the request that had the prompt. `split` sends the
+    prompt through both fleets, however short it is.
     """
 
     rid: str
@@ -42,13 +42,13 @@ class Prompt:
     split: bool = False
 
     def work_of(self, choice: int) -> Work:
-        """The work of choice `choice` of n: the seeds of choices follow each other."""
+        """The work of choice `choice`, from 0 to n - 1, which is added to the seed."""
         params = self.work.params
         seed = (params.seed + choice) & MAX_SEED
         return msgspec.structs.replace(self.work, params=msgspec.structs.replace(params, seed=seed))
 
     def in_terms_of_request(self, error: RequestError) -> RequestError:
-        """A node's error about the grammar, which it knows by its kind, with the client's field in its place."""
+        """A node's error about the grammar names its kind; the result names the client's field instead."""
         grammar, asked_in = self.work.params.grammar, self.options.grammar_field
         if grammar is None or asked_in is None or error.param != grammar.kind:
             return error

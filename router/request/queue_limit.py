@@ -1,14 +1,13 @@
-"""The bound on what waits: beyond it a request is refused at once, with the time after which to try again.
+"""The bound on sequences that wait. A request beyond it gets a 429 at once, with the time after which to retry.
 
-    QueueGate, before the body is read           429 if the queue is full
-        places.hold(num_sequences)               429 if they do not all fit; their places are held from here
-        ... tokenize ...
-        async with generator.open(..., places):  each is dispatched: it is queued now, and its held place is free
+    QueueGate, before the body is read       429 if the queue is full
+    places.hold(num_sequences)               429 if they do not all fit; else each has a place
+    ... tokenize ...
+    async with generator.open(..., places):  each is dispatched: the FirstTokenQueue has it, and its place is free
 
-A sequence is queued from `hold` to its first token, whatever it waits for: the tokenizer, a node's inbox, pages, its
-turn. What already generates is never refused or counted. Sequences count, not HTTP requests; a request is let in with
-all of its sequences or not at all. The bound is one of this router process; other routers of a fleet have their own.
-Priorities do not matter here: they say what is served first, not what may wait.
+A sequence is queued from `hold` to its first token, whatever it waits for: the tokenizer, a node's inbox, pages or a
+batch. A sequence that generates is not counted. Sequences count, not HTTP requests; a request is admitted with all of
+its sequences or not at all. Each router process has its own bound. Priorities do not count here.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from shared.errors import RequestError
 
 MIN_RETRY_AFTER_S = 1
 MAX_RETRY_AFTER_S = 60
-"""OpenAI's clients ignore what is longer, and retry sooner."""
+"""OpenAI's clients ignore a longer time, and retry sooner."""
 
 _PLACES = "queue_places"
 
 
 class QueueLimit:
-    """Counts what waits, and what may. `on_rejected` is called for each request that is refused."""
+    """Counts the sequences that wait, up to `max_queued`. `on_rejected` is called for each refused request."""
 
     def __init__(self, queue: FirstTokenQueue, max_queued: int, on_rejected: Callable[[], None]) -> None:
         self._queue = queue
@@ -43,16 +42,16 @@ class QueueLimit:
 
     @property
     def num_queued(self) -> int:
-        """Sequences without a first token, held places included."""
+        """Sequences without a first token, dispatched or not."""
         return self._num_held + len(self._queue)
 
     def places(self) -> QueuePlaces:
-        """For one request, to be used in a with block. Raises RequestError when the queue is full already."""
+        """The places of one request, a context. Raises RequestError when the queue is full."""
         self._check(1)
         return QueuePlaces(self)
 
     def hold(self, num_sequences: int) -> None:
-        """Take places. Raises RequestError when there are not as many; then none is taken."""
+        """Take places. Raises RequestError, and takes none, when too few are free."""
         if num_sequences > self._max_queued:
             raise RequestError(
                 f"{num_sequences} sequences in one request; at most {self._max_queued} may wait at a time "
@@ -61,8 +60,8 @@ class QueueLimit:
         self._check(num_sequences)
         self._num_held += num_sequences
 
-    def let_go(self, num_sequences: int) -> None:
-        """The places are free again."""
+    def release(self, num_sequences: int) -> None:
+        """Free places that `hold` took."""
         self._num_held -= num_sequences
 
     def _check(self, num_sequences: int) -> None:
@@ -97,25 +96,25 @@ class QueuePlaces:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What was not dispatched will not be: its places are free."""
-        self._limit.let_go(self._num_held)
+        """Free the places of sequences that were not dispatched."""
+        self._limit.release(self._num_held)
         self._num_held = 0
 
     def hold(self, num_sequences: int) -> None:
-        """Take places, once. Raises RequestError with status 429 when there are not as many."""
+        """Take places, once. Raises RequestError with status 429 when too few are free."""
         assert self._num_held == 0
         self._limit.hold(num_sequences)
         self._num_held = num_sequences
 
     def dispatched(self) -> None:
-        """One of the sequences is in the queue now."""
+        """Free the place of a sequence that the FirstTokenQueue now has."""
         assert self._num_held > 0
         self._num_held -= 1
-        self._limit.let_go(1)
+        self._limit.release(1)
 
 
 class QueueGate:
-    """Middleware for the routes at `paths`: refuses a request that finds the queue full, before its body is read."""
+    """Middleware for the routes at `paths`. If the queue is full, it answers 429 before the body is read."""
 
     def __init__(self, app: ASGIApp, limit: QueueLimit, paths: Set[str]) -> None:
         self._app = app
@@ -123,7 +122,7 @@ class QueueGate:
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on with places to be held, or answer 429."""
+        """Pass the request on with its QueuePlaces, or answer 429."""
         if (
             scope["type"] != "http"
             or scope["path"] not in self._paths

@@ -1,4 +1,4 @@
-"""The sampling fields of a request, as both dialects have them, and their split between node and router."""
+"""The sampling fields of both dialects, and what becomes of them: SamplingParams for nodes, AnswerOptions here."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MAX_STOP_REGEX_CHARS = 1024
 _MAX_STOP_IDS = 1024
 _MAX_TOKENS = 2**31 - 1
 _ANY_COUNT = 10**30
-# Below this, dividing logits by the temperature overflows; the most likely token is what was meant.
+# Dividing logits by a smaller temperature overflows, so a smaller one counts as 0: the most likely token.
 _SMALLEST_TEMPERATURE = 1e-6
 
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 NewTokens = Annotated[int, Field(ge=0, le=_ANY_COUNT)]
-"""Clients ask for as much as there is by a number without meaning; it is clipped to context and pool."""
+"""Clients ask for as many tokens as fit by any large number, which is clipped to context and pool."""
 Seed = Annotated[
     int | None,
     Field(ge=-MAX_SEED - 1, le=MAX_SEED, description="Same seed, same sample; a random one by default."),
@@ -58,19 +58,19 @@ JsonSchema = Annotated[
 
 @dataclass(frozen=True)
 class AskedGrammar:
-    """A grammar, and where in the request it was."""
+    """A grammar, and the field of the request that had it."""
 
     field: str
     grammar: Grammar
 
 
 def _text_grammar(field: str, kind: Literal["regex", "ebnf"], text: str | None) -> AskedGrammar | None:
-    """A regular expression or a grammar in EBNF."""
+    """The grammar of a field that is a regular expression or EBNF; None if the field is absent."""
     return None if text is None else AskedGrammar(field, Grammar(kind, text))
 
 
 def schema_grammar(field: str, schema: str | dict[str, Any] | None) -> AskedGrammar | None:
-    """A JSON schema."""
+    """The grammar of a field that is a JSON schema; None if the field is absent."""
     if schema is None:
         return None
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
@@ -79,7 +79,7 @@ def schema_grammar(field: str, schema: str | dict[str, Any] | None) -> AskedGram
 
 @dataclass(frozen=True, kw_only=True)
 class DialectFields:
-    """Sampling fields that the dialects call by different names; `min_new_tokens_name` is one of them."""
+    """Sampling fields whose names differ between the dialects. Errors use `min_new_tokens_name`."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -87,7 +87,7 @@ class DialectFields:
     seed: int | None
     no_stop_trim: bool
     grammars: tuple[AskedGrammar | None, ...] = ()
-    """Those of fields that the other dialect does not have."""
+    """Grammars of fields that only this dialect has."""
 
 
 class SamplingBody(Body):
@@ -161,7 +161,7 @@ class SamplingBody(Body):
     ebnf: Annotated[GrammarText | None, Field(description="The text matches this, from `root`.")] = None
     structural_tag: Annotated[Any, Refused()] = None
     custom_params: Annotated[Any, Refused(({},))] = None
-    # vLLM's: ignored, they would give an answer that looks constrained, or told, as it was asked to be.
+    # Fields of vLLM. They are refused, since an answer that ignores them would look as if it followed them.
     guided_json: Annotated[Any, Refused()] = None
     guided_regex: Annotated[Any, Refused()] = None
     guided_choice: Annotated[Any, Refused()] = None
@@ -181,7 +181,7 @@ def read_sampling(
 ) -> tuple[SamplingParams, AnswerOptions]:
     """What `body`, at `path` in the request, and the dialect's `own` fields ask of the nodes and of the router.
 
-    Raises RequestError for what types cannot check. A missing seed is drawn here, so that every node samples the
+    Raises RequestError for what types cannot check. A seed that is absent is drawn here, so that all nodes have the
     same.
     """
     at = f"{path}." if path else ""
@@ -238,7 +238,7 @@ def read_samplings(
     limits: HttpLimits,
     path: str = "",
 ) -> list[tuple[SamplingParams, AnswerOptions]]:
-    """What `body` asks for each of several prompts: checked once, and the same but for seeds that it leaves open."""
+    """What `body` asks for each of several prompts. It is checked once; an absent seed is drawn for each prompt."""
     params, options = read_sampling(body, own, vocab_size, limits, path)
     if own.seed is not None:
         return [(params, options)] * num_prompts
@@ -247,7 +247,7 @@ def read_samplings(
 
 
 def _only_grammar(asked: Iterable[AskedGrammar | None], limits: HttpLimits) -> AskedGrammar | None:
-    """The one that was given. Raises RequestError for two, and for one that is too long."""
+    """The grammar that was given, if any. Raises RequestError for two grammars, and for one that is too long."""
     found = [grammar for grammar in asked if grammar is not None]
     if len(found) > 1:
         raise RequestError(f"{found[0].field} and {found[1].field} exclude each other", param=found[1].field)
@@ -266,7 +266,7 @@ def _as_tuple(one_or_more: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _biases(name: str, biases: Mapping[str, float], vocab_size: int) -> tuple[TokenBias, ...]:
-    """In order of ids, which JSON has as strings."""
+    """The biases in order of token ids. Raises RequestError for a key that is not a token id of the model."""
     ids = {key: int(key) for key in biases if key.isascii() and key.isdigit() and len(key) < 20}
     outside = next((key for key in biases if ids.get(key, vocab_size) >= vocab_size), None)
     if outside is not None:

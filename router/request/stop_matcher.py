@@ -1,4 +1,4 @@
-"""Where the text of a sequence ends: stop strings and patterns, and what is held back until that is known."""
+"""Finds where stop strings and patterns end a text, and holds back a tail that may become a stop."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from router.text.text_workers import TextWorkers
 from shared.errors import RequestError
 
 _CHARS_A_PATTERN_CHAR = 20
-"""Compiling a character of a pattern takes as long as encoding so many of a text."""
+"""Compiling a character of a pattern takes about as long as encoding this many characters of a text."""
 
 
 @dataclass(frozen=True)
 class StopScan:
-    """What one piece of text led to: text that is safe to show, and the stop that was completed, as it was given."""
+    """The text that is safe to show after a piece of text, and the client's stop that was completed, if any."""
 
     text: str
     matched: str | None = None
 
 
 class StopConditions:
-    """What ends the texts of one prompt. Compiling patterns takes a while. Raises RequestError."""
+    """The stops of one prompt, with compiled patterns. Raises RequestError."""
 
     def __init__(
         self, strings: Sequence[str], patterns: Sequence[str] = (), patterns_field: str = "stop_regex"
@@ -39,7 +39,7 @@ class StopConditions:
 
 
 async def stop_conditions(prompts: Sequence[AnswerOptions], workers: TextWorkers) -> list[StopConditions]:
-    """Of each prompt of a request. Patterns are compiled once, off the event loop. Raises RequestError."""
+    """The stops of each prompt. A pattern is compiled once, by `workers` if it is long. Raises RequestError."""
     fields = {pattern: options.stop_regex_field for options in prompts for pattern in options.stop_regex}
     sizes = {pattern: _size(pattern, field) for pattern, field in fields.items()}
     num_chars = sum(sizes.values())
@@ -74,11 +74,10 @@ def _size(pattern: str, field: str) -> int:
 
 
 class StopMatcher:
-    """Holds back a tail that may still become a stop.
+    """Searches one text for stops and holds back a tail that may become one.
 
-    The stop that is completed first wins, whatever pieces the text comes in. What was shown is no part of a later
-    one, since every possible beginning is held back (as far as `stop_regex` allows). `keep` leaves the stop in the
-    text.
+    The stop that is completed first ends the text, however the text is cut into pieces. Text that was shown is no
+    part of a later stop, within the bounds of `stop_regex`. With `keep`, the stop stays in the text.
     """
 
     def __init__(self, conditions: StopConditions, *, keep: bool = False) -> None:
@@ -93,10 +92,10 @@ class StopMatcher:
         self._num_released = 0
 
     def feed(self, piece: str, *, visible: bool = True, armed: bool = True) -> StopScan:
-        """Take the next piece of text. Not to be called after a match.
+        """Take the next piece of text. A matcher is not fed after a match.
 
-        What is not `visible` belongs to the text that stops are looked for in, but is never shown. A stop that is
-        completed while not `armed` does not count. Raises RequestError when a pattern takes too long.
+        A piece that is not `visible` is searched for stops, and is never shown. A stop that is completed while not
+        `armed` does not count. Raises RequestError when a pattern takes too long.
         """
         if not piece:
             return StopScan("")
@@ -112,11 +111,11 @@ class StopMatcher:
         return StopScan(self._release(self._num_released + len(self._held) - num_held))
 
     def flush(self) -> str:
-        """The text that was held back, when no more will come."""
+        """The text that is held back, when no more will come."""
         return self._release(self._num_released + len(self._held))
 
     def _release(self, end: int) -> str:
-        """What is visible of the text up to `end`, beyond what was released before."""
+        """The visible text up to `end` that was not released before."""
         num = max(0, end - self._num_released)
         text, self._held = self._held[:num], self._held[num:]
         visible, self._visible = self._visible[:num], self._visible[num:]

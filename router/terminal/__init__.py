@@ -1,1 +1,1 @@
-"""`router top`: a running router, seen from a terminal. Nothing here imports what serves, so it starts at once."""
+"""`router top` shows a running router in a terminal. It imports nothing of the server, so it starts at once."""

@@ -1,4 +1,4 @@
-"""A client of one router over the standard library's HTTP: event streams and one-off answers, failures in words."""
+"""A client of one router, over the standard library's HTTP: event streams, single answers, readable errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ClientError(Exception):
 
 
 class RouterClient:
-    """Knows the URL and the key. Every call has a connection of its own, which is closed when the call is over."""
+    """A client with a URL and a key. Every call has a connection of its own."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url if "://" in url else f"http://{url}"
@@ -41,7 +41,7 @@ class RouterClient:
     ) -> Generator[bytes, None, None]:
         """The payloads of an event stream, of a POST if there is a body. Raises ClientError, also for an error event.
 
-        `silence_s` bounds the wait for the next event. Closing the iterator hangs up, which aborts the request.
+        `silence_s` bounds the wait for the next event. Closing the iterator disconnects, which aborts the request.
         """
         with self._response(path, body, silence_s) as response:
             for line in response:
@@ -63,8 +63,8 @@ class RouterClient:
                 yield response
         except urllib.error.HTTPError as e:
             with e:
-                said = _message(e.read(_MAX_ERROR_BYTES))
-            raise ClientError(said or f"{self.url} answered {e.code} {e.reason}", e.code) from None
+                message = _message(e.read(_MAX_ERROR_BYTES))
+            raise ClientError(message or f"{self.url} answered {e.code} {e.reason}", e.code) from None
         except TimeoutError:
             raise ClientError(f"{self.url} is silent") from None
         except (OSError, http.client.HTTPException) as e:
@@ -78,7 +78,7 @@ class RouterClient:
 
 
 def printable(text: str) -> str:
-    """`text` without what would control a terminal: models and nodes may say anything."""
+    """`text` without characters that control a terminal, since models and nodes may send any."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

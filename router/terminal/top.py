@@ -1,6 +1,6 @@
-"""`router top`: the live state of a running router in a terminal, renewed every second. q or Ctrl-C ends it.
+"""`router top`: the live state of a running router in a terminal, every second. q or Ctrl-C ends it.
 
-Without a terminal, or with --once, one snapshot is printed. Exit code 0, or 1 when there is none to print.
+Without a terminal, or with --once, it prints one snapshot. Exit code 0, or 1 if no router answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TIMEOUT_S = 10.0
 _KEY_WAIT_S = 0.2
 _RETRY_S = 1.0
 _PLAIN_WIDTH = 140
-_NEVER_BETTER = (401, 403, 404)
+_FINAL_STATUSES = (401, 403, 404)
 _STYLES = dict.fromkeys(("live", "ok"), "green") | dict.fromkeys(
     ("gone", "refused", "unavailable", "stopping"), "bold red"
 )
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     except ClientError as e:
         print(f"router top: error: {e}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader of the output has enough; nothing may be flushed to it at exit
+    except BrokenPipeError:  # the reader of the output has closed it, so nothing may be flushed to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> FlagParser:
-    """Its flags."""
+    """The flags of `router top`."""
     parser = FlagParser(
         prog="router top", description="Show the live state of a running router.", allow_abbrev=False
     )
@@ -73,7 +73,7 @@ def build_parser() -> FlagParser:
 
 
 def watch(client: RouterClient) -> None:
-    """Until q or Ctrl-C; survives restarts of the router. Raises ClientError when it can never be watched."""
+    """Show the router until q or Ctrl-C, also across its restarts. Raises ClientError if the router refuses."""
     follower = Follower(client)
     follower.start()
     with _keys() as pressed, Live(screen=True, auto_refresh=False) as live:
@@ -86,7 +86,7 @@ def watch(client: RouterClient) -> None:
 
 
 class Follower(threading.Thread):
-    """Follows a router's live feed. Written by the thread, read by others: each attribute is replaced as a whole."""
+    """Follows a router's live feed. The thread replaces each attribute as a whole, so that others can read it."""
 
     def __init__(self, client: RouterClient) -> None:
         super().__init__(name="live feed", daemon=True)
@@ -94,24 +94,24 @@ class Follower(threading.Thread):
         self.latest: LiveEvent | None = None
         self.trouble = "connecting"
         self.refusal: ClientError | None = None
-        """Why trying again is pointless."""
+        """The refusal of the router, after which the thread does not try again."""
 
     def run(self) -> None:
-        """Until the process ends, or the router refuses."""
+        """Follow until the process ends or the router refuses."""
         while True:
             try:
                 for payload in self._client.events("/live", silence_s=_TIMEOUT_S):
                     self.latest, self.trouble = _decode(self._client, payload), ""
             except ClientError as e:
                 self.trouble = str(e)
-                if e.status in _NEVER_BETTER:
+                if e.status in _FINAL_STATUSES:
                     self.refusal = e
                     return
             time.sleep(_RETRY_S)
 
 
 def live_view(event: LiveEvent, url: str, trouble: str = "") -> RenderableType:
-    """The screen. With `trouble`, what is shown is old, and it says so."""
+    """The screen. With `trouble`, the event is old, and the screen says so."""
     router = event.router
     title = Text.assemble(
         ("Baton ", "bold"),
@@ -174,7 +174,7 @@ def _nodes(nodes: Sequence[NodeNow]) -> RenderableType:
 
 def _load(node: NodeNow) -> Sequence[str]:
     if not node.num_pages:
-        return ()  # it has not said yet how it is
+        return ()  # no Pong has come yet
     is_prefill = node.role == "prefill"
     return (
         str(node.num_bootstrapping_reqs),
@@ -222,7 +222,7 @@ def _decode(client: RouterClient, payload: bytes) -> LiveEvent:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[str], bool]]:
-    """A function that waits a moment and says whether one of some keys was pressed."""
+    """A function that waits a moment and returns whether one of some keys was pressed."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
 

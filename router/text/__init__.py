@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizer, chat template, incremental detokenizing, stops."""
+"""Text and token ids: tokenizer, chat template, detokenizer, stop strings and stop patterns."""

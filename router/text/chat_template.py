@@ -1,4 +1,4 @@
-"""Chat messages to a prompt, by the model's own jinja template in a sandbox, as transformers' apply_chat_template."""
+"""Renders chat messages as a prompt with the model's own jinja template, as transformers' apply_chat_template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """What a template sees. None is as good as absent: transformers passes it for tools and documents too."""
+    """The variables of a template. As in transformers, tools and documents that are absent are None."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, object]] | None = None
@@ -31,7 +31,7 @@ class Chat:
     continue_final_message: bool = False
 
     def num_chars(self) -> int:
-        """About how long the prompt will be."""
+        """An estimate of the prompt's length in characters."""
         return len(msgspec.json.encode((self.messages, self.tools, self.documents)))
 
 
@@ -58,12 +58,12 @@ class ChatTemplate:
             raise ConfigError(f"{origin}: the chat template cannot be compiled: {e}") from e
 
     async def render(self, chat: Chat, workers: TextWorkers) -> str:
-        """The prompt, up to where the assistant begins or goes on. Raises RequestError when the template objects."""
+        """The prompt, up to where the model continues. Raises RequestError when the template refuses the messages."""
         return await workers.run(chat.num_chars(), lambda: self.render_now(chat))
 
     def render_now(self, chat: Chat) -> str:
-        """See `render`. Bounded in time and size, but it may take all of that time."""
-        messages = [self._worded(message) for message in chat.messages]
+        """Render in the calling thread. `Limits` bounds time and size."""
+        messages = [self._with_known_role(message) for message in chat.messages]
         if chat.continue_final_message:
             messages[-1] = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{_TAG}"}
         names = {
@@ -79,8 +79,8 @@ class ChatTemplate:
         text = self._sandbox.render(template, names)
         return _up_to_tag(text) if chat.continue_final_message else text
 
-    def _worded(self, message: Message) -> dict[str, Any]:
-        """OpenAI renamed `system` to `developer`; a template that never heard of that would drop the message."""
+    def _with_known_role(self, message: Message) -> dict[str, Any]:
+        """`developer` becomes `system` where the templates have no `developer`: they would drop such a message."""
         role = message.get("role")
         return (
             {**message, "role": "system"}
@@ -92,7 +92,7 @@ class ChatTemplate:
 def load_chat_template(folder: Path, override: Path | None) -> ChatTemplate | None:
     """The template of a model folder, or of `override`; None when there is none.
 
-    As in transformers, chat_template.jinja goes before the `chat_template` of tokenizer_config.json.
+    As in transformers, chat_template.jinja is preferred to the `chat_template` of tokenizer_config.json.
     """
     tokenizer_config = _tokenizer_config(folder)
     special_tokens = {
@@ -114,7 +114,7 @@ def load_chat_template(folder: Path, override: Path | None) -> ChatTemplate | No
 
 
 def _up_to_tag(text: str) -> str:
-    """The prompt up to the end of the last message, which the tag marks; the template may have trimmed both."""
+    """The prompt up to the end of the last message, which the tag marks. Templates may trim the tag's space."""
     at = text.rfind(_TAG.strip())
     if at < 0:
         raise RequestError(

@@ -1,19 +1,19 @@
-"""Token ids to text, a few at a time. A character (a Unicode code point) is shown as soon as it is complete.
+"""Turns token ids into text incrementally. A character (a Unicode code point) is shown as soon as it is complete.
 
-The pieces put together are the text of all ids, whatever messages the ids came in:
+The concatenated pieces are the text of all ids, however the ids were cut into messages:
 
-    byte-level vocabularies    the tokenizer's own decode of the output ids. Bytes that are no UTF-8 are U+FFFD, one
-                               for each sequence that breaks off, also at the end.
-    all others                 what the tokenizer's decode of context and output ids has beyond that of the context.
-                               The context is the end of the prompt, so that the first word after it keeps its space
-                               (prompt and output put together read as the model meant them), as in SGLang and vLLM.
-    with byte tokens `<0xNN>`  a run of byte tokens that is no UTF-8 keeps the characters it has, and each other byte
-                               is a U+FFFD. (The tokenizer's decode makes every byte of such a run a U+FFFD, which
-                               could not be known before the run ends, so that text in a script without tokens of its
-                               own would not be streamed at all.)
+    byte-level vocabularies    The text is the tokenizer's own decode of the output ids. Bytes that are not UTF-8
+                               become U+FFFD, one for each sequence that breaks off, also at the end.
+    all others                 The text is the decode of context and output ids without the decode of the context.
+                               The context is the end of the prompt, so the first word of the output keeps its
+                               space, as in SGLang and vLLM.
+    with byte tokens `<0xNN>`  A run of byte tokens that is not UTF-8 keeps its valid characters, and each other byte
+                               becomes U+FFFD. (The tokenizer's decode makes every byte of such a run a U+FFFD. That
+                               is not known before the run ends, so a script without tokens of its own could not be
+                               streamed.)
 
-Special tokens are text only with skip_special_tokens false, and then as the tokenizer's decoder words them. It has
-its own way with spaces, so that spaces_between_special_tokens changes nothing. An id without a token is nothing.
+Special tokens are text only with skip_special_tokens false; the tokenizer's decoder then writes them, with its own
+rule for spaces, so spaces_between_special_tokens changes nothing. An id without a token has no text.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from typing import Protocol
 from router.text.vocabulary import Vocabulary
 
 CONTEXT_TOKENS = 5
-"""Of a prompt, that a detokenizer looks at; as in SGLang and vLLM."""
+"""Tokens at the end of a prompt that a detokenizer decodes as context; as in SGLang and vLLM."""
 _MAX_HALF_TOKENS = 3
-"""Half a character has so many bytes at most."""
+"""The most bytes, and so tokens, of a character that is not complete."""
 _MAX_HELD_TOKENS = 8
-"""Without text, until they are taken to be none: some decoders show a space only when more text follows."""
+"""Tokens without text that are held back, since some decoders show a space only when more text follows."""
 _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """One sequence on its way to text. Half a character is held back until the rest comes."""
+    """Decodes one sequence. A character that is not complete is held back until its other tokens come."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these ids complete."""
         ...
 
     def flush(self) -> str:
-        """The text of what is held back, when no more ids will come."""
+        """The text of the ids that are held back, when no more ids will come."""
         ...
 
 
@@ -66,11 +66,11 @@ class ByteLevelDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """See Detokenizer."""
+        """The text that these ids complete."""
         return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
 
     def flush(self) -> str:
-        """See Detokenizer."""
+        """A U+FFFD if a character is not complete."""
         return self._decoder.decode(b"", final=True)
 
     def _bytes_of(self, token_id: int) -> bytes:
@@ -80,10 +80,10 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For decoders that look at neighbours, as by joining words or dropping a space at the start.
+    """For decoders whose text of a token depends on its neighbours, as they join words or drop a space at the start.
 
-    Text is the difference between decoding [context, new) and decoding the context, which trails by one piece of
-    text, so that the decoder sees the same on the left in both. Neither grows with the output.
+    The text of new ids is the decode of context and new ids without the decode of the context. The context is the
+    last piece that was shown, so neither decode grows with the output.
     """
 
     def __init__(
@@ -92,16 +92,16 @@ class WindowDetokenizer:
         self._vocabulary = vocabulary
         self._skip_special_tokens = skip_special_tokens
         self._new: list[int] = []
-        self._num_told = 0
+        self._num_shown = 0
         self._take_context(vocabulary.visible(context, skip_special_tokens))
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """See Detokenizer."""
+        """The text that these ids complete."""
         self._new += self._vocabulary.visible(token_ids, self._skip_special_tokens)
         return self._text(final=False)
 
     def flush(self) -> str:
-        """See Detokenizer."""
+        """The text of all ids that are held back."""
         return self._text(final=True)
 
     def _text(self, *, final: bool) -> str:
@@ -113,28 +113,28 @@ class WindowDetokenizer:
         if not text and not final and len(self._new) <= _MAX_HELD_TOKENS:
             return ""
         shown, self._new = self._new, []
-        num_told, self._num_told = self._num_told, 0
+        num_shown, self._num_shown = self._num_shown, 0
         if text:
             self._take_context(shown)
-        return text[num_told:]
+        return text[num_shown:]
 
     def _all_but_half(self, text: str) -> str:
-        """`text` without the last U+FFFD, which may be a half character; the tokens behind it are kept."""
-        text, num_told = text[:-1], self._num_told
-        self._num_told = len(text)
+        """`text` without its last U+FFFD, which may be a part of a character, whose tokens are kept."""
+        text, num_shown = text[:-1], self._num_shown
+        self._num_shown = len(text)
         for num_kept in range(1, min(_MAX_HALF_TOKENS, len(self._new) - 1) + 1):
             shown = self._new[:-num_kept]
             if text and self._text_of(shown) == text:
                 self._take_context(shown)
-                self._new, self._num_told = self._new[-num_kept:], 0
+                self._new, self._num_shown = self._new[-num_kept:], 0
                 break
-        return text[num_told:]
+        return text[num_shown:]
 
     def _text_of(self, new: Sequence[int]) -> str:
         return self._decode([*self._context, *new])[len(self._context_text) :]
 
     def _take_context(self, shown: list[int]) -> None:
-        """The next piece follows `shown`: the last few of them tell as much, unless they are no text."""
+        """Make the last few ids of `shown` the context; all of them if those few have no text."""
         start = max(0, len(shown) - CONTEXT_TOKENS)
         while start and self._vocabulary.continues_character(shown[start]):
             start -= 1
@@ -148,7 +148,7 @@ class WindowDetokenizer:
 
 
 class ByteFallbackDetokenizer:
-    """For sentencepiece vocabularies (Llama 2, Mistral, Gemma), where `<0xNN>` is a byte of what has no token."""
+    """For sentencepiece vocabularies (Llama 2, Mistral, Gemma), which write other characters as bytes `<0xNN>`."""
 
     def __init__(
         self, vocabulary: Vocabulary, skip_special_tokens: bool, context: Sequence[int] = ()
@@ -160,11 +160,11 @@ class ByteFallbackDetokenizer:
         self._window = WindowDetokenizer(vocabulary, skip_special_tokens, whole)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """See Detokenizer."""
+        """The text that these ids complete."""
         return self._window.feed(self._whole_characters(token_ids))
 
     def flush(self) -> str:
-        """See Detokenizer."""
+        """The text of all ids that are held back; a U+FFFD for each byte of a character that is not complete."""
         return self._window.feed(self._broken()) + self._window.flush()
 
     def _whole_characters(self, token_ids: Sequence[int]) -> list[int]:
@@ -180,7 +180,7 @@ class ByteFallbackDetokenizer:
         return whole
 
     def _completed(self) -> list[int]:
-        """What the last byte has settled: a character, or that the bytes before it are none."""
+        """The ids that the last byte has settled: those of a character, or U+FFFD for bytes that cannot be one."""
         settled: list[int] = []
         while self._half:
             try:
@@ -197,6 +197,6 @@ class ByteFallbackDetokenizer:
         return settled
 
     def _broken(self) -> list[int]:
-        """The bytes that are waiting, when the rest of their character will not come."""
+        """U+FFFD for each byte that waits for the rest of a character, which will not come."""
         half, self._half = self._half, []
         return [*self._vocabulary.replacement_ids] * len(half)

@@ -1,4 +1,4 @@
-"""What the router knows of the model: its name, tokenizer, chat template and sizes. Never its weights."""
+"""What the router loads of a model: its name, tokenizer, chat template and sizes, and not its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.model.config import load_model_config
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """`name` is what clients call it, `model` what the operator gave, `path` where that is."""
+    """`name` is the model's name for clients, `model` what the operator gave as --model, `path` its folder."""
 
     name: str
     model: str
@@ -41,7 +41,7 @@ class ServedModel:
 
 
 class ModelSlot:
-    """Holds the model once it is known: a router that joins nodes may learn of it from the first of them."""
+    """Holds the model once it is known. A router without --model serves the model of the first node that joins."""
 
     def __init__(self, model: ServedModel | None = None) -> None:
         self._model = model

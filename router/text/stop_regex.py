@@ -1,14 +1,14 @@
 """Finds patterns that end a text which arrives in pieces (`stop_regex`), within bounds on time and memory.
 
-A pattern is looked for in the text so far whenever a token has added to it, as in SGLang: a `$`, `\\b` or lookahead
-sees the end of the text so far as the end. The library `regex` has the syntax of Python's `re`, and can tell where a
-match may begin whose end has not come yet. So the hold-back is exact, as far as the bounds allow:
+A pattern is searched in the text so far after every token, as in SGLang, so `$`, `\\b` and a lookahead take the end
+of the text so far as the end. The library `regex` has the syntax of Python's `re`, and finds where a match may have
+begun that is not complete. The hold-back is therefore exact within these bounds:
 
-    a match has at most MAX_MATCH_CHARS; of a longer one, the end is found only if it matches by itself
-    at most MAX_HELD_CHARS are held back; what was shown of a longer match stays
-    a lookbehind sees CONTEXT_CHARS before the first place where a match may begin
-    searching costs BASE_BUDGET_S and BUDGET_S for each token; a request that needs more fails, alone
-    compiling writes counted repeats out, so it is bounded by `expanded_size` before it starts
+    A match has at most MAX_MATCH_CHARS. A longer one is found only if its end matches by itself.
+    At most MAX_HELD_CHARS are held back. The part of a longer match that was shown stays shown.
+    A lookbehind sees CONTEXT_CHARS before the first place where a match may begin.
+    Searching may take BASE_BUDGET_S, and BUDGET_S for each token. A request that needs more fails.
+    Compiling writes counted repeats out, so `expanded_size` is bounded before a pattern is compiled.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MAX_MATCH_CHARS = 32_768
 MAX_HELD_CHARS = 1024
 CONTEXT_CHARS = 256
 MAX_PATTERN_SIZE = 16_384
-"""The most that the patterns of an HTTP request may come to, by `expanded_size`: up to 50 ms to compile (2 cores)."""
+"""The largest sum of `expanded_size` over the patterns of an HTTP request. It compiles in up to 50 ms (2 cores)."""
 BASE_BUDGET_S = 0.05
 BUDGET_S = 5e-4
 _SEARCH_TIMEOUT_S = 0.02
-"""Of one search. The library looks at the clock every so many steps, so that it may take twice as long."""
+"""The timeout of one search. The library reads the clock every so many steps, so a search may take twice as long."""
 _PARTS = re.compile(
     r"""(?P<flags>\A\(\?[aiLmsu]+\))
       | (?P<open>\((?:\?(?:[:=!>]|<[=!]|P?<\w+>|\(\w+\)|[aiLmsu]*(?:-[ims]+)?:))?(?![?*]))
@@ -42,15 +42,15 @@ _PARTS = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
-"""The parts of a pattern in the syntax of `re`. The rest of what the library knows is `unknown`: comments or flags
-in the middle (a repeat behind them repeats what stands before), verbose patterns, calls, verbs, fuzzy matches."""
+"""The parts of a pattern in the syntax of `re`. Everything else that the library knows is `unknown`: comments and
+flags in the middle (a repeat behind them repeats the part before them), verbose patterns, calls, verbs, fuzziness."""
 
 
 class StopPatterns:
     """Compiled patterns of one request."""
 
     def __init__(self, patterns: Sequence[str], field: str = "stop_regex") -> None:
-        """`field` held them. Raises RequestError. Each was measured by `expanded_size` before."""
+        """`field` names them in errors. Raises RequestError. The caller has bounded their `expanded_size`."""
         self.field = field
         names = [field] if len(patterns) == 1 else [f"{field}[{at}]" for at in range(len(patterns))]
         self.compiled = [_compile(*each) for each in zip(patterns, names, strict=True)]
@@ -64,18 +64,18 @@ class StopPatternCursor:
         self._field = patterns.field
         self._text = ""  # the end of the text, from `_start` on
         self._start = 0
-        self._from = [0] * len(self._patterns)  # where in `_text` a match of each may begin
+        self._from = [0] * len(self._patterns)  # for each pattern, where in `_text` a match may begin
         self._left_s = BASE_BUDGET_S
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of the text that may become part of a match, as far as they are held back."""
+        """Characters at the end of the text that may become part of a match, at most MAX_HELD_CHARS."""
         return min(len(self._text) - min(self._from), MAX_HELD_CHARS)
 
     def feed(self, piece: str, *, armed: bool = True) -> Stop | None:
-        """The match that `piece` completes and that ends first; if not `armed`, none. Raises RequestError.
+        """The match that `piece` completes and that ends first; None if not `armed`. Raises RequestError.
 
-        A match that is complete too early does not count, nor does what it begins with.
+        A match that is completed while not `armed` does not count, and later matches begin after its first character.
         """
         num_old, self._text = len(self._text), self._text + piece
         started = time.thread_time()
@@ -105,7 +105,7 @@ class StopPatternCursor:
         return None
 
     def _completed(self, pattern: regex.Pattern[str], start: int, num_old: int) -> Stop | None:
-        """The match that would have been found first if the new text had come one character at a time."""
+        """The match that would be found first if the new text came one character at a time."""
         for end in range(max(num_old, start) + 1, len(self._text) + 1):
             if found := self._search(pattern, start, end):
                 return Stop(self._start + end, self._start + found.start(), pattern.pattern)
@@ -119,7 +119,7 @@ class StopPatternCursor:
         )
 
     def _forget(self) -> None:
-        """Drop text that no match can begin in. One character more is kept, so that ^ does not match behind it."""
+        """Drop text in which no match can begin. CONTEXT_CHARS are kept, so ^ matches only at the text's start."""
         least = len(self._text) - MAX_MATCH_CHARS
         self._from = [max(start, least) for start in self._from]
         num_dropped = min(self._from) - CONTEXT_CHARS
@@ -130,12 +130,12 @@ class StopPatternCursor:
 
 
 def expanded_size(pattern: str) -> int | None:
-    """Characters of `pattern` once its counted repeats are written out; None where that cannot be told.
+    """Characters of `pattern` with its counted repeats written out; None if it has an `unknown` part.
 
     The library compiles `x{m}` as m copies of x, `x{m,n}` as m copies and a loop over one more, and `x+` as
     `x{1,}`, so nested repeats multiply. The count ends one above MAX_PATTERN_SIZE.
     """
-    totals, last = [0], 0  # of each open group; of what a repeat would repeat
+    totals, last = [0], 0  # the size of each open group, and of the last item, which a repeat would repeat
     for part in _PARTS.finditer(pattern):
         match part.lastgroup:
             case "unknown":

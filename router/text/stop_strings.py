@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces, at a bounded cost for each character."""
+"""Finds stop strings in a text that arrives in pieces, at a bounded cost for each character."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Stop:
-    """A stop that is complete: where it ends and begins in the text, and what the client gave, string or pattern.
+    """A stop in the text: where it ends and begins, and the client's string or pattern.
 
-    The least of several wins: what is completed first, and of two with the same end, what began first. So it does not
-    depend on how the text was cut into pieces.
+    The smallest of several stops counts: the one that ends first, and of two with the same end the one that begins
+    first. So the result does not depend on how the text was cut into pieces.
     """
 
     end: int
@@ -20,9 +20,9 @@ class Stop:
 
 
 class StopStrings:
-    """An automaton (Aho-Corasick's) over the stops of one request, made state by state as texts need it.
+    """An Aho-Corasick automaton over the stops of one request. A state is made when a text first reaches it.
 
-    Many long stops would take long to compile, and of their states texts see next to none.
+    Making all states of many long stops would take long, and texts reach few of them.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -48,10 +48,10 @@ class StopStrings:
 
 
 class State:
-    """The longest end of a text, `depth` characters, that is a beginning of stops; those of them with more: `longer`.
+    """The longest suffix of the text, of `depth` characters, that is a prefix of stops.
 
-    `fail` is the state of the next shorter such end. `stop` is the longest that has just been completed. `num_held`
-    characters may become part of another.
+    `longer` has those stops with more than `depth` characters. `fail` is the state of the next shorter such suffix.
+    `stop` is the longest stop that ends here. `num_held` characters may become part of another stop.
     """
 
     __slots__ = ("children", "depth", "fail", "longer", "num_held", "stop")
@@ -65,7 +65,7 @@ class State:
         self.children: dict[str, State] = {}
 
     def child(self, char: str, stops: Sequence[str]) -> State:
-        """A new state after `char`, which `stops` go on with; still to be linked."""
+        """Add the state after `char`, with which `stops` continue. The caller links it."""
         depth = self.depth + 1
         longer = tuple(stop for stop in stops if len(stop) > depth)
         whole = next((stop for stop in stops if len(stop) == depth), None)
@@ -73,14 +73,14 @@ class State:
         return child
 
     def link(self, fail: State) -> None:
-        """What is true of the shorter end is true of this one too."""
+        """Set `fail`. A stop that ends a shorter suffix ends this one too."""
         self.fail = fail
         self.stop = self.stop or fail.stop
         self.num_held = self.num_held or fail.num_held
 
 
 class StopStringCursor:
-    """One text that goes through StopStrings."""
+    """One text that is searched for StopStrings."""
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
@@ -89,11 +89,11 @@ class StopStringCursor:
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of the text that may become part of a stop; exact."""
+        """Characters at the end of the text that may become part of a stop."""
         return self._state.num_held
 
     def feed(self, piece: str, *, armed: bool = True) -> Stop | None:
-        """The first stop that `piece` completes; if not `armed`, none. Not to be called after one."""
+        """The first stop that `piece` completes; None if not `armed`. A cursor is not fed after a stop."""
         start, self._num_chars = self._num_chars, self._num_chars + len(piece)
         stops, state = self._stops, self._state
         if state is stops.root and stops.first_chars.isdisjoint(piece):

@@ -1,7 +1,7 @@
-"""Jinja as transformers gives it to chat templates, bounded: templates come from hubs, their input from clients.
+"""Jinja as transformers gives it to chat templates, in an immutable sandbox, with bounds on time and size.
 
-Nothing reaches outside (an immutable sandbox), and a render ends: every lookup and call checks the time, every piece
-of output the size.
+The model's template works on what clients send, so a template whose cost grows faster than the messages could hold a
+thread. Each lookup, each call and each piece of output checks the time.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from shared.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one render may take."""
+    """The bounds of one render."""
 
     time_s: float = 5.0
     chars: int = 16 << 20
 
 
 class SandboxedTemplates:
-    """Compiles and renders."""
+    """Compiles and renders templates."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._environment = _Environment()
 
     def compile(self, source: str) -> jinja2.Template:
-        """Raises jinja2.TemplateError."""
+        """The compiled template. Raises jinja2.TemplateError."""
         return self._environment.from_string(source)
 
     def render(self, template: jinja2.Template, variables: Mapping[str, object]) -> str:
-        """Raises RequestError when the template objects or takes too much."""
+        """The text. Raises RequestError when the template refuses the variables or exceeds a limit."""
         pieces: list[str] = []
         num_chars = 0
         self._environment.deadline.at = time.monotonic() + self._limits.time_s
@@ -67,23 +67,23 @@ class SandboxedTemplates:
             TypeError,
             ValueError,
         ) as e:
-            # A template indexes and adds up what the client sent, so any of these is about the messages.
+            # A template computes with the client's messages, so each of these errors is about the messages.
             raise RequestError(f"the chat template refused the messages: {e}", param="messages") from e
         return "".join(pieces)
 
 
 class _TooSlow(Exception):
-    """Not a TemplateError: no template catches it, and its message is ours."""
+    """The deadline has passed. It is no TemplateError, so jinja does not handle it."""
 
 
 class _Deadline(threading.local):
-    """Of the render that runs in this thread."""
+    """The deadline of the render in this thread."""
 
     at = float("inf")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A loop that writes nothing still looks something up: there the time is checked too."""
+    """The sandbox, with transformers' additions. Lookups check the time, since a loop may write nothing."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -91,12 +91,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         )
         self.deadline = _Deadline()
         self.filters["tojson"] = _tojson
-        self.globals.update(
-            raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
-        )
+        self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
 
     def check_time(self) -> None:
-        """Raises _TooSlow."""
+        """Raise _TooSlow once the deadline has passed."""
         if time.monotonic() > self.deadline.at:
             raise _TooSlow
 
@@ -111,13 +109,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """A call in a template. The names of the base class: a template may pass `self=`."""
+        """A call in a template. The parameters have the base class's names, since a template may pass `self=`."""
         __self.check_time()
         return super().call(__context, __obj, *args, **kwargs)
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}`, by which templates mark what the model writes, for training; here it is transparent."""
+    """`{% generation %}`, which marks the model's part of a text for training. Its body is rendered as it is."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja declares it as an attribute of instances)
 
@@ -128,37 +126,6 @@ class _GenerationBlock(jinja2.ext.Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-class _Dict:
-    """`dict` without the class, whose methods would change what they are given."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """See dict.fromkeys."""
-        return dict.fromkeys(*args)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """`namespace`, where no name begins with an underscore, as those that Python's insides hide behind."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name in the namespace
-        self, args = args[0], args[1:]
-        values = dict(*args, **kwargs)
-        for name in values:
-            _check_name(name)
-        jinja2.utils.Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: object) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace has no name {name!r}")
-
-
 def _tojson(
     value: object,
     ensure_ascii: bool = False,
@@ -166,7 +133,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja's own filter escapes for HTML, which no model was trained on.
+    # jinja's own filter escapes for HTML, which models are not trained on.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

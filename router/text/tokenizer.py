@@ -1,4 +1,4 @@
-"""Text to token ids and back: the model's tokenizer.json by the `tokenizers` library, no torch and no network."""
+"""Encodes and decodes with the model's tokenizer.json and the `tokenizers` library, without torch or a network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.text.vocabulary import Vocabulary
 from shared.errors import ModelError
 
 _CHARS_A_TOKEN = 4
-"""Decoding a token takes about as long as encoding so many characters."""
+"""Decoding a token takes about as long as encoding this many characters."""
 
 
 class Tokenizer:
@@ -26,7 +26,7 @@ class Tokenizer:
         self._vocabulary = Vocabulary(tokenizer)
         self.workers = workers or TextWorkers()
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
-        """What the longest token holds at most: one of bytes is written with a character for each."""
+        """The length of the longest token. A byte-level token is written with a character for each byte."""
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -40,11 +40,11 @@ class Tokenizer:
             raise ModelError(f"{path}: {e}") from e
 
     def close(self) -> None:
-        """Let the worker threads end."""
+        """End the worker threads."""
         self.workers.close()
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """The ids of each text. `add_special_tokens` as the tokenizer's own post-processor does."""
+        """The ids of each text. With `add_special_tokens` the tokenizer's own post-processor adds them."""
         return await self.workers.run_each(texts, len, lambda text: self._encode(text, add_special_tokens))
 
     async def decode(self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
@@ -54,15 +54,15 @@ class Tokenizer:
         )
 
     def special_text(self, token_id: int) -> str:
-        """The text of a special token by itself; empty for all others."""
+        """The text of a special token by itself; empty for other tokens."""
         return self._vocabulary.special_text(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself; see Vocabulary."""
+        """The text of one token by itself, special or not."""
         return self._vocabulary.token_text(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token by itself; see Vocabulary."""
+        """The bytes of one token by itself, also those of a part of a character."""
         return self._vocabulary.token_bytes(token_id)
 
     def detokenizer(self, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> Detokenizer:
@@ -71,7 +71,7 @@ class Tokenizer:
             self._vocabulary, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids
         )
 
-    # A batch, also of one, lets the GIL go; the calls for a single text hold it all the time, and are no faster.
+    # The library releases the GIL in its calls for a batch, not in those for a single text, which are no faster.
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 

@@ -1,4 +1,4 @@
-"""What decoding needs to know of a tokenizer, read once and shared by all sequences."""
+"""The tables of a tokenizer that decoding needs. They are read once and shared by all sequences."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Vocabulary:
         return [id_of[byte] for byte in "\ufffd".encode()]
 
     def continues_character(self, token_id: int) -> bool:
-        """True for a byte token that UTF-8 has only behind another."""
+        """True for a byte token that continues a character in UTF-8."""
         return self.byte_of.get(token_id, 0) & 0xC0 == 0x80
 
     @cached_property
@@ -58,7 +58,7 @@ class Vocabulary:
         return frozenset(self._tokenizer.get_vocab().values())
 
     def visible(self, token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
-        """What a decoder gets to see: no ids without a token, such as a padded vocabulary has, and none to skip."""
+        """`token_ids` without special ones that are skipped and ids without a token, as in a padded vocabulary."""
         hidden: Container[int] = self._special_texts if skip_special_tokens else ()
         return [i for i in token_ids if i in self._ids and i not in hidden]
 
@@ -67,21 +67,21 @@ class Vocabulary:
         return token_id in self._special_texts
 
     def special_text(self, token_id: int) -> str:
-        """The text of a special token by itself; empty for all others."""
+        """The text of a special token by itself; empty for other tokens."""
         return self._special_texts.get(token_id, "")
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token of a byte-level vocabulary stands for; nothing for an id it does not have."""
+        """The bytes of a token of a byte-level vocabulary; empty for an id without a token."""
         known = self._bytes_of.get(token_id)
         if known is None:
             known = self._bytes_of[token_id] = _token_bytes(self._tokenizer.id_to_token(token_id))
         return known
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself, special or not; a replacement character for a part of a character."""
+        """The text of one token by itself, special or not; U+FFFD for a part of a character."""
         known = self._text_of.get(token_id)
         if known is None:
-            # Some decoders drop a space at the start of a text, so the token is looked at behind itself.
+            # Some decoders drop a space at the start of a text, so the token is decoded behind itself.
             once = self.decode((token_id,), False)
             known = self._text_of[token_id] = self.decode((token_id, token_id), False)[len(once) :]
         return known
@@ -107,7 +107,7 @@ def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    """GPT-2's alphabet: a printable byte is its own character, and other bytes are characters from U+0100 on."""
     themselves = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = (byte for byte in range(_NUM_BYTES) if byte not in themselves)
     return {chr(byte): byte for byte in themselves} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -117,7 +117,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _token_bytes(token: str | None) -> bytes:
-    """As tokenizers' ByteLevel decoder does: a token with any other character in it stands for its own text."""
+    """As in tokenizers' ByteLevel decoder, a token with a character outside the alphabet is its own text."""
     if token is None:
         return b""
     if all(char in _BYTE_OF for char in token):

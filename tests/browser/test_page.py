@@ -154,7 +154,7 @@ def test_nodes_of_a_router_that_is_gone_are_not_shown_as_live(
             assert await site.page.locator(".node[data-state=live]").count() == 0
             fleets = await site.text("#fleet-list")
             assert "live" not in fleets and "KV pages" not in fleets
-            assert "last heard" in await site.text("#charts-note")
+            assert "last samples" in await site.text("#charts-note")
 
     run(scenario())
 
@@ -177,7 +177,7 @@ def test_what_a_lane_is_empty_for(run: Run, browser: Browser, model_folder: Path
             await site.page.click("#run")
             await site.shows("#run-error", "out of sorts")
             lanes = await site.text("#lanes")
-            assert "nothing was told of its part" in lanes and "one token was enough" not in lanes
+            assert "no stage was reported" in lanes and "one token was enough" not in lanes
 
     run(scenario())
 
@@ -308,7 +308,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_only(run: Run, browser: Browser,
             await site.page.fill("#prompt", "hello")
             await site.page.keyboard.press("Control+Enter")
             await site.shows("#run-error", "API key")
-            assert await site.text("#timeline-words") == "No node has told a stage of this request."
+            assert await site.text("#timeline-words") == "No node has reported a stage of this request."
             assert await site.text("#lanes") == "Router\nPrefill node\nDecode node", "it never ran"
             await site.page.fill("#key", "secret")
             await site.page.keyboard.press("Enter")

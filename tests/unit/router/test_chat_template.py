@@ -117,8 +117,6 @@ def test_what_templates_may_use() -> None:
         ("{{ 'text' | dictsort }}", "refused the messages"),
         ("{{ messages.append(1) }}", "refused the messages"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "refused the messages"),
-        ("{{ dict.update(messages[0], {'role': 'x'}) }}", "refused the messages"),
-        ("{% set ns = namespace(__class__=1) %}", "a namespace has no name"),
         ("{{ ''.__class__.__mro__ }}", "refused the messages"),
         ("{% for a in range(1000) %}{{ 'x' * 1000 }}{% endfor %}", "longer than 10000 characters"),
     ],

@@ -13,7 +13,7 @@ import pytest
 
 from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill, Tokens
 from tests.unit.router.fakes import FakeNode, Script, byte_level_tokenizer, joined_router, pair, write_model
-from tests.unit.router.judging import entry
+from tests.unit.router.scoring import entry
 
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function | tojson }}]{% endfor %}"

@@ -156,15 +156,15 @@ def test_a_burst_is_shared_by_those_that_hold_the_same(model_folder: Path) -> No
     asyncio.run(run())
 
 
-def test_a_prompt_that_is_judged_is_not_sent_to_who_would_decline(model_folder: Path) -> None:
-    async def judged(node: FakeNode, message: Prefill | Decode) -> None:
+def test_a_prompt_that_is_scored_is_not_sent_to_who_would_decline(model_folder: Path) -> None:
+    async def scored(node: FakeNode, message: Prefill | Decode) -> None:
         known = Logprobs(struct.pack("<f", -1.0))
         entry = TokenEntry(message.key, 0, (5,), Finish("length"), logprobs=known, input_logprobs=known)
         node.send(Tokens((entry,)))
 
     async def run() -> None:
         async with (
-            pair(prefill=say_nothing, decode=judged) as (prefill, decode),
+            pair(prefill=say_nothing, decode=scored) as (prefill, decode),
             joined_router(model_folder, [prefill, decode], dispatch=SHORT) as (_, client),
         ):
             await holds(client, decode, 5)

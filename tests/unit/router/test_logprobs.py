@@ -38,7 +38,7 @@ from tests.unit.router.fakes import (
     pair,
     tell_first_token,
 )
-from tests.unit.router.judging import judged_first_token, judged_story, packed, value
+from tests.unit.router.scoring import packed, scored_first_token, scored_story, value
 
 PROMPT_IDS = [10, 11, 12, 13, 14]
 NUM_NEW = 4
@@ -52,7 +52,7 @@ def run(folder: Path, path: str, body: dict[str, Any], **scripts: object) -> tup
     """The answer (parsed, or a list of events), and the prefill node."""
 
     async def go() -> tuple[Any, FakeNode]:
-        nodes = pair(**{"prefill": judged_first_token, "decode": judged_story, **scripts})
+        nodes = pair(**{"prefill": scored_first_token, "decode": scored_story, **scripts})
         async with nodes as (prefill, decode), joined_router(folder, [prefill, decode]) as (_, client):
             response = await client.post(path, json=body)
             assert response.status_code == 200, response.text
@@ -105,7 +105,7 @@ def test_nobody_asks(model_folder: Path) -> None:
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("prefill", [judged_first_token, silent_first_token], ids=["p_first", "d_alone"])
+@pytest.mark.parametrize("prefill", [scored_first_token, silent_first_token], ids=["p_first", "d_alone"])
 def test_everything_at_once(
     model_folder: Path, story: list[int], tokenizer: Tokenizer, prefill: object
 ) -> None:
@@ -129,7 +129,7 @@ def test_everything_at_once(
     assert meta["output_token_ids_logprobs"] == [of_ids(i) for i in range(NUM_NEW)]
 
 
-def test_the_last_prompt_token_has_nothing_to_be_judged_by(model_folder: Path) -> None:
+def test_the_last_prompt_token_has_nothing_to_be_scored_by(model_folder: Path) -> None:
     answer, _ = run(model_folder, "/generate", native(logprob_start_len=4, top_logprobs_num=1))
     assert answer["meta_info"]["input_token_logprobs"] == [[None, 14, None]]
     assert answer["meta_info"]["input_top_logprobs"] == [None]
@@ -176,7 +176,7 @@ def test_a_batch_asks_for_each_prompt(model_folder: Path) -> None:
         if message.work.params.logprobs is None:
             await tell_first_token(node, message)
         else:
-            await judged_first_token(node, message)
+            await scored_first_token(node, message)
 
     body["sampling_params"] = {"max_new_tokens": 1}
     answers, prefill = run(model_folder, "/generate", body, prefill=silent)
@@ -274,7 +274,7 @@ def test_the_most_numbers_fit_into_a_message_and_an_answer(model_folder: Path, r
     )
 
     async def go() -> None:
-        async with pair(prefill=judged_first_token, decode=judged_story) as nodes:
+        async with pair(prefill=scored_first_token, decode=scored_story) as nodes:
             for node in nodes:
                 node.limits = roomy
             async with joined_router(model_folder, list(nodes)) as (_, client):
@@ -382,15 +382,15 @@ class TestCompletions:
         assert prefill.all(Prefill)[0].work.params.logprobs == LogprobParams(top_num=2)
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_long_echo_is_worded_beside_the_loop(self, model_folder: Path, stream: bool) -> None:
+    def test_a_long_echo_is_written_beside_the_loop(self, model_folder: Path, stream: bool) -> None:
         body = {**COMPLETION, "echo": True, "logprobs": 5, "prompt": [7] * 150, "stream": stream}
 
         async def go() -> None:
-            nodes = pair(prefill=judged_first_token, decode=judged_story)
+            nodes = pair(prefill=scored_first_token, decode=scored_story)
             async with nodes as pairs, joined_router(model_folder, [*pairs]) as (router, client):
                 workers = router.model.get().tokenizer.workers
                 may_go_on = threading.Event()
-                waiting = asyncio.create_task(workers.word(INLINE_CHARS + 1, lambda: may_go_on.wait(20)))
+                waiting = asyncio.create_task(workers.run(INLINE_CHARS + 1, lambda: may_go_on.wait(20)))
                 echoed = asyncio.create_task(client.post("/v1/completions", json=body))
                 await pairs[1].wait_for(Decode)
                 short = {**COMPLETION, "prompt": [7], "logprobs": None}

@@ -19,7 +19,7 @@ from tests.unit.router.fakes import (
     pair,
     write_model,
 )
-from tests.unit.router.test_logprobs import judged_first_token, judged_story
+from tests.unit.router.test_logprobs import scored_first_token, scored_story
 
 EVERYTHING: dict[str, Any] = {
     "max_new_tokens": 3,
@@ -117,7 +117,7 @@ def test_names_and_namespaces_of_a_batch(model_folder: Path) -> None:
 
 def test_a_streamed_batch_with_an_n_and_logprobs_for_each_prompt(model_folder: Path) -> None:
     async def run() -> None:
-        scripts = {"prefill": judged_unless_silent, "decode": judged_unless_silent}
+        scripts = {"prefill": scored_unless_silent, "decode": scored_unless_silent}
         async with pair(**scripts) as nodes, joined_router(model_folder, list(nodes)) as (_, client):
             body = {
                 "input_ids": [[1, 2], [3, 4]],
@@ -136,16 +136,16 @@ def test_a_streamed_batch_with_an_n_and_logprobs_for_each_prompt(model_folder: P
                 assert len(ids) >= num_told.get(index, 0), "events are cumulative"
                 num_told[index] = len(ids)
                 names = {name for name in event["meta_info"] if "logprobs" in name}
-                judged = {
+                scored = {
                     f"{side}_token{what}_logprobs" for side in ("input", "output") for what in ("", "_ids")
                 }
-                assert names == (judged if index == 2 else set())
+                assert names == (scored if index == 2 else set())
             assert num_told == {0: 3, 1: 3, 2: 2}
 
     asyncio.run(run())
 
 
-async def judged_unless_silent(node: FakeNode, message: Prefill | Decode) -> None:
+async def scored_unless_silent(node: FakeNode, message: Prefill | Decode) -> None:
     """A script: logprobs for those who ask, the story for the others."""
     if message.work.params.logprobs is None:
         last = message.work.params.max_new_tokens - 1
@@ -156,9 +156,9 @@ async def judged_unless_silent(node: FakeNode, message: Prefill | Decode) -> Non
             finish = Finish("length") if position == last else None
             node.tokens(message.key, position, [node.story[position]], finish)
     elif isinstance(message, Prefill):
-        await judged_first_token(node, message)
+        await scored_first_token(node, message)
     else:
-        await judged_story(node, message)
+        await scored_story(node, message)
 
 
 def test_aborting(model_folder: Path) -> None:

@@ -16,29 +16,29 @@ from pydantic import BaseModel
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import Decode, Finish, Prefill, ReqReport, TokenEntry, Tokens
 from tests.unit.router.fakes import FakeNode, events, joined_router, pair
-from tests.unit.router.judging import judged_first_token, judged_story
+from tests.unit.router.scoring import scored_first_token, scored_story
 
 OWN = {"matched_stop", "root", "max_model_len"}
 """Fields beyond OpenAI's."""
 HI = [{"role": "user", "content": "hi"}]
 
 
-def judge(seed: int) -> float:
+def score(seed: int) -> float:
     """What a sequence's tokens are worth: of four in a row, the third is the likeliest."""
     return {0: -3.0, 1: -2.0, 2: -1.0, 3: -4.0}[seed % 4]
 
 
-async def judged_by_seed_first(node: FakeNode, message: Prefill | Decode) -> None:
+async def scored_by_seed_first(node: FakeNode, message: Prefill | Decode) -> None:
     """A script."""
-    await judged_by_seed(node, message, num_tokens=1)
+    await scored_by_seed(node, message, num_tokens=1)
 
 
-async def judged_by_seed(node: FakeNode, message: Prefill | Decode, num_tokens: int | None = None) -> None:
+async def scored_by_seed(node: FakeNode, message: Prefill | Decode, num_tokens: int | None = None) -> None:
     """A script."""
     wanted = message.work.params.max_new_tokens
     for position in range(wanted if num_tokens is None else num_tokens):
         finish = Finish("length") if position == wanted - 1 else None
-        logprobs = Logprobs(struct.pack("<f", judge(message.work.params.seed)))
+        logprobs = Logprobs(struct.pack("<f", score(message.work.params.seed)))
         token = (message.work.params.seed % 4 + 40,)
         node.send(Tokens((TokenEntry(message.key, position, token, finish, ReqReport(), logprobs, None),)))
 
@@ -57,9 +57,9 @@ def check(kind: type[BaseModel], told: dict[str, Any]) -> None:
     ):  # the type forgets what OpenAI's own answers have: nulls for what there is nothing to say
         for choice in told["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "stop"
-            judged = choice["logprobs"] or {}
-            judged["token_logprobs"] = [logprob or 0.0 for logprob in judged.get("token_logprobs", ())]
-            judged["top_logprobs"] = [top or {} for top in judged.get("top_logprobs", ())]
+            scored = choice["logprobs"] or {}
+            scored["token_logprobs"] = [logprob or 0.0 for logprob in scored.get("token_logprobs", ())]
+            scored["top_logprobs"] = [top or {} for top in scored.get("top_logprobs", ())]
     parsed = kind.model_validate_json(json.dumps(told), strict=False)
 
     def unknown(value: object) -> set[str]:
@@ -87,7 +87,7 @@ def test_answers_are_of_the_clients_types(
     body |= {"messages": HI} if chat else {"prompt": ["hi", "you"], "echo": True}
     if logprobs:
         body |= {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
-    text = asyncio.run(post(model_folder, path, body, prefill=judged_first_token, decode=judged_story))
+    text = asyncio.run(post(model_folder, path, body, prefill=scored_first_token, decode=scored_story))
     if not stream:
         check(ChatCompletion if chat else Completion, json.loads(text))
         return
@@ -105,11 +105,11 @@ def test_answers_are_of_the_clients_types(
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_the_likeliest_of_several_are_told(model_folder: Path, n: int) -> None:
     body = {"prompt": ["hi", "you"], "n": n, "best_of": 4, "max_tokens": 3, "seed": 4}
-    scripts = {"prefill": judged_by_seed_first, "decode": judged_by_seed}
+    scripts = {"prefill": scored_by_seed_first, "decode": scored_by_seed}
     answer = json.loads(asyncio.run(post(model_folder, "/v1/completions", body, **scripts)))
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * n))
     letters = [choice["text"][0] for choice in answer["choices"]]
-    best = sorted(range(4), key=judge, reverse=True)
+    best = sorted(range(4), key=score, reverse=True)
     if n == 4:
         best = list(range(4))  # nothing to choose from: in the order of the seeds
     first = ord(letters[0]) - best[0]
@@ -139,14 +139,14 @@ def test_scoring_as_lm_eval_asks(model_folder: Path, max_tokens: int) -> None:
         "temperature": 0,
         "seed": 1234,
     }
-    scripts = {"prefill": judged_first_token, "decode": judged_story}
+    scripts = {"prefill": scored_first_token, "decode": scored_story}
     answer = json.loads(asyncio.run(post(model_folder, "/v1/completions", body, **scripts)))
     for row, choice in zip(rows, answer["choices"], strict=True):
-        judged = choice["logprobs"]
-        assert len(judged["tokens"]) == len(row) + max_tokens
-        assert judged["token_logprobs"][0] is None and judged["top_logprobs"][0] is None
-        assert None not in judged["token_logprobs"][1:]
-        for logprob, top in zip(judged["token_logprobs"][1:], judged["top_logprobs"][1:], strict=True):
+        scored = choice["logprobs"]
+        assert len(scored["tokens"]) == len(row) + max_tokens
+        assert scored["token_logprobs"][0] is None and scored["top_logprobs"][0] is None
+        assert None not in scored["token_logprobs"][1:]
+        for logprob, top in zip(scored["token_logprobs"][1:], scored["top_logprobs"][1:], strict=True):
             assert logprob in top.values()
     assert answer["usage"]["prompt_tokens"] == 6
     assert answer["usage"]["completion_tokens"] == 2 * max_tokens

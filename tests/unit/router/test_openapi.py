@@ -16,7 +16,7 @@ import pytest
 from router.http.config import HttpOptions
 from tests.unit.router.described import Described
 from tests.unit.router.fakes import joined_router, pair
-from tests.unit.router.judging import judged_first_token, judged_story
+from tests.unit.router.scoring import scored_first_token, scored_story
 
 JUDGED = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [5]}
 HI = [{"role": "user", "content": "hi"}]
@@ -109,7 +109,7 @@ CALLS: list[tuple[str, str, dict[str, Any] | None, int]] = [
 @asynccontextmanager
 async def described(model_folder: Path, key: str = "") -> AsyncIterator[tuple[Described, httpx.AsyncClient]]:
     options = HttpOptions(port=0, served_model_name="tiny", api_keys=(key,) if key else ())
-    scripts = {"prefill": judged_first_token, "decode": judged_story}
+    scripts = {"prefill": scored_first_token, "decode": scored_story}
     async with (
         pair(**scripts) as nodes,
         joined_router(model_folder, list(nodes), http=options, wait=not key) as (_, client),

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.unit.router.fakes import joined_router, pair
-from tests.unit.router.judging import judged_first_token, judged_story
+from tests.unit.router.scoring import scored_first_token, scored_story
 from tests.unit.router.test_openapi import CALLS, template
 
 CHECKS = [
@@ -60,7 +60,7 @@ class ServingThread:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        scripts = {"prefill": judged_first_token, "decode": judged_story}
+        scripts = {"prefill": scored_first_token, "decode": scored_story}
         try:
             async with pair(**scripts) as nodes, joined_router(self._folder, list(nodes)) as (router, _):
                 self.url = router.url

@@ -67,8 +67,8 @@ def test_what_the_chosen_node_happens_to_hold_need_not_be_computed() -> None:
     ("start_len", "alone"),
     [(-1, True), (5 * PAGE - 1, True), (4 * PAGE, True), (4 * PAGE - 1, False), (0, False)],
 )
-def test_a_judged_position_is_not_cached(start_len: int, alone: bool) -> None:
-    """The node computes whatever is to be judged, so it would decline what it was promised to hold."""
+def test_a_scored_position_is_not_cached(start_len: int, alone: bool) -> None:
+    """The node computes whatever is to be scored, so it would decline what it was promised to hold."""
     fleet = Fleet(1)
     fleet.decodes[0].holds(5)
     fleet.start(logprobs=LogprobParams(start_len=start_len))

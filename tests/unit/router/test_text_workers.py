@@ -91,7 +91,7 @@ def test_others_get_on_between_the_items_of_a_batch() -> None:
         batch = asyncio.create_task(workers.run_each(list(sizes), sizes.__getitem__, work))
         await gate.has_begun()
         other = asyncio.create_task(workers.run(LONG, lambda: order.append("other")))
-        assert await workers.word(LONG, lambda: "worded") == "worded", "it does not wait for prompts"
+        assert await workers.run(MEDIUM_CHARS, lambda: "medium") == "medium"
         gate.may_end.set()
         await other
         assert await batch == ["A", "B", "C", "D", "E"]

@@ -49,7 +49,7 @@ def entry(
     )
 
 
-async def judged_first_token(node: FakeNode, message: Prefill | Decode) -> None:
+async def scored_first_token(node: FakeNode, message: Prefill | Decode) -> None:
     """A script."""
     if message.work.params.logprobs is None:
         await tell_first_token(node, message)
@@ -58,7 +58,7 @@ async def judged_first_token(node: FakeNode, message: Prefill | Decode) -> None:
     node.send(Tokens((entry(node, message, 0, finish),)))
 
 
-async def judged_story(node: FakeNode, message: Prefill | Decode) -> None:
+async def scored_story(node: FakeNode, message: Prefill | Decode) -> None:
     """A script."""
     if message.work.params.logprobs is None:
         await tell_story(node, message)
