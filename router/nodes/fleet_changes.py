@@ -88,7 +88,7 @@ class FleetChanges:
         if member.state is MemberState.ALIVE:
             member.pinned = True
             self._membership.accept_joins_of(member.incarnation)
-            self._news.send(AddedNode(role, address, member.incarnation))
+            self._news.send(AddedNode(role, address, member.incarnation, self._news.next_time(address)))
             return member
         error = _why_not(member, wait_s)
         if known is None:
@@ -105,9 +105,18 @@ class FleetChanges:
         """Drain a node, here and at all other routers, and remove it.
 
         The drain continues when the caller is cancelled. A second call for the same node may shorten its time.
+        Raises RequestError when the node is added again meanwhile, at another router.
         """
-        self._news.send(RemovedNode(member.address, member.incarnation, drain_timeout_s))
-        return await asyncio.shield(self._remove(member, drain_timeout_s))
+        at = self._news.next_time(member.address)
+        self._news.send(RemovedNode(member.address, member.incarnation, drain_timeout_s, at))
+        removing = self._remove(member, drain_timeout_s)
+        try:
+            return await asyncio.shield(removing)
+        except asyncio.CancelledError:
+            if not removing.cancelled():
+                raise
+            why = f"{member.name} stays: it was added again before it was drained"
+            raise RequestError(why, status=409, code="node_added") from None
 
     # --------------------------------------------------------------------- changes of other routers
     def on_alive(self, node: LiveNode) -> None:
@@ -116,6 +125,7 @@ class FleetChanges:
 
     def on_draining(self, member: Member, left_s: float) -> None:
         """Drain a member that says it is being drained."""
+        self._news.forget_added(member.address, left_s)
         self._drain(member, left_s)
 
     def on_relay(self, relay: Relay) -> None:
@@ -128,6 +138,8 @@ class FleetChanges:
                 member = self._membership.dial(address, role, pinned=True)
                 if member is not None:
                     member.pinned = True
+                    if member.leaving:
+                        self._keep(member)
             case RemovedNode(address, incarnation, drain_timeout_s):
                 if incarnation:
                     self._membership.ignore_joins_of(incarnation)  # the node may announce itself here later
@@ -148,6 +160,13 @@ class FleetChanges:
         if member.node is not None:
             member.node.send(Drain(timeout_s))
         return self._drain(member, timeout_s)
+
+    def _keep(self, member: Member) -> None:
+        """Send new work again to a node that is still drained here, and has been added again elsewhere."""
+        drain = self._drains.pop(member, None)
+        if drain is not None:
+            drain.task.cancel()
+        self._membership.keep(member)
 
     def _drain(self, member: Member, drain_timeout_s: float) -> asyncio.Task[Removed]:
         until = time.monotonic() + drain_timeout_s
@@ -174,7 +193,8 @@ class FleetChanges:
                 self._membership.ignore_joins_of(member.incarnation)
             await self._membership.remove(member)
         finally:
-            del self._drains[member]
+            if self._drains.get(member) is drain:
+                del self._drains[member]
         event("node_removed", node=member.name, address=member.address, num_ended=num_ended)
         return Removed(
             node_id=member.node_id,

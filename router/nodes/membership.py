@@ -165,6 +165,15 @@ class Membership:
         if member.node is not None:
             self._set(member, MemberState.DRAINING, "removed by the operator")
 
+    def keep(self, member: Member) -> None:
+        """Take `drain` back: send the member new work, or dial it again."""
+        member.leaving = False
+        if member.node is None:
+            self.redial(member)
+        else:
+            self._set(member, MemberState.ALIVE, "")
+            self._drain_if_leaking(member, member.node)
+
     async def remove(self, member: Member) -> None:
         """Close the connection to a member and forget it."""
         if member in self._members:

@@ -7,58 +7,99 @@
 Routers do not know each other, and may be on different hosts. News goes through every connected node, so it may
 arrive more than once; its sender's incarnation and its number identify it. While news holds, nodes send it to routers
 that come later, and routers to nodes that come later.
+
+A router that does not know of a removal yet may send again that the node was added. So every change of the fleet has
+a time, and each router remembers the latest change of each address: it drops an older one, and sends the removal
+once more. It also passes every removal on, because the router that removed a node may not be connected to all others.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import OrderedDict
 
 from router.nodes.membership import Membership
 from router.nodes.node_link import LiveNode
 from shared.log import event
-from shared.protocol.messages import AddedNode, Relay, RemovedNode, RouterNews
+from shared.protocol.messages import AbortedReqs, AddedNode, Relay, RemovedNode, RouterNews
+from shared.timeline import Clock
 
 _MAX_REMEMBERED = 4096
+_STEP_S = 0.001
 
 
 class SharedNews:
     """Sends this router's news, and takes those of other routers once each."""
 
-    def __init__(self, membership: Membership, incarnation: str) -> None:
+    def __init__(self, membership: Membership, incarnation: str, clock: Clock = time.time) -> None:
         self._membership = membership
         self._incarnation = incarnation
+        self._clock = clock
         self._numbers = itertools.count(1)
         self._taken: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._added: dict[str, AddedNode] = {}
+        self._changes: OrderedDict[str, tuple[int, AddedNode | RemovedNode]] = OrderedDict()
+        """By address: the latest change, and the number under which this router sends it."""
+
+    def next_time(self, address: str) -> float:
+        """The time of a change that is asked for now: later than any known change of the address."""
+        _, known = self._changes.get(address, (0, None))
+        return max(self._clock(), known.at + _STEP_S if known is not None else 0.0)
 
     def send(self, news: RouterNews) -> None:
         """Send news to all other routers."""
-        self._remember(news)
-        relay = Relay(self._incarnation, next(self._numbers), news)
-        for node in self._membership.all_live():
-            node.send(relay)
+        if isinstance(news, AbortedReqs):
+            self._to_all(next(self._numbers), news)
+        else:
+            self._to_all(self._remember(news), news)
 
     def take(self, relay: Relay) -> RouterNews | None:
-        """The news that a node relays; None if it was taken before."""
+        """The news that a node relays; None if it was taken before, or if a later change is known."""
         origin = relay.router, relay.number
         if relay.router == self._incarnation or origin in self._taken:
             return None
         self._taken[origin] = None
         if len(self._taken) > _MAX_REMEMBERED:
             self._taken.popitem(last=False)
-        event("router_news", router=relay.router, news=type(relay.news).__name__)
-        self._remember(relay.news)
-        return relay.news
+        news = relay.news
+        if not isinstance(news, AbortedReqs):
+            number, known = self._changes.get(news.address, (0, None))
+            if known is not None and _order(known) >= _order(news):
+                if isinstance(known, RemovedNode) and isinstance(news, AddedNode):
+                    self._to_all(number, known)
+                return None
+            number = self._remember(news)
+            if isinstance(news, RemovedNode):
+                self._to_all(number, news)
+        event("router_news", router=relay.router, news=type(news).__name__)
+        return news
 
     def send_current(self, node: LiveNode) -> None:
         """Send the news that hold to a node that has come."""
-        for added in self._added.values():
-            node.send(Relay(self._incarnation, next(self._numbers), added))
+        for number, change in self._changes.values():
+            if isinstance(change, AddedNode):
+                node.send(Relay(self._incarnation, number, change))
 
-    def _remember(self, news: RouterNews) -> None:
-        match news:
-            case AddedNode(_, address):
-                self._added[address] = news
-            case RemovedNode(address):
-                self._added.pop(address, None)
+    def forget_added(self, address: str, left_s: float) -> None:
+        """Send no longer that this node was added: it says that it is being drained for its removal."""
+        _, known = self._changes.get(address, (0, None))
+        if isinstance(known, AddedNode):
+            self._remember(RemovedNode(address, known.incarnation, left_s, known.at))
+
+    def _remember(self, change: AddedNode | RemovedNode) -> int:
+        number = next(self._numbers)
+        self._changes[change.address] = number, change
+        self._changes.move_to_end(change.address)
+        if len(self._changes) > _MAX_REMEMBERED:
+            self._changes.popitem(last=False)
+        return number
+
+    def _to_all(self, number: int, news: RouterNews) -> None:
+        relay = Relay(self._incarnation, number, news)
+        for node in self._membership.all_live():
+            node.send(relay)
+
+
+def _order(change: AddedNode | RemovedNode) -> tuple[float, bool]:
+    """The greater one of two changes holds; of two at the same time, the removal."""
+    return change.at, isinstance(change, RemovedNode)

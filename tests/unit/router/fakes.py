@@ -49,6 +49,7 @@ from shared.protocol.messages import (
     ReqReport,
     Role,
     RouterHello,
+    RouterNews,
     RouterToNode,
     Stamp,
     StartProfile,
@@ -162,6 +163,7 @@ class FakeNode:
         self._identity_of: dict[str, bytes] = {}
         self.story = [*byte_level_tokenizer().encode(STORY).ids]
         self.delay_s = 0.0
+        self._num_relays = 0
         self._news = asyncio.Event()
         self._context = zmq.asyncio.Context.instance()
         self._tasks: list[asyncio.Task[None]] = []
@@ -208,6 +210,15 @@ class FakeNode:
         to = self._identity_of.get(router, self._router)
         sent = self._socket.send_multipart([to, *to_frames(msgspec.msgpack.encode(message))], zmq.DONTWAIT)
         assert sent.exception() is None
+
+    def drain(self) -> None:
+        """Say to all routers that an operator has removed this node."""
+        self._relay.drain(0.0)
+
+    def relay_from(self, router: str, news: RouterNews) -> None:
+        """Pass on what a router says."""
+        self._num_relays += 1
+        self._relay.relay(router, Relay(router, self._num_relays, news))
 
     def tokens(
         self,

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from router.server import Router
-from shared.protocol.messages import AbortedReqs, Decode, Prefill, Relay, Role
+from shared.protocol.messages import AbortedReqs, AddedNode, Decode, Prefill, Relay, Role
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
 
 Served = tuple[Router, httpx.AsyncClient]
@@ -144,5 +144,103 @@ def test_an_added_node_is_added_by_all_routers_and_by_those_that_come_later(mode
                 await until_states(latest, prefill_0="alive")
                 await asyncio.sleep(0.2)
                 assert await states(latest) == {"prefill-0": "alive"}
+
+    asyncio.run(run())
+
+
+def test_a_node_that_is_added_again_stays_where_it_is_still_drained(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair(decode=one_then_nothing) as (prefill, decode),
+            two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
+        ):
+            running = asyncio.create_task(other.post("/generate", json={**BODY, "rid": "long"}))
+            await decode.wait_for(Decode)
+            removing = asyncio.create_task(other.delete("/fleet/nodes/decode-0?drain_timeout_s=500"))
+            await until_states(one, prefill_0="alive")
+            await until_states(other, prefill_0="alive", decode_0="draining")
+            added = await one.post("/fleet/nodes", json={"role": "decode", "address": decode.address})
+            assert added.status_code == 200
+            await until_states(other, prefill_0="alive", decode_0="alive")
+            refused = await removing
+            assert refused.status_code == 409 and "it was added again" in refused.json()["error"]["message"]
+            await other.post("/abort_request", json={"rid": "long"})
+            assert (await running).status_code == 200
+            await asyncio.sleep(0.3)  # the drain would have ended
+            assert await states(other) == {"prefill-0": "alive", "decode-0": "alive"}
+            asked = asyncio.create_task(other.post("/generate", json={**BODY, "rid": "next"}))
+            await decode.wait_for(Decode, 2)
+            await other.post("/abort_request", json={"rid": "next"})
+            assert (await asked).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_removed_node_does_not_come_back_by_old_news(model_folder: Path) -> None:
+    """Old news of a node that was removed comes from a router that has not heard of the removal."""
+
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as added,
+            FakeNode(Role.PREFILL, "prefill-1") as unknown_to_one,
+        ):
+            both = [prefill, decode]
+            async with (
+                joined_router(model_folder, both) as (_, one),
+                joined_router(model_folder, [*both, unknown_to_one]) as (_, other),
+            ):
+                body = {"role": "decode", "address": added.address}
+                assert (await one.post("/fleet/nodes", json=body)).status_code == 200
+                alive = {"prefill_0": "alive", "decode_0": "alive"}
+                await until_states(other, **alive, prefill_1="alive", decode_1="alive")
+                stale = next(relay.news for relay in prefill.all(Relay) if isinstance(relay.news, AddedNode))
+                assert isinstance(stale, AddedNode)
+                unknown_to_one.relay_from("stranger", stale)  # so it will tell routers that come later
+                await added.stop()
+                assert (await one.delete("/fleet/nodes/decode-1")).status_code == 200
+                await until_states(one, **alive)
+                await until_states(other, **alive, prefill_1="alive")
+                await unknown_to_one.wait_for(Relay)
+                for node in (prefill, unknown_to_one):
+                    node.relay_from("stranger", stale)
+                await asyncio.sleep(0.3)
+                assert await states(one) == {"prefill-0": "alive", "decode-0": "alive"}
+                assert await states(other) == {
+                    "prefill-0": "alive",
+                    "decode-0": "alive",
+                    "prefill-1": "alive",
+                }
+                async with joined_router(model_folder, [unknown_to_one], wait=False) as (_, later):
+                    await until_states(later, prefill_1="alive")
+                    await asyncio.sleep(0.3)
+                    assert await states(later) == {"prefill-1": "alive"}, "the node has been corrected"
+
+                # What an operator does later holds, even for the same process.
+                added.start(added.port, incarnation="b")
+                assert (await other.post("/fleet/nodes", json=body)).status_code == 200
+                await until_states(one, **alive, decode_1="alive")
+
+    asyncio.run(run())
+
+
+def test_a_node_that_says_that_it_is_drained_is_not_told_of_as_added(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as added,
+            two_routers(model_folder, [prefill, decode]) as ((_, one), _),
+        ):
+            body = {"role": "decode", "address": added.address}
+            assert (await one.post("/fleet/nodes", json=body)).status_code == 200
+            added.drain()
+            alive = {"prefill_0": "alive", "decode_0": "alive"}
+            await until_states(one, **alive)
+            await prefill.stop()
+            prefill.heard.clear()
+            prefill.start(prefill.port, incarnation="b")
+            await until_states(one, **alive)
+            await asyncio.sleep(0.2)
+            assert not [relay for relay in prefill.all(Relay) if isinstance(relay.news, AddedNode)]
 
     asyncio.run(run())
