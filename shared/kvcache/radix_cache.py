@@ -132,6 +132,12 @@ class RadixCache:
                 at += 1
         return Peek(at, node)
 
+    def cut_at(self, peek: Peek) -> None:
+        """Split the node in whose middle `peek` ends, if it does, so that a lock holds no more than the prefix."""
+        num_behind = sum(len(node.pages) for node in self._path(peek.node)) - peek.num_pages
+        if num_behind:
+            self._split(peek.node, len(peek.node.pages) - num_behind)
+
     def num_pages_unlocked_by(self, locks: Iterable[PrefixLock]) -> int:
         """Count the pages that would become evictable if all of `locks` were released."""
         released = Counter(node for lock in locks for node in lock.nodes())

@@ -28,9 +28,9 @@ class Batcher:
         self._ledger = ledger
         self._options = options
         self._priority = PriorityRule(options)
-        cached = CachedPrefixes(ledger)
-        self.policy = SchedulePolicy(options, ledger, self._priority, cached)
-        self._in_batch_prefix = InBatchPrefix(ledger, options, self._priority, cached)
+        self._cached = CachedPrefixes(ledger)
+        self.policy = SchedulePolicy(options, ledger, self._priority, self._cached)
+        self._in_batch_prefix = InBatchPrefix(ledger, options, self._priority, self._cached)
         self._prefills_in_flight: list[Req] = []
         self._blocked_arrival: Req | None = None
         self._lacks_room = False
@@ -40,7 +40,8 @@ class Batcher:
         """Forwards decided on so far: the clock of everything that depends on time here."""
         self._new_token_ratio = NewTokenRatio(options.schedule_conservativeness)
         self._num_decode_steps = 0
-        self.waiting_queue: list[Req] = []
+        self.waiting_queue: dict[Req, None] = {}
+        """In order of arrival. Thousands may wait and end at once, so `remove` must not search for each."""
         self.chunked_req: Req | None = None
         self.last_batch: ScheduleBatch | None = None
         self.running_batch: list[Req] = []
@@ -92,6 +93,7 @@ class Batcher:
             return None
         adder = PrefillAdder(
             self._ledger,
+            self._cached,
             self._options,
             self.running_batch,
             self._new_token_ratio.value,
@@ -118,9 +120,8 @@ class Batcher:
         if not adder.can_run:
             return None
         self.chunked_req = adder.chunked_req
-        admitted = {id(req) for req in adder.can_run}
-        self.waiting_queue = [req for req in self.waiting_queue if id(req) not in admitted]
         for req in adder.can_run:
+            self.waiting_queue.pop(req, None)
             self.retraction.remove(req)
             if req.timeline.stage is not ReqStage.PREFILLING:
                 req.timeline.move_to(ReqStage.PREFILLING)
@@ -146,7 +147,8 @@ class Batcher:
         A request that waits for a prefix (`InBatchPrefix`) is left out. That is decided when its turn comes, since
         the requests admitted before it compute prefixes too.
         """
-        retracted, waiting = self.retraction.to_prefill(), self.retraction.admissible(self.waiting_queue)
+        retracted = self.retraction.to_prefill()
+        waiting = self.retraction.admissible(list(self.waiting_queue))
         arrival = self._blocked_arrival
         if arrival is not None:  # pages that are free, or freed for it, are not for lower ranks
             level, rank = self.level(arrival), self.rank(arrival)
@@ -178,7 +180,7 @@ class Batcher:
 
     def first_blocked(self) -> Req | None:
         """The waiting request that ranks first, while the waiting queue lacks room: lower arrivals get none."""
-        return next(iter(self.in_order(self.waiting_queue)), None) if self._lacks_room else None
+        return next(iter(self.in_order(list(self.waiting_queue))), None) if self._lacks_room else None
 
     def is_open_to(self, arrival: Req, blocked: Req | None) -> bool:
         """Whether `arrival` may reserve room for a transfer, `blocked` being the result of `first_blocked`.
@@ -280,7 +282,7 @@ class Batcher:
     def add(self, req: Req) -> None:
         """Queue a request whose KV is to be computed here."""
         self.arrived(req)
-        self.waiting_queue.append(req)
+        self.waiting_queue[req] = None
 
     def admit_prefilled(self, req: Req) -> None:
         """Begin to decode a request whose KV came from elsewhere and whose next token is known."""
@@ -298,7 +300,7 @@ class Batcher:
         """Forget a request that ended, wherever it is. Its KV is the caller's to release."""
         if req is self.chunked_req:
             self.chunked_req = None
-        for queue in (self.waiting_queue, self.running_batch):
-            if req in queue:
-                queue.remove(req)
+        self.waiting_queue.pop(req, None)
+        if req.kv is not None and req in self.running_batch:  # at most `max_running_requests`
+            self.running_batch.remove(req)
         self.retraction.remove(req)

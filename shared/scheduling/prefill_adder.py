@@ -12,6 +12,7 @@ from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
 from shared.kvcache.radix_cache import PrefixLock, TreeNode
 from shared.scheduling.req import Req
+from shared.scheduling.schedule_policy import CachedPrefixes
 
 MAX_RESERVED_OUTPUT = 4096
 """No request reserves room for more output than this, as in SGLang: longer outputs are rare and may be retracted."""
@@ -39,6 +40,7 @@ class PrefillAdder:
     def __init__(
         self,
         ledger: KVLedger,
+        cached: CachedPrefixes,
         options: ScheduleOptions,
         running: Sequence[Req],
         new_token_ratio: float,
@@ -47,6 +49,7 @@ class PrefillAdder:
     ) -> None:
         """The forward has `num_decodes` tokens of a decode step too. At least half of each budget is for prompts."""
         self._ledger = ledger
+        self._cached = cached
         self._new_token_ratio = new_token_ratio
         self._known_share = min(options.schedule_conservativeness, 1.0)
         self._running = list(running)
@@ -85,14 +88,17 @@ class PrefillAdder:
         return self._rem_tokens > 0
 
     def would_fit(self, req: Req, victims: Sequence[Req]) -> bool:
-        """Whether a waiting request could be admitted if `victims`, which run, were retracted."""
+        """Whether a waiting request could be admitted if `victims`, which run, were retracted.
+
+        Its cached prefix is looked up anew only when the RadixCache has changed, and does not count as used.
+        """
         ledger = self._ledger
         if not self._has_tokens or self._num_free_rows + len(victims) <= 0:
             return False
-        match = ledger.match_prefix(req.matchable_ids, req.extra_key)
-        lock = ledger.radix_cache.lock(match.node)
+        prefix = self._cached.peek_to_lock(req)
+        lock = ledger.radix_cache.lock(prefix.node)
         try:
-            return self._fits(req, lock, len(match.pages), victims)
+            return self._fits(req, lock, prefix.num_pages, victims)
         finally:
             lock.release()
 
@@ -121,18 +127,13 @@ class PrefillAdder:
         ledger = self._ledger
         if not self._has_tokens:
             return AddReqResult.OTHER
-        if self._num_free_rows <= 0:
+        if not self.would_fit(req, ()):
             return AddReqResult.NO_TOKEN
-        with ledger.tentative(
-            ledger.match_prefix(req.matchable_ids, req.extra_key), req.extra_key
-        ) as tentative:
-            kv = tentative.kv
-            assert kv is not None, "a row was free a moment ago"
-            if not self._fits(req, kv.lock, kv.num_pages):
-                return AddReqResult.NO_TOKEN
-            grown = ledger.grow(kv, len(req.ids))
-            assert grown, "the pages were counted a moment ago"
-            req.kv = tentative.keep()
+        kv = ledger.admit(ledger.match_prefix(req.matchable_ids, req.extra_key), req.extra_key)
+        assert kv is not None, "a row was free a moment ago"
+        grown = ledger.grow(kv, len(req.ids))
+        assert grown, "the pages were counted a moment ago"
+        req.kv = kv
         if not req.num_retractions:  # what a retracted request finds is its own KV
             req.cached_tokens = min(kv.kv_committed_len, req.num_input_ids)
         return self._take(req)

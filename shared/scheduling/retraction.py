@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from shared import log
 from shared.config import ScheduleOptions
@@ -58,9 +59,9 @@ class Retraction:
         self._wait_steps = options.retracted_wait_steps
         self._reserved_tokens = options.num_reserved_decode_tokens
         self._priority = priority
-        self._queue: list[Req] = []
+        self._queue: dict[Req, None] = {}
         """Retracted requests, in the order in which they resume. Those with `host_pages` are copied back."""
-        self._sitting_out: list[Req] = []
+        self._sitting_out: dict[Req, None] = {}
         self._copies: list[KVCopy] = []
         self._unservable: list[ReqKey] = []
         self._num_forwards = 0
@@ -71,7 +72,8 @@ class Retraction:
     def begin_turn(self, num_forwards: int) -> None:
         """Begin a decision, before which `num_forwards` were decided on, and put the queue in order."""
         self._num_forwards = num_forwards
-        self._queue.sort(key=lambda req: (-self._level(req), req.stalled_since))
+        in_order = sorted(self._queue, key=lambda req: (-self._level(req), req.stalled_since))
+        self._queue = dict.fromkeys(in_order)
 
     def end_turn(self) -> tuple[tuple[KVCopy, ...], tuple[ReqKey, ...]]:
         """Return what was decided besides the forward: copies in their order, and unservable requests."""
@@ -92,8 +94,7 @@ class Retraction:
 
     def to_prefill(self) -> list[Req]:
         """Requests that may be prefilled again now, in order: none passes an older one whose KV is on the host."""
-        first_on_host = next((i for i, req in enumerate(self._queue) if req.host_pages), len(self._queue))
-        return self._queue[:first_on_host]
+        return list(takewhile(lambda req: not req.host_pages, self._queue))
 
     def admissible(self, arrivals: Sequence[Req]) -> list[Req]:
         """Those of `arrivals` that may take room: all, unless a retracted or stalled request has waited too long.
@@ -113,12 +114,11 @@ class Retraction:
         A waiting request of a higher level goes first.
         """
         resumed: list[Req] = []
-        while self._queue and self._queue[0].host_pages:
-            req = self._queue[0]
+        for req in list(takewhile(lambda req: req.host_pages, self._queue)):
             outranked = any(self._level(other) > self._level(req) for other in waiting)
             if outranked or not self._resume(req, [*running, *resumed]):
                 break
-            del self._queue[0]
+            del self._queue[req]
             resumed.append(req)
         return resumed
 
@@ -169,7 +169,7 @@ class Retraction:
 
         `num_coming_pages` come home with the forward in flight: while no more are missing, no KV is given up.
         """
-        self._sitting_out = []
+        self._sitting_out = {}
         ledger = self._ledger
         lack = self.num_missing_pages(running) - ledger.num_available_pages
         if lack > 0:
@@ -192,7 +192,7 @@ class Retraction:
         for req in sits_out:
             self._stall(req)
         self._num_waits += len(sits_out)
-        self._sitting_out = sits_out
+        self._sitting_out = dict.fromkeys(sits_out)
         return sits_out
 
     def next_forced_victim(self, running: Sequence[Req]) -> Req | None:
@@ -221,14 +221,14 @@ class Retraction:
         req.num_retractions += 1
         req.timeline.move_to(ReqStage.RETRACTED)
         self._stall(req)
-        self._queue.append(req)
+        self._queue[req] = None
         on_host = len(req.host_pages)
         log.event("retract", key=req.key, output_len=req.output_len, freed_pages=freed, host_pages=on_host)
 
     def remove(self, req: Req) -> None:
         """Forget a request that ended, or that is prefilled again. Its host pages are given back."""
-        self._queue = [other for other in self._queue if other is not req]
-        self._sitting_out = [other for other in self._sitting_out if other is not req]
+        self._queue.pop(req, None)
+        self._sitting_out.pop(req, None)
         self._free_host_pages(req)
 
     def num_missing_pages(self, running: Sequence[Req]) -> int:

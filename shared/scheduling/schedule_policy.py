@@ -91,6 +91,11 @@ class CachedPrefixes:
             peek = self._found[key] = self._ledger.peek_prefix(ids, req.extra_key)
         return peek
 
+    def peek_to_lock(self, req: Req) -> Peek:
+        """The same prefix, in a node that ends with it."""
+        self._ledger.radix_cache.cut_at(self.peek(req))
+        return self.peek(req)
+
     def num_tokens(self, req: Req) -> int:
         """The length of that prefix."""
         return self.peek(req).num_pages * self._ledger.page_size

@@ -17,7 +17,7 @@ from shared.protocol.messages import NodeRef, ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
-from shared.timeline import Timeline
+from shared.timeline import ReqStage, Timeline
 from tests.unit.scheduling.conftest import MakeLedger, MakeReq
 
 PREFILL = NodeRef("p0", "p0", "sim")
@@ -73,17 +73,39 @@ def num_opcodes(call: Callable[[], Any]) -> int:
     return count
 
 
-@pytest.mark.parametrize("waits_for", ["transfer", "prefill"])
+class ComparedReq(Req):
+    """Counts its comparisons with other requests: `in` and `remove` of a list make them in C, without an opcode."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        ComparedReq.num_compared += 1
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("waits_for", ["transfer", "prefill", "resume"])
 def test_ending_one_request_costs_the_same_however_many_wait(
-    waits_for: str, make_kv_ledger: MakeLedger, make_req: MakeReq
+    waits_for: str, make_kv_ledger: MakeLedger
 ) -> None:
     def cost(num_reqs: int) -> int:
-        queue, batcher = make_queue(make_kv_ledger())
-        reqs = [make_req() for _ in range(num_reqs)]
+        ledger = make_kv_ledger(num_reqs, num_rows=num_reqs)
+        queue, batcher = make_queue(ledger)
+        reqs = [new_req(f"r{i}", (i,), made_by=ComparedReq) for i in range(num_reqs)]
         for req in reqs:
-            enqueue(queue, batcher, req) if waits_for == "transfer" else batcher.add(req)
-        last = reqs[-1]
-        return num_opcodes(lambda: (queue.remove(last), batcher.remove(last)))
+            if waits_for == "transfer":
+                enqueue(queue, batcher, req)
+            elif waits_for == "prefill":
+                batcher.add(req)
+            else:
+                req.kv = ledger.admit(ledger.match_prefix(req.ids, ""), "")
+                req.timeline.move_to(ReqStage.PREFILLING)
+                req.timeline.move_to(ReqStage.DECODING)
+                batcher.retraction.retract_now(req)
+        last, before = reqs[-1], ComparedReq.num_compared
+        num_steps = num_opcodes(lambda: (queue.remove(last), batcher.remove(last)))
+        return num_steps + ComparedReq.num_compared - before
 
     assert cost(400) == cost(20)
 
@@ -103,6 +125,43 @@ def test_a_blocked_request_is_looked_up_anew_only_when_the_tree_has_changed(
     first, second = cost(800)
     assert first > 200 * 10 > second
     assert second == cost(40)[1]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_blocked_local_prompt_is_looked_up_anew_only_when_the_tree_has_changed(
+    ignore_eos: bool, make_kv_ledger: MakeLedger, make_req: MakeReq
+) -> None:
+    def cost(num_tokens: int) -> tuple[int, int]:
+        """Of the first decision and of the third, for a prompt of so many tokens, all but four of them cached."""
+        ledger = make_kv_ledger(num_tokens // 4)
+        batcher = Batcher(ledger, ScheduleOptions())
+        req = make_req(num_tokens, max_new_tokens=9, ignore_eos=ignore_eos)
+        cache_prefix(ledger, req.ids[:-4])
+        batcher.add(req)
+        first, _, third = (num_opcodes(batcher.plan) for _ in range(3))
+        assert req.kv is None, "the prompt fits, and not its output"
+        return first, third
+
+    (first, third), (_, third_of_short) = cost(4 * 200), cost(4 * 10)
+    assert third == third_of_short
+    assert first - third > 200 * 10
+
+
+def test_a_blocked_local_prompt_does_not_use_the_prefix_it_waits_with(
+    make_kv_ledger: MakeLedger, make_req: MakeReq
+) -> None:
+    """Eviction is by use: the prefix of a blocked request was used longest ago, and so goes first."""
+    ledger = make_kv_ledger(8)
+    batcher = Batcher(ledger, ScheduleOptions())
+    blocked, other = make_req(36), make_req(8)
+    cache_prefix(ledger, blocked.ids[:8])
+    cache_prefix(ledger, other.ids)
+    batcher.add(blocked)
+    for _ in range(3):
+        assert batcher.plan().batch is None
+    ledger.allocator.free(ledger.radix_cache.evict(2))
+    assert ledger.radix_cache.peek(blocked.ids, 8).num_pages == 0
+    assert ledger.radix_cache.peek(other.ids, 8).num_pages == 2
 
 
 def test_a_prefix_that_is_cached_meanwhile_is_found(make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
@@ -176,7 +235,7 @@ def both_fit(rng: random.Random, make_kv_ledger: MakeLedger) -> tuple[bool, bool
     return predicted, queue.reserve(**OPEN) == [req]
 
 
-def new_req(rid: str, ids: tuple[int, ...], kv: ReqKV | None = None) -> Req:
-    req = Req(ReqKey("router", rid), Work(ids, SamplingParams()), Timeline(Role.DECODE), 9)
+def new_req(rid: str, ids: tuple[int, ...], kv: ReqKV | None = None, *, made_by: type[Req] = Req) -> Req:
+    req = made_by(ReqKey("router", rid), Work(ids, SamplingParams()), Timeline(Role.DECODE), 9)
     req.kv = kv
     return req

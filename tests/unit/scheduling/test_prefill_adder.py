@@ -7,6 +7,7 @@ from shared.kvcache.ledger import KVLedger
 from shared.scheduling.plan import schedule
 from shared.scheduling.prefill_adder import MAX_RESERVED_OUTPUT, AddReqResult, PrefillAdder
 from shared.scheduling.req import Req
+from shared.scheduling.schedule_policy import CachedPrefixes
 from tests.unit.scheduling.conftest import MakeLedger, MakeReq
 
 CONTINUE, NO_TOKEN, OTHER = AddReqResult.CONTINUE, AddReqResult.NO_TOKEN, AddReqResult.OTHER
@@ -21,7 +22,7 @@ def make_adder(
     ratio: float = 1.0,
 ) -> PrefillAdder:
     options = ScheduleOptions(chunked_prefill_size=chunk, max_prefill_tokens=prefill)
-    return PrefillAdder(ledger, options, running, ratio)
+    return PrefillAdder(ledger, CachedPrefixes(ledger), options, running, ratio)
 
 
 class TestPages:
