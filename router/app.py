@@ -47,6 +47,7 @@ from router.http.page_api import page_routes
 from router.http.request_ids import HEADER, RequestIds
 from router.http.responses import error_response, note_error
 from router.http.wrong_input import wrong_input
+from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.membership import Membership
 from router.nodes.status import VERSION, FleetStatus
@@ -69,7 +70,7 @@ class Service:
     changes: FleetChanges
     dispatcher: Dispatcher
     generator: Generator
-    abort: Callable[[str | None], int]
+    abort: Callable[[str | None], RequestsAborted]
     """Aborts the requests of a rid, or all (None), at all routers. Returns the number of sequences of this one."""
     metrics: Metrics
     status: FleetStatus

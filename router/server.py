@@ -32,6 +32,7 @@ from router.http.api_keys import api_keys, warn_if_open
 from router.http.config import RouterConfig
 from router.http.http_server import HttpServer, http_server
 from router.nodes.conversation import Timing
+from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.member import MemberState
 from router.nodes.membership import Membership
@@ -44,7 +45,7 @@ from shared.errors import ConfigError
 from shared.log import event
 from shared.model.files import resolve_model
 from shared.protocol.dial_socket import MAX_SOCKETS
-from shared.protocol.messages import AbortedReqs, Announcement, Role, Work
+from shared.protocol.messages import Announcement, Role, Work
 from shared.protocol.resolver import Resolver
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
@@ -255,9 +256,9 @@ class Router:
     def _abort(self, rid: str | None) -> int:
         return self._generator.abort(rid, ABORTED)
 
-    def _abort_everywhere(self, rid: str | None) -> int:
-        self._news.send(AbortedReqs(rid))
-        return self._abort(rid)
+    def _abort_everywhere(self, rid: str | None) -> RequestsAborted:
+        relayed = self._news.send_abort(rid)
+        return RequestsAborted(aborted=self._abort(rid), relayed=relayed)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._background.append(asyncio.create_task(work, name=name))

@@ -199,7 +199,7 @@ def info_routes(
 
 def control_routes(
     membership: Membership,
-    abort: Callable[[str | None], int],
+    abort: Callable[[str | None], RequestsAborted],
     admin_only: AdminGuard,
 ) -> APIRouter:
     """The routes that act on a running service."""
@@ -218,7 +218,7 @@ def control_routes(
             raise RequestError("give rid, or abort_all: true", param="rid")
         if body.abort_all:
             await admin_only(request)
-        return RequestsAborted(aborted=abort(None if body.abort_all else body.rid))
+        return abort(None if body.abort_all else body.rid)
 
     return router
 

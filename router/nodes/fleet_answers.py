@@ -162,6 +162,9 @@ class RequestsAborted(Answer, kw_only=True, frozen=True):
     """The number of aborted sequences. 0 is no error."""
 
     aborted: Annotated[int, Field(description="Aborted sequences of the router that answers.")]
+    relayed: Annotated[
+        bool, Field(description="False if other routers were not told, because too many aborts came at once.")
+    ]
     success: Literal[True] = True
 
 

@@ -23,6 +23,7 @@ from router.nodes.membership import Membership
 from router.nodes.node_link import LiveNode
 from shared.log import event
 from shared.protocol.messages import AbortedReqs, AddedNode, Relay, RemovedNode, RouterNews
+from shared.protocol.router_relay import MAX_ABORTS_A_SECOND
 from shared.timeline import Clock
 
 _MAX_REMEMBERED = 4096
@@ -40,18 +41,27 @@ class SharedNews:
         self._taken: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._changes: OrderedDict[str, tuple[int, AddedNode | RemovedNode]] = OrderedDict()
         """By address: the latest change, and the number under which this router sends it."""
+        self._aborts = 0, 0
+        """The latest second with an abort, and the number of aborts in it."""
 
     def next_time(self, address: str) -> float:
         """The time of a change that is asked for now: later than any known change of the address."""
         _, known = self._changes.get(address, (0, None))
         return max(self._clock(), known.at + _STEP_S if known is not None else 0.0)
 
-    def send(self, news: RouterNews) -> None:
-        """Send news to all other routers."""
-        if isinstance(news, AbortedReqs):
-            self._to_all(next(self._numbers), news)
-        else:
-            self._to_all(self._remember(news), news)
+    def send(self, change: AddedNode | RemovedNode) -> None:
+        """Send a change of the fleet to all other routers."""
+        self._to_all(self._remember(change), change)
+
+    def send_abort(self, rid: str | None) -> bool:
+        """Send an abort to all other routers. False if there were so many in this second that nodes drop it."""
+        second = int(self._clock())
+        num_before = self._aborts[1] if self._aborts[0] == second else 0
+        self._aborts = second, num_before + 1
+        if num_before >= MAX_ABORTS_A_SECOND // 2:  # a node's second may be halves of two
+            return False
+        self._to_all(next(self._numbers), AbortedReqs(rid))
+        return True
 
     def take(self, relay: Relay) -> RouterNews | None:
         """The news that a node relays; None if it was taken before, or if a later change is known."""

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import httpx
 
+from router.nodes.shared_news import SharedNews
 from router.server import Router
 from shared.protocol.messages import AbortedReqs, AddedNode, Decode, Prefill, Relay, Role
+from shared.protocol.router_relay import MAX_ABORTS_A_SECOND
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
+from tests.unit.router.test_membership import new_membership
 
 Served = tuple[Router, httpx.AsyncClient]
 BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
@@ -47,7 +50,7 @@ def test_an_abort_by_rid_reaches_the_other_router(model_folder: Path) -> None:
             ]
             await decode.wait_for(Decode, 3)
             told = await one.post("/abort_request", json={"rid": "theirs"})
-            assert told.json() == {"success": True, "aborted": 0}, "those of the router that was asked"
+            assert told.json() == {"success": True, "aborted": 0, "relayed": True}, "of the router asked"
             assert (await asked[1]).json()["meta_info"]["finish_reason"]["type"] == "abort"
             assert not asked[0].done() and not asked[2].done()
             assert (await one.post("/abort_request", json={"abort_all": True})).json()["aborted"] == 1
@@ -56,6 +59,17 @@ def test_an_abort_by_rid_reaches_the_other_router(model_folder: Path) -> None:
             relays = decode.all(Relay)
             assert relays == prefill.all(Relay), "through every node"
             assert [relay.news for relay in relays] == [AbortedReqs("theirs"), AbortedReqs(None)]
+
+    asyncio.run(run())
+
+
+def test_an_abort_that_nodes_would_drop_is_answered_as_not_relayed() -> None:
+    async def run() -> None:
+        async with new_membership() as (membership, _):
+            times = [100.4] * (MAX_ABORTS_A_SECOND + 1) + [101.0]
+            news = SharedNews(membership, "one", iter(times).__next__)
+            relayed = [news.send_abort("x") for _ in times]
+            assert relayed.count(True) == MAX_ABORTS_A_SECOND // 2 + 1 and relayed[-1]
 
     asyncio.run(run())
 
