@@ -1,8 +1,9 @@
 """A model whose KV is large and whose every stage lasts, so that a test can act in the middle of one.
 
 A token's KV takes 24 chunks of 4096 bytes, which travel one after the other through one staging slot; a prompt is
-computed three tokens at a time, faster than that. A prompt of LONG tokens is prefilled for seconds, with its pages
-behind, and when its first token is sampled, a second of transfer is still to come.
+computed three tokens at a time. A prompt of LONG tokens is prefilled for seconds, while its first pages travel. How
+much is left to transfer when its first token is sampled depends on which of the two a loaded machine slows down more,
+and may be nothing. So where the transfer itself is wanted, the prefill node has computed the prompt before.
 
     bootstrap      a request that runs on the decode node keeps the headroom of every other: see RESERVE
     prefilling     the prefill node has taken it from the bootstrap queue (by its load), and no token has come
@@ -110,6 +111,10 @@ def bring_into(stage: Stage, fleet: Fleet, model: SlowModel, *, num_new: int = N
         blocker = router.generate(model.fresh_prompt(LOCAL), 1200, stream=True)
         blocker.wait_tokens(2)
     prompt = model.fresh_prompt(SHORT if stage is Stage.DECODING else LONG)
+    if stage is Stage.TRANSFERRING:
+        router.generate(
+            prompt, 1
+        ).finish()  # on p0 alone: from its cache all pages are offered with the first token
     call = router.generate(prompt, num_new, stream=True, return_timeline=True)
     match stage:
         case Stage.BOOTSTRAP:
