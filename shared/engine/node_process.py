@@ -126,6 +126,7 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
         finally:
             announcer.stop()
             scheduler.close(reason)
+            parts.transfer.close()
             engine.close()
         log.event("stopped", node=node.incarnation)
         return 0

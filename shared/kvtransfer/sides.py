@@ -21,7 +21,7 @@ from shared.protocol.transfer_messages import SenderToReceiver
 
 @dataclass(frozen=True)
 class TransferSides:
-    """The scheduler that uses a side ticks, polls and closes it."""
+    """The scheduler that uses a side ticks and polls it. The node closes both, whatever its role."""
 
     sender: KVSender
     peering: DialledPeering
@@ -30,6 +30,11 @@ class TransferSides:
     def handlers(self) -> dict[str, Handlers]:
         """Handlers for the sending nodes that dial this one, to be admitted once the receiver is used."""
         return {"sender": Handlers(msgspec.msgpack.Decoder(SenderToReceiver), self.receiver.on_message)}
+
+    def close(self) -> None:
+        """End every transfer and link of both sides. A side that its scheduler has closed before stays closed."""
+        self.sender.close()
+        self.receiver.close()
 
 
 def make_sides(own: Endpoint, control: ControlThread) -> TransferSides:
