@@ -25,11 +25,6 @@ class LinkLoop(Protocol):
         """Take the link, which is built. Called once, before the first `step`."""
         ...
 
-    @property
-    def num_slots_out(self) -> int:
-        """Staging slots that are not home."""
-        ...
-
     def kick(self) -> None:
         """Look for work again. Any thread."""
         ...

@@ -71,12 +71,6 @@ class Links(Generic[Loop]):
         """Why the last link of each peer died."""
 
     @property
-    def num_live(self) -> int:
-        """Links that are built and not dead."""
-        with self._lock:
-            return sum(worker.live for worker, _ in self._current.values())
-
-    @property
     def live_by_transport(self) -> dict[str, int]:
         """Live links, counted by what carries them."""
         with self._lock:
@@ -87,12 +81,6 @@ class Links(Generic[Loop]):
         self._deaths = {peer_id: reason for peer_id, reason in self._deaths.items() if peer_id in peers}
         live = {worker.peer_id for worker, _ in self._current.values() if worker.live}
         return {peer_id: reason for peer_id, reason in self._deaths.items() if peer_id not in live}
-
-    @property
-    def num_slots_out(self) -> int:
-        """Staging slots that are not home, those that ops of dead links still hold included. 0 when idle."""
-        with self._lock:
-            return sum(worker.loop.num_slots_out for worker in self._workers if not worker.finished)
 
     def worker(self, peer_id: str) -> LinkWorker | None:
         """The peer's link, building or live."""

@@ -29,7 +29,7 @@ class Peer(Generic[State]):
 
 
 class PeerTable(Generic[State]):
-    """The peers by their ids. Used under the lock of the side; `states` and `unreachable` take it."""
+    """The peers by their ids. Used under the lock of the side, which `unreachable` takes."""
 
     def __init__(self, *, lock: threading.RLock, links: Links[Any], own: Endpoint) -> None:
         self._lock = lock
@@ -109,18 +109,3 @@ class PeerTable(Generic[State]):
         with self._lock:
             refused = {peer.peer_id: peer.refused for peer in self._peers.values() if peer.refused}
             return self._links.broken(self._peers) | refused
-
-    def states(self) -> dict[str, str]:
-        """Each peer: refused, silent, linked, linking, or unlinked."""
-        with self._lock:
-            return {peer.peer_id: self._state(peer) for peer in self._peers.values()}
-
-    def _state(self, peer: Peer[State]) -> str:
-        if peer.refused is not None:
-            return "refused"
-        if peer.silent:
-            return "silent"
-        worker = self._links.worker(peer.peer_id)
-        if worker is None:
-            return "unlinked"
-        return "linked" if worker.live else "linking"

@@ -65,11 +65,6 @@ class ReceiveLoop:
         self._kicked = threading.Event()
         self._granted: deque[_Granted] = deque()
 
-    @property
-    def num_slots_out(self) -> int:
-        """Slots that arrivals hold, or will."""
-        return len(self._granted)
-
     def attach(self, link: Link) -> None:
         """Take the link, which is built."""
         self._link = link

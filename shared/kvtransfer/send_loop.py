@@ -54,11 +54,6 @@ class SendLoop:
         self._lock = threading.Lock()
         """Guards the ring and what is due: the copier takes it, other threads bring it."""
 
-    @property
-    def num_slots_out(self) -> int:
-        """Slots that are being filled, or that sends under way still read."""
-        return self._ring.num_out
-
     def attach(self, link: Link) -> None:
         """Take the link, which is built. Grants may be waiting already."""
         with self._lock:

@@ -112,9 +112,8 @@ def bring_into(stage: Stage, fleet: Fleet, model: SlowModel, *, num_new: int = N
         blocker.wait_tokens(2)
     prompt = model.fresh_prompt(SHORT if stage is Stage.DECODING else LONG)
     if stage is Stage.TRANSFERRING:
-        router.generate(
-            prompt, 1
-        ).finish()  # on p0 alone: from its cache all pages are offered with the first token
+        # Computed by p0 alone, which then offers all pages from its cache together with the first token.
+        router.generate(prompt, 1).finish()
     call = router.generate(prompt, num_new, stream=True, return_timeline=True)
     match stage:
         case Stage.BOOTSTRAP:

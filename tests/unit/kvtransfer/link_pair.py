@@ -24,6 +24,7 @@ from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.kvtransfer.transports.choice import Transports, make_transports
 from shared.protocol.messages import KVLayout, NodeRef, ReqKey, Struct
 from shared.protocol.transfer_messages import Handoff, Ready, ReceiverToSender, SenderToReceiver
+from tests.unit.kvtransfer.looks import num_live
 
 LAYOUT = KVLayout("f00d", "float32", 16, 4, 2, 32)
 BACKENDS = ("gloo", "shm")
@@ -194,7 +195,7 @@ class LinkPair:
         self.until(lambda: self.d.peers.num_links_opened >= num_links)
 
     def linked(self) -> bool:
-        return self.p.links.num_live == self.d.links.num_live == 1
+        return num_live(self.p) == num_live(self.d) == 1
 
     def transfer(self, number: int, p_pages: list[int], d_pages: list[int]) -> None:
         """Open, offer everything and hand off; `received` and `sent` tell how it ended."""

@@ -31,6 +31,7 @@ from tests.unit.kvtransfer.link_pair import (
     transports,
     wait_until,
 )
+from tests.unit.kvtransfer.looks import num_live, num_slots_out
 
 torch.set_num_threads(1)
 NUM_PAGES = 64
@@ -98,8 +99,7 @@ class Node:
             self.received[ended.key] = ended
 
     def close(self) -> None:
-        self.sides.sender.close()
-        self.sides.receiver.close()
+        self.sides.close()
         self.control.close()
 
 
@@ -163,7 +163,7 @@ def test_a_link_that_is_lost_one_way_leaves_the_other_way_alone(two: Two) -> Non
     assert two.a.sides.receiver.peers.num_links_opened == 1
     there = two.send(two.a, two.b, [1, 2], [40, 41])
     two.until(lambda: there in two.b.received and two.b.sides.receiver.peers.num_links_opened == 2)
-    two.until(lambda: two.a.sides.sender.links.num_live == 1)
+    two.until(lambda: num_live(two.a.sides.sender) == 1)
 
 
 def test_leases_are_renewed_while_the_receiving_nodes_loop_is_in_a_long_step() -> None:
@@ -171,7 +171,7 @@ def test_leases_are_renewed_while_the_receiving_nodes_loop_is_in_a_long_step() -
     two = Two(options)
     two.b.pages.go_on.clear()
     there = two.send(two.a, two.b, [1], [40])
-    two.until(lambda: two.b.sides.receiver.links.num_slots_out > 0)
+    two.until(lambda: num_slots_out(two.b.sides.receiver) > 0)
     start = time.monotonic()
     while time.monotonic() - start < 3 * options.lease_s:
         two.a.step()

@@ -32,6 +32,7 @@ from tests.unit.kvtransfer.link_pair import (
     transports,
     wait_until,
 )
+from tests.unit.kvtransfer.looks import num_live, num_slots_out, peer_states
 
 torch.set_num_threads(1)
 NUM_PAGES = 4096  # 128 MB: long enough to die in the middle
@@ -73,7 +74,7 @@ class Decode:
         self.processes.append(process)
         self.outbox = PipeOutbox(ours)
         self._listen(ours, tell_disconnect)
-        self.until(lambda: self.side.links.num_live == 1, timeout_s=30)
+        self.until(lambda: num_live(self.side) == 1, timeout_s=30)
         return process
 
     def _listen(self, pipe: Connection, tell_disconnect: bool) -> None:
@@ -143,7 +144,7 @@ def test_sigkill_in_the_middle_fails_the_transfer_and_a_new_incarnation_works(
     assert "silent" not in failed.reason, "noticed by pings only"
     decode.pool.buffer_LSNHPD.zero_()  # the pages are ours again: nothing may write them now
     process.join()
-    decode.until(lambda: decode.side.links.num_slots_out == 0)
+    decode.until(lambda: num_slots_out(decode.side) == 0)
     assert not decode.pool.buffer_LSNHPD.any()
     decode.spawn(tell_disconnect=tell_disconnect)
     decode.works()
@@ -160,7 +161,7 @@ def test_pings_detect_a_stopped_process_and_it_may_come_back(decode: Decode) -> 
     took = decode.until(lambda: new in decode.ended)
     assert isinstance(decode.ended[new], ReceiveFailed)
     assert took < REAL.peer_timeout_s + 2.0
-    decode.until(lambda: decode.side.peers.table.states() == {"p0": "silent"})
+    decode.until(lambda: peer_states(decode.side) == {"p0": "silent"})
     os.kill(process.pid, signal.SIGCONT)
-    decode.until(lambda: decode.side.links.num_live == 1, timeout_s=20)
+    decode.until(lambda: num_live(decode.side) == 1, timeout_s=20)
     decode.works()

@@ -24,6 +24,7 @@ from tests.unit.kvtransfer.link_pair import (
     real,
     wait_until,
 )
+from tests.unit.kvtransfer.looks import num_live, num_slots_out
 
 torch.set_num_threads(1)
 
@@ -72,7 +73,7 @@ def test_cancelled_chunks_are_drained_and_the_link_goes_on(pair: LinkPair) -> No
     pair.until(lambda: len(pair.received) == len(pair.sent) == 21)
     assert isinstance(pair.received[key(99)], Received)
     assert pair.d.peers.num_links_opened == 1
-    wait_until(lambda: pair.p.links.num_slots_out == pair.d.links.num_slots_out == 0)
+    wait_until(lambda: num_slots_out(pair.p) == num_slots_out(pair.d) == 0)
 
 
 def test_a_wrong_secret_fails_the_challenge(options: TransferOptions) -> None:
@@ -88,7 +89,7 @@ def test_a_wrong_secret_fails_the_challenge(options: TransferOptions) -> None:
     failed = pair.received[key(0)]
     assert isinstance(failed, ReceiveFailed)
     assert "challenge" in failed.reason or "peer" in failed.reason
-    assert pair.p.links.num_live == pair.d.links.num_live == 0
+    assert num_live(pair.p) == num_live(pair.d) == 0
     pair.close()
 
 

@@ -17,6 +17,7 @@ from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
 from shared.kvtransfer.transports.common import thread_copier
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Grant, GrantedChunk
+from tests.unit.kvtransfer.looks import slots_out
 
 KEY = ReqKey("router", "a", 0)
 PAGE_NBYTES = 8
@@ -104,7 +105,7 @@ def test_chunks_go_out_in_the_order_of_their_grants_through_fewer_slots() -> Non
     loop.attach(link)  # the peer was faster
     loop.accept(grant(10, num_chunks=10))
     loop.accept(grant(10, num_chunks=10))  # a message that came twice
-    while len(link.sent) < 20 or loop.num_slots_out:
+    while len(link.sent) < 20 or slots_out(loop):
         loop.step(block=True)
     assert link.sent == list(range(20))
     assert loop.drain(block=True)
@@ -116,9 +117,9 @@ def test_chunks_are_gathered_and_sent_while_earlier_ones_are_on_their_way() -> N
     for seq in range(3):
         loop.accept(grant(seq))
     wait_until(lambda: link.sent == [0, 1])  # without a step: nobody has seen a send leave its slot
-    assert loop.num_slots_out == 2
+    assert slots_out(loop) == 2
     assert loop.drain(block=True)
-    assert loop.num_slots_out == 0
+    assert slots_out(loop) == 0
 
 
 def test_a_gather_that_fails_ends_the_link_and_keeps_no_slot() -> None:
@@ -130,7 +131,7 @@ def test_a_gather_that_fails_ends_the_link_and_keeps_no_slot() -> None:
     with pytest.raises(RuntimeError, match="device lost"):
         step_until_it_fails(loop)
     assert loop.drain(block=True)
-    assert loop.num_slots_out == 0
+    assert slots_out(loop) == 0
 
 
 def test_a_send_that_fails_ends_the_link_and_keeps_no_slot() -> None:
@@ -142,7 +143,7 @@ def test_a_send_that_fails_ends_the_link_and_keeps_no_slot() -> None:
     with pytest.raises(LinkError, match="the peer is gone"):
         step_until_it_fails(loop)
     assert loop.drain(block=True)
-    assert loop.num_slots_out == 0
+    assert slots_out(loop) == 0
 
 
 def test_a_slot_that_cannot_be_had_ends_the_link() -> None:
@@ -185,5 +186,5 @@ def test_a_grant_for_a_link_that_is_never_built_leaves_nothing_behind() -> None:
     loop.accept(grant(0))
     while not worker.finished:
         worker.step(block=True)
-    assert loop.num_slots_out == 0
+    assert slots_out(loop) == 0
     assert worker.death == "the peer did not come in time"

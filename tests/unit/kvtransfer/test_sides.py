@@ -24,6 +24,7 @@ from shared.protocol.transfer_messages import (
     StoreSet,
 )
 from tests.fake_network import FakeNetwork, Faults
+from tests.unit.kvtransfer.looks import num_live, num_slots_out, peer_states
 from tests.unit.kvtransfer.world import FAST, LAYOUT, DecodeHost, PrefillHost, World, handoff, key
 
 torch.set_num_threads(1)
@@ -129,7 +130,7 @@ def test_a_chunk_granted_before_the_cancel_is_sent_void_and_dropped(world: World
     world.network.hold(Grant)
     open_both(world)
     world.run(0.3)
-    assert world.d.side.links.num_slots_out == FAST.num_slots
+    assert num_slots_out(world.d.side) == FAST.num_slots
     world.p.side.cancel(key(0), "aborted")
     world.run(0.05)
     assert world.p.ended[key(0)].reason == "aborted"
@@ -137,7 +138,7 @@ def test_a_chunk_granted_before_the_cancel_is_sent_void_and_dropped(world: World
     world.network.release(Grant)
     world.run(0.1)
     assert world.p.pages.num_gathers == world.d.pages.num_scatters == 0
-    assert world.d.side.links.num_slots_out == 0
+    assert num_slots_out(world.d.side) == 0
     assert world.d.side.peers.num_links_opened == 1
 
 
@@ -553,8 +554,8 @@ def test_another_layout_is_refused_by_the_name_of_its_field() -> None:
     for end in (p.ended[key(0)], d.ended[key(0)]):
         assert not isinstance(end, Received)
         assert "layouts differ in dtype: this node has 'float32', the peer has 'bfloat16'" in end.reason
-    assert p.side.peers.table.states() == {"d0": "refused"}
-    assert d.side.peers.table.states() == {"p0": "refused"}
+    assert peer_states(p.side) == {"d0": "refused"}
+    assert peer_states(d.side) == {"p0": "refused"}
     p.open(key(1), "d0", 4)
     d.open(key(1), "p0", 4, 0)
     p.step()
@@ -603,7 +604,7 @@ def test_a_killed_peer_fails_what_it_had_under_way(victim: str, silent_kill: boo
         world.network.advance(0.01)
         survivor.step()
     assert key(0) in survivor.ended
-    assert survivor.side.links.num_slots_out == 0
+    assert num_slots_out(survivor.side) == 0
     survivor.pages.audit()
     world.restart(victim)
     open_both(world, number=1)
@@ -623,11 +624,11 @@ def test_slots_stay_in_quarantine_until_a_stuck_op_has_left() -> None:
         world.network.advance(0.01)
         world.d.step()
     assert key(0) in world.d.ended  # the pages are back
-    assert world.d.side.links.num_slots_out == FAST.num_slots  # the slots are not
+    assert num_slots_out(world.d.side) == FAST.num_slots  # the slots are not
     for _ in range(60):
         world.network.advance(0.01)
         world.d.step()
-    assert world.d.side.links.num_slots_out == 0
+    assert num_slots_out(world.d.side) == 0
     world.close()
 
 
@@ -639,10 +640,10 @@ def test_a_stopped_peer_is_found_by_pings_and_comes_back(world: World) -> None:
         world.network.advance(0.01)
         world.d.step()
     assert "silent" in failure(world).reason
-    assert world.d.side.peers.table.states() == {"p0": "silent"}
+    assert peer_states(world.d.side) == {"p0": "silent"}
     world.network.resume("p0")
     world.run(1.0)
-    assert world.d.side.peers.table.states() == {"p0": "linked"}
+    assert peer_states(world.d.side) == {"p0": "linked"}
     open_both(world, number=1)
     world.run(0.5)
     assert isinstance(world.d.ended[key(1)], Received)
@@ -669,7 +670,7 @@ def test_a_stopped_decode_node_fails_even_what_waits_for_its_reservation(world: 
         world.network.advance(0.01)
         world.p.step()
     assert "silent" in world.p.ended[key(0)].reason
-    assert world.p.side.peers.table.states() == {"d0": "silent"}
+    assert peer_states(world.p.side) == {"d0": "silent"}
     world.network.resume("d0")
 
 
@@ -699,14 +700,14 @@ def test_a_peer_that_stays_silent_is_forgotten_and_may_still_come_back(world: Wo
     for _ in range(round(FAST.forget_peer_s * 120)):
         world.network.advance(0.01)
         world.d.step()
-    assert world.d.side.peers.table.states() == {}
+    assert peer_states(world.d.side) == {}
     pings = world.network.num_sent["PeerPing"]
     world.network.advance(2.0)
     world.d.step()
     assert world.network.num_sent["PeerPing"] == pings
     world.network.resume("p0")
     world.run(FAST.hello_retry_s + FAST.peer_timeout_s + 1.0)
-    assert world.d.side.peers.table.states() == {"p0": "linked"}
+    assert peer_states(world.d.side) == {"p0": "linked"}
 
 
 def test_a_link_that_dies_is_built_anew_with_a_pause_that_grows() -> None:
@@ -760,7 +761,7 @@ def test_a_lost_hello_is_said_again(world: World) -> None:
     world.network.drop_next(PeerHello)
     world.network.connect("p0", "d0")
     world.run(FAST.hello_retry_s + 0.3)
-    assert world.p.side.links.num_live == world.d.side.links.num_live == 1
+    assert num_live(world.p.side) == num_live(world.d.side) == 1
 
 
 def test_transfers_of_a_lost_link_fail_on_both_ends_and_others_go_on_later(world: World) -> None:
@@ -791,13 +792,13 @@ def test_close_ends_everything_and_later_calls_do_nothing() -> None:
     for host in (world.p, world.d):
         host.step()
         assert key(0) in host.ended
-        assert host.side.links.num_live == host.side.links.num_slots_out == 0
+        assert num_live(host.side) == num_slots_out(host.side) == 0
         host.pages.audit()
         host.side.close()
     world.network.release(Grant)
     world.network.connect("p0", "d0")
     world.run(1.0)
-    assert world.p.side.peers.table.states() == {}
+    assert peer_states(world.p.side) == {}
     world.close()
 
 

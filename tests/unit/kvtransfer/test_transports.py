@@ -19,6 +19,7 @@ from shared.kvtransfer.transports.shm import ShmLinkFactory
 from shared.protocol.messages import Ping
 from shared.protocol.transfer_messages import LinkOpen
 from tests.unit.kvtransfer.link_pair import LinkPair, key, real, transports
+from tests.unit.kvtransfer.looks import peer_states
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -125,7 +126,7 @@ def test_a_pair_with_nothing_in_common_is_refused_by_name(
     assert isinstance(failed, ReceiveFailed)
     assert reason in failed.reason
     assert reason in pair.sent[key(0)].reason
-    assert pair.p.peers.table.states() == {"d0": "refused"}
+    assert peer_states(pair.p) == {"d0": "refused"}
 
 
 def test_neither_end_offers_shm_without_a_host() -> None:

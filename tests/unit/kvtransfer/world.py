@@ -23,6 +23,7 @@ from shared.protocol.messages import KVLayout, NodeRef, ReqKey
 from shared.protocol.transfer_messages import Handoff, Ready
 from tests.fake_link import fake_transports
 from tests.fake_network import CorruptingPages, FakeNetwork, Faults
+from tests.unit.kvtransfer.looks import num_slots_out
 
 LAYOUT = KVLayout("f00d", "float32", 4, 3, 1, 2)
 PAGE_SIZE, NUM_LAYERS = LAYOUT.page_size, LAYOUT.num_layers
@@ -192,8 +193,11 @@ class PrefillHost:
                 case Ready():
                     sequence = self.live[event.key]
                     assert sequence.prefix_pages is None, "Ready twice"
-                    transfer = self.side.transfers.get(event.key)  # None: it has ended since
-                    assert transfer is None or transfer.prefix_pages == event.prefix_pages
+                    transfer = self.side.transfers.get(event.key)
+                    if transfer is None:
+                        assert self.side.transfers.ended(event.key) is not None
+                    else:
+                        assert transfer.prefix_pages == event.prefix_pages
                     sequence.prefix_pages = sequence.next_page = event.prefix_pages
                 case SendEnded():
                     assert event.key not in self.ended, "ended twice"
@@ -335,7 +339,7 @@ class World:
         for host in self.hosts:
             assert not host.live, f"{host.name} never ended {list(host.live)}"
             assert len(host.side.transfers) == 0
-            assert host.side.links.num_slots_out == 0, "a staging slot is not home"
+            assert num_slots_out(host.side) == 0, "a staging slot is not home"
             host.pages.audit()
         self.crashes.check()
 
