@@ -18,7 +18,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from router.__main__ import build_parser, router_config
+from router.flags import build_parser, router_config
 from router.http.config import RouterConfig
 from router.processes.child_process import ChildFailed
 from router.processes.supervisor import Supervisor

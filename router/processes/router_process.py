@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from router.__main__ import build_parser, router_config
+from router.flags import build_parser, router_config
 from router.garbage import collect_rarely
 from router.http.config import RouterConfig
 from router.http.http_socket import bind_http, listen_http, start_listening

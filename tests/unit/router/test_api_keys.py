@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from router.__main__ import build_parser, router_config
+from router.flags import build_parser, router_config
 from router.http.api_keys import Access, ApiKeys, KeySource, keys_from_environment, warn_if_open
 from router.http.config import HttpOptions
 from shared.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from router.__main__ import build_parser, origins, router_config
+from router.flags import build_parser, origins, router_config
 from router.http.config import HttpOptions
 from tests.unit.router.fakes import joined_router, pair
 

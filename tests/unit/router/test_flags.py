@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from router.__main__ import build_parser, main, router_config
+from router.__main__ import main
+from router.flags import build_parser, router_config
 from router.http.config import ConnectionOptions, FleetOptions, HttpOptions, RouterConfig
 from router.http.topology import LocalTopology, parse_address
 from router.processes.supervisor import Supervisor
