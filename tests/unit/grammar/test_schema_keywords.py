@@ -49,6 +49,7 @@ DROPPED: list[tuple[str, str, object, object]] = [
     ("multipleOf", "#", {"type": "number", "multipleOf": 0.5}, 0.3),
     ("multipleOf", "#", {"type": ["number", "null"], "multipleOf": 2}, 3),
     ("multipleOf", "#", {"type": "integer", "multipleOf": 3, "minimum": 1}, 4),
+    ("multipleOf", "#", {"type": "integer", "multipleOf": 1.5}, 4),
     ("propertyNames", "#", {"type": "object", "properties": {"b": {}}, "propertyNames": {"pattern": "^a$"}}, {"b": 1}),
     ("required", "#", {"type": "object", "propertyNames": {"pattern": "^a+$"}, "required": ["a"]}, {"aa": 1}),
 ]  # fmt: skip

@@ -209,6 +209,17 @@ def test_a_ready_whose_request_never_comes_is_answered_with_a_cancel(world: Worl
     assert failure(world) == ReceiveFailed(key(0), "the request never came to the sending node", by_peer=True)
 
 
+def test_of_too_many_readies_the_oldest_is_answered_with_a_cancel() -> None:
+    world = World(options=replace(FAST, max_parked=1))
+    for number in range(2):
+        world.d.open(key(number), "p0", 4, 0)
+    world.run(0.1)
+    reason = "too many transfers wait for their request at the sending node"
+    assert failure(world) == ReceiveFailed(key(0), reason, by_peer=True)
+    assert key(1) in world.d.live
+    world.close()
+
+
 def test_a_prefill_node_waits_for_the_reservation_only_so_long(world: World) -> None:
     world.p.open(key(0), "d0", 4)
     world.run(FAST.ready_timeout_s - 0.1)
@@ -572,7 +583,7 @@ def test_a_reservation_waits_for_its_peer_to_connect() -> None:
     for _ in range(100):
         network.advance(0.01)
         d.step()
-    assert network.num_sent["Ready"] == 0
+    assert network.num_sent["Ready"] == network.num_sent["LeaseRenew"] == 0
     p = PrefillHost(network, "p0", FAST)
     p.open(key(0), "d0", 4)
     network.connect("p0", "d0")

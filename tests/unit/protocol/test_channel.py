@@ -19,7 +19,7 @@ import zmq
 from shared.errors import ConfigError
 from shared.log import LimitedWarning
 from shared.protocol.channel import ControlThread
-from shared.protocol.dial_socket import MAX_FRAME_BYTES
+from shared.protocol.dial_socket import LOST, MAX_FRAME_BYTES
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -37,7 +37,7 @@ from shared.protocol.resolver import Resolver
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
 from shared.protocol.transfer_messages import PeerPing
-from tests.unit.protocol.conftest import MakeParty, Party, SlowNames, eventually
+from tests.unit.protocol.conftest import WAIT_S, MakeParty, Party, SlowNames, eventually
 
 PONG = Pong(7, NodeLoad())
 
@@ -576,6 +576,26 @@ def test_a_stranger_that_announces_a_large_frame_is_hung_up_on(party: MakeParty,
         stranger.sendall(b"\x06" + (150 << 20).to_bytes(8, "big"))  # a long command
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
             stranger.sendall(bytes(32 << 20))  # more than the kernel buffers
+
+
+def test_a_dialled_stranger_that_announces_a_large_frame_is_hung_up_on(router: Party) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        router.dial("n", f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        with server.accept()[0] as stranger:
+            stranger.sendall(zmtp_greeting(b"NULL") + b"\x06" + (150 << 20).to_bytes(8, "big"))
+            peer, reason = router.disconnected.get(timeout=WAIT_S)
+    assert peer == "n"
+    assert reason in LOST.values(), "and not because its time was up"
+
+
+def test_a_stranger_that_never_ends_its_handshake_is_hung_up_on(
+    node: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.protocol.dial_socket._CONNECT_TIMEOUT_MS", 200)
+    port = int(node.listen().rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+        while stranger.recv(4096):
+            pass  # the node's greeting, then the end of the connection
 
 
 def test_a_taken_port_is_refused_with_its_name(node: Party, party: MakeParty) -> None:

@@ -36,6 +36,23 @@ def test_pauses_between_lives_grow() -> None:
     asyncio.run(run())
 
 
+def test_a_child_that_has_lived_long_is_started_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.processes.child_process.MIN_PAUSE_S", 0.02)
+    monkeypatch.setattr("router.processes.child_process.MAX_PAUSE_S", 0.1)
+
+    async def run() -> None:
+        pauses: list[float] = []
+        dying = child(READY + "time.sleep(0.2)", on_exit=lambda how, pause_s: pauses.append(pause_s))
+        dying.start()
+        async with asyncio.timeout(20):
+            while len(pauses) < 2:
+                await asyncio.sleep(0.01)
+        await stop_all([dying], 5)
+        assert pauses[:2] == [0.02, 0.02]
+
+    asyncio.run(run())
+
+
 def test_a_child_that_was_never_ready_is_not_started_again() -> None:
     async def run() -> None:
         failing = child("raise SystemExit(3)")

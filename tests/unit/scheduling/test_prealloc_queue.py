@@ -239,3 +239,29 @@ def new_req(rid: str, ids: tuple[int, ...], kv: ReqKV | None = None, *, made_by:
     req = made_by(ReqKey("router", rid), Work(ids, SamplingParams()), Timeline(Role.DECODE), 9)
     req.kv = kv
     return req
+
+
+def test_a_request_that_waits_for_a_row_closes_admission_to_later_ones(
+    make_kv_ledger: MakeLedger, make_req: MakeReq
+) -> None:
+    _, batcher = make_queue(make_kv_ledger(num_rows=1))
+    running, waiting, later = (make_req(max_new_tokens=4) for _ in range(3))
+    batcher.add(running)
+    assert batcher.plan().batch is not None
+    batcher.add(waiting)
+    batcher.arrived(later)
+    batcher.plan()
+    assert batcher.first_blocked() is waiting
+    assert not batcher.is_open_to(later, waiting)
+
+
+def test_a_request_that_has_ended_holds_the_waiting_queue_up_no_more(
+    make_kv_ledger: MakeLedger, make_req: MakeReq
+) -> None:
+    queue, batcher = make_queue(make_kv_ledger())
+    req = make_req()
+    enqueue(queue, batcher, req)
+    assert queue.reserve(lambda req: False) == []
+    assert queue.first is not None
+    queue.remove(req)
+    assert queue.first is None

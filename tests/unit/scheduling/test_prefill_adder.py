@@ -56,6 +56,15 @@ class TestPages:
             adder = make_adder(make_kv_ledger(free))
             assert adder.add_one_req(make_req(4, max_new_tokens=1_000_000)) is expected
 
+    def test_pages_kept_for_a_request_are_there_for_no_other(
+        self, make_kv_ledger: MakeLedger, make_req: MakeReq
+    ) -> None:
+        adder = make_adder(make_kv_ledger(4))
+        assert adder.keep_room_for(make_req(8, max_new_tokens=1), 0)
+        assert not adder.lacks_room
+        assert not adder.keep_room_for(make_req(8, max_new_tokens=1), 0)
+        assert adder.lacks_room
+
     def test_each_admission_counts_for_the_next(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
         adder = make_adder(make_kv_ledger(9))
         assert adder.add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
