@@ -37,13 +37,14 @@ _PARTS = re.compile(
       | (?P<open>\((?:\?(?:[:=!>]|<[=!]|P?<\w+>|\(\w+\)|[aiLmsu]*(?:-[ims]+)?:))?(?![?*]))
       | (?P<close>\))
       | (?P<repeat>[*+?]|\{(?P<least>\d*)(?P<range>,\d*)?\})[?+]?
-      | (?P<unknown>\(\?(?!P=\w+\))|\(\*|\{[\ddeis])
+      | (?P<unknown>\(\?(?!P=\w+\))|\(\*|\{[\ddeis]|\[\^?\]?(?:\\.|[^\]\\])*?\[:)
       | (?P<atom>\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P=\w+\)|.)
     """,
     re.DOTALL | re.VERBOSE,
 )
 """The parts of a pattern in the syntax of `re`. Everything else that the library knows is `unknown`: comments and
-flags in the middle (a repeat behind them repeats the part before them), verbose patterns, calls, verbs, fuzziness."""
+flags in the middle (a repeat behind them repeats the part before them), verbose patterns, calls, verbs,
+fuzziness, `[:alpha:]` in a class."""
 
 
 class StopPatterns:

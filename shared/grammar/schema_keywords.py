@@ -8,6 +8,7 @@ without a grammar of its own is an annotation, as in JSON Schema.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +59,15 @@ _FORMATS = (
 )
 
 
+_MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS_OF_SCHEMAS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_SCHEMAS = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "propertyNames")
+_TYPES: dict[type, str] = {
+    bool: "boolean", float: "number", str: "string", list: "array", dict: "object", type(None): "null"
+}  # fmt: skip
+_LOOKAROUND = re.compile(r"\(\?<?[=!]")
+
+
 def check_keywords(text: str) -> None:
     """Raise RequestError for a schema with a keyword that XGrammar would ignore. `text` is JSON."""
     for path, keyword, why in _ignored(json.loads(text, strict=False, parse_int=float), "#"):
@@ -70,21 +80,15 @@ def _ignored(schema: object, path: str) -> Iterator[tuple[str, str, str]]:
         return
     for keyword, why in _ignored_here(schema):
         yield path, keyword, why
-    for keyword in ("properties", "patternProperties", "$defs", "definitions"):
+    for keyword in _MAPS_OF_SCHEMAS:
         if isinstance(children := schema.get(keyword), dict):
             for name, child in children.items():
                 yield from _ignored(child, f"{path}/{keyword}/{name}")
-    for keyword in ("prefixItems", "anyOf", "oneOf", "allOf"):
+    for keyword in _LISTS_OF_SCHEMAS:
         if isinstance(members := schema.get(keyword), list):
             for at, child in enumerate(members):
                 yield from _ignored(child, f"{path}/{keyword}/{at}")
-    for keyword in (
-        "items",
-        "additionalProperties",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-        "propertyNames",
-    ):
+    for keyword in _SCHEMAS:
         names = keyword == "propertyNames" and isinstance(schema.get(keyword), dict)
         child = {"type": "string", **schema[keyword]} if names else schema.get(keyword)
         yield from _ignored(child, f"{path}/{keyword}")
@@ -95,8 +99,11 @@ def _ignored_here(schema: Schema) -> Iterator[tuple[str, str]]:
     if schema.get("uniqueItems") is True:
         yield "uniqueItems", ""
     ref = schema.get("$ref")
-    if isinstance(ref, str) and ref != "#" and not ref.startswith("#/"):
-        yield "$ref", ": only what is in the schema itself can be referred to, as '#' or '#/...'"
+    if isinstance(ref, str) and not _is_schema_here(ref):
+        yield "$ref", ": only a schema in the schema itself can be referred to, as '#' or '#/$defs/...'"
+    patterns = [schema.get("pattern"), *_dict(schema.get("patternProperties"))]
+    if any(isinstance(pattern, str) and _LOOKAROUND.search(pattern) for pattern in patterns):
+        yield ("pattern" if "pattern" in schema else "patternProperties"), " with a lookahead or lookbehind"
     deciding = next((keyword for keyword in _ENFORCED_ALONE if keyword in schema), None)
     if deciding is not None:
         if deciding == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:
@@ -105,10 +112,52 @@ def _ignored_here(schema: Schema) -> Iterator[tuple[str, str]]:
         if deciding == "const" and isinstance(schema.get("enum"), list) and schema["const"] in schema["enum"]:
             beside.remove("enum")  # as pydantic writes a Literal of one value
         yield from ((keyword, f" beside {deciding!r}") for keyword in beside)
+        if "type" in schema and not _keeps_to_type(schema, deciding):
+            yield "type", f" beside {deciding!r}"
     elif "type" in schema or any(keyword in schema for keyword in _IMPLY_TYPE):
         yield from _ignored_beside(schema)
     else:
         yield from ((keyword, " without 'type'") for keyword in _NEED_TYPE if keyword in schema)
+
+
+def _is_schema_here(ref: str) -> bool:
+    """Whether `ref` leads through keywords that hold schemas, all of which are checked."""
+    keys = ref.split("/")
+    if keys.pop(0) != "#":
+        return False
+    while keys:
+        if keys[0] not in (*_MAPS_OF_SCHEMAS, *_LISTS_OF_SCHEMAS, *_SCHEMAS):
+            return False
+        del keys[: 1 if keys[0] in _SCHEMAS else 2]
+    return True
+
+
+def _keeps_to_type(schema: Schema, deciding: str) -> bool:
+    """Whether what the keyword `deciding` allows is of the `type` beside it, as far as its members state theirs."""
+    allowed = _types(schema)
+    members = [schema["const"]] if deciding == "const" else schema[deciding]
+    if deciding == "$ref" or not isinstance(members, list):
+        return False
+    if deciding in ("const", "enum"):
+        named = [_TYPES[type(value)] for value in members]
+        whole = [isinstance(value, float) and value.is_integer() for value in members]
+        return all(
+            name in allowed or ("integer" in allowed and is_whole)
+            for name, is_whole in zip(named, whole, strict=True)
+        )
+    stated = [
+        name for member in members if isinstance(member, dict) and "type" in member for name in _types(member)
+    ]
+    return all(name in allowed or (name == "integer" and "number" in allowed) for name in stated)
+
+
+def _types(schema: Schema) -> list[object]:
+    types = schema["type"]
+    return types if isinstance(types, list) else [types]
+
+
+def _dict(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}
 
 
 def _ignored_beside(schema: Schema) -> Iterator[tuple[str, str]]:
@@ -120,16 +169,15 @@ def _ignored_beside(schema: Schema) -> Iterator[tuple[str, str]]:
     if spelled in schema:
         yield from ((keyword, f" beside {spelled!r}") for keyword in _LENGTHS if keyword in schema)
     if "multipleOf" in schema:
-        types, factor = schema.get("type"), schema["multipleOf"]
+        factor = schema["multipleOf"]
         whole = isinstance(factor, float) and factor.is_integer()
-        if "number" in (types if isinstance(types, list) else [types]) or not whole:
+        if ("type" in schema and "number" in _types(schema)) or not whole:
             yield "multipleOf", " but for integers"
         yield from (("multipleOf", f" beside {keyword!r}") for keyword in _RANGE if keyword in schema)
     keyed = next((keyword for keyword in ("patternProperties", "propertyNames") if keyword in schema), None)
     if keyed is not None:
         if "propertyNames" in schema and ("properties" in schema or "patternProperties" in schema):
             yield "propertyNames", " beside 'properties' or 'patternProperties'"
-        listed, required = schema.get("properties"), schema.get("required")
-        names = listed if isinstance(listed, dict) else {}
+        names, required = _dict(schema.get("properties")), schema.get("required")
         if isinstance(required, list) and any(str(name) not in names for name in required):
             yield "required", f" beside {keyed!r}, for names that are not in 'properties'"

@@ -231,6 +231,8 @@ def test_nested_repeats_are_refused_before_they_are_compiled(pattern: str) -> No
         "(?|(a)|(b))",
         "(a)(?1)",
         "(a)(*FAIL)",
+        "[[:alpha:][](((a{900}){900}){900}){900}q]",
+        "[^[:alpha:]^[]((a{900}){900})q]",
     ],
 )
 def test_a_pattern_whose_size_cannot_be_told_is_refused(pattern: str) -> None:
