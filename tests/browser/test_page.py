@@ -149,7 +149,7 @@ def test_nodes_of_a_router_that_is_gone_are_not_shown_as_live(
         async with pair() as nodes, opened(browser, model_folder, list(nodes)) as site:
             await site.shows(".fleet.decode .node[data-state=live]", "decode-0")
             await site.page.locator("#chart-list path.line[d^=M]").first.wait_for(state="attached")
-            await site.router.__aexit__(None, None, None)
+            await site.router.stop_serving()
             await site.shows(".fleet.decode .node[data-state=unknown]", "decode-0")
             assert await site.page.locator(".node[data-state=live]").count() == 0
             fleets = await site.text("#fleet-list")
