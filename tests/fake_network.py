@@ -104,7 +104,7 @@ class _FakeOutbox:
 
 
 class FakeNetwork:
-    """See the head of this file. `wire`: pass every message through its encoding, as on a socket."""
+    """Connects parties in memory. `wire`: pass every message through its encoding, as on a socket."""
 
     def __init__(
         self,

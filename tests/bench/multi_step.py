@@ -52,7 +52,6 @@ class OverlapNode(BenchNode):
         self._launcher = Launcher(device.stream, device.ledger, device.eos_token_ids, overlap=True)
 
     def turn(self) -> bool:
-        """See BenchNode."""
         return self.advance(self._launcher, self.plan())
 
 
@@ -66,7 +65,6 @@ class MultiStepNode(BenchNode):
         ]
 
     def turn(self) -> bool:
-        """See BenchNode."""
         plan, launched = self.plan(), []
         for launcher in self._launchers:
             if plan.batch is None:

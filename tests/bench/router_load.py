@@ -165,11 +165,9 @@ class Stream(asyncio.Protocol):
         self._silent = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         cast("asyncio.Transport", transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         self._counts.num_bytes += len(data)
         self._counts.num_events += data.count(b"data: ")
         self._tail = (self._tail + data)[-64:]
@@ -180,7 +178,6 @@ class Stream(asyncio.Protocol):
                 self._begun.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._counts.num_open -= 1
         if b"data: [DONE]" not in self._tail and not self._over.done():
             self._over.set_exception(AssertionError(f"a stream was cut: {exc!r} {self._tail!r}"))

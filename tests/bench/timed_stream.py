@@ -21,7 +21,6 @@ class TimedResult:
     token_ids: list[int]
 
     def wait(self) -> Sampled:
-        """See GenerationBatchResult."""
         left = self.done_at - time.perf_counter()
         if left > SPIN_S:
             time.sleep(left - SPIN_S)
@@ -46,7 +45,7 @@ class TimedStream:
         """Of all forwards so far, those in flight included."""
 
     def submit(self, batch: ModelWorkerBatch) -> TimedResult:
-        """See ForwardStream. Every token beyond one of each sequence costs `prompt_token_s`."""
+        """Every token beyond one of each sequence costs `prompt_token_s`."""
         num_more = int(batch.lengths_B.sum()) - len(batch.rows_B)
         self._free_at = max(self._free_at, time.perf_counter())
         takes_s = self._step_s + num_more * self._prompt_token_s
@@ -55,12 +54,10 @@ class TimedStream:
         return TimedResult(self._free_at, (batch.sampling.uniforms * VOCAB_SIZE).astype(int).tolist())
 
     def sample(self, forwarded: TimedResult, vocab_mask: object = None) -> TimedResult:
-        """See ForwardStream."""
         return forwarded
 
     def copy(self, pages: object) -> TimedResult:
-        """See ForwardStream."""
         raise NotImplementedError("there is no KV to copy")
 
     def close(self) -> None:
-        """See ForwardStream."""
+        pass

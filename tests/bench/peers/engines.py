@@ -109,7 +109,6 @@ class PeerEngine:
             pipe.close()
 
     def ask(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Answers:
-        """See Engine."""
         for process in self._family_now():
             _send(process, signal.SIGCONT)
         assert self._process.stdin is not None
@@ -118,12 +117,11 @@ class PeerEngine:
         return checked(Answers(**self._read()), len(prompts), max_new_tokens)
 
     def pause(self) -> None:
-        """See Engine. Idle engines would spin, or wake up."""
+        """Idle engines would spin, or wake up."""
         for process in self._family_now():
             _send(process, signal.SIGSTOP)
 
     def memory(self) -> Memory:
-        """See Engine."""
         return memory_of(self._family_now())
 
     def _read(self) -> dict[str, Any]:
@@ -170,16 +168,14 @@ class BatonEngine:
         self._router.close()
 
     def ask(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Answers:
-        """See Engine."""
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         answers = self._stream if len(prompts) == 1 else self._batch
         return checked(answers(prompts, sampling), len(prompts), max_new_tokens)
 
     def pause(self) -> None:
-        """See Engine. Its processes sleep; stopped nodes would be lost nodes."""
+        """Its processes sleep; stopped nodes would be lost nodes."""
 
     def memory(self) -> Memory:
-        """See Engine."""
         return memory_of(self._router.family())
 
     def _stream(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Answers:

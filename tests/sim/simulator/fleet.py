@@ -54,13 +54,13 @@ class _QuietMetrics(Metrics):
     """No histograms: the simulation keeps what it needs itself."""
 
     def started(self, req: RunningReq) -> None:
-        """See Metrics."""
+        pass
 
     def tokens(self, req: RunningReq, num_new: int, since: float | None, now: float) -> None:
-        """See Metrics."""
+        pass
 
     def ended(self, req: RunningReq) -> None:
-        """See Metrics."""
+        pass
 
 
 class _Nodes:
@@ -70,11 +70,9 @@ class _Nodes:
         self.of: dict[Role, list[SimNode]] = {Role.PREFILL: [], Role.DECODE: []}
 
     def live(self, role: Role) -> Sequence[SimNode]:
-        """See Fleet."""
         return self.of[role]
 
     def why_none(self, role: Role) -> str:
-        """See Fleet."""
         return f"every {role} node is gone"
 
 

@@ -79,7 +79,6 @@ class _Outbox:
         self._node = node
 
     def send(self, to: str, message: Any) -> None:
-        """See Outbox."""
         self._node.say(message)
 
 
@@ -217,7 +216,7 @@ class SimNode:
         return self._pong
 
     def send(self, message: RouterToNode) -> None:
-        """See Node: queue a message of the router."""
+        """Queue a message of the router."""
         self._transport.deliver(self._loop.now, ROUTER, self.ref.node_id, self._hear, message)
 
     def say(self, message: Any) -> None:

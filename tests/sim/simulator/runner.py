@@ -48,7 +48,6 @@ class SimResult:
     failed: bool
 
     def wait(self) -> Sampled:
-        """See GenerationBatchResult."""
         self.clock.wait_until(self.done_at)
         if self.failed:
             raise ForwardFailed("forward told to fail")
@@ -64,7 +63,6 @@ class SimCopyResult:
     seconds: float
 
     def wait(self) -> float:
-        """See CopyResult."""
         self.clock.wait_until(self.done_at)
         return self.seconds
 
@@ -100,7 +98,6 @@ class SimStream:
         self.fail_next = False
 
     def submit(self, batch: ModelWorkerBatch) -> SimResult:
-        """See ForwardStream."""
         scheduled = self._launching()
         if self._on_launch is not None:
             self._on_launch(scheduled)
@@ -119,17 +116,16 @@ class SimStream:
         return SimResult(self._clock, self._free_at, tokens, failed)
 
     def sample(self, forwarded: SimResult, vocab_mask: object = None) -> SimResult:
-        """See ForwardStream. Nothing is drawn, so nothing is masked."""
+        """Nothing is drawn, so nothing is masked."""
         return forwarded
 
     def copy(self, pages: PageCopy) -> SimCopyResult:
-        """See ForwardStream."""
         seconds = PAGE_COPY_S * len(pages.host_pages)
         self._free_at = max(self._free_at, self._clock()) + seconds
         return SimCopyResult(self._clock, self._free_at, seconds)
 
     def close(self) -> None:
-        """See ForwardStream."""
+        pass
 
     def _seconds(self, batch: ScheduleBatch) -> float:
         seconds = 0.0

@@ -160,8 +160,6 @@ class _Side:
 
 
 class SimSender(_Side):
-    """See KVSender."""
-
     def __init__(self, name: str, transport: Transport, clock: NodeClock, wake: Callable[[], None]) -> None:
         super().__init__(name, transport, clock, wake)
         self._transfers: dict[ReqKey, SendTransfer] = {}
@@ -173,7 +171,6 @@ class SimSender(_Side):
         return len(self._transfers)
 
     def open(self, key: ReqKey, peer_id: str) -> None:
-        """See KVSender."""
         assert key not in self._transfers and key not in self._over, f"{key} opened twice"
         self._transfers[key] = SendTransfer(key, peer_id, self._clock(), None)
         self._check_alive(peer_id)
@@ -181,7 +178,6 @@ class SimSender(_Side):
             self.on_message(peer_id, message)
 
     def offer(self, key: ReqKey, page_ids: list[int]) -> None:
-        """See KVSender."""
         transfer = self._transfers.get(key)
         if transfer is None or transfer.state is SendState.ENDED or not page_ids:
             return
@@ -192,7 +188,6 @@ class SimSender(_Side):
         self._transport.send_pages(self._clock(), self._name, transfer.peer_id, offer)
 
     def handoff(self, key: ReqKey, handoff: Handoff) -> None:
-        """See KVSender."""
         transfer = self._transfers.get(key)
         if transfer is None or transfer.state is SendState.ENDED or self._breaks(transfer):
             return
@@ -200,13 +195,12 @@ class SimSender(_Side):
         self._send(transfer.peer_id, handoff)
 
     def cancel(self, key: ReqKey, reason: str) -> None:
-        """See KVSender."""
         transfer = self._transfers.get(key)
         if transfer is not None:
             self._end(transfer, ok=False, reason=reason, tell=CancelTransfer(key, reason))
 
     def poll(self) -> list[SendEvent]:
-        """See KVSender. Only now may the scheduler let go of what has ended."""
+        """Only now may the scheduler let go of what has ended."""
         events, self._events = self._events, []
         for event in events:
             if isinstance(event, SendEnded):
@@ -215,7 +209,6 @@ class SimSender(_Side):
         return events
 
     def on_message(self, peer: str, message: Message) -> None:
-        """See KVSender."""
         transfer = self._transfers.get(message.key)
         if transfer is None:
             self._is_early(peer, message)
@@ -240,7 +233,6 @@ class SimSender(_Side):
             self._end(transfer, ok=False, reason=reason, tell=CancelTransfer(key, reason))
 
     def on_disconnected(self, peer: str) -> None:
-        """See KVSender."""
         for transfer in list(self._transfers.values()):
             if transfer.peer_id == peer:
                 self._end(transfer, ok=False, reason="the decode node is gone")
@@ -267,8 +259,6 @@ class SimSender(_Side):
 
 
 class SimReceiver(_Side):
-    """See KVReceiver."""
-
     def __init__(
         self,
         name: str,
@@ -288,7 +278,6 @@ class SimReceiver(_Side):
         return len(self._transfers)
 
     def open(self, key: ReqKey, peer_id: str, page_ids: list[int], prefix_pages: int) -> None:
-        """See KVReceiver."""
         assert key not in self._transfers and key not in self._over, f"{key} opened twice"
         transfer = ReceiveTransfer(key, peer_id, list(page_ids), prefix_pages, 1, self._page_size, 0.0)
         self._transfers[key] = transfer
@@ -301,14 +290,12 @@ class SimReceiver(_Side):
             self.on_message(peer_id, message)
 
     def cancel(self, key: ReqKey, reason: str) -> None:
-        """See KVReceiver."""
         transfer = self._transfers.get(key)
         if transfer is not None and transfer.fail(reason, by_peer=False):
             self._send(transfer.peer_id, CancelTransfer(key, reason))
             self._post(transfer)
 
     def poll(self) -> list[ReceiveEvent]:
-        """See KVReceiver."""
         events, self._events = self._events, []
         for event in events:
             del self._transfers[event.key]
@@ -316,7 +303,6 @@ class SimReceiver(_Side):
         return events
 
     def on_message(self, peer: str, message: Message) -> None:
-        """See KVReceiver."""
         transfer = self._transfers.get(message.key)
         if transfer is None:
             self._is_early(peer, message)
@@ -346,7 +332,6 @@ class SimReceiver(_Side):
         self._settle(transfer)
 
     def on_disconnected(self, peer: str) -> None:
-        """See KVReceiver."""
         for transfer in list(self._transfers.values()):
             if transfer.peer_id == peer and transfer.fail("the prefill node is gone", by_peer=False):
                 self._post(transfer)
