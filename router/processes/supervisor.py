@@ -39,7 +39,7 @@ from shared.protocol.security import FleetKey
 
 HEARTBEAT_TIMEOUT_S = 30.0
 _MAX_REMEMBERED_NODES = 1024
-_LOAD_FAILED_S = 0.1
+_LOAD_FAILED_S = 1.0
 _MODULES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
 
 

@@ -1,4 +1,7 @@
-"""A scripted node as a process, for what starts nodes. STUB_<NODE_ID> tells it to `fail` or to be `stubborn`."""
+"""A scripted node as a process, for what starts nodes. STUB_<NODE_ID> tells it to `fail` or to be `stubborn`.
+
+While a file named HOLD is in its folder, a node that starts says nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import zmq.asyncio
 from shared.protocol.messages import Join, Leaving, LoadFailed, Loading, NodeLimits, Role
 from tests.unit.router.fakes import FakeNode
 
+HOLD = "hold"
 PACKAGES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
 LIMITS = NodeLimits(context_length=2048, max_total_num_tokens=4096, max_running_requests=8)
 
@@ -54,7 +58,7 @@ async def run(role: Role, args: argparse.Namespace, mode: str) -> int:
     else:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     with zmq.asyncio.Context.instance().socket(zmq.DEALER) as caller:
-        caller.linger = 500
+        caller.linger = 30_000
         caller.connect(f"tcp://{args.router}")
         return await live(caller, told, role, args, mode)
 
@@ -62,6 +66,8 @@ async def run(role: Role, args: argparse.Namespace, mode: str) -> int:
 async def live(
     caller: zmq.asyncio.Socket, told: asyncio.Event, role: Role, args: argparse.Namespace, mode: str
 ) -> int:
+    while Path(HOLD).exists() and not told.is_set():
+        await asyncio.sleep(0.01)
     await caller.send(msgspec.msgpack.encode(Loading(args.node_id, role, "weights", 0.5)))
     if mode == "fail":
         await caller.send(msgspec.msgpack.encode(LoadFailed(args.node_id, role, "the weights are gone")))
