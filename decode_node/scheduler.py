@@ -152,7 +152,7 @@ class DecodeScheduler:
         # A prefill node that gives a request up before its handoff tells the router itself.
         if failed.handed_off or not failed.by_peer:
             reason = f"KV transfer from the prefill node failed: {failed.reason}"
-            self.reqs.fail(req, RequestError(reason, status=503))
+            self.reqs.fail(req, RequestError(reason, status=503), blames=failed.blames)
         self.reqs.end(req.key, failed.reason)
 
     def _cancel_transfer(self, key: ReqKey, reason: str) -> bool:

@@ -164,7 +164,7 @@ class PrefillScheduler:
         req = self.reqs.get(ended.key)
         if req is None:
             return
-        if not ended.handed_off:
+        if not ended.handed_off and not ended.corrupt:
             # Before the handoff this node tells the router, since the decode node may be gone. The stage of the
             # request does not say whether the handoff was sent: it may be that of the step in flight.
             reason = f"KV transfer to the decode node failed: {ended.reason}"

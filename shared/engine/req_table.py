@@ -54,10 +54,13 @@ class ReqTable(Mapping[ReqKey, Req]):
         """Enter a request that this node has accepted."""
         self._reqs[req.key] = req
 
-    def fail(self, req: Req, error: RequestError) -> None:
-        """Tell the router of `req` why it fails, and end it. No-op when it has ended."""
+    def fail(self, req: Req, error: RequestError, *, blames: str = "") -> None:
+        """Tell the router of `req` why it fails, and end it. No-op when it has ended.
+
+        `blames` is the incarnation of the node that sent wrong pages, if that is the reason.
+        """
         if req.finish is None:
-            self._router_port.fail(req.key, error.status, error.message, error.param)
+            self._router_port.fail(req.key, error.status, error.message, error.param, blames)
             self.end(req.key, error.message)
 
     def fail_all(self, router: str, reason: str) -> None:

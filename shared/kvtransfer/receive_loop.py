@@ -32,8 +32,8 @@ class ScatterGate(Protocol):
         """The pages have been written."""
         ...
 
-    def refused(self, key: ReqKey, reason: str, *, by_peer: bool) -> None:
-        """A chunk came that cannot be used."""
+    def refused(self, key: ReqKey, reason: str, *, by_peer: bool = False, corrupt: bool = False) -> None:
+        """A chunk came that cannot be used; `corrupt`: it did not match its digest."""
         ...
 
 
@@ -148,7 +148,7 @@ class ReceiveLoop:
             self._gate.refused(envelope.key, "the peer sent a void chunk", by_peer=True)
             return
         if not intact:
-            self._gate.refused(envelope.key, f"chunk {envelope.seq} arrived corrupt", by_peer=False)
+            self._gate.refused(envelope.key, f"chunk {envelope.seq} arrived corrupt", corrupt=True)
             return
         page_ids = self._gate.begin_scatter(envelope.key, envelope.chunk)
         if page_ids is None:
@@ -157,7 +157,7 @@ class ReceiveLoop:
             payload = slot.payload(granted.nbytes)
             self._pages.scatter(page_ids, envelope.chunk.first_layer, envelope.chunk.num_layers, payload)
         except BaseException:
-            self._gate.refused(envelope.key, "its pages could not be written", by_peer=False)
+            self._gate.refused(envelope.key, "its pages could not be written")
             raise
         finally:
             self._gate.end_scatter(envelope.key, envelope.chunk, granted.nbytes - HEADER_NBYTES)

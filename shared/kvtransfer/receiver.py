@@ -200,12 +200,13 @@ class KVReceiver:
             self._progressed(transfer)
             self._settle(transfer)
 
-    def refused(self, key: ReqKey, reason: str, *, by_peer: bool) -> None:
+    def refused(self, key: ReqKey, reason: str, *, by_peer: bool = False, corrupt: bool = False) -> None:
         """Fail the transfer of a chunk that cannot be used."""
         with self._lock:
             transfer = self.transfers.get(key)
             if transfer is not None:
-                self._fail(transfer, reason, tell=Done(key, False, reason), by_peer=by_peer)
+                done = Done(key, False, reason, corrupt)
+                self._fail(transfer, reason, tell=done, by_peer=by_peer, corrupt=corrupt)
 
     # --------------------------------------------------------------------------------- under the lock
     def _apply(self, transfer: ReceiveTransfer, message: _Keyed) -> None:
@@ -282,8 +283,9 @@ class KVReceiver:
         *,
         tell: Done | CancelTransfer | None,
         by_peer: bool = False,
+        corrupt: bool = False,
     ) -> None:
-        if not transfer.fail(reason, by_peer=by_peer):
+        if not transfer.fail(reason, by_peer=by_peer, corrupt=corrupt):
             return
         if tell is not None:
             self._outbox.send(transfer.peer_id, tell)
@@ -294,8 +296,10 @@ class KVReceiver:
         end = transfer.take_end()
         if end is None:
             return
-        ok, reason = isinstance(end, Received), "" if isinstance(end, Received) else end.reason
-        self.transfers.close(transfer.key, Done(transfer.key, ok, reason), self._clock())
+        done = Done(end.key, True)
+        if not isinstance(end, Received):
+            done = Done(end.key, False, end.reason, bool(end.blames))
+        self.transfers.close(transfer.key, done, self._clock())
         self._events.append(end)
         self._own.wake()
 

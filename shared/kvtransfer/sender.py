@@ -197,7 +197,7 @@ class KVSender:
                 self._end(transfer, "", tell_peer=False, ok=True)
             case Done():
                 reason = message.reason or "the receiving node ended the transfer before the handoff"
-                self._end(transfer, reason, tell_peer=False)
+                self._end(transfer, reason, tell_peer=False, corrupt=message.corrupt)
             case CancelTransfer():
                 self._end(transfer, f"cancelled by the receiving node: {message.reason}", tell_peer=False)
 
@@ -233,8 +233,16 @@ class KVSender:
         ):
             self._end(transfer, f"no connection to receiving node {transfer.peer_id}", tell_peer=False)
 
-    def _end(self, transfer: SendTransfer, reason: str, *, tell_peer: bool, ok: bool = False) -> None:
-        if not transfer.end(ok=ok, reason=reason, now=self._clock()):
+    def _end(
+        self,
+        transfer: SendTransfer,
+        reason: str,
+        *,
+        tell_peer: bool,
+        ok: bool = False,
+        corrupt: bool = False,
+    ) -> None:
+        if not transfer.end(ok=ok, reason=reason, now=self._clock(), corrupt=corrupt):
             return
         if tell_peer:
             self._outbox.send(transfer.peer_id, CancelTransfer(transfer.key, reason))

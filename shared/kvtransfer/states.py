@@ -17,7 +17,7 @@ of it, between begin and end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from shared.errors import TransferError
@@ -37,6 +37,8 @@ class SendEnded:
     seconds: float
     handed_off: bool
     """True when the Handoff was sent: from then on only the receiving node speaks for the request."""
+    corrupt: bool = False
+    """True when the pages did not match their digests. Then also only the receiving node speaks for the request."""
 
 
 SendEvent = Ready | SendEnded
@@ -63,6 +65,8 @@ class ReceiveFailed:
     by_peer: bool
     handed_off: bool = False
     """True when the sending node had sent its Handoff: since then only the receiving node speaks for the request."""
+    blames: str = ""
+    """The sending node, by incarnation, when its pages did not match their digests."""
 
 
 ReceiveEvent = Received | ReceiveFailed
@@ -99,7 +103,7 @@ class SendTransfer:
     nbytes: int = 0
     _started: float | None = None
     _num_gathers: int = 0
-    _end: tuple[bool, str, float, bool] | None = None
+    _end: SendEnded | None = None
     _taken: bool = False
 
     def ready(self, prefix_pages: int) -> bool:
@@ -150,13 +154,14 @@ class SendTransfer:
         self._num_gathers -= 1
         self.nbytes += nbytes
 
-    def end(self, *, ok: bool, reason: str, now: float) -> bool:
+    def end(self, *, ok: bool, reason: str, now: float, corrupt: bool = False) -> bool:
         """Decide the outcome; False when it had been decided before."""
         if self.state is SendState.ENDED:
             return False
         handed_off = self.state is SendState.HANDED_OFF
         self.state = SendState.ENDED
-        self._end = (ok, reason, 0.0 if self._started is None else now - self._started, handed_off)
+        seconds = 0.0 if self._started is None else now - self._started
+        self._end = SendEnded(self.key, ok, reason, 0, seconds, handed_off, corrupt)
         return True
 
     def take_end(self) -> SendEnded | None:
@@ -164,8 +169,7 @@ class SendTransfer:
         if self._end is None or self._num_gathers or self._taken:
             return None
         self._taken = True
-        ok, reason, seconds, handed_off = self._end
-        return SendEnded(self.key, ok, reason, self.nbytes, seconds, handed_off)
+        return replace(self._end, nbytes=self.nbytes)
 
 
 @dataclass(slots=True)
@@ -255,12 +259,13 @@ class ReceiveTransfer:
         self._end = Received(self.key, self._handoff, self.nbytes, self._num_offered, seconds)
         return True
 
-    def fail(self, reason: str, *, by_peer: bool) -> bool:
+    def fail(self, reason: str, *, by_peer: bool, corrupt: bool = False) -> bool:
         """Decide that the transfer has failed; False when its outcome had been decided before."""
         if self.state is ReceiveState.ENDED:
             return False
         self.state = ReceiveState.ENDED
-        self._end = ReceiveFailed(self.key, reason, by_peer, self._handoff is not None)
+        blames = self.peer_id if corrupt else ""
+        self._end = ReceiveFailed(self.key, reason, by_peer, self._handoff is not None, blames)
         return True
 
     def take_end(self) -> Received | ReceiveFailed | None:

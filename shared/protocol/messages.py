@@ -20,7 +20,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import Role as Role
 from shared.timeline import Stamp as Stamp
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised by every change of a message, which a peer of the version before would misread or drop. A router and a node
 of different versions refuse each other; nodes only meet through a router, so they have the same version."""
 
@@ -297,12 +297,16 @@ class Tokens(Struct, frozen=True):
 
 
 class Failed(Struct, frozen=True):
-    """A request ended without its result. `status` is the HTTP status that the client should see."""
+    """A request ended without its result. `status` is the HTTP status that the client should see.
+
+    `blames` is the incarnation of a node whose KV pages or handoff were wrong, where the sender has found it out.
+    """
 
     key: ReqKey
     status: int
     message: str
     param: str | None = None
+    blames: str = ""
 
 
 class Pong(Struct, frozen=True):

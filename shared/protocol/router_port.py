@@ -138,10 +138,12 @@ class RouterPort:
         entry = TokenEntry(key, position, token_ids, finish, report, logprobs, input_logprobs)
         self._entries.setdefault(key.router, []).append(entry)
 
-    def fail(self, key: ReqKey, status: int, message: str, param: str | None = None) -> None:
+    def fail(
+        self, key: ReqKey, status: int, message: str, param: str | None = None, blames: str = ""
+    ) -> None:
         """Tell the request's router that it failed, after the tokens it has had."""
         self.flush()
-        self._outbox.send(key.router, Failed(key, status, message, param))
+        self._outbox.send(key.router, Failed(key, status, message, param, blames))
 
     def flush(self) -> None:
         """Send the tokens of this step, one message to each router, or several where logprobs make it large."""

@@ -130,11 +130,16 @@ class Grant(Struct, frozen=True):
 
 
 class Done(Struct, frozen=True):
-    """The transfer of `key` has ended on the receiving node; the sending node may let go of its pages."""
+    """The transfer of `key` has ended on the receiving node; the sending node may let go of its pages.
+
+    `corrupt`: its pages did not match their digests. Then only the receiving node tells the router, and the sending
+    node evicts the pages that it sent.
+    """
 
     key: ReqKey
     ok: bool
     reason: str = ""
+    corrupt: bool = False
 
 
 class LeaseRenew(Struct, frozen=True):

@@ -534,7 +534,9 @@ def test_a_byte_that_changed_on_the_wire_is_detected(world: World) -> None:
     world.run(0.5)
     assert "arrived corrupt" in failure(world).reason
     assert not failure(world).by_peer
+    assert failure(world).blames == "p0"
     assert "arrived corrupt" in world.p.ended[key(0)].reason
+    assert world.p.ended[key(0)].corrupt
     open_both(world, number=1)  # the link itself is fine
     world.run(0.5)
     assert isinstance(world.d.ended[key(1)], Received)

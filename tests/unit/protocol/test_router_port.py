@@ -101,7 +101,9 @@ def test_a_router_of_another_version_is_refused(rig: Rig, version: int) -> None:
     ((to, refused),) = rig.outbox.take()
     assert to == "one"
     assert isinstance(refused, Refused)
-    assert f"the router speaks version {version or 1}, and this end version 2" in refused.reason
+    assert (
+        f"the router speaks version {version or 1}, and this end version {PROTOCOL_VERSION}" in refused.reason
+    )
     assert rig.port.take() == []
 
 
@@ -170,10 +172,10 @@ def test_the_tokens_of_a_step_are_one_message_to_each_router(rig: Rig) -> None:
 
 def test_a_failure_follows_the_tokens_before_it(rig: Rig) -> None:
     rig.port.say_token(key("a"), 0, (5,), None, None)
-    rig.port.fail(key("a"), 503, "the peer is gone", "prompt")
+    rig.port.fail(key("a"), 503, "the pages are corrupt", blames="p0#1")
     first, second = rig.outbox.take()
     assert first == ("one", Tokens((TokenEntry(key("a"), 0, (5,)),)))
-    assert second == ("one", Failed(key("a"), 503, "the peer is gone", "prompt"))
+    assert second == ("one", Failed(key("a"), 503, "the pages are corrupt", None, "p0#1"))
 
 
 def test_a_flush_is_answered_to_who_asked(rig: Rig) -> None:
