@@ -212,13 +212,29 @@ class Prefill(Struct, frozen=True):
 class Decode(Struct, frozen=True):
     """Continue a sequence after its prefill on the node `prefill`; None: prefill it on the decode node.
 
-    With a `local_prefill_limit`, a node that would have to compute more tokens than that answers NotCached.
+    With a `local_prefill_limit`, a node that would have to compute more tokens than that answers NotCached. When the
+    request is `moving`, `prefill` is the decode node that it leaves: room is reserved at once, or the answer is
+    Failed with 503.
     """
 
     key: ReqKey
     work: Work
     prefill: NodeRef | None
     local_prefill_limit: int | None = None
+    moving: bool = False
+
+
+class Move(Struct, frozen=True):
+    """Send the running request `key` to the decode node `target`, where a Decode with `moving` names it `to_key`.
+
+    The answer is Moved(key) once the target has all of it; its tokens were sent before that. Cancel(to_key) gives the
+    move up. A move that fails leaves the request running as `key`, and Failed(to_key) comes from this node if the
+    handoff had not been sent, else from the target.
+    """
+
+    key: ReqKey
+    to_key: ReqKey
+    target: NodeRef
 
 
 class Cancel(Struct, frozen=True):
@@ -338,6 +354,24 @@ class NotCached(Struct, frozen=True):
     key: ReqKey
 
 
+class Moved(Struct, frozen=True):
+    """The request has left this node: the target of its Move has all of it, and goes on under the key of the move.
+
+    If the target fails before its first message, no node has the request any more.
+    """
+
+    key: ReqKey
+
+
+class MoveWanted(Struct, frozen=True):
+    """These requests of the router run on this node, which is draining or short of pages: they should be moved.
+
+    A request is named once. It runs on here until it is moved or has ended.
+    """
+
+    keys: tuple[ReqKey, ...]
+
+
 class Answered(Struct, frozen=True):
     """Whether a call (Flush, StartProfile, StopProfile) was carried out, and what there is to say about it."""
 
@@ -430,6 +464,7 @@ RouterToNode = (
     | Peers
     | Prefill
     | Decode
+    | Move
     | Cancel
     | Stop
     | Ping
@@ -449,6 +484,8 @@ NodeToRouter = (
     | Answered
     | CacheEvents
     | NotCached
+    | Moved
+    | MoveWanted
     | Draining
     | Relay
     | Leaving
