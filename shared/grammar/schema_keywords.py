@@ -2,7 +2,8 @@
 
 The rules were found with XGrammar 0.2.8, and tests/unit/grammar/test_schema_keywords.py compares each one with the
 library. Two keywords are accepted although they are not enforced exactly. `oneOf` is treated as `anyOf`. A `format`
-without a grammar of its own is an annotation, as in JSON Schema.
+without a grammar of its own is an annotation, as in JSON Schema. A `pattern` has to match the whole string, which
+allows less than JSON Schema does.
 """
 
 from __future__ import annotations
@@ -28,14 +29,10 @@ _NEVER_ENFORCED = (
 )
 _ENFORCED_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 """The first of these in a schema is enforced. All keywords beside it are ignored, except `type`."""
-_IMPLY_TYPE = (
-    "properties",
-    "additionalProperties",
-    "unevaluatedProperties",
-    "items",
-    "prefixItems",
-    "unevaluatedItems",
-)
+_IMPLY_TYPE = {
+    **dict.fromkeys(("properties", "additionalProperties", "unevaluatedProperties"), "object"),
+    **dict.fromkeys(("items", "prefixItems", "unevaluatedItems"), "array"),
+}
 _LENGTHS = ("minLength", "maxLength")
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _NEED_TYPE = (
@@ -52,6 +49,8 @@ _NEED_TYPE = (
     "patternProperties",
     "propertyNames",
 )
+_OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
+"""Keywords that allow names which `properties` does not list. Without them XGrammar allows no other names."""
 _CONSTRAINTS = (*_ENFORCED_ALONE, *_IMPLY_TYPE, *_NEED_TYPE)
 _FORMATS = (
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
@@ -61,58 +60,71 @@ _FORMATS = (
 
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS_OF_SCHEMAS = ("prefixItems", "anyOf", "oneOf", "allOf")
-_SCHEMAS = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "propertyNames")
+_SCHEMAS = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties")
 _TYPES: dict[type, str] = {
     bool: "boolean", float: "number", str: "string", list: "array", dict: "object", type(None): "null"
 }  # fmt: skip
+_ANY: list[object] = list(_TYPES.values())
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
+_NOTHING_TO_ESCAPE = re.compile(
+    r"""(?: [^"\\\[\x00-\x1f] | \[(?:\\.|[^\]\\])*+\] | \\[^"\\\x00-\x1f0cfnrtuvx] )*+""",
+    re.DOTALL | re.VERBOSE,
+)
+"""Matches a pattern without a literal quote, backslash or control character. `\\x` and `\\u` may stand for one.
+
+XGrammar writes such a literal without the escape that JSON needs. It leaves these characters out of [...] and `.`.
+"""
 
 
 def check_keywords(text: str) -> None:
     """Raise RequestError for a schema with a keyword that XGrammar would ignore. `text` is JSON."""
-    for path, keyword, why in _ignored(json.loads(text, strict=False, parse_int=float), "#"):
+    root = json.loads(text, strict=False, parse_int=float)
+    for path, keyword, why in _ignored(root, "#", root):
         raise RequestError(f"json_schema: {keyword!r} at {path} cannot be enforced{why}", param="json_schema")
 
 
-def _ignored(schema: object, path: str) -> Iterator[tuple[str, str, str]]:
+def _ignored(schema: object, path: str, root: object) -> Iterator[tuple[str, str, str]]:
     """Yield (path, keyword, reason) of each ignored keyword. The reason follows the words "cannot be enforced"."""
     if not isinstance(schema, dict):
         return
-    for keyword, why in _ignored_here(schema):
+    for keyword, why in _ignored_here(schema, root):
         yield path, keyword, why
     for keyword in _MAPS_OF_SCHEMAS:
         if isinstance(children := schema.get(keyword), dict):
             for name, child in children.items():
-                yield from _ignored(child, f"{path}/{keyword}/{name}")
+                yield from _ignored(child, f"{path}/{keyword}/{name}", root)
     for keyword in _LISTS_OF_SCHEMAS:
         if isinstance(members := schema.get(keyword), list):
             for at, child in enumerate(members):
-                yield from _ignored(child, f"{path}/{keyword}/{at}")
+                yield from _ignored(child, f"{path}/{keyword}/{at}", root)
     for keyword in _SCHEMAS:
-        names = keyword == "propertyNames" and isinstance(schema.get(keyword), dict)
-        child = {"type": "string", **schema[keyword]} if names else schema.get(keyword)
-        yield from _ignored(child, f"{path}/{keyword}")
+        yield from _ignored(schema.get(keyword), f"{path}/{keyword}", root)
+    if isinstance(names := schema.get("propertyNames"), dict):
+        yield from _ignored({"type": "string", **names}, f"{path}/propertyNames", root)
 
 
-def _ignored_here(schema: Schema) -> Iterator[tuple[str, str]]:
+def _ignored_here(schema: Schema, root: object) -> Iterator[tuple[str, str]]:
     yield from ((keyword, "") for keyword in _NEVER_ENFORCED if keyword in schema)
     if schema.get("uniqueItems") is True:
         yield "uniqueItems", ""
     ref = schema.get("$ref")
     if isinstance(ref, str) and not _is_schema_here(ref):
         yield "$ref", ": only a schema in the schema itself can be referred to, as '#' or '#/$defs/...'"
-    patterns = [schema.get("pattern"), *_dict(schema.get("patternProperties"))]
-    if any(isinstance(pattern, str) and _LOOKAROUND.search(pattern) for pattern in patterns):
-        yield ("pattern" if "pattern" in schema else "patternProperties"), " with a lookahead or lookbehind"
-    deciding = next((keyword for keyword in _ENFORCED_ALONE if keyword in schema), None)
+    keyword = "pattern" if "pattern" in schema else "patternProperties"
+    for pattern in [schema.get("pattern"), *_dict(schema.get("patternProperties"))]:
+        if isinstance(pattern, str) and _LOOKAROUND.search(pattern):
+            yield keyword, " with a lookahead or lookbehind"
+        if isinstance(pattern, str) and not _NOTHING_TO_ESCAPE.fullmatch(pattern):
+            yield keyword, " with \\x, \\u, a quote, a backslash or a control character outside of [...]"
+    deciding = _deciding(schema)
     if deciding is not None:
-        if deciding == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:
-            yield "allOf", " with more than one schema"
+        if deciding == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) != 1:
+            yield "allOf", " unless it has one schema"
         beside = [keyword for keyword in _CONSTRAINTS if keyword in schema and keyword != deciding]
         if deciding == "const" and isinstance(schema.get("enum"), list) and schema["const"] in schema["enum"]:
             beside.remove("enum")  # as pydantic writes a Literal of one value
         yield from ((keyword, f" beside {deciding!r}") for keyword in beside)
-        if "type" in schema and not _keeps_to_type(schema, deciding):
+        if "type" in schema and not _keeps_to_type(schema, deciding, root):
             yield "type", f" beside {deciding!r}"
     elif "type" in schema or any(keyword in schema for keyword in _IMPLY_TYPE):
         yield from _ignored_beside(schema)
@@ -126,37 +138,56 @@ def _is_schema_here(ref: str) -> bool:
     if keys.pop(0) != "#":
         return False
     while keys:
-        if keys[0] not in (*_MAPS_OF_SCHEMAS, *_LISTS_OF_SCHEMAS, *_SCHEMAS):
+        keyword = keys.pop(0)
+        if keyword in (*_MAPS_OF_SCHEMAS, *_LISTS_OF_SCHEMAS) and keys:
+            del keys[0]
+        elif keyword not in _SCHEMAS:
             return False
-        del keys[: 1 if keys[0] in _SCHEMAS else 2]
     return True
 
 
-def _keeps_to_type(schema: Schema, deciding: str) -> bool:
-    """Whether what the keyword `deciding` allows is of the `type` beside it, as far as its members state theirs."""
-    allowed = _types(schema)
-    members = [schema["const"]] if deciding == "const" else schema[deciding]
-    if deciding == "$ref" or not isinstance(members, list):
-        return False
-    if deciding in ("const", "enum"):
-        named = [_TYPES[type(value)] for value in members]
-        whole = [isinstance(value, float) and value.is_integer() for value in members]
-        return all(
-            name in allowed or ("integer" in allowed and is_whole)
-            for name, is_whole in zip(named, whole, strict=True)
-        )
-    stated = [
-        name for member in members if isinstance(member, dict) and "type" in member for name in _types(member)
-    ]
-    return all(name in allowed or (name == "integer" and "number" in allowed) for name in stated)
+def _keeps_to_type(schema: Schema, deciding: str, root: object) -> bool:
+    """Whether all that the keyword `deciding` allows is of the `type` beside it."""
+    stated, allowed = _stated_types(schema), _allowed_types({deciding: schema[deciding]}, root)
+    return all(name in stated or (name == "integer" and "number" in stated) for name in allowed)
 
 
-def _types(schema: Schema) -> list[object]:
+def _stated_types(schema: Schema) -> list[object]:
     types = schema["type"]
     return types if isinstance(types, list) else [types]
 
 
-def _dict(value: object) -> dict[str, object]:
+def _allowed_types(schema: object, root: object) -> list[object]:
+    """The types of what `schema` allows, or more. A stated `type` is believed, since the schema itself is checked."""
+    if isinstance(schema, dict) and "type" in schema:
+        return _stated_types(schema)
+    deciding = _deciding(_dict(schema))
+    if deciding is None:
+        return next(([_IMPLY_TYPE[keyword]] for keyword in _IMPLY_TYPE if keyword in _dict(schema)), _ANY)
+    value = _dict(schema)[deciding]
+    if deciding == "$ref":
+        target = _target(str(value), root)
+        return _stated_types(target) if "type" in target else _ANY
+    members = [value] if deciding == "const" else value
+    if not isinstance(members, list):
+        return _ANY
+    if deciding in ("const", "enum"):
+        return ["integer" if isinstance(v, float) and v.is_integer() else _TYPES[type(v)] for v in members]
+    return [name for member in members for name in _allowed_types(member, root)]
+
+
+def _deciding(schema: Schema) -> str | None:
+    return next((keyword for keyword in _ENFORCED_ALONE if keyword in schema), None)
+
+
+def _target(ref: str, root: object) -> Schema:
+    """The schema that `ref` names; empty where it is not found by names alone."""
+    for key in ref.split("/")[1:]:
+        root = _dict(root).get(key)
+    return _dict(root)
+
+
+def _dict(value: object) -> Schema:
     return value if isinstance(value, dict) else {}
 
 
@@ -171,13 +202,18 @@ def _ignored_beside(schema: Schema) -> Iterator[tuple[str, str]]:
     if "multipleOf" in schema:
         factor = schema["multipleOf"]
         whole = isinstance(factor, float) and factor.is_integer()
-        if ("type" in schema and "number" in _types(schema)) or not whole:
+        if ("type" in schema and "number" in _stated_types(schema)) or not whole:
             yield "multipleOf", " but for integers"
         yield from (("multipleOf", f" beside {keyword!r}") for keyword in _RANGE if keyword in schema)
-    keyed = next((keyword for keyword in ("patternProperties", "propertyNames") if keyword in schema), None)
-    if keyed is not None:
-        if "propertyNames" in schema and ("properties" in schema or "patternProperties" in schema):
-            yield "propertyNames", " beside 'properties' or 'patternProperties'"
-        names, required = _dict(schema.get("properties")), schema.get("required")
-        if isinstance(required, list) and any(str(name) not in names for name in required):
-            yield "required", f" beside {keyed!r}, for names that are not in 'properties'"
+    names, patterns = _dict(schema.get("properties")), _dict(schema.get("patternProperties"))
+    if len(patterns) > 1 or (patterns and names):
+        yield "patternProperties", " beside 'properties' or another pattern, since both may apply to a name"
+    if "propertyNames" in schema and ("properties" in schema or "patternProperties" in schema):
+        yield "propertyNames", " beside 'properties' or 'patternProperties'"
+    required = schema.get("required")
+    if isinstance(required, list) and any(str(name) not in names for name in required):
+        yield "required", " for names that are not in 'properties'"
+    least = schema.get("minProperties")
+    is_open = any(schema.get(keyword, False) is not False for keyword in _OPEN)
+    if is_open and isinstance(least, float) and least > 1:
+        yield "minProperties", " above 1 where names are free, since a name may be written twice"
