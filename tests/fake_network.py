@@ -369,12 +369,18 @@ class CorruptingPages:
     def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
         return self._pages.gather_nbytes(num_pages, num_layers)
 
-    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
-        self._pages.gather(page_ids, first_layer, num_layers, out)
+    def gather(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
+    ) -> int:
+        return self._pages.gather(page_ids, first_layer, num_layers, out, seed)
 
-    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+    def scatter(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
+    ) -> int:
+        digest = self._pages.scatter(page_ids, first_layer, num_layers, src, seed)
         if self._network.num_scatters_to_corrupt > 0:
             self._network.num_scatters_to_corrupt -= 1
-            src = src.clone()
-            src[self._network.random.randrange(src.numel())] ^= 0x40
-        self._pages.scatter(page_ids, first_layer, num_layers, src)
+            damaged = src.clone()
+            damaged[self._network.random.randrange(src.numel())] ^= 0x40
+            self._pages.scatter(page_ids, first_layer, num_layers, damaged, seed)
+        return digest

@@ -20,6 +20,7 @@ from shared.engine.progress import Progress
 from shared.engine.vocab_mask import VocabMask
 from shared.kvcache.host_pages import HostPages, PageCopy
 from shared.kvcache.host_pool import CpuHostKVPool
+from shared.kvcache.page_digest import chunk_digest
 from shared.model.config import ModelConfig
 from shared.protocol.messages import KVLayout, NodeLimits
 from shared.scheduling.commit import Sampled
@@ -61,11 +62,17 @@ class TokenPool:
     def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
         return 2 * num_layers * num_pages * self.page_size * 8
 
-    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
+    def gather(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int = 0
+    ) -> int:
         out.copy_(torch.from_numpy(np.ascontiguousarray(self.kv[:, page_ids])).view(torch.uint8).flatten())
+        return chunk_digest(out, self.page_size * 8, seed)
 
-    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+    def scatter(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int = 0
+    ) -> int:
         self.kv[:, page_ids] = src.numpy().view(np.int64).reshape(2, len(page_ids), self.page_size)
+        return chunk_digest(src, self.page_size * 8, seed)
 
 
 @dataclass(eq=False)

@@ -24,11 +24,13 @@ MAX_CHUNK_BYTES = 32 << 20
 class WholePages(Protocol):
     """The methods of a KV pool that `CpuHostKVPool` calls."""
 
-    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
+    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> object:
         """Copy pages into the uint8 tensor `out`, layer-major, K before V."""
         ...
 
-    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+    def scatter(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor
+    ) -> object:
         """Copy the uint8 tensor `src`, laid out as by `gather`, into pages."""
         ...
 

@@ -1,4 +1,4 @@
-"""Copies KV pages in host memory between their pool and a contiguous buffer."""
+"""Copies KV pages between their pool and a contiguous buffer, and takes the digest of what was copied."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shared.kvcache.page_digest import chunk_digest
+
 
 class PageMover(Protocol):
     """Gathers and scatters pages. Several data threads call it at the same time.
 
-    `pages_RPN` is a pool in host memory, uint8: R rows (K or V of one layer) of P pages of N bytes. The other tensor
-    of a copy is contiguous uint8 [len(rows), len(page_ids), N], viewed in any shape.
+    `pages_RPN` is a pool, uint8: R rows (K or V of one layer) of P pages of N bytes. The other tensor of a copy is
+    contiguous uint8 [len(rows), len(page_ids), N], viewed in any shape. With a `seed`, a copy returns the
+    `chunk_digest` of the bytes that it copied, in slices of N bytes; without one, 0.
     """
 
     @property
@@ -23,14 +26,24 @@ class PageMover(Protocol):
         ...
 
     def gather(
-        self, pages_RPN: torch.Tensor, rows: range, page_ids: Sequence[int], out: torch.Tensor
-    ) -> None:
+        self,
+        pages_RPN: torch.Tensor,
+        rows: range,
+        page_ids: Sequence[int],
+        out: torch.Tensor,
+        seed: int | None = None,
+    ) -> int:
         """out[r, i] = pages_RPN[rows[r], page_ids[i]]. Raises IndexError for a page that is not there."""
         ...
 
     def scatter(
-        self, pages_RPN: torch.Tensor, rows: range, page_ids: Sequence[int], src: torch.Tensor
-    ) -> None:
+        self,
+        pages_RPN: torch.Tensor,
+        rows: range,
+        page_ids: Sequence[int],
+        src: torch.Tensor,
+        seed: int | None = None,
+    ) -> int:
         """pages_RPN[rows[r], page_ids[i]] = src[r, i]. Raises IndexError for a page that is not there."""
         ...
 
@@ -44,18 +57,93 @@ class NumpyPageMover:
     name = "numpy"
 
     def gather(
-        self, pages_RPN: torch.Tensor, rows: range, page_ids: Sequence[int], out: torch.Tensor
-    ) -> None:
+        self,
+        pages_RPN: torch.Tensor,
+        rows: range,
+        page_ids: Sequence[int],
+        out: torch.Tensor,
+        seed: int | None = None,
+    ) -> int:
         """Copy pages into the contiguous `out`."""
         pages, into = _as_pages(pages_RPN, rows, page_ids, out)
         np.take(pages, page_ids, axis=1, out=into, mode="clip")  # any other mode copies twice
+        return 0 if seed is None else chunk_digest(out, pages_RPN.shape[2], seed)
 
     def scatter(
-        self, pages_RPN: torch.Tensor, rows: range, page_ids: Sequence[int], src: torch.Tensor
-    ) -> None:
+        self,
+        pages_RPN: torch.Tensor,
+        rows: range,
+        page_ids: Sequence[int],
+        src: torch.Tensor,
+        seed: int | None = None,
+    ) -> int:
         """Copy the contiguous `src` into pages."""
         pages, source = _as_pages(pages_RPN, rows, page_ids, src)
         pages[:, page_ids] = source
+        if seed is None:
+            return 0
+        written = pages.take(page_ids, axis=1).view(np.uint8)
+        return chunk_digest(torch.from_numpy(written), pages_RPN.shape[2], seed)
+
+
+class TorchPageMover:
+    """For pages in device memory. The other tensor of a copy is on the same device, or in pinned host memory."""
+
+    name = "torch"
+
+    def gather(
+        self,
+        pages_RPN: torch.Tensor,
+        rows: range,
+        page_ids: Sequence[int],
+        out: torch.Tensor,
+        seed: int | None = None,
+    ) -> int:
+        """Copy pages into the contiguous `out`. The digest is of the pages, not of what `out` holds."""
+        pages_RPW = _as_words(pages_RPN)[rows.start : rows.stop]
+        picked = pages_RPW.index_select(1, _ids(page_ids, pages_RPN)).view(torch.uint8)
+        out.view(-1).copy_(picked.view(-1))
+        return _finish(picked, pages_RPN, seed)
+
+    def scatter(
+        self,
+        pages_RPN: torch.Tensor,
+        rows: range,
+        page_ids: Sequence[int],
+        src: torch.Tensor,
+        seed: int | None = None,
+    ) -> int:
+        """Copy the contiguous `src` into pages. The digest is of the pages after that, not of `src`."""
+        pages_RPW, ids = _as_words(pages_RPN)[rows.start : rows.stop], _ids(page_ids, pages_RPN)
+        arrived = src.to(pages_RPN.device).view(-1).view(pages_RPW.dtype)
+        pages_RPW.index_copy_(1, ids, arrived.view(len(rows), len(ids), pages_RPW.shape[2]))
+        written = None if seed is None else pages_RPW.index_select(1, ids).view(torch.uint8)
+        return _finish(written, pages_RPN, seed)
+
+
+def _finish(copied: torch.Tensor | None, pages_RPN: torch.Tensor, seed: int | None) -> int:
+    """The digest of `copied`, once every copy of the current stream is done."""
+    digest = 0
+    if copied is not None and seed is not None:
+        digest = chunk_digest(copied, pages_RPN.shape[2], seed)
+    if pages_RPN.is_cuda:
+        torch.cuda.current_stream(pages_RPN.device).synchronize()
+    return digest
+
+
+def _as_words(pages_RPN: torch.Tensor) -> torch.Tensor:
+    """The same pages in the largest words that fit: indexing moves one at a time."""
+    return pages_RPN.view(torch.int64) if pages_RPN.shape[2] % 8 == 0 else pages_RPN
+
+
+def _ids(page_ids: Sequence[int], pages_RPN: torch.Tensor) -> torch.Tensor:
+    _check(page_ids, pages_RPN.shape[1])
+    return torch.tensor(page_ids, dtype=torch.int64, device=pages_RPN.device)
+
+
+def _check(page_ids: Sequence[int], num_pages: int) -> None:
+    if not all(0 <= page < num_pages for page in page_ids):
+        raise IndexError(f"of pages {page_ids} one is not of these {num_pages}")
 
 
 def _as_pages(
@@ -63,8 +151,7 @@ def _as_pages(
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
     """Views of the pool and of the slot whose items are whole pages."""
     _, num_pages, page_nbytes = pages_RPN.shape
-    if not all(0 <= page < num_pages for page in page_ids):
-        raise IndexError(f"of pages {page_ids} one is not of these {num_pages}")
+    _check(page_ids, num_pages)
     page = np.dtype((np.void, page_nbytes))
     pages = pages_RPN.numpy()[rows.start : rows.stop].view(page)[:, :, 0]
     return pages, slot.view(-1).numpy().view(page).reshape(len(rows), len(page_ids))

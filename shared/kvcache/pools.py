@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shared.host_memory import new_host_buffer
-from shared.kvcache.page_mover import NumpyPageMover, PageMover
+from shared.kvcache.page_mover import NumpyPageMover, PageMover, TorchPageMover
 
 
 class ReqToTokenPool:
@@ -54,7 +54,7 @@ class TokenToKVPool:
 
     `buffer_LSNHPD[layer, 0 | 1, page]` is one page of K | V with shape [num_kv_heads, page_size, head_dim]. A page is
     contiguous, and so is a range of heads within a page. Page 0 is never handed out, and padding is written there.
-    `PageAllocator` decides which page may be written when. `mover` copies pages on a CPU.
+    `PageAllocator` decides which page may be written when. `mover` copies pages.
     """
 
     def __init__(
@@ -82,12 +82,9 @@ class TokenToKVPool:
             self.buffer_LSNHPD = torch.zeros(shape, dtype=dtype, device=device)
         self.page_nbytes = num_kv_heads * page_size * head_dim * dtype.itemsize
         """Bytes of one page of one layer, of K or of V alone."""
-        self.mover = mover or NumpyPageMover()
-        self._host_pages_RPN: torch.Tensor | None = None
-        """A view of the buffer, uint8 [layers * 2, pages, page_nbytes]. None on a GPU."""
-        if device.type == "cpu":
-            every_byte = self.buffer_LSNHPD.view(-1).view(torch.uint8)
-            self._host_pages_RPN = every_byte.view(num_layers * 2, num_pages, self.page_nbytes)
+        self.mover = mover or (NumpyPageMover() if device.type == "cpu" else TorchPageMover())
+        self._pages_RPN = self.buffer_LSNHPD.view(-1).view(torch.uint8).view(num_layers * 2, num_pages, -1)
+        """The buffer as bytes: [layers * 2, pages, page_nbytes]."""
 
     def layer_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the K and V pages of one layer, each [num_pages, num_kv_heads, page_size, head_dim]."""
@@ -97,25 +94,32 @@ class TokenToKVPool:
         """Bytes of `num_pages` pages of `num_layers` layers, K and V."""
         return 2 * num_layers * num_pages * self.page_nbytes
 
-    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
-        """Copy pages into the uint8 tensor `out`, layer-major, K before V. The copy is done on return."""
-        rows = range(2 * first_layer, 2 * (first_layer + num_layers))
-        if self._host_pages_RPN is None:
-            device_pages = self.buffer_LSNHPD.flatten(0, 1)[rows.start : rows.stop]
-            picked = device_pages.index_select(1, torch.tensor(page_ids, device=self.device))
-            out.copy_(picked.view(-1).view(torch.uint8))
-            torch.cuda.current_stream(self.device).synchronize()
-            return
-        self.mover.gather(self._host_pages_RPN, rows, page_ids, out)
+    def gather(
+        self,
+        page_ids: Sequence[int],
+        first_layer: int,
+        num_layers: int,
+        out: torch.Tensor,
+        seed: int | None = None,
+    ) -> int:
+        """Copy pages into the uint8 tensor `out`, layer-major, K before V. The copy is done on return.
 
-    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
-        """Copy `src` (uint8, laid out as by `gather`) into pages. The copy is done on return."""
+        With a `seed`, returns the `chunk_digest` of the pages, of slices of `page_nbytes`.
+        """
         rows = range(2 * first_layer, 2 * (first_layer + num_layers))
-        if self._host_pages_RPN is None:
-            device_pages = self.buffer_LSNHPD.flatten(0, 1)[rows.start : rows.stop]
-            shape = (device_pages.shape[0], len(page_ids), *device_pages.shape[2:])
-            arrived = src.to(self.device).view(self.dtype).view(shape)
-            device_pages.index_copy_(1, torch.tensor(page_ids, device=self.device), arrived)
-            torch.cuda.current_stream(self.device).synchronize()
-            return
-        self.mover.scatter(self._host_pages_RPN, rows, page_ids, src)
+        return self.mover.gather(self._pages_RPN, rows, page_ids, out, seed)
+
+    def scatter(
+        self,
+        page_ids: Sequence[int],
+        first_layer: int,
+        num_layers: int,
+        src: torch.Tensor,
+        seed: int | None = None,
+    ) -> int:
+        """Copy `src` (uint8, laid out as by `gather`) into pages. The copy is done on return.
+
+        With a `seed`, returns the digest of what was written.
+        """
+        rows = range(2 * first_layer, 2 * (first_layer + num_layers))
+        return self.mover.scatter(self._pages_RPN, rows, page_ids, src, seed)

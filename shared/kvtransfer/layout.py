@@ -29,12 +29,19 @@ class PageStore(Protocol):
         """Size of `num_pages` pages of `num_layers` layers, K and V."""
         ...
 
-    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
-        """Copy pages into the uint8 tensor `out`, layer-major, K before V; blocks until they are there."""
+    def gather(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
+    ) -> int:
+        """Copy pages into the uint8 tensor `out`, layer-major, K before V; blocks until they are there.
+
+        Returns the digest of what was copied: the same that `scatter` returns for the same bytes and seed.
+        """
         ...
 
-    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
-        """The inverse of `gather`; blocks until the pages are written."""
+    def scatter(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
+    ) -> int:
+        """The inverse of `gather`; blocks until the pages are written. Returns the digest of what was written."""
         ...
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk, PageStore
 from shared.kvtransfer.link import Arrival, Link
-from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Flag
+from shared.kvtransfer.staging import HEADER_NBYTES, Envelope
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Grant, GrantedChunk
 
@@ -143,21 +143,19 @@ class ReceiveLoop:
 
     def _scatter(self, granted: _Granted) -> None:
         envelope, slot = granted.envelope, granted.arrival.slot
-        flag, intact = slot.open(envelope, granted.nbytes)
-        if flag is Flag.VOID:
+        digest, chunk = slot.open(envelope), envelope.chunk
+        if digest is None:
             self._gate.refused(envelope.key, "the peer sent a void chunk", by_peer=True)
             return
-        if not intact:
-            self._gate.refused(envelope.key, f"chunk {envelope.seq} arrived corrupt", corrupt=True)
-            return
-        page_ids = self._gate.begin_scatter(envelope.key, envelope.chunk)
+        page_ids = self._gate.begin_scatter(envelope.key, chunk)
         if page_ids is None:
             return
         try:
-            payload = slot.payload(granted.nbytes)
-            self._pages.scatter(page_ids, envelope.chunk.first_layer, envelope.chunk.num_layers, payload)
+            payload, layers = slot.payload(granted.nbytes), (chunk.first_layer, chunk.num_layers)
+            if self._pages.scatter(page_ids, *layers, payload, envelope.seed) != digest:
+                self._gate.refused(envelope.key, f"chunk {envelope.seq} arrived corrupt", corrupt=True)
         except BaseException:
             self._gate.refused(envelope.key, "its pages could not be written")
             raise
         finally:
-            self._gate.end_scatter(envelope.key, envelope.chunk, granted.nbytes - HEADER_NBYTES)
+            self._gate.end_scatter(envelope.key, chunk, granted.nbytes - HEADER_NBYTES)

@@ -156,14 +156,16 @@ class SendLoop:
 
     def _gather(self, seq: int, granted: GrantedChunk, slot: Slot) -> None:
         chunk = Chunk(granted.first_page, granted.num_pages, granted.first_layer, granted.num_layers)
+        envelope, digest = Envelope(granted.key, chunk, seq), None
         page_ids = self._gate.begin_gather(granted.key, chunk)
         if page_ids is not None:
             payload = slot.payload(granted.nbytes)
+            layers = chunk.first_layer, chunk.num_layers
             try:
-                self._pages.gather(page_ids, chunk.first_layer, chunk.num_layers, payload)
+                digest = self._pages.gather(page_ids, *layers, payload, envelope.seed)
             finally:
                 self._gate.end_gather(granted.key, payload.numel())
-        slot.seal(Envelope(granted.key, chunk, seq), granted.nbytes, void=page_ids is None)
+        slot.seal(envelope, digest)
 
     # ------------------------------------------------------------------------------ the data thread
     def _reap(self, *, block: bool) -> bool:

@@ -6,7 +6,9 @@ On the sending side pages are free again as soon as they are gathered into a slo
 slot that a stuck op may still read or write stays out of the ring until that op has left (or for good, with the
 dead link's ring).
 
-A chunk on the wire: 64 bytes of header, then the payload.
+A chunk on the wire: 64 bytes of header, then the payload. The header names the transfer, the message, and the layers
+and pages of the sequence. Its last 8 bytes are the digest of the payload, seeded with all of that. The digest is
+taken from the pages while they are gathered, and again from what a scatter writes, so it covers all that is between.
 """
 
 from __future__ import annotations
@@ -33,17 +35,9 @@ _DIGEST_AT = HEADER_NBYTES - _DIGEST.size
 class Flag(IntEnum):
     """What the payload of a chunk is."""
 
-    CHECKED = 1
-    """Pages, with their digest in the header."""
-    UNCHECKED = 2
-    """Pages that were not digested: in device memory, which would have to be read back, or in shared memory."""
-    VOID = 3
+    PAGES = 1
+    VOID = 2
     """Nothing: the transfer was given up after its Grant, and this drains the posted receive."""
-
-
-_FLAGS = {int(flag): flag for flag in Flag}
-_FLAG_AT = 4
-"""Where the lowest byte of the flag is. Its other bytes are compared with the rest of the header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +48,16 @@ class Envelope:
     chunk: Chunk
     seq: int
 
+    @property
+    def seed(self) -> int:
+        """The seed of the digest of the chunk's pages."""
+        return xxhash.xxh3_64_intdigest(self.fields(Flag.PAGES))
+
+    @property
+    def void_digest(self) -> int:
+        """What stands in place of a digest when the chunk is void, so that no pages become void by a flipped bit."""
+        return xxhash.xxh3_64_intdigest(self.fields(Flag.VOID))
+
     def fields(self, flag: Flag) -> bytes:
         """The header without the digest."""
         key, c = xxhash.xxh3_64_intdigest(str(self.key).encode()), self.chunk
@@ -62,15 +66,10 @@ class Envelope:
 
 
 class Slot:
-    """One staging buffer. Its payload starts at byte 64, so that it is aligned for any element type.
+    """One staging buffer, in host or device memory. Its payload starts at byte 64, aligned for any element type."""
 
-    `digested`: whether a chunk that is sealed here carries a digest of its payload; never one in device memory.
-    """
-
-    def __init__(self, buffer: torch.Tensor, *, digested: bool = True) -> None:
+    def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
-        self._host_bytes = buffer.numpy().data if buffer.device.type == "cpu" else None
-        self._digested = digested and self._host_bytes is not None
         # Most messages of a link have the same length, and making a view for each costs microseconds.
         self._message = self._payload = buffer[:0]
 
@@ -86,46 +85,24 @@ class Slot:
             self._payload = self.buffer[HEADER_NBYTES:nbytes]
         return self._payload
 
-    def seal(self, envelope: Envelope, nbytes: int, *, void: bool) -> None:
-        """Write the header of a message of `nbytes` whose payload is in place."""
-        flag = Flag.VOID if void else Flag.CHECKED if self._digested else Flag.UNCHECKED
-        fields, digest = envelope.fields(flag), 0
-        if self._host_bytes is None:
-            header = torch.frombuffer(bytearray(fields + _DIGEST.pack(digest)), dtype=torch.uint8)
-            self.buffer[:HEADER_NBYTES].copy_(header)
-            return
-        if flag is Flag.CHECKED:
-            digest = _digest(fields, self._host_bytes[HEADER_NBYTES:nbytes])
-        self._host_bytes[:HEADER_NBYTES] = fields + _DIGEST.pack(digest)
+    def seal(self, envelope: Envelope, digest: int | None) -> None:
+        """Write the header of a message: its payload has this `digest`; None: it is void."""
+        flag = Flag.VOID if digest is None else Flag.PAGES
+        header = envelope.fields(flag) + _DIGEST.pack(envelope.void_digest if digest is None else digest)
+        self.buffer[:HEADER_NBYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
-    def open(self, envelope: Envelope, nbytes: int) -> tuple[Flag, bool]:
-        """Read the header of a message of `nbytes` that has arrived: its flag, and whether the payload is intact
-        (always True for one without a digest).
+    def open(self, envelope: Envelope) -> int | None:
+        """The digest that the payload of the message that has arrived must have; None: it is void.
 
         LinkError: this is another message than the one that was granted, so the two ends disagree on order.
         """
-        if self._host_bytes is None:
-            header = self.buffer[:HEADER_NBYTES].cpu().numpy().tobytes()
-        else:
-            header = bytes(self._host_bytes[:HEADER_NBYTES])
-        flag = _FLAGS.get(header[_FLAG_AT])
-        fields = b"" if flag is None else envelope.fields(flag)
-        if flag is None or not header.startswith(fields):
-            raise LinkError(
-                f"message {envelope.seq} is not the chunk that was granted: header {header.hex()}"
-            )
-        if flag is not Flag.CHECKED:
-            return flag, True
-        if self._host_bytes is None:
-            raise LinkError(
-                f"message {envelope.seq} has a digest, which messages that stay on a device never have"
-            )
-        return flag, header == fields + _DIGEST.pack(_digest(fields, self._host_bytes[HEADER_NBYTES:nbytes]))
-
-
-def _digest(fields: bytes, payload: memoryview) -> int:
-    # Seeded with the header, so that a payload cannot pass under another header.
-    return xxhash.xxh3_64_intdigest(payload, seed=xxhash.xxh3_64_intdigest(fields))
+        header = self.buffer[:HEADER_NBYTES].cpu().numpy().tobytes()
+        (digest,) = _DIGEST.unpack(header[_DIGEST_AT:])
+        if header.startswith(envelope.fields(Flag.PAGES)):
+            return int(digest)
+        if header.startswith(envelope.fields(Flag.VOID)) and digest == envelope.void_digest:
+            return None
+        raise LinkError(f"message {envelope.seq} is not the chunk that was granted: header {header.hex()}")
 
 
 class SlotRing:

@@ -51,14 +51,18 @@ class PagesWithWrongIndex:
     def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
         return self.pages.gather_nbytes(num_pages, num_layers)
 
-    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
+    def gather(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
+    ) -> int:
         if len(page_ids) > 1 and not self.num_wrong:
             self.num_wrong += 1
             page_ids = [page_ids[0], page_ids[0], *page_ids[2:]]
-        self.pages.gather(page_ids, first_layer, num_layers, out)
+        return self.pages.gather(page_ids, first_layer, num_layers, out, seed)
 
-    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
-        self.pages.scatter(page_ids, first_layer, num_layers, src)
+    def scatter(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
+    ) -> int:
+        return self.pages.scatter(page_ids, first_layer, num_layers, src, seed)
 
 
 class RowsWithWrongIndex(ReqToTokenPool):

@@ -7,7 +7,7 @@ import torch
 
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.pages import NativePageMover
-from shared.kvcache.page_mover import NumpyPageMover, PageMover
+from shared.kvcache.page_mover import NumpyPageMover, PageMover, TorchPageMover
 from shared.kvcache.pools import TokenToKVPool
 
 NUM_LAYERS = 4
@@ -19,10 +19,12 @@ POOLS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["numpy", "native"])
+@pytest.fixture(scope="module", params=["numpy", "torch", "native"])
 def mover(request: pytest.FixtureRequest) -> PageMover:
     if request.param == "numpy":
         return NumpyPageMover()
+    if request.param == "torch":
+        return TorchPageMover()
     try:
         return NativePageMover()
     except NativeUnavailable as e:
@@ -67,8 +69,9 @@ def test_round_trip(
     from_pages, to_pages = [7, 1, 4], [2, 8, 3]
     first, count = layers
     out = torch.empty(source.gather_nbytes(3, count), dtype=torch.uint8)
-    source.gather(from_pages, first, count, out)
-    target.scatter(to_pages, first, count, out)
+    gathered = source.gather(from_pages, first, count, out, seed=5)
+    assert target.scatter(to_pages, first, count, out, seed=5) == gathered
+    assert target.scatter(to_pages, first, count, out, seed=6) != gathered
     expected = before
     expected[first : first + count, :, to_pages] = raw_pages(source)[first : first + count, :, from_pages]
     assert torch.equal(raw_pages(target), expected)

@@ -7,7 +7,7 @@ What differs from gloo:
 - receives under way occupy the communicator in order, so there is no canary: a dead peer is noticed by the
   control connection, by pings, or by an op's timeout, and `abort` frees the thread that waits;
 - `wait` only orders the current stream, so an op polls for completion and keeps the deadline itself;
-- payloads are not digested, since that would read them back to the host;
+- payloads are digested on the device, with kernels of torch;
 - the interface is NCCL's choice: `bind_host` does not apply, set NCCL_SOCKET_IFNAME.
 """
 

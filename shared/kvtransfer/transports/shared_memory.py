@@ -40,8 +40,7 @@ class SharedSlot(Slot):
         except OSError as error:
             os.close(self.descriptor)
             raise LinkError(f"no shared memory for a slot of {nbytes} bytes: {error}") from None
-        # Not digested: host memory is trusted here as it is on both sides of a copy (ADR 11).
-        super().__init__(torch.frombuffer(area, dtype=torch.uint8), digested=False)
+        super().__init__(torch.frombuffer(area, dtype=torch.uint8))
         weakref.finalize(self, os.close, self.descriptor)  # the mapping ends with the last tensor on it
 
 

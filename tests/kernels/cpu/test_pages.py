@@ -1,4 +1,4 @@
-"""The native page mover against its slow twin."""
+"""The page movers against the definition of a copy, and their digests against `chunk_digest`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.pages import NativePageMover
-from shared.kvcache.page_mover import NumpyPageMover
+from shared.kvcache.page_digest import chunk_digest
+from shared.kvcache.page_mover import NumpyPageMover, TorchPageMover
 
 SHAPES = [  # rows, pages, bytes of a page, distance of the first page from a multiple of 64
     (1, 5, 64, 0),
@@ -24,6 +25,7 @@ SHAPES = [  # rows, pages, bytes of a page, distance of the first page from a mu
     (3, 11, 960, 16),
     (3, 7, 1000, 0),
 ]
+SEED = 2**64 - 59
 IDS = {
     "one": [3],
     "neighbours": [0, 1, 2, 3, 4],
@@ -54,27 +56,35 @@ def random_bytes(shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_native_and_numpy_agree(
-    native: NativePageMover, shape: tuple[int, int, int, int], ids: list[int]
-) -> None:
+def test_all_movers_agree(native: NativePageMover, shape: tuple[int, int, int, int], ids: list[int]) -> None:
     *RPN, offset = shape
     rows = range(RPN[0] // 3, RPN[0])
     pages_RPN = random_bytes((*RPN,), offset)
     before = pages_RPN.clone()
-    gathered = [torch.zeros(len(rows) * len(ids) * RPN[2], dtype=torch.uint8) for _ in range(2)]
-    for mover, out in zip((native, NumpyPageMover()), gathered, strict=True):
-        mover.gather(pages_RPN, rows, ids, out)
-    assert torch.equal(gathered[0], pages_RPN[rows.start :, ids].flatten())
-    assert torch.equal(gathered[0], gathered[1])
-    assert torch.equal(pages_RPN, before)
+    expected = pages_RPN[rows.start :, ids].flatten()
+    for mover in (native, NumpyPageMover(), TorchPageMover()):
+        for seed in (None, SEED):
+            out = torch.zeros(len(rows) * len(ids) * RPN[2], dtype=torch.uint8)
+            digest = mover.gather(pages_RPN, rows, ids, out, seed)
+            assert torch.equal(out, expected)
+            assert torch.equal(pages_RPN, before)
+            assert digest == (0 if seed is None else chunk_digest(expected, RPN[2], seed))
 
-    src = random_bytes((len(rows), len(ids), RPN[2]), offset=1)
-    scattered = [random_bytes((*RPN,), offset) for _ in range(2)]
-    for mover, into in zip((native, NumpyPageMover()), scattered, strict=True):
-        mover.scatter(into, rows, ids, src)
+    src = random_bytes((len(rows), len(ids), RPN[2]))
     before[rows.start :, ids] = src
-    assert torch.equal(scattered[0], before)
-    assert torch.equal(scattered[0], scattered[1])
+    for mover in (native, NumpyPageMover(), TorchPageMover()):
+        for seed in (None, SEED):
+            into = random_bytes((*RPN,), offset)
+            digest = mover.scatter(into, rows, ids, src, seed)
+            assert torch.equal(into, before)
+            assert digest == (0 if seed is None else chunk_digest(src, RPN[2], seed))
+
+
+def test_a_native_slot_may_begin_anywhere(native: NativePageMover) -> None:
+    pages_RPN, src = random_bytes((2, 9, 960)), random_bytes((2, 3, 960), offset=1)
+    digest = native.scatter(pages_RPN, range(2), [8, 1, 4], src, SEED)
+    assert torch.equal(pages_RPN[:, [8, 1, 4]], src)
+    assert digest == chunk_digest(src.clone(), 960, SEED)
 
 
 @given(st.data())
@@ -86,13 +96,15 @@ def test_native_copies_whatever_the_sizes(native: NativePageMover, data: st.Data
     ids = data.draw(st.lists(st.integers(0, num_pages - 1), unique=True))
     guarded = torch.zeros(len(rows) * len(ids) * nbytes + 2, dtype=torch.uint8)
     slot = guarded[1:-1]
-    native.gather(pages_RPN, rows, ids, slot)
+    digest = native.gather(pages_RPN, rows, ids, slot, SEED)
     assert torch.equal(slot, pages_RPN[rows.start : rows.stop][:, ids].flatten())
+    assert digest == chunk_digest(slot.clone(), nbytes, SEED)
     assert guarded[0] == guarded[-1] == 0
     after = pages_RPN.clone()
     after[rows.start : rows.stop, ids] = 255 - after[rows.start : rows.stop, ids]
-    native.scatter(pages_RPN, rows, ids, 255 - slot)
+    digest = native.scatter(pages_RPN, rows, ids, 255 - slot, SEED)
     assert torch.equal(pages_RPN, after)
+    assert digest == chunk_digest(255 - slot, nbytes, SEED)
 
 
 @pytest.mark.parametrize("no_page", [-1, 5])
@@ -101,7 +113,7 @@ def test_a_page_that_is_not_there_is_an_error_and_nothing_is_copied(
 ) -> None:
     pages_RPN, slot = random_bytes((2, 5, 64)), torch.zeros((2, 2, 64), dtype=torch.uint8)
     before = pages_RPN.clone()
-    for mover in (native, NumpyPageMover()):
+    for mover in (native, NumpyPageMover(), TorchPageMover()):
         with pytest.raises(IndexError):
             mover.gather(pages_RPN, range(2), [1, no_page], slot)
         with pytest.raises(IndexError):

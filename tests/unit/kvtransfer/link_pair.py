@@ -261,11 +261,15 @@ class SlowPages:
     def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
         return self._pool.gather_nbytes(num_pages, num_layers)
 
-    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
+    def gather(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
+    ) -> int:
         time.sleep(0.001)
-        self._pool.gather(page_ids, first_layer, num_layers, out)
+        return self._pool.gather(page_ids, first_layer, num_layers, out, seed)
 
-    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+    def scatter(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
+    ) -> int:
         raise AssertionError("a prefill node scatters nothing")
 
 

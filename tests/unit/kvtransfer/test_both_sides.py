@@ -46,12 +46,16 @@ class HeldPages:
     def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
         return self._pool.gather_nbytes(num_pages, num_layers)
 
-    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
-        self._pool.gather(page_ids, first_layer, num_layers, out)
+    def gather(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
+    ) -> int:
+        return self._pool.gather(page_ids, first_layer, num_layers, out, seed)
 
-    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+    def scatter(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
+    ) -> int:
         assert self.go_on.wait(20)
-        self._pool.scatter(page_ids, first_layer, num_layers, src)
+        return self._pool.scatter(page_ids, first_layer, num_layers, src, seed)
 
 
 class Node:

@@ -31,12 +31,17 @@ class Pages:
     def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
         return num_pages * num_layers * PAGE_NBYTES
 
-    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
+    def gather(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
+    ) -> int:
         if self.failure is not None:
             raise self.failure
         out.fill_(page_ids[0])
+        return 0
 
-    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+    def scatter(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
+    ) -> int:
         raise AssertionError("a sender scatters nothing")
 
 

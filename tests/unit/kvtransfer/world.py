@@ -98,17 +98,23 @@ class GuardedPages:
     def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
         return self.pool.gather_nbytes(num_pages, num_layers)
 
-    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> None:
+    def gather(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
+    ) -> int:
         self.num_gathers += 1
         self.in_the_middle()
-        self.pool.gather(page_ids, first_layer, num_layers, out)
+        digest = self.pool.gather(page_ids, first_layer, num_layers, out, seed)
         self._check("gather", page_ids)
+        return digest
 
-    def scatter(self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+    def scatter(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
+    ) -> int:
         self.num_scatters += 1
         self.in_the_middle()
-        self.pool.scatter(page_ids, first_layer, num_layers, src)
+        digest = self.pool.scatter(page_ids, first_layer, num_layers, src, seed)
         self._check("scatter", page_ids)
+        return digest
 
     def _check(self, what: str, page_ids: Sequence[int]) -> None:
         if not set(page_ids) <= self.open_to_transfer:

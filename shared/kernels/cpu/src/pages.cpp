@@ -15,36 +15,41 @@
 #include <cstdint>
 #include <cstring>
 
+#include "page_digest.h"
+
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
 namespace {
 
-typedef uint64_t Line __attribute__((vector_size(64), aligned(1), may_alias));
+using page_digest::Halves;
+using page_digest::kLine;
+using page_digest::Keys;
+using page_digest::Words;
 
-constexpr int64_t kLine = sizeof(Line);
-constexpr int64_t kStep = 4 * kLine;  // bytes of a page that are copied before the next page's turn
+constexpr int64_t kStepLines = 4;
+constexpr int64_t kStep = kStepLines * kLine;  // bytes of a page that are copied before the next page's turn
 constexpr int64_t kAtOnce = 4;
 
-void copy_step(char* to, const char* from) {
-  Line* out = reinterpret_cast<Line*>(to);
-  const Line* in = reinterpret_cast<const Line*>(from);
-  const Line a = in[0], b = in[1], c = in[2], d = in[3];
-  out[0] = a, out[1] = b, out[2] = c, out[3] = d;
+inline Words load(const char* from) {
+  Words line;
+  std::memcpy(&line, from, kLine);
+  return line;
 }
 
-// Copies past the caches. `to` is the beginning of a cache line.
-void stream_step(char* to, const char* from) {
+inline void store(char* to, const Words& line) { std::memcpy(to, &line, kLine); }
+
+// Stores past the caches. `to` is the beginning of a cache line.
+inline void stream(char* to, const Words& line) {
 #if defined(__AVX512F__)
-  __m512i lines[4];
-  for (int i = 0; i < 4; i++) lines[i] = _mm512_loadu_si512(from + i * kLine);
-  for (int i = 0; i < 4; i++) _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i * kLine), lines[i]);
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(line));
 #elif defined(__SSE2__)
-  for (int64_t i = 0; i < kStep; i += sizeof(__m128i))
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+  for (int64_t i = 0; i < kLine; i += sizeof(__m128i))
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(reinterpret_cast<const char*>(&line) + i)));
 #else
-  copy_step(to, from);
+  store(to, line);
 #endif
 }
 
@@ -53,26 +58,70 @@ struct Page {
   const char* from;
 };
 
-template <void (*Step)(char*, const char*)>
-void copy_at_once(const Page* pages, int64_t nbytes) {
+// Copies `num` pages, a step of each in turn. The digest of page i is added to `sums[i]`.
+template <bool kDigest, void (*Store)(char*, const Words&)>
+void copy_at_once(const Page* pages, int64_t num, int64_t nbytes, Words* sums) {
+  Keys keys;
+  Words lanes[kAtOnce] = {};
   int64_t at = 0;
-  for (; at + kStep <= nbytes; at += kStep)
-    for (int64_t i = 0; i < kAtOnce; i++) Step(pages[i].to + at, pages[i].from + at);
-  for (int64_t i = 0; i < kAtOnce; i++) std::memcpy(pages[i].to + at, pages[i].from + at, nbytes - at);
+  for (; at + kStep <= nbytes; at += kStep) {
+    Halves of_lines[kStepLines];
+    if constexpr (kDigest)
+      for (Halves& of_line : of_lines) of_line = keys.next();
+    for (int64_t i = 0; i < num; i++) {
+      Words lines[kStepLines];
+      for (int64_t j = 0; j < kStepLines; j++) lines[j] = load(pages[i].from + at + j * kLine);
+      for (int64_t j = 0; j < kStepLines; j++) {
+        Store(pages[i].to + at + j * kLine, lines[j]);
+        if constexpr (kDigest) lanes[i] += page_digest::of_line(lines[j], of_lines[j]);
+      }
+    }
+  }
+  for (; at < nbytes; at += kLine) {
+    const int64_t length = std::min(kLine, nbytes - at);
+    const Halves of_line = keys.next();
+    for (int64_t i = 0; i < num; i++) {
+      Words line = {};
+      std::memcpy(&line, pages[i].from + at, length);
+      std::memcpy(pages[i].to + at, &line, length);
+      if constexpr (kDigest) lanes[i] += page_digest::of_line(line, of_line);
+    }
+  }
+  std::copy(lanes, lanes + num, sums);
 }
 
 // `page(row, id, i)` returns the addresses that the i-th page of a row, `id` in the pool, is copied from and to.
-template <void (*Step)(char*, const char*), typename At>
-void copy_pages(int64_t num_rows, const int64_t* page_ids, int64_t num_ids, int64_t nbytes, At page) {
-  Page pages[kAtOnce];
-  int64_t num = 0;
-  for (int64_t row = 0; row < num_rows; row++) {
-    for (int64_t i = 0; i < num_ids; i++) {
-      pages[num++] = page(row, page_ids[i], i);
-      if (num == kAtOnce) copy_at_once<Step>(pages, nbytes), num = 0;
+// Returns the digest of the chunk, 0 without one.
+template <bool kDigest, void (*Store)(char*, const Words&), typename At>
+uint64_t copy_pages(int64_t num_rows, const int64_t* page_ids, int64_t num_ids, int64_t nbytes, uint64_t seed, At page) {
+  const int64_t num_slices = num_rows * num_ids;
+  uint64_t digest = 0;
+  for (int64_t first = 0; first < num_slices; first += kAtOnce) {
+    const int64_t num = std::min(kAtOnce, num_slices - first);
+    Page pages[kAtOnce];
+    Words sums[kAtOnce];
+    for (int64_t i = 0; i < num; i++) {
+      const int64_t row = (first + i) / num_ids, at = (first + i) % num_ids;
+      pages[i] = page(row, page_ids[at], at);
     }
+    if (num == kAtOnce) {
+      copy_at_once<kDigest, Store>(pages, kAtOnce, nbytes, sums);  // unrolled
+    } else {
+      copy_at_once<kDigest, Store>(pages, num, nbytes, sums);
+    }
+    if constexpr (kDigest)
+      for (int64_t i = 0; i < num; i++) digest += page_digest::of_slice(sums[i], seed, first + i);
   }
-  for (int64_t i = 0; i < num; i++) std::memcpy(pages[i].to, pages[i].from, nbytes);
+  return digest;
+}
+
+template <void (*Store)(char*, const Words&), typename At>
+void copy(int64_t num_rows, const int64_t* page_ids, int64_t num_ids, int64_t nbytes, uint64_t* digest, At page) {
+  if (digest != nullptr) {
+    *digest = copy_pages<true, Store>(num_rows, page_ids, num_ids, nbytes, *digest, page);
+  } else {
+    copy_pages<false, Store>(num_rows, page_ids, num_ids, nbytes, 0, page);
+  }
 }
 
 bool all_within(const int64_t* page_ids, int64_t num_ids, int64_t num_pages) {
@@ -82,27 +131,28 @@ bool all_within(const int64_t* page_ids, int64_t num_ids, int64_t num_pages) {
 }  // namespace
 
 // `pages` is [num_rows, num_pages] pages of `page_nbytes`, `out` is [num_rows, num_ids]. Returns false where an id is
-// out of range. Then nothing was copied.
+// out of range. Then nothing was copied. `*digest` is the seed of the digest of `out`, and then the digest. With null no
+// digest is taken.
 extern "C" bool baton_gather_pages(const char* pages, int64_t num_rows, int64_t num_pages, int64_t page_nbytes,
-                                   const int64_t* page_ids, int64_t num_ids, char* out) {
+                                   const int64_t* page_ids, int64_t num_ids, char* out, uint64_t* digest) {
   if (!all_within(page_ids, num_ids, num_pages)) return false;
-  copy_pages<copy_step>(num_rows, page_ids, num_ids, page_nbytes, [&](int64_t row, int64_t id, int64_t i) {
+  copy<store>(num_rows, page_ids, num_ids, page_nbytes, digest, [&](int64_t row, int64_t id, int64_t i) {
     return Page{out + (row * num_ids + i) * page_nbytes, pages + (row * num_pages + id) * page_nbytes};
   });
   return true;
 }
 
-// The inverse: `src` is [num_rows, num_ids].
+// The inverse: `src` is [num_rows, num_ids]. The digest is of what was written.
 extern "C" bool baton_scatter_pages(char* pages, int64_t num_rows, int64_t num_pages, int64_t page_nbytes,
-                                    const int64_t* page_ids, int64_t num_ids, const char* src) {
+                                    const int64_t* page_ids, int64_t num_ids, const char* src, uint64_t* digest) {
   if (!all_within(page_ids, num_ids, num_pages)) return false;
   const auto page = [&](int64_t row, int64_t id, int64_t i) {
     return Page{pages + (row * num_pages + id) * page_nbytes, src + (row * num_ids + i) * page_nbytes};
   };
   if (reinterpret_cast<uintptr_t>(pages) % kLine == 0 && page_nbytes % kLine == 0) {
-    copy_pages<stream_step>(num_rows, page_ids, num_ids, page_nbytes, page);
+    copy<stream>(num_rows, page_ids, num_ids, page_nbytes, digest, page);
   } else {
-    copy_pages<copy_step>(num_rows, page_ids, num_ids, page_nbytes, page);
+    copy<store>(num_rows, page_ids, num_ids, page_nbytes, digest, page);
   }
 #ifdef __SSE2__
   _mm_sfence();  // orders the streamed stores before the message that announces these pages
