@@ -220,7 +220,7 @@ class Router:
             metrics=self._metrics,
         )
         self._generator = Generator(self._dispatcher, LiveRids())
-        self._news = SharedNews(self._membership, self.incarnation)
+        self._news = SharedNews(self._membership.all_live, self.incarnation)
         self._changes = FleetChanges(self._membership, self._dispatcher, self._news, self._abort)
         exits.push_async_callback(self._changes.close)
         self._membership.report_to(self._dispatcher, self._changes)

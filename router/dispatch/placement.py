@@ -89,11 +89,10 @@ class Placement:
         wanted = min(wanted, _room(decode) - num_known)
         max_new_tokens = num_outputs + wanted
         num_cached = candidates.num_cached_tokens(decode)
-        if wanted > 1:  # pages will move between the two nodes
-            prefills = [prefill for prefill in prefills if why_unlinked(prefill, decode) is None]
+        prefills = [prefill for prefill in prefills if why_unlinked(prefill, decode) is None]
         if not prefills:
             return Route(max_new_tokens, None, decode)
-        if wanted > 1 and not split and num_known - num_cached <= self._local_prefill_tokens:
+        if not split and num_known - num_cached <= self._local_prefill_tokens:
             return Route(max_new_tokens, None, decode, self._local_prefill_tokens if num_cached else None)
         prefill, _ = self._choose(work, Role.PREFILL, prefills)
         return Route(max_new_tokens, prefill, decode if wanted > 1 else None)

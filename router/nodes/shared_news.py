@@ -18,23 +18,25 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
-from router.nodes.membership import Membership
 from router.nodes.node_link import LiveNode
 from shared.log import event
 from shared.protocol.messages import AbortedReqs, AddedNode, Relay, RemovedNode, RouterNews
 from shared.protocol.router_relay import MAX_ABORTS_A_SECOND
 from shared.timeline import Clock
 
-_MAX_REMEMBERED = 4096
+MAX_REMEMBERED = 4096
 _STEP_S = 0.001
 
 
 class SharedNews:
-    """Sends this router's news, and takes those of other routers once each."""
+    """Sends this router's news to `all_live` nodes, and takes those of other routers once each."""
 
-    def __init__(self, membership: Membership, incarnation: str, clock: Clock = time.time) -> None:
-        self._membership = membership
+    def __init__(
+        self, all_live: Callable[[], Sequence[LiveNode]], incarnation: str, clock: Clock = time.time
+    ) -> None:
+        self._all_live = all_live
         self._incarnation = incarnation
         self._clock = clock
         self._numbers = itertools.count(1)
@@ -69,7 +71,7 @@ class SharedNews:
         if relay.router == self._incarnation or origin in self._taken:
             return None
         self._taken[origin] = None
-        if len(self._taken) > _MAX_REMEMBERED:
+        if len(self._taken) > MAX_REMEMBERED:
             self._taken.popitem(last=False)
         news = relay.news
         if not isinstance(news, AbortedReqs):
@@ -100,13 +102,13 @@ class SharedNews:
         number = next(self._numbers)
         self._changes[change.address] = number, change
         self._changes.move_to_end(change.address)
-        if len(self._changes) > _MAX_REMEMBERED:
+        if len(self._changes) > MAX_REMEMBERED:
             self._changes.popitem(last=False)
         return number
 
     def _to_all(self, number: int, news: RouterNews) -> None:
         relay = Relay(self._incarnation, number, news)
-        for node in self._membership.all_live():
+        for node in self._all_live():
             node.send(relay)
 
 

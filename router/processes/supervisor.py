@@ -127,10 +127,8 @@ class Supervisor:
             return ["-m", "router.processes.router_process", *begin, *self._flags]
 
         def greet() -> None:
-            lately = time.monotonic() - 2 * JOIN_INTERVAL_S
-            for received_at, message in self._announced.values():
-                if received_at > lately or isinstance(message, NodeExited):
-                    router.send(feed.encode(message))
+            for message in self._still_true(time.monotonic()):
+                router.send(feed.encode(message))
 
         router = ChildProcess(
             "router", str(index), argv, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, stdout=stdout, on_start=greet
@@ -215,6 +213,15 @@ class Supervisor:
         if len(self._announced) > _MAX_REMEMBERED_NODES:
             del self._announced[next(iter(self._announced))]
         self._send_to_routers(message)
+
+    def _still_true(self, now: float) -> list[Announcement | NodeExited]:
+        """The messages for a router that starts: a node that lives announces itself again and again."""
+        lately = now - 2 * JOIN_INTERVAL_S
+        return [
+            message
+            for received_at, message in self._announced.values()
+            if received_at > lately or isinstance(message, NodeExited)
+        ]
 
     def _send_to_routers(self, message: ToRouter) -> None:
         frame = feed.encode(message)

@@ -43,7 +43,7 @@ class KVCopies:
         self._settle(self._ahead_of.popleft(), outcome)
 
     def settle_latest(self, outcome: Outcome) -> None:
-        """Account for copies with no forward behind them; every forward is accounted for."""
+        """Account for copies with no forward behind them, since the next forward may be far away."""
         latest, self._latest = self._latest, []
         self._settle(latest, outcome)
 

@@ -98,8 +98,7 @@ class Launcher:
                 self._commit(due, outcome)
                 if self.in_flight is not None:
                     self.in_flight.began_at = self._clock()
-            if launched is None:  # the next forward may be far away
-                self._copies.settle_latest(outcome)
+            self._copies.settle_latest(outcome)
         if launched is not None and launched.result is None:
             with self._span("mask"):
                 self._sample(launched)

@@ -21,7 +21,7 @@ from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import Grammar, SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome, Sampled
-from shared.scheduling.plan import KVCopy
+from shared.scheduling.plan import KVCopy, Plan
 from shared.scheduling.req import Req
 from shared.timeline import Role, Timeline
 from tests.token_engine import EOS, VOCAB_SIZE, token_engine
@@ -210,6 +210,16 @@ def test_after_a_failed_forward_the_next_one_is_sampled_without_its_requests() -
     assert world.stream.calls[-3:] == ["submit 3", "wait 2", "sample 3"]
 
 
+def test_a_failed_forward_fails_no_request_that_had_ended_before() -> None:
+    world = World(overlap=True, stream=SteppedStream(fails_at=2))
+    aborted, other = world.add("a", None), world.add("b", None)
+    for _ in range(2):
+        world.turn()
+    world.batcher.remove(aborted)
+    aborted.end(Finish("abort"))
+    assert list(world.turn().failed) == [other]
+
+
 def test_a_forward_that_was_not_launched_does_not_sample() -> None:
     world = World(overlap=True, stream=SteppedStream(refuses_at=2))
     req = world.add("a", TokenCompiled(3, 9))
@@ -257,6 +267,20 @@ def test_pages_of_a_copy_that_raises_go_to_no_arrival_while_it_runs() -> None:
     arrivals = world.allocator.alloc_for_arrival(world.allocator.num_pages)
     assert arrivals is not None
     assert not stream.pages_in_use & {*arrivals}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_copy_with_no_forward_behind_it_is_accounted_for_in_its_own_turn(overlap: bool) -> None:
+    """An arrival waits for the pages of the copy, and no forward may ever come."""
+    world = World(overlap=overlap, stream=LateStream())
+    req, pages = world.add("a", None), world.allocator.alloc(world.allocator.num_pages)
+    assert pages is not None
+    world.allocator.forward_launched()  # as retraction announces a copy
+    copy = KVCopy(req, 0, PageCopy(True, tuple(pages), tuple(pages)), 4 * len(pages))
+    world.allocator.free(pages)
+    outcome = world.launcher.turn(Plan(copies=(copy,)))
+    assert [settled for settled, _ in outcome.copied] == [copy]
+    assert world.allocator.num_free_for_arrivals == world.allocator.num_pages
 
 
 class IllegalAddress(torch.AcceleratorError):

@@ -126,7 +126,7 @@ def test_each_router_names_nodes_of_its_own(prefill: Prefill) -> None:
     prefill.peering.set_peers("two", [])
     prefill.pass_time(REDIAL_S)
     assert prefill.nothing_happens()
-    assert not prefill.peering._peers
+    assert not prefill.peering._peers and not prefill.peering._named
 
 
 def test_a_node_that_only_a_request_names_is_forgotten_when_it_cannot_be_reached(prefill: Prefill) -> None:

@@ -17,6 +17,7 @@ from shared.kvtransfer.link import RECEIVER, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports.gloo import GlooLinkFactory
+from shared.kvtransfer.transports.listener_filter import drop_connections
 from tests.unit.kvtransfer.link_pair import LinkPair, key, num_descriptors, real, wait_until
 from tests.unit.kvtransfer.test_link_processes import Decode
 
@@ -92,6 +93,14 @@ def test_a_thousand_strangers_leave_no_descriptor_behind(host: str) -> None:
     assert isinstance(pair.received[key(0)], Received)
     assert num_descriptors() == before
     pair.close()
+
+
+def test_a_listener_that_is_not_of_a_link_still_accepts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert drop_connections([b"elsewhere"]) == 0
+        socket.create_connection(listener.getsockname(), timeout=5).close()
+        listener.settimeout(5)
+        listener.accept()[0].close()
 
 
 def test_strangers_that_come_while_links_are_built_are_gone_with_the_link() -> None:

@@ -10,8 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
+from router.http.config import FleetOptions, RouterConfig
+from router.http.topology import LocalTopology
 from router.processes.child_process import ChildFailed, ChildProcess, stop_all
+from router.processes.feed import NodeExited
+from router.processes.supervisor import Supervisor
+from shared.protocol.messages import Join, NodeRef, Role
 
 pytestmark = pytest.mark.processes
 
@@ -154,3 +160,14 @@ def test_a_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
         assert time.monotonic() - began < 20
 
     asyncio.run(run())
+
+
+def test_a_router_that_starts_hears_of_nodes_that_announced_themselves_lately_and_of_those_that_ended() -> (
+    None
+):
+    config = RouterConfig(model=None, fleet=FleetOptions(local=LocalTopology(0, 0)))
+    supervisor = Supervisor(config, [], Console())
+    alive, gone = (Join(NodeRef(name, f"{name}#1", "tcp://127.0.0.1:1"), Role.DECODE) for name in "ab")
+    ended = NodeExited("c", Role.DECODE, "was killed by SIGKILL; started again in 30 s")
+    supervisor._announced = {"a": (100.0, alive), "b": (90.0, gone), "c": (80.0, ended)}
+    assert supervisor._still_true(101.0) == [alive, ended]

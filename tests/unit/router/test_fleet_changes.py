@@ -94,6 +94,12 @@ def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(model_folder: 
                 "decode-0": "draining",
                 "decode-1": "alive",
             }
+            decode.load = Load(leak="pages with none [7]")
+            drained = (await client.get("/fleet")).json()["nodes"][1]
+            assert (drained["load"]["leak"], drained["reason"]) == (
+                decode.load.leak,
+                "removed by the operator",
+            )
             info = (await client.get("/get_server_info")).json()
             assert {node["node_id"]: node["state"] for node in info["nodes"]}["decode-0"] == "draining"
             for _ in range(2):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import httpx
 
-from router.nodes.shared_news import SharedNews
+from router.nodes.shared_news import MAX_REMEMBERED, SharedNews
 from router.server import Router
-from shared.protocol.messages import AbortedReqs, AddedNode, Decode, Prefill, Relay, Role
+from shared.protocol.messages import AbortedReqs, AddedNode, Decode, Prefill, Relay, RemovedNode, Role
 from shared.protocol.router_relay import MAX_ABORTS_A_SECOND
+from shared.timeline import Clock
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
-from tests.unit.router.test_membership import new_membership
 
 Served = tuple[Router, httpx.AsyncClient]
 BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
@@ -63,15 +63,80 @@ def test_an_abort_by_rid_reaches_the_other_router(model_folder: Path) -> None:
     asyncio.run(run())
 
 
-def test_an_abort_that_nodes_would_drop_is_answered_as_not_relayed() -> None:
-    async def run() -> None:
-        async with new_membership() as (membership, _):
-            times = [100.4] * (MAX_ABORTS_A_SECOND + 1) + [101.0]
-            news = SharedNews(membership, "one", iter(times).__next__)
-            relayed = [news.send_abort("x") for _ in times]
-            assert relayed.count(True) == MAX_ABORTS_A_SECOND // 2 + 1 and relayed[-1]
+class Node:
+    """A live node to which routers send relays."""
 
-    asyncio.run(run())
+    def __init__(self) -> None:
+        self.relays: list[Relay] = []
+
+    def send(self, relay: Relay) -> None:
+        self.relays.append(relay)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [relay.news.address for relay in self.relays if not isinstance(relay.news, AbortedReqs)]
+
+
+def news_of(node: Node, clock: Clock = lambda: 100.0) -> SharedNews:
+    return SharedNews(lambda: [node], "one", clock)  # type: ignore[list-item]
+
+
+def added(address: str, at: float = 100.0) -> AddedNode:
+    return AddedNode(Role.DECODE, address, "d#1", at)
+
+
+def removed(address: str, at: float = 100.0) -> RemovedNode:
+    return RemovedNode(address, "d#1", 0.0, at)
+
+
+def test_an_abort_that_nodes_would_drop_is_answered_as_not_relayed() -> None:
+    times = [100.4] * (MAX_ABORTS_A_SECOND + 1) + [101.0]
+    news = news_of(Node(), iter(times).__next__)
+    relayed = [news.send_abort("x") for _ in times]
+    assert relayed.count(True) == MAX_ABORTS_A_SECOND // 2 + 1 and relayed[-1]
+
+
+def test_a_change_is_later_than_the_one_before_also_when_the_clock_stands_still() -> None:
+    news = news_of(Node())
+    for at in (100.0, 200.0):  # another router's clock may be ahead
+        news.send(added("d", at))
+        assert news.next_time("d") > at
+
+
+def test_a_router_takes_no_news_of_its_own() -> None:
+    assert news_of(Node()).take(Relay("one", 1, AbortedReqs("x"))) is None
+    assert news_of(Node()).take(Relay("two", 1, AbortedReqs("x"))) == AbortedReqs("x")
+
+
+def test_a_removal_is_passed_on_once_and_sent_again_to_correct_old_news() -> None:
+    node = Node()
+    news = news_of(node)
+    for number, change in enumerate([removed("d"), removed("d"), removed("d", 99.0)]):
+        news.take(Relay("two", number, change))
+        assert [relay.news for relay in node.relays] == [removed("d")]
+    assert news.take(Relay("three", 1, added("d", 99.0))) is None
+    assert node.relays[0] == node.relays[1]
+
+
+def test_only_the_latest_changes_are_remembered_and_a_node_that_comes_hears_of_what_is_added() -> None:
+    news = news_of(Node())
+    for i in range(MAX_REMEMBERED):
+        news.send(added(f"d{i}"))
+    news.send(removed("d1"))
+    news.send(added("d0", 200.0))
+    news.send(added("new"))
+    node = Node()
+    news.send_current(node)  # type: ignore[arg-type]
+    latest = [*(f"d{i}" for i in range(3, MAX_REMEMBERED)), "d0", "new"]
+    assert node.addresses == latest, "d1 was removed, and d2 is forgotten"
+
+
+def test_only_the_latest_numbers_are_remembered() -> None:
+    news = news_of(Node())
+    for number in range(MAX_REMEMBERED + 1):
+        assert news.take(Relay("two", number, AbortedReqs("x"))) is not None
+    assert news.take(Relay("two", 0, AbortedReqs("x"))) is not None
+    assert news.take(Relay("two", 2, AbortedReqs("x"))) is None
 
 
 def test_a_drained_node_is_drained_by_all_routers_and_by_those_that_come_later(model_folder: Path) -> None:

@@ -1,9 +1,12 @@
-"""What age does for a request, and what it does not."""
+"""What age does for a request, and what it does not; and what an arrival without room keeps from others."""
 
 from __future__ import annotations
 
+import pytest
+
 from shared.config import ScheduleOptions
-from shared.scheduling.priority import PriorityRule
+from shared.scheduling.priority import Arrival, PriorityRule
+from tests.prop.stepping import Stepping, new_req, rids
 from tests.unit.scheduling.conftest import MakeReq
 
 
@@ -25,3 +28,17 @@ def test_age_protects_a_running_request_and_helps_no_waiting_one_to_preempt(make
     ]:
         assert rule.may_preempt(waiting, running, step) is expected
         assert rule.may_preempt_any([waiting], [running], step) is expected
+
+
+@pytest.mark.parametrize(("priority", "is_next"), [(0, ["low"]), (1, [])])
+def test_pages_that_an_arrival_waits_for_go_to_no_retracted_request_below_it(
+    priority: int, is_next: list[str]
+) -> None:
+    stepping = Stepping(enable_priority_scheduling=True)
+    low = new_req("low", [1, 2, 3], 20)
+    stepping.add(low)
+    for _ in range(3):
+        stepping.step()
+    stepping.batcher._retract(low)
+    arrival = Arrival(new_req("arrival", [4, 5, 6], 20, priority=priority), lambda req, victims: False)
+    assert rids(stepping.batcher.plan(arrival).batch) == is_next
