@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from shared import log
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
 from shared.engine.loop_parts import new_grammar_queue, new_launcher
@@ -170,6 +171,10 @@ class PrefillScheduler:
             reason = f"KV transfer to the decode node failed: {ended.reason}"
             self.reqs.fail(req, RequestError(reason, status=503))
         self.reqs.end(ended.key, ended.reason)
+        if ended.corrupt:
+            # The pages may be wrong in this node's memory. What is computed again is right.
+            num_pages = self._ledger.evict_behind(req.ids, ended.prefix_pages, req.extra_key)
+            log.warn("corrupt_pages_evicted", key=req.key, pages=num_pages)
 
     def _cancel_transfer(self, key: ReqKey, reason: str) -> bool:
         """End the transfer of a request; False when none is under way. `_transfer_ended` follows."""

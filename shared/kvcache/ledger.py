@@ -192,6 +192,15 @@ class KVLedger:
         """Evict every prefix that no request reads."""
         self.allocator.free(self.radix_cache.evict(self.radix_cache.num_evictable_pages))
 
+    def evict_behind(self, ids: Sequence[int], num_pages: int, extra_key: str) -> int:
+        """Evict page `num_pages` of a cached prefix and all that continues it, but what live requests read.
+
+        Returns the number of evicted pages.
+        """
+        pages = self.radix_cache.evict_behind(ids, num_pages, extra_key)
+        self.allocator.free(pages)
+        return len(pages)
+
     def count(self) -> PageCount:
         """Count the pages of each owner."""
         return PageCount(

@@ -196,9 +196,27 @@ class RadixCache:
                 del leaf.pages[keep:], leaf.keys[keep:], leaf.hashes[keep:]
                 self._queue_for_eviction(leaf)
                 continue
-            del leaf.parent.children[leaf.keys[0]]
-            self._queue_for_eviction(leaf.parent)
-            leaf.parent = None
+            self._cut_off(leaf)
+        self.num_evictable_pages -= len(evicted)
+        self.num_changes += 1
+        return evicted
+
+    def evict_behind(self, ids: Sequence[int], num_pages: int, extra_key: str = "") -> list[int]:
+        """Remove page `num_pages` of the prefix `ids` and all that continues it, but what is locked.
+
+        The removed pages belong to the caller then.
+        """
+        keys = self._cut(ids, extra_key)
+        top, unmatched = self._descend(keys[:num_pages])
+        if unmatched or num_pages >= len(keys) or keys[num_pages] not in top.children:
+            return []
+        evicted: list[int] = []
+        for node in reversed(list(self._nodes(top.children[keys[num_pages]]))):
+            if not node.lock_ref:
+                evicted += node.pages
+                if self.changes is not None:
+                    self.changes.removed(node.hashes)
+                self._cut_off(node)
         self.num_evictable_pages -= len(evicted)
         self.num_changes += 1
         return evicted
@@ -216,6 +234,13 @@ class RadixCache:
         return sum(len(node.pages) for node in self._nodes() if node.lock_ref)
 
     # ------------------------------------------------------------------------------------------ inside
+    def _cut_off(self, leaf: TreeNode) -> None:
+        """Remove a leaf, whose pages have another owner from now on."""
+        assert leaf.parent is not None
+        del leaf.parent.children[leaf.keys[0]]
+        self._queue_for_eviction(leaf.parent)
+        leaf.parent = None
+
     def _queue_for_eviction(self, node: TreeNode) -> None:
         """Put an unlocked leaf into the eviction heap."""
         if node.children or node.lock_ref or node.parent is None or node.queued:
@@ -308,8 +333,9 @@ class RadixCache:
     def _path_pages(self, node: TreeNode) -> list[int]:
         return [page for ancestor in reversed(list(self._path(node))) for page in ancestor.pages]
 
-    def _nodes(self) -> Iterator[TreeNode]:
-        stack = [self._root]
+    def _nodes(self, top: TreeNode | None = None) -> Iterator[TreeNode]:
+        """The nodes below `top` and itself, each before its children. None: all nodes."""
+        stack = [top or self._root]
         while stack:
             node = stack.pop()
             yield node

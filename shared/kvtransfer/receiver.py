@@ -14,6 +14,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 
+from shared import log
 from shared.errors import TransferError
 from shared.kvtransfer.inbox import KeyedInbox
 from shared.kvtransfer.layout import Chunk, ChunkPlan
@@ -205,6 +206,8 @@ class KVReceiver:
         with self._lock:
             transfer = self.transfers.get(key)
             if transfer is not None:
+                if corrupt:
+                    log.warn("corrupt_pages", key=key, sent_by=transfer.peer_id, reason=reason)
                 done = Done(key, False, reason, corrupt)
                 self._fail(transfer, reason, tell=done, by_peer=by_peer, corrupt=corrupt)
 

@@ -39,6 +39,8 @@ class SendEnded:
     """True when the Handoff was sent: from then on only the receiving node speaks for the request."""
     corrupt: bool = False
     """True when the pages did not match their digests. Then also only the receiving node speaks for the request."""
+    prefix_pages: int = 0
+    """Pages [0, prefix_pages) of the sequence were not sent, since the receiving node had them."""
 
 
 SendEvent = Ready | SendEnded
@@ -161,7 +163,7 @@ class SendTransfer:
         handed_off = self.state is SendState.HANDED_OFF
         self.state = SendState.ENDED
         seconds = 0.0 if self._started is None else now - self._started
-        self._end = SendEnded(self.key, ok, reason, 0, seconds, handed_off, corrupt)
+        self._end = SendEnded(self.key, ok, reason, 0, seconds, handed_off, corrupt, self.prefix_pages or 0)
         return True
 
     def take_end(self) -> SendEnded | None:

@@ -22,6 +22,7 @@ STEPS = st.lists(
         st.tuples(st.just("lock"), TOKENS, KEYS),
         st.tuples(st.just("unlock"), st.integers(0, 5), KEYS),
         st.tuples(st.just("evict"), st.integers(1, 4), KEYS),
+        st.tuples(st.just("evict_behind"), TOKENS, KEYS),
         st.tuples(st.just("tell"), st.booleans(), KEYS),
     ),
     max_size=40,
@@ -50,6 +51,8 @@ def test_a_follower_knows_exactly_what_can_be_matched(
                 locks.pop(at).release()
             case "evict", int(count):
                 cache.evict(count)
+            case "evict_behind", list(ids):
+                cache.evict_behind(ids, len(ids) // page_size // 2, extra_key)
             case "tell", bool(arrives):
                 seq += 1
                 assert cache.changes is not None

@@ -92,6 +92,22 @@ class LedgerMachine(RuleBasedStateMachine):
             self.note(req)
             self.ledger.cache_finished_req(req.kv, req.ids)
 
+    @rule(ids=TOKENS, num_pages=st.integers(0, 4), extra_key=st.sampled_from(["", "a"]))
+    def evict_behind(self, ids: list[int], num_pages: int, extra_key: str) -> None:
+        ledger = self.ledger
+        locked = {
+            page for kv in ledger.live.values() for page in ledger.rows.read(kv.row, 0, kv.num_tree_pages)
+        }
+        size, before = ledger.page_size, set(ledger.radix_cache.pages())
+        doomed = (extra_key, *ids[: (num_pages + 1) * size])
+        evicted = ledger.evict_behind(ids, num_pages, extra_key)
+        behind = {page for page in before if self.content[page][: len(doomed)] == doomed}
+        if len(ids) < (num_pages + 1) * size:
+            behind = set()
+        after = set(ledger.radix_cache.pages())
+        assert before - after == behind - locked
+        assert len(before - after) == evicted
+
     @rule()
     def launch(self) -> None:
         if len(self.in_flight) < 2:

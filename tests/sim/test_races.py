@@ -251,6 +251,10 @@ def test_corrupt_payload_fails_the_transfer_not_the_answer() -> None:
         (failure,) = cluster.router.answers[key].failures
         assert (failure.status, failure.blames) == (503, "p0")
         cluster.assert_idle()
+        assert cluster.nodes["p0"].engine.ledger.radix_cache.pages() == [], (
+            "a retry would be given these pages"
+        )
+        assert cluster.nodes["d0"].engine.ledger.radix_cache.pages() == []
         ids = prompt(30, seed=4)
         again = cluster.router.submit("b", ids, params(5), "p0", "d0")
         cluster.run(lambda: cluster.router.answers[again].ended)

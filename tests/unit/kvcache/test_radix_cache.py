@@ -94,6 +94,26 @@ def test_a_leaf_is_evicted_from_its_end_and_only_as_far_as_needed() -> None:
     assert cache.num_evictable_pages == 0
 
 
+def test_a_page_is_evicted_with_all_that_continues_it() -> None:
+    cache = cached((ABCDEF, [10, 11, 12, 13, 14, 15]), ([1, 1, 2, 2, 7, 7], [10, 11, 22]))
+    assert sorted(cache.evict_behind(ABCDEF, 1)) == [11, 12, 13, 14, 15, 22]
+    assert cache.match_prefix(ABCDEF).pages == [10]
+    assert cache.evict_behind(ABCDEF, 1) == []
+    assert cache.evict_behind([9, 9], 0) == []
+    assert cache.evict_behind([1, 1], 1) == []
+    assert cache.evict(5) == [10]
+    assert cache.num_evictable_pages == 0
+
+
+def test_what_is_locked_behind_an_evicted_page_stays_until_it_is_unlocked() -> None:
+    cache = cached((ABCDEF, [10, 11, 12, 13, 14, 15]))
+    lock = cache.lock(cache.match_prefix(ABCDEF[:6]).node)
+    assert cache.evict_behind(ABCDEF, 1) == [13, 14, 15]
+    lock.release()
+    assert cache.evict_behind(ABCDEF, 1) == [11, 12]
+    assert cache.evict(5) == [10]
+
+
 def test_a_locked_prefix_is_never_evicted() -> None:
     cache = cached((ABCDEF, [10, 11, 12, 13, 14, 15]))
     lock = cache.lock(cache.match_prefix(ABCDEF[:4]).node)
