@@ -22,6 +22,7 @@ import regex
 from router.http.wording import shown
 from router.text.stop_strings import Stop
 from shared.errors import RequestError
+from shared.timeline import Clock
 
 MAX_MATCH_CHARS = 32_768
 MAX_HELD_CHARS = 1024
@@ -60,13 +61,16 @@ class StopPatterns:
 class StopPatternCursor:
     """One text that is searched for StopPatterns."""
 
-    def __init__(self, patterns: StopPatterns) -> None:
+    def __init__(self, patterns: StopPatterns, cpu_clock: Clock = time.thread_time) -> None:
+        self._cpu_clock = cpu_clock
         self._patterns = patterns.compiled
         self._field = patterns.field
         self._text = ""  # the end of the text, from `_start` on
         self._start = 0
         self._from = [0] * len(self._patterns)  # for each pattern, where in `_text` a match may begin
         self._left_s = BASE_BUDGET_S
+        self._until = 0.0
+        """When the CPU time of this call of `feed` is used up."""
 
     @property
     def num_held(self) -> int:
@@ -79,13 +83,12 @@ class StopPatternCursor:
         A match that is completed while not `armed` does not count, and later matches begin after its first character.
         """
         num_old, self._text = len(self._text), self._text + piece
-        started = time.thread_time()
-        self._left_s += BUDGET_S
+        self._until = self._cpu_clock() + self._left_s + BUDGET_S
         try:
             found = [stop for at in range(len(self._patterns)) if (stop := self._find(at, num_old, armed))]
         except TimeoutError:
-            found, self._left_s = [], -1.0
-        self._left_s -= time.thread_time() - started
+            found, self._until = [], -1.0
+        self._left_s = self._until - self._cpu_clock()
         if self._left_s < 0:
             raise RequestError(
                 f"{self._field} takes too long on this output: more than {BASE_BUDGET_S:g} s and "
@@ -115,6 +118,8 @@ class StopPatternCursor:
     def _search(
         self, pattern: regex.Pattern[str], start: int, end: int | None = None, *, partial: bool = False
     ) -> regex.Match[str] | None:
+        if self._cpu_clock() > self._until:
+            raise TimeoutError  # one call of `feed` may need many searches, each within the timeout
         return pattern.search(
             self._text, start, end, partial=partial, timeout=_SEARCH_TIMEOUT_S, concurrent=False
         )

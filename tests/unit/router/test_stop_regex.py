@@ -163,6 +163,15 @@ def test_a_pattern_that_takes_too_long_fails_its_request(pattern: str) -> None:
     assert (refused.value.status, refused.value.param) == (400, "stop_regex")
 
 
+@pytest.mark.parametrize("armed", [True, False])
+def test_a_long_piece_of_text_that_needs_many_searches_is_given_up_between_them(armed: bool) -> None:
+    searches = itertools.count()
+    cursor = StopPatternCursor(StopPatterns(["x|ab"]), cpu_clock=lambda: 1e-3 * next(searches))
+    with pytest.raises(RequestError, match="stop_regex takes too long"):
+        cursor.feed("c" * 1000 + "ab" if armed else "x" * 1000, armed=armed)
+    assert next(searches) < 60
+
+
 @pytest.mark.parametrize(
     ("pattern", "reason"),
     [
