@@ -251,7 +251,7 @@ class Node:
 
     def _on_disconnected(self, peer: str, reason: str) -> None:
         self.peering.connected.discard(peer)
-        if peer != ROUTER:
+        if peer != ROUTER and isinstance(self.side, KVSender):
             self.side.on_disconnected(peer, reason)
 
 

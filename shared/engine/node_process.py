@@ -172,7 +172,7 @@ def _parts(
                 node=node,
                 layout=engine.layout,
                 pages=engine.pool,
-                outbox=control,
+                outbox=control.to_dialled,
                 transports=transports,
                 clock=engine.clock,
                 options=config.transfer,

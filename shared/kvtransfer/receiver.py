@@ -143,11 +143,6 @@ class KVReceiver:
         self.links.join(workers)
 
     # -------------------------------------------------------------------------------- control thread
-    def on_disconnected(self, peer_id: str, reason: str) -> None:
-        """Fail every transfer under way from a peer whose control connection is gone."""
-        with self._lock:
-            self.peers.disconnected(peer_id, reason)
-
     @property
     def renewal_s(self) -> float:
         """`renew_leases` is to be called this often."""

@@ -67,11 +67,6 @@ class ReceiverPeers:
         )
         self.table: PeerTable[_NextLink] = PeerTable(lock=lock, links=self.links, own=own)
 
-    def disconnected(self, peer_id: str, reason: str) -> None:
-        """Forget a node whose connection is gone, and end its link."""
-        if self.table.remove(peer_id):
-            self.links.fail_peer(peer_id, reason, tell_peer=False)
-
     def handle(self, peer_id: str, message: PeerHello | PeerMessage, now: float) -> None:
         """Handle a message that names no transfer. A node that has not introduced itself gets no answer."""
         peer = self.table.get(peer_id)

@@ -38,8 +38,11 @@ class TransferSides:
 
 
 def make_sides(own: Endpoint, control: ControlThread) -> TransferSides:
-    """Both sides of the node `own` over `control`, which redials and renews leases for them from now on."""
-    sender = KVSender(replace(own, outbox=control.to_dialled))
+    """Both sides of the node `own` over `control`, which redials and renews leases for them from now on.
+
+    `own` sends to the peers that this node dialled.
+    """
+    sender = KVSender(own)
     receiver = KVReceiver(replace(own, outbox=control.to_diallers))
     peering = DialledPeering(own.node, control, sender, own.clock)
     control.every(REDIAL_S / 2, peering.redial)

@@ -162,11 +162,8 @@ class ControlThread:
         """Begin to listen to diallers of these kinds, also to those that have dialled already."""
         self._post(lambda: self._admit(handlers))
 
-    def send(self, to: str, message: Struct, *, dialled: bool | None = None) -> None:
-        """Queue a message to a peer that was dialled, else to one that dialled this node.
-
-        `dialled` allows only the one (True) or the other (False).
-        """
+    def send(self, to: str, message: Struct, *, dialled: bool) -> None:
+        """Queue a message to a peer that this node dialled, or to one that dialled this node."""
         frames = to_frames(self._encoder.encode(message))
         self._post(lambda: self._send(to, frames, dialled))
 
@@ -257,9 +254,9 @@ class ControlThread:
     def _stop(self) -> None:
         self._stopping = True
 
-    def _send(self, to: str, frames: list[bytes], only: bool | None = None) -> None:
-        dialled = None if only is False else self._dialled.get(to)
-        dialler = None if only is True or dialled is not None else self._diallers.get(to)
+    def _send(self, to: str, frames: list[bytes], to_dialled: bool) -> None:
+        dialled = self._dialled.get(to) if to_dialled else None
+        dialler = None if to_dialled else self._diallers.get(to)
         try:
             if dialled is not None and dialled.sockets is None:
                 dialled.unsent.append(frames)
@@ -300,7 +297,7 @@ class ControlThread:
         self._poller.register(dialled.sockets.socket, zmq.POLLIN)
         self._poller.register(dialled.sockets.monitor, zmq.POLLIN)
         for frames in dialled.unsent:
-            self._send(dialled.peer, frames)
+            self._send(dialled.peer, frames, to_dialled=True)
         dialled.unsent.clear()
 
     def _give_up(self, dialled: _Dialled) -> None:

@@ -53,7 +53,7 @@ class JoinAnnouncer:
             if peer in self._closed:
                 self._closed.discard(peer)
                 self._dial(peer)
-            self._control.send(peer, message)
+            self._control.to_dialled.send(peer, message)
 
     def start(self) -> None:
         """Ask to be dialled, since the node is ready."""

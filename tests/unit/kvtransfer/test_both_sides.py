@@ -75,7 +75,7 @@ class Node:
                 node=self.ref,
                 layout=LAYOUT,
                 pages=self.pages,
-                outbox=self.control,
+                outbox=self.control.to_dialled,
                 transports=transports(options),
                 clock=time.monotonic,
                 options=options,

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 import pytest
@@ -66,23 +65,16 @@ class Decode:
         assert self.outbox is not None
         self.outbox.send(to, message)  # type: ignore[arg-type]
 
-    def spawn(self, *, tell_disconnect: bool) -> BaseProcess:
+    def spawn(self) -> BaseProcess:
         ours, theirs = SPAWN.Pipe()
         process = SPAWN.Process(target=prefill_process, args=(theirs, NUM_PAGES, self.options), daemon=True)
         process.start()
         theirs.close()
         self.processes.append(process)
         self.outbox = PipeOutbox(ours)
-        self._listen(ours, tell_disconnect)
+        pump(ours, DECODER, lambda message: self.side.on_message("p0", message), lambda: None)
         self.until(lambda: num_live(self.side) == 1, timeout_s=30)
         return process
-
-    def _listen(self, pipe: Connection, tell_disconnect: bool) -> None:
-        def on_eof() -> None:
-            if tell_disconnect:
-                self.side.on_disconnected("p0", "pipe closed")
-
-        pump(pipe, DECODER, lambda message: self.side.on_message("p0", message), on_eof)
 
     def open(self) -> ReqKey:
         new = key(self.num_opened)
@@ -125,15 +117,9 @@ def decode(backend: str) -> Iterator[Decode]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("backend", "tell_disconnect"),
-    [("gloo", False), ("shm", True), ("shm", False)],
-    ids=["gloo-canary-only", "shm-hang-up", "shm-canary-only"],
-)
-def test_sigkill_in_the_middle_fails_the_transfer_and_a_new_incarnation_works(
-    decode: Decode, tell_disconnect: bool
-) -> None:
-    process = decode.spawn(tell_disconnect=tell_disconnect)
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_sigkill_in_the_middle_fails_the_transfer_and_a_new_incarnation_works(decode: Decode) -> None:
+    process = decode.spawn()
     new = decode.open_and_get_some()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
@@ -146,14 +132,14 @@ def test_sigkill_in_the_middle_fails_the_transfer_and_a_new_incarnation_works(
     process.join()
     decode.until(lambda: num_slots_out(decode.side) == 0)
     assert not decode.pool.buffer_LSNHPD.any()
-    decode.spawn(tell_disconnect=tell_disconnect)
+    decode.spawn()
     decode.works()
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["shm"])
 def test_pings_detect_a_stopped_process_and_it_may_come_back(decode: Decode) -> None:
-    process = decode.spawn(tell_disconnect=True)
+    process = decode.spawn()
     decode.works()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)

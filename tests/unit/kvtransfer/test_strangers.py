@@ -157,7 +157,7 @@ def test_nothing_listens_before_both_ends_are_there() -> None:
 @pytest.mark.processes
 def test_strangers_end_no_process_that_has_few_descriptors() -> None:
     decode = Decode(real("gloo"))
-    process = decode.spawn(tell_disconnect=True)
+    process = decode.spawn()
     decode.works()  # so the link is built at both ends
     assert process.pid is not None
     num_open = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))

@@ -238,11 +238,7 @@ class DecodeHost:
         self.live: dict[ReqKey, Held] = {}
         self.ended: dict[ReqKey, Received | ReceiveFailed] = {}
         self.num_wakes = 0
-        outbox = network.join(
-            name,
-            lambda sender, message: self.side.on_message(sender, message),
-            on_disconnected=lambda peer, reason: self.side.on_disconnected(peer, reason),
-        )
+        outbox = network.join(name, lambda sender, message: self.side.on_message(sender, message))
         self.side = KVReceiver(
             Endpoint(
                 node=NodeRef(name, f"{name}.{next(_incarnations)}", f"fake://{name}"),

@@ -29,6 +29,7 @@ class Party:
         self.connected: queue.Queue[str] = queue.Queue()
         self.disconnected: queue.Queue[tuple[str, str]] = queue.Queue()
         self.closed = False
+        self._dialled: set[str] = set()
 
     def listen(self, port: int = 0, *, admit: bool = True) -> str:
         """As a node does; returns where to dial."""
@@ -47,6 +48,7 @@ class Party:
         return self
 
     def dial(self, peer: str, address: str, *, kind: str = "router") -> None:
+        self._dialled.add(peer)
         self.control.dial(
             peer,
             address,
@@ -62,7 +64,7 @@ class Party:
         assert self.connected.get(timeout=WAIT_S) == peer
 
     def send(self, to: str, message: Struct) -> None:
-        self.control.send(to, message)
+        self.control.send(to, message, dialled=to in self._dialled)
 
     def hear(self) -> tuple[str, Any]:
         return self.heard.get(timeout=WAIT_S)
