@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve demo test test-torch test-clients check bench bench-peers bench-page format clean
+.PHONY: serve demo test test-torch test-clients chaos check bench bench-peers bench-page format clean
 .DEFAULT_GOAL := serve
 
 $(INSTALLED): pyproject.toml
@@ -52,6 +52,10 @@ test-torch:
 # Real clients and load generators, each in a venv of its own; writes docs/clients.md. ARGS name some of them.
 test-clients: $(INSTALLED)
 	@$(BIN)/python -m tests.clients $(ARGS)
+
+# Long runs of what may go wrong. ARGS name some of the parts: corruption.
+chaos: $(INSTALLED)
+	@$(BIN)/python -m tests.chaos $(ARGS)
 
 # Format, lint, types, import contracts.
 check: $(INSTALLED)

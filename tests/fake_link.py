@@ -183,7 +183,9 @@ class FakeLink:
             receive.buffer.numel() == op.buffer.numel(), "a send and its receive differ in length"
         )
         receive.buffer.copy_(op.buffer)
-        if network.num_payloads_to_corrupt > 0 and op.buffer.numel() > HEADER_NBYTES:
+        if network.num_payloads_to_spare > 0:
+            network.num_payloads_to_spare -= 1
+        elif network.num_payloads_to_corrupt > 0 and op.buffer.numel() > HEADER_NBYTES:
             network.num_payloads_to_corrupt -= 1
             receive.buffer[network.random.randrange(HEADER_NBYTES, op.buffer.numel())] ^= 0x01
         op.done = receive.done = True

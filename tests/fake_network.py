@@ -123,7 +123,7 @@ class FakeNetwork:
         """Messages by the name of their type, those that were dropped included."""
         self.defects: list[str] = []
         """What a data link would not have survived; `advance` and `run_until_idle` raise the first."""
-        self.num_payloads_to_corrupt = 0
+        self.num_payloads_to_corrupt = self.num_payloads_to_spare = 0
         self.num_scatters_to_corrupt = 0
         self._wire = wire
         self._parties: dict[str, _Party] = {}
@@ -227,8 +227,9 @@ class FakeNetwork:
         """Messages of this type that `hold` keeps back."""
         return len(self._held.get(message_type, ()))
 
-    def corrupt_payloads(self, count: int = 1) -> None:
-        """Flip a byte of the next `count` chunks on their way, after the digest was computed."""
+    def corrupt_payloads(self, count: int = 1, *, after: int = 0) -> None:
+        """Flip a byte of `count` chunks on their way, after the digest was computed. The next `after` are spared."""
+        self.num_payloads_to_spare = after
         self.num_payloads_to_corrupt += count
 
     def corrupt_after_check(self, count: int = 1) -> None:

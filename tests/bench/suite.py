@@ -63,6 +63,7 @@ BENCHES: dict[str, Bench] = {
     "simulation": Bench(
         module="simulation", question="What is each scheduling policy worth on a trace?", only_by_name=True
     ),
+    "digests": Bench(module="digests", question="What do digests of KV pages cost?", only_by_name=True),
     "fleet": Bench(
         module="fleet",
         question="How long does it take to simulate a fleet of 1,000 nodes?",

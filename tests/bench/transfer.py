@@ -1,7 +1,7 @@
 """How fast do KV pages move through the whole path, against what carries them, in the same run?
 
 Two processes on loopback, pages scattered over pools that no cache holds. In each round a batch of transfers moves
-(offers, grants, gather, send, scatter, and on gloo two digests), then the same bytes by the limit: on gloo raw gloo
+(offers, grants, gather, send, scatter, digests), then the same bytes by the limit: on gloo raw gloo
 (4 MB messages, 4 in flight, nothing but send and recv), on shared memory one thread's memcpy.
 """
 
@@ -111,7 +111,27 @@ class RawGloo:
         return time.perf_counter() - start
 
 
-def prefill_side(pipe: Connection, address: str, port: int, options: TransferOptions) -> None:
+class Undigested:
+    """A pool whose copies take no digest, to see what digests cost."""
+
+    def __init__(self, pool: TokenToKVPool) -> None:
+        self._pool = pool
+
+    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
+        return self._pool.gather_nbytes(num_pages, num_layers)
+
+    def gather(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
+    ) -> int:
+        return self._pool.gather(page_ids, first_layer, num_layers, out)
+
+    def scatter(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
+    ) -> int:
+        return self._pool.scatter(page_ids, first_layer, num_layers, src)
+
+
+def prefill_side(pipe: Connection, address: str, port: int, options: TransferOptions, digested: bool) -> None:
     """The child: sends when told."""
     behave_like_a_node()
     pool, control, wake = make_pool(), ControlThread(), threading.Event()
@@ -120,7 +140,7 @@ def prefill_side(pipe: Connection, address: str, port: int, options: TransferOpt
         Endpoint(
             node=NodeRef("p", "p#1", "tcp://nowhere:0"),
             layout=LAYOUT,
-            pages=pool,
+            pages=pool if digested else Undigested(pool),
             outbox=control.to_dialled,
             transports=make_transports(options, CPU),
             clock=time.monotonic,
@@ -171,14 +191,14 @@ def send_batch(sender: KVSender, batch: Batch, wake: threading.Event) -> None:
 class DecodeSide:
     """This process: receives, and measures."""
 
-    def __init__(self, options: TransferOptions) -> None:
+    def __init__(self, options: TransferOptions, *, digested: bool = True) -> None:
         self.pool, self.control, self.wake = make_pool(), ControlThread(), threading.Event()
         port = self.control.bind("127.0.0.1", 0)
         self.receiver = KVReceiver(
             Endpoint(
                 node=NodeRef("d", "d#1", f"tcp://127.0.0.1:{port}"),
                 layout=LAYOUT,
-                pages=self.pool,
+                pages=self.pool if digested else Undigested(self.pool),
                 outbox=self.control.to_diallers,
                 transports=make_transports(options, CPU),
                 clock=time.monotonic,
@@ -195,7 +215,9 @@ class DecodeSide:
         context = multiprocessing.get_context("spawn")
         self.pipe, there = context.Pipe()
         self.child = context.Process(
-            target=prefill_side, args=(there, f"tcp://127.0.0.1:{port}", raw_port, options), daemon=True
+            target=prefill_side,
+            args=(there, f"tcp://127.0.0.1:{port}", raw_port, options, digested),
+            daemon=True,
         )
         self.child.start()
         self.raw = RawGloo(0, raw_port)

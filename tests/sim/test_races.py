@@ -241,10 +241,12 @@ def test_a_lost_message_ends_every_request_and_leaks_nothing(dropped: type[Struc
         assert cluster.tokens(again) == reference_tokens(ids, 5)
 
 
-def test_corrupt_payload_fails_the_transfer_not_the_answer() -> None:
-    """A byte that flips on the wire is found by the digest: an error, never a wrong token."""
-    with Cluster(1, 1, token_engine, config()) as cluster:
-        cluster.network.corrupt_payloads(1)
+@pytest.mark.parametrize("num_whole", range(4))
+def test_corrupt_payload_fails_the_transfer_not_the_answer(num_whole: int) -> None:
+    """A byte that flips on the wire is found by the digest: an error, never a wrong token, and nothing is cached."""
+    options = TransferOptions(slot_nbytes=2 * 2 * config().cache.page_size * 8)  # two pages
+    with Cluster(1, 1, token_engine, config(), options=options) as cluster:
+        cluster.network.corrupt_payloads(after=num_whole)
         key = cluster.router.submit("a", prompt(30), params(12), "p0", "d0")
         cluster.run(lambda: cluster.router.answers[key].ended)
         cluster.run_all()

@@ -16,7 +16,9 @@ import msgspec
 import torch
 
 from shared.config import TransferOptions
+from shared.kvcache.page_mover import PageMover
 from shared.kvcache.pools import TokenToKVPool
+from shared.kvtransfer.layout import PageStore
 from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
@@ -47,7 +49,7 @@ def transports(options: TransferOptions) -> Transports:
     return make_transports(options, torch.device("cpu"))
 
 
-def new_pool(num_pages: int) -> TokenToKVPool:
+def new_pool(num_pages: int, mover: PageMover | None = None) -> TokenToKVPool:
     return TokenToKVPool(
         num_pages=num_pages,
         page_size=LAYOUT.page_size,
@@ -56,6 +58,7 @@ def new_pool(num_pages: int) -> TokenToKVPool:
         head_dim=LAYOUT.head_dim,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        mover=mover,
     )
 
 
@@ -134,9 +137,11 @@ class LinkPair:
         d_transports: Transports | None = None,
         num_pages: int = 64,
         tamper: Callable[[Struct], Struct] = lambda message: message,
+        mover: PageMover | None = None,
+        wrap: Callable[[PageStore], PageStore] = lambda pages: pages,
     ) -> None:
         self.at_p, self.at_d = Mailbox("d0"), Mailbox("p0")
-        self.p_pool, self.d_pool = new_pool(num_pages), new_pool(num_pages)
+        self.p_pool, self.d_pool = new_pool(num_pages, mover), new_pool(num_pages, mover)
         self.p_pool.buffer_LSNHPD.normal_()
         self.ready: dict[ReqKey, int] = {}
         self.sent: dict[ReqKey, SendEnded] = {}
@@ -146,7 +151,7 @@ class LinkPair:
             Endpoint(
                 node=NodeRef("p0", "i", ""),
                 layout=LAYOUT,
-                pages=self.p_pool,
+                pages=wrap(self.p_pool),
                 outbox=ToMailbox(self.at_d),
                 transports=p_transports or transports(options),
                 clock=time.monotonic,
@@ -158,7 +163,7 @@ class LinkPair:
             Endpoint(
                 node=NodeRef("d0", "i", ""),
                 layout=LAYOUT,
-                pages=self.d_pool,
+                pages=wrap(self.d_pool),
                 outbox=ToMailbox(self.at_p, tamper),
                 transports=d_transports or transports(options),
                 clock=time.monotonic,
