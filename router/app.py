@@ -16,17 +16,17 @@ All are plain ASGI, since starlette's BaseHTTPMiddleware would keep a client's d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fastapi import FastAPI, Request, Response, params
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from router.api.fleet_api import fleet_admin_routes
+from router.api.fleet_api import fleet_admin_routes, fleet_guards
 from router.api.generate_api import generate_routes
 from router.api.live_api import live_routes
 from router.api.live_state import LiveState
@@ -37,12 +37,12 @@ from router.api.request_log import RequestLog
 from router.api.service_api import control_routes, health_routes, info_routes
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
-from router.http.admin_guard import AdminGuard
+from router.http.admin_guard import admin_guard
 from router.http.api_keys import ApiKeyCheck, ApiKeys
+from router.http.config import HttpOptions
 from router.http.connections import SpareConnectionGate
 from router.http.host_header import HostCheck
 from router.http.json_bodies import JsonBodies
-from router.http.limits import HttpLimits
 from router.http.page_api import page_routes
 from router.http.request_ids import HEADER, RequestIds
 from router.http.responses import error_response, note_error
@@ -75,13 +75,9 @@ class Service:
     metrics: Metrics
     status: FleetStatus
     live: LiveState
-    limits: HttpLimits
+    http: HttpOptions
     max_queued_requests: int
     keys: ApiKeys
-    allowed_origins: Sequence[str]
-    log_requests: bool
-    admin_only: AdminGuard
-    fleet_guards: Sequence[params.Depends]
     flags: Mapping[str, object]
 
 
@@ -93,19 +89,19 @@ def create_app(service: Service) -> ASGIApp:
         "Sequences that wait for their first token, in all queues.",
         lambda: limit.num_queued,
     )
-    app: ASGIApp = JsonBodies(create_api(service), service.limits.max_body_bytes)
+    app: ASGIApp = JsonBodies(create_api(service), service.http.limits.max_body_bytes)
     app = QueueGate(app, limit, _QUEUED)
     app = ApiKeyCheck(app, service.keys)
-    if service.allowed_origins:
+    if service.http.allowed_origins:
         app = CORSMiddleware(
             app,
-            allow_origins=service.allowed_origins,
+            allow_origins=service.http.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=[HEADER, "retry-after"],
         )
     app = SpareConnectionGate(HostCheck(app))
-    if service.log_requests:
+    if service.http.log_requests:
         app = RequestLog(app)
     return RequestIds(app)
 
@@ -122,17 +118,19 @@ def create_api(service: Service) -> FastAPI:
         redirect_slashes=False,
         responses=ERRORS,
     )
-    model, limits, status = service.model, service.limits, service.status
+    model, limits, status = service.model, service.http.limits, service.status
     generator, membership = service.generator, service.membership
+    admin_only = admin_guard(service.keys, service.http.host, service.http.allowed_origins)
+    guards = fleet_guards(service.keys, service.http.host, admin_only)
     app.include_router(generate_routes(generator, model, limits))
     app.include_router(openai_routes(generator, model, limits, status.context_length))
     app.include_router(health_routes(status, generator, model, membership))
     app.include_router(info_routes(status, membership, model, service.metrics, limits, service.flags))
-    app.include_router(fleet_admin_routes(membership, service.changes, service.fleet_guards))
+    app.include_router(fleet_admin_routes(membership, service.changes, guards))
     app.include_router(live_routes(service.live))
     app.include_router(page_routes())
-    app.include_router(profile_routes(membership, service.admin_only))
-    app.include_router(control_routes(membership, service.abort, service.admin_only))
+    app.include_router(profile_routes(membership, admin_only))
+    app.include_router(control_routes(membership, service.abort, admin_only))
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(RequestValidationError, _on_wrong_input)

@@ -20,14 +20,12 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from router.api.fleet_api import fleet_guards
 from router.api.live_state import LiveState
 from router.app import Service, create_app
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.live_rids import LiveRids
 from router.dispatch.metrics import Metrics
 from router.dispatch.policy import POLICIES
-from router.http.admin_guard import admin_guard
 from router.http.api_keys import api_keys, warn_if_open
 from router.http.config import RouterConfig
 from router.http.http_server import HttpServer, http_server
@@ -105,7 +103,6 @@ class Router:
         http = self._config.http
         sockets = [shared] if own is None else [shared, own]
         self.http_port, self.prometheus_port = shared.getsockname()[1], sockets[-1].getsockname()[1]
-        admin_only = admin_guard(self.keys, http.host, http.allowed_origins)
         app = create_app(
             Service(
                 model=self.model,
@@ -117,13 +114,9 @@ class Router:
                 metrics=self._metrics,
                 status=self._status,
                 live=self._live,
-                limits=http.limits,
+                http=http,
                 max_queued_requests=self._config.dispatch.max_queued_requests,
                 keys=self.keys,
-                allowed_origins=http.allowed_origins,
-                log_requests=http.log_requests,
-                admin_only=admin_only,
-                fleet_guards=fleet_guards(self.keys, http.host, admin_only),
                 flags=self._flags(),
             )
         )
