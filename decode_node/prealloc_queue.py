@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
@@ -13,11 +14,35 @@ from shared.scheduling.priority import Arrival
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 
+MOVE_MARGIN = 4
+"""A moved request gets room for so many times the tokens that are kept for each running request: it runs on at the
+node that it leaves while its pages come, and no page can be added to those that were reserved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservations:
+    """What became of the requests that wanted room: those left out wait."""
+
+    reserved: list[Req]
+    """Their transfers have begun."""
+    refused: list[Req]
+    """Moving requests, which find room at once or not at all."""
+
+
+@dataclass(eq=False, slots=True)
+class _Moving:
+    source: NodeRef
+    is_cooling: bool = False
+    """Whether the pages for it were free one turn ago, but had to cool."""
+
 
 class PreallocQueue:
     """Requests without a reservation, by `PriorityRule.rank` (SGLang: DecodePreallocQueue).
 
-    No prompt is computed before its pages are reserved: that is the backpressure on the prefill fleet.
+    No prompt is computed before its pages are reserved: that is the backpressure on the prefill fleet. A request that
+    moves here while it runs on another decode node never waits, since it holds pages there: two nodes would wait for
+    each other's pages. It gets its room in the turn in which it came, or is refused. Only where its pages are free
+    and have to cool, it has one more turn.
     """
 
     def __init__(
@@ -31,44 +56,68 @@ class PreallocQueue:
         self._receiver = receiver
         self._in_order = in_order
         self._headroom = options.num_reserved_decode_tokens
+        self._move_margin = MOVE_MARGIN * max(self._headroom, ledger.page_size)
         self._queue: dict[Req, NodeRef] = {}
         """In order of arrival."""
+        self._moving: dict[Req, _Moving] = {}
         self._stopped_at: Req | None = None
         self._peeked: tuple[Req, int, Peek] | None = None
         """The request that was looked up last, how often the RadixCache had changed then, and its cached prefix."""
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._moving)
 
     def add(self, req: Req, prefill: NodeRef) -> None:
         """Queue a request that the node `prefill` will prefill, once there is room for it here."""
         self._queue[req] = prefill
 
+    def add_moving(self, req: Req, source: NodeRef) -> None:
+        """Have the next `reserve` find room for a request that runs on the decode node `source`, or refuse it."""
+        self._moving[req] = _Moving(source)
+
     def remove(self, req: Req) -> None:
         """Forget a request that ended; it holds nothing yet."""
         self._queue.pop(req, None)
+        self._moving.pop(req, None)
         if req is self._stopped_at:
             self._stopped_at = None
 
-    def reserve(self, is_open_to: Callable[[Req], bool]) -> list[Req]:
+    def reserve(
+        self, is_open_to: Callable[[Req], bool], is_open_to_move: Callable[[Req], bool]
+    ) -> Reservations:
         """Reserve rows and pages, in order, up to the first request that does not fit or may take no room.
 
-        Returns the requests that have room now; their transfers have begun.
+        Moving requests come last, and only while no other one waits here.
         """
         reserved: list[Req] = []
         self._stopped_at = None
         for req in self._in_order(list(self._queue)):
-            if not is_open_to(req) or not self._reserve(req):
+            if not is_open_to(req) or not self._reserve(req, len(req.ids)):
                 self._stopped_at = req
                 break
-            prefill = self._queue.pop(req)
-            assert req.kv is not None
-            prefix_pages = req.kv.num_tree_pages
-            pages = self._ledger.rows.read(req.kv.row, prefix_pages, req.kv.num_pages)
-            req.timeline.move_to(ReqStage.TRANSFERRING)
-            self._receiver.open(req.key, prefill.incarnation, pages, prefix_pages)
+            self._open(req, self._queue.pop(req))
             reserved.append(req)
-        return reserved
+        refused: list[Req] = []
+        for req, moving in list(self._moving.items()):
+            num_tokens = min(len(req.ids) + self._move_margin, req.num_input_ids + req.max_output_len)
+            has_room = self._stopped_at is None and is_open_to_move(req) and self._fits(req, num_tokens)
+            if has_room and self._reserve(req, num_tokens):
+                self._open(req, moving.source, len(req.ids))
+                reserved.append(req)
+            elif has_room and not moving.is_cooling:
+                moving.is_cooling = True
+                continue
+            else:
+                refused.append(req)
+            del self._moving[req]
+        return Reservations(reserved, refused)
+
+    def _open(self, req: Req, source: NodeRef, num_known: int | None = None) -> None:
+        assert req.kv is not None
+        prefix_pages = req.kv.num_tree_pages
+        pages = self._ledger.rows.read(req.kv.row, prefix_pages, req.kv.num_pages)
+        req.timeline.move_to(ReqStage.TRANSFERRING)
+        self._receiver.open(req.key, source.incarnation, pages, prefix_pages, num_known)
 
     @property
     def first(self) -> Arrival | None:
@@ -81,6 +130,9 @@ class PreallocQueue:
         Room for a few more tokens of each request that holds KV here stays free, so that an arrival does not force a
         retraction at once; the only request of a node needs no such room.
         """
+        return self._fits(req, len(req.ids), victims)
+
+    def _fits(self, req: Req, num_tokens: int, victims: Sequence[Req] = ()) -> bool:
         ledger = self._ledger
         if ledger.rows.num_free + len(victims) == 0:
             return False
@@ -88,7 +140,7 @@ class PreallocQueue:
         kvs = [victim.kv for victim in victims if victim.kv is not None]
         num_others = len(ledger.live) - len(victims)
         headroom_tokens = self._headroom * (num_others + 1) if num_others else 0
-        needed = ledger.pages_for(len(req.ids)) - peek.num_pages + ledger.pages_for(headroom_tokens)
+        needed = ledger.pages_for(num_tokens) - peek.num_pages + ledger.pages_for(headroom_tokens)
         available = ledger.num_available_pages + ledger.num_pages_released_by(kvs)
         return needed <= available - ledger.radix_cache.num_pages_held_only_by((kv.lock for kv in kvs), peek)
 
@@ -102,15 +154,15 @@ class PreallocQueue:
             self._peeked = req, cache.num_changes, cache.peek(req.ids, len(req.ids), req.extra_key)
         return self._peeked[2]
 
-    def _reserve(self, req: Req) -> bool:
+    def _reserve(self, req: Req, num_tokens: int) -> bool:
         ledger = self._ledger
-        if not self.would_fit(req, ()):
+        if not self._fits(req, num_tokens):
             return False
         match = ledger.radix_cache.match_prefix(req.ids, req.extra_key)
         with ledger.tentative(match, req.extra_key) as tentative:
             kv = tentative.kv
             assert kv is not None, "a row was free a moment ago"
-            if not ledger.grow_for_arrival(kv, len(req.ids)):
+            if not ledger.grow_for_arrival(kv, num_tokens):
                 return False
             req.kv = tentative.keep()
         req.cached_tokens = kv.kv_committed_len

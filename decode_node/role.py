@@ -13,6 +13,8 @@ def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
         parts.engine,
         parts.config.schedule,
         parts.transfer.receiver,
+        parts.transfer.sender,
+        parts.transfer.peering,
         parts.router_port,
         parts.vitals,
         parts.wake.set,

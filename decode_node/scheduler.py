@@ -8,6 +8,10 @@ Life of a request here:
     running_batch      one token each step (after a jump, all that it jumped over), until it ends
     waiting_queue      a short prompt that is prefilled here
     retraction         after it made room for others, until its KV is copied back or prefilled again
+    moves              while another decode node takes its KV: beside running_batch, at the end instead of it
+
+A request that moves here from another decode node goes through the same queues, and is refused where it would have to
+wait for pages. Its first message repeats the tokens that the other node has told the router since the dispatch.
 
 Three kinds of work meet in one Batcher: transferred requests enter `running_batch` directly, local prompts go
 through `waiting_queue` and `chunked_req` first, and retracted requests come back by either way.
@@ -15,10 +19,12 @@ through `waiting_queue` and `chunked_req` first, and retracted requests come bac
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 from decode_node.cache_announcer import CacheAnnouncer
+from decode_node.moves import Moves
 from decode_node.prealloc_queue import PreallocQueue
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
@@ -27,11 +33,14 @@ from shared.engine.req_table import ReqTable
 from shared.engine.router_desk import RouterDesk
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError, TransferError
+from shared.kvtransfer.peering import Peering
 from shared.kvtransfer.queues import take_over
 from shared.kvtransfer.receiver import KVReceiver
-from shared.kvtransfer.states import Received, ReceiveFailed
-from shared.protocol.messages import CacheResync, Decode, NodeRef, ReqKey, RouterHello
+from shared.kvtransfer.sender import KVSender
+from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
+from shared.protocol.messages import CacheResync, Cancel, Decode, Move, NodeRef, ReqKey, RouterHello
 from shared.protocol.router_port import RouterPort
+from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
 from shared.scheduling.plan import Plan
@@ -47,6 +56,8 @@ class DecodeScheduler:
         engine: Engine,
         options: ScheduleOptions,
         receiver: KVReceiver,
+        sender: KVSender,
+        peering: Peering,
         router_port: RouterPort,
         vitals: Vitals,
         wake: Callable[[], None],
@@ -54,6 +65,8 @@ class DecodeScheduler:
     ) -> None:
         self._ledger = engine.ledger
         self._receiver = receiver
+        self._sender = sender
+        self._peering = peering
         self._router_port = router_port
         self._vitals = vitals
         self._launcher = new_launcher(engine, options)
@@ -63,6 +76,7 @@ class DecodeScheduler:
         self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options, self.batcher.in_order)
         self.transfer_queue: dict[ReqKey, Req] = {}
         """SGLang's DecodeTransferQueue. The receiver owns the pages of its requests until their transfers end."""
+        self.moves = Moves(engine.ledger, sender, peering, self.batcher, router_port)
         queues = (self.grammar_queue, self.prealloc_queue, self.batcher)
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
         self._desk = RouterDesk(
@@ -86,7 +100,12 @@ class DecodeScheduler:
                     self._announcer.tell_all(heard.router)
                 case Decode():
                     self._start(heard.message)
+                case Move(key):
+                    self.moves.start(heard.message, self.reqs.get(key))
+                case Cancel(key):
+                    self.moves.cancel(key, "cancelled by the router")
         self._receiver.tick()
+        self._sender.tick()
         self._hear_transfers()
 
     def _hear_transfers(self) -> None:
@@ -96,6 +115,12 @@ class DecodeScheduler:
                     self._received(event)
                 case ReceiveFailed():
                     self._receive_failed(event)
+        for sent in self._sender.poll():
+            match sent:
+                case Ready():
+                    self.moves.ready(sent)
+                case SendEnded():
+                    self._move_ended(sent)
 
     def _start(self, message: Decode) -> None:
         req = self._desk.accept(message)
@@ -110,18 +135,21 @@ class DecodeScheduler:
                 self._router_port.not_cached(req.key)
                 return
         self.reqs.add(req)
-        enqueue = partial(self._enqueue, req, message.prefill)
+        enqueue = partial(self._enqueue, req, message.prefill, message.moving)
         if req.params.grammar is not None:
             self.grammar_queue.add(req, enqueue)
         else:
             enqueue()
 
-    def _enqueue(self, req: Req, prefill: NodeRef | None) -> None:
-        if prefill is None:
+    def _enqueue(self, req: Req, source: NodeRef | None, moving: bool) -> None:
+        if source is None:
             self.batcher.add(req)
+            return
+        self.batcher.arrived(req)
+        if moving:
+            self.prealloc_queue.add_moving(req, source)
         else:
-            self.batcher.arrived(req)
-            self.prealloc_queue.add(req, prefill)
+            self.prealloc_queue.add(req, source)
 
     def _received(self, received: Received) -> None:
         req = self.transfer_queue.pop(received.key)
@@ -139,7 +167,7 @@ class DecodeScheduler:
         handoff = received.handoff
         self._router_port.say_token(
             req.key,
-            handoff.kv_len - req.num_input_ids,
+            len(req.work.output_ids),
             handoff.token_ids,
             None,
             req.report(),  # the stamps so far; the finish brings the others
@@ -149,16 +177,25 @@ class DecodeScheduler:
 
     def _receive_failed(self, failed: ReceiveFailed) -> None:
         req = self.transfer_queue.pop(failed.key)
-        # A prefill node that gives a request up before its handoff tells the router itself.
+        # A sending node that gives a request up before its handoff tells the router itself.
         if failed.handed_off or not failed.by_peer:
-            reason = f"KV transfer from the prefill node failed: {failed.reason}"
+            reason = f"KV transfer to this node failed: {failed.reason}"
             self.reqs.fail(req, RequestError(reason, status=503), blames=failed.blames)
         self.reqs.end(req.key, failed.reason)
 
+    def _move_ended(self, ended: SendEnded) -> None:
+        self._vitals.count_transfer(ended.nbytes, ended.seconds if ended.ok else 0.0)
+        req = self.moves.ended(ended)
+        if req.finish is not None:  # it ended while its pages were read
+            self.reqs.release(req)
+        elif ended.ok:
+            self._router_port.moved(req.key)
+            self.reqs.end(req.key, "moved to another node")
+
     def _cancel_transfer(self, key: ReqKey, reason: str) -> bool:
-        """End the transfer of a request; False when none is under way. `_receive_failed` or `_received` follows."""
+        """End the transfer of a request; False when none is under way. The event that ends it follows."""
         if key not in self.transfer_queue:
-            return False
+            return self.moves.cancel_of(key, reason)
         self._receiver.cancel(key, reason)
         return True
 
@@ -170,15 +207,22 @@ class DecodeScheduler:
 
     def _reserve(self) -> None:
         blocked = self.batcher.first_blocked()
-        for req in self.prealloc_queue.reserve(lambda req: self.batcher.is_open_to(req, blocked)):
+        batcher = self.batcher
+        reservations = self.prealloc_queue.reserve(
+            lambda req: batcher.is_open_to(req, blocked), lambda req: batcher.is_open_to_move(req, blocked)
+        )
+        for req in reservations.reserved:
             self.transfer_queue[req.key] = req
+        for req in reservations.refused:
+            self.reqs.fail(req, RequestError("this node has no room for a request that moves", status=503))
 
     # ---------------------------------------------------------------------------------------- account
     def _account(self, plan: Plan, outcome: Outcome) -> None:
         self.batcher.observe(outcome)
         for req in outcome.computed:
             assert req.kv is not None
-            self._ledger.release_superseded(req.kv)  # no transfer of this node reads those pages
+            if req not in self.moves:
+                self._ledger.release_superseded(req.kv)  # no transfer of this node reads those pages
         for req in outcome.sampled:
             finished = req.finish is not None
             prefilled = req.timeline.stage is ReqStage.PREFILLING
@@ -187,7 +231,7 @@ class DecodeScheduler:
                 self._count_prompt(req)
             elif finished and req.timeline.left_prefilling:
                 self._count_prompt(req)  # its first token was its last
-            if req.num_jumped and not finished:
+            if req.num_jumped and not finished and not self.moves.is_stopped(req):
                 self.batcher.jumped(req)
             self._desk.say_tokens(req, req.newest_ids, with_report=finished or prefilled)
         for req in outcome.finished:
@@ -197,6 +241,8 @@ class DecodeScheduler:
             self.reqs.end(req.key, "finished")
         self._vitals.count_generated(len(outcome.sampled), sum(req.num_jumped for req in outcome.sampled))
         self._desk.fail(plan, outcome)
+        for key in plan.given_up:
+            self.moves.cancel_of(key, "its pages are needed for other requests")
 
     def _count_prompt(self, req: Req) -> None:
         """Count a prompt that was prefilled here, once: a prefill after a retraction is not counted again."""
@@ -208,17 +254,19 @@ class DecodeScheduler:
         self._desk.speak(
             outcome.worked,
             num_running=len(self.batcher.running_batch),
-            num_transferring=len(self.transfer_queue),
+            num_transferring=len(self.transfer_queue) + len(self.moves),
             num_bootstrapping=len(self.prealloc_queue),
-            links=self._receiver.links_by_transport,
-            unreachable=self._receiver.unreachable,
+            links=Counter(self._receiver.links_by_transport) + Counter(self._sender.links_by_transport),
+            unreachable=self._receiver.unreachable | self._sender.unreachable | self._peering.unreachable,
         )
+        self.moves.advance()  # all tokens have been told
         self._announcer.tell_changes()
 
     def close(self, reason: str) -> None:
         """Fail every request, end every transfer and wait for what is in flight: then every page is home."""
         self._desk.close(reason)
         self._receiver.close()
+        self._sender.close()
         self._hear_transfers()
         self._launcher.close()
         self._announcer.close()

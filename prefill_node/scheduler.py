@@ -126,7 +126,7 @@ class PrefillScheduler:
             reason = f"the decode node claims to hold {prefix_pages} pages of this prompt"
             self.reqs.fail(req, RequestError(reason, status=500))
             return
-        self.inflight_queue.add(req, prefix_pages)
+        self.inflight_queue.add(key, req, prefix_pages, len(req.ids))
         self._enqueue(req)
 
     # ------------------------------------------------------------------------------------------- plan
@@ -138,14 +138,14 @@ class PrefillScheduler:
     def _account(self, plan: Plan, outcome: Outcome) -> None:
         for req in outcome.computed:
             if req.finish is None and req.key in self.inflight_queue:
-                self.inflight_queue.offer_computed(req)
+                self.inflight_queue.offer_computed(req.key)
         self._vitals.count_generated(len(outcome.sampled), sum(req.num_jumped for req in outcome.sampled))
         for req in outcome.sampled:
             self._vitals.count_prompt(req.num_input_ids, req.cached_tokens)
             if req.finish is None:
                 if req.key in self.inflight_queue:
                     req.timeline.move_to(ReqStage.TRANSFERRING)
-                    self.inflight_queue.hand_off(req)
+                    self.inflight_queue.hand_off(req.key)
                 self._desk.say_tokens(req, req.newest_ids)
         for req in outcome.finished:
             # The first token, or a jump after it, ended the request, so no decode node is needed.

@@ -45,7 +45,7 @@ ALLOWED_MOVES: dict[ReqStage, frozenset[ReqStage]] = {
         {ReqStage.TRANSFERRING, ReqStage.DECODING, ReqStage.RETRACTED, ReqStage.FINISHED}
     ),
     ReqStage.TRANSFERRING: frozenset({ReqStage.DECODING, ReqStage.FINISHED}),
-    ReqStage.DECODING: frozenset({ReqStage.RETRACTED, ReqStage.FINISHED}),
+    ReqStage.DECODING: frozenset({ReqStage.RETRACTED, ReqStage.TRANSFERRING, ReqStage.FINISHED}),
     ReqStage.RETRACTED: frozenset({ReqStage.PREFILLING, ReqStage.DECODING, ReqStage.FINISHED}),
     ReqStage.FINISHED: frozenset(),
 }

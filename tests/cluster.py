@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
@@ -27,6 +29,8 @@ from shared.protocol.messages import (
     Failed,
     Finish,
     Load,
+    Move,
+    Moved,
     NodeHello,
     NodeRef,
     NotCached,
@@ -47,6 +51,11 @@ from tests.fake_network import CorruptingPages, FakeNetwork, Faults
 
 ROUTER = "router"
 MakeEngine = Callable[[NodeConfig], Engine]
+
+
+def sender_of(name: str) -> str:
+    """The party by which a decode node sends: the fake network has one connection between two parties."""
+    return f"{name}.sender"
 
 
 def ref(name: str) -> NodeRef:
@@ -76,8 +85,27 @@ class Answer:
         return self.finish is not None or bool(self.failures)
 
 
+@dataclass
+class AnsweredMove:
+    """What the router has heard of one move. Its request is known by the key under which it was submitted."""
+
+    key: ReqKey
+    """Of the attempt that the source runs."""
+    to_key: ReqKey
+    source: str
+    target: str
+    arrived: bool = False
+    """The target has sent tokens: its attempt is the current one."""
+    left: bool = False
+    """The source has said that the request has left it."""
+    failures: list[Failed] = field(default_factory=list)
+
+
 class ScriptedRouter:
-    """Sends dispatches, puts tokens in order, and cancels a request on its other node when it ends."""
+    """Sends dispatches, puts tokens in order, and cancels a request on its other node when it ends.
+
+    All attempts at one sequence have one Answer.
+    """
 
     def __init__(self, network: FakeNetwork) -> None:
         self.outbox = network.join(ROUTER, self._on_message)
@@ -86,6 +114,9 @@ class ScriptedRouter:
         self.prefixes: defaultdict[str, PrefixIndex] = defaultdict(PrefixIndex)
         self.not_cached: list[ReqKey] = []
         self._holders: dict[ReqKey, set[str]] = {}
+        self._works: dict[ReqKey, Work] = {}
+        self.moves: dict[ReqKey, AnsweredMove] = {}
+        """By the key of the move."""
 
     def submit(
         self,
@@ -105,6 +136,7 @@ class ScriptedRouter:
         self.answers[key] = Answer(token_ids=list(output_ids))
         self._holders[key] = {name for name in (prefill, decode) if name}
         work = Work(tuple(input_ids), params, tuple(output_ids), priority=priority, routing_key=routing_key)
+        self._works[key] = work
         if decode:
             source = ref(prefill) if prefill else None
             self.outbox.send(decode, Decode(key, work, source, local_prefill_limit))
@@ -117,6 +149,33 @@ class ScriptedRouter:
         for holder in sorted(self._holders[key]):
             self.outbox.send(holder, Cancel(key))
 
+    def move(self, key: ReqKey, source: str, target: str) -> AnsweredMove:
+        """Move the attempt `key`, which runs on `source`, with the tokens that have come so far."""
+        answer = self.answers[key]
+        attempt = 1 + max(other.attempt for other in self.answers if other.rid == key.rid)
+        to_key = ReqKey(ROUTER, key.rid, attempt)
+        work = msgspec.structs.replace(self._works[key], output_ids=tuple(answer.token_ids))
+        self.answers[to_key], self._works[to_key] = answer, work
+        self._holders[to_key] = {target}
+        move = self.moves[to_key] = AnsweredMove(key, to_key, source, target)
+        self.outbox.send(target, Decode(to_key, work, ref(sender_of(source)), moving=True))
+        self.outbox.send(source, Move(key, to_key, ref(target)))
+        return move
+
+    def _on_move_failed(self, move: AnsweredMove, failed: Failed) -> None:
+        move.failures.append(failed)
+        if move.arrived or move.left:  # the source has it no more
+            self.answers[move.key].failures.append(failed)
+        self.outbox.send(move.source, Cancel(move.to_key))
+        self.outbox.send(move.target, Cancel(move.to_key))
+
+    def _on_arrived(self, key: ReqKey) -> None:
+        move = self.moves.get(key)
+        if move is not None and not move.arrived:
+            assert not move.failures, "tokens came from a move that had failed"
+            move.arrived = True
+            self.outbox.send(move.source, Cancel(move.key))
+
     def _on_message(self, node: str, message: object) -> None:
         match message:
             case Tokens(entries):
@@ -124,6 +183,7 @@ class ScriptedRouter:
                     answer = self.answers[entry.key]
                     if answer.ended:
                         continue
+                    self._on_arrived(entry.key)
                     for i, token in enumerate(entry.token_ids):
                         answer.positions.append(entry.position + i)
                         self._add_token(answer, entry.position + i, token)
@@ -135,6 +195,16 @@ class ScriptedRouter:
                         answer.finish = entry.finish
                         for other in self._holders[entry.key] - {node}:
                             self.outbox.send(other, Cancel(entry.key))
+                        for move in self.moves.values():
+                            if entry.key == move.key and not move.arrived:
+                                self.outbox.send(move.target, Cancel(move.to_key))
+            case Moved(key):
+                move = next(move for move in self.moves.values() if move.key == key and not move.failures)
+                move.left = True
+            case Failed(key) if key in self.moves and not self.moves[key].failures:
+                self._on_move_failed(self.moves[key], message)
+            case Failed(key) if key in self.moves:
+                pass  # both nodes may tell
             case Failed(key):
                 if not self.answers[key].ended:
                     self.answers[key].failures.append(message)
@@ -216,32 +286,47 @@ class Node:
         )
         hello = NodeHello(ref(name), role, engine.layout, engine.limits, {}, PROTOCOL_VERSION)
         self.router_port = RouterPort(outbox, hello, self.vitals.load, wake, network.clock)
-        make_side = KVSender if role is Role.PREFILL else KVReceiver
-        self.side = make_side(
-            Endpoint(
-                node=ref(name),
-                layout=engine.layout,
-                pages=CorruptingPages(engine.pool, network),
-                outbox=outbox,
-                transports=fake_transports(network, name, options),
-                clock=network.clock,
-                options=options,
-                wake=wake.set,
-            )
+        own = Endpoint(
+            node=ref(name),
+            layout=engine.layout,
+            pages=CorruptingPages(engine.pool, network),
+            outbox=outbox,
+            transports=fake_transports(network, name, options),
+            clock=network.clock,
+            options=options,
+            wake=wake.set,
         )
-        self.peering = ClusterPeering(network, name)
+        self.side: KVSender | KVReceiver
+        self.sender: KVSender
         self.scheduler: PrefillScheduler | DecodeScheduler
+        common = (self.router_port, self.vitals, wake.set, 1e9)
         if role is Role.PREFILL:
-            assert isinstance(self.side, KVSender)
-            self.scheduler = PrefillScheduler(
-                engine, config.schedule, self.side, self.peering, self.router_port, self.vitals, wake.set, 1e9
-            )
+            self.side = self.sender = KVSender(own)
+            self.peering = ClusterPeering(network, name)
+            self.scheduler = PrefillScheduler(engine, config.schedule, self.sender, self.peering, *common)
         else:
-            assert isinstance(self.side, KVReceiver)
+            self.side = KVReceiver(own)
             network.every(self.side.renewal_s, self.side.renew_leases, owner=name)
+            self.sender = self._join_sender(network, own)
+            self.peering = ClusterPeering(network, sender_of(name))
             self.scheduler = DecodeScheduler(
-                engine, config.schedule, self.side, self.router_port, self.vitals, wake.set, 1e9
+                engine, config.schedule, self.side, self.sender, self.peering, *common
             )
+
+    def _join_sender(self, network: FakeNetwork, own: Endpoint) -> KVSender:
+        name = sender_of(self.name)
+        outbox = network.join(
+            name,
+            lambda peer, message: self.sender.on_message(peer, message),
+            on_connected=lambda peer: self.sender.on_connected(peer),
+            on_disconnected=self._on_target_lost,
+        )
+        transports = fake_transports(network, name, own.options)
+        return KVSender(replace(own, node=ref(name), outbox=outbox, transports=transports))
+
+    def _on_target_lost(self, peer: str, reason: str) -> None:
+        self.peering.connected.discard(peer)
+        self.sender.on_disconnected(peer, reason)
 
     def _on_message(self, peer: str, message: object) -> None:
         if peer == ROUTER:
@@ -288,13 +373,18 @@ class Cluster:
 
     def kill(self, name: str) -> None:
         self.nodes[name].alive = False
-        self.network.kill(name)
+        self._remove(self.nodes[name])
+
+    def _remove(self, node: Node) -> None:
+        self.network.kill(node.name)
+        if node.role is Role.DECODE:
+            self.network.kill(sender_of(node.name))
 
     def stop(self, name: str) -> Engine:
         """Close the scheduler of a node and remove the node from the network. Returns its engine."""
         node = self.nodes.pop(name)
         node.scheduler.close(f"{name} is closed")
-        self.network.kill(name)
+        self._remove(node)
         return node.engine
 
     @property

@@ -58,7 +58,7 @@ class RouterDesk:
         self._engine.progress.steps += 1
         for heard in self._router_port.take():
             match heard.message:
-                case Cancel(key) | Stop(key):
+                case Cancel(key) | Stop(key) if key in self._reqs:
                     self._reqs.end(key, "cancelled by the router")
                 case Flush(call_id):
                     if not self._reqs:

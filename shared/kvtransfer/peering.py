@@ -18,6 +18,10 @@ from shared.timeline import Clock
 
 REDIAL_S = 1.0
 """A dial that failed, or a connection that was lost, is followed by another after so long."""
+MAX_UNNAMED_PEERS = 16
+"""Connections to nodes that no router names, beyond which the one that was used longest ago is closed."""
+UNNAMED_IDLE_S = 30.0
+"""Such a connection is closed when no transfer has used it for so long."""
 
 
 class Peering(Protocol):
@@ -44,12 +48,15 @@ class _Peer:
     """None while it is dialled or connected."""
     failure: str = ""
     """Why its last dial failed or its connection was lost; empty once it is connected."""
+    used_at: float = 0.0
+    has_left: bool = False
+    """Whether this node has said that it closes the connection, which it does a moment later."""
 
 
 class DialledPeering:
     """Over the control thread. A peer's id is its incarnation, so a restarted node is another peer.
 
-    A peer that no router names is forgotten when its connection is lost or its dial has failed.
+    A peer that no router names is forgotten when its connection is lost, its dial has failed, or no transfer uses it.
     """
 
     def __init__(self, node: NodeRef, control: ControlThread, sender: KVSender, clock: Clock) -> None:
@@ -77,11 +84,14 @@ class DialledPeering:
             self.ensure(node)
 
     def ensure(self, node: NodeRef) -> None:
-        """Dial a node that is not known yet."""
+        """Dial a node that is not known yet. The unnamed node that was used longest ago is left if there are many."""
         with self._lock:
-            if node.incarnation in self._peers:
+            known = self._peers.get(node.incarnation)
+            if known is not None and not known.has_left:
+                known.used_at = self._clock()
                 return
-            self._peers[node.incarnation] = _Peer(node)
+            self._leave_unused(num_new=1)
+            self._peers[node.incarnation] = _Peer(node, used_at=self._clock())
         self._dial(node)
 
     @property
@@ -91,15 +101,33 @@ class DialledPeering:
             return {incarnation: peer.failure for incarnation, peer in self._peers.items() if peer.failure}
 
     def redial(self) -> None:
-        """Dial the nodes whose pause is over; a timer calls it."""
+        """Dial the nodes whose pause is over, and close what is not used; a timer calls it."""
         now, due = self._clock(), []
         with self._lock:
+            for peer in [peer for peer in self._peers.values() if peer.has_left]:
+                del self._peers[peer.node.incarnation]
+                self._control.hang_up(peer.node.incarnation)
+            self._leave_unused(num_new=0)
             for peer in self._peers.values():
                 if peer.redial_at is not None and now >= peer.redial_at:
                     peer.redial_at = None
                     due.append(peer.node)
         for node in due:
             self._dial(node)
+
+    def _leave_unused(self, num_new: int) -> None:
+        """Tell unnamed nodes that are not used that their connections will close: the message goes out before."""
+        now, wanted = self._clock(), self._wanted()
+        unnamed = [p for p in self._peers.values() if p.node.incarnation not in wanted and not p.has_left]
+        unnamed.sort(key=lambda peer: peer.used_at)
+        num_too_many = len(unnamed) + num_new - MAX_UNNAMED_PEERS
+        for peer in unnamed:
+            if self._sender.is_used_by(peer.node.incarnation):
+                peer.used_at = now
+            elif num_too_many > 0 or now - peer.used_at >= UNNAMED_IDLE_S:
+                self._sender.leave(peer.node.incarnation, "no transfer uses this connection")
+                peer.has_left = True
+                num_too_many -= 1
 
     def _wanted(self) -> frozenset[str]:
         return frozenset().union(*self._named.values())
@@ -131,7 +159,7 @@ class DialledPeering:
     def _on_disconnected(self, incarnation: str, reason: str) -> None:
         with self._lock:
             peer = self._peers.get(incarnation)
-            if peer is not None and incarnation in self._wanted():
+            if peer is not None and not peer.has_left and incarnation in self._wanted():
                 log.event("peer_disconnected", peer=incarnation, reason=reason, redial_s=REDIAL_S)
                 peer.redial_at, peer.failure = self._clock() + REDIAL_S, reason
             else:

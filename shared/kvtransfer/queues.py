@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from shared.errors import TransferError
 from shared.kvcache.ledger import KVLedger
 from shared.kvtransfer.layout import record_digest
@@ -40,8 +42,15 @@ class BootstrapQueue:
         return self._reqs.pop(key, None)
 
 
+@dataclass(eq=False, slots=True)
+class _Inflight:
+    req: Req
+    num_known: int
+    next_page: int
+
+
 class InflightQueue:
-    """Requests whose pages the receiving node may read, from Ready until the transfer has ended.
+    """Requests whose pages the receiving node may read, from Ready until the transfer has ended, by transfer.
 
     SGLang's disagg_prefill_inflight_queue. It knows which pages of each request were offered; those are not freed
     (the hold rule).
@@ -50,79 +59,82 @@ class InflightQueue:
     def __init__(self, ledger: KVLedger, sender: KVSender) -> None:
         self._ledger = ledger
         self._sender = sender
-        self._next_page: dict[ReqKey, int] = {}
+        self._inflight: dict[ReqKey, _Inflight] = {}
 
     def __len__(self) -> int:
-        return len(self._next_page)
+        return len(self._inflight)
 
     def __contains__(self, key: ReqKey) -> bool:
-        return key in self._next_page
+        return key in self._inflight
 
-    def add(self, req: Req, prefix_pages: int) -> None:
-        """Enter a request of which the receiving node holds the first `prefix_pages` already."""
-        self._next_page[req.key] = prefix_pages
+    def add(self, key: ReqKey, req: Req, prefix_pages: int, num_known: int) -> None:
+        """Enter a request of which the receiving node has `prefix_pages`, and `num_known` tokens in its Work."""
+        self._inflight[key] = _Inflight(req, num_known, prefix_pages)
 
-    def offer_computed(self, req: Req) -> None:
+    def offer_computed(self, key: ReqKey) -> None:
         """Offer the whole pages that commits have completed since the last offer."""
-        assert req.kv is not None
-        self._offer_up_to(req, req.kv.kv_committed_len // self._ledger.page_size)
+        inflight = self._inflight[key]
+        assert inflight.req.kv is not None
+        self._offer_up_to(key, inflight, inflight.req.kv.kv_committed_len // self._ledger.page_size)
 
-    def hand_off(self, req: Req) -> None:
+    def hand_off(self, key: ReqKey) -> None:
         """Offer the last, perhaps partly filled page, and send what the receiving node needs to go on by itself."""
+        inflight = self._inflight[key]
+        req, num_known = inflight.req, inflight.num_known
         assert req.kv is not None
         kv_len = req.kv.kv_committed_len
         total_pages = self._ledger.pages_for(kv_len)
-        self._offer_up_to(req, total_pages)
-        token_ids = tuple(req.ids[kv_len:])
-        outputs = req.ids[req.num_input_ids : kv_len]
+        self._offer_up_to(key, inflight, total_pages)
+        token_ids = tuple(req.ids[num_known:])
+        outputs = req.ids[req.num_input_ids : num_known]
         self._sender.handoff(
-            req.key,
+            key,
             Handoff(
-                key=req.key,
+                key=key,
                 total_pages=total_pages,
                 token_ids=token_ids,
                 kv_len=kv_len,
                 digest=record_digest(req.ids[: req.num_input_ids], outputs, token_ids, kv_len),
                 cached_tokens=req.cached_tokens,
                 stamps=tuple(req.timeline.stamps),
-                logprobs=req.last_logprobs,
-                input_logprobs=req.input_logprobs,
+                logprobs=req.last_logprobs if len(token_ids) == 1 else None,
+                input_logprobs=req.input_logprobs if num_known == req.num_input_ids else None,
             ),
         )
 
     def remove(self, key: ReqKey) -> None:
         """Forget a request whose transfer has ended."""
-        self._next_page.pop(key, None)
+        self._inflight.pop(key, None)
 
-    def _offer_up_to(self, req: Req, end_page: int) -> None:
-        first = self._next_page[req.key]
-        if end_page <= first:
-            return
-        assert req.kv is not None
-        self._sender.offer(req.key, self._ledger.rows.read(req.kv.row, first, end_page))
-        self._next_page[req.key] = end_page
+    def _offer_up_to(self, key: ReqKey, inflight: _Inflight, end_page: int) -> None:
+        first, kv = inflight.next_page, inflight.req.kv
+        assert kv is not None
+        if end_page > first:
+            self._sender.offer(key, self._ledger.rows.read(kv.row, first, end_page))
+            inflight.next_page = end_page
 
 
 def take_over(req: Req, received: Received, ledger: KVLedger) -> None:
     """Make a received sequence ready to decode: its KV is committed, shared, and its new tokens are known.
 
-    Raises TransferError when the record does not fit the sequence that the router dispatched here.
+    The KV may be of more tokens than the router dispatched here: the request ran on while its pages moved. Raises
+    TransferError when the record does not fit the sequence.
     """
     handoff = received.handoff
     assert req.kv is not None
     inputs, outputs = req.ids[: req.num_input_ids], req.ids[req.num_input_ids :]
     fits = 0 < len(handoff.token_ids) < req.max_output_len - len(outputs)
-    if handoff.kv_len != len(req.ids) or not fits:
+    if not (len(req.ids) <= handoff.kv_len < len(req.ids) + len(handoff.token_ids)) or not fits:
         raise TransferError(
             f"handoff of kv_len {handoff.kv_len} and {len(handoff.token_ids)} tokens "
             f"for a sequence of {len(inputs)} + {len(outputs)} tokens"
         )
     if handoff.digest != record_digest(inputs, outputs, handoff.token_ids, handoff.kv_len):
         raise TransferError("handoff digest: the sending node worked on other tokens")
+    req.ids += handoff.token_ids
     req.kv.kv_committed_len = req.kv.kv_allocated_len = handoff.kv_len
     ledger.cache_unfinished_req(req.kv, req.ids)
     ledger.release_superseded(req.kv)
-    req.ids += handoff.token_ids
     req.num_sampled = req.output_len
     if req.grammar is not None and not req.grammar.follow(req.ids, req.num_input_ids):
         raise TransferError(f"handoff: the grammar does not allow its tokens {handoff.token_ids}")

@@ -24,6 +24,10 @@ class ScatterGate(Protocol):
         """Whether chunks of this transfer are still to be granted."""
         ...
 
+    def is_hurried(self) -> bool:
+        """Whether pages are on their way here, over any link, that go before bulk pages."""
+        ...
+
     def begin_scatter(self, key: ReqKey, chunk: Chunk) -> list[int] | None:
         """Pages to write now, or None: the transfer has ended, drop the chunk."""
         ...
@@ -45,7 +49,11 @@ class _Granted:
 
 
 class ReceiveLoop:
-    """Grants chunks in the order in which their pages were offered, as many at a time as the link takes."""
+    """Grants chunks in the order in which their pages were offered, as many at a time as the link takes.
+
+    Bulk chunks, whose request still runs on the sending node, come last: after all others of this link, and one at a
+    time while chunks that are none are on their way over any link of this node.
+    """
 
     def __init__(
         self,
@@ -61,6 +69,9 @@ class ReceiveLoop:
         self._send_grant = send_grant
         self._link: Link | None = None
         self._queue: deque[tuple[ReqKey, Chunk]] = deque()
+        self._bulk: deque[tuple[ReqKey, Chunk]] = deque()
+        self._lock = threading.Lock()
+        """Guards both queues."""
         self._next_seq = 0
         self._kicked = threading.Event()
         self._granted: deque[_Granted] = deque()
@@ -69,9 +80,17 @@ class ReceiveLoop:
         """Take the link, which is built."""
         self._link = link
 
-    def enqueue(self, key: ReqKey, chunks: Iterable[Chunk]) -> None:
+    def enqueue(self, key: ReqKey, chunks: Iterable[Chunk], *, bulk: bool) -> None:
         """Queue chunks that the peer has computed and holds. Any thread."""
-        self._queue.extend((key, chunk) for chunk in chunks)
+        with self._lock:
+            (self._bulk if bulk else self._queue).extend((key, chunk) for chunk in chunks)
+        self.kick()
+
+    def hurry(self, key: ReqKey) -> None:
+        """The chunks of `key` are bulk no longer: its request waits for them. Any thread."""
+        with self._lock:
+            self._queue.extend(item for item in self._bulk if item[0] == key)
+            self._bulk = deque(item for item in self._bulk if item[0] != key)
         self.kick()
 
     def kick(self) -> None:
@@ -115,11 +134,17 @@ class ReceiveLoop:
         return bool(chunks)
 
     def _next_wanted(self) -> tuple[ReqKey, Chunk] | None:
-        while self._queue:
-            key, chunk = self._queue.popleft()
-            if self._gate.wants(key):
-                return key, chunk
+        while (item := self._next_queued()) is not None:
+            if self._gate.wants(item[0]):
+                return item
         return None
+
+    def _next_queued(self) -> tuple[ReqKey, Chunk] | None:
+        bulk_may_go = not (self._bulk and self._granted and self._gate.is_hurried())
+        with self._lock:
+            if self._queue:
+                return self._queue.popleft()
+            return self._bulk.popleft() if self._bulk and bulk_may_go else None
 
     def _post_receive(self, link: Link, key: ReqKey, chunk: Chunk) -> GrantedChunk:
         nbytes = HEADER_NBYTES + self._pages.gather_nbytes(chunk.num_pages, chunk.num_layers)

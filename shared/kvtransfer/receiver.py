@@ -19,6 +19,7 @@ from shared.errors import TransferError
 from shared.kvtransfer.inbox import KeyedInbox
 from shared.kvtransfer.layout import Chunk, ChunkPlan
 from shared.kvtransfer.links import Endpoint
+from shared.kvtransfer.receive_loop import ReceiveLoop
 from shared.kvtransfer.receiver_peers import ReceiverPeers
 from shared.kvtransfer.states import Received, ReceiveEvent, ReceiveState, ReceiveTransfer
 from shared.protocol.messages import ReqKey
@@ -28,7 +29,6 @@ from shared.protocol.transfer_messages import (
     Handoff,
     LeaseRenew,
     Offer,
-    Ready,
     SenderToReceiver,
 )
 
@@ -79,10 +79,18 @@ class KVReceiver:
         return self.peers.table.unreachable
 
     # ------------------------------------------------------------------------------ scheduler thread
-    def open(self, key: ReqKey, peer_id: str, page_ids: Sequence[int], prefix_pages: int) -> None:
+    def open(
+        self,
+        key: ReqKey,
+        peer_id: str,
+        page_ids: Sequence[int],
+        prefix_pages: int,
+        num_known: int | None = None,
+    ) -> None:
         """Take `page_ids`, reserved for sequence pages from `prefix_pages` on, and ask the peer for them.
 
-        The peer need not be connected yet. More pages may be reserved than will come. A key is opened once.
+        The peer need not be connected yet. More pages may be reserved than will come. A key is opened once. Of a
+        request that moves here while it runs, the first `num_known` tokens are known; its pages are in no hurry.
         """
         with self._lock:
             transfer = ReceiveTransfer(
@@ -93,6 +101,7 @@ class KVReceiver:
                 num_layers=self._own.layout.num_layers,
                 page_size=self._own.layout.page_size,
                 deadline=self._clock() + self._options.connect_timeout_s,
+                num_known=num_known,
             )
             self.transfers.open(transfer)
             if self._closed:
@@ -181,6 +190,11 @@ class KVReceiver:
             transfer = self.transfers.get(key)
             return transfer is not None and transfer.state is ReceiveState.RECEIVING
 
+    def is_hurried(self) -> bool:
+        """Whether pages are on their way here that go before bulk pages."""
+        with self._lock:
+            return any(not transfer.is_bulk and not transfer.has_all_offered for transfer in self.transfers)
+
     def begin_scatter(self, key: ReqKey, chunk: Chunk) -> list[int] | None:
         """The pages to write, which stay the transfer's until `end_scatter`; None: it has ended, drop the chunk."""
         with self._lock:
@@ -219,6 +233,7 @@ class KVReceiver:
                     self._offered(transfer, message)
                 case Handoff():
                     transfer.handed_off(message)
+                    self._loop(transfer).hurry(transfer.key)
         except TransferError as error:
             self._fail(transfer, str(error), tell=Done(transfer.key, False, str(error)))
             return
@@ -228,9 +243,13 @@ class KVReceiver:
     def _offered(self, transfer: ReceiveTransfer, offer: Offer) -> None:
         if not transfer.offered(offer.first_page, offer.num_pages, self._clock()):
             return
+        chunks = self._plan.cut(offer.first_page, offer.num_pages)
+        self._loop(transfer).enqueue(transfer.key, chunks, bulk=transfer.is_bulk)
+
+    def _loop(self, transfer: ReceiveTransfer) -> ReceiveLoop:
         loop = self.links.loop(transfer.peer_id)
         assert loop is not None, "a transfer outlived its link"
-        loop.enqueue(transfer.key, self._plan.cut(offer.first_page, offer.num_pages))
+        return loop
 
     def _progressed(self, transfer: ReceiveTransfer) -> None:
         now = self._clock()
@@ -255,7 +274,7 @@ class KVReceiver:
             self._fail(transfer, refusal, tell=None)
         elif self.links.worker(transfer.peer_id) is not None:
             transfer.start(self._clock() + self._options.offer_timeout_s)
-            self._outbox.send(transfer.peer_id, Ready(transfer.key, transfer.prefix_pages))
+            self._outbox.send(transfer.peer_id, transfer.ready)
 
     def _link_died(self, peer_id: str, reason: str) -> None:
         for transfer in self.transfers.of_peer(peer_id):

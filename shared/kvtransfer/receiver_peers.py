@@ -21,7 +21,7 @@ from shared.kvtransfer.links import Endpoint, Links
 from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
 from shared.kvtransfer.receive_loop import ReceiveLoop, ScatterGate
 from shared.protocol.messages import Refused
-from shared.protocol.transfer_messages import Grant, LinkOpen, PeerHello
+from shared.protocol.transfer_messages import Grant, LinkOpen, PeerHello, PeerLeft
 
 
 @dataclass(slots=True)
@@ -67,11 +67,14 @@ class ReceiverPeers:
         )
         self.table: PeerTable[_NextLink] = PeerTable(lock=lock, links=self.links, own=own)
 
-    def handle(self, peer_id: str, message: PeerHello | PeerMessage, now: float) -> None:
+    def handle(self, peer_id: str, message: PeerHello | PeerLeft | PeerMessage, now: float) -> None:
         """Handle a message that names no transfer. A node that has not introduced itself gets no answer."""
         peer = self.table.get(peer_id)
         if isinstance(message, PeerHello):
             self._met(peer_id, message, now)
+        elif isinstance(message, PeerLeft):
+            self.table.remove(peer_id)
+            self.links.fail_peer(peer_id, "the sending node does not need it now", tell_peer=False)
         elif peer is not None:
             self.table.handle(peer, message)
 

@@ -25,7 +25,7 @@ class GatherGate(Protocol):
         """Pages to read now, or None: the chunk is void."""
         ...
 
-    def end_gather(self, key: ReqKey, nbytes: int) -> None:
+    def end_gather(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None:
         """The pages have been read."""
         ...
 
@@ -164,7 +164,7 @@ class SendLoop:
             try:
                 digest = self._pages.gather(page_ids, *layers, payload, envelope.seed)
             finally:
-                self._gate.end_gather(granted.key, payload.numel())
+                self._gate.end_gather(granted.key, chunk, payload.numel())
         slot.seal(envelope, digest)
 
     # ------------------------------------------------------------------------------ the data thread

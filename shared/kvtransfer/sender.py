@@ -25,6 +25,7 @@ from shared.protocol.transfer_messages import (
     Handoff,
     LeaseRenew,
     Offer,
+    PeerLeft,
     Ready,
     ReceiverToSender,
 )
@@ -104,6 +105,19 @@ class KVSender:
             if transfer is not None:
                 self._end(transfer, reason, tell_peer=True)
 
+    def num_pages_sent(self, key: ReqKey) -> tuple[int, int]:
+        """How many pages have been read and are on their way, and how many were offered. (0, 1) once ended."""
+        with self._lock:
+            transfer = self._living(key)
+            if transfer is None:
+                return 0, 1
+            return transfer.num_units_sent // self._own.layout.num_layers, len(transfer.page_ids)
+
+    def is_used_by(self, peer_id: str) -> bool:
+        """Whether there is a transfer to this peer."""
+        with self._lock:
+            return bool(self.transfers.of_peer(peer_id))
+
     def poll(self) -> list[SendEvent]:
         """Return the events since the last call."""
         if not self._events:
@@ -150,6 +164,12 @@ class KVSender:
             if self.peers.disconnected(peer_id, reason):
                 self.transfers.drop_peer(peer_id)
 
+    def leave(self, peer_id: str, reason: str) -> None:
+        """Tell a peer that this node closes their connection, and end their link."""
+        with self._lock:
+            self._outbox.send(peer_id, PeerLeft())
+            self.on_disconnected(peer_id, reason)
+
     def on_message(self, peer_id: str, message: ReceiverToSender) -> None:
         """Handle a message of a receiving node. Never blocks."""
         with self._lock:
@@ -171,12 +191,12 @@ class KVSender:
             transfer = self.transfers.get(key)
             return None if transfer is None else transfer.begin_gather(chunk)
 
-    def end_gather(self, key: ReqKey, nbytes: int) -> None:
+    def end_gather(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None:
         """Count a gather, whose pages have been read."""
         with self._lock:
             transfer = self.transfers.get(key)
             assert transfer is not None, "a transfer is closed only after its last gather"
-            transfer.end_gather(nbytes)
+            transfer.end_gather(chunk, nbytes)
             self._settle(transfer)
 
     # --------------------------------------------------------------------------------- under the lock

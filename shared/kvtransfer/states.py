@@ -44,7 +44,7 @@ class SendEnded:
 
 
 SendEvent = Ready | SendEnded
-"""Ready is the receiving node's message, handed on: pages are reserved there, and which prefix need not be sent."""
+"""Ready is the receiving node's message, handed on: how many pages have a place there, and which are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class SendTransfer:
     prefix_pages: int | None = None
     page_ids: list[int] = field(default_factory=list)
     nbytes: int = 0
+    num_units_sent: int = 0
     _started: float | None = None
     _num_gathers: int = 0
     _end: SendEnded | None = None
@@ -151,9 +152,10 @@ class SendTransfer:
         self._num_gathers += 1
         return self.page_ids[first : first + chunk.num_pages]
 
-    def end_gather(self, nbytes: int) -> None:
+    def end_gather(self, chunk: Chunk, nbytes: int) -> None:
         """The data thread no longer reads the pages that `begin_gather` named."""
         self._num_gathers -= 1
+        self.num_units_sent += chunk.units
         self.nbytes += nbytes
 
     def end(self, *, ok: bool, reason: str, now: float, corrupt: bool = False) -> bool:
@@ -185,6 +187,8 @@ class ReceiveTransfer:
     num_layers: int
     page_size: int
     deadline: float
+    num_known: int | None = None
+    """Of a running request that moves: how many of its tokens were known here when its pages were reserved."""
     state: ReceiveState = ReceiveState.RESERVED
     nbytes: int = 0
     _num_offered: int = 0
@@ -199,6 +203,17 @@ class ReceiveTransfer:
     def has_all_offered(self) -> bool:
         """Whether every offered page has arrived: what comes next has to be computed first."""
         return self._num_units == self._num_offered * self.num_layers
+
+    @property
+    def is_bulk(self) -> bool:
+        """Whether its pages may come later than those of others: its request still runs on the sending node."""
+        return self.num_known is not None and self._handoff is None
+
+    @property
+    def ready(self) -> Ready:
+        """What the sending node is told when this transfer starts."""
+        num_pages = self.prefix_pages + len(self.page_ids)
+        return Ready(self.key, self.prefix_pages, num_pages, self.num_known)
 
     def start(self, deadline: float) -> None:
         """Ready is being sent: from now on chunks may be scattered into the pages."""

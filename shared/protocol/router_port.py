@@ -19,6 +19,8 @@ from shared.protocol.messages import (
     Finish,
     Leaving,
     Load,
+    Move,
+    Moved,
     NodeHello,
     NotCached,
     Ping,
@@ -111,8 +113,10 @@ class RouterPort:
         taken: list[FromRouter] = []
         while self._inbox:
             heard = self._inbox.popleft()
-            if not isinstance(heard.message, Prefill | Decode) or self._is_new(heard.message.key):
-                taken.append(heard)
+            match heard.message:
+                case Prefill(key) | Decode(key) | Move(to_key=key) if not self._is_new(key):
+                    continue
+            taken.append(heard)
         return taken
 
     def _is_new(self, key: ReqKey) -> bool:
@@ -164,6 +168,11 @@ class RouterPort:
     def not_cached(self, key: ReqKey) -> None:
         """Tell the request's router that too little of the prompt is cached here."""
         self._outbox.send(key.router, NotCached(key))
+
+    def moved(self, key: ReqKey) -> None:
+        """Tell the request's router that another node has all of it, after the tokens that this one has sent."""
+        self.flush()
+        self._outbox.send(key.router, Moved(key))
 
     def tell_all(self, events: CacheEvents) -> None:
         """Send events to every router that follows them."""

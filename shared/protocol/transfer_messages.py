@@ -69,14 +69,19 @@ class Offer(Struct, frozen=True):
     num_pages: int
 
 
+class PeerLeft(Struct, frozen=True):
+    """The sending node closes this connection, which it does not need now; it dials and says hello when it does."""
+
+
 class Handoff(Struct, frozen=True):
-    """The end of a prefill: with it and all pages, the receiving node can go on by itself.
+    """The end of a transfer: with it and all pages, the receiving node can go on by itself.
 
     `total_pages` counts from the start of the sequence, so it includes the prefix that the receiving node had.
-    `token_ids` are the token that the sending node sampled and those jumped over after it. They follow the first
-    `kv_len` tokens of the sequence, whose KV is in the pages. `digest` is `record_digest` of the sequence: both nodes
-    have its Work, which is not repeated here. The logprobs are those that the sending node tells the router: the
-    receiving node repeats them with position 0.
+    `token_ids` are all tokens that the sending node knows beyond those that the receiving node has in its Work: after
+    a prefill the one that was sampled and those jumped over behind it, after a move every one since its dispatch. The
+    pages hold the KV of the first `kv_len` tokens, which are at least those of the Work and never all. `digest` is
+    `record_digest` of the sequence. The logprobs are those of `token_ids`, if it is one token, and of the prompt, if
+    `token_ids` begin at position 0: the receiving node repeats to the router what the sending node has told it.
     """
 
     key: ReqKey
@@ -104,10 +109,15 @@ class LinkOpen(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True):
-    """Pages for `key` are reserved here; pages [0, prefix_pages) need not be sent."""
+    """The first `num_pages` pages of `key` have a place here; pages [0, prefix_pages) need not be sent.
+
+    Of a request that moves while it runs, the receiving node knows the first `num_known` tokens.
+    """
 
     key: ReqKey
     prefix_pages: int
+    num_pages: int
+    num_known: int | None = None
 
 
 class GrantedChunk(Record, frozen=True):
@@ -148,7 +158,9 @@ class LeaseRenew(Struct, frozen=True):
     keys: tuple[ReqKey, ...]
 
 
-SenderToReceiver = PeerHello | Offer | Handoff | CancelTransfer | StoreSet | LinkLost | PeerPing | PeerPong
+SenderToReceiver = (
+    PeerHello | PeerLeft | Offer | Handoff | CancelTransfer | StoreSet | LinkLost | PeerPing | PeerPong
+)
 ReceiverToSender = (
     LinkOpen
     | Refused

@@ -172,7 +172,7 @@ class Batcher:
         """Retract running requests that count far less than `req`, if that makes room for it."""
         if req.kv is not None:
             return False  # it was admitted: a token budget ended the round
-        victims = self._priority.victims_for(req, self.running_batch, adder.would_fit, self.num_steps)
+        victims = self._priority.victims_for(req, self._retractable, adder.would_fit, self.num_steps)
         for victim in victims:
             adder.forget(victim)
             self._retract(victim)
@@ -190,6 +190,10 @@ class Batcher:
         ranks_first = blocked is None or self.rank(arrival) < self.rank(blocked)
         return ranks_first and bool(self.retraction.admissible([arrival]))
 
+    def is_open_to_move(self, moving: Req, blocked: Req | None) -> bool:
+        """As `is_open_to`, for a request that runs elsewhere: it also lets every retracted request go before it."""
+        return self.is_open_to(moving, blocked) and not self.retraction.waits
+
     def _preempt_for_arrival(self, arrival: Arrival) -> None:
         """Retract running requests that count far less than `arrival`, if that makes room for it.
 
@@ -198,7 +202,7 @@ class Batcher:
         if not self._priority.enabled or not self.is_open_to(arrival.req, self.first_blocked()):
             return
         if not arrival.would_fit(arrival.req, ()):
-            running, would_fit = self.running_batch, arrival.would_fit
+            running, would_fit = self._retractable, arrival.would_fit
             for victim in self._priority.victims_for(arrival.req, running, would_fit, self.num_steps):
                 self._retract(victim)
 
@@ -245,7 +249,7 @@ class Batcher:
         """
         every, before = self._options.retract_every, self.num_retractions
         forced = every > 0 and self._num_decode_steps % every == every - 1
-        victim = self.retraction.next_forced_victim(self.running_batch) if forced else None
+        victim = self.retraction.next_forced_victim(self._retractable) if forced else None
         if victim is not None:
             self._num_decode_steps += 1
             self._retract(victim)
@@ -256,6 +260,11 @@ class Batcher:
         if self.num_retractions > before:
             self._new_token_ratio.rise_after_retraction(self.running_batch)
         return [req for req in self.running_batch if req not in sits_out] if sits_out else self.running_batch
+
+    @property
+    def _retractable(self) -> list[Req]:
+        held = self.retraction.held
+        return [req for req in self.running_batch if req not in held] if held else self.running_batch
 
     def _retract(self, req: Req) -> None:
         """Retract a running request now, in the way that costs least."""
@@ -285,10 +294,28 @@ class Batcher:
         self.waiting_queue[req] = None
 
     def admit_prefilled(self, req: Req) -> None:
-        """Begin to decode a request whose KV came from elsewhere and whose next token is known."""
+        """Begin to decode a request whose KV is there and whose next token is known: it was received or suspended."""
         assert req.kv is not None
         self.arrived(req)
         self.running_batch.append(req)
+
+    def hold(self, req: Req) -> None:
+        """Retract `req` no more: a transfer reads its pages until `let_go`."""
+        self.retraction.held[req] = None
+
+    def let_go(self, req: Req) -> None:
+        """Let `req` be retracted again: its transfer has ended."""
+        self.retraction.held.pop(req, None)
+
+    def suspend(self, req: Req) -> bool:
+        """Have a running request take no further step until `admit_prefilled`. What is in flight of it is awaited.
+
+        False when that is not possible now: it is in an extend, or its last token is in flight.
+        """
+        if not req.wants_decode or req not in self.running_batch:
+            return False
+        self.running_batch.remove(req)
+        return True
 
     def jumped(self, req: Req) -> None:
         """Have the next step of `req` compute the tokens that it jumped over; nothing of it is in flight."""

@@ -88,6 +88,8 @@ class Plan:
     copies: tuple[KVCopy, ...] = ()
     unservable: tuple[ReqKey, ...] = ()
     """Requests that not even the empty pool could hold. They are in no queue of the Batcher and must be ended."""
+    given_up: tuple[ReqKey, ...] = ()
+    """Requests that are being moved and whose pages are needed now: their moves are to be given up."""
 
     def record(self) -> PlanRecord:
         """The same plan, with the key of each request in its place."""
@@ -98,6 +100,7 @@ class Plan:
             batch.future_writes,
             tuple(_copy_record(copy) for copy in self.copies),
             self.unservable,
+            self.given_up,
         )
 
     @staticmethod
@@ -114,7 +117,7 @@ class Plan:
             for c in record.copies
         )
         batch = ScheduleBatch(extends, decodes, record.future_writes) if extends or decodes else None
-        return Plan(batch, copies, record.unservable)
+        return Plan(batch, copies, record.unservable, record.given_up)
 
 
 class ItemRecord(Record, frozen=True):
@@ -146,6 +149,7 @@ class PlanRecord(Record, frozen=True):
     future_writes: tuple[tuple[int, int], ...]
     copies: tuple[CopyRecord, ...]
     unservable: tuple[ReqKey, ...]
+    given_up: tuple[ReqKey, ...]
 
 
 def _item_record(item: ScheduledReq) -> ItemRecord:

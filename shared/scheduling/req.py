@@ -111,6 +111,14 @@ class Req:
         return self.kv.kv_allocated_len if self.kv else 0
 
     @property
+    def is_in_flight(self) -> bool:
+        """True while a launched forward or copy will still add to its KV or its tokens."""
+        kv = self.kv
+        return kv is not None and (
+            kv.kv_committed_len < kv.kv_allocated_len or self.num_sampled > self.output_len
+        )
+
+    @property
     def wants_decode(self) -> bool:
         """True while a decode step would ask for a token that is wanted."""
         return self.finish is None and self.num_sampled < self.max_output_len

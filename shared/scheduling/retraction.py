@@ -15,6 +15,8 @@
 - KV that comes back counts as committed when the copy has landed, not when it is decided on: the RadixCache never
   learns of a page before its content is right. Until then the host pages are kept, and serve again should the
   request be retracted meanwhile.
+- A request that is being moved to another node is held: a transfer reads its pages, so it is not retracted. When no
+  other is left and all wait in place, its move is given up, and it can be retracted when the transfer has ended.
 - Some request always goes on. The last running request is never retracted for want of pages (only preempted, by one
   of far higher priority, which then runs). None resumes unless all that run can take their next step. Retracted
   requests resume first come first served (within a level, where priorities count), and one that got no further since
@@ -62,6 +64,9 @@ class Retraction:
         self._queue: dict[Req, None] = {}
         """Retracted requests, in the order in which they resume. Those with `host_pages` are copied back."""
         self._sitting_out: dict[Req, None] = {}
+        self.held: dict[Req, None] = {}
+        """Requests that a transfer reads."""
+        self._given_up: list[ReqKey] = []
         self._copies: list[KVCopy] = []
         self._unservable: list[ReqKey] = []
         self._num_forwards = 0
@@ -75,11 +80,12 @@ class Retraction:
         in_order = sorted(self._queue, key=lambda req: (-self._level(req), req.stalled_since))
         self._queue = dict.fromkeys(in_order)
 
-    def end_turn(self) -> tuple[tuple[KVCopy, ...], tuple[ReqKey, ...]]:
-        """Return what was decided besides the forward: copies in their order, and unservable requests."""
+    def end_turn(self) -> tuple[tuple[KVCopy, ...], tuple[ReqKey, ...], tuple[ReqKey, ...]]:
+        """Return what was decided besides the forward: copies in order, unservable requests, moves to give up."""
         copies, self._copies = tuple(self._copies), []
         unservable, self._unservable = tuple(self._unservable), []
-        return copies, unservable
+        given_up, self._given_up = tuple(self._given_up), []
+        return copies, unservable, given_up
 
     @property
     def count(self) -> RetractionCounts:
@@ -177,7 +183,11 @@ class Retraction:
             lack = self.num_missing_pages(running) - ledger.num_available_pages
         sits_out: list[Req] = []
         while lack > 0 and len(running) > 1 and lack > num_coming_pages:
-            victim = self._victims.in_order(running, self._num_forwards)[0]
+            victim = self._in_order(running)[0]
+            if victim in self.held:  # and so are all others
+                sits_out = self._choose_to_sit_out(running, lack)
+                self._given_up = [victim.key] if len(sits_out) == len(running) else []
+                break
             mode = self._victims.mode_of(victim)
             if mode is RetractMode.WAIT:
                 sits_out = self._choose_to_sit_out(running, lack)
@@ -198,7 +208,7 @@ class Retraction:
     def next_forced_victim(self, running: Sequence[Req]) -> Req | None:
         """The next victim of the test knob, among those that got further since they were last retracted."""
         further = [req for req in running if req.output_len > req.stalled_output_len]
-        return next(iter(self._victims.in_order(further, self._num_forwards)), None)
+        return next(iter(self._in_order(further)), None)
 
     def retract_now(self, req: Req) -> None:
         """Release the KV of a running request, in the way that costs least; its pages are wanted at once."""
@@ -237,11 +247,17 @@ class Retraction:
 
     # ------------------------------------------------------------------------------------------ inside
     def _missing(self, req: Req) -> int:
-        return self._pages_after_step(req) - req.kv.num_pages if req.kv is not None else 0
+        # One that was moved here has spare pages, which no other request can take.
+        return max(self._pages_after_step(req) - req.kv.num_pages, 0) if req.kv is not None else 0
 
     def _pages_after_step(self, req: Req) -> int:
         known, after = len(req.ids), req.kv_len + 1
         return self._ledger.pages_for(known if known > after else after)  # after a jump, more are known
+
+    def _in_order(self, running: Sequence[Req]) -> list[Req]:
+        """The next victim first; those that are held come last."""
+        in_order = self._victims.in_order(running, self._num_forwards)
+        return sorted(in_order, key=self.held.__contains__) if self.held else in_order
 
     def _level(self, req: Req) -> int:
         return self._priority.level(req, self._num_forwards)
@@ -249,7 +265,7 @@ class Retraction:
     def _choose_to_sit_out(self, running: Sequence[Req], lack: int) -> list[Req]:
         """Of the requests that need a page, as few as will do, in the order of victims."""
         sits_out: list[Req] = []
-        for req in self._victims.in_order(running, self._num_forwards) if lack > 0 else ():
+        for req in self._in_order(running) if lack > 0 else ():
             if lack > 0 and self._missing(req):
                 sits_out.append(req)
                 lack -= self._missing(req)

@@ -95,7 +95,8 @@ def random_trial(seed: int) -> int:
             if on_prefill:
                 world.prefills[p].open(key(number), d, total)
             else:
-                world.decodes[d].open(key(number), p, total, prefix)
+                num_known = rnd.choice([None, 3])  # the pages of a request that moves are bulk
+                world.decodes[d].open(key(number), p, total, prefix, num_known=num_known)
             if rnd.random() < 0.3:
                 world.run(rnd.random() * 0.2)
         misfortune(world, rnd)

@@ -364,7 +364,7 @@ def test_a_ready_that_makes_no_sense_fails_its_request_alone(claimed: int) -> No
         cluster.network.hold(Ready)
         key = cluster.router.submit("a", prompt(30), params(12), "p0", "d0")
         cluster.run(lambda: cluster.network.num_held(Ready) == 1)
-        cluster.nodes["p0"].side.on_message("d0", Ready(key, claimed))
+        cluster.nodes["p0"].side.on_message("d0", Ready(key, claimed, 99))
         cluster.run(lambda: cluster.router.answers[key].ended)
         assert "claims to hold" in cluster.router.answers[key].failures[0].message
         cluster.network.release(Ready)

@@ -90,7 +90,8 @@ class Saboteur:
             case Fault.STOP if outcome.req is not None:
                 fleet.dispatcher.stop(outcome.req, outcome.num_tokens)
             case Fault.BREAK:
-                node.side.break_off(key)
+                for side in node.sides:
+                    side.break_off(key)
             case Fault.FORWARD:
                 node.stream.fail_next = True
             case Fault.KILL:

@@ -83,7 +83,7 @@ class _Outbox:
 
 
 class _NoPeering:
-    """Any prefill node can reach any decode node."""
+    """Any node can reach any decode node."""
 
     def set_peers(self, router: str, nodes: Sequence[NodeRef]) -> None:
         """Nothing to do."""
@@ -153,16 +153,16 @@ class SimNode:
         self.vitals.audits = audits
         hello = NodeHello(self.ref, role, engine.layout, self.limits, {}, PROTOCOL_VERSION)
         self._port = RouterPort(_Outbox(self), hello, self.vitals.load, wake, self.clock)  # type: ignore[arg-type]
-        self.side: SimSender | SimReceiver
+        self.sender = SimSender(name, transport, self.clock, self.wake)
+        self.receiver: SimReceiver | None = None
         self.scheduler: Any
-        common = (self._port, self.vitals, self.wake, float("inf"))
+        common = (self.sender, _NoPeering(), self._port, self.vitals, self.wake, float("inf"))
         if role is Role.PREFILL:
-            self.side = SimSender(name, transport, self.clock, self.wake)
-            self.scheduler = PrefillScheduler(engine, config.schedule, self.side, _NoPeering(), *common)  # type: ignore[arg-type]
+            self.scheduler = PrefillScheduler(engine, config.schedule, *common)  # type: ignore[arg-type]
         else:
-            self.side = SimReceiver(name, transport, self.clock, self.wake, shape.page_size)
-            self.scheduler = DecodeScheduler(engine, config.schedule, self.side, *common)  # type: ignore[arg-type]
-        transport.join(name, self.side)
+            self.receiver = SimReceiver(name, transport, self.clock, self.wake, shape.page_size)
+            self.scheduler = DecodeScheduler(engine, config.schedule, self.receiver, *common)  # type: ignore[arg-type]
+        transport.join(name, self.sender, self.receiver)
         self.send(RouterHello(ROUTER, PROTOCOL_VERSION))
 
     # ------------------------------------------------------------------------------------- the thread
@@ -178,7 +178,12 @@ class SimNode:
     @property
     def is_empty(self) -> bool:
         """It holds no request and no transfer."""
-        return not self.scheduler.reqs and not self.side.num_transfers
+        return not self.scheduler.reqs and not any(side.num_transfers for side in self.sides)
+
+    @property
+    def sides(self) -> tuple[SimSender | SimReceiver, ...]:
+        """Those that this node uses."""
+        return (self.sender,) if self.receiver is None else (self.sender, self.receiver)
 
     def _step_at(self, time: float) -> None:
         if self._next_step_at is None or time < self._next_step_at:

@@ -54,24 +54,28 @@ class Transport:
         self.random = random.Random(seed)
         self.nbytes = 0
         self._page_nbytes = page_nbytes
-        self._sides: dict[str, SimSender | SimReceiver] = {}
+        self._senders: dict[str, SimSender] = {}
+        self._receivers: dict[str, SimReceiver] = {}
         self._last_arrival: dict[tuple[str, str], float] = defaultdict(float)
         self._egress_free: dict[str, float] = defaultdict(float)
         self._ingress_free: dict[str, float] = defaultdict(float)
 
-    def join(self, name: str, side: SimSender | SimReceiver) -> None:
-        """A node is there."""
-        self._sides[name] = side
+    def join(self, name: str, sender: SimSender, receiver: SimReceiver | None) -> None:
+        """A node is there. Prefill nodes receive nothing."""
+        self._senders[name] = sender
+        if receiver is not None:
+            self._receivers[name] = receiver
 
     def kill(self, name: str) -> None:
         """A node is gone with all it held; the others notice one by one."""
-        del self._sides[name]
-        for side in list(self._sides.values()):
+        del self._senders[name]
+        self._receivers.pop(name, None)
+        for side in (*self._senders.values(), *self._receivers.values()):
             self.loop.at(self.loop.now + self.draw(self.model.notice_s), side.on_disconnected, name)
 
     def lives(self, name: str) -> bool:
         """False once it was killed."""
-        return name in self._sides
+        return name in self._senders
 
     def deliver(self, at: float, sender: str, to: str, run: Callable[..., None], *args: object) -> None:
         """Call `run` when a message sent at `at` arrives, in order with the others of this pair."""
@@ -81,9 +85,9 @@ class Transport:
             arrival = self._last_arrival[pair] = max(arrival, self._last_arrival[pair])
         self.loop.at(arrival, run, *args)
 
-    def send(self, at: float, sender: str, to: str, message: Message) -> None:
-        """A control message between two nodes."""
-        self.deliver(at, sender, to, self._hand_over, sender, to, message)
+    def send(self, at: float, origin: _Side, to: str, message: Message) -> None:
+        """A control message between two nodes, from one side of a transfer to the other."""
+        self.deliver(at, origin.name, to, self._hand_over, origin, to, message)
 
     def send_pages(self, at: float, sender: str, to: str, offer: Offer) -> None:
         """The pages of an offer; both cards are taken when their turn has come."""
@@ -102,25 +106,30 @@ class Transport:
         start = max(self.loop.now, self._egress_free[sender], self._ingress_free[to])
         end = start + nbytes / self.model.bandwidth_bytes_s
         self._egress_free[sender] = self._ingress_free[to] = end
+        self.loop.at(end, self._sent, sender, offer)
         self.loop.at(end + self.draw(self.model.latency_s), self._arrive, sender, to, offer, nbytes)
 
-    def _arrive(self, sender: str, to: str, offer: Offer, nbytes: int) -> None:
-        side = self._sides.get(to)
-        if side is not None and sender in self._sides:
-            self.nbytes += nbytes
-            side.on_pages(sender, offer, nbytes)
+    def _sent(self, sender: str, offer: Offer) -> None:
+        if sender in self._senders:
+            self._senders[sender].on_sent(offer)
 
-    def _hand_over(self, sender: str, to: str, message: Message) -> None:
-        side = self._sides.get(to)
+    def _arrive(self, sender: str, to: str, offer: Offer, nbytes: int) -> None:
+        receiver = self._receivers.get(to)
+        if receiver is not None and sender in self._senders:
+            self.nbytes += nbytes
+            receiver.on_pages(sender, offer, nbytes)
+
+    def _hand_over(self, origin: _Side, to: str, message: Message) -> None:
+        side = self._receivers.get(to) if isinstance(origin, SimSender) else self._senders.get(to)
         if side is not None:
-            side.on_message(sender, message)
+            side.on_message(origin.name, message)
 
 
 class _Side:
     """What both ends share: their name, their clock, messages that came too early, and events for the scheduler."""
 
     def __init__(self, name: str, transport: Transport, clock: NodeClock, wake: Callable[[], None]) -> None:
-        self._name = name
+        self.name = name
         self._transport = transport
         self._clock = clock
         self._wake = wake
@@ -142,7 +151,7 @@ class _Side:
         raise NotImplementedError
 
     def _send(self, peer: str, message: Message) -> None:
-        self._transport.send(self._clock(), self._name, peer, message)
+        self._transport.send(self._clock(), self, peer, message)
 
     def _is_early(self, peer: str, message: Message) -> bool:
         """Keep a message of a key that is not open yet; answer one of a key that has ended."""
@@ -185,7 +194,7 @@ class SimSender(_Side):
         if self._breaks(transfer):
             return
         self._send(transfer.peer_id, offer)
-        self._transport.send_pages(self._clock(), self._name, transfer.peer_id, offer)
+        self._transport.send_pages(self._clock(), self.name, transfer.peer_id, offer)
 
     def handoff(self, key: ReqKey, handoff: Handoff) -> None:
         transfer = self._transfers.get(key)
@@ -222,8 +231,17 @@ class SimSender(_Side):
             case CancelTransfer(reason=reason):
                 self._end(transfer, ok=False, reason=f"cancelled by the decode node: {reason}")
 
-    def on_pages(self, peer: str, offer: Offer, nbytes: int) -> None:
-        raise AssertionError("pages go to decode nodes only")
+    def num_pages_sent(self, key: ReqKey) -> tuple[int, int]:
+        transfer = self._transfers.get(key)
+        if transfer is None or transfer.state is SendState.ENDED:
+            return 0, 1
+        return transfer.num_units_sent, len(transfer.page_ids)
+
+    def on_sent(self, offer: Offer) -> None:
+        """The pages of an offer have left."""
+        transfer = self._transfers.get(offer.key)
+        if transfer is not None:
+            transfer.num_units_sent += offer.num_pages
 
     def break_off(self, key: ReqKey) -> None:
         """A fault: the link of this transfer breaks now."""
@@ -277,15 +295,19 @@ class SimReceiver(_Side):
         """Opened keys without a terminal event."""
         return len(self._transfers)
 
-    def open(self, key: ReqKey, peer_id: str, page_ids: list[int], prefix_pages: int) -> None:
+    def open(
+        self, key: ReqKey, peer_id: str, page_ids: list[int], prefix_pages: int, num_known: int | None
+    ) -> None:
         assert key not in self._transfers and key not in self._over, f"{key} opened twice"
-        transfer = ReceiveTransfer(key, peer_id, list(page_ids), prefix_pages, 1, self._page_size, 0.0)
+        transfer = ReceiveTransfer(
+            key, peer_id, list(page_ids), prefix_pages, 1, self._page_size, 0.0, num_known
+        )
         self._transfers[key] = transfer
         transfer.start(0.0)
         self._check_alive(peer_id)
         early = self._early.pop(key, ())
         if not early:
-            self._send(peer_id, Ready(key, prefix_pages))
+            self._send(peer_id, transfer.ready)
         for message in early:
             self.on_message(peer_id, message)
 

@@ -14,6 +14,7 @@ import torch
 from shared.config import TransferOptions
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.links import Endpoint
+from shared.kvtransfer.peering import UNNAMED_IDLE_S
 from shared.kvtransfer.sides import make_sides
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.protocol.channel import ControlThread
@@ -168,6 +169,19 @@ def test_a_link_that_is_lost_one_way_leaves_the_other_way_alone(two: Two) -> Non
     there = two.send(two.a, two.b, [1, 2], [40, 41])
     two.until(lambda: there in two.b.received and two.b.sides.receiver.peers.num_links_opened == 2)
     two.until(lambda: num_live(two.a.sides.sender) == 1)
+
+
+def test_a_link_that_is_not_used_is_closed_and_built_again_when_it_is(two: Two) -> None:
+    there = two.send(two.a, two.b, [1], [40])
+    two.until(lambda: there in two.b.received and there in two.a.sent)
+    two.a.sides.peering._peers[two.b.ref.incarnation].used_at -= UNNAMED_IDLE_S
+    two.until(lambda: not two.a.sides.peering._peers)
+    two.until(lambda: num_live(two.a.sides.sender) == num_live(two.b.sides.receiver) == 0)
+    two.until(lambda: two.a.ref.incarnation not in two.b.sides.receiver.peers.table)
+    assert two.b.sides.receiver.peers.num_links_opened == 1
+    again = two.send(two.a, two.b, [1], [40])
+    two.until(lambda: again in two.b.received)
+    assert isinstance(two.b.received[again], Received)
 
 
 def test_leases_are_renewed_while_the_receiving_nodes_loop_is_in_a_long_step() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.kvtransfer.peering import REDIAL_S, DialledPeering
+from shared.kvtransfer.peering import MAX_UNNAMED_PEERS, REDIAL_S, UNNAMED_IDLE_S, DialledPeering
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import NodeRef
 from shared.protocol.transfer_messages import ReceiverToSender
@@ -28,6 +28,14 @@ class Sender:
     def __init__(self) -> None:
         self.connected: queue.Queue[str] = queue.Queue()
         self.disconnected: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.used: set[str] = set()
+        self.left: list[str] = []
+
+    def is_used_by(self, peer: str) -> bool:
+        return peer in self.used
+
+    def leave(self, peer: str, reason: str) -> None:
+        self.left.append(peer)
 
     def on_connected(self, peer: str) -> None:
         self.connected.put(peer)
@@ -144,3 +152,68 @@ def test_a_connected_node_is_not_dialled_again(prefill: Prefill, decode: NodeRef
     prefill.pass_time(REDIAL_S)
     prefill.peering.ensure(decode)
     assert prefill.nothing_happens()
+
+
+class TestNodesThatNoRouterNames:
+    """Targets of moves: connected when first needed, and only as long as they are."""
+
+    def test_one_that_is_not_used_is_left_and_then_hung_up_on(
+        self, prefill: Prefill, decode: NodeRef
+    ) -> None:
+        for _ in range(2):
+            prefill.peering.ensure(decode)
+            assert prefill.sender.connected.get(timeout=10) == "d0#1"
+            prefill.pass_time(UNNAMED_IDLE_S / 2)
+            assert prefill.sender.left == []
+            prefill.pass_time(UNNAMED_IDLE_S / 2)
+            assert prefill.sender.left == ["d0#1"]
+            prefill.pass_time(0.5)
+            assert not prefill.peering._peers
+            prefill.sender.left.clear()
+        assert prefill.sender.disconnected.empty()
+
+    def test_one_that_is_used_stays(self, prefill: Prefill, decode: NodeRef) -> None:
+        prefill.peering.ensure(decode)
+        prefill.sender.used.add("d0#1")
+        prefill.pass_time(UNNAMED_IDLE_S)
+        prefill.sender.used.clear()
+        prefill.pass_time(UNNAMED_IDLE_S / 2)
+        prefill.peering.ensure(decode)
+        prefill.pass_time(UNNAMED_IDLE_S / 2)
+        assert prefill.sender.left == []
+
+    def test_one_that_a_router_names_stays(self, prefill: Prefill, decode: NodeRef) -> None:
+        prefill.peering.set_peers("router", [decode])
+        prefill.pass_time(UNNAMED_IDLE_S)
+        assert prefill.sender.left == []
+
+    def test_one_that_is_needed_while_this_node_leaves_it_is_dialled_anew(
+        self, prefill: Prefill, decode: NodeRef
+    ) -> None:
+        prefill.peering.ensure(decode)
+        assert prefill.sender.connected.get(timeout=10) == "d0#1"
+        prefill.pass_time(UNNAMED_IDLE_S)
+        assert prefill.sender.left == ["d0#1"]
+        prefill.peering.ensure(decode)
+        assert prefill.sender.connected.get(timeout=10) == "d0#1"
+        prefill.pass_time(0.5)
+        assert set(prefill.peering._peers) == {"d0#1"}
+
+    def test_the_one_used_longest_ago_makes_room(self, prefill: Prefill) -> None:
+        control = ControlThread()
+        try:
+            address = f"tcp://127.0.0.1:{control.bind('127.0.0.1', 0)}"
+            nodes = [NodeRef(f"d{i}", f"d{i}#1", address) for i in range(MAX_UNNAMED_PEERS + 2)]
+            for node in nodes[:-2]:
+                prefill.peering.ensure(node)
+                prefill.clock.now += 0.1
+            prefill.sender.used.add("d0#1")
+            prefill.peering.ensure(nodes[1])
+            prefill.clock.now += 0.1
+            for node in nodes[-2:]:
+                prefill.peering.ensure(node)
+            assert prefill.sender.left == ["d2#1", "d3#1"]
+            prefill.pass_time(0.5)
+            assert len(prefill.peering._peers) == MAX_UNNAMED_PEERS
+        finally:
+            control.close()

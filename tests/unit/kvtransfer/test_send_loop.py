@@ -49,7 +49,7 @@ class Gate:
     def begin_gather(self, key: ReqKey, chunk: Chunk) -> list[int] | None:
         return [chunk.first_page]
 
-    def end_gather(self, key: ReqKey, nbytes: int) -> None:
+    def end_gather(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None:
         pass
 
 

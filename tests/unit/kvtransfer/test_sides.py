@@ -465,7 +465,7 @@ def test_another_peer_cannot_touch_a_transfer() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [Ready(key(0), 3), Done(key(0), False, "not yours"), CancelTransfer(key(0), "not yours")],
+    [Ready(key(0), 3, 6), Done(key(0), False, "not yours"), CancelTransfer(key(0), "not yours")],
     ids=lambda message: type(message).__name__,
 )
 @pytest.mark.parametrize("when", ["waiting", "offering"])

@@ -256,13 +256,21 @@ class DecodeHost:
     def _wake(self) -> None:
         self.num_wakes += 1
 
-    def open(self, key: ReqKey, peer: str, total_pages: int, prefix_pages: int, spare: int = 0) -> bool:
+    def open(
+        self,
+        key: ReqKey,
+        peer: str,
+        total_pages: int,
+        prefix_pages: int,
+        spare: int = 0,
+        num_known: int | None = None,
+    ) -> bool:
         pages = self.pages.alloc(total_pages - prefix_pages + spare)
         if pages is None:
             return False
         self.pages.open_to_transfer |= set(pages)
         self.live[key] = Held(key, peer, total_pages, pages, prefix_pages)
-        self.side.open(key, peer, pages, prefix_pages)
+        self.side.open(key, peer, pages, prefix_pages, num_known)
         return True
 
     def step(self) -> None:

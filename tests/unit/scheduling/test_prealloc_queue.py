@@ -21,7 +21,8 @@ from shared.timeline import ReqStage, Timeline
 from tests.unit.scheduling.conftest import MakeLedger, MakeReq
 
 PREFILL = NodeRef("p0", "p0", "sim")
-OPEN = {"is_open_to": lambda req: True}
+OPEN = {"is_open_to": lambda req: True, "is_open_to_move": lambda req: True}
+CLOSED = {"is_open_to": lambda req: False, "is_open_to_move": lambda req: False}
 
 
 class NotedTransfers:
@@ -30,8 +31,18 @@ class NotedTransfers:
     def __init__(self) -> None:
         self.opened: list[ReqKey] = []
 
-    def open(self, key: ReqKey, peer_id: str, page_ids: Sequence[int], prefix_pages: int) -> None:
+        self.num_pages: dict[ReqKey, int] = {}
+
+    def open(
+        self,
+        key: ReqKey,
+        peer_id: str,
+        page_ids: Sequence[int],
+        prefix_pages: int,
+        num_known: int | None = None,
+    ) -> None:
         self.opened.append(key)
+        self.num_pages[key] = prefix_pages + len(page_ids)
 
 
 def make_queue(ledger: KVLedger, *, num_reserved_decode_tokens: int = 0) -> tuple[PreallocQueue, Batcher]:
@@ -172,10 +183,10 @@ def test_a_prefix_that_is_cached_meanwhile_is_found(make_kv_ledger: MakeLedger, 
     kv = ledger.admit(ledger.radix_cache.match_prefix(req.ids), "")
     assert kv is not None and ledger.grow(kv, 16)
     enqueue(queue, batcher, req)
-    assert queue.reserve(**OPEN) == []
+    assert queue.reserve(**OPEN).reserved == []
     kv.kv_committed_len = 16
     ledger.cache_unfinished_req(kv, req.ids[:16])
-    assert queue.reserve(**OPEN) == [req]
+    assert queue.reserve(**OPEN).reserved == [req]
 
 
 def test_a_request_that_waits_does_not_use_the_prefix_it_waits_with(
@@ -189,7 +200,7 @@ def test_a_request_that_waits_does_not_use_the_prefix_it_waits_with(
     cache_prefix(ledger, other.ids)
     enqueue(queue, batcher, blocked)
     for _ in range(3):
-        assert queue.reserve(**OPEN) == []
+        assert queue.reserve(**OPEN).reserved == []
     ledger.allocator.free(ledger.radix_cache.evict(2))
     assert ledger.radix_cache.peek(blocked.ids, 8).num_pages == 0
     assert ledger.radix_cache.peek(other.ids, 8).num_pages == 2
@@ -232,7 +243,7 @@ def both_fit(rng: random.Random, make_kv_ledger: MakeLedger) -> tuple[bool, bool
     for victim in victims:
         assert victim.kv is not None
         ledger.cache_finished_req(victim.kv, victim.ids)
-    return predicted, queue.reserve(**OPEN) == [req]
+    return predicted, queue.reserve(**OPEN).reserved == [req]
 
 
 def new_req(rid: str, ids: tuple[int, ...], kv: ReqKV | None = None, *, made_by: type[Req] = Req) -> Req:
@@ -261,7 +272,73 @@ def test_a_request_that_has_ended_holds_the_waiting_queue_up_no_more(
     queue, batcher = make_queue(make_kv_ledger())
     req = make_req()
     enqueue(queue, batcher, req)
-    assert queue.reserve(lambda req: False) == []
+    assert queue.reserve(**CLOSED).reserved == []
     assert queue.first is not None
     queue.remove(req)
     assert queue.first is None
+
+
+class TestMovingRequests:
+    """A request that runs on another node gets room at once, or is refused. It wants 16 tokens more than it has."""
+
+    def test_it_gets_room_for_what_it_will_generate_meanwhile(
+        self, make_kv_ledger: MakeLedger, make_req: MakeReq
+    ) -> None:
+        ledger = make_kv_ledger(16)
+        queue, batcher = make_queue(ledger)
+        long, short = make_req(8, max_new_tokens=99), make_req(8, max_new_tokens=6)
+        for req in (long, short):
+            batcher.arrived(req)
+            queue.add_moving(req, PREFILL)
+        assert queue.reserve(**OPEN).reserved == [long, short]
+        assert queue._receiver.num_pages == {long.key: 6, short.key: 4}  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("why", ["no room", "no headroom", "closed", "an arrival waits"])
+    def test_it_is_refused_where_it_would_have_to_wait(
+        self, make_kv_ledger: MakeLedger, make_req: MakeReq, why: str
+    ) -> None:
+        ledger = make_kv_ledger({"no room": 5, "no headroom": 8}.get(why, 30))
+        queue, batcher = make_queue(ledger, num_reserved_decode_tokens=4 if why == "no headroom" else 0)
+        if why == "no headroom":
+            kv = ledger.admit(ledger.radix_cache.match_prefix([1]), "")
+            assert kv is not None and ledger.grow(kv, 4)
+        if why == "an arrival waits":
+            enqueue(queue, batcher, make_req(400))
+        moving = make_req(8, max_new_tokens=99)
+        batcher.arrived(moving)
+        queue.add_moving(moving, PREFILL)
+        before = ledger.count()
+        made = queue.reserve(**(CLOSED if why == "closed" else OPEN))
+        assert (made.reserved, made.refused) == ([], [moving])
+        assert ledger.count() == before
+        assert queue.reserve(**OPEN).refused == []
+
+    def test_pages_that_have_to_cool_give_it_one_more_turn(
+        self, make_kv_ledger: MakeLedger, make_req: MakeReq
+    ) -> None:
+        ledger = make_kv_ledger(8)
+        cache_prefix(ledger, range(28))
+        queue, batcher = make_queue(ledger)
+        cooled, refused = make_req(8, max_new_tokens=99), make_req(8, max_new_tokens=99)
+        ledger.allocator.forward_launched()
+        batcher.arrived(cooled)
+        queue.add_moving(cooled, PREFILL)
+        made = queue.reserve(**OPEN)
+        assert (made.reserved, made.refused) == ([], [])
+        ledger.allocator.forward_retired()
+        assert queue.reserve(**OPEN).reserved == [cooled]
+
+        queue.add_moving(refused, PREFILL)
+        assert queue.reserve(**OPEN).refused == [refused]
+
+    def test_one_that_was_cancelled_takes_no_room(
+        self, make_kv_ledger: MakeLedger, make_req: MakeReq
+    ) -> None:
+        queue, batcher = make_queue(make_kv_ledger(12))
+        moving = make_req(8, max_new_tokens=99)
+        batcher.arrived(moving)
+        queue.add_moving(moving, PREFILL)
+        queue.remove(moving)
+        assert len(queue) == 0
+        made = queue.reserve(**OPEN)
+        assert (made.reserved, made.refused) == ([], [])

@@ -1,0 +1,401 @@
+"""A running request moves from one decode node to another, over the real transfer and a fake network."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from decode_node.scheduler import DecodeScheduler
+from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
+from shared.kvcache.audit import audit_idle
+from shared.protocol.messages import Cancel, ReqKey, Struct, Tokens
+from shared.protocol.sampling_params import SamplingParams
+from shared.protocol.transfer_messages import Done, Grant, Handoff, Ready
+from shared.timeline import ReqStage
+from tests.cluster import AnsweredMove, Cluster, sender_of
+from tests.fake_network import Faults
+from tests.token_engine import reference_tokens, token_engine
+
+both_overlaps = pytest.mark.parametrize("overlap", [False, True])
+
+
+def config(
+    *, tokens: int = 640, overlap: bool = True, slots: int = 8, headroom: int = 4, retract_every: int = 0
+) -> NodeConfig:
+    return NodeConfig(
+        cache=CacheOptions(page_size=4, max_total_tokens=tokens),
+        schedule=ScheduleOptions(
+            chunked_prefill_size=16,
+            max_running_requests=slots,
+            debug_checks=True,
+            num_reserved_decode_tokens=headroom,
+            disable_overlap_schedule=not overlap,
+            retract_every=retract_every,
+        ),
+        model=ModelOptions(context_length=400),
+    )
+
+
+def params(num_new: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True)
+
+
+def prompt(seed: int, length: int = 30) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(8, 900) for _ in range(length)]
+
+
+def wanted(ids: list[int], num_new: int) -> list[int]:
+    return reference_tokens(ids, num_new, eos=None)
+
+
+class Run:
+    """One request on d0, of which some tokens have come."""
+
+    def __init__(self, cluster: Cluster, *, num_new: int = 100, seed: int = 1, after: int = 5) -> None:
+        self.cluster, self.num_new, self.ids = cluster, num_new, prompt(seed)
+        self.key = cluster.router.submit(f"r{seed}", self.ids, params(num_new), "p0", "d0")
+        self.until(lambda: len(self.tokens) >= after)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.cluster.router.answers[self.key].token_ids
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        self.cluster.run(condition, check=True, max_steps=3000)
+
+    def move(self) -> AnsweredMove:
+        return self.cluster.router.move(self.key, "d0", "d1")
+
+    def stage(self, name: str = "d0", key: ReqKey | None = None) -> ReqStage | None:
+        req = self.cluster.nodes[name].scheduler.reqs.get(key or self.key)
+        return None if req is None else req.timeline.stage
+
+    def check_end(self) -> None:
+        """The output is what one node would have made of it, each position was sent, and every page is home."""
+        self.cluster.run_all(check=True)
+        assert self.cluster.tokens(self.key) == wanted(self.ids, self.num_new)
+        self.cluster.assert_idle()
+
+
+@both_overlaps
+def test_a_request_moves_while_it_runs(overlap: bool) -> None:
+    with Cluster(1, 2, token_engine, config(overlap=overlap)) as cluster:
+        run = Run(cluster)
+        move = run.move()
+        run.until(lambda: move.arrived)
+        assert move.left
+        assert len(run.tokens) < run.num_new - 20, "it goes on at the target"
+        assert not cluster.nodes["d0"].scheduler.reqs
+        assert run.stage("d1", move.to_key) is ReqStage.DECODING
+        run.check_end()
+        assert not move.failures
+
+
+STAGES: dict[str, type[Struct]] = {"opened": Ready, "in flight": Grant, "stopped": Handoff, "landed": Done}
+"""Where a move stands while messages of this type are held back."""
+
+every_stage = pytest.mark.parametrize("stage", STAGES)
+
+
+def halt(run: Run, stage: str) -> AnsweredMove:
+    """Move the request of `run` up to `stage`, and no further until the message type is released."""
+    network = run.cluster.network
+    network.hold(STAGES[stage])
+    move = run.move()
+    run.until(lambda: network.num_held(STAGES[stage]) > 0)
+    return move
+
+
+def num_moves(cluster: Cluster) -> int:
+    """Moves that leave d0."""
+    scheduler = cluster.nodes["d0"].scheduler
+    assert isinstance(scheduler, DecodeScheduler)
+    return len(scheduler.moves)
+
+
+@every_stage
+@both_overlaps
+def test_a_move_that_is_given_up_leaves_the_request_running(stage: str, overlap: bool) -> None:
+    """Landed, the target has the request: giving up comes too late, and its tokens go on from there."""
+    with Cluster(1, 2, token_engine, config(overlap=overlap)) as cluster:
+        run = Run(cluster)
+        move = halt(run, stage)
+        if stage == "stopped":
+            assert run.stage() is ReqStage.TRANSFERRING
+        cluster.router.outbox.send("d0", Cancel(move.to_key))
+        run.until(lambda: not num_moves(cluster))
+        cluster.network.release(STAGES[stage])
+        run.check_end()
+        assert move.arrived == (stage == "landed")
+        assert not move.left
+
+
+@pytest.mark.parametrize("stage", ["opened", "in flight", "stopped"])
+def test_the_target_dies(stage: str) -> None:
+    """The request runs on where it was."""
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        run = Run(cluster)
+        move = halt(run, stage)
+        cluster.kill("d1")
+        run.until(lambda: not num_moves(cluster))
+        cluster.network.release(STAGES[stage])
+        run.check_end()
+        assert not move.arrived
+
+
+def test_the_target_dies_when_the_source_has_let_go() -> None:
+    """The source has said so: the router knows that no node has the request any more."""
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        run = Run(cluster)
+        cluster.network.hold(Tokens)
+        move = run.move()
+        run.until(lambda: move.left)
+        cluster.kill("d1")
+        run.until(lambda: not cluster.nodes["d0"].scheduler.reqs)
+        assert not move.arrived
+        audit_idle(cluster.nodes["d0"].engine.ledger)
+        cluster.network.release(Tokens)
+
+
+@every_stage
+def test_the_source_dies(stage: str) -> None:
+    """Until all of the request has come, the target gives its room back and says why; then it goes on alone."""
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        run = Run(cluster)
+        move = halt(run, stage)
+        cluster.kill("d0")
+        if stage == "landed":
+            run.until(lambda: cluster.router.answers[run.key].ended)
+            assert run.tokens == wanted(run.ids, run.num_new)
+        else:
+            run.until(lambda: bool(move.failures))
+            assert move.failures[0].status == 503
+        cluster.network.release(STAGES[stage])
+        run.until(lambda: not cluster.nodes["d1"].scheduler.reqs)
+        cluster.assert_idle()
+
+
+@every_stage
+def test_their_link_is_lost(stage: str) -> None:
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        run = Run(cluster)
+        move = halt(run, stage)
+        cluster.network.disconnect(sender_of("d0"), "d1")
+        cluster.network.release(STAGES[stage])
+        run.check_end()
+        assert move.arrived == (stage == "landed")
+
+
+@pytest.mark.parametrize("stage", ["opened", "in flight"])
+def test_the_request_ends_while_it_moves(stage: str) -> None:
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        run = Run(cluster, num_new=14)
+        move = halt(run, stage)
+        run.until(lambda: cluster.router.answers[run.key].ended)
+        cluster.network.release(STAGES[stage])
+        run.check_end()
+        assert not move.arrived
+
+
+@every_stage
+def test_the_client_goes_away_while_it_moves(stage: str) -> None:
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        run = Run(cluster)
+        move = halt(run, stage)
+        cluster.router.outbox.send("d0", Cancel(run.key))
+        cluster.router.outbox.send("d1", Cancel(move.to_key))
+        cluster.network.release(STAGES[stage])
+        run.until(lambda: not any(node.scheduler.reqs for node in cluster.nodes.values()))
+        cluster.assert_idle()
+
+
+def test_a_full_target_refuses_at_once() -> None:
+    """What it has free is room that its own request is about to use."""
+    with Cluster(1, 2, token_engine, config(tokens=140)) as cluster:
+        run = Run(cluster)
+        ids = prompt(9, 90)
+        other = cluster.router.submit("other", ids, params(40), "p0", "d1")
+        run.until(lambda: len(cluster.router.answers[other].token_ids) > 2)
+        move = run.move()
+        run.until(lambda: bool(move.failures))
+        assert "no room" in move.failures[0].message
+        assert move.failures[0].status == 503
+        run.check_end()
+        assert cluster.tokens(other) == wanted(ids, 40)
+
+
+def test_a_target_where_a_request_waits_for_room_refuses() -> None:
+    """It fits; but what is free is for the one that came first."""
+    with Cluster(1, 2, token_engine, config(tokens=240)) as cluster:
+        run = Run(cluster)
+        large = cluster.router.submit("large", prompt(9, 140), params(60), "p0", "d1")
+        run.until(lambda: len(cluster.router.answers[large].token_ids) > 2)
+        waits = cluster.router.submit("waits", prompt(8, 150), params(4), "p0", "d1")
+        run.until(lambda: waits in cluster.nodes["d1"].scheduler.reqs)
+        cluster.step()
+        move = run.move()
+        run.until(lambda: bool(move.failures))
+        assert cluster.router.answers[waits].token_ids == []
+        run.check_end()
+
+
+def test_nodes_that_want_each_others_pages_do_not_wait_for_them() -> None:
+    """Both are so full that neither takes the other's request: all are refused at once, and all run to their end."""
+    with Cluster(1, 3, token_engine, config(tokens=200, slots=4)) as cluster:
+        keys = {}
+        for i in range(3):
+            for j in range(3):
+                ids = prompt(10 * i + j, 30)
+                keys[cluster.router.submit(f"{i}-{j}", ids, params(40), "p0", f"d{i}")] = (i, ids)
+        answers = cluster.router.answers
+        cluster.run(lambda: all(len(answers[key].token_ids) > 3 for key in keys), max_steps=3000)
+        moves = [cluster.router.move(key, f"d{i}", f"d{(i + 1) % 3}") for key, (i, _) in keys.items()]
+        cluster.run_all(check=True, max_steps=6000)
+        for key, (_, ids) in keys.items():
+            assert cluster.tokens(key) == wanted(ids, 40)
+        assert any(move.failures for move in moves)
+        cluster.assert_idle()
+
+
+def test_a_request_that_does_not_run_is_not_moved() -> None:
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        run = Run(cluster)
+        move = cluster.router.move(run.key, "d1", "d0")
+        run.until(lambda: bool(move.failures))
+        assert "does not run" in move.failures[0].message
+        run.check_end()
+
+
+def test_a_request_is_moved_once_at_a_time() -> None:
+    with Cluster(1, 3, token_engine, config()) as cluster:
+        run = Run(cluster)
+        first = halt(run, "opened")
+        second = cluster.router.move(run.key, "d0", "d2")
+        run.until(lambda: bool(second.failures))
+        assert "on its way" in second.failures[0].message
+        cluster.network.release(Ready)
+        run.check_end()
+        assert first.arrived
+
+
+def test_a_request_moves_on_and_back() -> None:
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        run = Run(cluster, num_new=300)
+        first = run.move()
+        run.until(lambda: first.arrived and first.left)
+        back = cluster.router.move(first.to_key, "d1", "d0")
+        run.until(lambda: back.arrived and back.left)
+        assert run.stage("d0", back.to_key) is ReqStage.DECODING
+        run.check_end()
+
+
+def test_what_the_target_caches_is_not_sent() -> None:
+    """A follow-up of the same conversation is cached at the target: all but the last page stays where it is."""
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        ids = prompt(1)
+        before = cluster.router.submit("before", ids, params(20), "p0", "d1")
+        cluster.run(lambda: cluster.router.answers[before].ended)
+        run = Run(cluster)
+        move = run.move()
+        run.until(lambda: move.arrived)
+        run.check_end()
+        reports = cluster.router.answers[run.key].reports
+        assert min(report.kv_pages_transferred for report in reports[1:]) < 8
+
+
+def test_a_request_that_outgrows_its_reservation_stays() -> None:
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        run = Run(cluster)
+        move = halt(run, "opened")
+        run.until(lambda: len(run.tokens) > 40)
+        cluster.network.release(Ready)
+        run.until(lambda: bool(move.failures))
+        assert "outgrown" in move.failures[0].message
+        run.check_end()
+
+
+def test_a_request_is_stopped_when_the_target_has_no_place_for_another_step() -> None:
+    """Its pages are slower than its tokens: it stops while pages are on their way, and waits for them."""
+    faults = Faults(link_delay_s=(0.05, 0.06))
+    options = TransferOptions(slot_nbytes=4096, num_slots=1)
+    with Cluster(1, 2, token_engine, config(), faults=faults, options=options) as cluster:
+        run = Run(cluster, num_new=200)
+        move = run.move()
+        run.until(lambda: move.arrived)
+        assert move.left
+        run.check_end()
+
+
+@both_overlaps
+def test_a_request_that_moves_is_not_retracted_while_another_can_be(overlap: bool) -> None:
+    """Its pages are read by the transfer; the others make room, also where they would not be the first to."""
+    with Cluster(1, 2, token_engine, config(tokens=160, overlap=overlap)) as cluster:
+        others = {
+            cluster.router.submit(f"o{i}", prompt(50 + i, 30), params(40), "p0", "d0"): i for i in range(2)
+        }
+        run = Run(cluster, num_new=60, after=2)
+        halt(run, "opened")
+        scheduler = cluster.nodes["d0"].scheduler
+        run.until(lambda: scheduler.batcher.num_retractions > 0)
+        assert run.stage() is ReqStage.DECODING
+        cluster.network.release(Ready)
+        run.check_end()
+        for key, i in others.items():
+            assert cluster.tokens(key) == wanted(prompt(50 + i, 30), 40)
+
+
+def test_moves_are_given_up_when_no_other_request_is_left_to_retract() -> None:
+    with Cluster(1, 2, token_engine, config(tokens=140)) as cluster:
+        one = Run(cluster, seed=1, after=1)
+        other = Run(cluster, seed=2, after=1)
+        halt(one, "opened")
+        moves = [other.move(), *cluster.router.moves.values()]
+        scheduler = cluster.nodes["d0"].scheduler
+        one.until(lambda: scheduler.batcher.num_retractions > 0)
+        one.until(lambda: any(move.failures for move in moves))
+        failed = [failure.message for move in moves for failure in move.failures]
+        assert any("needed for other requests" in message for message in failed), failed
+        cluster.network.release(Ready)
+        one.check_end()
+        other.check_end()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@both_overlaps
+def test_random_moves_change_no_token(seed: int, overlap: bool) -> None:
+    """Under retraction, small pools, deaths of links, and moves that come and go; every page is home in the end."""
+    rng = random.Random(seed)
+    shape = config(tokens=rng.choice([200, 320]), overlap=overlap, retract_every=rng.choice([0, 7]))
+    with Cluster(1, 3, token_engine, shape, seed=seed) as cluster:
+        at, ids = {}, {}
+        for i in range(9):
+            ids_of = [*prompt(rng.randrange(2), rng.choice([8, 16])), *prompt(i, rng.randrange(1, 30))]
+            key = cluster.router.submit(f"r{i}", ids_of, params(40), "p0", f"d{i % 3}")
+            at[key], ids[key] = (key, f"d{i % 3}"), ids_of
+        answers = cluster.router.answers
+        for _ in range(400):
+            cluster.step()
+            key = rng.choice(list(at))
+            current, source = at[key]
+            pending = [move for move in cluster.router.moves.values() if move.key == current]
+            for move in pending:
+                if move.arrived:
+                    at[key] = move.to_key, move.target
+                elif not move.failures and rng.random() < 0.05:
+                    cluster.router.outbox.send(source, Cancel(move.to_key))
+            running = answers[key].token_ids and not answers[key].ended
+            if running and rng.random() < 0.3 and all(move.failures for move in pending):
+                cluster.router.move(
+                    current, source, rng.choice([d for d in ("d0", "d1", "d2") if d != source])
+                )
+            if rng.random() < 0.01:
+                one, other = rng.sample(["d0", "d1", "d2"], 2)
+                cluster.network.disconnect(sender_of(one), other)
+        cluster.run_all(check=True, max_steps=6000)
+        for key, ids_of in ids.items():
+            assert cluster.tokens(key) == wanted(ids_of, 40)
+        assert any(move.left for move in cluster.router.moves.values())
+        cluster.assert_idle()

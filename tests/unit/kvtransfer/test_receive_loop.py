@@ -1,0 +1,125 @@
+"""The order in which a receiving node grants chunks over one link, with a gate and a link that only take notes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.kvtransfer.layout import Chunk
+from shared.kvtransfer.receive_loop import ReceiveLoop
+from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Slot
+from shared.protocol.messages import ReqKey
+from shared.protocol.transfer_messages import Grant
+from tests.unit.kvtransfer.test_send_loop import PAGE_NBYTES, Pages
+
+MOVING, WAITING = ReqKey("router", "moving", 1), ReqKey("router", "waiting", 0)
+
+
+class WrittenPages(Pages):
+    def scatter(self, page_ids: object, first_layer: int, num_layers: int, src: torch.Tensor) -> None:
+        pass
+
+
+class Gate:
+    """Wants everything. `hurried` says that pages which are no bulk are on their way over another link."""
+
+    hurried = False
+
+    def wants(self, key: ReqKey) -> bool:
+        return True
+
+    def is_hurried(self) -> bool:
+        return self.hurried
+
+    def begin_scatter(self, key: ReqKey, chunk: Chunk) -> list[int]:
+        return [chunk.first_page]
+
+    def end_scatter(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None:
+        pass
+
+    def refused(self, key: ReqKey, reason: str, *, by_peer: bool = False, corrupt: bool = False) -> None:
+        raise AssertionError(reason)
+
+
+class SealedArrival:
+    """A chunk that arrives when the test says so."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.slot = Slot(torch.zeros(nbytes, dtype=torch.uint8))
+        self.is_here = False
+
+    def wait(self, *, block: bool) -> bool:
+        return self.is_here
+
+    def release(self) -> None:
+        pass
+
+
+class RecordingLink:
+    max_arrivals = 4
+
+    def __init__(self) -> None:
+        self.arrivals: list[SealedArrival] = []
+
+    def recv(self, nbytes: int, seq: int) -> SealedArrival:
+        assert seq == len(self.arrivals)
+        self.arrivals.append(SealedArrival(nbytes))
+        return self.arrivals[-1]
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.gate, self.link = Gate(), RecordingLink()
+        self.granted: list[tuple[ReqKey, int]] = []
+        self.loop = ReceiveLoop(name="l", pages=WrittenPages(), gate=self.gate, send_grant=self._granted)
+        self.loop.attach(self.link)  # type: ignore[arg-type]
+
+    def _granted(self, grant: Grant) -> None:
+        self.granted += [(chunk.key, chunk.first_page) for chunk in grant.chunks]
+
+    def offer(self, key: ReqKey, *pages: int, bulk: bool = False) -> None:
+        self.loop.enqueue(key, [Chunk(page, 1, 0, 1) for page in pages], bulk=bulk)
+
+    def arrive(self) -> None:
+        """Let all that was granted arrive."""
+        for seq, arrival in enumerate(self.link.arrivals):
+            if not arrival.is_here:
+                key, page = self.granted[seq]
+                envelope = Envelope(key, Chunk(page, 1, 0, 1), seq)
+                arrival.slot.seal(envelope, HEADER_NBYTES + PAGE_NBYTES, void=False)
+                arrival.is_here = True
+        while self.loop.step(block=False):
+            pass
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_bulk_chunks_come_after_all_others_of_their_link(rig: Rig) -> None:
+    rig.offer(MOVING, 0, 1, 2, bulk=True)
+    rig.offer(WAITING, 0, 1)
+    rig.loop.step(block=False)
+    assert rig.granted == [(WAITING, 0), (WAITING, 1), (MOVING, 0), (MOVING, 1)]
+
+
+def test_chunks_of_a_request_that_has_stopped_are_bulk_no_longer(rig: Rig) -> None:
+    other = ReqKey("router", "other", 1)
+    rig.offer(other, 0, 1, bulk=True)
+    rig.offer(MOVING, 0, 1, bulk=True)
+    rig.loop.hurry(MOVING)
+    rig.loop.step(block=False)
+    assert rig.granted == [(MOVING, 0), (MOVING, 1), (other, 0), (other, 1)]
+
+
+def test_bulk_chunks_go_one_by_one_while_others_are_on_their_way_over_another_link(rig: Rig) -> None:
+    rig.gate.hurried = True
+    rig.offer(MOVING, *range(6), bulk=True)
+    rig.loop.step(block=False)
+    assert rig.granted == [(MOVING, 0)]
+    rig.arrive()
+    assert rig.granted == [(MOVING, 0), (MOVING, 1)]
+    rig.gate.hurried = False
+    rig.arrive()
+    assert rig.granted == [(MOVING, page) for page in range(5)], "four on their way at a time"
