@@ -135,7 +135,7 @@ class Moves:
         del self._keys[req]
         self._inflight_queue.remove(ended.key)
         self._batcher.let_go(req)
-        if not ended.ok and not ended.handed_off:  # after the handoff the target tells the router
+        if not (ended.ok or ended.handed_off or ended.corrupt):  # else the target tells the router
             self._router_port.fail(ended.key, 503, ended.reason)
         log.event("move_ended", key=req.key, to_key=ended.key, ok=ended.ok, reason=ended.reason)
         if req.finish is None and not ended.ok:

@@ -184,6 +184,7 @@ def test_their_link_is_lost(stage: str) -> None:
         run = Run(cluster)
         move = halt(run, stage)
         cluster.network.disconnect(sender_of("d0"), "d1")
+        run.until(lambda: move.arrived or bool(move.failures))
         cluster.network.release(STAGES[stage])
         run.check_end()
         assert move.arrived == (stage == "landed")

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.receive_loop import ReceiveLoop
-from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Slot
+from shared.kvtransfer.staging import Envelope, Slot
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Grant
-from tests.unit.kvtransfer.test_send_loop import PAGE_NBYTES, Pages
+from tests.unit.kvtransfer.test_send_loop import Pages
 
 MOVING, WAITING = ReqKey("router", "moving", 1), ReqKey("router", "waiting", 0)
 
 
 class WrittenPages(Pages):
-    def scatter(self, page_ids: object, first_layer: int, num_layers: int, src: torch.Tensor) -> None:
-        pass
+    def scatter(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
+    ) -> int:
+        return 0
 
 
 class Gate:
@@ -86,7 +90,7 @@ class Rig:
             if not arrival.is_here:
                 key, page = self.granted[seq]
                 envelope = Envelope(key, Chunk(page, 1, 0, 1), seq)
-                arrival.slot.seal(envelope, HEADER_NBYTES + PAGE_NBYTES, void=False)
+                arrival.slot.seal(envelope, 0)
                 arrival.is_here = True
         while self.loop.step(block=False):
             pass
