@@ -17,110 +17,92 @@
 
 #include "page_digest.h"
 
-#ifdef __SSE2__
-#include <immintrin.h>
-#endif
-
 namespace {
 
-using page_digest::Halves;
 using page_digest::kLine;
-using page_digest::Keys;
-using page_digest::Words;
+using page_digest::kVectors;
+using page_digest::Line;
+using page_digest::Vector;
 
 constexpr int64_t kStepLines = 4;
 constexpr int64_t kStep = kStepLines * kLine;  // bytes of a page that are copied before the next page's turn
 constexpr int64_t kAtOnce = 4;
 
-inline Words load(const char* from) {
-  Words line;
-  std::memcpy(&line, from, kLine);
-  return line;
-}
-
-inline void store(char* to, const Words& line) { std::memcpy(to, &line, kLine); }
-
-// Stores past the caches. `to` is the beginning of a cache line.
-inline void stream(char* to, const Words& line) {
-#if defined(__AVX512F__)
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(line));
-#elif defined(__SSE2__)
-  for (int64_t i = 0; i < kLine; i += sizeof(__m128i))
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
-                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(reinterpret_cast<const char*>(&line) + i)));
-#else
-  store(to, line);
-#endif
-}
+typedef void Store(char*, Vector);
 
 struct Page {
   char* to;
   const char* from;
 };
 
-// Copies `num` pages, a step of each in turn. The digest of page i is added to `sums[i]`.
-template <bool kDigest, void (*Store)(char*, const Words&)>
-void copy_at_once(const Page* pages, int64_t num, int64_t nbytes, Words* sums) {
-  Keys keys;
-  Words lanes[kAtOnce] = {};
+// Copies `num` pages, a step of each in turn. `lanes[i]` becomes the sums of page i.
+template <bool kDigest, Store* kStore>
+inline void copy_at_once(const Page* pages, int64_t num, int64_t nbytes, Line* lanes) {
+  page_digest::Keys keys;
+  Line sums[kAtOnce] = {};  // not `lanes`, which the stores to a page might overlap for all that the compiler knows
   int64_t at = 0;
   for (; at + kStep <= nbytes; at += kStep) {
-    Halves of_lines[kStepLines];
+    Line of_lines[kStepLines];
     if constexpr (kDigest)
-      for (Halves& of_line : of_lines) of_line = keys.next();
+      for (Line& of_line : of_lines) of_line = keys.next();
+#pragma GCC unroll 4
     for (int64_t i = 0; i < num; i++) {
-      Words lines[kStepLines];
-      for (int64_t j = 0; j < kStepLines; j++) lines[j] = load(pages[i].from + at + j * kLine);
+      Line lines[kStepLines];
+      for (int64_t j = 0; j < kStepLines; j++) lines[j] = page_digest::load_line(pages[i].from + at + j * kLine);
       for (int64_t j = 0; j < kStepLines; j++) {
-        Store(pages[i].to + at + j * kLine, lines[j]);
-        if constexpr (kDigest) lanes[i] += page_digest::of_line(lines[j], of_lines[j]);
+        for (int64_t v = 0; v < kVectors; v++) {
+          const Vector x = lines[j].vectors[v];
+          kStore(pages[i].to + at + j * kLine + v * static_cast<int64_t>(sizeof(Vector)), x);
+          if constexpr (kDigest) page_digest::add(sums[i].vectors[v], x, of_lines[j].vectors[v]);
+        }
       }
     }
   }
   for (; at < nbytes; at += kLine) {
     const int64_t length = std::min(kLine, nbytes - at);
-    const Halves of_line = keys.next();
+    const Line of_line = keys.next();
     for (int64_t i = 0; i < num; i++) {
-      Words line = {};
+      Line line{};
       std::memcpy(&line, pages[i].from + at, length);
       std::memcpy(pages[i].to + at, &line, length);
-      if constexpr (kDigest) lanes[i] += page_digest::of_line(line, of_line);
+      for (int64_t v = 0; v < kVectors && kDigest; v++)
+        page_digest::add(sums[i].vectors[v], line.vectors[v], of_line.vectors[v]);
     }
   }
-  std::copy(lanes, lanes + num, sums);
+  std::copy(sums, sums + num, lanes);
 }
 
 // `page(row, id, i)` returns the addresses that the i-th page of a row, `id` in the pool, is copied from and to.
 // Returns the digest of the chunk, 0 without one.
-template <bool kDigest, void (*Store)(char*, const Words&), typename At>
+template <bool kDigest, Store* kStore, typename At>
 uint64_t copy_pages(int64_t num_rows, const int64_t* page_ids, int64_t num_ids, int64_t nbytes, uint64_t seed, At page) {
   const int64_t num_slices = num_rows * num_ids;
   uint64_t digest = 0;
   for (int64_t first = 0; first < num_slices; first += kAtOnce) {
     const int64_t num = std::min(kAtOnce, num_slices - first);
     Page pages[kAtOnce];
-    Words sums[kAtOnce];
+    Line lanes[kAtOnce];
     for (int64_t i = 0; i < num; i++) {
       const int64_t row = (first + i) / num_ids, at = (first + i) % num_ids;
       pages[i] = page(row, page_ids[at], at);
     }
     if (num == kAtOnce) {
-      copy_at_once<kDigest, Store>(pages, kAtOnce, nbytes, sums);  // unrolled
+      copy_at_once<kDigest, kStore>(pages, kAtOnce, nbytes, lanes);  // unrolled
     } else {
-      copy_at_once<kDigest, Store>(pages, num, nbytes, sums);
+      copy_at_once<kDigest, kStore>(pages, num, nbytes, lanes);
     }
     if constexpr (kDigest)
-      for (int64_t i = 0; i < num; i++) digest += page_digest::of_slice(sums[i], seed, first + i);
+      for (int64_t i = 0; i < num; i++) digest += page_digest::of_slice(lanes[i], seed, first + i);
   }
   return digest;
 }
 
-template <void (*Store)(char*, const Words&), typename At>
+template <Store* kStore, typename At>
 void copy(int64_t num_rows, const int64_t* page_ids, int64_t num_ids, int64_t nbytes, uint64_t* digest, At page) {
   if (digest != nullptr) {
-    *digest = copy_pages<true, Store>(num_rows, page_ids, num_ids, nbytes, *digest, page);
+    *digest = copy_pages<true, kStore>(num_rows, page_ids, num_ids, nbytes, *digest, page);
   } else {
-    copy_pages<false, Store>(num_rows, page_ids, num_ids, nbytes, 0, page);
+    copy_pages<false, kStore>(num_rows, page_ids, num_ids, nbytes, 0, page);
   }
 }
 
@@ -136,7 +118,7 @@ bool all_within(const int64_t* page_ids, int64_t num_ids, int64_t num_pages) {
 extern "C" bool baton_gather_pages(const char* pages, int64_t num_rows, int64_t num_pages, int64_t page_nbytes,
                                    const int64_t* page_ids, int64_t num_ids, char* out, uint64_t* digest) {
   if (!all_within(page_ids, num_ids, num_pages)) return false;
-  copy<store>(num_rows, page_ids, num_ids, page_nbytes, digest, [&](int64_t row, int64_t id, int64_t i) {
+  copy<page_digest::store>(num_rows, page_ids, num_ids, page_nbytes, digest, [&](int64_t row, int64_t id, int64_t i) {
     return Page{out + (row * num_ids + i) * page_nbytes, pages + (row * num_pages + id) * page_nbytes};
   });
   return true;
@@ -150,9 +132,9 @@ extern "C" bool baton_scatter_pages(char* pages, int64_t num_rows, int64_t num_p
     return Page{pages + (row * num_pages + id) * page_nbytes, src + (row * num_ids + i) * page_nbytes};
   };
   if (reinterpret_cast<uintptr_t>(pages) % kLine == 0 && page_nbytes % kLine == 0) {
-    copy<stream>(num_rows, page_ids, num_ids, page_nbytes, digest, page);
+    copy<page_digest::stream>(num_rows, page_ids, num_ids, page_nbytes, digest, page);
   } else {
-    copy<store>(num_rows, page_ids, num_ids, page_nbytes, digest, page);
+    copy<page_digest::store>(num_rows, page_ids, num_ids, page_nbytes, digest, page);
   }
 #ifdef __SSE2__
   _mm_sfence();  // orders the streamed stores before the message that announces these pages
