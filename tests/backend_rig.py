@@ -10,15 +10,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shared.engine.backends import LoadedModel, load_model
+from shared.engine.backends import LoadedModel, NativeModel, load_model
 from shared.engine.future_map import FutureMap
 from shared.engine.logprobs import GatheredLogprobs
 from shared.engine.model_runner import ModelBackend
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import SamplingInputs
+from shared.kernels.cpu.library import Team, load_library
 from shared.kvcache.pools import TokenToKVPool
-from shared.model.config import load_model_config
+from shared.model.config import ModelConfig, load_model_config
+from shared.model.packed_weights import load_packed_weights
 
 CPU = torch.device("cpu")
 PAGE_SIZE, PAGES_A_ROW, NUM_ROWS = 4, 20, 8
@@ -71,20 +73,32 @@ def rig(folder: Path, kernels: str, dtype: torch.dtype = torch.bfloat16) -> Iter
         cores=(-1, -1),
         on_progress=lambda what, fraction: None,
     )
-    pool = TokenToKVPool(
-        num_pages=1 + NUM_ROWS * PAGES_A_ROW,
-        page_size=PAGE_SIZE,
+    path = _bound(model, kv_pool(config, 1 + NUM_ROWS * PAGES_A_ROW, PAGE_SIZE, dtype))
+    try:
+        yield path
+    finally:
+        path.backend.close()
+
+
+def native_model(folder: Path, config: ModelConfig, num_threads: int, flags: Sequence[str]) -> NativeModel:
+    """A model for the native kernels built with more compiler `flags`."""
+    team = Team(load_library(*flags), [-1] * num_threads)
+    return NativeModel(
+        config, load_packed_weights(folder, config, team, on_progress=lambda fraction: None), team
+    )
+
+
+def kv_pool(config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype) -> TokenToKVPool:
+    """A pool of KV pages for a model."""
+    return TokenToKVPool(
+        num_pages=num_pages,
+        page_size=page_size,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
         device=CPU,
     )
-    path = _bound(model, pool)
-    try:
-        yield path
-    finally:
-        path.backend.close()
 
 
 def _bound(model: LoadedModel, pool: TokenToKVPool) -> Rig:
@@ -93,12 +107,22 @@ def _bound(model: LoadedModel, pool: TokenToKVPool) -> Rig:
 
 
 def batch_of(extends: dict[int, tuple[int, Sequence[int]]], decodes: dict[int, int]) -> ModelWorkerBatch:
+    # A row's pages lie backwards, so that none follows the one before.
+    tables = 1 + np.arange(NUM_ROWS * PAGES_A_ROW, dtype=np.int32).reshape(NUM_ROWS, -1)[:, ::-1]
+    return batch_over(tables, PAGE_SIZE, extends, decodes)
+
+
+def batch_over(
+    tables: np.ndarray,
+    page_size: int,
+    extends: dict[int, tuple[int, Sequence[int]]],
+    decodes: dict[int, int],
+) -> ModelWorkerBatch:
+    """A batch whose rows have the pages of `tables` [row, page]."""
     rows = np.array([*extends, *decodes], dtype=np.int64)
     starts = np.array([start for start, _ in extends.values()] + [*decodes.values()], dtype=np.int64)
     lengths = np.array([len(ids) for _, ids in extends.values()] + [1] * len(decodes), dtype=np.int64)
-    num_pages = -(-int((starts + lengths).max()) // PAGE_SIZE)
-    # A row's pages lie backwards, so that none follows the one before.
-    tables = 1 + np.arange(NUM_ROWS * PAGES_A_ROW, dtype=np.int32).reshape(NUM_ROWS, -1)[:, ::-1]
+    num_pages = -(-int((starts + lengths).max()) // page_size)
     none = np.zeros(0)
     return ModelWorkerBatch(
         num_decodes=len(decodes),

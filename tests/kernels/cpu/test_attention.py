@@ -2,8 +2,8 @@
 
 Products with K are exact in float32 and so are those with V, up to sums in float32. What is rounded to bf16 (unit
 roundoff u = 2^-8) are the softmax weights w, which moves a result by at most u * sum(w |v|), and the result itself,
-by u * |result|. SLACK covers the rest, below 0.05 u = 1.9e-4 of sum(w |v|) + |result|: powers of two, which extend
-takes to 7.5e-5 (in the weights and in what they are divided by), and sums in float32.
+by u * |result|. SLACK covers the rest, below 0.05 u = 1.9e-4 of sum(w |v|) + |result|: powers of two, which are
+computed to 7.5e-5 (in the weights and in what they are divided by), and sums in float32.
 """
 
 from __future__ import annotations
@@ -178,6 +178,26 @@ def in_chunks(team: Team, q_THD: torch.Tensor, kv: PagedKV, b: int, chunk: int) 
             extend_attention(team, q, k_pages, v_pages, kv.page_table_BP[b : b + 1], [start], [len(q)])
         )
     return torch.cat(parts)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, Shape((1100, 70), 5, 1, 64, 16)], ids=str)
+def test_decode_and_extend_give_the_same_bits(team: Team, shape: Shape) -> None:
+    generator = torch.Generator().manual_seed(6)
+    kv = paged(shape, generator)
+    q_THD = queries(shape, sum(shape.seq_lens), generator)
+    starts = [0] * len(shape.seq_lens)
+    pages = kv.k_pages, kv.v_pages
+    extended = extend_attention(team, q_THD, *pages, kv.page_table_BP, starts, shape.seq_lens)
+    first = 0
+    for b, length in enumerate(shape.seq_lens):
+        positions = sorted(
+            {*range(0, length, 37), *(p for p in (63, 64, 511, 512) if p < length), length - 1}
+        )
+        rows = [first + position for position in positions]
+        table_BP = kv.page_table_BP[b].repeat(len(rows), 1)
+        decoded = decode_attention(team, q_THD[rows], *pages, table_BP, [p + 1 for p in positions])
+        assert torch.equal(decoded.view(torch.int16), extended[rows].view(torch.int16))
+        first += length
 
 
 @pytest.mark.parametrize("num_hidden", [3, 64, 150])

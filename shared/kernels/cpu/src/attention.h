@@ -1,4 +1,7 @@
 // Causal attention over KV pages [num_pages][num_kv_heads][page_size][head_dim] of one layer.
+//
+// Decode and extend attention add in the same order (attention_keys.h, attention_state.h), so a token's result has the
+// same bits from both.
 #pragma once
 #include "threads.h"
 #include "vec.h"

@@ -1,0 +1,124 @@
+// The softmax of rows over the blocks of a context, in the one order of decode and extend attention.
+//
+// A context is divided into splits of kSplit tokens and a split into blocks of kKeys, both counted from its first
+// token. A row has a softmax state of its own for each split, to which the blocks are added in order. The states of
+// the splits are merged in order. Keys that a row must not see have weight zero. So the result of a row depends on its
+// query and its context only: not on the strip, task or team that computes it, nor on the chunk that it belongs to.
+#pragma once
+#include "attention_keys.h"
+
+namespace baton {
+
+constexpr int64_t kSplit = 512;
+static_assert(kSplit % kKeys == 0);
+
+// 2^x, relative error below 7.5e-5 (minimax polynomial of degree 3 on [0, 1)), a fiftieth of what bf16 rounds off.
+inline __m512 rough_exp2_16(__m512 x) {
+  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 p = _mm512_set1_ps(7.802452264e-2f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.260671554e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.958335405e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.999252186e-1f));
+  return _mm512_scalef_ps(p, x);
+}
+
+// The softmax states of rows that lie one after the other. Weights are 2^(score - reference).
+struct States {
+  float* sums;        // [rows][dim], sums of weights times values, dims like PackedKeys::v
+  float* totals;      // [rows][16], sums of weights by lane
+  float* references;  // [rows], at most kHeadroom below the highest score
+  int64_t dim;
+
+  static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (dim + 16) + (rows + 15) / 16 * 16; }
+  static States in(float* floats, int64_t rows, int64_t dim) {
+    return {floats, floats + rows * dim, floats + rows * (dim + 16), dim};
+  }
+  States from(int64_t row) const { return {sums + row * dim, totals + row * 16, references + row, dim}; }
+
+  void clear(int64_t rows) const {
+    std::fill(sums, sums + rows * dim, 0.0f);
+    std::fill(totals, totals + rows * 16, 0.0f);
+    std::fill(references, references + rows, kNoScore);
+  }
+};
+
+// Weights may grow to 2^kHeadroom before the reference is raised, so it is hardly ever raised after the first keys.
+// The relative rounding error of bf16 does not depend on the size of a weight, and the sums of all weights fit in
+// float32.
+constexpr float kHeadroom = 8;
+
+[[gnu::noinline]] inline void raise_reference(float reference, const States& row) {
+  const __m512 shrink = _mm512_set1_ps(exp2_one(*row.references - reference));
+  *row.references = reference;
+  _mm512_store_ps(row.totals, _mm512_mul_ps(_mm512_load_ps(row.totals), shrink));
+  for (int64_t d = 0; d < row.dim; d += 16)
+    _mm512_store_ps(row.sums + d, _mm512_mul_ps(_mm512_load_ps(row.sums + d), shrink));
+}
+
+// Turns the products of the first row of `row` into weights. If kMasked, the weights of keys from `visible` on are 0.
+template <bool kMasked>
+[[gnu::always_inline]] inline void softmax_row(const float* products, int64_t visible, __m512 scale, const States& row,
+                                               bf16* weights) {
+  static_assert(kKeys == 64);
+  __m512 x[4], w[4];
+  for (int i = 0; i < 4; i++) {
+    x[i] = _mm512_load_ps(products + 16 * i);
+    if (kMasked) x[i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), lanes_of_keys(16 * i, visible), x[i]);
+  }
+  const __m512 highest = _mm512_mul_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])), scale);
+  if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(*row.references + kHeadroom), _CMP_GT_OQ))
+    raise_reference(_mm512_reduce_max_ps(highest), row);
+  const __m512 reference = _mm512_set1_ps(*row.references);
+  for (int i = 0; i < 4; i++) {
+    w[i] = rough_exp2_16(_mm512_fmsub_ps(x[i], scale, reference));
+    store16(weights + 16 * i, w[i]);
+  }
+  const __m512 sum = _mm512_add_ps(_mm512_add_ps(w[0], w[1]), _mm512_add_ps(w[2], w[3]));
+  _mm512_store_ps(row.totals, _mm512_add_ps(_mm512_load_ps(row.totals), sum));
+}
+
+// Adds the block that `strips` has taken to the states of rows [0, num_rows) with queries q [rows][dim]. Row i sees the
+// first visible(i) keys of the block, and no row sees fewer than the row before it.
+template <class Strips, class Visible>
+[[gnu::always_inline]] inline void add_block(Strips& strips, const bf16* q, int64_t num_rows, __m512 scale,
+                                             const States& states, Visible&& visible) {
+  alignas(64) float products[Strips::kHeight * kKeys];
+  alignas(64) bf16 weights[Strips::kHeight * kKeys];
+  for (int64_t first = 0; first < num_rows; first += Strips::kHeight) {
+    const int64_t rows = std::min(Strips::kHeight, num_rows - first);
+    const int64_t most = std::min(visible(first + rows - 1), kKeys);
+    if (most <= 0) continue;
+    strips.multiply_keys(rows, q + first * states.dim, products);
+    const bool see_all = visible(first) >= kKeys;
+    for (int64_t i = 0; i < rows; i++) {
+      const States row = states.from(first + i);
+      if (see_all) softmax_row<false>(products + i * kKeys, kKeys, scale, row, weights + i * kKeys);
+      else softmax_row<true>(products + i * kKeys, visible(first + i), scale, row, weights + i * kKeys);
+    }
+    strips.add_values(rows, weights, num_lanes(most), states.sums + first * states.dim);
+  }
+}
+
+// Merges the first row of `part`, a later split, into that of `whole`.
+inline void merge(const States& whole, const States& part) {
+  const float reference = std::max(*whole.references, *part.references);
+  const __m512 keep = _mm512_set1_ps(exp2_one(*whole.references - reference));
+  const __m512 take = _mm512_set1_ps(exp2_one(*part.references - reference));
+  auto blend = [&](float* to, const float* from) {
+    _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(from), take, _mm512_mul_ps(_mm512_load_ps(to), keep)));
+  };
+  for (int64_t d = 0; d < whole.dim; d += 16) blend(whole.sums + d, part.sums + d);
+  blend(whole.totals, part.totals);
+  *whole.references = reference;
+}
+
+// Stores the result of the first row of `states`.
+inline void store_result(const States& states, int64_t head_dim, bf16* out) {
+  const __m512 factor = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(_mm512_load_ps(states.totals)));
+  for (int64_t c = 0; c < num_chunks(head_dim); c++) {
+    const float* sums = states.sums + 32 * c;
+    store_chunk(out, c, head_dim, _mm512_load_ps(sums), _mm512_load_ps(sums + 16), factor);
+  }
+}
+
+}  // namespace baton

@@ -1,0 +1,137 @@
+// Products of decode attention: a few query heads of one KV head and a block of keys that is read only once.
+//
+// The sums have the order of attention_strips.h. Packing a block for so few rows would cost as much as reading it, so
+// AVX512 takes K and V as they lie in their pages. For each line of a block it prefetches one of the next block. Rows
+// of K are read one after the other, as the hardware prefetches them.
+#pragma once
+#include "attention_keys.h"
+
+namespace baton::decode {
+
+// Strips of up to 4 heads. HeadDim is head_dim as a constant, or 0.
+template <int HeadDim>
+class HeadStrips {
+ public:
+  static constexpr int64_t kHeight = 4;
+
+  explicit HeadStrips(int64_t head_dim) : any_head_dim_(head_dim) {}
+
+  void take(const KeyBlock& block, const KeyBlock& next) { block_ = block, next_ = next; }
+
+  // products [head][lane] = q k^T
+  void multiply_keys(int64_t heads, const bf16* q, float* products) const {
+    with_heads(heads, [&](auto num) { multiply_keys_of<num>(q, products); });
+  }
+
+  // sums [head][dim] += weights v, over the first num_lanes lanes
+  void add_values(int64_t heads, const bf16* weights, int64_t num_lanes, float* sums) {
+    with_heads(heads, [&](auto num) {
+      constexpr int kChunks = num <= 2 ? 4 : 2;
+      const int64_t chunks = num_chunks(head_dim());
+      int64_t c = 0;
+      for (; c + kChunks <= chunks; c += kChunks) add_values_of<num, kChunks>(c, weights, num_lanes, sums);
+      if (kChunks > 2 && c + 2 <= chunks) add_values_of<num, 2>(c, weights, num_lanes, sums), c += 2;
+      for (; c < chunks; c++) add_values_of<num, 1>(c, weights, num_lanes, sums);
+    });
+    next_ = block_;  // further strips of this block prefetch nothing
+  }
+
+ private:
+  int64_t head_dim() const { return HeadDim ? HeadDim : any_head_dim_; }
+  int64_t padded_dim() const { return 32 * num_chunks(head_dim()); }
+
+  template <class F>
+  static void with_heads(int64_t heads, F&& f) {
+    switch (heads) {
+      case 1: return f(std::integral_constant<int, 1>());
+      case 2: return f(std::integral_constant<int, 2>());
+      case 3: return f(std::integral_constant<int, 3>());
+      default: return f(std::integral_constant<int, 4>());
+    }
+  }
+
+  static __m512i pair(const bf16* from) {
+    int32_t value;
+    std::memcpy(&value, from, 4);
+    return _mm512_set1_epi32(value);
+  }
+
+  // Four pairs of dims of 16 keys, with keys as lanes.
+  static void load_pairs(const bf16* k, const int64_t* rows, __m512i (&pairs)[4]) {
+    __m512i x[4];  // row 4 * l + i in quarter l of x[i]
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      auto row = [&](int l) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(k + rows[4 * l + i])); };
+      x[i] = _mm512_zextsi128_si512(row(0));
+      x[i] = _mm512_mask_broadcast_i32x4(x[i], 0x00f0, row(1));
+      x[i] = _mm512_mask_broadcast_i32x4(x[i], 0x0f00, row(2));
+      x[i] = _mm512_mask_broadcast_i32x4(x[i], 0xf000, row(3));
+    }
+    const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+    const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
+    pairs[0] = _mm512_unpacklo_epi64(a, c), pairs[1] = _mm512_unpackhi_epi64(a, c);
+    pairs[2] = _mm512_unpacklo_epi64(b, d), pairs[3] = _mm512_unpackhi_epi64(b, d);
+  }
+
+  template <int Heads>
+  [[gnu::noinline]] void multiply_keys_of(const bf16* q, float* products) const {
+    const int64_t dim = padded_dim(), chunks = num_chunks(head_dim());
+    int64_t line = 0;  // of the next block
+    for (int64_t lane = 0; lane < kKeys; lane += 16) {
+      __m512 sums[Heads];
+      for (int h = 0; h < Heads; h++) sums[h] = _mm512_setzero_ps();
+      for (int64_t d = 0; d < head_dim(); d += 8) {
+        __m512i pairs[4];
+        load_pairs(block_.k + d, block_.keys->rows + lane, pairs);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++, line++)
+          _mm_prefetch(next_.k + next_.keys->rows[line / chunks] + line % chunks * 32, _MM_HINT_T1);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+#pragma GCC unroll 4
+          for (int h = 0; h < Heads; h++) sums[h] = dot_pairs(sums[h], pair(q + h * dim + d + 2 * i), pairs[i]);
+      }
+      for (int h = 0; h < Heads; h++) _mm512_store_ps(products + h * kKeys + lane, sums[h]);
+    }
+  }
+
+  template <int Heads, int Chunks>
+  [[gnu::noinline]] void add_values_of(int64_t c, const bf16* weights, int64_t num_lanes, float* sums) const {
+    const int64_t dim = padded_dim();
+    const int64_t *const rows = block_.keys->rows, *const ahead = next_.keys->rows;
+    __m512 x[Heads][2 * Chunks];
+#pragma GCC unroll 4
+    for (int h = 0; h < Heads; h++)
+#pragma GCC unroll 8
+      for (int i = 0; i < 2 * Chunks; i++) x[h][i] = _mm512_load_ps(sums + h * dim + 32 * c + 16 * i);
+    for (int64_t lane = 0; lane < num_lanes; lane += 2) {
+      const bf16 *even = block_.v + rows[lane], *odd = block_.v + rows[lane + 1];
+      for (int64_t d = 0; c == 0 && d < head_dim(); d += 32) {
+        _mm_prefetch(next_.v + ahead[lane] + d, _MM_HINT_T1);
+        _mm_prefetch(next_.v + ahead[lane + 1] + d, _MM_HINT_T1);
+      }
+      __m512i values[2 * Chunks];
+#pragma GCC unroll 4
+      for (int i = 0; i < Chunks; i++) {
+        const __m512i a = load_chunk(even, c + i, head_dim()), b = load_chunk(odd, c + i, head_dim());
+        values[2 * i] = interleave_low(a, b);
+        values[2 * i + 1] = interleave_high(a, b);
+      }
+#pragma GCC unroll 4
+      for (int h = 0; h < Heads; h++) {
+        const __m512i weight = pair(weights + h * kKeys + lane);
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * Chunks; i++) x[h][i] = dot_pairs(x[h][i], weight, values[i]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < Heads; h++)
+#pragma GCC unroll 8
+      for (int i = 0; i < 2 * Chunks; i++) _mm512_store_ps(sums + h * dim + 32 * c + 16 * i, x[h][i]);
+  }
+
+  const int64_t any_head_dim_;
+  KeyBlock block_{}, next_{};
+};
+
+}  // namespace baton::decode

@@ -1,0 +1,164 @@
+"""In bf16 by the native kernels, the KV, logits and logprobs of a token have the same bits however they are computed.
+
+Of one sequence, every cut into extends and decode steps, beside any other sequences, with any page size and number of
+threads, leaves the KV of one extend over all of it. Each cut ends with the logits of an extend up to there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from shared.engine.future_map import FutureMap
+from shared.engine.logprobs import RawLogprobs
+from shared.engine.progress import Progress
+from shared.engine.sampling_inputs import LogprobInputs, LogprobShare
+from shared.kernels.cpu.build import NativeUnavailable
+from shared.model.config import load_model_config
+from tests.backend_rig import CPU, batch_over, kv_pool, native_model
+from tests.kernels.cpu.conftest import BUILDS
+from tests.modelzoo import make_model, random_prompt
+
+MODELS = {
+    "qwen3": {"num_hidden_layers": 2},
+    "llama": {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 48},
+}
+NUM_ROWS = 8
+LENGTH = 1100
+"""More than two of the splits in which attention adds up a context."""
+IDS = random_prompt(LENGTH, seed=1)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("exact")
+    return {
+        name: make_model(root / name, name, dtype="bfloat16", **changes) for name, changes in MODELS.items()
+    }
+
+
+class Engine:
+    """A native backend over a fresh pool, whose rows have scattered pages."""
+
+    def __init__(self, folder: Path, flags: Sequence[str], num_threads: int, page_size: int) -> None:
+        config = load_model_config(folder)
+        self.page_size, pages_a_row = page_size, -(-(LENGTH + 1) // page_size)
+        shuffled = np.random.default_rng(page_size).permutation(NUM_ROWS * pages_a_row)
+        self.tables = (1 + shuffled).astype(np.int32).reshape(NUM_ROWS, pages_a_row)
+        self.pool = kv_pool(config, 1 + NUM_ROWS * pages_a_row, page_size, torch.bfloat16)
+        self.future_map = FutureMap(NUM_ROWS, CPU)
+        self.backend = native_model(folder, config, num_threads, flags).bind(self.pool, Progress())
+
+    def forward(self, extends: dict[int, tuple[int, Sequence[int]]], decodes: dict[int, int]) -> torch.Tensor:
+        """Logits of extends, and of decode steps of the next token of IDS by (row, start)."""
+        for row, start in decodes.items():
+            self.future_map.last_token_R[row] = IDS[start]
+        forwarded = self.backend.forward(
+            batch_over(self.tables, self.page_size, extends, decodes), self.future_map
+        )
+        assert forwarded.logits_SV is not None
+        return forwarded.logits_SV.clone()
+
+    def close(self) -> None:
+        self.backend.close()
+
+    def kv(self, row: int, length: int) -> torch.Tensor:
+        """The bits of K and V of a row, [layer, K or V, token, head, dim]."""
+        pages = self.pool.buffer_LSNHPD[:, :, torch.from_numpy(self.tables[row].astype(np.int64))]
+        return pages.transpose(3, 4).flatten(2, 3)[:, :, :length].view(torch.int16)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the sequence: one extend, or as many decode steps, beside `others` sequences of other lengths."""
+
+    length: int
+    is_decode: bool
+    others: int
+
+
+lengths = st.one_of(st.integers(1, 20), st.sampled_from([63, 64, 65, 511, 512, 513]), st.integers(1, LENGTH))
+pieces = st.builds(Piece, length=lengths, is_decode=st.booleans(), others=st.integers(0, NUM_ROWS - 1))
+
+
+class Expected:
+    """Of one model and build: what single extends over empty rows give."""
+
+    def __init__(self, folder: Path, flags: Sequence[str]) -> None:
+        self.folder, self.flags = folder, flags
+        self.engine = Engine(folder, flags, num_threads=1, page_size=16)
+        self.logits = functools.cache(self._logits)
+        self.logits(LENGTH)
+        self.kv = self.engine.kv(0, LENGTH).clone()
+
+    def _logits(self, length: int) -> torch.Tensor:
+        row = 0 if length == LENGTH else 1
+        return self.engine.forward({row: (0, IDS[:length])}, {})[0]
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def flags(request: pytest.FixtureRequest) -> Sequence[str]:
+    return BUILDS[request.param]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def expected(
+    request: pytest.FixtureRequest, folders: dict[str, Path], flags: Sequence[str]
+) -> Iterator[Expected]:
+    try:
+        found = Expected(folders[request.param], flags)
+    except NativeUnavailable as reason:
+        pytest.skip(f"NO NATIVE KERNELS: {reason}")
+    with closing(found.engine):
+        yield found
+
+
+@given(
+    cut=st.lists(pieces, max_size=6),
+    num_threads=st.integers(1, 3),
+    page_size=st.sampled_from([1, 16, 48]),
+)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_cut_gives_the_same_bits(
+    expected: Expected, cut: list[Piece], num_threads: int, page_size: int
+) -> None:
+    with closing(Engine(expected.folder, expected.flags, num_threads, page_size)) as engine:
+        end = 0
+        for piece in [*cut, Piece(LENGTH, is_decode=False, others=0)]:
+            start, end = end, min(end + piece.length, LENGTH)
+            if piece.is_decode:
+                end = min(start + piece.length, start + 20, LENGTH)
+                steps = [({}, {0: at}) for at in range(start, end)]
+            else:
+                steps = [({0: (start, IDS[start:end])}, {})] if end > start else []
+            for extends, decodes in steps:
+                others = range(1, 1 + piece.others)
+                extends |= {row: (0, IDS[: 9 * row]) for row in others if row % 2}
+                decodes = {row: 70 * row for row in others if row % 2 == 0} | decodes
+                logits = engine.forward(extends, decodes)[0 if 0 in extends else -1]
+            if end > start:
+                assert torch.equal(logits, expected.logits(end)), (start, end)
+                assert torch.equal(logprobs(logits[None]), logprobs(logits.expand(3, -1))[:1])
+        assert torch.equal(engine.kv(0, LENGTH), expected.kv)
+
+
+def logprobs(logits_SV: torch.Tensor) -> torch.Tensor:
+    """What a sequence that samples is told of its tokens."""
+    num = len(logits_SV)
+    inputs = LogprobInputs(
+        rows_N=np.arange(num),
+        targets_N=None,
+        token_ids_NM=np.zeros((num, 1), dtype=np.int64),
+        top_num=5,
+        shares=(LogprobShare(0, num, 5, 1),),
+    )
+    return RawLogprobs.of(logits_SV, inputs).gather(logits_SV.argmax(dim=1)).top_NK
