@@ -9,7 +9,7 @@ import pytest
 from router.dispatch.policy import MAX_IMBALANCE, MIN_SAVED_TOKENS, POLICIES, Candidates
 from router.dispatch.prefix_index import PrefixIndex
 from shared.protocol.logprobs import LogprobParams
-from shared.protocol.messages import Decode, Failed, Finish, Load, Role, TokenEntry, Work
+from shared.protocol.messages import Decode, Failed, Finish, Load, NodeLimits, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
 
@@ -111,6 +111,21 @@ def test_one_token_needs_no_link() -> None:
     fleet.prefills[0].load = Load(unreachable={fleet.decodes[0].ref.incarnation: "connection refused"})
     req = fleet.start(max_new_tokens=1)
     assert [node.ref.node_id for node in req.nodes] == ["p0"]
+
+
+def test_a_decode_node_with_room_for_one_token_gets_no_pages() -> None:
+    fleet = Fleet(1)
+    fleet.decodes[0].limits = NodeLimits(len(IDS) + 1, 65_536, 64)
+    req = fleet.start(max_new_tokens=50)
+    assert [node.ref.node_id for node in req.nodes] == ["p0"]
+    assert req.work.params.max_new_tokens == 1
+
+
+@pytest.mark.parametrize(("split", "nodes"), [(True, ["p0", "d000"]), (False, ["d000"])])
+def test_a_short_prompt_is_split_only_where_that_is_asked_for(split: bool, nodes: list[str]) -> None:
+    fleet = Fleet(1, local_prefill_tokens=len(IDS))
+    req = fleet.dispatcher.start(Work(IDS, SamplingParams()), lambda: None, split=split)
+    assert [node.ref.node_id for node in req.nodes] == nodes
 
 
 class TestCounts:
