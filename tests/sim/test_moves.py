@@ -12,7 +12,7 @@ from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOption
 from shared.kvcache.audit import audit_idle
 from shared.protocol.messages import Cancel, ReqKey, Struct, Tokens
 from shared.protocol.sampling_params import SamplingParams
-from shared.protocol.transfer_messages import Done, Grant, Handoff, Ready
+from shared.protocol.transfer_messages import CancelTransfer, Done, Grant, Handoff, Ready
 from shared.timeline import ReqStage
 from tests.cluster import AnsweredMove, Cluster, sender_of
 from tests.fake_network import Faults
@@ -183,9 +183,11 @@ def test_their_link_is_lost(stage: str) -> None:
     with Cluster(1, 2, token_engine, config()) as cluster:
         run = Run(cluster)
         move = halt(run, stage)
+        cluster.network.hold(CancelTransfer)  # it does not overtake what is held back
         cluster.network.disconnect(sender_of("d0"), "d1")
         run.until(lambda: move.arrived or bool(move.failures))
         cluster.network.release(STAGES[stage])
+        cluster.network.release(CancelTransfer)
         run.check_end()
         assert move.arrived == (stage == "landed")
 
