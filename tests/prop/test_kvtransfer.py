@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -13,37 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from shared.kvtransfer.states import Received
 from shared.protocol.messages import Struct
-from shared.protocol.transfer_messages import (
-    CancelTransfer,
-    Done,
-    Grant,
-    Handoff,
-    LeaseRenew,
-    LinkLost,
-    LinkOpen,
-    Offer,
-    PeerHello,
-    Ready,
-    StoreSet,
-)
+from shared.protocol.transfer_messages import ReceiverToSender, SenderToReceiver
 from tests.fake_network import Faults
 from tests.unit.kvtransfer.world import DecodeHost, PrefillHost, World, key
 
 torch.set_num_threads(1)
 
-MESSAGES: list[type[Struct]] = [
-    CancelTransfer,
-    Done,
-    Grant,
-    Handoff,
-    LeaseRenew,
-    LinkLost,
-    LinkOpen,
-    Offer,
-    PeerHello,
-    Ready,
-    StoreSet,
-]
+MESSAGES: tuple[type[Struct], ...] = get_args(SenderToReceiver | ReceiverToSender)
 PAIRS = [("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1")]
 NODES = ["p0", "p1", "d0", "d1"]
 
