@@ -1,8 +1,10 @@
-"""kill -9 of each node in each stage of a request: what its client sees, what the survivor holds, what comes next."""
+"""kill -9 of each node in each stage of a request: what its client sees, what the survivor holds, what comes next.
+
+What is dead is noticed by its closed connections: no silence lasts long enough here (tests.processes.NO_TIMEOUT_S).
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,12 +21,10 @@ from tests.fault.slow_model import (
     bring_into,
     expect_failure,
 )
-from tests.processes import Fleet, wait_until
+from tests.patience import until
+from tests.processes import Fleet
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
-
-SEEN_WITHIN_S = 6.0
-"""A closed connection is an error to the client within 2 s on a machine that has time; this one may be loaded."""
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +48,16 @@ def test_decode_node_is_killed(stage: Stage, fleet: Fleet, slow_model: SlowModel
     if stage is Stage.DECODING:  # beside it, one that is not streamed
         whole = fleet.router.generate(slow_model.fresh_prompt(LOCAL), 1200)
         fleet.router.wait_load("d0", num_running=2)
-    killed_at = kill(fleet, "d0", running)
+    kill(fleet, "d0", running)
 
-    expect_failure(running, "decode node", since=killed_at, within_s=SEEN_WITHIN_S)
+    expect_failure(running, "decode node")
     if whole is not None:
-        assert whole.finish(SEEN_WITHIN_S).status == 503 and "d0" in (whole.error or ""), whole.describe()
+        assert whole.finish().status == 503 and "d0" in (whole.error or ""), whole.describe()
     if running.blocker is not None:
-        running.blocker.finish(SEEN_WITHIN_S)
+        running.blocker.finish()
         assert "d0" in (running.blocker.error or "") and running.blocker.saw_done
     fleet.router.wait_home("p0")
-    refused = fleet.router.generate(slow_model.fresh_prompt(LOCAL), 4).finish(SEEN_WITHIN_S)
+    refused = fleet.router.generate(slow_model.fresh_prompt(LOCAL), 4).finish()
     assert refused.status == 503 and "d0" in (refused.error or ""), refused.describe()
 
     fleet.nodes["d0"].start()
@@ -70,18 +70,18 @@ def test_decode_node_is_killed(stage: Stage, fleet: Fleet, slow_model: SlowModel
 def test_prefill_node_is_killed(stage: Stage, fleet: Fleet, slow_model: SlowModel) -> None:
     running = bring_into(stage, fleet, slow_model)
     num_before = len(running.blocker.token_ids) if running.blocker else 0
-    killed_at = kill(fleet, "p0", running)
+    kill(fleet, "p0", running)
 
     if stage is Stage.DECODING:  # nothing of it is left on the prefill node
         assert running.call.tokens() == slow_model.greedy(running.prompt, NUM_NEW)
     else:
-        expect_failure(running, "prefill node", since=killed_at, within_s=SEEN_WITHIN_S)
+        expect_failure(running, "prefill node")
     if running.blocker is not None:
         running.blocker.wait_tokens(num_before + 20)  # d0 alone serves it
         assert running.blocker.error is None
         running.blocker.hang_up()
     fleet.router.wait_home("d0")
-    wait_until("degraded", lambda: fleet.router.get("/health")[1]["status"] == "degraded", SEEN_WITHIN_S)
+    until(lambda: fleet.router.get("/health")[1]["status"] == "degraded", "degraded")
     slow_model.check_next(fleet, split=False)
 
     fleet.nodes["p0"].start()
@@ -92,8 +92,8 @@ def test_prefill_node_is_killed(stage: Stage, fleet: Fleet, slow_model: SlowMode
 
 @pytest.mark.parametrize("stage", list(Stage))
 def test_client_goes_away(stage: Stage, fleet: Fleet, slow_model: SlowModel) -> None:
-    """With an output that would take far longer than the pages take to come back."""
-    running = bring_into(stage, fleet, slow_model, num_new=1200)
+    num_before, num_new = fleet.router.loads()["d0"]["num_generated_tokens"], 1200
+    running = bring_into(stage, fleet, slow_model, num_new=num_new)
     running.call.hang_up()
     assert_in_stage(running)
     if running.blocker is not None:
@@ -102,13 +102,13 @@ def test_client_goes_away(stage: Stage, fleet: Fleet, slow_model: SlowModel) -> 
         running.blocker.wait_tokens(len(running.blocker.token_ids) + 5)
         assert running.blocker.error is None
         running.blocker.hang_up()
-    print(f"home after {fleet.router.wait_home(timeout_s=SEEN_WITHIN_S):.1f} s")
+    fleet.router.wait_home()
+    if running.blocker is None:
+        num_generated = fleet.router.loads()["d0"]["num_generated_tokens"] - num_before
+        assert num_generated < num_new / 2, "d0 went on with what its client had left"
     slow_model.check_next(fleet)  # through the one staging slot, so that is back too
 
 
-def kill(fleet: Fleet, name: str, running: Running) -> float:
-    """When it was done."""
+def kill(fleet: Fleet, name: str, running: Running) -> None:
     assert_in_stage(running)
-    now = time.monotonic()
     fleet.nodes[name].kill()
-    return now

@@ -6,7 +6,6 @@ SIGCONT then: it comes back by itself, has let go of what was given up meanwhile
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -20,12 +19,13 @@ from tests.fault.slow_model import (
     bring_into,
     expect_failure,
 )
-from tests.processes import Fleet, wait_until
+from tests.patience import until
+from tests.processes import Fleet
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.processes
 
-NODE_TIMEOUT_S, PEER_TIMEOUT_S = 2, 1
-SEEN_WITHIN_S = NODE_TIMEOUT_S + 8.0
+NODE_TIMEOUT_S, PEER_TIMEOUT_S = 5, 3
+"""Longer than a process of a loaded machine may pause."""
 LONG_OUTPUT = 1200
 """So that a node that went on with a request that was given up would be at it for a while."""
 
@@ -56,30 +56,29 @@ def shared_fleet(slow_model: SlowModel, tmp_path_factory: pytest.TempPathFactory
     ],
 )
 def test_stop_and_continue(name: str, stage: Stage, fleet: Fleet, slow_model: SlowModel) -> None:
+    num_before = fleet.router.loads()["d0"]["num_generated_tokens"]
     running = bring_into(stage, fleet, slow_model, num_new=LONG_OUTPUT)
-    stopped_at = time.monotonic()
     fleet.nodes[name].send(signal.SIGSTOP)
 
     expect_failure(
         running,
         {"p0": "prefill node", "d0": "decode node"}[name],
-        since=stopped_at,
-        within_s=SEEN_WITHIN_S,
         in_stage=name == "p0" or stage is not Stage.PREFILLING,  # the prefill node goes on
     )
     running.hang_up()
-    wait_until(f"{name} is lost", lambda: name not in fleet.router.loads(), SEEN_WITHIN_S)
+    until(lambda: name not in fleet.router.loads(), f"{name} is lost")
     survivor = {"p0": "d0", "d0": "p0"}[name]
-    print(f"{survivor} empty after {fleet.router.wait_home(survivor):.1f} s")
+    fleet.router.wait_home(survivor)
     if name == "p0":
         slow_model.check_next(fleet, split=False)
 
     incarnation = incarnations(fleet)
     fleet.nodes[name].send(signal.SIGCONT)
-    continued_at = time.monotonic()
-    fleet.wait_ready(timeout_s=20)
-    print(f"back after {time.monotonic() - continued_at:.1f} s")
-    print(f"empty after {fleet.router.wait_home(timeout_s=8):.1f} s")
+    fleet.wait_ready()
+    fleet.router.wait_home()
+    if running.blocker is None:
+        num_generated = fleet.router.loads()["d0"]["num_generated_tokens"] - num_before
+        assert num_generated < LONG_OUTPUT / 2, "d0 went on with what was given up"
     assert incarnation.items() <= incarnations(fleet).items(), "it is the same process"
     slow_model.check_next(fleet)
 
