@@ -208,9 +208,14 @@ class Router:
                 Role.PREFILL: POLICIES[options.prefill_policy],
                 Role.DECODE: POLICIES[options.decode_policy],
             },
-            deadlines=Deadlines(first_token_s=options.queue_timeout_s, stall_s=options.stall_timeout_s),
+            deadlines=Deadlines(
+                first_token_s=options.queue_timeout_s,
+                stall_s=options.stall_timeout_s,
+                failover_s=options.failover_timeout_s,
+            ),
             local_prefill_tokens=options.local_prefill_tokens,
             metrics=self._metrics,
+            later=asyncio.get_running_loop().call_later,
         )
         self._generator = Generator(self._dispatcher, LiveRids())
         self._news = SharedNews(self._membership.all_live, self.incarnation)

@@ -39,6 +39,9 @@ class ReqStage(StrEnum):
     FINISHED = "finished"
 
 
+FAILED_OVER = "failed_over"
+"""The router's stage of a request that lost its nodes, from then on."""
+
 ALLOWED_MOVES: dict[ReqStage, frozenset[ReqStage]] = {
     ReqStage.QUEUED: frozenset({ReqStage.PREFILLING, ReqStage.TRANSFERRING, ReqStage.FINISHED}),
     ReqStage.PREFILLING: frozenset(

@@ -82,7 +82,7 @@ def fleet_admin_routes(
         return NodeRemoved(
             node_id=removed.node_id or None,
             address=removed.address,
-            num_ended_requests=removed.num_ended,
+            num_failed_over=removed.num_failed_over,
         )
 
     return router

@@ -104,7 +104,9 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
         "ttft_s": first - began if first is not None else None,
         "queue_s": max((queued_s for g in generations for queued_s in _queued_s(g)), default=None),
         "finish": _joined(_finish(generation) for generation in generations),
-        "nodes": _joined(node.ref.node_id for req in reqs for node in req.nodes),
+        "nodes": _joined(
+            node.ref.node_id for req in reqs for attempt in req.attempts for node in attempt.nodes
+        ),
     }
 
 

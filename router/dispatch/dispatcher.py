@@ -1,8 +1,8 @@
 """Dispatches sequences: sends each to the nodes that `placement` chooses, takes its tokens, and ends it on all nodes.
 
-start ── Prefill ─▶ P ┐                       a node that finishes the sequence, fails it or dies ends it;
+start ── Prefill ─▶ P ┐                       a node that finishes the sequence, or refuses it, ends it;
    └──── Decode ──▶ D ┴─ Tokens ─▶ on_tokens  every other holder gets Cancel, or Stop after a stop string
-                      └─ NotCached ─▶ _send_again: the next attempt, behind the tokens that have arrived
+                      └─ NotCached, Failed, a lost node ─▶ _fail_over: the next attempt, behind the tokens that came
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
+from router.dispatch.circuit_breakers import CircuitBreakers
+from router.dispatch.failover import MAX_FAILURES, Cause, Quarantine
 from router.dispatch.first_token_queue import FirstTokenQueue
 from router.dispatch.metrics import Metrics
 from router.dispatch.node_counts import NodeCounts
@@ -36,17 +39,21 @@ from shared.protocol.messages import (
 )
 from shared.timeline import Clock
 
+_RETRY_S = 0.2
+"""How often a sequence without nodes looks for some."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """How many seconds a sequence may wait for its first token and for its next before it fails."""
+    """How many seconds a sequence may wait for its first token, its next, and for other nodes, before it fails."""
 
     first_token_s: float
     stall_s: float
+    failover_s: float
 
 
 class Dispatcher:
-    """All running sequences of this router."""
+    """All running sequences of this router. `later` calls a function after so many seconds (`loop.call_later`)."""
 
     def __init__(
         self,
@@ -57,18 +64,23 @@ class Dispatcher:
         deadlines: Deadlines,
         local_prefill_tokens: int,
         metrics: Metrics,
+        later: Callable[[float, Callable[[], None]], object],
         clock: Clock = time.monotonic,
     ) -> None:
         self._incarnation = incarnation
         self._counts = NodeCounts()
+        self._quarantine = Quarantine()
+        self._breakers = CircuitBreakers(clock)
         self._placement = Placement(
             fleet,
             policies=policies,
             local_prefill_tokens=local_prefill_tokens,
             counts=self._counts,
+            shuns=lambda node: node is self._quarantine.node or self._breakers.is_open(node),
         )
         self._deadlines = deadlines
         self._metrics = metrics
+        self._later = later
         self._clock = clock
         self.queue = FirstTokenQueue(clock)
         self._rids = itertools.count(1)
@@ -136,11 +148,13 @@ class Dispatcher:
 
     def expire(self, req: RunningReq) -> None:
         """Fail a sequence whose deadline has passed."""
-        waiting = ", ".join(node.ref.node_id for node in req.holders)
+        waiting = ", ".join(node.ref.node_id for node in req.attempt.holders) or "any node"
         if req.last_token_at is None:
             message = f"no token within {self._deadlines.first_token_s:g} s from {waiting}"
         else:
             message = f"no further token within {self._deadlines.stall_s:g} s from {waiting}"
+        if req.failover.error is not None:
+            message += f"; {req.failover.error.message}"
         event("deadline", rid=req.key.rid, nodes=waiting)
         self._end(req, error=RequestError(message, status=408, code="deadline"))
 
@@ -150,15 +164,16 @@ class Dispatcher:
         now, num_generated = self._clock(), 0
         for entry in entries:
             req = self._running.get(entry.key.rid)
-            if req is None or req.key != entry.key or node not in req.nodes:
+            if req is None or req.key != entry.key or node not in req.attempt.nodes:
                 continue
             if entry.report is not None:
-                req.reports[node.role] = entry.report
+                req.attempt.reports[node.role] = entry.report
+                self._breakers.served(node)
             if node.role is Role.DECODE:
                 # The decode node has the pages and the Handoff, so the prefill node holds nothing any more.
-                req.holders = [node]
+                req.attempt.holders = [node]
             if entry.finish is not None:
-                req.finished_by = node
+                req.attempt.finished_by = node
             req.arrive_logprobs(entry)
             since = req.last_token_at
             num_new = req.arrive(entry.position, entry.token_ids, entry.finish, now)
@@ -168,46 +183,71 @@ class Dispatcher:
                 self.queue.leave(req.key.rid, served=True)
             if req.ended:
                 self._forget(req, Cancel(req.key))
+            elif req is self._quarantine.suspect and req.failover.acquit_after(len(req.output_ids)):
+                self._quarantine.end(req)
         self._metrics.generated(num_generated)
 
     def on_failed(self, node: Node, failed: Failed) -> None:
-        """Fail a sequence that `node` has failed."""
-        req = self._running.get(failed.key.rid)
-        if req is None or req.key != failed.key or node not in req.holders:
+        """End a sequence that `node` has refused, or send it to other nodes, since `node` could not go on with it."""
+        req = self._held(node, failed.key)
+        if req is None:
             return
-        req.holders.remove(node)
+        req.attempt.holders.remove(node)
         status = failed.status if 400 <= failed.status < 600 else 500
-        self._end(req, error=RequestError(failed.message, status=status, param=failed.param))
+        error = RequestError(failed.message, status=status, param=failed.param)
+        if status < 500 or failed.param is not None:
+            self._end(req, error=error)
+            return
+        blamed = next((n for n in req.attempt.nodes if n.ref.incarnation == failed.blames), node)
+        self._breakers.failed(blamed)
+        cause = Cause.TRANSFER_FAILED if failed.blames else Cause.NODE_FAILED
+        self._fail_over(req, node, cause, error, avoid=blamed.ref.incarnation)
 
     def on_not_cached(self, node: Node, key: ReqKey) -> None:
         """Send a sequence through both fleets, since `node` has evicted the prefix for which it was chosen."""
-        req = self._running.get(key.rid)
-        if req is None or req.key != key or node not in req.holders:
+        req = self._held(node, key)
+        if req is None:
             return
-        req.holders.remove(node)
-        event("not_cached", rid=key.rid, node=node.ref.node_id)
-        self._send_again(req, split=True)
+        req.attempt.holders.remove(node)
+        req.failover.split = True
+        error = RequestError(f"{node.ref.node_id} has evicted the prefix of this prompt", status=503)
+        self._fail_over(req, node, Cause.NOT_CACHED, error)
 
-    def on_node_lost(self, node: Node, reason: str) -> None:
-        """Fail the sequences that `node` held, since the connection to it is lost."""
-        for req in list(self._running.values()):
-            if node in req.holders:
-                req.holders.remove(node)
-                message = f"{node.role} node {node.ref.node_id} was lost: {reason}"
-                self._end(req, error=RequestError(message, status=503, code="node_lost"))
+    def on_node_alive(self, node: Node) -> None:
+        """Take back that `node` has crashed: its process runs, and only the connection was lost."""
+        for req in self._running.values():
+            req.failover.crashed.discard(node.ref.incarnation)
+
+    def on_node_lost(self, node: Node, reason: str, *, crashed: bool) -> None:
+        """Send the sequences that `node` held to other nodes. With `crashed`, its process seems to have ended."""
+        held = self._held_by(node)
+        alone = len(held) == 1 and node.load.num_running <= 1
+        for req in held:
+            req.attempt.holders.remove(node)
+            error = RequestError(
+                f"{node.role} node {node.ref.node_id} was lost: {reason}", status=503, code="node_lost"
+            )
+            if crashed:
+                req.failover.crashed.add(node.ref.incarnation)
+                if alone and req is self._quarantine.suspect:
+                    self._convict(req, node)
+                    continue
+            lost = Cause.PREFILL_NODE_LOST if node.role is Role.PREFILL else Cause.DECODE_NODE_LOST
+            self._fail_over(req, node, lost, error)
         self._counts.lost(node)
 
     # ---------------------------------------------------------------------------- removing a node
     def num_held(self, node: Node) -> int:
         """The number of sequences that `node` holds."""
-        return sum(node in req.holders for req in self._running.values())
+        return len(self._held_by(node))
 
-    def fail_held(self, node: Node, reason: str) -> int:
-        """Fail the sequences that `node` holds and cancel them there; returns their number."""
-        held = [req for req in self._running.values() if node in req.holders]
+    def fail_over_held(self, node: Node, reason: str) -> int:
+        """Send the sequences that `node` holds to other nodes and cancel them there; returns their number."""
+        held = self._held_by(node)
         for req in held:
             message = f"{node.role} node {node.ref.node_id} was removed: {reason}"
-            self._end(req, error=RequestError(message, status=503, code="node_removed"))
+            error = RequestError(message, status=503, code="node_removed")
+            self._fail_over(req, node, Cause.NODE_REMOVED, error)
         return len(held)
 
     # ------------------------------------------------------------------------------------------ inside
@@ -224,21 +264,84 @@ class Dispatcher:
             target = route.decode.ref if route.decode else None
             route.prefill.send(Prefill(req.key, work, target))
 
-    def _send_again(self, req: RunningReq, *, split: bool = False) -> None:
-        """Send the next attempt of a sequence to newly chosen nodes. The sequence fails if there are none.
+    def _held(self, node: Node, key: ReqKey) -> RunningReq | None:
+        """The sequence whose latest attempt is `key` and held by `node`, if there is one."""
+        req = self._running.get(key.rid)
+        return req if req is not None and req.key == key and node in req.attempt.holders else None
 
-        The caller has taken nodes that hold nothing of the sequence any more out of `req.holders`.
+    def _held_by(self, node: Node) -> list[RunningReq]:
+        return [req for req in self._running.values() if node in req.attempt.holders]
+
+    def _fail_over(
+        self, req: RunningReq, node: Node, cause: Cause, error: RequestError, *, avoid: str | None = None
+    ) -> None:
+        """Take a sequence from its nodes, and send the next attempt to others.
+
+        The caller has taken nodes that hold nothing of the sequence any more out of `req.attempt.holders`.
         """
-        work = req.remaining_work
-        try:
-            route = self._placement.route(work, split=split, again=True)
-        except RequestError as error:
+        self._leave_nodes(req, Cancel(req.key))
+        self._quarantine.end(req)
+        failover = req.failover
+        failover.failed(len(req.output_ids), self._clock(), error)
+        if avoid is not None:
+            failover.avoid.add(avoid)
+        event(
+            "failover",
+            rid=req.key.rid,
+            attempt=req.key.attempt,
+            cause=cause.value,
+            node=node.ref.node_id,
+            position=len(req.output_ids),
+            reason=error.message,
+        )
+        req.next_attempt()
+        if failover.num_failures > MAX_FAILURES:
             self._end(req, error=error)
             return
-        self._leave_nodes(req, Cancel(req.key))
-        req.next_attempt()
-        self._metrics.failed_over()
+        self._metrics.failed_over(cause)
+        if failover.pause_s:
+            self._later(failover.pause_s, partial(self._resend, req, req.key))
+        else:
+            self._resend(req, req.key)
+
+    def _resend(self, req: RunningReq, key: ReqKey) -> None:
+        """Send the attempt `key` as soon as there are nodes for it, unless the sequence has ended or moved on."""
+        if req.ended or req.key != key:
+            return
+        failover, work = req.failover, req.remaining_work
+        assert failover.since is not None and failover.error is not None
+        try:
+            if not failover.is_suspect:
+                route = self._placement.route(work, split=failover.split, again=True, avoid=failover.avoid)
+            elif self._quarantine.suspect is None:
+                route = self._placement.route_alone(work)
+                self._quarantine.suspect = req
+            else:
+                self._later(_RETRY_S, partial(self._resend, req, key))
+                return
+        except RequestError as no_node:
+            if self._clock() < failover.since + self._deadlines.failover_s:
+                self._later(_RETRY_S, partial(self._resend, req, key))
+                return
+            message = (
+                f"{failover.error.message}; no node could continue this request within "
+                f"{self._deadlines.failover_s:g} s: {no_node.message}"
+            )
+            self._end(req, error=RequestError(message, status=503, code="no_node"))
+            return
+        failover.since = None
         self._send(req, work, route)
+
+    def _convict(self, req: RunningReq, node: Node) -> None:
+        """End a suspect that ran alone on a node when that crashed."""
+        num_crashes = len(req.failover.crashed)
+        event("request_convicted", rid=req.key.rid, node=node.ref.node_id, crashes=num_crashes)
+        self._metrics.convicted()
+        message = (
+            f"{num_crashes} nodes crashed while they worked on this request, the last on nothing else; "
+            "it is not tried again"
+        )
+        self._end(req, error=RequestError(message, status=500, code="poison_request"))
 
     def _end(
         self,
@@ -255,19 +358,20 @@ class Dispatcher:
 
     def _forget(self, req: RunningReq, message: Cancel | Stop) -> None:
         self._leave_nodes(req, message)
+        self._quarantine.end(req)
         del self._running[req.key.rid]
         self.queue.leave(req.key.rid, served=isinstance(req.finish, Finish))
         self._metrics.ended(req)
 
     def _leave_nodes(self, req: RunningReq, message: Cancel | Stop) -> None:
         """Take the latest attempt from its nodes. Holders get `message`, but for the node that finished."""
-        for node in req.holders:
-            if node is not req.finished_by:
+        for node in req.attempt.holders:
+            if node is not req.attempt.finished_by:
                 node.send(message)
-        for node in req.nodes:
+        for node in req.attempt.nodes:
             if node.role is Role.DECODE:
                 self._counts.ended(node)
-        req.holders = []
+        req.attempt.holders = []
 
 
 def _clipped(work: Work, max_new_tokens: int) -> Work:

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from router.dispatch.failover import Cause
 from router.dispatch.loop_histogram import LoopHistogram
 from router.dispatch.recent_traffic import RecentTraffic
 from router.dispatch.running_req import Aborted, Node, RunningReq
@@ -52,8 +53,14 @@ class Metrics:
         self._requests = self._counter("sglang:num_requests", "Sequences started.")
         self._aborted = self._counter("sglang:num_aborted_requests", "Sequences aborted or abandoned.")
         self._failed = self._counter("baton:num_failed_requests", "Sequences that nodes could not finish.")
-        self._failovers = self._counter(
-            "baton:num_failovers", "Sequences sent to other nodes, since the first could not go on."
+        self._failovers = Counter(
+            "baton:num_failovers",
+            "Attempts at sequences that ended without their finish, so that a further one was sent.",
+            ("model_name", "role", "cause"),
+            registry=self._registry,
+        )
+        self._convicted = self._counter(
+            "baton:num_poison_requests", "Sequences ended because nodes crashed under them."
         )
         self._rejected = self._counter(
             "baton:num_rejected_requests", "HTTP requests refused with a 429, since the queue was full."
@@ -77,7 +84,7 @@ class Metrics:
         )
         self._families: tuple[Counter | Histogram, ...] = (
             *(self._prompt_tokens, self._generation_tokens, self._cached_tokens),
-            *(self._requests, self._aborted, self._failed, self._failovers, self._rejected),
+            *(self._requests, self._aborted, self._failed, self._convicted, self._rejected),
             *(self._ttft, self._e2e, self._kv_transfer),
         )
         self._stages = Histogram(
@@ -102,15 +109,21 @@ class Metrics:
         self._own(self._rejected).inc()
         self.traffic.rejected()
 
-    def failed_over(self) -> None:
-        """Count a sequence that was sent to other nodes."""
-        self._own(self._failovers).inc()
+    def failed_over(self, cause: Cause) -> None:
+        """Count a sequence that is sent to other nodes."""
+        self._failovers.labels(self._model_name(), "router", cause.value).inc()
+
+    def convicted(self) -> None:
+        """Count a sequence that was ended since it crashed its nodes."""
+        self._own(self._convicted).inc()
 
     def export(self) -> bytes:
         """All metrics in Prometheus' text format. A counter that has counted nothing is there with a zero."""
         if self._model_name():
             for family in self._families:
                 family.labels(self._model_name(), "router")
+            for cause in Cause:
+                self._failovers.labels(self._model_name(), "router", cause.value)
             for gauge, value in self._own_gauges:
                 self._own(gauge).set(value())
         return generate_latest(self._registry)

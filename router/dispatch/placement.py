@@ -11,7 +11,7 @@ nodes of a role, its routing policy chooses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,7 +55,10 @@ class Route:
 
 
 class Placement:
-    """Finds the route of each request. `policies` has one for each role."""
+    """Finds the route of each request. `policies` has one for each role.
+
+    A node that `shuns` is true of is chosen when its role has no other.
+    """
 
     def __init__(
         self,
@@ -64,38 +67,58 @@ class Placement:
         policies: Mapping[Role, RoutingPolicy],
         local_prefill_tokens: int,
         counts: NodeCounts,
+        shuns: Callable[[Node], bool],
     ) -> None:
         self._fleet = fleet
         self._policies = policies
         self._local_prefill_tokens = local_prefill_tokens
         self._counts = counts
+        self._shuns = shuns
         self._last = dict.fromkeys(policies, "")
 
-    def route(self, work: Work, *, split: bool, again: bool = False) -> Route:
+    def route(self, work: Work, *, split: bool, again: bool = False, avoid: Collection[str] = ()) -> Route:
         """The nodes for the next attempt at `work`. With `split`, a prefill node takes part if one is live.
 
         The first attempt clips max_new_tokens to the room on its nodes. A later one (`again`) needs room for all of
-        them, since the first has fixed the number. Raises RequestError when no node can take the request.
+        them, since the first has fixed the number. Of the incarnations to `avoid`, a decode node is chosen when there
+        is no other, and then prefills by itself. Raises RequestError when no node can take the request.
         """
         num_outputs, num_known = len(work.output_ids), len(work.input_ids) + len(work.output_ids)
         wanted = work.params.max_new_tokens - num_outputs
-        prefills = self._with_room(Role.PREFILL, num_known + min(wanted, 1))
+        prefills = [
+            prefill
+            for prefill in self._with_room(Role.PREFILL, num_known + min(wanted, 1))
+            if prefill.ref.incarnation not in avoid
+        ]
         if wanted <= 1 and prefills:
             return Route(work.params.max_new_tokens, self._choose(work, Role.PREFILL, prefills)[0], None)
         decodes = self._with_room(Role.DECODE, num_known + (wanted if again else min(wanted, 1)))
         if not decodes:
             raise self._refusal(work, again=again)
+        decodes = [decode for decode in decodes if decode.ref.incarnation not in avoid] or decodes
         decode, candidates = self._choose(work, Role.DECODE, decodes)
         wanted = min(wanted, _room(decode) - num_known)
         max_new_tokens = num_outputs + wanted
         num_cached = candidates.num_cached_tokens(decode)
-        prefills = [prefill for prefill in prefills if why_unlinked(prefill, decode) is None]
+        prefills = [
+            prefill
+            for prefill in prefills
+            if why_unlinked(prefill, decode) is None and decode.ref.incarnation not in avoid
+        ]
         if not prefills:
             return Route(max_new_tokens, None, decode)
         if not split and num_known - num_cached <= self._local_prefill_tokens:
             return Route(max_new_tokens, None, decode, self._local_prefill_tokens if num_cached else None)
         prefill, _ = self._choose(work, Role.PREFILL, prefills)
         return Route(max_new_tokens, prefill, decode if wanted > 1 else None)
+
+    def route_alone(self, work: Work) -> Route:
+        """The decode node with the fewest sequences alone. Raises RequestError if there is none."""
+        num_tokens = len(work.input_ids) + work.params.max_new_tokens
+        decodes = self._with_room(Role.DECODE, num_tokens)
+        if not decodes:
+            raise self._refusal(work, again=True)
+        return Route(work.params.max_new_tokens, None, min(decodes, key=self._counts.num_seqs))
 
     def _choose(self, work: Work, role: Role, nodes: Sequence[Node]) -> tuple[Node, Candidates]:
         candidates = Candidates(work, nodes, self._counts, self._last[role])
@@ -104,7 +127,8 @@ class Placement:
         return chosen, candidates
 
     def _with_room(self, role: Role, num_tokens: int) -> list[Node]:
-        return [node for node in self._fleet.live(role) if _room(node) >= num_tokens]
+        roomy = [node for node in self._fleet.live(role) if _room(node) >= num_tokens]
+        return [node for node in roomy if not self._shuns(node)] or roomy
 
     def _refusal(self, work: Work, *, again: bool) -> RequestError:
         live = self._fleet.live(Role.DECODE)

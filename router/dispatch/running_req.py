@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
+from router.dispatch.failover import Failover
 from router.dispatch.prefix_index import PrefixIndex
 from router.dispatch.token_order import TokenOrder
 from shared.errors import RequestError
@@ -72,26 +73,37 @@ class Aborted:
     message: str
 
 
+@dataclass(eq=False)
+class Attempt:
+    """One sending of a sequence to `nodes`, which may send tokens for its `key`.
+
+    `holders` are those of them that may hold pages or a slot: the attempt fails when one is lost, and each gets a
+    message when it ends, but for `finished_by`, which has announced the end.
+    """
+
+    key: ReqKey
+    nodes: tuple[Node, ...] = ()
+    holders: list[Node] = field(default_factory=list)
+    finished_by: Node | None = None
+    reports: dict[Role, ReqReport] = field(default_factory=dict)
+
+
 class RunningReq:
     """The dispatcher's record of one sequence.
 
-    `key` names the latest attempt, and `nodes` may send tokens for it. `holders` are those of them that may hold
-    pages or a slot: the sequence fails when one is lost, and each gets a message when it ends, but for `finished_by`,
-    which has announced the end. `output_ids` are the tokens that have arrived in order; the next attempt begins
-    behind them. `wake` is called when there are new tokens, or the end.
+    `attempts` are its sendings; the latest is the one that counts, and has no nodes while the sequence waits for
+    some. `output_ids` are the tokens that have arrived in order; the next attempt begins behind them. `failover` is
+    what it has been through. `wake` is called when there are new tokens, or the end.
     """
 
     def __init__(self, key: ReqKey, work: Work, *, wake: Callable[[], None], now: float) -> None:
-        self.key = key
+        self.attempts = [Attempt(key)]
         self.work = work
+        self.failover = Failover()
         self.output_ids: list[int] = []
-        self.nodes: tuple[Node, ...] = ()
-        self.holders: list[Node] = []
-        self.finished_by: Node | None = None
         self.order = TokenOrder(0, work.params.max_new_tokens)
         self.finish: Finish | Aborted | None = None
         self.error: RequestError | None = None
-        self.reports: dict[Role, ReqReport] = {}
         self.started_at = now
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -101,6 +113,21 @@ class RunningReq:
         self._logprobs: dict[int, TokenLogprobs] = {}
         self.input_logprobs: Logprobs | None = None
         self._wake = wake
+
+    @property
+    def attempt(self) -> Attempt:
+        """The latest attempt."""
+        return self.attempts[-1]
+
+    @property
+    def key(self) -> ReqKey:
+        """The key of the latest attempt."""
+        return self.attempts[-1].key
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes of the latest attempt; none while the sequence waits for some."""
+        return self.attempts[-1].nodes
 
     @property
     def ended(self) -> bool:
@@ -119,36 +146,43 @@ class RunningReq:
 
     @property
     def stamps(self) -> list[Stamp]:
-        """The stamps of the nodes, in order of time. A stamp that came with the handoff too counts once."""
-        reported = dict.fromkeys(stamp for report in self.reports.values() for stamp in report.stamps)
-        return sorted(reported, key=lambda stamp: stamp.time)
+        """The stamps of all attempts, in order of time. A stamp that came with the handoff too counts once."""
+        reports = (report for attempt in self.attempts for report in attempt.reports.values())
+        reported = dict.fromkeys(stamp for report in reports for stamp in report.stamps)
+        return sorted((*reported, *self.failover.stamps), key=lambda stamp: stamp.time)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the prefilling node found in its RadixCache."""
-        report = self.reports.get(Role.PREFILL) or self.reports.get(Role.DECODE)
-        return report.cached_tokens if report else 0
+        """Prompt tokens that the node which prefilled the first reported attempt found in its RadixCache."""
+        for attempt in self.attempts:
+            report = attempt.reports.get(Role.PREFILL) or attempt.reports.get(Role.DECODE)
+            if report is not None:
+                return report.cached_tokens
+        return 0
 
     @property
     def kv_pages_transferred(self) -> int:
-        """KV pages that were moved, as counted by the node that has seen more of them."""
-        return max((report.kv_pages_transferred for report in self.reports.values()), default=0)
+        """KV pages that were moved in all attempts, each as counted by the node that has seen more of them."""
+        return self._moved(lambda report: report.kv_pages_transferred)
 
     @property
     def kv_bytes_transferred(self) -> int:
         """Bytes of the same pages."""
-        return max((report.kv_bytes_transferred for report in self.reports.values()), default=0)
+        return self._moved(lambda report: report.kv_bytes_transferred)
+
+    def _moved(self, count: Callable[[ReqReport], int]) -> int:
+        return sum(max(map(count, attempt.reports.values()), default=0) for attempt in self.attempts)
 
     def begin(self, nodes: tuple[Node, ...]) -> None:
         """Note that the latest attempt was sent to `nodes`."""
-        self.nodes = nodes
-        self.holders = list(nodes)
+        self.attempt.nodes = nodes
+        self.attempt.holders = list(nodes)
 
     def next_attempt(self) -> None:
         """Begin anew behind `output_ids`. Tokens behind a gap, and an announced finish, will be sent again."""
-        self.key = msgspec.structs.replace(self.key, attempt=self.key.attempt + 1)
+        self.attempts.append(Attempt(msgspec.structs.replace(self.key, attempt=self.key.attempt + 1)))
         self.order = TokenOrder(len(self.output_ids), self.work.params.max_new_tokens)
-        self.finished_by = self._announced = None
+        self._announced = None
         self._logprobs = {at: known for at, known in self._logprobs.items() if at < self.order.next}
 
     def arrive_logprobs(self, entry: TokenEntry) -> None:

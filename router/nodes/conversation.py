@@ -48,8 +48,12 @@ class NodeEvents(Protocol):
         """A node no longer caches the prefix for which it was chosen."""
         ...
 
-    def on_node_lost(self, node: Node, reason: str) -> None:
-        """A node is gone; called once, after it left `Membership.live`."""
+    def on_node_alive(self, node: Node) -> None:
+        """A node is connected."""
+        ...
+
+    def on_node_lost(self, node: Node, reason: str, *, crashed: bool) -> None:
+        """A node is gone, and has left `Membership.live`. `crashed`: its process seems to have ended."""
         ...
 
 
@@ -67,6 +71,10 @@ class Timing:
 
 class NodeLeft(LinkError):
     """The node said Leaving."""
+
+
+class ConnectionClosed(LinkError):
+    """The connection was closed though the node did not say Leaving: most likely its process has ended."""
 
 
 class Conversation:
@@ -106,7 +114,7 @@ class Conversation:
             await asyncio.gather(*parts, return_exceptions=True)
         for message in link.receive_waiting():  # a node that leaves says so, and closes at once
             self._handle(message)
-        raise LinkError(link.lost.result())
+        raise ConnectionClosed(link.lost.result())
 
     async def _receive(self) -> None:
         while True:

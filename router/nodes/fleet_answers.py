@@ -74,7 +74,9 @@ class NodeRemoved(Answer, kw_only=True, frozen=True):
 
     node_id: str | None
     address: str
-    num_ended_requests: Annotated[int, Field(description="Those that had to be ended when the time was up.")]
+    num_failed_over: Annotated[
+        int, Field(description="Sequences that were sent to other nodes when the time was up.")
+    ]
     success: Literal[True] = True
 
 

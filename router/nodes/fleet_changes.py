@@ -1,7 +1,7 @@
 """Changes to a running fleet: an operator adds a node, or drains and removes one.
 
 add      dialled ──▶ works: kept │ refused, unreachable, too slow: forgotten, with an error
-remove   no new requests ──▶ running ones end, or are ended when the time is up ──▶ disconnected, forgotten
+remove   no new requests ──▶ running ones end, or go to other nodes when the time is up ──▶ disconnected, forgotten
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class HeldReqs(Protocol):
         """The number of sequences that `node` holds."""
         ...
 
-    def fail_held(self, node: Node, reason: str) -> int:
-        """Fail the sequences that `node` holds and cancel them there; returns their number."""
+    def fail_over_held(self, node: Node, reason: str) -> int:
+        """Send the sequences that `node` holds to other nodes and cancel them there; returns their number."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Removed:
-    """A node that was removed, and how many of this router's requests were ended for that."""
+    """A node that was removed, and how many of this router's sequences went to other nodes for that."""
 
     node_id: str
     address: str
-    num_ended: int
+    num_failed_over: int
 
 
 @dataclass(eq=False)
@@ -181,12 +181,12 @@ class FleetChanges:
 
     async def _until_drained(self, member: Member) -> Removed:
         drain = self._drains[member]
-        num_ended = 0
+        num_failed_over = 0
         try:
             while (node := member.node) is not None and self._reqs.num_held(node):
                 if time.monotonic() >= drain.until:
                     reason = f"its drain_timeout_s of {drain.timeout_s:g} s has passed"
-                    num_ended = self._reqs.fail_held(node, reason)
+                    num_failed_over = self._reqs.fail_over_held(node, reason)
                     break
                 await asyncio.sleep(_DRAIN_POLL_S)
             if member.incarnation:
@@ -195,11 +195,11 @@ class FleetChanges:
         finally:
             if self._drains.get(member) is drain:
                 del self._drains[member]
-        event("node_removed", node=member.name, address=member.address, num_ended=num_ended)
+        event("node_removed", node=member.name, address=member.address, num_failed_over=num_failed_over)
         return Removed(
             node_id=member.node_id,
             address=member.address,
-            num_ended=num_ended,
+            num_failed_over=num_failed_over,
         )
 
     async def _until_known(self, member: Member, wait_s: float) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import zmq.asyncio
 
-from router.nodes.conversation import Conversation, NodeEvents, NodeLeft, Timing
+from router.nodes.conversation import ConnectionClosed, Conversation, NodeEvents, NodeLeft, Timing
 from router.nodes.liveness import Liveness
 from router.nodes.member import Member, MemberState, raise_if_different
 from router.nodes.node_link import LiveNode, NodeLink, Refusal
@@ -308,8 +308,9 @@ class Membership:
             assert self._listeners is not None, "report_to comes before the first dial"
             events, fleet = self._listeners
             node = self._admit(member, hello, link)
+            events.on_node_alive(node)
             fleet.on_alive(node)
-            reason = "closed"
+            reason, crashed = "closed", False
             try:
                 await Conversation(
                     node,
@@ -321,10 +322,12 @@ class Membership:
                     fleet.on_relay,
                 ).run()
             except LinkError as e:
-                reason = str(e)
+                reason, crashed = str(e), isinstance(e, ConnectionClosed)
                 raise
             finally:
-                self._drop(member, node, events, reason)
+                member.node = None
+                events.on_node_lost(node, reason, crashed=crashed)
+                self._announce_peers(node.role, None)
         finally:
             link.close()
 
@@ -363,11 +366,6 @@ class Membership:
     def _drain_if_leaking(self, member: Member, node: LiveNode) -> None:
         if node.load.leak and member.state is MemberState.ALIVE:
             self._set(member, MemberState.DRAINING, f"it leaks KV pages, restart it: {node.load.leak}")
-
-    def _drop(self, member: Member, node: LiveNode, events: NodeEvents, reason: str) -> None:
-        member.node = None
-        events.on_node_lost(node, reason)
-        self._announce_peers(node.role, None)
 
     def _announce_peers(self, changed: Role, joined: LiveNode | None) -> None:
         """Send the decode nodes, to which prefill nodes link, to all prefill nodes, or to the one that joined."""

@@ -10,6 +10,7 @@ const WORDS = {
   transferring: "transfer",
   decoding: "decode",
   retracted: "retracted",
+  failed_over: "failover",
   streaming: "stream",
 };
 

@@ -315,7 +315,8 @@ class Tokens(Struct, frozen=True):
 class Failed(Struct, frozen=True):
     """A request ended without its result. `status` is the HTTP status that the client should see.
 
-    `blames` is the incarnation of a node whose KV pages or handoff were wrong, where the sender has found it out.
+    With a `status` of 500 or more and no `param`, other nodes may serve it. `blames` is the incarnation of the peer
+    whose transfer failed.
     """
 
     key: ReqKey

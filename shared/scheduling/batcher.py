@@ -219,7 +219,7 @@ class Batcher:
         """`reqs`, which are in order of arrival, by rank."""
         return self._priority.in_order(reqs, self.num_steps)
 
-    def rank(self, req: Req) -> tuple[int, int]:
+    def rank(self, req: Req) -> tuple[int, bool, int]:
         """The place of `req` in the one order over all queues (`PriorityRule.rank`)."""
         return self._priority.rank(req, self.num_steps)
 

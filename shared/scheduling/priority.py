@@ -44,16 +44,19 @@ class PriorityRule:
             return self._given(req)
         return self._given(req) + (step - req.arrival_step) // self._aging_steps
 
-    def rank(self, req: Req, step: int) -> tuple[int, int]:
+    def rank(self, req: Req, step: int) -> tuple[int, bool, int]:
         """The order between requests of different queues: smaller goes first, and no two are equal.
 
-        The level leads where priorities count. Otherwise the order of arrival decides, from which the level follows.
+        The level leads where priorities count. Then come requests that ran before, since they arrived earlier than
+        any new one, though elsewhere; and then the order of arrival, from which the level follows.
         """
-        return -self.level(req, step) if self.enabled else 0, req.arrival_number
+        return -self.level(req, step) if self.enabled else 0, not req.is_resumed, req.arrival_number
 
     def in_order(self, reqs: Sequence[Req], step: int) -> Sequence[Req]:
-        """`reqs`, which are in order of arrival, by rank. Costs nothing unless priorities count."""
-        return sorted(reqs, key=lambda req: -self.level(req, step)) if self.enabled else reqs
+        """`reqs`, which are in order of arrival, by rank."""
+        if self.enabled:
+            return sorted(reqs, key=lambda req: (-self.level(req, step), not req.is_resumed))
+        return sorted(reqs, key=lambda req: not req.is_resumed)
 
     def may_preempt(self, waiting: Req, running: Req, step: int) -> bool:
         """Whether `running` may be retracted for `waiting`. Age protects `running` and does not help `waiting`."""

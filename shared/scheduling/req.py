@@ -124,6 +124,11 @@ class Req:
         return self.finish is None and self.num_sampled < self.max_output_len
 
     @property
+    def is_resumed(self) -> bool:
+        """True for a request that ran before, here or elsewhere. It goes before new ones of its level."""
+        return bool(self.num_retractions or self.key.attempt)
+
+    @property
     def num_wanted(self) -> int:
         """Output tokens still to be asked for."""
         return self.max_output_len - self.num_sampled

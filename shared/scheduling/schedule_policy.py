@@ -1,8 +1,8 @@
 """The order in which waiting requests are offered to the PrefillAdder.
 
 The key of the policy decides, and arrival between equals. Two things lead the key of every policy: the request's
-class (priority and waiting, see `priority`), and whether the request was retracted, since it came earlier and its
-client has read a part of its output.
+class (priority and waiting, see `priority`), and whether the request ran before, here or on a node that could not go
+on with it, since it came earlier and its client has read a part of its output.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SchedulePolicy:
         key, level = POLICIES[policy](round_), self._priority.level
 
         def full_key(req: Req) -> tuple[Any, ...]:
-            return (-level(req, step), 0) if req.num_retractions else (-level(req, step), 1, key(req))
+            return (-level(req, step), 0) if req.is_resumed else (-level(req, step), 1, key(req))
 
         return sorted(waiting, key=full_key)
 

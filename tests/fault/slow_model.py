@@ -131,20 +131,6 @@ def bring_into(stage: Stage, fleet: Fleet, model: SlowModel, *, num_new: int = N
     return running
 
 
-def expect_failure(running: Running, culprit: str, *, in_stage: bool = True) -> None:
-    """The client is told, in the shape that fits what it has had: nothing beyond its stage, if `in_stage`."""
-    call = running.call.finish()
-    if in_stage:
-        assert_in_stage(running)
-    assert call.broken is None and call.error is not None, call.describe()
-    assert culprit in call.error
-    if call.events:
-        assert call.status == 200 and call.saw_done
-        assert call.events[-1]["error"]["type"] == "service_unavailable_error"
-    else:
-        assert call.status == 503
-
-
 def assert_in_stage(running: Running) -> None:
     """What has come of the answer fits the stage: to be asked again when the request has failed in it."""
     count = len(running.call.token_ids)

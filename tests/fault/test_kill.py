@@ -1,7 +1,4 @@
-"""kill -9 of each node in each stage of a request: what its client sees, what the survivor holds, what comes next.
-
-What is dead is noticed by its closed connections: no silence lasts long enough here (tests.processes.NO_TIMEOUT_S).
-"""
+"""kill -9 of each node in each stage of a request: its client sees a pause, and then the rest of the same stream."""
 
 from __future__ import annotations
 
@@ -19,12 +16,13 @@ from tests.fault.slow_model import (
     Stage,
     assert_in_stage,
     bring_into,
-    expect_failure,
 )
-from tests.patience import until
-from tests.processes import Fleet
+from tests.processes import Fleet, wait_until
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+SEEN_WITHIN_S = 6.0
+NUM_DECODED = 200
 
 
 @pytest.fixture(scope="module")
@@ -43,24 +41,24 @@ def shared_fleet(slow_model: SlowModel, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("stage", list(Stage))
 def test_decode_node_is_killed(stage: Stage, fleet: Fleet, slow_model: SlowModel) -> None:
-    running = bring_into(stage, fleet, slow_model, num_new=600)
-    whole = None
+    """It is the only one: what it had waits until it has been started again."""
+    running = bring_into(stage, fleet, slow_model, num_new=NUM_DECODED)
+    whole, whole_prompt = None, slow_model.fresh_prompt(LOCAL)
     if stage is Stage.DECODING:  # beside it, one that is not streamed
-        whole = fleet.router.generate(slow_model.fresh_prompt(LOCAL), 1200)
+        whole = fleet.router.generate(whole_prompt, NUM_DECODED)
         fleet.router.wait_load("d0", num_running=2)
     kill(fleet, "d0", running)
 
-    expect_failure(running, "decode node")
-    if whole is not None:
-        assert whole.finish().status == 503 and "d0" in (whole.error or ""), whole.describe()
-    if running.blocker is not None:
-        running.blocker.finish()
-        assert "d0" in (running.blocker.error or "") and running.blocker.saw_done
     fleet.router.wait_home("p0")
     refused = fleet.router.generate(slow_model.fresh_prompt(LOCAL), 4).finish()
     assert refused.status == 503 and "d0" in (refused.error or ""), refused.describe()
-
+    assert_in_stage(running)
+    if running.blocker is not None:  # else it would be computed anew, all of it
+        running.blocker.hang_up()
     fleet.nodes["d0"].start()
+    assert running.call.tokens() == slow_model.greedy(running.prompt, NUM_DECODED)
+    if whole is not None:
+        assert whole.tokens() == slow_model.greedy(whole_prompt, NUM_DECODED)
     fleet.wait_ready()
     slow_model.check_next(fleet)
     fleet.router.wait_home()
@@ -69,19 +67,13 @@ def test_decode_node_is_killed(stage: Stage, fleet: Fleet, slow_model: SlowModel
 @pytest.mark.parametrize("stage", list(Stage))
 def test_prefill_node_is_killed(stage: Stage, fleet: Fleet, slow_model: SlowModel) -> None:
     running = bring_into(stage, fleet, slow_model)
-    num_before = len(running.blocker.token_ids) if running.blocker else 0
     kill(fleet, "p0", running)
-
-    if stage is Stage.DECODING:  # nothing of it is left on the prefill node
-        assert running.call.tokens() == slow_model.greedy(running.prompt, NUM_NEW)
-    else:
-        expect_failure(running, "prefill node")
-    if running.blocker is not None:
-        running.blocker.wait_tokens(num_before + 20)  # d0 alone serves it
-        assert running.blocker.error is None
+    if running.blocker is not None:  # d0 alone serves it, beside the other
+        running.blocker.wait_tokens(len(running.blocker.token_ids) + 20)
         running.blocker.hang_up()
+    assert running.call.tokens() == slow_model.greedy(running.prompt, NUM_NEW)
     fleet.router.wait_home("d0")
-    until(lambda: fleet.router.get("/health")[1]["status"] == "degraded", "degraded")
+    wait_until("degraded", lambda: fleet.router.get("/health")[1]["status"] == "degraded", SEEN_WITHIN_S)
     slow_model.check_next(fleet, split=False)
 
     fleet.nodes["p0"].start()
@@ -92,8 +84,8 @@ def test_prefill_node_is_killed(stage: Stage, fleet: Fleet, slow_model: SlowMode
 
 @pytest.mark.parametrize("stage", list(Stage))
 def test_client_goes_away(stage: Stage, fleet: Fleet, slow_model: SlowModel) -> None:
-    num_before, num_new = fleet.router.loads()["d0"]["num_generated_tokens"], 1200
-    running = bring_into(stage, fleet, slow_model, num_new=num_new)
+    """With an output that would take far longer than the pages take to come back."""
+    running = bring_into(stage, fleet, slow_model, num_new=1200)
     running.call.hang_up()
     assert_in_stage(running)
     if running.blocker is not None:
@@ -102,10 +94,7 @@ def test_client_goes_away(stage: Stage, fleet: Fleet, slow_model: SlowModel) -> 
         running.blocker.wait_tokens(len(running.blocker.token_ids) + 5)
         assert running.blocker.error is None
         running.blocker.hang_up()
-    fleet.router.wait_home()
-    if running.blocker is None:
-        num_generated = fleet.router.loads()["d0"]["num_generated_tokens"] - num_before
-        assert num_generated < num_new / 2, "d0 went on with what its client had left"
+    print(f"home after {fleet.router.wait_home(timeout_s=SEEN_WITHIN_S):.1f} s")
     slow_model.check_next(fleet)  # through the one staging slot, so that is back too
 
 

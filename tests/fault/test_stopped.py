@@ -6,6 +6,7 @@ SIGCONT then: it comes back by itself, has let go of what was given up meanwhile
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,17 +18,14 @@ from tests.fault.slow_model import (
     SlowModel,
     Stage,
     bring_into,
-    expect_failure,
 )
-from tests.patience import until
-from tests.processes import Fleet
+from tests.processes import Fleet, wait_until
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
-NODE_TIMEOUT_S, PEER_TIMEOUT_S = 5, 3
-"""Longer than a process of a loaded machine may pause."""
-LONG_OUTPUT = 1200
-"""So that a node that went on with a request that was given up would be at it for a while."""
+NODE_TIMEOUT_S, PEER_TIMEOUT_S = 2, 1
+SEEN_WITHIN_S = NODE_TIMEOUT_S + 8.0
+NUM_DECODED = 200
 
 
 @pytest.fixture(scope="module")
@@ -56,29 +54,25 @@ def shared_fleet(slow_model: SlowModel, tmp_path_factory: pytest.TempPathFactory
     ],
 )
 def test_stop_and_continue(name: str, stage: Stage, fleet: Fleet, slow_model: SlowModel) -> None:
-    num_before = fleet.router.loads()["d0"]["num_generated_tokens"]
-    running = bring_into(stage, fleet, slow_model, num_new=LONG_OUTPUT)
+    """What it had goes on elsewhere, or, if there is no other decode node, on itself when it is back."""
+    running = bring_into(stage, fleet, slow_model, num_new=NUM_DECODED)
     fleet.nodes[name].send(signal.SIGSTOP)
-
-    expect_failure(
-        running,
-        {"p0": "prefill node", "d0": "decode node"}[name],
-        in_stage=name == "p0" or stage is not Stage.PREFILLING,  # the prefill node goes on
-    )
-    running.hang_up()
-    until(lambda: name not in fleet.router.loads(), f"{name} is lost")
-    survivor = {"p0": "d0", "d0": "p0"}[name]
-    fleet.router.wait_home(survivor)
+    wait_until(f"{name} is lost", lambda: name not in fleet.router.loads(), SEEN_WITHIN_S)
+    if running.blocker is not None:  # else it would be computed anew, all of it
+        running.blocker.hang_up()
     if name == "p0":
+        assert running.call.tokens() == slow_model.greedy(running.prompt, NUM_DECODED)
         slow_model.check_next(fleet, split=False)
+    survivor = {"p0": "d0", "d0": "p0"}[name]
+    print(f"{survivor} empty after {fleet.router.wait_home(survivor):.1f} s")
 
     incarnation = incarnations(fleet)
     fleet.nodes[name].send(signal.SIGCONT)
-    fleet.wait_ready()
-    fleet.router.wait_home()
-    if running.blocker is None:
-        num_generated = fleet.router.loads()["d0"]["num_generated_tokens"] - num_before
-        assert num_generated < LONG_OUTPUT / 2, "d0 went on with what was given up"
+    continued_at = time.monotonic()
+    fleet.wait_ready(timeout_s=20)
+    print(f"back after {time.monotonic() - continued_at:.1f} s")
+    assert running.call.tokens() == slow_model.greedy(running.prompt, NUM_DECODED)
+    print(f"empty after {fleet.router.wait_home(timeout_s=8):.1f} s")
     assert incarnation.items() <= incarnations(fleet).items(), "it is the same process"
     slow_model.check_next(fleet)
 

@@ -22,7 +22,6 @@ from tests.cluster import Cluster
 from tests.golden.references import EOS_IDS, Zoo
 from tests.golden.serving import GREEDY, Client, node_config, split, unsplit
 from tests.modelzoo import reference_logits
-from tests.patience import PATIENCE_S
 from tests.unit.engine.naive_sampler import naive_sample
 
 MODEL = "llama"
@@ -102,7 +101,7 @@ def client_of(zoo: Zoo) -> Iterator[object]:
         clusters.append(cluster)
         for node in cluster.nodes.values():  # the clock of a cluster is virtual, the compiler's is not
             for grammar in (SCHEMA_GRAMMAR, REGEX, EBNF):
-                node.engine.grammars.compile(grammar).result(PATIENCE_S)
+                node.engine.grammars.compile(grammar).result(60)
         return Client(cluster)
 
     yield make

@@ -147,7 +147,9 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(which=WHICH, what=st.sampled_from(EVENTS))
     def something_happens(self, which: int, what: str) -> None:
         for req in self.reqs[which : which + 1]:
-            node = req.nodes[which % 2]
+            if not req.nodes:
+                continue
+            node = req.nodes[which % len(req.nodes)]
             match what:
                 case "first token":
                     self.tokens(req, TokenEntry(req.key, 0, (7,)))
@@ -159,6 +161,7 @@ class AdmissionMachine(RuleBasedStateMachine):
                     self.tokens(req, TokenEntry(req.key, 0, (), Finish("length")))
                 case "failed":
                     self.dispatcher.on_failed(node, Failed(req.key, 500, "broken"))
+                    self.fleet.wait(which)
                 case "not cached" if req.first_token_at is None:
                     self.dispatcher.on_not_cached(node, req.key)
                 case "abort":
@@ -169,7 +172,8 @@ class AdmissionMachine(RuleBasedStateMachine):
                     self.dispatcher.stop(req, 1)
                 case "prefill node lost" | "decode node lost":
                     role = Role.PREFILL if what.startswith("prefill") else Role.DECODE
-                    self.dispatcher.on_node_lost(self.fleet.live(role)[0], "it died")
+                    self.dispatcher.on_node_lost(self.fleet.live(role)[0], "it died", crashed=True)
+                    self.fleet.wait(which)
 
     @rule(which=WHICH)
     def client_goes(self, which: int) -> None:
@@ -178,7 +182,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     def tokens(self, req: RunningReq, entry: TokenEntry) -> None:
         """From both nodes, and twice: the router takes each position once."""
-        for node in (*req.nodes, req.nodes[0]):
+        for node in (*req.nodes, *req.nodes[:1]):
             self.dispatcher.on_tokens(node, (entry,))
 
     def dispatch(self, client: Client, prompts: str) -> None:
@@ -245,4 +249,4 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 
 TestAdmission = AdmissionMachine.TestCase
-TestAdmission.settings = settings(max_examples=100, stateful_step_count=40)
+TestAdmission.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

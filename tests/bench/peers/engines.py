@@ -18,6 +18,7 @@ import psutil
 
 from tests.processes import HOST, Router
 
+LOAD_TIMEOUT_S = 400.0
 LOG_TAIL_CHARS = 1500
 
 
@@ -152,7 +153,7 @@ class BatonEngine:
     def __enter__(self) -> BatonEngine:
         try:
             self._router.start()
-            self._router.wait_ready()
+            self._router.wait_ready(LOAD_TIMEOUT_S)
         except AssertionError as error:
             self._router.close()
             raise EngineError(str(error)) from error

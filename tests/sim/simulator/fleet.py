@@ -86,6 +86,7 @@ class FleetShape:
     decode: NodeShape = field(default_factory=NodeShape)
     network: NetworkModel = field(default_factory=NetworkModel)
     local_prefill_tokens: int = 0
+    failover_s: float = 30.0
 
 
 class SimFleet:
@@ -119,9 +120,10 @@ class SimFleet:
             self._live,
             incarnation="router",
             policies={Role.PREFILL: round_robin, Role.DECODE: cache_aware},
-            deadlines=Deadlines(first_token_s=1e9, stall_s=1e9),
+            deadlines=Deadlines(first_token_s=1e9, stall_s=1e9, failover_s=shape.failover_s),
             local_prefill_tokens=shape.local_prefill_tokens,
             metrics=_QuietMetrics(lambda: "sim"),
+            later=lambda delay, act: self.loop.at(self.loop.now + delay, act),
             clock=self.loop,
         )
         for i in range(shape.num_prefill):
@@ -158,7 +160,7 @@ class SimFleet:
 
     def _lost(self, node: SimNode) -> None:
         self._live.of[node.role].remove(node)
-        self.dispatcher.on_node_lost(node, "killed")
+        self.dispatcher.on_node_lost(node, "killed", crashed=True)
 
     # --------------------------------------------------------------------------------------- requests
     def submit(self, requests: Iterable[SimRequest]) -> None:

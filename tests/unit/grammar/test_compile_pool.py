@@ -12,7 +12,6 @@ from shared.errors import RequestError
 from shared.grammar.backend import GrammarBackend
 from shared.grammar.compile_pool import CompilePool
 from shared.protocol.sampling_params import Grammar
-from tests.patience import PATIENCE_S
 from tests.token_grammar import CostlyCompiled, CpuTime, TokenCompiled, TokenMatcher
 
 
@@ -28,7 +27,7 @@ class CountingBackend:
         self.compiled.append(grammar.text)
         self.began.set()
         if grammar.text == "hang":
-            assert self.gate.wait(PATIENCE_S)
+            assert self.gate.wait(10)
         if grammar.text == "bad":
             raise RequestError("bad grammar", param="ebnf")
         if grammar.text == "broken":
@@ -71,7 +70,7 @@ def test_the_backend_is_made_once_and_late(backend: CountingBackend) -> None:
 def test_warming_up_makes_the_backend(backend: CountingBackend) -> None:
     pool = CompilePool(lambda: backend)
     pool.warm_up()
-    assert backend.began.wait(PATIENCE_S)
+    assert backend.began.wait(10)
     pool.close()
 
 
@@ -90,7 +89,7 @@ def test_a_grammar_is_probed_once() -> None:
 
     pool = CompilePool(Backend)
     for _ in range(3):
-        pool.compile(ebnf("a")).result(PATIENCE_S)
+        pool.compile(ebnf("a")).result(10)
     assert matchers == 1
     pool.close()
 
@@ -98,23 +97,23 @@ def test_a_grammar_is_probed_once() -> None:
 def test_a_bad_grammar_says_so_each_time(pool: CompilePool) -> None:
     for _ in range(2):
         with pytest.raises(RequestError, match="bad grammar"):
-            pool.compile(ebnf("bad")).result(PATIENCE_S)
+            pool.compile(ebnf("bad")).result(10)
 
 
 def test_a_broken_compiler_is_our_fault_and_tried_again(pool: CompilePool, backend: CountingBackend) -> None:
     for _ in range(2):
         with pytest.raises(RequestError, match="MemoryError: too much") as caught:
-            pool.compile(ebnf("broken")).result(PATIENCE_S)
+            pool.compile(ebnf("broken")).result(10)
         assert caught.value.status == 500
     assert backend.compiled == ["broken", "broken"]
-    pool.compile(ebnf("a")).result(PATIENCE_S)  # its thread lives on
+    pool.compile(ebnf("a")).result(10)  # its thread lives on
 
 
 def test_a_hanging_compiler_holds_up_neither_others_nor_the_end(
     pool: CompilePool, backend: CountingBackend
 ) -> None:
     hanging = pool.compile(ebnf("hang"))
-    pool.compile(ebnf("a")).result(PATIENCE_S)
+    pool.compile(ebnf("a")).result(10)
     pool.close()
     assert not hanging.done()
     assert all(t.daemon for t in threading.enumerate() if t.name.startswith("grammar-"))
@@ -123,7 +122,7 @@ def test_a_hanging_compiler_holds_up_neither_others_nor_the_end(
 def only_one_thread(backend: CountingBackend, **limits: int) -> CompilePool:
     pool = CompilePool(lambda: backend, num_threads=1, **limits)
     pool.compile(ebnf("hang"))
-    assert backend.began.wait(PATIENCE_S)
+    assert backend.began.wait(10)
     return pool
 
 
@@ -133,7 +132,7 @@ def test_what_was_cancelled_is_not_begun(backend: CountingBackend) -> None:
     assert all(future.cancel() for future in cancelled)
     last = pool.compile(ebnf("last"))
     backend.gate.set()
-    last.result(PATIENCE_S)
+    last.result(10)
     assert backend.compiled == ["hang", "last"]
     pool.close()
 
@@ -147,9 +146,9 @@ def test_a_full_queue_is_told_at_once(backend: CountingBackend) -> None:
     queued[1].cancel()
     third = pool.compile(ebnf("c"))
     backend.gate.set()
-    third.result(PATIENCE_S)
-    wait([pool.compile(ebnf(text)) for text in "def"], PATIENCE_S)
-    assert pool.compile(ebnf("g")).result(PATIENCE_S), "places come back"
+    third.result(10)
+    wait([pool.compile(ebnf(text)) for text in "def"], 10)
+    assert pool.compile(ebnf("g")).result(10), "places come back"
     pool.close()
 
 
@@ -163,7 +162,7 @@ def test_a_closed_pool_compiles_nothing_and_its_threads_end(backend: CountingBac
     assert caught.value.status == 503
     backend.gate.set()
     for thread in pool._threads:
-        thread.join(PATIENCE_S)
+        thread.join(10)
         assert not thread.is_alive()
 
 
@@ -176,5 +175,5 @@ def test_a_grammar_that_is_slow_to_follow_is_refused() -> None:
 
     pool = CompilePool(Costly, cpu_clock=cpu)
     with pytest.raises(RequestError, match="regex: following this grammar takes too long"):
-        pool.compile(Grammar("regex", "a")).result(PATIENCE_S)
+        pool.compile(Grammar("regex", "a")).result(10)
     pool.close()

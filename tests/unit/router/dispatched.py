@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.metrics import Metrics
@@ -45,18 +45,32 @@ class Fleet:
     def __init__(self, num_decode: int, local_prefill_tokens: int = PAGE) -> None:
         self.decodes = [FakeNode(f"d{i:03}", Role.DECODE) for i in range(num_decode)]
         self.prefills = [FakeNode("p0", Role.PREFILL)]
+        self.now = 1000.0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
         self.dispatcher = Dispatcher(
             self,
             incarnation="router",
             policies={Role.PREFILL: round_robin, Role.DECODE: cache_aware},
-            deadlines=Deadlines(first_token_s=60, stall_s=60),
+            deadlines=Deadlines(first_token_s=60, stall_s=60, failover_s=30),
             local_prefill_tokens=local_prefill_tokens,
             metrics=Metrics(lambda: "tiny"),
+            later=lambda delay_s, act: self.timers.append((self.now + delay_s, act)),
+            clock=lambda: self.now,
         )
 
     @property
     def counts(self) -> NodeCounts:
         return self.dispatcher._counts
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, and everything happen that was to happen in it."""
+        until = self.now + seconds
+        while due := [timer for timer in self.timers if timer[0] <= until]:
+            timer = min(due, key=lambda timer: timer[0])
+            self.timers.remove(timer)
+            self.now = max(self.now, timer[0])
+            timer[1]()
+        self.now = until
 
     def live(self, role: Role) -> Sequence[FakeNode]:
         return self.decodes if role is Role.DECODE else self.prefills

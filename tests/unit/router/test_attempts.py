@@ -116,11 +116,14 @@ def test_a_later_attempt_goes_to_a_node_with_room_for_all_that_was_promised() ->
     assert resent.req.nodes[-1] is resent.other
 
 
-def test_without_such_a_node_the_request_ends() -> None:
+def test_without_such_a_node_the_request_ends_after_its_time() -> None:
     resent = Resent(max_new_tokens=50)
     for node in resent.fleet.decodes:
         node.limits = NodeLimits(len(IDS) + 49, 65_536, 64)
     resent.give_back()
+    resent.fleet.wait(29)
+    assert not resent.req.ended
+    resent.fleet.wait(2)
     assert resent.req.error is not None
     assert (resent.req.error.status, resent.req.error.code) == (503, "no_node")
     assert f"room for {len(IDS) + 50} tokens; the largest has {len(IDS) + 49}" in resent.req.error.message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import zmq.asyncio
 
@@ -15,7 +15,6 @@ from router.nodes.membership import Membership
 from router.nodes.node_link import LiveNode
 from shared.protocol.messages import Failed, Relay, ReqKey, Role, TokenEntry
 from shared.protocol.resolver import Resolver
-from tests.patience import eventually
 from tests.unit.protocol.conftest import SlowNames
 from tests.unit.router.fakes import FakeNode
 
@@ -46,7 +45,10 @@ class Events:
     def on_relay(self, relay: Relay) -> None:
         raise AssertionError("there is one router")
 
-    def on_node_lost(self, node: Node, reason: str) -> None:
+    def on_node_alive(self, node: Node) -> None:
+        """There are no requests."""
+
+    def on_node_lost(self, node: Node, reason: str, *, crashed: bool) -> None:
         self.lost.append(node.ref.node_id)
 
 
@@ -68,6 +70,12 @@ async def new_membership(names: SlowNames | None = None) -> AsyncIterator[tuple[
         context.destroy()
 
 
+async def until(check: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not check():
+            await asyncio.sleep(0.01)
+
+
 def test_a_name_that_resolves_slowly_costs_no_other_node() -> None:
     async def run() -> None:
         names = SlowNames()
@@ -76,8 +84,8 @@ def test_a_name_that_resolves_slowly_costs_no_other_node() -> None:
             member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
             assert late is not None
             assert member is not None
-            await eventually(lambda: member.state is MemberState.ALIVE)
-            await eventually(lambda: late.state is MemberState.LOST)
+            await until(lambda: member.state is MemberState.ALIVE)
+            await until(lambda: late.state is MemberState.LOST)
             assert late.reason == "slow.example does not resolve: no answer within 1 s"
             assert member.state is MemberState.ALIVE
             assert not events.lost
@@ -94,9 +102,9 @@ def test_a_name_is_looked_up_again_until_it_resolves() -> None:
             address = node.ref.address.replace("127.0.0.1", "moved.example")
             member = membership.dial(address, Role.DECODE, pinned=True)
             assert member is not None
-            await eventually(lambda: member.state is MemberState.LOST)
+            await until(lambda: member.state is MemberState.LOST)
             assert member.reason == "moved.example does not resolve: Name or service not known"
             names.unknown.clear()
-            await eventually(lambda: member.state is MemberState.ALIVE)
+            await until(lambda: member.state is MemberState.ALIVE)
 
     asyncio.run(run())

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.dispatch.failover import Cause
 from shared.protocol.messages import Failed, Finish, Load, TokenEntry
 from tests.unit.router.fakes import joined_router, pair, write_model
 from tests.unit.router.test_placement import Fleet
@@ -51,6 +52,7 @@ OF_THE_ROUTER: Mapping[str, tuple[str, ...]] = {
         "sglang:num_aborted_requests",
         "baton:num_failed_requests",
         "baton:num_failovers",
+        "baton:num_poison_requests",
         "baton:num_rejected_requests",
     ),
     "histogram": (
@@ -145,14 +147,17 @@ def test_a_sequence_that_is_sent_elsewhere_is_a_failover() -> None:
     req = fleet.start()
     fleet.dispatcher.on_not_cached(req.nodes[-1], req.key)
     counter = families(fleet.dispatcher._metrics.export().decode())["baton:num_failovers"]
-    assert [s.value for s in counter.samples] == [1]
+    counts = {s.labels["cause"]: s.value for s in counter.samples if s.name.endswith("_total")}
+    assert counts == dict.fromkeys(Cause, 0) | {"not_cached": 1}
 
 
 @pytest.mark.parametrize(("status", "counts"), [(500, 1), (503, 1), (400, 0)])
 def test_a_bad_request_is_no_failure(status: int, counts: int) -> None:
     fleet = Fleet(1)
     req = fleet.start()
-    fleet.dispatcher.on_failed(req.nodes[-1], Failed(req.key, status, "regex: missing )"))
+    while not req.ended:
+        fleet.dispatcher.on_failed(req.nodes[-1], Failed(req.key, status, "regex: missing )"))
+        fleet.wait(10)
     counter = families(fleet.dispatcher._metrics.export().decode())["baton:num_failed_requests"]
     assert [s.value for s in counter.samples] == [counts]
 

@@ -140,7 +140,7 @@ class TestCounts:
         dispatcher = fleet.dispatcher
         dispatcher.on_tokens(node, [TokenEntry(reqs[0].key, 0, (1,), Finish("length"))])
         assert fleet.counts.num_seqs(node) == 5
-        dispatcher.on_failed(node, Failed(reqs[1].key, 500, "x"))
+        dispatcher.on_failed(node, Failed(reqs[1].key, 400, "x"))
         dispatcher.release(reqs[2])
         dispatcher.release(reqs[2])
         assert fleet.counts.num_seqs(node) == 3
@@ -148,6 +148,7 @@ class TestCounts:
         assert reqs[3].key.attempt == 1
         assert fleet.counts.num_seqs(node) == 3, "sent to it once more"
         dispatcher.on_not_cached(fleet.prefills[0], reqs[3].key)
+        fleet.wait(1)
         assert fleet.counts.num_seqs(node) == 3
         for req in reqs[3:]:
             dispatcher.release(req)
@@ -167,7 +168,8 @@ class TestCounts:
         fleet = Fleet(1)
         (node,) = fleet.decodes
         fleet.start()
-        fleet.dispatcher.on_node_lost(node, "killed")
+        fleet.decodes.remove(node)
+        fleet.dispatcher.on_node_lost(node, "killed", crashed=True)
         assert fleet.counts.num_seqs(node) == 0
         assert fleet.counts._counts == {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from shared.config import ScheduleOptions
@@ -42,3 +43,26 @@ def test_pages_that_an_arrival_waits_for_go_to_no_retracted_request_below_it(
     stepping.batcher._retract(low)
     arrival = Arrival(new_req("arrival", [4, 5, 6], 20, priority=priority), lambda req, victims: False)
     assert rids(stepping.batcher.plan(arrival).batch) == is_next
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_request_that_ran_elsewhere_goes_before_new_ones_of_its_level(
+    make_req: MakeReq, enabled: bool
+) -> None:
+    rule = PriorityRule(ScheduleOptions(enable_priority_scheduling=enabled))
+    new, higher, resumed = make_req(), make_req(priority=1), make_req()
+    resumed.key = msgspec.structs.replace(resumed.key, attempt=1)
+    reqs = [new, higher, resumed]
+    for number, req in enumerate(reqs):
+        req.arrival_step, req.arrival_number = 0, number
+    expected = [higher, resumed, new] if enabled else [resumed, new, higher]
+    assert rule.in_order(reqs, 0) == sorted(reqs, key=lambda req: rule.rank(req, 0)) == expected
+
+
+def test_the_policy_prefills_a_request_that_ran_elsewhere_first() -> None:
+    stepping = Stepping(schedule_policy="fcfs", max_running_requests=1)
+    stepping.add(new_req("new", [1, 2, 3], 20))
+    resumed = new_req("resumed", [4, 5, 6], 20)
+    resumed.key = msgspec.structs.replace(resumed.key, attempt=1)
+    stepping.add(resumed)
+    assert rids(stepping.batcher.plan().batch) == ["resumed"]

@@ -1,0 +1,342 @@
+"""A sequence that loses its nodes goes on at others, and its client sees nothing but time."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from router.dispatch.failover import MAX_FAILURES
+from router.dispatch.running_req import RunningReq
+from shared.errors import RequestError
+from shared.protocol.logprobs import Logprobs
+from shared.protocol.messages import (
+    Cancel,
+    Decode,
+    Failed,
+    Finish,
+    Load,
+    NodeLimits,
+    Prefill,
+    ReqReport,
+    Role,
+    Stamp,
+    TokenEntry,
+)
+from shared.timeline import FAILED_OVER
+from tests.unit.router.dispatched import IDS, FakeNode, Fleet
+
+
+def tell(fleet: Fleet, req: RunningReq, position: int, *ids: int, finish: Finish | None = None) -> None:
+    fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, position, ids, finish)])
+
+
+def kill(fleet: Fleet, node: FakeNode, *, crashed: bool = True) -> None:
+    (fleet.decodes if node.role is Role.DECODE else fleet.prefills).remove(node)
+    fleet.dispatcher.on_node_lost(node, "connection closed", crashed=crashed)
+
+
+def decode_of(req: RunningReq) -> FakeNode:
+    node = req.nodes[-1]
+    assert isinstance(node, FakeNode)
+    return node
+
+
+def latest(node: FakeNode, kind: type) -> object:
+    return [message for message in node.sent if isinstance(message, kind)][-1]
+
+
+class TestLostNodes:
+    def test_a_stream_goes_on_behind_its_last_token(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        first = decode_of(req)
+        tell(fleet, req, 0, 7, 8)
+        assert req.take() == [7, 8]
+        kill(fleet, first)
+        second = decode_of(req)
+        assert second is not first and req.key.attempt == 1
+        prefill, decode = latest(fleet.prefills[0], Prefill), latest(second, Decode)
+        assert isinstance(prefill, Prefill) and isinstance(decode, Decode)
+        assert prefill.work == decode.work and prefill.work.output_ids == (7, 8)
+        tell(fleet, req, 2, 9, finish=Finish("length"))
+        assert req.take() == [9] and req.error is None
+        assert fleet.counts.num_seqs(second) == 0
+
+    def test_the_other_node_lets_go(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        key = req.key
+        kill(fleet, decode_of(req))
+        assert Cancel(key) in fleet.prefills[0].sent
+
+    def test_without_a_prefill_node_the_decode_node_prefills(self) -> None:
+        fleet = Fleet(1)
+        req = fleet.start()
+        kill(fleet, fleet.prefills[0])
+        message = latest(decode_of(req), Decode)
+        assert isinstance(message, Decode) and message.prefill is None
+
+    def test_after_the_decode_node_has_spoken_the_prefill_node_does_not_count(self) -> None:
+        fleet = Fleet(1)
+        req = fleet.start()
+        tell(fleet, req, 0, 7)
+        kill(fleet, fleet.prefills[0])
+        assert req.key.attempt == 0
+
+    def test_it_waits_for_a_node(self) -> None:
+        fleet = Fleet(1)
+        req = fleet.start()
+        tell(fleet, req, 0, 7)
+        kill(fleet, decode_of(req))
+        assert req.nodes == () and not req.ended
+        fleet.wait(5)
+        fleet.decodes.append(FakeNode("d9", Role.DECODE))
+        fleet.wait(0.3)
+        assert decode_of(req) is fleet.decodes[0]
+
+    @pytest.mark.parametrize("with_token", [False, True])
+    def test_it_ends_with_the_reason_when_none_comes(self, with_token: bool) -> None:
+        fleet = Fleet(1)
+        req = fleet.start()
+        if with_token:
+            tell(fleet, req, 0, 7)
+        kill(fleet, decode_of(req))
+        fleet.wait(29.5)
+        assert not req.ended
+        fleet.wait(1)
+        assert isinstance(req.error, RequestError) and (req.error.status, req.error.code) == (503, "no_node")
+        assert "decode node d000 was lost: connection closed; no node could" in req.error.message
+        assert fleet.dispatcher.num_running == 0
+
+    def test_the_first_deadlines_hold(self) -> None:
+        fleet = Fleet(1)
+        req = fleet.start()
+        kill(fleet, decode_of(req))
+        before = fleet.dispatcher.seconds_left(req)
+        fleet.wait(10)
+        assert fleet.dispatcher.seconds_left(req) == before - 10
+        fleet.dispatcher.expire(req)
+        assert req.error is not None and "any node; decode node d000 was lost" in req.error.message
+        fleet.decodes.append(FakeNode("d9", Role.DECODE))
+        fleet.wait(1)
+        assert not fleet.decodes[0].sent, "it has ended"
+
+    def test_room_for_all_that_was_promised(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start(max_new_tokens=50)
+        first = decode_of(req)
+        (other,) = (node for node in fleet.decodes if node is not first)
+        other.limits = NodeLimits(len(IDS) + 49, 65_536, 64)
+        tell(fleet, req, 0, 7)
+        kill(fleet, first)
+        fleet.wait(1)
+        assert req.nodes == ()
+        other.limits = NodeLimits(len(IDS) + 50, 65_536, 64)
+        fleet.wait(1)
+        assert decode_of(req) is other
+
+    def test_a_removed_nodes_sequences_go_elsewhere_when_its_time_is_up(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        tell(fleet, req, 0, 7)
+        first, key = decode_of(req), req.key
+        fleet.decodes.remove(first)
+        assert fleet.dispatcher.fail_over_held(first, "its time is up") == 1
+        assert decode_of(req) is fleet.decodes[0] and Cancel(key) in first.sent
+        assert not req.failover.crashed
+
+    def test_logprobs_and_reports_of_all_attempts_count_once(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        prefill, first = fleet.prefills[0], decode_of(req)
+        stamps = (Stamp("prefill", "queued", 1.0),)
+        fleet.dispatcher.on_tokens(
+            prefill, [TokenEntry(req.key, 0, (7,), report=ReqReport(cached_tokens=5, stamps=stamps))]
+        )
+        moved = ReqReport(cached_tokens=5, stamps=stamps, kv_pages_transferred=3)
+        fleet.dispatcher.on_tokens(first, [TokenEntry(req.key, 0, (7,), report=moved)])
+        kill(fleet, first)
+        again = ReqReport(cached_tokens=80, kv_pages_transferred=4)
+        fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, 1, (8,), report=again)])
+        assert (req.cached_tokens, req.kv_pages_transferred) == (5, 7)
+        assert [stamp.stage for stamp in req.stamps] == ["queued", FAILED_OVER]
+
+    def test_input_logprobs_are_those_of_the_first_attempt(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        first = decode_of(req)
+        told = Logprobs(bytes(4))
+        fleet.dispatcher.on_tokens(first, [TokenEntry(req.key, 0, (7,), input_logprobs=told)])
+        kill(fleet, first)
+        other = TokenEntry(req.key, 1, (8,), input_logprobs=Logprobs(b"\0\0\x80\xbf"))
+        fleet.dispatcher.on_tokens(req.nodes[-1], [other])
+        assert req.input_logprobs is told
+
+
+class TestFailures:
+    def test_a_failure_of_the_node_sends_it_elsewhere(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        first = decode_of(req)
+        fleet.dispatcher.on_failed(first, Failed(req.key, 500, "the forward failed"))
+        assert decode_of(req) is not first and not req.ended
+
+    @pytest.mark.parametrize("failed", [(400, None), (500, "regex")])
+    def test_a_failure_of_the_request_is_final(self, failed: tuple[int, str | None]) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        status, param = failed
+        fleet.dispatcher.on_failed(decode_of(req), Failed(req.key, status, "no", param))
+        assert req.error is not None and req.error.status == status
+
+    def test_a_prefill_node_that_failed_is_not_asked_again(self) -> None:
+        fleet = Fleet(1)
+        req = fleet.start()
+        fleet.dispatcher.on_failed(fleet.prefills[0], Failed(req.key, 503, "link lost"))
+        message = latest(decode_of(req), Decode)
+        assert isinstance(message, Decode) and message.prefill is None
+
+    def test_a_lone_decode_node_is_asked_again_and_prefills(self) -> None:
+        fleet = Fleet(1)
+        req = fleet.start()
+        fleet.dispatcher.on_failed(decode_of(req), Failed(req.key, 500, "the forward failed"))
+        message = latest(decode_of(req), Decode)
+        assert isinstance(message, Decode) and message.prefill is None and message.key.attempt == 1
+
+    def test_a_blamed_peer_is_avoided_instead_of_the_node_that_says_so(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        first = decode_of(req)
+        blames = fleet.prefills[0].ref.incarnation
+        fleet.dispatcher.on_failed(first, Failed(req.key, 503, "wrong pages", blames=blames))
+        assert req.failover.avoid == {blames}
+
+    def test_pauses_grow_and_failures_in_a_row_are_bounded(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        failed_at = []
+        while not req.ended:
+            failed_at.append(fleet.now)
+            fleet.dispatcher.on_failed(decode_of(req), Failed(req.key, 500, "again"))
+            while not req.ended and not req.nodes:
+                fleet.wait(0.05)
+        assert len(failed_at) == MAX_FAILURES + 1
+        pauses = [b - a for a, b in itertools.pairwise(failed_at)]
+        assert pauses == pytest.approx([0, 0.1, 0.2, 0.4, 0.8, 1.6], abs=0.06)
+        assert req.error is not None and req.error.message == "again"
+
+    def test_a_new_token_ends_the_row(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start(max_new_tokens=50)
+        for position in range(2 * MAX_FAILURES):
+            tell(fleet, req, position, 7)
+            fleet.dispatcher.on_failed(decode_of(req), Failed(req.key, 500, "again"))
+            assert req.nodes, "sent at once"
+
+
+class TestCircuitBreaker:
+    def test_a_node_that_fails_often_is_left_out_for_a_while(self) -> None:
+        fleet = Fleet(2)
+        bad, good = fleet.decodes
+        for _ in range(3):
+            while decode_of(req := fleet.start()) is not bad:
+                pass
+            fleet.dispatcher.on_failed(bad, Failed(req.key, 500, "again"))
+        assert set(fleet.burst(10)) == {good.ref.node_id}
+        fleet.wait(11)
+        assert set(fleet.burst(10)) == {good.ref.node_id, bad.ref.node_id}
+
+    def test_a_success_closes_it(self) -> None:
+        fleet = Fleet(2)
+        bad, good = fleet.decodes
+        for _ in range(4):
+            while decode_of(req := fleet.start()) is not bad:
+                pass
+            fleet.dispatcher.on_tokens(bad, [TokenEntry(req.key, 0, (7,), report=ReqReport())])
+            fleet.dispatcher.on_failed(bad, Failed(req.key, 500, "again"))
+        assert set(fleet.burst(10)) == {good.ref.node_id, bad.ref.node_id}
+
+    def test_the_only_node_is_asked_all_the_same(self) -> None:
+        fleet = Fleet(1)
+        for _ in range(4):
+            req = fleet.start()
+            fleet.dispatcher.on_failed(decode_of(req), Failed(req.key, 500, "again"))
+        assert fleet.start().nodes
+
+
+class TestPoison:
+    def suspects(self, fleet: Fleet, *reqs: RunningReq) -> None:
+        """Crash the nodes of `reqs`, which are together on one, twice."""
+        for _ in range(2):
+            (node,) = {decode_of(req) for req in reqs}
+            kill(fleet, node)
+            fleet.wait(1)
+
+    def test_a_crash_while_it_runs_alone_convicts(self) -> None:
+        fleet = Fleet(3)
+        req = fleet.start()
+        self.suspects(fleet, req)
+        message = latest(decode_of(req), Decode)
+        assert isinstance(message, Decode) and message.prefill is None, "a suspect runs on one node"
+        assert not req.ended
+        kill(fleet, decode_of(req))
+        assert req.error is not None and (req.error.status, req.error.code) == (500, "poison_request")
+
+    def test_beside_others_it_is_not_convicted(self) -> None:
+        fleet = Fleet(4)
+        req = fleet.start()
+        self.suspects(fleet, req)
+        node = decode_of(req)
+        node.load = Load(num_running=2)  # one is another router's
+        kill(fleet, node)
+        assert not req.ended
+
+    def test_neighbours_are_acquitted_one_after_the_other(self) -> None:
+        fleet = Fleet(1)
+        one, two = fleet.start(max_new_tokens=60), fleet.start(max_new_tokens=60)
+        for name in ("d1", "d2"):
+            fleet.decodes.append(FakeNode(name, Role.DECODE))
+            (old,) = {decode_of(req) for req in (one, two)}
+            tell(fleet, one, len(one.output_ids), 7)
+            kill(fleet, old)
+            fleet.wait(1)
+        assert one.nodes and not two.nodes, "two waits until one has been tried"
+        tell(fleet, one, 2, *range(16))
+        fleet.wait(1)
+        assert two.nodes and not one.failover.is_suspect
+        kill(fleet, fleet.decodes[0])
+        assert not one.ended, "it is no suspect any more"
+
+    def test_other_work_goes_to_other_nodes(self) -> None:
+        fleet = Fleet(4)
+        req = fleet.start()
+        self.suspects(fleet, req)
+        trial = decode_of(req)
+        assert set(fleet.burst(10)) == {node.ref.node_id for node in fleet.decodes if node is not trial}
+
+    @pytest.mark.parametrize("crashed", [False, True])
+    def test_silence_and_lost_connections_make_no_suspect(self, crashed: bool) -> None:
+        fleet = Fleet(4)
+        req = fleet.start()
+        for _ in range(3):
+            node = decode_of(req)
+            kill(fleet, node, crashed=crashed)
+            if crashed:  # but the same process answers again
+                fleet.decodes.append(node)
+                fleet.dispatcher.on_node_alive(node)
+            fleet.wait(2)
+        assert not req.failover.is_suspect and not req.ended
+
+    def test_the_next_suspect_is_tried_when_one_is_released(self) -> None:
+        fleet = Fleet(1)
+        one, two = fleet.start(), fleet.start()
+        for name in ("d1", "d2"):
+            fleet.decodes.append(FakeNode(name, Role.DECODE))
+            (old,) = {decode_of(req) for req in (one, two)}
+            kill(fleet, old)
+            fleet.wait(1)
+        assert one.nodes and not two.nodes
+        fleet.dispatcher.release(one)
+        fleet.wait(1)
+        assert two.nodes
