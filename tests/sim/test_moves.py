@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from decode_node.scheduler import DecodeScheduler
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
 from shared.kvcache.audit import audit_idle
-from shared.protocol.messages import Cancel, ReqKey, Struct, Tokens
+from shared.protocol.messages import Cancel, ReqKey, Role, Struct, Tokens
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.transfer_messages import CancelTransfer, Done, Grant, Handoff, Ready
 from shared.timeline import ReqStage
 from tests.cluster import AnsweredMove, Cluster, sender_of
 from tests.fake_network import Faults
+from tests.sim.test_grammars import Late, grammar_engine
 from tests.token_engine import reference_tokens, token_engine
+from tests.token_grammar import token_grammar
 
 both_overlaps = pytest.mark.parametrize("overlap", [False, True])
 
@@ -54,9 +58,17 @@ def wanted(ids: list[int], num_new: int) -> list[int]:
 class Run:
     """One request on d0, of which some tokens have come."""
 
-    def __init__(self, cluster: Cluster, *, num_new: int = 100, seed: int = 1, after: int = 5) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        num_new: int = 100,
+        seed: int = 1,
+        after: int = 5,
+        sampling: SamplingParams | None = None,
+    ) -> None:
         self.cluster, self.num_new, self.ids = cluster, num_new, prompt(seed)
-        self.key = cluster.router.submit(f"r{seed}", self.ids, params(num_new), "p0", "d0")
+        self.key = cluster.router.submit(f"r{seed}", self.ids, sampling or params(num_new), "p0", "d0")
         self.until(lambda: len(self.tokens) >= after)
 
     @property
@@ -401,4 +413,57 @@ def test_random_moves_change_no_token(seed: int, overlap: bool) -> None:
         for key, ids_of in ids.items():
             assert cluster.tokens(key) == wanted(ids_of, 40)
         assert any(move.left for move in cluster.router.moves.values())
+        cluster.assert_idle()
+
+
+def is_over(cluster: Cluster, move: AnsweredMove) -> bool:
+    """Whether the move has arrived or failed, or its request has ended."""
+    return move.arrived or bool(move.failures) or cluster.router.answers[move.key].ended
+
+
+def grammar_run(cluster: Cluster, run_length: int = 0) -> Run:
+    grammar = token_grammar(3, 90, run_length)
+    return Run(cluster, sampling=SamplingParams(max_new_tokens=100, temperature=0.0, grammar=grammar))
+
+
+@both_overlaps
+@pytest.mark.parametrize("run_length", [0, 5])
+def test_a_grammar_goes_with_its_request(overlap: bool, run_length: int) -> None:
+    """There and back, many times; with jumps over forced text, which end in the middle of what is handed off."""
+    shape = config(overlap=overlap)
+    shape = replace(shape, schedule=replace(shape.schedule, enable_jump_forward=True))
+    outputs = []
+    for moves in (False, True):
+        with Cluster(1, 2, grammar_engine, shape) as cluster:
+            run = grammar_run(cluster, run_length)
+            key, source, target, num_moves = run.key, "d0", "d1", 0
+            while moves and not cluster.router.answers[run.key].ended:
+                move = cluster.router.move(key, source, target)
+                run.until(partial(is_over, cluster, move))
+                if move.arrived:
+                    key, source, target = move.to_key, target, source
+                    num_moves += 1
+            cluster.run_all(check=True)
+            outputs.append(cluster.tokens(run.key))
+            assert num_moves >= (3 if moves else 0)
+            for _ in range(20):
+                cluster.step()
+            cluster.assert_idle()
+    assert outputs[0] == outputs[1]
+
+
+def test_a_target_reserves_when_the_grammar_is_compiled() -> None:
+    """Until then the request runs on at the source, and the target holds nothing for it."""
+    late = Late()
+    with Cluster(1, 1, grammar_engine, config()) as cluster:
+        cluster.start("d1", Role.DECODE, replace(token_engine(config()), grammars=late))
+        run = grammar_run(cluster)
+        move = run.move()
+        run.until(lambda: len(run.tokens) > 12)
+        ledger = cluster.nodes["d1"].engine.ledger
+        assert not ledger.live
+        assert move.to_key in cluster.nodes["d1"].scheduler.reqs
+        late.go()
+        run.until(lambda: move.arrived)
+        cluster.run_all(check=True)
         cluster.assert_idle()
