@@ -57,6 +57,7 @@ class PrefillScheduler:
         self._ledger = engine.ledger
         self._sender = sender
         self._peering = peering
+        self._router_port = router_port
         self._vitals = vitals
         self._launcher = new_launcher(engine, options)
         self.grammar_queue = new_grammar_queue(engine, options, wake)
@@ -88,6 +89,8 @@ class PrefillScheduler:
                     self._peering.set_peers(heard.router, decode_nodes)
                 case Prefill():
                     self._start(heard.message)
+        if self._router_port.is_draining:
+            self._hand_back()
         self._sender.tick()
         self._hear_transfers()
 
@@ -98,6 +101,11 @@ class PrefillScheduler:
                     self._admit(key, prefix_pages)
                 case SendEnded():
                     self._transfer_ended(event)
+
+    def _hand_back(self) -> None:
+        """Fail the requests of which nothing is computed yet: their routers send them to other nodes."""
+        for req in [req for req in self.reqs.values() if req.timeline.stage is ReqStage.QUEUED]:
+            self.reqs.fail(req, RequestError("this prefill node is draining", status=503))
 
     def _start(self, message: Prefill) -> None:
         req = self._desk.accept(message)

@@ -169,6 +169,11 @@ class RouterPort:
         """Tell the request's router that too little of the prompt is cached here."""
         self._outbox.send(key.router, NotCached(key))
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether this node is to be emptied."""
+        return self._relay.is_draining
+
     def moved(self, key: ReqKey) -> None:
         """Tell the request's router that another node has all of it, after the tokens that this one has sent."""
         self.flush()

@@ -39,6 +39,11 @@ class RouterRelay:
         """For each router: a second, and how many of its aborts were relayed in that second."""
         self._refused = log.LimitedWarning("relay_refused", clock)
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether the node is to be emptied. Any thread may ask."""
+        return self._drained_at is not None
+
     def greet(self, router: str, *, resume: bool) -> None:
         """Tell a router that has just come what holds. With `resume`, the node is not drained any more."""
         if resume:
