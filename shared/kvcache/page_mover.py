@@ -66,8 +66,12 @@ class NumpyPageMover:
     ) -> int:
         """Copy pages into the contiguous `out`."""
         pages, into = _as_pages(pages_RPN, rows, page_ids, out)
-        np.take(pages, page_ids, axis=1, out=into, mode="clip")  # any other mode copies twice
-        return 0 if seed is None else chunk_digest(out, pages_RPN.shape[2], seed)
+        if seed is None:
+            np.take(pages, page_ids, axis=1, out=into, mode="clip")  # any other mode copies twice
+            return 0
+        picked = pages.take(page_ids, axis=1)  # `out` may be written to before its digest is taken
+        into[:] = picked
+        return chunk_digest(torch.from_numpy(picked.view(np.uint8)), pages_RPN.shape[2], seed)
 
     def scatter(
         self,
