@@ -210,6 +210,11 @@ class TransferOptions:
         names=("--kv-transfer",),
         choices=("auto", "gloo", "shm", "nccl"),
     )
+    allow_mixed_numerics: bool = flag(
+        False,
+        "take KV pages of nodes whose kernels, instruction set or type differ: a stream may then part from what it "
+        "would have been on one node where two tokens are nearly tied",
+    )
 
     # staging: one ring per link
     slot_nbytes: int = flag(

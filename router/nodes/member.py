@@ -50,8 +50,8 @@ class Member:
 
 
 def raise_if_different(ours: KVLayout, theirs: KVLayout) -> None:
-    """Refuse a layout that differs, by the name of the first such field."""
+    """Refuse a layout that differs, by the name of the first such field. Numerics may differ within a fleet."""
     for field in KVLayout.__struct_fields__:
         mine, other = getattr(ours, field), getattr(theirs, field)
-        if mine != other:
+        if mine != other and field != "numerics":
             raise Refusal(f"{field}: the fleet has {mine!r}, this node has {other!r}")

@@ -62,6 +62,8 @@ class ModelBackend(Protocol):
     """Reads the model's weights, reads and writes the KV pool. Used on the forward stream, in launch order."""
 
     name: str
+    numerics: str
+    """The same for two backends whose KV and logits have the same bits, given one type (`KVLayout.numerics`)."""
     has_threads: bool
     """True for threads of its own, of which the forward stream's is the first; torch starts its own by itself."""
     vocab_size: int

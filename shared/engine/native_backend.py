@@ -18,7 +18,7 @@ from shared.engine.sampler import adjust_logits
 from shared.engine.sampling_inputs import LogprobInputs, SamplingInputs
 from shared.engine.vocab_mask import VocabMask
 from shared.kernels.cpu.decoder import BatchDesc, KVPool, NativeDecoder
-from shared.kernels.cpu.library import Team
+from shared.kernels.cpu.library import Team, numerics
 from shared.kernels.cpu.sampling import Sampling, sample
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import ModelConfig
@@ -40,6 +40,7 @@ class NativeBackend:
         progress: Progress,
     ) -> None:
         """The backend owns `team`, and ends it in `close`."""
+        self.numerics = f"native-{numerics(team.library)}"
         self.vocab_size = config.vocab_size
         self._hidden_size = config.hidden_size
         self._team = team

@@ -160,6 +160,7 @@ def _parts(
         "device": str(engine.pool.device),
         "dtype": engine.layout.dtype,
         "attention_backend": engine.attention_backend,
+        "numerics": engine.layout.numerics,
         "kv_transfer": config.transfer.backend,
         "host_kv_tokens": engine.ledger.host.num_pages * engine.layout.page_size,
     }

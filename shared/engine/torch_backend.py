@@ -35,6 +35,7 @@ class TorchBackend:
         progress: Progress,
     ) -> None:
         self.name = name
+        self.numerics = f"{name}-{torch.__version__}/{_processor(pool.device)}"
         self.vocab_size = decoder.config.vocab_size
         self._decoder = decoder
         self._attention = attention
@@ -70,3 +71,10 @@ class TorchBackend:
 
     def close(self) -> None:
         """Do nothing: torch frees its memory."""
+
+
+def _processor(device: torch.device) -> str:
+    """The GPU's name, or the instruction set that torch computes with on this CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return torch.backends.cpu.get_cpu_capability()

@@ -45,9 +45,11 @@ class PageStore(Protocol):
         ...
 
 
-def check_layout(ours: KVLayout, theirs: KVLayout) -> None:
+def check_layout(ours: KVLayout, theirs: KVLayout, *, allow_mixed_numerics: bool) -> None:
     """Raise LayoutMismatch, naming the first field that differs."""
     for field in KVLayout.__struct_fields__:
+        if field == "numerics" and allow_mixed_numerics:
+            continue
         if getattr(ours, field) != getattr(theirs, field):
             raise LayoutMismatch(field, getattr(ours, field), getattr(theirs, field))
 

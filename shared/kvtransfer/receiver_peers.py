@@ -93,7 +93,9 @@ class ReceiverPeers:
         self.links.fail_peer(peer_id, "the peer connected anew", tell_peer=False)
         peer = self.table.add(peer_id, _NextLink(deque()), now)
         try:
-            check_layout(self._own.layout, hello.layout)
+            check_layout(
+                self._own.layout, hello.layout, allow_mixed_numerics=self._options.allow_mixed_numerics
+            )
             peer.state.transports.extend(self._own.transports.in_common(hello.transports, hello.host))
         except PeerMismatch as error:
             peer.refused = str(error)

@@ -20,7 +20,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import Role as Role
 from shared.timeline import Stamp as Stamp
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised by every change of a message, which a peer of the version before would misread or drop. A router and a node
 of different versions refuse each other; nodes only meet through a router, so they have the same version."""
 
@@ -88,6 +88,10 @@ class KVLayout(Record, frozen=True):
 
     `fingerprint` is a digest of the checkpoint. One page of all layers holds
     2 * num_layers * num_kv_heads * page_size * head_dim elements of `dtype`.
+
+    `numerics` names everything that decides about the bits of a token's KV and logits: the attention backend with its
+    version, the instruction set and the type (`native-1/avx512_bf16/bfloat16`). Nodes of one fleet may differ in it;
+    then no pages move between them, unless --allow-mixed-numerics permits it.
     """
 
     fingerprint: str
@@ -96,6 +100,7 @@ class KVLayout(Record, frozen=True):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    numerics: str = ""
 
 
 class NodeLimits(Record, frozen=True):

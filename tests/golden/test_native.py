@@ -1,8 +1,8 @@
-"""In bf16 by the native kernels: greedy tokens of 1 prefill + 1 decode == of one node with one request at a time.
+"""In bf16 by the native kernels: tokens of 1 prefill + 1 decode == of one node with one request at a time.
 
-They are the same bits whatever the batch, the chunks, the page size and the prefix that was there, and so the tokens
-are too. Retraction is left out: KV that a decode step wrote comes back from an extend, whose attention sums in
-another order, so tokens may part where two are nearly tied.
+The KV and logits of a token are the same bits whatever the batch, the chunks, the page size and the prefix that was
+there, and whether a decode step or a prefill computed them. So tokens and logprobs are the same too, also of requests
+that are retracted and prefilled again, and of those that another node goes on with.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from shared.config import NodeConfig
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import load_library
+from shared.protocol.logprobs import LogprobParams, TokenLogprobs
 from shared.protocol.sampling_params import SamplingParams
+from tests.cluster import Cluster
 from tests.golden.pairwise import pairwise
 from tests.golden.references import Zoo
 from tests.golden.serving import Client, node_config, split, unsplit
@@ -42,9 +45,15 @@ class Case:
     overlap: bool
     num_reqs: int
     mixed: bool
+    retract_every: int
 
     def __str__(self) -> str:
-        named = {"hit": self.prefix, "overlap": self.overlap, "mixed": self.mixed}
+        named = {
+            "hit": self.prefix,
+            "overlap": self.overlap,
+            "mixed": self.mixed,
+            "retract": self.retract_every,
+        }
         flags = "".join(f"-{name}" for name, on in named.items() if on)
         return f"{self.model}-page{self.page_size}-chunk{self.chunk}-reqs{self.num_reqs}{flags}"
 
@@ -57,6 +66,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "overlap": (True, False),
     "num_reqs": (1, NUM_PROMPTS),
     "mixed": (False, True),
+    "retract_every": (0, 3),
 }
 CASES = [Case(*values) for values in pairwise(FACTORS)]  # type: ignore[arg-type]
 
@@ -85,6 +95,8 @@ def test_split_equals_one_node(zoo: Zoo, alone: dict[str, list[list[int]]], case
         chunk=case.chunk,
         overlap=case.overlap,
         enable_mixed_chunk=case.mixed,
+        retract_every=case.retract_every,
+        retract_policy="recompute",
     )
     prompts = zoo.prompts(case.model)[: case.num_reqs]
     with split(config) as cluster:
@@ -94,3 +106,57 @@ def test_split_equals_one_node(zoo: Zoo, alone: dict[str, list[list[int]]], case
                 client.leave_prefix("p0", ids[:P_PREFIX])
                 client.leave_prefix("d0", ids[:D_PREFIX])
         assert client.tokens(prompts, PARAMS) == alone[case.model][: case.num_reqs]
+        count = cluster.nodes["d0"].scheduler.batcher.retraction.count
+        assert bool(count.num_recompute) == bool(case.retract_every)
+
+
+NUM_NEW = 40
+SAMPLED = SamplingParams(
+    max_new_tokens=NUM_NEW,
+    temperature=1.0,
+    seed=5,
+    ignore_eos=True,
+    frequency_penalty=0.3,
+    logprobs=LogprobParams(start_len=-1, top_num=3),
+)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What a client has received, and the KV that is left of it."""
+
+    tokens: list[int]
+    logprobs: dict[int, TokenLogprobs]
+    kv: torch.Tensor
+
+
+def streamed(cluster: Cluster, ids: list[int], known: list[int]) -> Streamed:
+    """A stream of which the first tokens are `known`, beside another one."""
+    client = Client(cluster)
+    key = client.submit(ids, SAMPLED, output_ids=known)
+    client.submit(ids[5:], SAMPLED)
+    cluster.run_all()
+    answer, engine = cluster.router.answers[key], cluster.nodes["d0"].engine
+    assert not answer.failures
+    pages = engine.ledger.match_prefix([*ids, *answer.token_ids], "").pages
+    kv_LSPNHD = engine.pool.buffer_LSNHPD[:, :, pages].transpose(3, 4)
+    return Streamed(answer.token_ids, answer.logprobs, kv_LSPNHD.flatten(2, 3).view(torch.int16).clone())
+
+
+@pytest.mark.parametrize("model", FACTORS["model"])
+def test_a_stream_goes_on_to_the_bit_elsewhere(zoo: Zoo, model: str) -> None:
+    """A node that prefills prompt and output again leaves the KV, tokens and logprobs of an undisturbed stream."""
+    folder, ids = zoo.folder(model), zoo.prompts(model)[NUM_PROMPTS - 1]
+    with unsplit(config_of(folder, chunk=512)) as cluster:
+        whole = streamed(cluster, ids, [])
+    assert len(whole.tokens) == NUM_NEW
+    for num_known, chunk, page_size in ((1, 512, 16), (17, 23, 8), (NUM_NEW - 2, 7, 16)):
+        with split(config_of(folder, chunk=chunk, page_size=page_size)) as cluster:
+            again = streamed(cluster, ids, whole.tokens[:num_known])
+        assert again.tokens == whole.tokens
+        assert again.logprobs == {
+            position: found for position, found in whole.logprobs.items() if position >= num_known
+        }
+        num_tokens = min(again.kv.shape[2], whole.kv.shape[2])
+        assert num_tokens >= len(ids) + NUM_NEW - 16
+        assert torch.equal(again.kv[:, :, :num_tokens], whole.kv[:, :, :num_tokens])

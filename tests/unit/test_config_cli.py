@@ -60,6 +60,7 @@ FLAGS = """\
 --debug-checks
 --retract-every STEPS = 0
 --kv-transfer {auto,gloo,shm,nccl} = auto
+--allow-mixed-numerics
 --kv-slot-bytes BYTES = 4194304
 --kv-slots N = 4
 --ready-timeout-s READY_TIMEOUT_S = 600.0
@@ -108,6 +109,7 @@ VALUES = {
     "--debug-checks": None,
     "--retract-every": "5",
     "--kv-transfer": "nccl",
+    "--allow-mixed-numerics": None,
     "--kv-slot-bytes": "65536",
     "--kv-slots": "2",
     "--ready-timeout-s": "1.5",

@@ -21,6 +21,7 @@ _UNKNOWN_TOKEN, _OUT_OF_MEMORY = 1, 2
 _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_team_new": (_Pointer, (_Pointer, _Int)),
     "baton_team_free": (None, (_Pointer,)),
+    "baton_numerics": (ctypes.c_char_p, ()),
     **dict.fromkeys(
         ("baton_pack_linear", "baton_pack_gate_up"),
         (None, (_Pointer, _Pointer, _Int, _Int, _Int, _Pointer, _Int)),
@@ -52,6 +53,11 @@ def check_status(status: int) -> None:
         raise IndexError("a token id is outside the vocabulary of the model")
     if status == _OUT_OF_MEMORY:
         raise MemoryError("there is no memory for what this forward computes")
+
+
+def numerics(library: ctypes.CDLL) -> str:
+    """Return what decides about the bits of a result: `VERSION/INSTRUCTION_SET` (`src/numerics.cpp`)."""
+    return str(library.baton_numerics().decode())
 
 
 class Team:

@@ -169,6 +169,7 @@ class SameLogits:
     """Draws as torch does, from logits that are given."""
 
     name = "torch"
+    numerics = ""
     has_threads = False
     draw = TorchBackend.draw
 

@@ -3,16 +3,22 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from shared.errors import ConfigError, LayoutMismatch
 from shared.kvtransfer.layout import ChunkPlan, check_layout, record_digest
 from shared.protocol.messages import KVLayout
 
-OURS = KVLayout("f00d", "bfloat16", 16, 24, 2, 128)
+OURS = KVLayout("f00d", "bfloat16", 16, 24, 2, 128, "native-1/amx/bfloat16")
 
 
 def test_equal_layouts_pass() -> None:
-    check_layout(OURS, KVLayout("f00d", "bfloat16", 16, 24, 2, 128))
+    same = KVLayout("f00d", "bfloat16", 16, 24, 2, 128, "native-1/amx/bfloat16")
+    check_layout(OURS, same, allow_mixed_numerics=False)
+
+
+def test_mixed_numerics_may_be_allowed() -> None:
+    check_layout(OURS, replace(OURS, numerics="torch-2.13/AVX512/bfloat16"), allow_mixed_numerics=True)
 
 
 @pytest.mark.parametrize("field", KVLayout.__struct_fields__)
@@ -22,7 +28,7 @@ def test_a_mismatch_names_the_field(field: str) -> None:
     with pytest.raises(
         LayoutMismatch, match=rf"differ in {field}: this node has .*, the peer has "
     ) as caught:
-        check_layout(OURS, KVLayout(**values))
+        check_layout(OURS, KVLayout(**values), allow_mixed_numerics=field != "numerics")
     assert caught.value.field == field
 
 

@@ -578,6 +578,26 @@ def test_another_layout_is_refused_by_the_name_of_its_field() -> None:
     assert network.num_sent["LinkOpen"] == 0
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_pages_of_other_numerics_move_only_where_that_is_allowed(allowed: bool) -> None:
+    network = FakeNetwork()
+    p = PrefillHost(network, "p0", FAST, msgspec.structs.replace(LAYOUT, numerics="native-1/amx/float32"))
+    d = DecodeHost(network, "d0", replace(FAST, allow_mixed_numerics=allowed))
+    d.open(key(0), "p0", 4, 0)
+    p.open(key(0), "d0", 4)
+    network.connect("p0", "d0")
+    for _ in range(100):
+        network.advance(0.01)
+        p.step()
+        d.step()
+    if allowed:
+        assert isinstance(d.ended[key(0)], Received)
+    else:
+        assert "layouts differ in numerics: this node has '', the peer has 'native" in p.ended[key(0)].reason
+        assert all("numerics" in reason for side in (p.side, d.side) for reason in side.unreachable.values())
+        assert len(p.side.unreachable) == len(d.side.unreachable) == 1, "routers are told"
+
+
 def test_a_reservation_waits_for_its_peer_to_connect() -> None:
     network = FakeNetwork()
     d = DecodeHost(network, "d0", FAST)
