@@ -16,7 +16,7 @@ from shared.protocol.messages import Cancel, ReqKey, Role, Struct, Tokens
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.transfer_messages import CancelTransfer, Done, Grant, Handoff, Ready
 from shared.timeline import ReqStage
-from tests.cluster import AnsweredMove, Cluster, sender_of
+from tests.cluster import AnsweredMove, Cluster, ref, sender_of
 from tests.fake_network import Faults
 from tests.sim.test_grammars import Late, grammar_engine
 from tests.token_engine import reference_tokens, token_engine
@@ -417,21 +417,30 @@ def test_random_moves_change_no_token(seed: int, overlap: bool) -> None:
 
 
 def is_over(cluster: Cluster, move: AnsweredMove) -> bool:
-    """Whether the move has arrived or failed, or its request has ended."""
+    """Whether the move has arrived or failed, or its request has ended. A request that is stopped takes no step."""
+    for name in ("d0", "d1"):
+        for req in cluster.nodes[name].scheduler.batcher.running_batch:
+            assert req.timeline.stage is ReqStage.DECODING
     return move.arrived or bool(move.failures) or cluster.router.answers[move.key].ended
 
 
+def grammar_params(run_length: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=100, temperature=0.0, grammar=token_grammar(3, 90, run_length))
+
+
 def grammar_run(cluster: Cluster, run_length: int = 0) -> Run:
-    grammar = token_grammar(3, 90, run_length)
-    return Run(cluster, sampling=SamplingParams(max_new_tokens=100, temperature=0.0, grammar=grammar))
+    return Run(cluster, after=12, sampling=grammar_params(run_length))
+
+
+def with_jumps(shape: NodeConfig) -> NodeConfig:
+    return replace(shape, schedule=replace(shape.schedule, enable_jump_forward=True))
 
 
 @both_overlaps
 @pytest.mark.parametrize("run_length", [0, 5])
 def test_a_grammar_goes_with_its_request(overlap: bool, run_length: int) -> None:
     """There and back, many times; with jumps over forced text, which end in the middle of what is handed off."""
-    shape = config(overlap=overlap)
-    shape = replace(shape, schedule=replace(shape.schedule, enable_jump_forward=True))
+    shape = with_jumps(config(overlap=overlap))
     outputs = []
     for moves in (False, True):
         with Cluster(1, 2, grammar_engine, shape) as cluster:
@@ -452,6 +461,26 @@ def test_a_grammar_goes_with_its_request(overlap: bool, run_length: int) -> None
     assert outputs[0] == outputs[1]
 
 
+def test_offered_pages_that_the_tree_has_too_stay_until_the_transfer_has_ended() -> None:
+    """A twin on the same node puts the same pages into the tree first."""
+    with Cluster(1, 2, grammar_engine, with_jumps(config(headroom=16))) as cluster:
+        cluster.nodes["d0"].peering.ensure(ref("d1"))
+        for _ in range(20):  # the outputs, with their jumps, are there in few steps
+            cluster.step()
+        twin = cluster.router.submit("twin", prompt(1), grammar_params(5), "p0", "d0")
+        run = grammar_run(cluster, 5)
+        move = halt(run, "in flight")
+        req = cluster.nodes["d0"].scheduler.reqs[run.key]
+        run.until(lambda: req.kv is not None and bool(req.kv.superseded))
+        cluster.network.release(Grant)
+        cluster.run_all(check=True)
+        assert move.arrived
+        assert cluster.tokens(run.key) == cluster.tokens(twin)
+        for _ in range(20):
+            cluster.step()
+        cluster.assert_idle()
+
+
 def test_a_target_reserves_when_the_grammar_is_compiled() -> None:
     """Until then the request runs on at the source, and the target holds nothing for it."""
     late = Late()
@@ -459,7 +488,7 @@ def test_a_target_reserves_when_the_grammar_is_compiled() -> None:
         cluster.start("d1", Role.DECODE, replace(token_engine(config()), grammars=late))
         run = grammar_run(cluster)
         move = run.move()
-        run.until(lambda: len(run.tokens) > 12)
+        run.until(lambda: len(run.tokens) > 18)
         ledger = cluster.nodes["d1"].engine.ledger
         assert not ledger.live
         assert move.to_key in cluster.nodes["d1"].scheduler.reqs
