@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from router.dispatch.running_req import Node
+from router.http.topology import address_of
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.node_link import LiveNode
@@ -96,9 +97,8 @@ class FleetChanges:
         raise error
 
     def find(self, name: str) -> Member | None:
-        """The member of this id or address. An id may be at two addresses, so a connected member is preferred."""
-        addresses = (name, f"tcp://{name}")
-        found = [m for m in self._membership.members if m.node_id == name or m.address in addresses]
+        """The member of this id or HOST[:PORT]. Both may be those of two members: a connected one is preferred."""
+        found = [m for m in self._membership.members if name == m.node_id or _is_at(m, name)]
         return min(found, key=lambda member: member.node is None, default=None)
 
     async def remove(self, member: Member, drain_timeout_s: float) -> Removed:
@@ -212,6 +212,13 @@ class FleetChanges:
 
     def _at(self, address: str) -> Member | None:
         return next((m for m in self._membership.members if m.address == address), None)
+
+
+def _is_at(member: Member, text: str) -> bool:
+    try:
+        return member.address == address_of(member.role, text)
+    except ValueError:
+        return False  # an id may have characters that an address has not
 
 
 def _why_not(member: Member, wait_s: float) -> RequestError:

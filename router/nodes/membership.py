@@ -201,6 +201,7 @@ class Membership:
                 self.loading.pop(node_id, None)
                 self._node_failed_to_load(node=node_id, reason=reason)
             case Join(node, role):
+                self.loading.pop(node.node_id, None)
                 self._join(node, role)
         self._signal()
 

@@ -58,7 +58,11 @@ class ModelSlot:
     def get(self) -> ServedModel:
         """The model. Raises RequestError before it is known."""
         if self._model is None:
-            raise RequestError("no node has said yet which model it serves", status=503, code="starting")
+            raise RequestError(
+                "no node has said yet which model it serves (/health has the reason)",
+                status=503,
+                code="starting",
+            )
         return self._model
 
     def name(self) -> str:

@@ -85,6 +85,6 @@ class JoinAnnouncer:
     def _on_closed(self, peer: str, reason: str) -> None:
         if peer not in self._warned:
             self._warned.add(peer)
-            hint = "is that a router's control port, and --fleet-key the same there?"
+            hint = "is it a router's control port, open to this host (--control-host), with the same --fleet-key?"
             log.warn("router_unreachable", router=self._addresses[peer], reason=reason, hint=hint)
         self._closed.add(peer)
