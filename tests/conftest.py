@@ -1,8 +1,12 @@
-"""How tests share the cores when pytest-xdist runs them in several processes (`make test` does)."""
+"""For all tests: how they share the cores when pytest-xdist runs them in several processes, as `make test` does."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

@@ -1,35 +1,42 @@
-"""How tests wait: until something holds, however slow the machine is."""
+"""How tests wait: until something holds, however slow the machine is. No test proves anything by seconds."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar, cast
 
 T = TypeVar("T")
 
-PATIENCE_S = 120.0
-"""Ends a test that hangs, and proves nothing: no test may depend on it."""
+PATIENCE_S = 300.0
+"""After this time a test that hangs ends. A test that can pass never waits so long, on any machine."""
+
+_POLL_S = 0.01
 
 
-def until(holds: Callable[[], T], what: object = "", *, every_s: float = 0.01) -> T:
+def until(holds: Callable[[], T], what: object = "") -> T:
     """The first true answer of `holds`. Fails with its last answer and `what`, which may be a function."""
     give_up_at = time.monotonic() + PATIENCE_S
     while not (answer := holds()):
         assert time.monotonic() < give_up_at, _never(what, answer)
-        time.sleep(every_s)
+        time.sleep(_POLL_S)
     return answer
 
 
-async def eventually(holds: Callable[[], T], what: object = "", *, every_s: float = 0.01) -> T:
-    """As `until`, for tests whose event loop must run meanwhile."""
+async def eventually(holds: Callable[[], T | Awaitable[T]], what: object = "") -> T:
+    """As `until`, while the event loop runs. `holds` may be a coroutine function."""
     give_up_at = time.monotonic() + PATIENCE_S
-    while not (answer := holds()):
+    while True:
+        answer = holds()
+        if inspect.isawaitable(answer):
+            answer = await answer
+        if answer:
+            return cast("T", answer)
         assert time.monotonic() < give_up_at, _never(what, answer)
-        await asyncio.sleep(every_s)
-    return answer
+        await asyncio.sleep(_POLL_S)
 
 
 def _never(what: object, answer: object) -> str:
-    return f"never within {PATIENCE_S:g} s: {what() if callable(what) else what} (last: {answer!r})"
+    return f"not within {PATIENCE_S:g} s: {what() if callable(what) else what} (last: {answer!r})"

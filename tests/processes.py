@@ -21,20 +21,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
 
-T = TypeVar("T")
+from tests.patience import PATIENCE_S, until
 
-START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 30.0
 HOST = "127.0.0.1"
-FLOAT32 = ("--dtype", "float32", "--device", "cpu", "--cpu-cores", "any:1")
+NO_TIMEOUT_S = str(2 * PATIENCE_S)
+"""Where a test does not say otherwise, no process counts as dead for being slow."""
+NODE_FLAGS = (
+    *("--dtype", "float32", "--device", "cpu", "--cpu-cores", "any:1"),
+    *("--peer-timeout-s", NO_TIMEOUT_S, "--router-timeout-s", NO_TIMEOUT_S),
+)
 LOG_TAIL_CHARS = 6000
 
 
@@ -54,18 +57,9 @@ def free_port() -> int:
     raise AssertionError("no free port")
 
 
-def wait_until(what: str, check: Callable[[], T], timeout_s: float, *, every_s: float = 0.05) -> T:
-    """The first true answer of `check`; fails with its last one."""
-    deadline = time.monotonic() + timeout_s
-    while not (answer := check()):
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what} (last: {answer!r})"
-        time.sleep(every_s)
-    return answer
-
-
-def assert_gone(processes: Iterable[psutil.Process], timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """None of these processes runs any more."""
-    _, alive = psutil.wait_procs(list(processes), timeout=timeout_s)
+def assert_gone(processes: Iterable[psutil.Process]) -> None:
+    """Wait until none of these processes runs any more."""
+    _, alive = psutil.wait_procs(list(processes), timeout=PATIENCE_S)
     alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not alive, f"orphans: {[(p.pid, p.cmdline()) for p in alive]}"
 
@@ -121,13 +115,13 @@ class Process:
         self.family()
         os.kill(self.pid, signum)
 
-    def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+    def wait(self) -> int:
         """The exit code."""
         assert self._popen is not None
         try:
-            return self._popen.wait(timeout_s)
+            return self._popen.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.name} has not ended within {timeout_s:g} s") from None
+            raise AssertionError(f"{self.name} has not ended within {PATIENCE_S:g} s") from None
 
     def stop(self, signum: signal.Signals = signal.SIGTERM) -> int:
         """Ask it to end; its exit code. Nothing of it is left behind."""
@@ -147,8 +141,8 @@ class Process:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if self._popen is not None:
-            self._popen.wait(STOP_TIMEOUT_S)
-        psutil.wait_procs(self.family(), timeout=STOP_TIMEOUT_S)
+            self._popen.wait(PATIENCE_S)
+        psutil.wait_procs(self.family(), timeout=PATIENCE_S)
 
     def assert_clean_log(self) -> None:
         """No traceback, no leak, no bug was logged."""
@@ -168,7 +162,7 @@ class Call:
         self.broken: str | None = None
         self.ended_at: float | None = None
         self._lock = threading.Condition()
-        self._connection = http.client.HTTPConnection(HOST, port, timeout=120)
+        self._connection = http.client.HTTPConnection(HOST, port, timeout=PATIENCE_S)
         self._connection.connect()
         self._connection.request(
             "POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -199,17 +193,19 @@ class Call:
                 return str(thing["error"]["message"])
         return None
 
-    def wait_tokens(self, count: int, timeout_s: float = 60.0) -> None:
+    def wait_tokens(self, count: int) -> None:
         """Until so many tokens have come."""
         with self._lock:
-            came = self._lock.wait_for(lambda: self.ended or len(self.token_ids) >= count, timeout_s)
-        assert came, f"{len(self.token_ids)} of {count} tokens within {timeout_s:g} s"
+            came = self._lock.wait_for(lambda: self.ended or len(self.token_ids) >= count, PATIENCE_S)
+        assert came, f"{len(self.token_ids)} of {count} tokens within {PATIENCE_S:g} s"
         assert len(self.token_ids) >= count, f"ended with {len(self.token_ids)} tokens: {self.error}"
 
-    def finish(self, timeout_s: float = 90.0) -> Call:
+    def finish(self) -> Call:
         """Wait for the end of the answer, which must come."""
-        self._thread.join(timeout_s)
-        assert not self._thread.is_alive(), f"no end within {timeout_s:g} s; {len(self.events)} events so far"
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), (
+            f"no end within {PATIENCE_S:g} s; {len(self.events)} events so far"
+        )
         return self
 
     def hang_up(self) -> None:
@@ -217,12 +213,12 @@ class Call:
         with contextlib.suppress(OSError):
             if self._connection.sock is not None:
                 self._connection.sock.shutdown(socket.SHUT_RDWR)
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
-    def tokens(self, timeout_s: float = 90.0) -> list[int]:
+    def tokens(self) -> list[int]:
         """The tokens of an answer that must be complete and good."""
-        self.finish(timeout_s)
+        self.finish()
         assert self.status == 200 and self.error is None and not self.broken, self.describe()
         assert self.answer is not None or self.saw_done, "the stream did not end with [DONE]"
         return self.token_ids
@@ -270,11 +266,12 @@ class Router(Process):
         self.url = f"http://{HOST}:{self.port}"
         self._num_starts = 0
         ports = ("--port", str(self.port), "--control-port", str(self.control_port))
-        super().__init__(name, "router", (*ports, *flags), folder)
+        patience = ("--node-timeout-s", NO_TIMEOUT_S, "--stop-timeout-s", NO_TIMEOUT_S)
+        super().__init__(name, "router", (*ports, *patience, *flags), folder)
 
     def get(self, path: str) -> tuple[int, Any]:
         """Status and JSON; (0, None) when nobody answers."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=30)
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=PATIENCE_S)
         try:
             connection.request("GET", path)
             response = connection.getresponse()
@@ -299,7 +296,7 @@ class Router(Process):
         self._num_starts += 1
         super().start()
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S, *, nodes: Sequence[Process] = ()) -> Router:
+    def wait_ready(self, *, nodes: Sequence[Process] = ()) -> Router:
         """Until /health says that all nodes are there, and the generation that proves it is over.
 
         Neither the router nor any of `nodes` may end meanwhile.
@@ -313,34 +310,33 @@ class Router(Process):
                 code == 200 and health["status"] == "ok" and self.log.count("\nServing ") == self._num_starts
             )
 
-        wait_until("the router is ready", ready, timeout_s)
+        until(ready, "the router is ready")
         self.family()
         return self
 
-    def wait_healthy(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_healthy(self) -> None:
         """Until /health says ok."""
-        wait_until("it is healthy", lambda: (self.get("/health")[1] or {}).get("status") == "ok", timeout_s)
+        until(lambda: (self.get("/health")[1] or {}).get("status") == "ok", "it is healthy")
 
     def loads(self) -> dict[str, dict[str, Any]]:
         """The latest load of each live node, at most about a second old."""
         _, info = self.get("/get_server_info")
         return {} if info is None else {load["node_id"]: load for load in info["internal_states"]}
 
-    def wait_load(self, node_id: str, timeout_s: float = 30.0, **values: int) -> None:
+    def wait_load(self, node_id: str, **values: int) -> None:
         """Until a node's load has these values."""
 
         def reached() -> bool:
             load = self.loads().get(node_id, {})
             return all(load.get(name) == value for name, value in values.items())
 
-        wait_until(f"{node_id} has {values}: {self.loads().get(node_id)}", reached, timeout_s)
+        until(reached, lambda: f"{node_id} has {values}: {self.loads().get(node_id)}")
 
-    def wait_home(self, *node_ids: str, timeout_s: float = 20.0) -> float:
-        """Until the pages and slots of these nodes (all, if none is named) are back; seconds that took.
+    def wait_home(self, *node_ids: str) -> None:
+        """Until the pages and slots of these nodes (all, if none is named) are back.
 
         A load is up to a second old, so two different pongs in a row must say so.
         """
-        started = time.monotonic()
         seen: dict[str, set[int]] = {}
 
         def home() -> bool:
@@ -354,11 +350,7 @@ class Router(Process):
                     seen.setdefault(node_id, set()).add(load["progress"])
             return bool(wanted) and all(len(seen.get(node_id, ())) >= 2 for node_id in wanted)
 
-        try:
-            wait_until("pages and slots are back", home, timeout_s)
-        except AssertionError as error:
-            raise AssertionError(f"{error}: {json.dumps(self.loads())}") from None
-        return time.monotonic() - started
+        until(home, lambda: f"pages and slots are back: {json.dumps(self.loads())}")
 
     def __enter__(self) -> Router:
         self.start()
@@ -406,7 +398,7 @@ class Fleet:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         num_prefill, num_decode = (int(n) for n in topology.rstrip("D").split("P"))
-        common = ("--model", str(model), *FLOAT32, *flags)
+        common = ("--model", str(model), *NODE_FLAGS, *flags)
         self.nodes = {
             f"{role[0]}{i}": Node(folder, role, f"{role[0]}{i}", *common, *more)
             for role, count, more in (
@@ -425,9 +417,9 @@ class Fleet:
         self.wait_ready()
         return self
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_ready(self) -> None:
         """Until every node serves."""
-        self.router.wait_ready(timeout_s, nodes=list(self.nodes.values()))
+        self.router.wait_ready(nodes=list(self.nodes.values()))
 
     @property
     def processes(self) -> list[Process]:
@@ -440,7 +432,7 @@ class Fleet:
                 node.start()
             node.send(signal.SIGCONT)
         self.wait_ready()
-        self.router.wait_home(*self.nodes, timeout_s=30)
+        self.router.wait_home(*self.nodes)
 
     def stop(self) -> None:
         """End it as an operator would: exit codes 0, nothing left, nothing ugly in a log."""

@@ -131,6 +131,7 @@ class ChildProcess:
             watching = asyncio.create_task(self._watch(reader), name=f"watch {self.kind} {self.name}")
             try:
                 code = await process.wait()
+                await asyncio.wait({watching}, timeout=HEARTBEAT_S)  # what it has said last
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)

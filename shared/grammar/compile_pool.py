@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import cached_property
 
 import numpy as np
 
@@ -49,6 +48,7 @@ class CompilePool:
     ) -> None:
         self._load_backend = load_backend
         self._cpu_clock = cpu_clock
+        self._backend: GrammarBackend | None = None
         self._backend_lock = threading.Lock()
         self._probed: set[int] = set()
         """Hashes of the grammars that passed `probe`."""
@@ -112,6 +112,8 @@ class CompilePool:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         try:
             with self._backend_lock:
+                if self._backend is None:
+                    self._backend = self._load_backend()
                 backend = self._backend
             compiled = backend.compile(grammar)
             if hash(grammar) not in self._probed:
@@ -126,10 +128,6 @@ class CompilePool:
             message = f"the grammar backend failed: {type(error).__name__}: {error}"
             raise RequestError(message, status=500, param=grammar.kind) from error
         return compiled
-
-    @cached_property
-    def _backend(self) -> GrammarBackend:
-        return self._load_backend()
 
 
 def probe(compiled: CompiledGrammar, kind: str, cpu_clock: Clock) -> None:

@@ -8,6 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("shared", "prefill_node", "decode_node", "router")
 
@@ -25,7 +27,7 @@ def test_a_wheel_holds_every_file_of_the_packages(tmp_path: Path) -> None:
     }
     code = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
     built = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert built.returncode == 0, built.stderr
     (wheel,) = (tmp_path / "dist").iterdir()

@@ -24,7 +24,6 @@ from tests.processes import Router
 STREAMS = 16
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 32
-TIMEOUT_S = 300
 POOL_TOKENS = 16_384
 
 
@@ -44,7 +43,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 def measure(name: str, folder: Path, logs: Path) -> Iterator[Row]:
     """One service, and what it takes for more and more of its work."""
     with Router(logs, "--model", str(folder), "--max-total-tokens", str(POOL_TOKENS)) as router:
-        router.wait_ready(TIMEOUT_S)
+        router.wait_ready()
         for after, work in WORK.items():
             work(router)
             for node in footprints(router, folder):
@@ -62,7 +61,7 @@ def measure(name: str, folder: Path, logs: Path) -> Iterator[Row]:
 
 def prompt(router: Router) -> None:
     """One long one."""
-    router.generate(_ids(0), OUTPUT_TOKENS).tokens(TIMEOUT_S)
+    router.generate(_ids(0), OUTPUT_TOKENS).tokens()
 
 
 def streams(router: Router) -> None:
@@ -75,14 +74,14 @@ def streams(router: Router) -> None:
         for i in range(STREAMS)
     ]
     for call in calls:
-        call.tokens(TIMEOUT_S)
+        call.tokens()
 
 
 def grammar(router: Router) -> None:
     """On both nodes: the prefill node samples the first token."""
     schema = '{"type": "object", "properties": {"name": {"type": "string"}}}'
     sampling = {"json_schema": schema, "ignore_eos": False}
-    router.generate(_ids(99), OUTPUT_TOKENS, sampling=sampling).tokens(TIMEOUT_S)
+    router.generate(_ids(99), OUTPUT_TOKENS, sampling=sampling).tokens()
 
 
 WORK: dict[str, Callable[[Router], None]] = {

@@ -23,7 +23,8 @@ import uvloop
 
 from shared.protocol.messages import Role
 from tests.bench.table import Row
-from tests.processes import Router, wait_until
+from tests.patience import until
+from tests.processes import Router
 from tests.unit.router.fakes import FakeNode, write_model
 from tests.unit.router.stepping_node import ROOMY, SteppingNode
 
@@ -122,7 +123,7 @@ def _service(*, num_workers: int) -> Iterator[Router]:
             flags = ("--served-model-name", "tiny", "--local-prefill-tokens", "0")
             more = ("--router-workers", str(num_workers), "--model", str(write_model(Path(name) / "model")))
             with Router(Path(name), *joins, *flags, *more) as router:
-                wait_until("the router serves", lambda: "\nServing " in router.log, 30)
+                until(lambda: "\nServing " in router.log, "the router serves")
                 yield router
     finally:
         nodes.kill()

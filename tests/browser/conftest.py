@@ -19,6 +19,7 @@ from playwright.async_api import Browser, Page, ViewportSize, async_playwright
 
 from router.http.config import HttpOptions
 from router.server import Router
+from tests.patience import PATIENCE_S
 from tests.unit.router.fakes import FakeNode, joined_router, write_model
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or ""
@@ -34,7 +35,6 @@ FLAGS = [
 ]
 DESKTOP = ViewportSize(width=1280, height=900)
 PHONE = ViewportSize(width=360, height=740)
-TIMEOUT_MS = 10_000
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -115,7 +115,7 @@ async def opened(
         try:
             await context.add_init_script(before)
             page = await context.new_page()
-            page.set_default_timeout(TIMEOUT_MS)
+            page.set_default_timeout(1000 * PATIENCE_S)
             site = Site(page, router)
             page.on("request", lambda request: site.urls.append(request.url))
             page.on("pageerror", lambda error: site.complaints.append(str(error)))

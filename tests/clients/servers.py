@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.model.files import BUILTIN_MODEL, resolve_model
-from tests.processes import FLOAT32, Router
+from tests.processes import NODE_FLAGS, Router
 
 KEY = "a-key-for-clients"
 
@@ -42,8 +42,10 @@ def running(folder: Path) -> Iterator[Servers]:
     """Both, until the block ends."""
     one_at_a_time = ("--max-running-requests", "1", "--max-queued-requests", "1")
     with (
-        Router(folder, *FLOAT32) as served,
-        Router(folder, "--local", "0P1D", "--api-key", KEY, *one_at_a_time, *FLOAT32, name="keyed") as keyed,
+        Router(folder, *NODE_FLAGS) as served,
+        Router(
+            folder, "--local", "0P1D", "--api-key", KEY, *one_at_a_time, *NODE_FLAGS, name="keyed"
+        ) as keyed,
     ):
         served.wait_ready()
         keyed.wait_ready()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.golden.references import Zoo
+from tests.patience import PATIENCE_S
 from tests.processes import Router, attach_logs
 
 
@@ -23,7 +24,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 @pytest.fixture
 def client(router: Router) -> Iterator[openai.OpenAI]:
     """The official client, of the `router` that a module starts."""
-    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(
+        base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as client:
         yield client
 
 

@@ -16,9 +16,9 @@ import torch
 from shared.protocol.sampling_params import SamplingParams, TokenBias
 from tests.golden.references import Zoo, reference_tokens
 from tests.modelzoo import reference_greedy, reference_logits
-from tests.processes import FLOAT32, Router
+from tests.processes import NODE_FLAGS, Router
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.processes
 
 PROMPT = "A router takes the request and counts its words; a prefill node reads"
 STREAM_GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -32,7 +32,7 @@ def folder(zoo: Zoo) -> Path:
 @pytest.fixture(scope="module")
 def router(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     flags = (
-        *("--local", "1P1D", "--model", str(folder), "--served-model-name", "tiny", *FLOAT32),
+        *("--local", "1P1D", "--model", str(folder), "--served-model-name", "tiny", *NODE_FLAGS),
         *("--max-total-tokens", "8192", "--local-prefill-tokens", "0"),
     )
     with Router(tmp_path_factory.mktemp("apis"), *flags) as router:

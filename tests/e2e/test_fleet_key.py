@@ -8,9 +8,10 @@ import pytest
 
 from tests.golden.references import Zoo
 from tests.modelzoo import reference_greedy
-from tests.processes import Fleet, Node, Router, wait_until
+from tests.patience import until
+from tests.processes import Fleet, Node, Router
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.processes
 
 
 def test_only_who_holds_the_key_gets_in(zoo: Zoo, tmp_path: Path) -> None:
@@ -39,7 +40,7 @@ def test_only_who_holds_the_key_gets_in(zoo: Zoo, tmp_path: Path) -> None:
         stranger = Node(logs, "decode", "d9", "--router", f"127.0.0.1:{fleet.router.control_port}", *theirs)
         try:
             stranger.start()
-            wait_until("it listens", lambda: "listening" in stranger.log, 60)
+            until(lambda: "listening" in stranger.log, "it listens")
             assert fleet.router.generate(ids, 12).tokens() == reference_greedy(folder, ids, 12)
             assert set(fleet.router.loads()) == {"p0", "d0"}
             assert stranger.stop() == 0
@@ -55,7 +56,7 @@ def check_shut_out(router: Router) -> None:
         status, health = router.get("/health")
         return status == 503 and "handshake" in health["reason"] and "--fleet-key" in health["reason"]
 
-    wait_until("/health names the key", says_why, 30)
+    until(says_why, "/health names the key")
     assert "--fleet-key" in router.log
-    refused = router.generate([5, 6, 7], 4).finish(10)
+    refused = router.generate([5, 6, 7], 4).finish()
     assert refused.status == 503

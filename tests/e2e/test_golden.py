@@ -19,7 +19,7 @@ from tests.golden.references import Zoo
 from tests.modelzoo import random_prompt, reference_greedy
 from tests.processes import Call, Fleet, Router
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.processes
 
 NUM_NEW = 16
 NUM_CONCURRENT = 32
@@ -107,7 +107,7 @@ class Serving:
         return tokens
 
     def flush(self, router: Router) -> None:
-        status, answer = router.get("/flush_cache?timeout=10")
+        status, answer = router.get("/flush_cache?timeout=600")
         assert status == 200, answer
 
 

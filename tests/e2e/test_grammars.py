@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.processes import FLOAT32, Router
+from tests.processes import NODE_FLAGS, Router
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.processes
 
 PROMPT = "def main():\n    return "
 SCHEMA: dict[str, Any] = {
@@ -35,7 +35,7 @@ RESPONSE_FORMAT: Any = {
 @pytest.fixture(scope="module", params=["1P1D", "0P1D"])
 def router(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     flags = (
-        *("--local", request.param, *FLOAT32, "--max-total-tokens", "8192"),
+        *("--local", request.param, *NODE_FLAGS, "--max-total-tokens", "8192"),
         *("--local-prefill-tokens", "0", "--debug-checks"),
     )
     with Router(tmp_path_factory.mktemp("grammars"), *flags) as router:

@@ -6,22 +6,22 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.processes import FLOAT32, Call, Node, Router, assert_gone, wait_until
+from tests.patience import PATIENCE_S, until
+from tests.processes import NODE_FLAGS, Call, Node, Router, assert_gone
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.processes
 
-SMALL = (*FLOAT32, "--max-total-tokens", "4096")
+SMALL = (*NODE_FLAGS, "--max-total-tokens", "4096")
 PROMPT = "import os\n\n\nclass Path:\n    def __init__(self, name):\n        "
 
 
 def expect_end(call: Call, words: str) -> None:
     """A stream that was under way when its service ended."""
-    call.finish(15)
+    call.finish()
     assert call.saw_done and call.error is not None and words in call.error, call.describe()
 
 
@@ -61,7 +61,7 @@ def test_local_0p1d_ends_in_order_on_ctrl_c(tmp_path: Path) -> None:
 
 def test_ctrl_c_while_nodes_load(tmp_path: Path) -> None:
     with Router(tmp_path, *SMALL) as router:
-        wait_until("the nodes are started", lambda: router.log.count("node_started") == 2, 30)
+        until(lambda: router.log.count("node_started") == 2, "the nodes are started")
         assert router.stop(signal.SIGINT) == 0
         router.assert_clean_log()
 
@@ -72,11 +72,9 @@ def test_nodes_of_a_router_that_was_killed_end_by_themselves(tmp_path: Path) -> 
         family = router.family()
         call = router.generate(PROMPT, 1900, stream=True)
         call.wait_tokens(3)
-        started = time.monotonic()
         router.kill()
-        assert_gone(family, 15)
-        print(f"gone after {time.monotonic() - started:.1f} s")
-        call.finish(10)
+        assert_gone(family)
+        call.finish()
         assert call.broken or not call.saw_done
         assert router.log.count("stopped node=") == 2
         router.assert_clean_log()
@@ -84,14 +82,16 @@ def test_nodes_of_a_router_that_was_killed_end_by_themselves(tmp_path: Path) -> 
 
 def test_nodes_join_leave_and_come_back(tmp_path: Path) -> None:
     """Nodes that were told of a router find it, whoever starts first, and a router that was restarted finds them."""
-    with Router(tmp_path, "--local", "none", "--local-prefill-tokens", "0") as router:  # d0 keeps the prompt
+    with Router(
+        tmp_path, "--local", "none", "--failover-timeout-s", "1", "--local-prefill-tokens", "0"
+    ) as router:  # d0 keeps the prompt
         flags = ("--router", f"127.0.0.1:{router.control_port}", *SMALL)
         prefill, decode = (Node(tmp_path, role, f"{role[0]}0", *flags) for role in ("prefill", "decode"))
         try:
             prefill.start()
             decode.start()
             router.wait_ready()
-            wait_until("both have joined", lambda: set(router.loads()) == {"p0", "d0"}, 30)
+            until(lambda: set(router.loads()) == {"p0", "d0"}, "both have joined")
             expected = check_split(router)
 
             under_way = router.generate(PROMPT, 1900, stream=True)
@@ -107,11 +107,11 @@ def test_nodes_join_leave_and_come_back(tmp_path: Path) -> None:
             assert router.stop(signal.SIGINT) == 0
             router.start()  # another incarnation, on the same ports
             router.wait_ready()
-            wait_until("both have joined", lambda: set(router.loads()) == {"p0", "d0"}, 30)
+            until(lambda: set(router.loads()) == {"p0", "d0"}, "both have joined")
             assert check_split(router) == expected
 
             assert prefill.stop(signal.SIGINT) == 0
-            wait_until("p0 has left", lambda: set(router.loads()) == {"d0"}, 10)
+            until(lambda: set(router.loads()) == {"d0"}, "p0 has left")
             assert router.generate(PROMPT, 12).tokens() == expected
             assert decode.stop(signal.SIGINT) == 0
             assert router.stop(signal.SIGTERM) == 0
@@ -135,7 +135,9 @@ def check_split(router: Router) -> list[int]:
 def test_demo() -> None:
     """What `make demo` runs."""
     command = [sys.executable, "-m", "router.demo", *SMALL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])

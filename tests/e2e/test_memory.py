@@ -15,7 +15,6 @@ from tests.processes import Router
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel tells what is resident"),
 ]
 

@@ -23,7 +23,7 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> SlowModel:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "tiny", "llama")
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", "llama", max_position_embeddings=2048)
 
 
 @pytest.fixture

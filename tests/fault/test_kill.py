@@ -1,4 +1,7 @@
-"""kill -9 of each node in each stage of a request: its client sees a pause, and then the rest of the same stream."""
+"""kill -9 of each node in each stage of a request: its client sees a pause, and then the rest of the same stream.
+
+What is dead is noticed by its closed connections: no silence lasts long enough here (tests.processes.NO_TIMEOUT_S).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from tests.fault.slow_model import (
     assert_in_stage,
     bring_into,
 )
-from tests.processes import Fleet, wait_until
+from tests.patience import until
+from tests.processes import NO_TIMEOUT_S, Fleet
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.processes
 
-SEEN_WITHIN_S = 6.0
 NUM_DECODED = 200
 
 
@@ -32,7 +35,7 @@ def shared_fleet(slow_model: SlowModel, tmp_path_factory: pytest.TempPathFactory
         slow_model.folder,
         flags=NODE_FLAGS,
         decode_flags=DECODE_FLAGS,
-        router_flags=("--local-prefill-tokens", str(LOCAL)),
+        router_flags=("--local-prefill-tokens", str(LOCAL), "--failover-timeout-s", NO_TIMEOUT_S),
     ) as fleet:
         yield fleet
         fleet.mend()
@@ -73,7 +76,7 @@ def test_prefill_node_is_killed(stage: Stage, fleet: Fleet, slow_model: SlowMode
         running.blocker.hang_up()
     assert running.call.tokens() == slow_model.greedy(running.prompt, NUM_NEW)
     fleet.router.wait_home("d0")
-    wait_until("degraded", lambda: fleet.router.get("/health")[1]["status"] == "degraded", SEEN_WITHIN_S)
+    until(lambda: fleet.router.get("/health")[1]["status"] == "degraded", "degraded")
     slow_model.check_next(fleet, split=False)
 
     fleet.nodes["p0"].start()
@@ -84,8 +87,8 @@ def test_prefill_node_is_killed(stage: Stage, fleet: Fleet, slow_model: SlowMode
 
 @pytest.mark.parametrize("stage", list(Stage))
 def test_client_goes_away(stage: Stage, fleet: Fleet, slow_model: SlowModel) -> None:
-    """With an output that would take far longer than the pages take to come back."""
-    running = bring_into(stage, fleet, slow_model, num_new=1200)
+    num_before, num_new = fleet.router.loads()["d0"]["num_generated_tokens"], 1200
+    running = bring_into(stage, fleet, slow_model, num_new=num_new)
     running.call.hang_up()
     assert_in_stage(running)
     if running.blocker is not None:
@@ -94,7 +97,10 @@ def test_client_goes_away(stage: Stage, fleet: Fleet, slow_model: SlowModel) -> 
         running.blocker.wait_tokens(len(running.blocker.token_ids) + 5)
         assert running.blocker.error is None
         running.blocker.hang_up()
-    print(f"home after {fleet.router.wait_home(timeout_s=SEEN_WITHIN_S):.1f} s")
+    fleet.router.wait_home()
+    if running.blocker is None:
+        num_generated = fleet.router.loads()["d0"]["num_generated_tokens"] - num_before
+        assert num_generated < num_new / 2, "d0 went on with what its client had left"
     slow_model.check_next(fleet)  # through the one staging slot, so that is back too
 
 

@@ -6,7 +6,6 @@ SIGCONT then: it comes back by itself, has let go of what was given up meanwhile
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,12 +18,13 @@ from tests.fault.slow_model import (
     Stage,
     bring_into,
 )
-from tests.processes import Fleet, wait_until
+from tests.patience import until
+from tests.processes import NO_TIMEOUT_S, Fleet
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.processes
 
-NODE_TIMEOUT_S, PEER_TIMEOUT_S = 2, 1
-SEEN_WITHIN_S = NODE_TIMEOUT_S + 8.0
+NODE_TIMEOUT_S, PEER_TIMEOUT_S = 5, 3
+"""Longer than a process of a loaded machine may pause."""
 NUM_DECODED = 200
 
 
@@ -35,7 +35,14 @@ def shared_fleet(slow_model: SlowModel, tmp_path_factory: pytest.TempPathFactory
         slow_model.folder,
         flags=(*NODE_FLAGS, "--peer-timeout-s", str(PEER_TIMEOUT_S)),
         decode_flags=DECODE_FLAGS,
-        router_flags=("--local-prefill-tokens", str(LOCAL), "--node-timeout-s", str(NODE_TIMEOUT_S)),
+        router_flags=(
+            "--local-prefill-tokens",
+            str(LOCAL),
+            "--node-timeout-s",
+            str(NODE_TIMEOUT_S),
+            "--failover-timeout-s",
+            NO_TIMEOUT_S,
+        ),
     ) as fleet:
         yield fleet
         fleet.mend()
@@ -57,22 +64,20 @@ def test_stop_and_continue(name: str, stage: Stage, fleet: Fleet, slow_model: Sl
     """What it had goes on elsewhere, or, if there is no other decode node, on itself when it is back."""
     running = bring_into(stage, fleet, slow_model, num_new=NUM_DECODED)
     fleet.nodes[name].send(signal.SIGSTOP)
-    wait_until(f"{name} is lost", lambda: name not in fleet.router.loads(), SEEN_WITHIN_S)
+    until(lambda: name not in fleet.router.loads(), f"{name} is lost")
     if running.blocker is not None:  # else it would be computed anew, all of it
         running.blocker.hang_up()
     if name == "p0":
         assert running.call.tokens() == slow_model.greedy(running.prompt, NUM_DECODED)
         slow_model.check_next(fleet, split=False)
     survivor = {"p0": "d0", "d0": "p0"}[name]
-    print(f"{survivor} empty after {fleet.router.wait_home(survivor):.1f} s")
+    fleet.router.wait_home(survivor)
 
     incarnation = incarnations(fleet)
     fleet.nodes[name].send(signal.SIGCONT)
-    continued_at = time.monotonic()
-    fleet.wait_ready(timeout_s=20)
-    print(f"back after {time.monotonic() - continued_at:.1f} s")
+    fleet.wait_ready()
     assert running.call.tokens() == slow_model.greedy(running.prompt, NUM_DECODED)
-    print(f"empty after {fleet.router.wait_home(timeout_s=8):.1f} s")
+    fleet.router.wait_home()
     assert incarnation.items() <= incarnations(fleet).items(), "it is the same process"
     slow_model.check_next(fleet)
 

@@ -22,6 +22,7 @@ from tests.cluster import Cluster
 from tests.golden.references import EOS_IDS, Zoo
 from tests.golden.serving import GREEDY, Client, node_config, split, unsplit
 from tests.modelzoo import reference_logits
+from tests.patience import PATIENCE_S
 from tests.unit.engine.naive_sampler import naive_sample
 
 MODEL = "llama"
@@ -101,7 +102,7 @@ def client_of(zoo: Zoo) -> Iterator[object]:
         clusters.append(cluster)
         for node in cluster.nodes.values():  # the clock of a cluster is virtual, the compiler's is not
             for grammar in (SCHEMA_GRAMMAR, REGEX, EBNF):
-                node.engine.grammars.compile(grammar).result(60)
+                node.engine.grammars.compile(grammar).result(PATIENCE_S)
         return Client(cluster)
 
     yield make

@@ -22,6 +22,7 @@ from tests.golden.references import Zoo
 from tests.golden.serving import GREEDY, Client, node_config, split, unsplit
 from tests.golden.test_mixed_chunk import watch
 from tests.modelzoo import reference_logits
+from tests.patience import PATIENCE_S
 from tests.unit.engine.naive_sampler import naive_penalize, naive_sample
 
 MODEL = "builtin"
@@ -98,7 +99,7 @@ def client_of(zoo: Zoo) -> Iterator[object]:
         config = node_config(zoo.folder(MODEL), enable_jump_forward=enable_jump_forward, **options)  # type: ignore[arg-type]
         clusters.append(topology(config))  # type: ignore[operator]
         for node in clusters[-1].nodes.values():  # the clock of a cluster is virtual, the compiler's is not
-            node.engine.grammars.compile(GRAMMAR).result(60)
+            node.engine.grammars.compile(GRAMMAR).result(PATIENCE_S)
         return Client(clusters[-1])
 
     yield make

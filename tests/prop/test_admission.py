@@ -249,4 +249,4 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 
 TestAdmission = AdmissionMachine.TestCase
-TestAdmission.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestAdmission.settings = settings(max_examples=100, stateful_step_count=40)

@@ -16,7 +16,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from shared.engine.future_map import FutureMap
 from shared.engine.logprobs import RawLogprobs
@@ -127,7 +127,7 @@ def expected(
     num_threads=st.integers(1, 3),
     page_size=st.sampled_from([1, 16, 48]),
 )
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 def test_every_cut_gives_the_same_bits(
     expected: Expected, cut: list[Piece], num_threads: int, page_size: int
 ) -> None:

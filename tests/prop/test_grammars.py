@@ -65,7 +65,7 @@ PATTERNS = st.lists(st.tuples(ATOMS, REPEATS), min_size=1, max_size=5).map(
 
 
 @given(pattern=PATTERNS, seed=st.integers(0, 2**32))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_what_the_masks_allow_matches_the_regex(world: World, pattern: str, seed: int) -> None:
     """Python's own `re` is the judge."""
     ids = walk(world, Grammar("regex", pattern), random.Random(seed))
@@ -75,7 +75,7 @@ def test_what_the_masks_allow_matches_the_regex(world: World, pattern: str, seed
 
 
 @given(pattern=PATTERNS, seed=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_mask_allows_exactly_what_is_accepted(world: World, pattern: str, seed: int) -> None:
     """Tried out token by token, so that nothing legal is kept out either."""
     rng = random.Random(seed)
@@ -133,7 +133,7 @@ def fits(value: object, schema: dict[str, Any]) -> bool:
 
 
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_replaying_is_the_same_as_going_on(world: World, schema: dict[str, Any], seed: int) -> None:
     """At every token, a state that was built anew allows what the one that went along allows."""
     grammar = Grammar("json_schema", json.dumps(schema))

@@ -165,5 +165,5 @@ TestLedger = LedgerMachine.TestCase
 TestLedgerPageSizeOne = PageSizeOne.TestCase
 TestLedgerWithoutRadixCache = WithoutRadixCache.TestCase
 TestLedger.settings = TestLedgerPageSizeOne.settings = TestLedgerWithoutRadixCache.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None
+    max_examples=80, stateful_step_count=40
 )

@@ -221,4 +221,4 @@ class Transfers(RuleBasedStateMachine):
 
 
 TestTransfers = Transfers.TestCase
-TestTransfers.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestTransfers.settings = settings(max_examples=60, stateful_step_count=25)

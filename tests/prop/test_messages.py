@@ -81,7 +81,7 @@ def instances(cls: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
 
 @every_message
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_message_survives_the_wire(union: str, cls: type[Struct], data: st.DataObject) -> None:
     message = data.draw(instances(cls))
     decoded = DECODERS[union].decode(ENCODER.encode(message))
@@ -91,7 +91,7 @@ def test_a_message_survives_the_wire(union: str, cls: type[Struct], data: st.Dat
 
 @every_message
 @given(data=st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_every_truncation_is_refused(union: str, cls: type[Struct], data: st.DataObject) -> None:
     frame = ENCODER.encode(data.draw(instances(cls)))
     for length in range(len(frame)):
@@ -101,7 +101,7 @@ def test_every_truncation_is_refused(union: str, cls: type[Struct], data: st.Dat
 
 @every_message
 @given(data=st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_a_link_refuses_messages_of_others(union: str, cls: type[Struct], data: st.DataObject) -> None:
     frame = ENCODER.encode(data.draw(instances(cls)))
     for other, decoder in DECODERS.items():
@@ -121,7 +121,7 @@ def check_refused_or_a_message(frame: bytes, union: str) -> None:
 
 
 @given(noise=st.binary(max_size=64), union=st.sampled_from(sorted(UNIONS)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_noise_is_refused_or_is_a_message(noise: bytes, union: str) -> None:
     check_refused_or_a_message(noise, union)
 
@@ -143,7 +143,7 @@ def test_malicious_frames_are_refused(frame: bytes) -> None:
 
 @every_message
 @given(data=st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_a_damaged_frame_is_refused_or_is_a_message(
     union: str, cls: type[Struct], data: st.DataObject
 ) -> None:

@@ -142,7 +142,7 @@ class Driver:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_output_is_right_and_every_page_comes_home(seed: int) -> None:
     rng = random.Random(seed)
     config = make_config(
@@ -247,7 +247,7 @@ class RetractionMachine(RuleBasedStateMachine):
 
 
 TestRetractionMachine = RetractionMachine.TestCase
-TestRetractionMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRetractionMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def full_house(policy: str, *, overlap: bool = False, host_tokens: int = 256, num: int = 4) -> Driver:

@@ -171,7 +171,7 @@ DEFINITIONS: dict[str, Callable[[World, list[Req]], list[Req]]] = {
 
 @pytest.mark.parametrize("policy", DEFINITIONS)
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_policy_is_its_definition(policy: str, seed: int) -> None:
     world = World(seed)
     for req in world.waiting:
@@ -185,7 +185,7 @@ def test_every_policy_has_a_definition_here() -> None:
 
 @pytest.mark.parametrize("policy", DEFINITIONS)
 @given(seed=st.integers(0, 2**32), enabled=st.booleans(), low_first=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_class_then_retracted_then_the_policy(policy: str, seed: int, enabled: bool, low_first: bool) -> None:
     world = World(seed)
     sign = -1 if low_first else 1
@@ -210,7 +210,7 @@ def test_class_then_retracted_then_the_policy(policy: str, seed: int, enabled: b
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_peek_sees_what_a_match_finds_and_changes_nothing(seed: int) -> None:
     world = World(seed, num_waiting=6)
     cache = world.ledger.radix_cache
@@ -228,7 +228,7 @@ def test_a_peek_sees_what_a_match_finds_and_changes_nothing(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32), worth=st.integers(1, 8), aging_steps=st.sampled_from([0, 30]))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_who_waits_for_a_prefix(seed: int, worth: int, aging_steps: int) -> None:
     """Exactly those who share enough that is not cached with somebody being computed who has aged no less."""
     world = World(seed, num_waiting=10)

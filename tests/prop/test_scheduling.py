@@ -16,7 +16,7 @@ from tests.prop.stepping import Stepping, new_req, rids
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_output_is_right_and_every_page_comes_home(policy: str, seed: int) -> None:
     rng = random.Random(seed)
     stepping = Stepping(
@@ -88,7 +88,7 @@ class TestAging:
         return None
 
     @given(priority=st.integers(-5, 5), aging_steps=st.integers(1, 40))
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def test_nobody_waits_longer_than_the_bound(self, priority: int, aging_steps: int) -> None:
         """(d + 1) * aging_steps forwards, and those who came before that: one that runs and two that wait."""
         bound = (5 - priority + 1) * aging_steps + 3 * self.NUM_NEW + 1
@@ -211,7 +211,7 @@ class TestPreemption:
         stepping.run()
 
     @given(seed=st.integers(0, 2**32))
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     def test_victims_make_room_and_none_of_them_is_spare(self, seed: int) -> None:
         rng = random.Random(seed)
         candidates = [new_req(str(i), [1], 1) for i in range(rng.randrange(7))]

@@ -17,6 +17,7 @@ from shared.grammar.compile_pool import CompilePool
 from shared.protocol.messages import Finish, ReqKey
 from shared.protocol.sampling_params import Grammar, SamplingParams
 from tests.cluster import Cluster
+from tests.patience import PATIENCE_S
 from tests.sim.test_races import config, prompt
 from tests.token_engine import EOS, reference_tokens, token_engine
 from tests.token_grammar import TokenGrammarBackend, constrained_tokens, token_grammar
@@ -27,7 +28,7 @@ class InlinePool(CompilePool):
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
         future = super().compile(grammar)
-        future.exception(10)
+        future.exception(PATIENCE_S)
         return future
 
 
@@ -126,7 +127,7 @@ class Late(CompilePool):
         self._futures: list[Future[CompiledGrammar]] = []
 
     def _load(self) -> TokenGrammarBackend:
-        assert self._gate.wait(60)
+        assert self._gate.wait(PATIENCE_S)
         return TokenGrammarBackend()
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
@@ -135,7 +136,7 @@ class Late(CompilePool):
 
     def go(self) -> None:
         self._gate.set()
-        wait(self._futures, 10)
+        assert not wait(self._futures, PATIENCE_S).not_done
 
 
 def late_cluster() -> tuple[Cluster, list[Late]]:

@@ -18,7 +18,6 @@ import psutil
 
 from tests.processes import HOST, Router
 
-LOAD_TIMEOUT_S = 400.0
 LOG_TAIL_CHARS = 1500
 
 
@@ -153,7 +152,7 @@ class BatonEngine:
     def __enter__(self) -> BatonEngine:
         try:
             self._router.start()
-            self._router.wait_ready(LOAD_TIMEOUT_S)
+            self._router.wait_ready()
         except AssertionError as error:
             self._router.close()
             raise EngineError(str(error)) from error

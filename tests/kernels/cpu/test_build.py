@@ -20,6 +20,7 @@ from shared.kernels.cpu.build import (
     open_library,
 )
 from shared.kernels.cpu.library import load_library
+from tests.patience import PATIENCE_S
 
 COMPILER = """#!/bin/sh
 [ "$1" = --version ] && exec cat "$0.version"
@@ -212,5 +213,5 @@ def test_threads_that_cannot_start() -> None:
         except NativeUnavailable as reason:
             print(reason)
     """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.stdout.startswith("4096 threads cannot be started"), ended

@@ -14,6 +14,7 @@ from shared.engine.sampling_inputs import SamplingInputs
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import Team, load_library
 from shared.kernels.cpu.sampling import Sampling, sample
+from tests.patience import PATIENCE_S
 
 PARAMS = {  # temperature, top-k, top-p, min-p
     "greedy": (0.0, 0, 1.0, 0.0),
@@ -161,5 +162,5 @@ def test_want_of_memory_is_an_error_of_this_call_alone() -> None:
                 logits[:] = 0.0
                 logits[:, 7] = 50.0
     """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.stdout.splitlines() == ["there is no memory for what this forward computes", "[7, 7]"], ended

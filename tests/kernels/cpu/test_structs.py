@@ -11,6 +11,7 @@ from shared.kernels.cpu.build import FLAGS, NativeUnavailable, find_compiler
 from shared.kernels.cpu.decoder import BatchDesc, DecoderDesc, KVPool, LayerDesc, LinearDesc
 from shared.kernels.cpu.library import SRC
 from shared.kernels.cpu.sampling import Sampling
+from tests.patience import PATIENCE_S
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "PackedLinear": LinearDesc,
@@ -44,7 +45,7 @@ def refused(structs: dict[str, type[ctypes.Structure]]) -> str:
         command = [find_compiler(), *FLAGS, f"-I{SRC}", "-fsyntax-only", "-x", "c++", "-"]
     except NativeUnavailable as e:
         pytest.skip(f"NO COMPILER: {e}")
-    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode == 0) == (not done.stderr), done.stderr
     return done.stderr
 

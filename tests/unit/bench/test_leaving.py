@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import assert_gone, wait_until
+from tests.patience import PATIENCE_S, until
+from tests.processes import assert_gone
 
 LOADS_FOR_EVER = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
 PREAMBLE = """
@@ -43,9 +44,7 @@ def family(code: str, folder: Path, size: int) -> Iterator[tuple[psutil.Popen, l
         )
     children: list[psutil.Process] = []
     try:
-        wait_until(
-            "all have started", lambda: len(parent.children(recursive=True)) + 1 >= size, 60, every_s=0.02
-        )
+        until(lambda: len(parent.children(recursive=True)) + 1 >= size, "all have started")
         children = parent.children(recursive=True)
         yield parent, children
     finally:
@@ -63,6 +62,6 @@ def family(code: str, folder: Path, size: int) -> Iterator[tuple[psutil.Popen, l
 def test_nothing_is_left(code: str, size: int, signum: signal.Signals, tmp_path: Path) -> None:
     with family(code, tmp_path, size) as (parent, children):
         parent.send_signal(signum)
-        assert parent.wait(30) == 128 + signum
+        assert parent.wait(PATIENCE_S) == 128 + signum
         assert_gone(children)
     assert "Traceback" not in (tmp_path / "stderr").read_text()

@@ -23,7 +23,7 @@ from tests.bench.peers.rounds import (
     workload_rows,
 )
 from tests.bench.peers.workloads import WORKLOADS
-from tests.processes import wait_until
+from tests.patience import until
 
 SINGLE, BATCH, _, SHARED = WORKLOADS
 SHAPE = SHAPES["llama-160m"]
@@ -167,7 +167,7 @@ def test_a_runner_answers_is_paused_and_leaves_nothing_when_it_breaks(tmp_path: 
             assert done.output_ids == [[5, 6, 7], [9, 10, 11]]
             assert 0 < done.first_token_s[0] <= done.end_s[0] <= done.seconds
             engine.pause()
-            wait_until("it is stopped", lambda: statuses() == [psutil.STATUS_STOPPED], 10)
+            until(lambda: statuses() == [psutil.STATUS_STOPPED], "it is stopped")
         assert engine.memory().peak >= engine.memory().proportional > 1 << 20
         with pytest.raises(EngineError, match="no thirteens"):
             engine.ask([[13]], 1)

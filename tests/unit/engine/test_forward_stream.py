@@ -15,6 +15,7 @@ from shared.engine.forward_stream import CpuForwardStream, make_forward_stream
 from shared.engine.model_runner import SampledTensors
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import SamplingInputs
+from tests.patience import PATIENCE_S
 
 
 def batch(number: int) -> ModelWorkerBatch:
@@ -56,7 +57,7 @@ class GatedRunner:
 
     def forward(self, batch: ModelWorkerBatch) -> int:
         self.began.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(PATIENCE_S)
         number = int(batch.input_ids[0])
         self.order.append(number)
         self.threads.add(threading.get_ident())
@@ -88,7 +89,7 @@ def stream(runner: GatedRunner) -> Iterator[CpuForwardStream]:
 
 def test_submit_returns_before_the_forward_has_run(runner: GatedRunner, stream: CpuForwardStream) -> None:
     results = [stream.sample(stream.submit(batch(i))) for i in range(3)]
-    assert runner.began.wait(10)
+    assert runner.began.wait(PATIENCE_S)
     assert runner.order == []
     runner.gate.set()
     assert [result.wait().token_ids for result in results] == [[0, 1], [1, 2], [2, 3]]

@@ -16,6 +16,7 @@ from shared.kvtransfer.states import ReceiveFailed, SendEnded
 from shared.protocol.channel import Handlers
 from shared.protocol.messages import ReqKey, Role
 from tests.modelzoo import make_model
+from tests.patience import PATIENCE_S
 
 KEY = ReqKey("router", "r")
 
@@ -55,5 +56,5 @@ def test_a_node_that_shuts_down_closes_both_sides_of_the_transfer(role: Role, tm
     folder = make_model(tmp_path, "qwen2", num_hidden_layers=2)
     node = multiprocessing.get_context("spawn").Process(target=serve_and_stop, args=(role, folder))
     node.start()
-    node.join(60)
+    node.join(PATIENCE_S)
     assert node.exitcode == 0

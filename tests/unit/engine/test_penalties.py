@@ -145,7 +145,7 @@ class World:
     names=st.lists(st.sampled_from(sorted(PARAMS)), min_size=1, max_size=NUM_ROWS),
     moves=st.lists(st.sampled_from(["step", "step", "step", "retract", "replace"]), min_size=4, max_size=30),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_state_is_exact_at_every_step(seed: int, late: bool, names: list[str], moves: list[str]) -> None:
     world = World(seed, late)
     for name in names:

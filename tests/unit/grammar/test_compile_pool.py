@@ -12,6 +12,7 @@ from shared.errors import RequestError
 from shared.grammar.backend import GrammarBackend
 from shared.grammar.compile_pool import CompilePool
 from shared.protocol.sampling_params import Grammar
+from tests.patience import PATIENCE_S
 from tests.token_grammar import CostlyCompiled, CpuTime, TokenCompiled, TokenMatcher
 
 
@@ -27,7 +28,7 @@ class CountingBackend:
         self.compiled.append(grammar.text)
         self.began.set()
         if grammar.text == "hang":
-            assert self.gate.wait(10)
+            assert self.gate.wait(PATIENCE_S)
         if grammar.text == "bad":
             raise RequestError("bad grammar", param="ebnf")
         if grammar.text == "broken":
@@ -70,7 +71,7 @@ def test_the_backend_is_made_once_and_late(backend: CountingBackend) -> None:
 def test_warming_up_makes_the_backend(backend: CountingBackend) -> None:
     pool = CompilePool(lambda: backend)
     pool.warm_up()
-    assert backend.began.wait(10)
+    assert backend.began.wait(PATIENCE_S)
     pool.close()
 
 
@@ -89,7 +90,7 @@ def test_a_grammar_is_probed_once() -> None:
 
     pool = CompilePool(Backend)
     for _ in range(3):
-        pool.compile(ebnf("a")).result(10)
+        pool.compile(ebnf("a")).result(PATIENCE_S)
     assert matchers == 1
     pool.close()
 
@@ -97,23 +98,23 @@ def test_a_grammar_is_probed_once() -> None:
 def test_a_bad_grammar_says_so_each_time(pool: CompilePool) -> None:
     for _ in range(2):
         with pytest.raises(RequestError, match="bad grammar"):
-            pool.compile(ebnf("bad")).result(10)
+            pool.compile(ebnf("bad")).result(PATIENCE_S)
 
 
 def test_a_broken_compiler_is_our_fault_and_tried_again(pool: CompilePool, backend: CountingBackend) -> None:
     for _ in range(2):
         with pytest.raises(RequestError, match="MemoryError: too much") as caught:
-            pool.compile(ebnf("broken")).result(10)
+            pool.compile(ebnf("broken")).result(PATIENCE_S)
         assert caught.value.status == 500
     assert backend.compiled == ["broken", "broken"]
-    pool.compile(ebnf("a")).result(10)  # its thread lives on
+    pool.compile(ebnf("a")).result(PATIENCE_S)  # its thread lives on
 
 
 def test_a_hanging_compiler_holds_up_neither_others_nor_the_end(
     pool: CompilePool, backend: CountingBackend
 ) -> None:
     hanging = pool.compile(ebnf("hang"))
-    pool.compile(ebnf("a")).result(10)
+    pool.compile(ebnf("a")).result(PATIENCE_S)
     pool.close()
     assert not hanging.done()
     assert all(t.daemon for t in threading.enumerate() if t.name.startswith("grammar-"))
@@ -122,7 +123,7 @@ def test_a_hanging_compiler_holds_up_neither_others_nor_the_end(
 def only_one_thread(backend: CountingBackend, **limits: int) -> CompilePool:
     pool = CompilePool(lambda: backend, num_threads=1, **limits)
     pool.compile(ebnf("hang"))
-    assert backend.began.wait(10)
+    assert backend.began.wait(PATIENCE_S)
     return pool
 
 
@@ -132,7 +133,7 @@ def test_what_was_cancelled_is_not_begun(backend: CountingBackend) -> None:
     assert all(future.cancel() for future in cancelled)
     last = pool.compile(ebnf("last"))
     backend.gate.set()
-    last.result(10)
+    last.result(PATIENCE_S)
     assert backend.compiled == ["hang", "last"]
     pool.close()
 
@@ -146,9 +147,9 @@ def test_a_full_queue_is_told_at_once(backend: CountingBackend) -> None:
     queued[1].cancel()
     third = pool.compile(ebnf("c"))
     backend.gate.set()
-    third.result(10)
-    wait([pool.compile(ebnf(text)) for text in "def"], 10)
-    assert pool.compile(ebnf("g")).result(10), "places come back"
+    third.result(PATIENCE_S)
+    wait([pool.compile(ebnf(text)) for text in "def"], PATIENCE_S)
+    assert pool.compile(ebnf("g")).result(PATIENCE_S), "places come back"
     pool.close()
 
 
@@ -162,7 +163,7 @@ def test_a_closed_pool_compiles_nothing_and_its_threads_end(backend: CountingBac
     assert caught.value.status == 503
     backend.gate.set()
     for thread in pool._threads:
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
@@ -175,5 +176,5 @@ def test_a_grammar_that_is_slow_to_follow_is_refused() -> None:
 
     pool = CompilePool(Costly, cpu_clock=cpu)
     with pytest.raises(RequestError, match="regex: following this grammar takes too long"):
-        pool.compile(Grammar("regex", "a")).result(10)
+        pool.compile(Grammar("regex", "a")).result(PATIENCE_S)
     pool.close()

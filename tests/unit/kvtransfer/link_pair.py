@@ -26,6 +26,7 @@ from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.kvtransfer.transports.choice import Transports, make_transports
 from shared.protocol.messages import KVLayout, NodeRef, ReqKey, Struct
 from shared.protocol.transfer_messages import Handoff, Ready, ReceiverToSender, SenderToReceiver
+from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.looks import num_live
 
 LAYOUT = KVLayout("f00d", "float32", 16, 4, 2, 32)
@@ -33,12 +34,13 @@ BACKENDS = ("gloo", "shm")
 REAL = TransferOptions(
     slot_nbytes=256 << 10,
     ping_s=0.2,
-    peer_timeout_s=1.5,
+    peer_timeout_s=PATIENCE_S,
     rebuild_min_s=0.05,
     rebuild_max_s=0.5,
-    op_timeout_s=2.0,
-    build_timeout_s=5.0,
+    op_timeout_s=PATIENCE_S,
+    build_timeout_s=PATIENCE_S,
 )
+"""No timeout of a link is over before a test has given up: what ends a link is noticed by other means."""
 
 
 def real(backend: str) -> TransferOptions:
@@ -80,15 +82,6 @@ def num_descriptors() -> int:
 
 def num_shared_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("baton-kv-slot")
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
-    """Seconds until the condition held; fails the test when it never does."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < timeout_s, "condition never held"
-        time.sleep(0.002)
-    return time.monotonic() - start
 
 
 class Mailbox:
@@ -186,12 +179,12 @@ class LinkPair:
         for ended in self.d.poll():
             self.received[ended.key] = ended
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+    def until(self, condition: Callable[[], bool]) -> None:
         def stepped() -> bool:
             self.step()
             return condition()
 
-        return wait_until(stepped, timeout_s)
+        until(stepped)
 
     def until_received(self, number: int) -> None:
         self.until(lambda: key(number) in self.received)

@@ -20,6 +20,7 @@ from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.protocol.channel import ControlThread
 from shared.protocol.messages import NodeRef, ReqKey
 from shared.protocol.transfer_messages import Ready
+from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.link_pair import (
     BACKENDS,
     LAYOUT,
@@ -30,7 +31,6 @@ from tests.unit.kvtransfer.link_pair import (
     num_threads,
     real,
     transports,
-    wait_until,
 )
 from tests.unit.kvtransfer.looks import num_live, num_slots_out
 
@@ -55,14 +55,16 @@ class HeldPages:
     def scatter(
         self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
     ) -> int:
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(PATIENCE_S)
         return self._pool.scatter(page_ids, first_layer, num_layers, src, seed)
 
 
 class Node:
     """Sends its first half of pages, and receives into the second."""
 
-    def __init__(self, name: str, options: TransferOptions) -> None:
+    def __init__(
+        self, name: str, options: TransferOptions, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.control = ControlThread()
         port = self.control.bind("127.0.0.1", 0)
         self.control.start()
@@ -78,7 +80,7 @@ class Node:
                 pages=self.pages,
                 outbox=self.control.to_dialled,
                 transports=transports(options),
-                clock=time.monotonic,
+                clock=clock,
                 options=options,
                 wake=lambda: None,
             ),
@@ -109,8 +111,8 @@ class Node:
 
 
 class Two:
-    def __init__(self, options: TransferOptions) -> None:
-        self.a, self.b = Node("a", options), Node("b", options)
+    def __init__(self, options: TransferOptions, clock_of_a: Callable[[], float] = time.monotonic) -> None:
+        self.a, self.b = Node("a", options, clock_of_a), Node("b", options)
         self._numbers = itertools.count()
 
     def send(self, source: Node, target: Node, pages: list[int], to: list[int]) -> ReqKey:
@@ -127,7 +129,7 @@ class Two:
             self.b.step()
             return condition()
 
-        wait_until(stepped, 20.0)
+        until(stepped)
 
     def close(self) -> None:
         self.a.close()
@@ -185,15 +187,17 @@ def test_a_link_that_is_not_used_is_closed_and_built_again_when_it_is(two: Two) 
 
 
 def test_leases_are_renewed_while_the_receiving_nodes_loop_is_in_a_long_step() -> None:
-    options = replace(real("shm"), lease_s=0.5)
-    two = Two(options)
+    options, now = replace(real("shm"), lease_s=0.5), 0.0
+    two = Two(options, lambda: now)
     two.b.pages.go_on.clear()
     there = two.send(two.a, two.b, [1], [40])
     two.until(lambda: num_slots_out(two.b.sides.receiver) > 0)
-    start = time.monotonic()
-    while time.monotonic() - start < 3 * options.lease_s:
+    transfer = two.a.sides.sender.transfers.get(there)
+    assert transfer is not None
+    for _ in range(6):
+        now += options.lease_s / 2
         two.a.step()
-        time.sleep(0.01)
+        until(lambda: transfer.deadline == now + options.lease_s)  # noqa: B023
     assert not two.a.sent
     two.b.pages.go_on.set()
     two.until(lambda: there in two.a.sent)
@@ -212,6 +216,6 @@ def test_a_side_that_is_not_used_costs_no_thread_and_no_descriptor() -> None:
     bare = ControlThread()
     bare.bind("127.0.0.1", 0)
     bare.start()
-    wait_until(lambda: num_threads() - threads == with_threads)
+    until(lambda: num_threads() - threads == with_threads)
     assert num_descriptors() - descriptors == with_descriptors
     bare.close()

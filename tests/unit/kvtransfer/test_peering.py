@@ -12,6 +12,7 @@ from shared.kvtransfer.peering import MAX_UNNAMED_PEERS, REDIAL_S, UNNAMED_IDLE_
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import NodeRef
 from shared.protocol.transfer_messages import ReceiverToSender
+from tests.patience import PATIENCE_S
 
 
 class Clock:
@@ -97,7 +98,7 @@ def test_a_node_that_could_not_be_reached_is_dialled_again(prefill: Prefill) -> 
         node = NodeRef("d0", "d0#1", f"tcp://127.0.0.1:{port}")
         control.close()
         prefill.peering.set_peers("router", [node])
-        assert prefill.sender.disconnected.get(timeout=10) == ("d0#1", "connection refused")
+        assert prefill.sender.disconnected.get(timeout=PATIENCE_S) == ("d0#1", "connection refused")
         assert prefill.peering.unreachable == {"d0#1": "connection refused"}
         prefill.pass_time(REDIAL_S / 2)
         prefill.peering.set_peers("router", [node])  # which does not shorten the pause
@@ -106,7 +107,7 @@ def test_a_node_that_could_not_be_reached_is_dialled_again(prefill: Prefill) -> 
         control.bind("127.0.0.1", port)
         control.start()
         prefill.pass_time(REDIAL_S / 2)
-        assert prefill.sender.connected.get(timeout=10) == "d0#1"
+        assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
         assert prefill.peering.unreachable == {}
     finally:
         control.close()
@@ -115,8 +116,8 @@ def test_a_node_that_could_not_be_reached_is_dialled_again(prefill: Prefill) -> 
 def test_a_node_that_a_router_names_no_longer_is_not_dialled_again(prefill: Prefill, decode: NodeRef) -> None:
     dead = dead_node("d1#1")
     prefill.peering.set_peers("router", [decode, dead])
-    assert prefill.sender.connected.get(timeout=10) == "d0#1"
-    assert prefill.sender.disconnected.get(timeout=10)[0] == "d1#1"
+    assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
+    assert prefill.sender.disconnected.get(timeout=PATIENCE_S)[0] == "d1#1"
     prefill.peering.set_peers("router", [decode])
     prefill.pass_time(REDIAL_S)
     assert prefill.nothing_happens()
@@ -127,10 +128,10 @@ def test_each_router_names_nodes_of_its_own(prefill: Prefill) -> None:
     dead = dead_node("d1#1")
     prefill.peering.set_peers("one", [dead])
     prefill.peering.set_peers("two", [dead])
-    assert prefill.sender.disconnected.get(timeout=10)[0] == "d1#1"
+    assert prefill.sender.disconnected.get(timeout=PATIENCE_S)[0] == "d1#1"
     prefill.peering.set_peers("one", [])
     prefill.pass_time(REDIAL_S)
-    assert prefill.sender.disconnected.get(timeout=10)[0] == "d1#1"
+    assert prefill.sender.disconnected.get(timeout=PATIENCE_S)[0] == "d1#1"
     prefill.peering.set_peers("two", [])
     prefill.pass_time(REDIAL_S)
     assert prefill.nothing_happens()
@@ -141,13 +142,13 @@ def test_a_node_that_only_a_request_names_is_forgotten_when_it_cannot_be_reached
     dead = dead_node("d1#1")
     for _ in range(2):
         prefill.peering.ensure(dead)
-        assert prefill.sender.disconnected.get(timeout=10)[0] == "d1#1"
+        assert prefill.sender.disconnected.get(timeout=PATIENCE_S)[0] == "d1#1"
         assert not prefill.peering._peers
 
 
 def test_a_connected_node_is_not_dialled_again(prefill: Prefill, decode: NodeRef) -> None:
     prefill.peering.set_peers("router", [decode])
-    assert prefill.sender.connected.get(timeout=10) == "d0#1"
+    assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
     prefill.peering.set_peers("router", [decode])
     prefill.pass_time(REDIAL_S)
     prefill.peering.ensure(decode)
@@ -162,7 +163,7 @@ class TestNodesThatNoRouterNames:
     ) -> None:
         for _ in range(2):
             prefill.peering.ensure(decode)
-            assert prefill.sender.connected.get(timeout=10) == "d0#1"
+            assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
             prefill.pass_time(UNNAMED_IDLE_S / 2)
             assert prefill.sender.left == []
             prefill.pass_time(UNNAMED_IDLE_S / 2)
@@ -191,11 +192,11 @@ class TestNodesThatNoRouterNames:
         self, prefill: Prefill, decode: NodeRef
     ) -> None:
         prefill.peering.ensure(decode)
-        assert prefill.sender.connected.get(timeout=10) == "d0#1"
+        assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
         prefill.pass_time(UNNAMED_IDLE_S)
         assert prefill.sender.left == ["d0#1"]
         prefill.peering.ensure(decode)
-        assert prefill.sender.connected.get(timeout=10) == "d0#1"
+        assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
         prefill.pass_time(0.5)
         assert set(prefill.peering._peers) == {"d0#1"}
 

@@ -17,6 +17,7 @@ from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
 from shared.kvtransfer.transports.common import thread_copier
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Grant, GrantedChunk
+from tests.patience import until
 from tests.unit.kvtransfer.looks import slots_out
 
 KEY = ReqKey("router", "a", 0)
@@ -91,13 +92,6 @@ def grant(seq: int, num_chunks: int = 1) -> Grant:
     return Grant("l", seq, tuple(GrantedChunk(KEY, seq + i, 1, 0, 1, nbytes) for i in range(num_chunks)))
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def step_until_it_fails(loop: SendLoop) -> None:
     while True:
         loop.step(block=True)
@@ -121,7 +115,7 @@ def test_chunks_are_gathered_and_sent_while_earlier_ones_are_on_their_way() -> N
     loop.attach(link)
     for seq in range(3):
         loop.accept(grant(seq))
-    wait_until(lambda: link.sent == [0, 1])  # without a step: nobody has seen a send leave its slot
+    until(lambda: link.sent == [0, 1])  # without a step: nobody has seen a send leave its slot
     assert slots_out(loop) == 2
     assert loop.drain(block=True)
     assert slots_out(loop) == 0

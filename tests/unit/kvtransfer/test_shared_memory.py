@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.staging import HEADER_NBYTES
 from shared.kvtransfer.transports.shared_memory import SharedSlot, map_read_only
 from shared.kvtransfer.transports.shm import ShmLinkFactory, accept_from
+from tests.patience import PATIENCE_S
 from tests.unit.kvtransfer.link_pair import num_descriptors, num_shared_mappings
 
 torch.set_num_threads(1)
-OPTIONS = TransferOptions(op_timeout_s=0.5, build_timeout_s=5.0)
+OPTIONS = TransferOptions(op_timeout_s=PATIENCE_S, build_timeout_s=PATIENCE_S)
 
 
 def test_a_slot_is_seen_through_its_descriptor_and_cannot_be_written_there() -> None:
@@ -61,11 +63,14 @@ def test_a_mapping_lives_as_long_as_its_last_tensor() -> None:
 class Ends:
     """Both ends of one link in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: TransferOptions = OPTIONS) -> None:
         stores: dict[int, LinkStore] = {}
         for rank in (RECEIVER, SENDER):
-            stores[rank] = LinkStore(lambda name, value, to=1 - rank: stores[to].feed(name, value), 5.0)  # type: ignore[misc]
-        self.factory = ShmLinkFactory(OPTIONS, torch.device("cpu"))
+            stores[rank] = LinkStore(
+                lambda name, value, to=1 - rank: stores[to].feed(name, value),  # type: ignore[misc]
+                PATIENCE_S,
+            )
+        self.factory = ShmLinkFactory(options, torch.device("cpu"))
         self.links: dict[int, Link] = {}
         self.died = {rank: threading.Event() for rank in (RECEIVER, SENDER)}
         threads = [threading.Thread(target=self._build, args=(rank, stores[rank])) for rank in stores]
@@ -111,7 +116,7 @@ def test_a_slot_stays_with_its_send_until_the_receiver_has_released_it(ends: End
         sender.join(0.05)
         assert left == list(range(seq))
         arrival.release()
-        sender.join(5)
+        sender.join(PATIENCE_S)
         assert left == list(range(seq + 1))
 
 
@@ -129,10 +134,12 @@ def test_a_record_that_points_outside_its_slot_ends_the_link(ends: Ends) -> None
         ends.receiver.recv(1 << 30, 0).wait(block=True)
 
 
-def test_an_op_times_out_when_the_peer_does_nothing(ends: Ends) -> None:
+def test_an_op_times_out_when_the_peer_does_nothing() -> None:
+    ends = Ends(replace(OPTIONS, op_timeout_s=0.5))
     op = ends.sender.send(ends.factory.new_slot(100), 100, 0)
     with pytest.raises(LinkError, match=r"timed out after 0.5 s"):
         op.wait(block=True)
+    ends.close()
 
 
 def test_abort_frees_whoever_waits_and_tells_the_other_end(ends: Ends) -> None:
@@ -147,9 +154,9 @@ def test_abort_frees_whoever_waits_and_tells_the_other_end(ends: Ends) -> None:
     waiter = threading.Thread(target=wait)
     waiter.start()
     ends.receiver.abort()
-    waiter.join(5)
+    waiter.join(PATIENCE_S)
     assert failed.is_set()
-    assert ends.died[SENDER].wait(5)
+    assert ends.died[SENDER].wait(PATIENCE_S)
     with pytest.raises(LinkError):
         ends.sender.send(ends.factory.new_slot(100), 100, 0)
 
@@ -184,11 +191,11 @@ def test_only_a_process_of_the_right_user_may_connect(listener: socket.socket) -
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ours:
         ours.connect(listener.getsockname())
         with pytest.raises(TimeoutError):
-            accept_from(os.getuid() + 1, listener, 0.1)
+            accept_from(os.getuid() + 1, listener, 0.5)
         assert ours.recv(1) == b"", "its connection was closed"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ours:
         ours.connect(listener.getsockname())
-        accept_from(os.getuid(), listener, 5.0).close()
+        accept_from(os.getuid(), listener, PATIENCE_S).close()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="ANOTHER USER'S PROCESS: only root may start one")
@@ -196,13 +203,17 @@ def test_a_link_is_not_built_with_another_users_process() -> None:
     """Both are under way: the stranger connects to the address that only the store tells."""
     connect = (
         "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
-        "s.connect(chr(0) + sys.argv[1]); s.recv(1)"
+        "s.connect(chr(0) + sys.argv[1]); print(flush=True); s.recv(1)"
     )
     strangers: list[subprocess.Popen[bytes]] = []
 
     def tell(name: str, value: bytes) -> None:
         address = value.decode()[1:]
-        strangers.append(subprocess.Popen([sys.executable, "-c", connect, address]))
+        stranger = subprocess.Popen([sys.executable, "-c", connect, address], stdout=subprocess.PIPE)
+        strangers.append(stranger)
+        assert stranger.stdout is not None
+        with stranger.stdout as said:
+            assert said.readline(), "it has connected"
 
     store = LinkStore(tell, 5.0)
     store.feed("shm/connected", b"")

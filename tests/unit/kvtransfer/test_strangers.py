@@ -18,7 +18,8 @@ from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports.gloo import GlooLinkFactory
 from shared.kvtransfer.transports.listener_filter import drop_connections
-from tests.unit.kvtransfer.link_pair import LinkPair, key, num_descriptors, real, wait_until
+from tests.patience import PATIENCE_S, until
+from tests.unit.kvtransfer.link_pair import LinkPair, key, num_descriptors, real
 from tests.unit.kvtransfer.test_link_processes import Decode
 
 torch.set_num_threads(1)
@@ -91,15 +92,15 @@ def test_a_thousand_strangers_leave_no_descriptor_behind(host: str) -> None:
     pair.transfer(0, [1, 2], [3, 4])
     pair.until_received(0)
     assert isinstance(pair.received[key(0)], Received)
-    assert num_descriptors() == before
+    until(lambda: num_descriptors() == before)
     pair.close()
 
 
 def test_a_listener_that_is_not_of_a_link_still_accepts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert drop_connections([b"elsewhere"]) == 0
-        socket.create_connection(listener.getsockname(), timeout=5).close()
-        listener.settimeout(5)
+        socket.create_connection(listener.getsockname(), timeout=PATIENCE_S).close()
+        listener.settimeout(PATIENCE_S)
         listener.accept()[0].close()
 
 
@@ -130,13 +131,13 @@ def test_strangers_that_come_while_links_are_built_are_gone_with_the_link() -> N
     assert isinstance(pair.received[key(0)], Received)
     print(f"{num_connected} came through while 31 links were built")
     pair.close()
-    wait_until(lambda: num_descriptors() <= before)
+    until(lambda: num_descriptors() <= before)
 
 
 def test_nothing_listens_before_both_ends_are_there() -> None:
     """A peer that never comes leaves no port open for all the time in which a link may be built."""
     asked, failed = threading.Event(), threading.Event()
-    store = LinkStore(lambda name, value: asked.set(), timeout_s=10.0)
+    store = LinkStore(lambda name, value: asked.set(), timeout_s=PATIENCE_S)
     spec = LinkSpec(name="l", rank=RECEIVER, secret=b"s", store=store)
 
     def build() -> None:
@@ -146,11 +147,11 @@ def test_nothing_listens_before_both_ends_are_there() -> None:
 
     builder = threading.Thread(target=build)
     builder.start()
-    assert asked.wait(10)
+    assert asked.wait(PATIENCE_S)
     builder.join(0.1)
     assert listening_ports() == []
     store.abort("given up")
-    builder.join(10)
+    builder.join(PATIENCE_S)
     assert failed.is_set()
 
 
@@ -165,7 +166,5 @@ def test_strangers_end_no_process_that_has_few_descriptors() -> None:
     visit(listening_ports(process.pid))
     decode.works()
     assert process.is_alive()
-    assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) <= num_open
-    decode.side.close()
-    process.kill()
-    process.join()
+    until(lambda: len(list(Path(f"/proc/{process.pid}/fd").iterdir())) <= num_open)
+    decode.close()

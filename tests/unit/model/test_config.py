@@ -11,6 +11,7 @@ import pytest
 from shared.errors import ModelError
 from shared.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, load_model_config
 from tests.modelzoo import EOS_TOKEN_ID, IM_END_ID
+from tests.patience import PATIENCE_S
 from tests.unit.model.conftest import ModelFolder
 
 LLAMA: dict[str, Any] = {
@@ -241,4 +242,4 @@ def test_a_malformed_generation_config_is_named(tmp_path: Path) -> None:
 
 def test_the_router_can_import_it_without_torch() -> None:
     code = "import sys, shared.model.config, shared.model.files; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

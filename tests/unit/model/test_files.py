@@ -10,6 +10,7 @@ import pytest
 from shared.errors import ModelError
 from shared.model import files
 from shared.model.files import resolve_model
+from tests.patience import PATIENCE_S
 
 
 def test_a_local_folder_is_itself(tmp_path: Path) -> None:
@@ -38,7 +39,7 @@ def test_an_unreachable_hub_id_is_named(tmp_path: Path) -> None:
         "HF_HOME": str(tmp_path),
     }  # read when the client is imported
     ended = subprocess.run(
-        [sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert "ModelError: model 'nobody/no-such-model' is not a folder here, and the hub" in ended.stderr
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,9 +13,7 @@ from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import NodeToRouter, RouterToNode, Struct
 from shared.protocol.resolver import Resolver
 from shared.protocol.security import FleetKey
-
-WAIT_S = 10.0
-"""Longest wait for what will come."""
+from tests.patience import PATIENCE_S
 
 
 class Party:
@@ -61,13 +58,13 @@ class Party:
     def dialled(self, peer: str, address: str) -> None:
         """Dial, and wait until the peer has taken the connection."""
         self.dial(peer, address)
-        assert self.connected.get(timeout=WAIT_S) == peer
+        assert self.connected.get(timeout=PATIENCE_S) == peer
 
     def send(self, to: str, message: Struct) -> None:
         self.control.send(to, message, dialled=to in self._dialled)
 
     def hear(self) -> tuple[str, Any]:
-        return self.heard.get(timeout=WAIT_S)
+        return self.heard.get(timeout=PATIENCE_S)
 
     def _on_message(self, peer: str, message: Any) -> None:
         self.heard.put((peer, message))
@@ -89,7 +86,7 @@ class SlowNames:
     def __call__(self, host: str, port: int, *, type: int) -> list[tuple[object, ...]]:
         self.asked.put(host)
         if host.startswith("slow"):
-            assert self.answers.wait(10)
+            assert self.answers.wait(PATIENCE_S)
         if host in self.unknown:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return [
@@ -119,13 +116,3 @@ def party() -> Iterator[MakeParty]:
     yield make
     for each in parties:
         each.close()
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Wait until `condition` holds; False if it does not in WAIT_S."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True

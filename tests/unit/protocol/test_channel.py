@@ -37,7 +37,8 @@ from shared.protocol.resolver import Resolver
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
 from shared.protocol.transfer_messages import PeerPing
-from tests.unit.protocol.conftest import WAIT_S, MakeParty, Party, SlowNames, eventually
+from tests.patience import PATIENCE_S, until
+from tests.unit.protocol.conftest import MakeParty, Party, SlowNames
 
 PONG = Pong(7, NodeLoad())
 
@@ -58,7 +59,7 @@ def test_typed_messages_both_ways(node: Party, router: Party) -> None:
     assert node.hear() == ("router-1", Cancel(ReqKey("router-1", "a", 2)))
     node.send("router-1", PONG)
     assert router.hear() == ("n", PONG)
-    assert router.connected.get(timeout=1) == "n"
+    assert router.connected.get(timeout=PATIENCE_S) == "n"
 
 
 def test_a_timer_runs_again_and_again_and_outlives_a_failure(node: Party) -> None:
@@ -71,7 +72,7 @@ def test_a_timer_runs_again_and_again_and_outlives_a_failure(node: Party) -> Non
     node.listen()
     node.control.every(0.01, run)
     for _ in range(3):
-        assert ran.get(timeout=5)
+        assert ran.get(timeout=PATIENCE_S)
 
 
 def test_messages_keep_their_order(node: Party, router: Party) -> None:
@@ -130,7 +131,7 @@ def test_who_dials_before_admission_waits(node: Party, router: Party) -> None:
     address = node.listen(admit=False)
     router.dial("n", address)
     router.send("n", Ping(1))
-    assert router.connected.get(timeout=10) == "n"
+    assert router.connected.get(timeout=PATIENCE_S) == "n"
     assert node.heard.empty()
     node.admit()
     assert node.hear() == ("router-1", Ping(1))
@@ -139,7 +140,7 @@ def test_who_dials_before_admission_waits(node: Party, router: Party) -> None:
 def test_a_peer_that_closes_is_reported_once(node: Party, router: Party) -> None:
     router.dialled("n", node.listen())
     node.close()
-    assert router.disconnected.get(timeout=10) == ("n", "connection closed")
+    assert router.disconnected.get(timeout=PATIENCE_S) == ("n", "connection closed")
     router.send("n", Ping(1))  # nobody there: dropped
     assert router.disconnected.empty()
 
@@ -149,7 +150,7 @@ def test_a_lost_connection_is_never_taken_up_again(node: Party, router: Party, p
     address = node.listen()
     router.dialled("n", address)
     node.close()
-    router.disconnected.get(timeout=10)
+    router.disconnected.get(timeout=PATIENCE_S)
     successor = party("successor")
     assert successor.listen(int(address.rsplit(":", 1)[1])) == address
     router.send("n", Ping(1))
@@ -259,7 +260,7 @@ def test_an_older_dial_of_the_same_peer_is_not_heard_any_more(node: Party) -> No
 def test_a_kind_that_nobody_expects_is_ignored(node: Party, router: Party, party: MakeParty) -> None:
     address, stranger = node.listen(), party("stranger").start()
     stranger.dial("n", address, kind="prefill")
-    assert stranger.connected.get(timeout=10) == "n"
+    assert stranger.connected.get(timeout=PATIENCE_S) == "n"
     stranger.send("n", Ping(1))
     router.dial("n", address)
     router.send("n", Ping(2))
@@ -419,7 +420,7 @@ def test_a_dial_without_descriptors_is_reported_and_may_be_tried_again(node: Par
         limit = lowest_free.fileno()
     with descriptor_limit(limit):
         router.dial("n", address)
-        peer, reason = router.disconnected.get(timeout=10)
+        peer, reason = router.disconnected.get(timeout=PATIENCE_S)
     assert peer == "n"
     assert "Too many open files" in reason
     router.dialled("n", address)
@@ -432,20 +433,20 @@ def test_a_dial_that_is_refused_is_reported_and_leaves_nothing_open(router: Part
         for i in range(20):
             router.dial(f"n{i}", dead_address())
         for _ in range(20):
-            assert router.disconnected.get(timeout=10)[1] == "connection refused"
+            assert router.disconnected.get(timeout=PATIENCE_S)[1] == "connection refused"
         return len(os.listdir("/proc/self/fd"))
 
     before = dial_twenty()  # some of which are still being closed
     dial_twenty()
     assert not router.control._dialled
-    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def test_a_dial_that_is_not_answered_is_given_up(router: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.protocol.channel.CONNECT_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         router.dial("n", f"tcp://127.0.0.1:{mute.getsockname()[1]}")
-        peer, reason = router.disconnected.get(timeout=10)
+        peer, reason = router.disconnected.get(timeout=PATIENCE_S)
     assert peer == "n"
     assert "no answer within 0.2 s" in reason
 
@@ -459,17 +460,17 @@ def test_a_dial_that_is_lost_as_its_time_is_up_ends_once(
 
     def hold_up() -> None:
         held_up.set()
-        assert time_is_up.wait(10)
+        assert time_is_up.wait(PATIENCE_S)
 
     with socket.create_server(("127.0.0.1", 0)) as mute:
         router.dial("n", f"tcp://127.0.0.1:{mute.getsockname()[1]}")
         dialled, _ = mute.accept()
         router.control.every(0.01, hold_up)
-        assert held_up.wait(10)
+        assert held_up.wait(PATIENCE_S)
         dialled.close()
         time.sleep(0.5)
         time_is_up.set()
-        assert router.disconnected.get(timeout=10)[0] == "n"
+        assert router.disconnected.get(timeout=PATIENCE_S)[0] == "n"
         router.close()
     assert router.disconnected.empty()
 
@@ -480,7 +481,7 @@ def test_as_many_peers_as_a_router_has_members_can_be_dialled(node: Party, route
     with descriptor_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
         for i in range(400):
             router.dial(f"n{i}", address)
-        names = {router.connected.get(timeout=10) for _ in range(400)}
+        names = {router.connected.get(timeout=PATIENCE_S) for _ in range(400)}
         assert names == {f"n{i}" for i in range(400)}
         router.close()
         node.close()
@@ -492,14 +493,14 @@ def test_a_name_that_resolves_slowly_delays_no_other_peer(
     router = party("router-1", resolver=Resolver(names)).start()
     address = node.listen()
     router.dial("late", address.replace("127.0.0.1", "slow.example"))
-    assert names.asked.get(timeout=10) == "slow.example"
+    assert names.asked.get(timeout=PATIENCE_S) == "slow.example"
     router.send("late", Ping(1))
     router.dialled("n", address)
     router.dialled("m", address.replace("127.0.0.1", "fast.example"))
     router.send("n", Ping(2))
     assert node.hear() == ("router-1", Ping(2))
     names.answers.set()
-    assert router.connected.get(timeout=10) == "late"
+    assert router.connected.get(timeout=PATIENCE_S) == "late"
 
 
 def test_what_is_said_to_a_name_waits_until_it_resolves(
@@ -518,13 +519,13 @@ def test_a_name_is_looked_up_anew_for_every_dial(node: Party, party: MakeParty, 
     address = node.listen().replace("127.0.0.1", "fast.example")
     router.dialled("n", address)
     router.dialled("n", address)
-    assert [names.asked.get(timeout=1), names.asked.get(timeout=1)] == ["fast.example", "fast.example"]
+    assert [names.asked.get(timeout=PATIENCE_S) for _ in range(2)] == ["fast.example"] * 2
 
 
 def test_a_name_without_an_address_is_said_to_be_the_reason(party: MakeParty, names: SlowNames) -> None:
     router = party("router-1", resolver=Resolver(names)).start()
     router.dial("n", "tcp://no.example:7200")
-    peer, reason = router.disconnected.get(timeout=10)
+    peer, reason = router.disconnected.get(timeout=PATIENCE_S)
     assert peer == "n"
     assert "no.example does not resolve: Name or service not known" in reason
 
@@ -535,7 +536,8 @@ def test_a_name_that_takes_too_long_is_said_to_be_the_reason(
     monkeypatch.setattr("shared.protocol.channel.CONNECT_TIMEOUT_S", 0.2)
     router = party("router-1", resolver=Resolver(names)).start()
     router.dial("n", "tcp://slow.example:7200")
-    assert "slow.example does not resolve: no answer within 0.2 s" in router.disconnected.get(timeout=10)[1]
+    _, reason = router.disconnected.get(timeout=PATIENCE_S)
+    assert "slow.example does not resolve: no answer within 0.2 s" in reason
 
 
 @pytest.mark.parametrize(
@@ -543,7 +545,7 @@ def test_a_name_that_takes_too_long_is_said_to_be_the_reason(
 )
 def test_an_address_that_is_none_is_reported(router: Party, address: str) -> None:
     router.dial("n", address)
-    assert "cannot be dialled" in router.disconnected.get(timeout=10)[1]
+    assert "cannot be dialled" in router.disconnected.get(timeout=PATIENCE_S)[1]
 
 
 @pytest.mark.parametrize("key", [None, FleetKey(b"secret of the fleet")], ids=["plain", "curve"])
@@ -568,7 +570,7 @@ def test_a_stranger_that_announces_a_large_frame_is_hung_up_on(party: MakeParty,
     """Before it has proved anything, so that memory cannot be taken without the fleet's key."""
     node = party("node", FleetKey(b"secret of the fleet") if mechanism == b"CURVE" else None)
     port = int(node.listen().rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as stranger:
         stranger.sendall(zmtp_greeting(mechanism))
         received = 0
         while received < 64:
@@ -583,7 +585,7 @@ def test_a_dialled_stranger_that_announces_a_large_frame_is_hung_up_on(router: P
         router.dial("n", f"tcp://127.0.0.1:{server.getsockname()[1]}")
         with server.accept()[0] as stranger:
             stranger.sendall(zmtp_greeting(b"NULL") + b"\x06" + (150 << 20).to_bytes(8, "big"))
-            peer, reason = router.disconnected.get(timeout=WAIT_S)
+            peer, reason = router.disconnected.get(timeout=PATIENCE_S)
     assert peer == "n"
     assert reason in LOST.values(), "and not because its time was up"
 
@@ -593,7 +595,7 @@ def test_a_stranger_that_never_ends_its_handshake_is_hung_up_on(
 ) -> None:
     monkeypatch.setattr("shared.protocol.dial_socket._CONNECT_TIMEOUT_MS", 200)
     port = int(node.listen().rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as stranger:
         while stranger.recv(4096):
             pass  # the node's greeting, then the end of the connection
 
@@ -625,8 +627,8 @@ def test_close_leaves_no_thread_and_no_descriptor(party: MakeParty) -> None:
         node.hear()
         node.close()
         router.close()
-    assert eventually(lambda: threading.active_count() == threads)
-    assert eventually(lambda: descriptors() == before)
+    until(lambda: threading.active_count() == threads)
+    until(lambda: descriptors() == before)
 
 
 def test_close_before_start() -> None:

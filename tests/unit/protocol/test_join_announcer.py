@@ -14,6 +14,7 @@ from shared.errors import ConfigError
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.join_announcer import DEFAULT_CONTROL_PORT, JoinAnnouncer, control_address
 from shared.protocol.messages import Announcement, Join, LoadFailed, Loading, NodeRef, Role
+from tests.patience import PATIENCE_S
 
 NODE = NodeRef("d0", "d0#1", "tcp://127.0.0.1:7200")
 
@@ -64,11 +65,11 @@ def test_progress_then_the_request_to_be_dialled(control: ControlThread) -> None
     announcer.start()
     try:
         for port in ports:
-            assert port.heard.get(timeout=10) == (
+            assert port.heard.get(timeout=PATIENCE_S) == (
                 "d0#1",
                 Loading("d0", Role.DECODE, "loading weights", 0.5),
             )
-            assert port.heard.get(timeout=10) == ("d0#1", Join(NODE, Role.DECODE))
+            assert port.heard.get(timeout=PATIENCE_S) == ("d0#1", Join(NODE, Role.DECODE))
     finally:
         announcer.stop()
         for port in ports:
@@ -80,10 +81,10 @@ def test_a_restarted_router_is_asked_again(control: ControlThread) -> None:
     announcer = JoinAnnouncer(control, NODE, Role.DECODE, (f"127.0.0.1:{port.port}",))
     announcer.start()
     try:
-        assert port.heard.get(timeout=10)[1] == Join(NODE, Role.DECODE)
+        assert port.heard.get(timeout=PATIENCE_S)[1] == Join(NODE, Role.DECODE)
         port.control.close()
         port = ControlPort(port.port)
-        assert port.heard.get(timeout=10)[1] == Join(NODE, Role.DECODE)
+        assert port.heard.get(timeout=PATIENCE_S)[1] == Join(NODE, Role.DECODE)
     finally:
         announcer.stop()
         port.control.close()
@@ -94,14 +95,14 @@ def test_who_hangs_up_is_named_and_not_dialled_again_and_again(
 ) -> None:
     """A router with another fleet key closes every connection."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
-        stranger.settimeout(10)
+        stranger.settimeout(PATIENCE_S)
         announcer = JoinAnnouncer(control, NODE, Role.DECODE, (f"127.0.0.1:{stranger.getsockname()[1]}",))
         for _ in range(2):
             stranger.accept()[0].close()
             stranger.settimeout(0.5)
             with pytest.raises(TimeoutError):
                 stranger.accept()
-            stranger.settimeout(10)
+            stranger.settimeout(PATIENCE_S)
             announcer.loading("loading weights", 0.5)
         stranger.accept()[0].close()
     assert sum("router_unreachable" in record.getMessage() for record in caplog.records) == 1
@@ -113,7 +114,7 @@ def test_a_node_that_could_not_start_says_why(control: ControlThread) -> None:
     announcer = JoinAnnouncer(control, NODE, Role.DECODE, (f"127.0.0.1:{port.port}",))
     try:
         announcer.say(LoadFailed("d0", Role.DECODE, "no such folder"))
-        assert port.heard.get(timeout=10)[1] == LoadFailed("d0", Role.DECODE, "no such folder")
+        assert port.heard.get(timeout=PATIENCE_S)[1] == LoadFailed("d0", Role.DECODE, "no such folder")
     finally:
         announcer.stop()
         port.control.close()

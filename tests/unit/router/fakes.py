@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -61,6 +62,7 @@ from shared.protocol.messages import (
 )
 from shared.protocol.router_relay import RouterRelay
 from shared.protocol.security import FleetKey
+from tests.patience import PATIENCE_S, eventually, until
 
 LAYOUT = KVLayout("fingerprint", "float32", 16, 2, 2, 8)
 LIMITS = NodeLimits(context_length=256, max_total_num_tokens=200, max_running_requests=8)
@@ -178,7 +180,7 @@ class FakeNode:
     def start(self, port: int = 0, incarnation: str = "a") -> None:
         self._relay = RouterRelay(_ToRouters(self), lambda: list(self._identity_of), time.monotonic)
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 300
+        self._socket.linger = 30_000
         self._bind(port)
         self.address = self._socket.last_endpoint.decode().rstrip("\0")
         self.port = int(self.address.rpartition(":")[2])
@@ -187,15 +189,17 @@ class FakeNode:
 
     def _bind(self, port: int) -> None:
         """A socket that was closed gives its port back a moment later, from ZMQ's own thread."""
-        give_up_at = time.monotonic() + 10
-        while True:
+
+        def bound() -> bool:
             try:
                 self._socket.bind(f"tcp://127.0.0.1:{port or '*'}")
-                return
             except zmq.ZMQError as e:
-                if e.errno != errno.EADDRINUSE or time.monotonic() > give_up_at:
+                if e.errno != errno.EADDRINUSE:
                     raise
-                time.sleep(0.01)
+                return False
+            return True
+
+        until(bound)
 
     async def stop(self) -> None:
         """Close the socket, as the death of a process would."""
@@ -234,8 +238,8 @@ class FakeNode:
         return [message for message in self.heard if isinstance(message, kind)]
 
     async def wait_for(self, kind: type[M], count: int = 1) -> M:
-        """The `count`-th message of a kind, within two seconds."""
-        async with asyncio.timeout(2):
+        """The `count`-th message of a kind."""
+        async with asyncio.timeout(PATIENCE_S):
             while len(self.all(kind)) < count:
                 self._news.clear()
                 await self._news.wait()
@@ -359,12 +363,14 @@ async def joined_router(
     )
     async with (
         serving_router(config) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=10) as client,
+        httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client,
     ):
         if wait:
-            async with asyncio.timeout(5):
-                while len((await client.get("/server_info")).json()["nodes"]) < len(nodes):
-                    await asyncio.sleep(0.01)
+
+            async def joined() -> bool:
+                return len((await client.get("/server_info")).json()["nodes"]) == len(nodes)
+
+            await eventually(joined)
         yield router, client
 
 
@@ -406,6 +412,34 @@ async def pair(**prefill_and_decode: object) -> AsyncIterator[tuple[FakeNode, Fa
         for name, script in prefill_and_decode.items():
             {"prefill": prefill, "decode": decode}[name].script = script
         yield prefill, decode
+
+
+async def figure(client: httpx.AsyncClient, name: str) -> float:
+    """The first value of a metric."""
+    found = re.search(rf"^{name}{{.*}} (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+async def until_figure(client: httpx.AsyncClient, name: str, value: float) -> None:
+    async def reached() -> bool:
+        return await figure(client, name) == value
+
+    await eventually(reached)
+
+
+async def until_queued(client: httpx.AsyncClient, count: int) -> None:
+    """Until so many sequences wait for their first token."""
+    await until_figure(client, "baton:num_queued_reqs", count)
+
+
+async def until_sampled(client: httpx.AsyncClient) -> None:
+    """Until `/live` has a sample."""
+
+    async def sampled() -> bool:
+        return bool((await client.get("/live/state")).json()["samples"])
+
+    await eventually(sampled)
 
 
 def events(body: str) -> list[object]:

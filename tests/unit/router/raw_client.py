@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-ANSWER_TIMEOUT_S = 30.0
+from tests.patience import PATIENCE_S
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Answer:
 
 
 class RawClient:
-    """One connection. Whatever is awaited comes within ANSWER_TIMEOUT_S, or the test fails."""
+    """One connection. Whatever is awaited comes within PATIENCE_S, or the test fails."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -38,9 +38,9 @@ class RawClient:
         """Written as it is; "\\n" in a string stands for CRLF."""
         self.writer.write(data.replace("\n", "\r\n").encode() if isinstance(data, str) else data)
 
-    async def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+    async def answer(self) -> Answer:
         """The next response."""
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(PATIENCE_S):
             head = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
             if headers.get("transfer-encoding") == "chunked":
@@ -57,12 +57,12 @@ class RawClient:
 
     async def read_until(self, end: bytes) -> bytes:
         """Everything up to these bytes."""
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             return await self._reader.readuntil(end)
 
     async def closed(self) -> bytes:
         """Wait until the server has hung up; what came before that."""
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             try:
                 return await self._reader.read()
             except ConnectionResetError:

@@ -1,6 +1,6 @@
 """A scripted node as a process, for what starts nodes. STUB_<NODE_ID> tells it to `fail` or to be `stubborn`.
 
-While a file named HOLD is in its folder, a node that starts says nothing.
+While a file named HOLD is in its folder, a node that starts says nothing. STUB_DELAY_S is the time of a token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.unit.router.fakes import FakeNode
 
 HOLD = "hold"
 PACKAGES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
-LIMITS = NodeLimits(context_length=2048, max_total_num_tokens=4096, max_running_requests=8)
+LIMITS = NodeLimits(context_length=1 << 21, max_total_num_tokens=1 << 21, max_running_requests=8)
 
 
 def write_packages(folder: Path) -> None:
@@ -74,7 +74,7 @@ async def live(
         await asyncio.sleep(0.2)
         return 1
     async with FakeNode(role, args.node_id, limits=LIMITS, flags={"model": args.model}) as node:
-        node.delay_s = 0.01
+        node.delay_s = float(os.environ.get("STUB_DELAY_S", 0.01))
         while not told.is_set():
             await caller.send(msgspec.msgpack.encode(Join(node.ref, role)))
             try:

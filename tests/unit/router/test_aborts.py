@@ -12,6 +12,7 @@ from router.dispatch.live_rids import LiveRids
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
+from tests.patience import eventually
 from tests.unit.router.fakes import joined_router, one_then_nothing, pair
 
 
@@ -30,9 +31,7 @@ class HeldTokenizer:
         monkeypatch.setattr(Tokenizer, "encode", held)
 
     async def wait_for(self, num_waiting: int) -> None:
-        async with asyncio.timeout(10):
-            while self.num_waiting < num_waiting:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: self.num_waiting >= num_waiting)
 
 
 async def aborted(client: httpx.AsyncClient, **body: object) -> int:

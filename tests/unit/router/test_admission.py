@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -20,9 +19,16 @@ from router.request.queue_limit import MAX_RETRY_AFTER_S, QueueLimit
 from router.server import Router
 from shared.errors import RequestError
 from shared.protocol.messages import Cancel, Decode, Failed, Finish, NodeLimits, Prefill
-from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair, say_nothing
+from tests.unit.router.fakes import (
+    FakeNode,
+    figure,
+    joined_router,
+    one_then_nothing,
+    pair,
+    say_nothing,
+    until_queued,
+)
 
-OWN = '{model_name="tiny",role="router"}'
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 ROUTES: Sequence[tuple[str, dict[str, object]]] = (
     ("/generate", {"text": "a"}),
@@ -107,18 +113,6 @@ async def full(
             node.limits = NodeLimits(context_length=5000, max_total_num_tokens=5000, max_running_requests=8)
         async with joined_router(model_folder, list(nodes), dispatch=dispatch) as (router, client):
             yield router, client, list(nodes)
-
-
-async def figure(client: httpx.AsyncClient, name: str) -> float:
-    found = re.search(rf"^{re.escape(name + OWN)} (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
-    assert found, name
-    return float(found[1])
-
-
-async def until_queued(client: httpx.AsyncClient, count: int) -> None:
-    async with asyncio.timeout(3):
-        while await figure(client, "baton:num_queued_reqs") != count:
-            await asyncio.sleep(0.01)
 
 
 def check_rejected(response: httpx.Response, why: str = "the queue is full: all") -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,6 +26,7 @@ from shared.protocol.messages import (
     TokenEntry,
     Tokens,
 )
+from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import (
     LAYOUT,
     FakeNode,
@@ -36,16 +37,18 @@ from tests.unit.router.fakes import (
     say_nothing,
     tell_first_token,
     tell_story,
+    until_queued,
 )
 
 PARAMS = {"sampling_params": {"max_new_tokens": 12}}
 
 
 async def until_health(client: httpx.AsyncClient, status: str) -> httpx.Response:
-    async with asyncio.timeout(3):
-        while (health := await client.get("/health")).json()["status"] != status:
-            await asyncio.sleep(0.01)
-    return health
+    async def reached() -> httpx.Response | None:
+        health = await client.get("/health")
+        return health if health.json()["status"] == status else None
+
+    return await eventually(reached)
 
 
 async def backwards_and_twice(node: FakeNode, message: Prefill | Decode) -> None:
@@ -134,7 +137,6 @@ def test_failed_before_any_token_is_a_status(model_folder: Path, culprit: Role, 
 def test_failed_in_mid_stream_is_an_event(model_folder: Path) -> None:
     async def fail_later(node: FakeNode, message: Prefill | Decode) -> None:
         node.tokens(message.key, 0, node.story[:3])
-        await asyncio.sleep(0.1)
         node.send(Failed(message.key, 500, "out of memory"))
 
     async def run() -> None:
@@ -189,14 +191,12 @@ def test_client_disconnect_cancels_everywhere(model_folder: Path, stream: bool, 
             head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
             writer.write(head.encode() + body)
             await decode.wait_for(Decode)
+            if stage == "decoding":
+                await until_queued(client, 0)
             if stream and stage == "decoding":
                 await reader.readuntil(b"data: ")
-            else:
-                await asyncio.sleep(0.05)
-            gone_at = time.monotonic()
             writer.close()
             assert (await decode.wait_for(Cancel)).key == decode.all(Decode)[0].key
-            assert time.monotonic() - gone_at < 1
             if stage == "queued":
                 await prefill.wait_for(Cancel)
             else:
@@ -220,9 +220,8 @@ def test_a_client_that_does_not_read_blocks_nobody(model_folder: Path) -> None:
                 writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
                 writer.write(body)
                 await decode.wait_for(Decode)
-                began = time.monotonic()
                 answer = await client.post("/generate", json={"text": "a", **PARAMS})
-                assert answer.status_code == 200 and time.monotonic() - began < 3
+                assert answer.status_code == 200
                 writer.close()
 
     asyncio.run(run())
@@ -256,9 +255,7 @@ def test_requests_of_a_node_that_dies_go_on_at_others(model_folder: Path, culpri
             for _ in range(2):
                 assert (await client.post("/generate", json={"text": "c", **PARAMS})).status_code == 200
             if culprit is Role.DECODE:
-                async with asyncio.timeout(2):
-                    while p1.all(Peers)[-1].decode_nodes != (d1.ref,):
-                        await asyncio.sleep(0.01)
+                await eventually(lambda: p1.all(Peers)[-1].decode_nodes == (d1.ref,))
 
     asyncio.run(run())
 
@@ -313,10 +310,8 @@ def test_a_silent_node_is_lost_after_its_timeout(model_folder: Path) -> None:
         ):
             asked = asyncio.create_task(client.post("/generate", json={"text": "a", **PARAMS}))
             await decode.wait_for(Decode)
-            silent_at = time.monotonic()
             decode.silent = True
             response = await asked
-            assert 1 < time.monotonic() - silent_at < 4
             assert response.status_code == 503 and "no answer for" in response.json()["error"]["message"]
             await prefill.wait_for(Cancel)
 
@@ -342,10 +337,13 @@ def test_busy_without_progress_is_lost_and_with_progress_is_not(model_folder: Pa
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("script", [say_nothing, one_then_nothing])
-def test_deadlines(model_folder: Path, script: object) -> None:
+@pytest.mark.parametrize(
+    ("script", "deadline"),
+    [(say_nothing, {"queue_timeout_s": 0.3}), (one_then_nothing, {"stall_timeout_s": 0.3})],
+)
+def test_deadlines(model_folder: Path, script: object, deadline: dict[str, Any]) -> None:
     async def run() -> None:
-        dispatch = DispatchOptions(local_prefill_tokens=0, queue_timeout_s=0.3, stall_timeout_s=0.3)
+        dispatch = DispatchOptions(local_prefill_tokens=0, **deadline)
         async with (
             pair(prefill=say_nothing, decode=script) as (prefill, decode),
             joined_router(model_folder, [prefill, decode], dispatch=dispatch) as (_, client),
@@ -457,10 +455,12 @@ def test_a_layout_that_differs_is_refused_by_name(model_folder: Path, field: str
             FakeNode(Role.DECODE, "decode-1", layout=type(LAYOUT)(**values)) as stranger,
         ):
             router._membership.dial(stranger.address, Role.DECODE, pinned=True)
-            async with asyncio.timeout(3):
-                while (found := (await client.get("/health")).json()["decode"])[-1]["state"] != "refused":
-                    await asyncio.sleep(0.01)
-            assert found[-1]["reason"].startswith(f"{field}: ")
+
+            async def refusal() -> str | None:
+                found = (await client.get("/health")).json()["decode"][-1]
+                return found["reason"] if found["state"] == "refused" else None
+
+            assert (await eventually(refusal)).startswith(f"{field}: ")
             for _ in range(3):
                 assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
             assert not stranger.all(Decode)
@@ -475,12 +475,13 @@ def test_a_node_of_the_wrong_role_is_refused(model_folder: Path) -> None:
             joined_router(model_folder, [], wait=False) as (router, client),
         ):
             router._membership.dial(prefill.address, Role.DECODE, pinned=True)
-            async with asyncio.timeout(3):
-                while (
-                    not (found := (await client.get("/health")).json()["decode"]) or "reason" not in found[0]
-                ):
-                    await asyncio.sleep(0.01)
-            assert found[0]["state"] == "refused" and found[0]["reason"].startswith("role: ")
+
+            async def answered() -> dict[str, str] | None:
+                found = (await client.get("/health")).json()["decode"]
+                return found[0] if found and "reason" in found[0] else None
+
+            node = await eventually(answered)
+            assert node["state"] == "refused" and node["reason"].startswith("role: ")
 
     asyncio.run(run())
 
@@ -538,16 +539,16 @@ def test_shutdown_answers_running_requests_and_tells_the_nodes(model_folder: Pat
     async def run() -> None:
         async with (
             pair(prefill=say_nothing, decode=one_then_nothing) as (prefill, decode),
-            httpx.AsyncClient(timeout=10) as client,
+            httpx.AsyncClient(timeout=PATIENCE_S) as client,
         ):
-            async with joined_router(model_folder, [prefill, decode]) as (router, _):
+            async with joined_router(model_folder, [prefill, decode]) as (router, served):
                 url = f"{router.url}/generate"
                 asked = [
                     asyncio.create_task(client.post(url, json={"text": "a", "stream": stream, **PARAMS}))
                     for stream in (False, True)
                 ]
                 await decode.wait_for(Decode, 2)
-                await asyncio.sleep(0.1)
+                await until_queued(served, 0)
             whole, streamed = [await response for response in asked]
             assert whole.status_code == 503
             assert "shutting down" in whole.json()["error"]["message"]

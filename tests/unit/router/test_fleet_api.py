@@ -7,6 +7,7 @@ import contextlib
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -32,6 +33,7 @@ from shared.protocol.messages import (
     StopProfile,
 )
 from shared.protocol.security import FleetKey
+from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import FakeNode, join_socket_of, joined_router, pair, serving_router, write_model
 
 
@@ -74,8 +76,9 @@ def test_flush_waits_for_its_timeout_only(model_folder: Path) -> None:
             decode.flushes = False
             busy = await client.get("/flush_cache")
             assert busy.status_code == 400 and "decode-0" in busy.json()["error"]["message"]
-            waiting = asyncio.create_task(client.post("/flush_cache?timeout=5"))
-            await asyncio.sleep(0.2)
+            num_before = len(decode.all(Flush))
+            waiting = asyncio.create_task(client.post("/flush_cache?timeout=600"))
+            await decode.wait_for(Flush, num_before + 3)
             assert not waiting.done()
             decode.flushes = True
             assert (await waiting).status_code == 200
@@ -91,11 +94,10 @@ def test_a_flush_whose_client_has_gone_is_given_up(model_folder: Path) -> None:
             await decode.wait_for(Flush, 2)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-            async with asyncio.timeout(10):
-                seen = 0
-                while seen < len(decode.all(Flush)):
-                    seen = len(decode.all(Flush))
-                    await asyncio.sleep(0.5)  # ten times as long as between two of them
+            seen = 0
+            while seen < len(decode.all(Flush)):
+                seen = len(decode.all(Flush))
+                await asyncio.sleep(0.5)  # ten times as long as between two of them
 
     asyncio.run(run())
 
@@ -188,8 +190,11 @@ def test_metrics(model_folder: Path) -> None:
             stage = 'model_name="tiny",role="prefill",stage="queued"'
             assert figure(text, f"baton:stage_duration_seconds_sum{{{stage}}}") == 0.5
             await decode.stop()
-            await asyncio.sleep(0.1)
-            assert 'node="decode-0"' not in (await client.get("/metrics")).text
+
+            async def forgotten() -> bool:
+                return 'node="decode-0"' not in (await client.get("/metrics")).text
+
+            await eventually(forgotten)
 
     asyncio.run(run())
 
@@ -213,13 +218,21 @@ def waiting(model_folder: Path | None, fleet_key: str | None = None) -> RouterCo
     )
 
 
+async def until_status(client: httpx.AsyncClient, status: str) -> dict[str, Any]:
+    async def reached() -> dict[str, Any] | None:
+        health = (await client.get("/health")).json()
+        return health if health["status"] == status else None
+
+    return await eventually(reached)
+
+
 def test_a_node_joins_by_itself(model_folder: Path) -> None:
     async def run() -> None:
         async with (
             serving_router(waiting(None)) as router,
             join_socket_of(router) as control_port,
             FakeNode(Role.DECODE, flags={"model": str(model_folder)}) as decode,
-            httpx.AsyncClient(base_url=router.url) as client,
+            httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client,
         ):
             with zmq.asyncio.Context.instance().socket(zmq.DEALER) as caller:
                 caller.connect(f"tcp://127.0.0.1:{control_port}")
@@ -227,15 +240,13 @@ def test_a_node_joins_by_itself(model_folder: Path) -> None:
                 await say(caller, Loading("decode-0", Role.DECODE, "weights", 0.5))
                 await say(caller, Loading("decode-9", Role.DECODE, "weights", 0.5))
                 await say(caller, LoadFailed("decode-9", Role.DECODE, "no such file"))
-                async with asyncio.timeout(2):
-                    while not (found := (await client.get("/health")).json()["decode"]):
-                        await asyncio.sleep(0.01)
-                assert found[0] == {
-                    "node_id": "decode-0",
-                    "state": "loading",
-                    "what": "weights",
-                    "fraction": 0.5,
-                }
+                loading = {"node_id": "decode-0", "state": "loading", "what": "weights", "fraction": 0.5}
+
+                async def told() -> bool:
+                    found = (await client.get("/health")).json()["decode"]
+                    return found and found[0] == loading
+
+                await eventually(told)
                 for _ in range(3):
                     await say(caller, Join(decode.ref, Role.DECODE))
                 await router.ready()
@@ -247,12 +258,9 @@ def test_a_node_joins_by_itself(model_folder: Path) -> None:
                 assert (await client.post("/generate", json=body)).status_code == 200
                 await decode.stop()
                 decode.start(incarnation="b")  # another port, as after a restart
-                await asyncio.sleep(0.1)
+                await until_status(client, "unavailable")
                 await say(caller, Join(decode.ref, Role.DECODE))
-                async with asyncio.timeout(3):
-                    while (health := (await client.get("/health")).json())["status"] != "ok":
-                        await asyncio.sleep(0.01)
-                assert len(health["decode"]) == 1
+                assert len((await until_status(client, "ok"))["decode"]) == 1
 
     asyncio.run(run())
 
@@ -266,13 +274,13 @@ def test_more_nodes_than_zmq_has_sockets_by_default_can_be_dialled() -> None:
             hosts = [f"127.1.{i // 200}.{i % 200 + 1}" for i in range(400)]
             async with (
                 serving_router(waiting(None)) as router,
-                httpx.AsyncClient(base_url=router.url) as client,
+                httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client,
             ):
                 for host in hosts:
                     ref = NodeRef(host, "a", f"tcp://{host}:{mute.getsockname()[1]}")
                     router.on_announcement(Join(ref, Role.DECODE))
                 dialled: set[str] = set()
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(PATIENCE_S):
                     while len(dialled) < len(hosts):
                         connection, _ = await asyncio.get_running_loop().sock_accept(mute)
                         accepted.enter_context(connection)
@@ -294,16 +302,22 @@ def test_with_a_fleet_key_strangers_stay_outside(model_folder: Path, tmp_path: P
         async with (
             serving_router(waiting(model_folder, str(key_file))) as router,
             join_socket_of(router, ours) as control_port,
-            httpx.AsyncClient(base_url=router.url) as client,
+            httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client,
         ):
-            for key, name in ((None, "plain"), (other, "other"), (ours, "ours")):
-                with context.socket(zmq.DEALER) as caller:
+
+            async def names() -> list[str]:
+                return [node["node_id"] for node in (await client.get("/health")).json()["decode"]]
+
+            with contextlib.ExitStack() as exits:
+                for key, name in ((None, "plain"), (other, "other"), (ours, "ours")):
+                    caller = exits.enter_context(context.socket(zmq.DEALER))
                     caller.linger = 0
                     if key is not None:
                         key.secure_client(caller)
                     caller.connect(f"tcp://127.0.0.1:{control_port}")
                     await say(caller, Loading(name, Role.DECODE, "weights", 0.1))
-                    await asyncio.sleep(0.3)
-            assert [node["node_id"] for node in (await client.get("/health")).json()["decode"]] == ["ours"]
+                await eventually(names)
+                await asyncio.sleep(0.3)
+                assert await names() == ["ours"]
 
     asyncio.run(run())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from shared.protocol.messages import (
     Prefill,
     Role,
 )
+from tests.patience import eventually
 from tests.unit.router.fakes import FakeNode, join_socket_of, joined_router, one_then_nothing, pair
 
 BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
@@ -43,10 +44,11 @@ async def states(client: httpx.AsyncClient) -> dict[str, str]:
     return {node["node_id"]: node["state"] for node in (await client.get("/fleet")).json()["nodes"]}
 
 
-async def until(check: Callable[[], object]) -> None:
-    async with asyncio.timeout(3):
-        while not check():
-            await asyncio.sleep(0.01)
+async def until_states(client: httpx.AsyncClient, wanted: dict[str, str]) -> None:
+    async def reached() -> bool:
+        return await states(client) == wanted
+
+    await eventually(reached)
 
 
 def wait_before_story(node: FakeNode) -> asyncio.Event:
@@ -88,9 +90,7 @@ def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(model_folder: 
             running = asyncio.create_task(client.post("/generate", json=BODY))  # decode-0 comes first
             await decode.wait_for(Decode)
             removing = asyncio.create_task(client.delete("/fleet/nodes/decode-0"))
-            await until(lambda: decode.heard)
-            while (await states(client))["decode-0"] != "draining":
-                await asyncio.sleep(0.01)
+            await until_states(client, {"prefill-0": "alive", "decode-0": "draining", "decode-1": "alive"})
             health = (await client.get("/health")).json()
             assert {node["node_id"]: node["state"] for node in health["decode"]} == {
                 "decode-0": "draining",
@@ -121,7 +121,7 @@ def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(model_folder: 
             assert len((await running).json()["output_ids"]) == 8
             assert await states(client) == {"prefill-0": "alive", "decode-1": "alive"}
             assert (await client.get("/health")).json()["status"] == "ok"
-            await until(lambda: prefill.all(Peers)[-1].decode_nodes == (other.ref,))
+            await eventually(lambda: prefill.all(Peers)[-1].decode_nodes == (other.ref,))
             await asyncio.sleep(1.2)  # longer than the pause before a lost node is dialled again
             assert len(decode.identities) == 1
 
@@ -135,7 +135,7 @@ def test_what_still_runs_after_the_timeout_is_ended_and_the_node_told(model_fold
             running = asyncio.create_task(client.post("/generate", json=BODY))
             await decode.wait_for(Decode)
             slow = asyncio.create_task(client.delete("/fleet/nodes/decode-0?drain_timeout_s=500"))
-            await asyncio.sleep(0.1)
+            await until_states(client, {"prefill-0": "alive", "decode-0": "draining"})
             assert not slow.done()
             hurried = await client.delete("/fleet/nodes/decode-0?drain_timeout_s=0")
             assert hurried.json()["num_failed_over"] == 1
@@ -161,6 +161,7 @@ def test_a_drained_prefill_node_hands_over_first(model_folder: Path) -> None:
             running = asyncio.create_task(client.post("/generate", json=BODY))
             await decode.wait_for(Decode)
             removing = asyncio.create_task(client.delete("/fleet/nodes/prefill-0"))
+            await until_states(client, {"prefill-0": "draining", "decode-0": "alive"})
             await asyncio.sleep(0.15)
             assert not removing.done(), "nobody has said that the KV arrived"
             assert (await client.get("/health")).json()["status"] == "degraded"
@@ -180,7 +181,7 @@ def test_a_node_that_dies_while_it_is_drained_is_not_dialled_again(model_folder:
             running = asyncio.create_task(client.post("/generate", json=BODY))
             await decode.wait_for(Decode)
             removing = asyncio.create_task(client.delete("/fleet/nodes/decode-0?drain_timeout_s=500"))
-            await asyncio.sleep(0.1)
+            await until_states(client, {"prefill-0": "alive", "decode-0": "draining"})
             port = decode.port
             await decode.stop()
             assert (await removing).status_code == 200
@@ -208,9 +209,7 @@ def test_a_removed_node_is_not_let_in_when_it_asks_but_its_next_incarnation_is(m
                 await caller.send(msgspec.msgpack.encode(message))
 
             await say(Join(decode.ref, Role.DECODE))
-            async with asyncio.timeout(3):
-                while await states(client) != {"decode-0": "alive"}:
-                    await asyncio.sleep(0.01)
+            await until_states(client, {"decode-0": "alive"})
             assert (await client.delete("/fleet/nodes/decode-0")).status_code == 200
             await say(Join(decode.ref, Role.DECODE))
             await asyncio.sleep(0.2)
@@ -224,9 +223,7 @@ def test_a_removed_node_is_not_let_in_when_it_asks_but_its_next_incarnation_is(m
             await decode.stop()
             decode.start(incarnation="b")
             await say(Join(decode.ref, Role.DECODE))
-            async with asyncio.timeout(3):
-                while await states(client) != {"decode-0": "alive"}:
-                    await asyncio.sleep(0.01)
+            await until_states(client, {"decode-0": "alive"})
 
     asyncio.run(run())
 
@@ -244,14 +241,14 @@ def test_adding_a_node(model_folder: Path) -> None:
                 assert added.status_code == 200
                 node = added.json()["node"]
                 assert (node["node_id"], node["state"], node["pinned"]) == ("decode-1", "alive", True)
-            await until(lambda: other.ref in prefill.all(Peers)[-1].decode_nodes)
+            await eventually(lambda: other.ref in prefill.all(Peers)[-1].decode_nodes)
             for _ in range(2):
                 assert (await client.post("/generate", json=BODY)).status_code == 200
             assert other.all(Decode)
             port = other.port
             await other.stop()
             other.start(port, incarnation="b")  # it is kept, as if it had been on the command line
-            await until(lambda: len(other.identities) == 2)
+            await eventually(lambda: len(other.identities) == 2)
 
     asyncio.run(run())
 

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.http.config import DispatchOptions, HttpOptions
 from router.http.limits import HttpLimits
 from router.server import Router
 from shared.protocol.messages import NodeLimits, Role
+from tests.patience import PATIENCE_S
 from tests.unit.router.fakes import FakeNode, joined_router
 
 T = TypeVar("T")
@@ -183,8 +184,7 @@ class Service:
         return self.loop.run_until_complete(work)
 
     async def post(self, path: str, body: bytes) -> None:
-        async with asyncio.timeout(10):
-            answer = await self.client.post(path, content=body)
+        answer = await self.client.post(path, content=body)
         assert answer.status_code in (200, 400, 404, 413), (answer.status_code, answer.text)
         if answer.status_code != 200:
             error = answer.json()["error"]
@@ -195,7 +195,7 @@ class Service:
             assert '"status": 5' not in answer.text and "internal error" not in answer.text
 
     async def check_idle(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while self.process._dispatcher.num_running:
                 await asyncio.sleep(0.001)  # a stream lets go right after its last bytes
             while (good := await self.client.post("/generate", json=GOOD)).status_code != 200:
@@ -231,7 +231,7 @@ def service(model_folder: Path) -> Iterator[Service]:
         loop.close()
 
 
-@settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250)
 @given(post=posts())
 def test_bodies(service: Service, post: tuple[str, bytes]) -> None:
     service.run(service.post(*post))

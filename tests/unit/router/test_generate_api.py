@@ -19,6 +19,7 @@ from tests.unit.router.fakes import (
     joined_router,
     pair,
     say_nothing,
+    until_queued,
 )
 
 
@@ -285,7 +286,7 @@ def test_abort_keeps_what_was_generated(model_folder: Path) -> None:
             body = {"text": ["a", "b"], "rid": "batch", "stream": False}
             asked = asyncio.create_task(client.post("/generate", json=body))
             await decode.wait_for(Decode, 2)
-            await asyncio.sleep(0.1)
+            await until_queued(client, 0)
             aborted = await client.post("/abort_request", json={"rid": "batch"})
             assert aborted.json()["aborted"] == 2
             answers = (await asked).json()

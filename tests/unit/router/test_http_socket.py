@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 
@@ -14,6 +13,7 @@ from router.http.config import ConnectionOptions
 from router.http.http_server import http_server
 from router.http.http_socket import bind_http, listen_http, start_listening
 from shared.errors import ConfigError
+from tests.patience import PATIENCE_S
 
 HOST = "127.0.0.1"
 TAKEN = r"127\.0\.0\.1:\d+ cannot be bound: Address already in use; choose another --port"
@@ -22,7 +22,7 @@ TAKEN = r"127\.0\.0\.1:\d+ cannot be bound: Address already in use; choose anoth
 def test_a_port_is_taken_as_soon_as_it_is_bound() -> None:
     with contextlib.closing(listen_http(HOST, 0)) as first:
         port = first.getsockname()[1]
-        socket.create_connection((HOST, port), timeout=5).close()
+        socket.create_connection((HOST, port), timeout=PATIENCE_S).close()
         with pytest.raises(ConfigError, match=TAKEN):
             listen_http(HOST, port)
 
@@ -42,7 +42,7 @@ def test_a_server_that_does_not_listen_does_not_pretend_to() -> None:
     async def run(unlucky: socket.socket) -> None:
         server = http_server(PlainTextResponse("hi"), ConnectionOptions(), log_requests=False)
         with pytest.raises(OSError, match="does not listen"):
-            await asyncio.wait_for(server.serve(sockets=[unlucky]), 10)
+            await server.serve(sockets=[unlucky])
         assert not server.accepting.is_set()
         await server.shutdown(sockets=[unlucky])
 

@@ -13,7 +13,15 @@ import pytest
 from router.api.live_feed import LiveEvent, NodeNow
 from router.http.config import HttpOptions
 from shared.protocol.messages import Load, Loading, Role
-from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair, write_model
+from tests.patience import PATIENCE_S, eventually
+from tests.unit.router.fakes import (
+    FakeNode,
+    joined_router,
+    one_then_nothing,
+    pair,
+    until_sampled,
+    write_model,
+)
 
 
 async def feed(client: httpx.AsyncClient) -> AsyncIterator[LiveEvent]:
@@ -30,20 +38,20 @@ async def state(client: httpx.AsyncClient) -> LiveEvent:
 
 async def node_with(client: httpx.AsyncClient, name: str, **wanted: object) -> NodeNow:
     """The node, as soon as it is told with these values."""
-    async with asyncio.timeout(5):
-        while True:
-            for node in (await state(client)).nodes:
-                if node.node_id == name and all(getattr(node, k) == v for k, v in wanted.items()):
-                    return node
-            await asyncio.sleep(0.02)
+
+    async def found() -> NodeNow | None:
+        for node in (await state(client)).nodes:
+            if node.node_id == name and all(getattr(node, k) == v for k, v in wanted.items()):
+                return node
+        return None
+
+    return await eventually(found)
 
 
 def test_the_first_event_has_all_samples_and_later_ones_what_is_new(model_folder: Path) -> None:
     async def run() -> None:
         async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            async with asyncio.timeout(5):
-                while len((await state(client)).samples) < 1:
-                    await asyncio.sleep(0.05)
+            await until_sampled(client)
             seen = []
             async for event in feed(client):
                 seen.append(event.samples)
@@ -144,12 +152,11 @@ def test_rates_are_how_fast_counters_grow(model_folder: Path) -> None:
                     num_cached_tokens=50,
                     kv_bytes_transferred=10**12 + 8000,
                 )
-                async with asyncio.timeout(8):
-                    async for event in feed(client):
-                        (node,) = event.nodes
-                        if node.tokens_per_s:
-                            break
-                assert 0 < node.tokens_per_s <= 500 / 0.5
+                async for event in feed(client):
+                    (node,) = event.nodes
+                    if node.tokens_per_s:
+                        break
+                assert 0 < node.tokens_per_s < 1_000_000, "what was before is not in it"
                 assert node.kv_bytes_per_s == pytest.approx(16 * node.tokens_per_s, rel=0.001)
                 assert node.prompt_tokens_per_s == pytest.approx(node.tokens_per_s / 2, rel=0.001)
                 assert event.samples[-1].decode.tokens_per_s == node.tokens_per_s
@@ -197,17 +204,21 @@ def test_a_feed_ends_when_the_router_stops(model_folder: Path) -> None:
         async with pair() as nodes:
             async with joined_router(model_folder, list(nodes)) as (router, _):
                 url = router.url
-                watching = asyncio.create_task(_whole_feed(url))
-                await asyncio.sleep(0.1)
-            body = await asyncio.wait_for(watching, 5)
-            assert body.endswith("data: [DONE]\n\n")
+                begun = asyncio.Event()
+                watching = asyncio.create_task(_lines_of_feed(url, begun))
+                await begun.wait()
+            assert (await watching)[-2:] == ["data: [DONE]", ""]
 
     asyncio.run(run())
 
 
-async def _whole_feed(url: str) -> str:
-    async with httpx.AsyncClient(timeout=10) as client:
-        return (await client.get(f"{url}/live")).text
+async def _lines_of_feed(url: str, begun: asyncio.Event) -> list[str]:
+    lines = []
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client, client.stream("GET", f"{url}/live") as feed:
+        async for line in feed.aiter_lines():
+            lines.append(line)
+            begun.set()
+    return lines
 
 
 @pytest.mark.parametrize("path", ["/live", "/live/state"])

@@ -30,6 +30,7 @@ from shared.protocol.messages import (
     Work,
 )
 from shared.protocol.sampling_params import SamplingParams, TokenBias
+from tests.patience import PATIENCE_S
 from tests.unit.router.fakes import (
     FakeNode,
     byte_level_tokenizer,
@@ -278,7 +279,7 @@ def test_the_most_numbers_fit_into_a_message_and_an_answer(model_folder: Path, r
             for node in nodes:
                 node.limits = roomy
             async with joined_router(model_folder, list(nodes)) as (_, client):
-                response = await client.post("/generate", json=body, timeout=60)
+                response = await client.post("/generate", json=body, timeout=PATIENCE_S)
                 assert response.status_code == 200, response.text
                 for answer in response.json():
                     meta = answer["meta_info"]
@@ -390,7 +391,9 @@ class TestCompletions:
             async with nodes as pairs, joined_router(model_folder, [*pairs]) as (router, client):
                 workers = router.model.get().tokenizer.workers
                 may_go_on = threading.Event()
-                waiting = asyncio.create_task(workers.run(INLINE_CHARS + 1, lambda: may_go_on.wait(20)))
+                waiting = asyncio.create_task(
+                    workers.run(INLINE_CHARS + 1, lambda: may_go_on.wait(PATIENCE_S))
+                )
                 echoed = asyncio.create_task(client.post("/v1/completions", json=body))
                 await pairs[1].wait_for(Decode)
                 short = {**COMPLETION, "prompt": [7], "logprobs": None}

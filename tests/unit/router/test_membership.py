@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import zmq.asyncio
 
@@ -15,6 +15,7 @@ from router.nodes.membership import Membership
 from router.nodes.node_link import LiveNode
 from shared.protocol.messages import Failed, Relay, ReqKey, Role, TokenEntry
 from shared.protocol.resolver import Resolver
+from tests.patience import eventually
 from tests.unit.protocol.conftest import SlowNames
 from tests.unit.router.fakes import FakeNode
 
@@ -70,12 +71,6 @@ async def new_membership(names: SlowNames | None = None) -> AsyncIterator[tuple[
         context.destroy()
 
 
-async def until(check: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not check():
-            await asyncio.sleep(0.01)
-
-
 def test_a_name_that_resolves_slowly_costs_no_other_node() -> None:
     async def run() -> None:
         names = SlowNames()
@@ -84,8 +79,8 @@ def test_a_name_that_resolves_slowly_costs_no_other_node() -> None:
             member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
             assert late is not None
             assert member is not None
-            await until(lambda: member.state is MemberState.ALIVE)
-            await until(lambda: late.state is MemberState.LOST)
+            await eventually(lambda: member.state is MemberState.ALIVE)
+            await eventually(lambda: late.state is MemberState.LOST)
             assert late.reason == "slow.example does not resolve: no answer within 1 s"
             assert member.state is MemberState.ALIVE
             assert not events.lost
@@ -102,9 +97,9 @@ def test_a_name_is_looked_up_again_until_it_resolves() -> None:
             address = node.ref.address.replace("127.0.0.1", "moved.example")
             member = membership.dial(address, Role.DECODE, pinned=True)
             assert member is not None
-            await until(lambda: member.state is MemberState.LOST)
+            await eventually(lambda: member.state is MemberState.LOST)
             assert member.reason == "moved.example does not resolve: Name or service not known"
             names.unknown.clear()
-            await until(lambda: member.state is MemberState.ALIVE)
+            await eventually(lambda: member.state is MemberState.ALIVE)
 
     asyncio.run(run())

@@ -21,6 +21,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.patience import PATIENCE_S
 from tests.unit.router.fakes import joined_router, pair
 from tests.unit.router.scoring import scored_first_token, scored_story
 from tests.unit.router.test_openapi import CALLS, template
@@ -35,7 +36,6 @@ LEFT_OUT = {
     ("POST", "/fleet/nodes"),  # would dial the addresses it is given
 }
 """Tried in tests of their own."""
-TIMEOUT_S = 30
 NUM_EXAMPLES = 20
 
 
@@ -50,12 +50,12 @@ class ServingThread:
 
     def __enter__(self) -> ServingThread:
         self._thread.start()
-        assert self._ready.wait(TIMEOUT_S)
+        assert self._ready.wait(PATIENCE_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(TIMEOUT_S)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
     async def _serve(self) -> None:
@@ -99,12 +99,11 @@ def cases() -> list[Any]:
 def test_requests_made_from_the_document(
     url: str, session: requests.Session, method: str, path: str, mode: GenerationMode
 ) -> None:
-    schema = schemathesis.openapi.from_dict(session.get(f"{url}/openapi.json", timeout=TIMEOUT_S).json())
+    schema = schemathesis.openapi.from_dict(session.get(f"{url}/openapi.json", timeout=PATIENCE_S).json())
     operation = schema[path][method]
 
     @settings(
         max_examples=NUM_EXAMPLES if operation.body else 5,
-        deadline=None,
         derandomize=True,
         database=None,
         phases=[Phase.generate],
@@ -112,7 +111,7 @@ def test_requests_made_from_the_document(
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def run(case: schemathesis.Case) -> None:
-        response = case.call(base_url=url, session=session, timeout=TIMEOUT_S)
+        response = case.call(base_url=url, session=session, timeout=PATIENCE_S)
         checks = [*CHECKS, negative_data_rejection] if mode is GenerationMode.NEGATIVE else CHECKS
         case.validate_response(response, checks=checks)
 

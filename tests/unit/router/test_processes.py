@@ -121,7 +121,7 @@ def test_serve_and_stop(
     assert len(router.children) == 3
     with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
         assert client.get("/health").json()["status"] == "ok"
-        params = {"max_new_tokens": 500}
+        params = {"max_new_tokens": 1_000_000}
         with client.stream(
             "POST", "/generate", json={"text": "a", "stream": True, "sampling_params": params}
         ) as stream:

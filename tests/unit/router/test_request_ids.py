@@ -12,6 +12,7 @@ import pytest
 
 from router.http.config import DispatchOptions, HttpOptions
 from shared.protocol.messages import Decode
+from tests.patience import eventually
 from tests.unit.router.fakes import joined_router, one_then_nothing, pair, say_nothing
 
 HEADER = "x-request-id"
@@ -163,9 +164,7 @@ def test_the_first_to_end_leaves_the_name_to_the_other(model_folder: Path) -> No
                 assert (await anext(events)).startswith("data: ")
                 async with client.stream("POST", "/generate", json=body, headers=headers) as first:
                     assert (await anext(first.aiter_lines())).startswith("data: ")
-                async with asyncio.timeout(3):
-                    while await num_aborted(client) < 1:
-                        await asyncio.sleep(0.01)
+                await eventually(lambda: num_aborted(client))
                 assert (await client.post("/generate", json={"text": "b", "rid": "same"})).status_code == 400
                 assert (await client.post("/abort_request", json={"rid": "same"})).json()["aborted"] == 1
                 rest = [line async for line in events if line]

@@ -13,6 +13,7 @@ import pytest
 
 from router.http.config import DispatchOptions, HttpOptions
 from shared.protocol.messages import Decode, Failed, Prefill, Role
+from tests.patience import eventually
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair, say_nothing
 
 LOGGED = HttpOptions(port=0, served_model_name="tiny", log_requests=True)
@@ -33,9 +34,7 @@ class Told:
 
     async def last(self, count: int) -> dict[str, str]:
         """The `count`-th event: a client has its answer a moment before the event is written."""
-        async with asyncio.timeout(3):
-            while len(self.events) < count:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: len(self.events) >= count)
         assert len(self.events) == count
         return self.events[-1]
 
@@ -145,9 +144,7 @@ def test_a_full_queue_is_told(model_folder: Path, told: Told) -> None:
             assert (event["status"], event["code"]) == ("429", "queue_full") and "rid" not in event
             await client.post("/abort_request", json={"abort_all": True})
             assert (await waiting).status_code == 200
-            async with asyncio.timeout(3):
-                while len(told.events) < before + 3:
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: len(told.events) >= before + 3)
             (ended,) = [event for event in told.events[before:] if "finish" in event]
             assert (ended["finish"], ended["completion_tokens"]) == ("abort", "0") and "ttft_s" not in ended
 

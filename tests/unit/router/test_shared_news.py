@@ -14,6 +14,7 @@ from router.server import Router
 from shared.protocol.messages import AbortedReqs, AddedNode, Decode, Prefill, Relay, RemovedNode, Role
 from shared.protocol.router_relay import MAX_ABORTS_A_SECOND
 from shared.timeline import Clock
+from tests.patience import eventually
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
 
 Served = tuple[Router, httpx.AsyncClient]
@@ -32,10 +33,11 @@ async def states(client: httpx.AsyncClient) -> dict[str, str]:
 
 async def until_states(client: httpx.AsyncClient, **wanted: str) -> None:
     named = {name.replace("_", "-"): state for name, state in wanted.items()}
-    async with asyncio.timeout(5):
-        while (seen := await states(client)) != named:
-            assert seen is not None
-            await asyncio.sleep(0.01)
+
+    async def reached() -> bool:
+        return await states(client) == named
+
+    await eventually(reached)
 
 
 def test_an_abort_by_rid_reaches_the_other_router(model_folder: Path) -> None:
@@ -56,6 +58,8 @@ def test_an_abort_by_rid_reaches_the_other_router(model_folder: Path) -> None:
             assert (await one.post("/abort_request", json={"abort_all": True})).json()["aborted"] == 1
             for ended in (asked[0], asked[2]):
                 assert (await ended).json()["meta_info"]["finish_reason"]["type"] == "abort"
+            for node in (prefill, decode):
+                await node.wait_for(Relay, 2)
             relays = decode.all(Relay)
             assert relays == prefill.all(Relay), "through every node"
             assert [relay.news for relay in relays] == [AbortedReqs("theirs"), AbortedReqs(None)]
@@ -155,7 +159,7 @@ def test_a_drained_node_is_drained_by_all_routers_and_by_those_that_come_later(m
             decode.script = second.script = wait
             running = [asyncio.create_task(other.post("/generate", json=BODY)) for _ in range(2)]
             await decode.wait_for(Decode)
-            removed = await one.delete("/fleet/nodes/decode-0?drain_timeout_s=60")
+            removed = await one.delete("/fleet/nodes/decode-0?drain_timeout_s=500")
             assert removed.json()["num_failed_over"] == 0
             alive = {"prefill_0": "alive", "decode_1": "alive"}
             await until_states(one, **alive)

@@ -284,7 +284,7 @@ _PIECES = st.recursive(
 
 
 @given(_PIECES)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_what_is_compiled_is_bounded_by_the_size(pattern: str) -> None:
     size = expanded_size(pattern)
     assert size is not None

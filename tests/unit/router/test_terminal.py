@@ -17,8 +17,9 @@ from router.http.config import HttpOptions
 from router.terminal.client import printable
 from router.terminal.top import KEY_VARIABLE, main
 from shared.protocol.messages import Load
+from tests.patience import PATIENCE_S
 from tests.processes import free_port
-from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.fakes import joined_router, pair, until_sampled
 
 ROOT = Path(__file__).resolve().parents[3]
 KEYED = HttpOptions(port=0, served_model_name="tiny", api_keys=("secret",))
@@ -58,8 +59,7 @@ def test_the_key_comes_from_the_environment(
             pair() as nodes,
             joined_router(model_folder, list(nodes), http=KEYED, wait=False) as (router, _),
         ):
-            async with asyncio.timeout(5):
-                await router.ready()
+            await router.ready()
             monkeypatch.delenv(KEY_VARIABLE, raising=False)
             assert await top("--url", router.url) == 1
             assert "API key" in capsys.readouterr().err
@@ -94,9 +94,7 @@ def test_top_prints_a_snapshot_into_a_pipe(model_folder: Path, capsys: pytest.Ca
                 num_running=3, num_pages=100, num_free_pages=50, num_evictable_pages=30, num_held_pages=20
             )
             async with joined_router(model_folder, [prefill, decode]) as (router, client):
-                async with asyncio.timeout(10):
-                    while not (await client.get("/live/state")).json()["samples"]:
-                        await asyncio.sleep(0.05)
+                await until_sampled(client)
                 assert await top("--url", router.url) == 0
 
     asyncio.run(run())
@@ -123,7 +121,7 @@ class Screen:
 
     async def shows(self, *words: str) -> None:
         """Until all `words` have been written since the last call."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not all(word in self._text for word in words):
                 self._news.clear()
                 await self._news.wait()
@@ -163,6 +161,6 @@ def test_top_follows_the_fleet_and_outlives_the_router(model_folder: Path) -> No
             async with joined_router(model_folder, [prefill, decode], http=http):
                 await screen.shows(" ok ", "decode-0", "live")
                 screen.type("xq")
-                assert await asyncio.wait_for(process.wait(), 20) == 0
+                assert await process.wait() == 0
 
     asyncio.run(run())

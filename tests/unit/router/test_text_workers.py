@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from router.dispatch.dispatcher import Dispatcher
@@ -21,7 +20,8 @@ from router.text.text_workers import INLINE_CHARS, MEDIUM_CHARS, TextWorkers, _p
 from router.text.tokenizer import Tokenizer
 from shared.protocol.messages import Prefill, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
-from tests.unit.router.fakes import joined_router, pair, write_model
+from tests.patience import PATIENCE_S
+from tests.unit.router.fakes import joined_router, pair, until_queued, write_model
 from tests.unit.router.sample_tokenizers import KINDS, TEXTS, sample
 
 LONG = MEDIUM_CHARS + 1
@@ -38,7 +38,7 @@ class Gate:
     def __call__(self) -> str:
         self.thread = threading.current_thread()
         self.begun.set()
-        assert self.may_end.wait(20)
+        assert self.may_end.wait(PATIENCE_S)
         return "done"
 
     async def has_begun(self) -> None:
@@ -159,9 +159,9 @@ def test_a_client_that_leaves_while_its_prompt_waits_frees_its_place(
             for gate in gates:
                 await gate.has_begun()
             asked = asyncio.create_task(client.post(path, json=body))
-            await num_queued(client, 1)
+            await until_queued(client, 1)
             asked.cancel()
-            await num_queued(client, 0)
+            await until_queued(client, 0)
             for gate in gates:
                 gate.may_end.set()
             await asyncio.gather(*blocked)
@@ -169,18 +169,6 @@ def test_a_client_that_leaves_while_its_prompt_waits_frees_its_place(
             assert nodes[0].all(Prefill) == []
 
     asyncio.run(run())
-
-
-async def num_queued(client: httpx.AsyncClient, wanted: int) -> None:
-    """Until so many are."""
-    async with asyncio.timeout(10):
-        while f" {wanted}.0" not in await queued_line(client):
-            await asyncio.sleep(0.02)
-
-
-async def queued_line(client: httpx.AsyncClient) -> str:
-    lines = (await client.get("/metrics")).text.splitlines()
-    return next(line for line in lines if line.startswith("baton:num_queued_reqs{"))
 
 
 class IdleDispatcher(Dispatcher):

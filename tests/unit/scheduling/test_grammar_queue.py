@@ -14,6 +14,7 @@ from shared.protocol.sampling_params import Grammar, SamplingParams
 from shared.scheduling.grammar_queue import GrammarQueue
 from shared.scheduling.req import Req
 from shared.timeline import Clock, Role, Timeline
+from tests.patience import PATIENCE_S
 from tests.token_engine import EOS
 from tests.token_grammar import TokenCompiled, TokenGrammarBackend, token_grammar
 
@@ -29,7 +30,7 @@ class GatedBackend(TokenGrammarBackend):
     def compile(self, grammar: Grammar) -> TokenCompiled:
         self.compiled.append(grammar.text)
         self.began.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(PATIENCE_S)
         return super().compile(grammar)
 
 
@@ -53,7 +54,7 @@ class World:
 
     def compile_all(self) -> None:
         self.backend.gate.set()
-        self.pool.compile(token_grammar(1, 0)).result(10)
+        self.pool.compile(token_grammar(1, 0)).result(PATIENCE_S)
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ def test_a_bad_grammar_says_so(world: World) -> None:
 def test_the_deadline_of_a_slow_grammar_and_of_one_behind_it(world: World) -> None:
     """One thread: the first is being compiled, the second has not begun, which is not its fault."""
     slow, behind = world.add("slow", token_grammar(3, 9)), world.add("behind", token_grammar(5, 9))
-    assert world.backend.began.wait(10)
+    assert world.backend.began.wait(PATIENCE_S)
     world.now = TIMEOUT_S - 0.01
     late = world.add("late", token_grammar(3, 9))
     assert world.queue.take() == []
@@ -133,7 +134,7 @@ def test_a_request_that_ended_does_not_come_back(world: World) -> None:
 
 def test_abandoned_grammars_keep_nobody_waiting(world: World) -> None:
     world.add("running", token_grammar(2, 9))
-    assert world.backend.began.wait(10)
+    assert world.backend.began.wait(PATIENCE_S)
     for i in range(40):
         world.queue.remove(world.add(f"gone{i}", token_grammar(3, i)))
     req = world.add("a", token_grammar(5, 9))
@@ -148,7 +149,7 @@ def test_abandoned_grammars_keep_nobody_waiting(world: World) -> None:
 
 def test_past_the_deadline_a_grammar_is_not_begun(world: World) -> None:
     world.add("running", token_grammar(2, 9))
-    assert world.backend.began.wait(10)
+    assert world.backend.began.wait(PATIENCE_S)
     world.add("late", token_grammar(3, 9))
     world.now = TIMEOUT_S
     assert len(world.queue.take()) == 2
@@ -158,11 +159,11 @@ def test_past_the_deadline_a_grammar_is_not_begun(world: World) -> None:
 
 def test_outputs_that_are_slow_to_replay_are_refused(world: World) -> None:
     world.compile_all()
-    world.pool.compile(token_grammar(3, 9)).result(10)
+    world.pool.compile(token_grammar(3, 9)).result(PATIENCE_S)
     seconds = count(0.0, 1.0)
     world.cpu = lambda: next(seconds)
     world.add("a", token_grammar(3, 9), output_ids=(3, 6))
-    assert world.woken.wait(10)
+    assert world.woken.wait(PATIENCE_S)
     (over,) = world.queue.take()
     assert over.error is not None and "takes too long" in over.error.message
     assert (over.error.status, over.error.param) == (400, "regex")
