@@ -96,6 +96,8 @@ class AnsweredMove:
     target: str
     arrived: bool = False
     """The target has sent tokens: its attempt is the current one."""
+    repeated: range = range(0)
+    """The output positions of the target's first message, which the source has told before."""
     left: bool = False
     """The source has said that the request has left it."""
     failures: list[Failed] = field(default_factory=list)
@@ -169,11 +171,12 @@ class ScriptedRouter:
         self.outbox.send(move.source, Cancel(move.to_key))
         self.outbox.send(move.target, Cancel(move.to_key))
 
-    def _on_arrived(self, key: ReqKey) -> None:
-        move = self.moves.get(key)
+    def _on_arrived(self, entry: TokenEntry) -> None:
+        move = self.moves.get(entry.key)
         if move is not None and not move.arrived:
             assert not move.failures, "tokens came from a move that had failed"
             move.arrived = True
+            move.repeated = range(entry.position, entry.position + len(entry.token_ids))
             self.outbox.send(move.source, Cancel(move.key))
 
     def _on_message(self, node: str, message: object) -> None:
@@ -183,7 +186,7 @@ class ScriptedRouter:
                     answer = self.answers[entry.key]
                     if answer.ended:
                         continue
-                    self._on_arrived(entry.key)
+                    self._on_arrived(entry)
                     for i, token in enumerate(entry.token_ids):
                         answer.positions.append(entry.position + i)
                         self._add_token(answer, entry.position + i, token)

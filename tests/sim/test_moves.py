@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -96,14 +97,19 @@ class Run:
 def test_a_request_moves_while_it_runs(overlap: bool) -> None:
     with Cluster(1, 2, token_engine, config(overlap=overlap)) as cluster:
         run = Run(cluster)
-        move = run.move()
-        run.until(lambda: move.arrived)
-        assert move.left
+        move = halt(run, "landed")
+        for _ in range(3):  # the source does not know yet that the target has it
+            cluster.step()
+        cluster.network.release(Done)
+        run.until(lambda: move.arrived and not cluster.nodes["d0"].scheduler.reqs)
         assert len(run.tokens) < run.num_new - 20, "it goes on at the target"
         assert not cluster.nodes["d0"].scheduler.reqs
         assert run.stage("d1", move.to_key) is ReqStage.DECODING
         run.check_end()
         assert not move.failures
+        positions = cluster.router.answers[run.key].positions
+        twice = sorted(position for position, count in Counter(positions[1:]).items() if count > 1)
+        assert twice == list(move.repeated), "the source computes nothing behind what it hands off"
 
 
 STAGES: dict[str, type[Struct]] = {"opened": Ready, "in flight": Grant, "stopped": Handoff, "landed": Done}
