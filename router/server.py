@@ -4,7 +4,8 @@ async with Router(config, model) as router:   nodes that were named are dialled
     await router.serve(shared, own)           HTTP answers
     await router.ready(node_ids)              the fleet serves; ConfigError when it cannot
     ...
-    await router.stop_serving()               running requests fail, and nodes are told to end them
+    await router.drain()                      running requests finish, new ones are refused
+    await router.stop_serving()               those that still run fail, and nodes are told to end them
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import time
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any
@@ -51,6 +53,7 @@ from shared.protocol.security import FleetKey
 ABORTED = "aborted by /abort_request"
 STOPPING = "the router is shutting down"
 _WAIT_FOR_PREFILL_S = 5.0
+_DRAIN_POLL_S = 0.05
 
 
 class Router:
@@ -139,6 +142,14 @@ class Router:
         )
         if self._index == 0:
             warn_if_open(self.keys, http.host)
+
+    async def drain(self) -> None:
+        """Refuse new requests, say so in /health, and wait until those that run have finished, for a while."""
+        self._status.stopping = True
+        self._dispatcher.refuse(STOPPING)
+        until = time.monotonic() + self._config.dispatch.drain_timeout_s
+        while self._dispatcher.num_running and time.monotonic() < until:
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     async def stop_serving(self) -> None:
         """Refuse new requests, fail those that run, and tell nodes to end them. Comes before `__aexit__`."""

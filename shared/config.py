@@ -196,6 +196,9 @@ class NetOptions:
     exit_with_parent: bool = flag(False, "stop when standard input closes")
     fleet_key: str | None = flag(None, "shared secret of the fleet; needed beyond loopback", metavar="FILE")
     insecure: bool = flag(False, "listen beyond loopback without --fleet-key")
+    drain_timeout_s: float = flag(
+        30.0, "after SIGTERM, how long requests may take to leave for other nodes", _seconds
+    )
     router_timeout_s: float = flag(10.0, "silence after which the requests of a router are aborted", _seconds)
 
 

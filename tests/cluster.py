@@ -164,6 +164,15 @@ class ScriptedRouter:
         self.outbox.send(source, Move(key, to_key, ref(target)))
         return move
 
+    def give_up(self, key: ReqKey, reason: str) -> None:
+        """End every attempt at a sequence, on whichever nodes they are."""
+        answer = self.answers[key]
+        if not answer.ended:
+            answer.failures.append(Failed(key, 499, reason))
+        for other in [other for other in self.answers if self.answers[other] is answer]:
+            for holder in self._holders[other]:
+                self.outbox.send(holder, Cancel(other))
+
     def _on_move_failed(self, move: AnsweredMove, failed: Failed) -> None:
         move.failures.append(failed)
         if move.arrived or move.left:  # the source has it no more

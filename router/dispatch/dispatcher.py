@@ -19,6 +19,7 @@ from router.dispatch.circuit_breakers import CircuitBreakers
 from router.dispatch.failover import MAX_FAILURES, Cause, Quarantine
 from router.dispatch.first_token_queue import FirstTokenQueue
 from router.dispatch.metrics import Metrics
+from router.dispatch.moves import Moves
 from router.dispatch.node_counts import NodeCounts
 from router.dispatch.placement import Fleet, Placement, Route
 from router.dispatch.policy import RoutingPolicy
@@ -38,6 +39,9 @@ from shared.protocol.messages import (
     Work,
 )
 from shared.timeline import Clock
+
+_MOVES_AT_ONCE = 8
+"""So many sequences leave a drained node at the same time."""
 
 _RETRY_S = 0.2
 """How often a sequence without nodes looks for some."""
@@ -78,6 +82,7 @@ class Dispatcher:
             counts=self._counts,
             shuns=lambda node: node is self._quarantine.node or self._breakers.is_open(node),
         )
+        self._moves = Moves(self._placement, self._counts, metrics, clock)
         self._deadlines = deadlines
         self._metrics = metrics
         self._later = later
@@ -130,9 +135,13 @@ class Dispatcher:
         """End a sequence whose client is gone. A sequence that has ended stays as it is."""
         self._end(req, error=RequestError("the client is gone", status=499))
 
-    def close(self, reason: str) -> None:
-        """Fail every running sequence and refuse new ones, because the router stops."""
+    def refuse(self, reason: str) -> None:
+        """Refuse new sequences from now on, because the router stops. Those that run go on."""
         self._closed = reason
+
+    def close(self, reason: str) -> None:
+        """Fail every running sequence and refuse new ones."""
+        self.refuse(reason)
         for req in list(self._running.values()):
             self._end(req, error=RequestError(reason, status=503))
 
@@ -164,16 +173,19 @@ class Dispatcher:
         now, num_generated = self._clock(), 0
         for entry in entries:
             req = self._running.get(entry.key.rid)
-            if req is None or req.key != entry.key or node not in req.attempt.nodes:
+            attempt = req.attempt_of(entry.key) if req is not None else None
+            if req is None or attempt is None or node not in attempt.nodes:
                 continue
             if entry.report is not None:
-                req.attempt.reports[node.role] = entry.report
+                attempt.reports[node.role] = entry.report
                 self._breakers.served(node)
-            if node.role is Role.DECODE:
+            if attempt is req.moving:
+                entry = self._moves.arrived(req, entry)
+            if node.role is Role.DECODE and attempt is req.attempt:
                 # The decode node has the pages and the Handoff, so the prefill node holds nothing any more.
-                req.attempt.holders = [node]
+                attempt.holders = [node]
             if entry.finish is not None:
-                req.attempt.finished_by = node
+                attempt.finished_by = node
             req.arrive_logprobs(entry)
             since = req.last_token_at
             num_new = req.arrive(entry.position, entry.token_ids, entry.finish, now)
@@ -188,7 +200,16 @@ class Dispatcher:
         self._metrics.generated(num_generated)
 
     def on_failed(self, node: Node, failed: Failed) -> None:
-        """End a sequence that `node` has refused, or send it to other nodes, since `node` could not go on with it."""
+        """End a sequence that `node` has refused, or send it to other nodes, since `node` could not go on with it.
+
+        A move that has failed is given up.
+        """
+        req = self._running.get(failed.key.rid)
+        if req is not None and req.moving is not None and req.moving.key == failed.key:
+            if node in (*req.attempt.holders, *req.moving.nodes):
+                event("move_failed", rid=req.key.rid, node=node.ref.node_id, reason=failed.message)
+                self._moves.failed(req, node)
+            return
         req = self._held(node, failed.key)
         if req is None:
             return
@@ -213,6 +234,25 @@ class Dispatcher:
         error = RequestError(f"{node.ref.node_id} has evicted the prefix of this prompt", status=503)
         self._fail_over(req, node, Cause.NOT_CACHED, error)
 
+    def on_moved(self, node: Node, key: ReqKey) -> None:
+        """Note that `node` has let a sequence go, since the target of its move has all of it."""
+        req = self._held(node, key)
+        if req is None:
+            return
+        req.attempt.holders.remove(node)
+        if req.moving is not None:
+            self._moves.moved(req)
+        else:  # the target has failed meanwhile, and no node has the sequence
+            error = RequestError(f"it left {node.ref.node_id} for a node that then failed", status=503)
+            self._fail_over(req, node, Cause.MOVE_FAILED, error)
+
+    def on_move_wanted(self, node: Node, keys: Sequence[ReqKey]) -> None:
+        """Move sequences that `node` wants to be rid of, if another node has room."""
+        for key in keys:
+            req = self._held(node, key)
+            if req is not None:
+                self._moves.start(req, node)
+
     def on_node_alive(self, node: Node) -> None:
         """Take back that `node` has crashed: its process runs, and only the connection was lost."""
         for req in self._running.values():
@@ -220,10 +260,15 @@ class Dispatcher:
 
     def on_node_lost(self, node: Node, reason: str, *, crashed: bool) -> None:
         """Send the sequences that `node` held to other nodes. With `crashed`, its process seems to have ended."""
+        for req in self._running.values():
+            if req.moving is not None and node in req.moving.nodes:
+                req.moving.holders = []
+                self._moves.failed(req, None)
         held = self._held_by(node)
         alone = len(held) == 1 and node.load.num_running <= 1
         for req in held:
-            req.attempt.holders.remove(node)
+            if node in req.attempt.holders:
+                req.attempt.holders.remove(node)
             error = RequestError(
                 f"{node.role} node {node.ref.node_id} was lost: {reason}", status=503, code="node_lost"
             )
@@ -240,6 +285,15 @@ class Dispatcher:
     def num_held(self, node: Node) -> int:
         """The number of sequences that `node` holds."""
         return len(self._held_by(node))
+
+    def move_held(self, node: Node) -> None:
+        """Begin to move the sequences that `node` holds to other nodes, a few at a time."""
+        held = self._held_by(node)
+        num_moving = sum(req.moving is not None for req in held)
+        for req in held:
+            if num_moving >= _MOVES_AT_ONCE:
+                break
+            num_moving += self._moves.start(req, node)
 
     def fail_over_held(self, node: Node, reason: str) -> int:
         """Send the sequences that `node` holds to other nodes and cancel them there; returns their number."""
@@ -270,7 +324,7 @@ class Dispatcher:
         return req if req is not None and req.key == key and node in req.attempt.holders else None
 
     def _held_by(self, node: Node) -> list[RunningReq]:
-        return [req for req in self._running.values() if node in req.attempt.holders]
+        return [req for req in self._running.values() if req.needs(node)]
 
     def _fail_over(
         self, req: RunningReq, node: Node, cause: Cause, error: RequestError, *, avoid: str | None = None
@@ -365,6 +419,8 @@ class Dispatcher:
 
     def _leave_nodes(self, req: RunningReq, message: Cancel | Stop) -> None:
         """Take the latest attempt from its nodes. Holders get `message`, but for the node that finished."""
+        if req.moving is not None:
+            self._moves.failed(req, None)
         for node in req.attempt.holders:
             if node is not req.attempt.finished_by:
                 node.send(message)

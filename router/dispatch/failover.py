@@ -35,6 +35,7 @@ class Cause(StrEnum):
     NODE_REMOVED = "node_removed"
     NODE_FAILED = "node_failed"
     TRANSFER_FAILED = "transfer_failed"
+    MOVE_FAILED = "move_failed"
     NOT_CACHED = "not_cached"
 
 

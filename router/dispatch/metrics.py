@@ -59,6 +59,10 @@ class Metrics:
             ("model_name", "role", "cause"),
             registry=self._registry,
         )
+        self._moves = self._counter("baton:num_moves", "Sequences that moved to another decode node.")
+        self._failed_moves = self._counter(
+            "baton:num_failed_moves", "Moves that ended with the sequence where it was."
+        )
         self._convicted = self._counter(
             "baton:num_poison_requests", "Sequences ended because nodes crashed under them."
         )
@@ -85,6 +89,7 @@ class Metrics:
         self._families: tuple[Counter | Histogram, ...] = (
             *(self._prompt_tokens, self._generation_tokens, self._cached_tokens),
             *(self._requests, self._aborted, self._failed, self._convicted, self._rejected),
+            *(self._moves, self._failed_moves),
             *(self._ttft, self._e2e, self._kv_transfer),
         )
         self._stages = Histogram(
@@ -112,6 +117,10 @@ class Metrics:
     def failed_over(self, cause: Cause) -> None:
         """Count a sequence that is sent to other nodes."""
         self._failovers.labels(self._model_name(), "router", cause.value).inc()
+
+    def move_ended(self, *, done: bool) -> None:
+        """Count a move that has ended: `done`, or with the sequence still where it was."""
+        self._own(self._moves if done else self._failed_moves).inc()
 
     def convicted(self) -> None:
         """Count a sequence that was ended since it crashed its nodes."""

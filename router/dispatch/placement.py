@@ -120,6 +120,18 @@ class Placement:
             raise self._refusal(work, again=True)
         return Route(work.params.max_new_tokens, None, min(decodes, key=self._counts.num_seqs))
 
+    def target(self, work: Work, source: Node) -> Node:
+        """The decode node to which a sequence moves that runs on `source`. Raises RequestError if there is none."""
+        num_tokens = len(work.input_ids) + work.params.max_new_tokens
+        targets = [
+            node
+            for node in self._with_room(Role.DECODE, num_tokens)
+            if node is not source and why_unlinked(source, node) is None
+        ]
+        if not targets:
+            raise self._refusal(work, again=True)
+        return self._choose(work, Role.DECODE, targets)[0]
+
     def _choose(self, work: Work, role: Role, nodes: Sequence[Node]) -> tuple[Node, Candidates]:
         candidates = Candidates(work, nodes, self._counts, self._last[role])
         chosen = self._policies[role](candidates)

@@ -93,13 +93,20 @@ class RunningReq:
 
     `attempts` are its sendings; the latest is the one that counts, and has no nodes while the sequence waits for
     some. `output_ids` are the tokens that have arrived in order; the next attempt begins behind them. `failover` is
-    what it has been through. `wake` is called when there are new tokens, or the end.
+    what it has been through. `moving` is the next attempt while a move is under way, and `left` the one that ended
+    with the last move, of which tokens before the position `left_until` may still come. `wake` is called when there
+    are new tokens, or the end.
     """
 
     def __init__(self, key: ReqKey, work: Work, *, wake: Callable[[], None], now: float) -> None:
         self.attempts = [Attempt(key)]
         self.work = work
         self.failover = Failover()
+        self.moving: Attempt | None = None
+        self.movable_at = now
+        self.left: Attempt | None = None
+        self.left_until = 0
+        self._num_attempts = 1
         self.output_ids: list[int] = []
         self.order = TokenOrder(0, work.params.max_new_tokens)
         self.finish: Finish | Aborted | None = None
@@ -123,6 +130,29 @@ class RunningReq:
     def key(self) -> ReqKey:
         """The key of the latest attempt."""
         return self.attempts[-1].key
+
+    def attempt_of(self, key: ReqKey) -> Attempt | None:
+        """The attempt `key`, if tokens of it may still come."""
+        for attempt in (self.attempts[-1], self.moving, self.left):
+            if attempt is not None and attempt.key == key:
+                return attempt
+        return None
+
+    def needs(self, node: Node) -> bool:
+        """True when the sequence cannot go on as it is without `node`."""
+        if node in self.attempts[-1].holders:
+            return True
+        return self.left is not None and self.awaits_left and node in self.left.nodes
+
+    @property
+    def awaits_left(self) -> bool:
+        """True while tokens of the attempt that ended with the last move are on their way."""
+        return self.left is not None and self.order.next < self.left_until
+
+    def next_key(self) -> ReqKey:
+        """A key for a further attempt."""
+        self._num_attempts += 1
+        return msgspec.structs.replace(self.key, attempt=self._num_attempts - 1)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -180,7 +210,8 @@ class RunningReq:
 
     def next_attempt(self) -> None:
         """Begin anew behind `output_ids`. Tokens behind a gap, and an announced finish, will be sent again."""
-        self.attempts.append(Attempt(msgspec.structs.replace(self.key, attempt=self.key.attempt + 1)))
+        self.attempts.append(Attempt(self.next_key()))
+        self.left = None
         self.order = TokenOrder(len(self.output_ids), self.work.params.max_new_tokens)
         self._announced = None
         self._logprobs = {at: known for at, known in self._logprobs.items() if at < self.order.next}

@@ -131,6 +131,9 @@ class DispatchOptions:
     node_timeout_s: float = flag(
         10.0, "a node that neither answers nor gets on for this long is lost", _SECONDS
     )
+    drain_timeout_s: float = flag(
+        30.0, "after SIGTERM, how long running requests may take to finish", _SECONDS
+    )
     stop_timeout_s: float = flag(
         10.0, "time for processes to stop by themselves before they are killed", _SECONDS
     )

@@ -19,6 +19,8 @@ from shared.protocol.messages import (
     Draining,
     Failed,
     Leaving,
+    Moved,
+    MoveWanted,
     NodeToRouter,
     NotCached,
     Ping,
@@ -46,6 +48,14 @@ class NodeEvents(Protocol):
 
     def on_not_cached(self, node: Node, key: ReqKey) -> None:
         """A node no longer caches the prefix for which it was chosen."""
+        ...
+
+    def on_moved(self, node: Node, key: ReqKey) -> None:
+        """A request has left the node for another one."""
+        ...
+
+    def on_move_wanted(self, node: Node, keys: Sequence[ReqKey]) -> None:
+        """A node wants these requests, which run on it, to be moved."""
         ...
 
     def on_node_alive(self, node: Node) -> None:
@@ -87,7 +97,7 @@ class Conversation:
         timing: Timing,
         on_answered: Callable[[Answered], None],
         on_pong: Callable[[], None],
-        on_draining: Callable[[float], None],
+        on_draining: Callable[[Draining], None],
         on_relay: Callable[[Relay], None],
     ) -> None:
         self._node = node
@@ -147,8 +157,12 @@ class Conversation:
                     self._node.send(CacheResync())
             case NotCached(key):
                 self._events.on_not_cached(self._node, key)
-            case Draining(left_s):
-                self._on_draining(left_s)
+            case Moved(key):
+                self._events.on_moved(self._node, key)
+            case MoveWanted(keys):
+                self._events.on_move_wanted(self._node, keys)
+            case Draining():
+                self._on_draining(message)
             case Relay():
                 self._on_relay(message)
             case Leaving(reason):

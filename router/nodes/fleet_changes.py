@@ -1,7 +1,7 @@
 """Changes to a running fleet: an operator adds a node, or drains and removes one.
 
 add      dialled ──▶ works: kept │ refused, unreachable, too slow: forgotten, with an error
-remove   no new requests ──▶ running ones end, or go to other nodes when the time is up ──▶ disconnected, forgotten
+remove   no new requests ──▶ running ones move, end, or are sent again when the time is up ──▶ disconnected, forgotten
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from router.nodes.node_link import LiveNode
 from router.nodes.shared_news import SharedNews
 from shared.errors import RequestError
 from shared.log import event
-from shared.protocol.messages import AbortedReqs, AddedNode, Drain, Relay, RemovedNode, Role
+from shared.protocol.messages import AbortedReqs, AddedNode, Drain, Draining, Relay, RemovedNode, Role
 
 ADD_WAIT_S = 10.0
 _DRAIN_POLL_S = 0.05
@@ -31,6 +31,10 @@ class HeldReqs(Protocol):
 
     def num_held(self, node: Node) -> int:
         """The number of sequences that `node` holds."""
+        ...
+
+    def move_held(self, node: Node) -> None:
+        """Begin to move the sequences that `node` holds to other nodes, a few at a time."""
         ...
 
     def fail_over_held(self, node: Node, reason: str) -> int:
@@ -68,6 +72,8 @@ class FleetChanges:
         self._news = news
         self._abort = abort
         self._drains: dict[Member, _Drain] = {}
+        self._emptying: set[asyncio.Task[None]] = set()
+        """Of nodes whose processes stop."""
 
     async def add(self, role: Role, address: str, wait_s: float) -> Member:
         """Dial a node until it is known whether it fits, for at most `wait_s`. A member may be added again.
@@ -123,10 +129,17 @@ class FleetChanges:
         """Send a node that has come the nodes that operators have added."""
         self._news.send_current(node)
 
-    def on_draining(self, member: Member, left_s: float) -> None:
-        """Drain a member that says it is being drained."""
-        self._news.forget_added(member.address, left_s)
-        self._drain(member, left_s)
+    def on_draining(self, member: Member, draining: Draining) -> None:
+        """Drain a member that says it is being drained. One whose process stops hangs up by itself."""
+        if draining.stops:
+            self._membership.stops(member)
+            if member.node is not None:
+                task = asyncio.create_task(self._empty(member.node), name=f"empty {member.name}")
+                self._emptying.add(task)
+                task.add_done_callback(self._emptying.discard)
+            return
+        self._news.forget_added(member.address, draining.left_s)
+        self._drain(member, draining.left_s)
 
     def on_relay(self, relay: Relay) -> None:
         """Do here what another router has done."""
@@ -148,11 +161,11 @@ class FleetChanges:
                     self._remove(member, drain_timeout_s)
 
     async def close(self) -> None:
-        """Cancel all drains."""
-        drains = [drain.task for drain in self._drains.values()]
-        for task in drains:
+        """Cancel everything that still waits."""
+        tasks = [*(drain.task for drain in self._drains.values()), *self._emptying]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*drains, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # ------------------------------------------------------------------------------------------ inside
     def _remove(self, member: Member, timeout_s: float) -> asyncio.Task[Removed]:
@@ -188,6 +201,7 @@ class FleetChanges:
                     reason = f"its drain_timeout_s of {drain.timeout_s:g} s has passed"
                     num_failed_over = self._reqs.fail_over_held(node, reason)
                     break
+                self._reqs.move_held(node)
                 await asyncio.sleep(_DRAIN_POLL_S)
             if member.incarnation:
                 self._membership.ignore_joins_of(member.incarnation)
@@ -201,6 +215,12 @@ class FleetChanges:
             address=member.address,
             num_failed_over=num_failed_over,
         )
+
+    async def _empty(self, node: LiveNode) -> None:
+        """Move what a node holds to others, until it holds nothing or is lost, which makes failovers of the rest."""
+        while self._reqs.num_held(node):
+            self._reqs.move_held(node)
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     async def _until_known(self, member: Member, wait_s: float) -> None:
         try:

@@ -30,6 +30,7 @@ from shared.log import LimitedWarning, crash, event
 from shared.protocol.messages import (
     Announcement,
     Answered,
+    Draining,
     Join,
     LoadFailed,
     Loading,
@@ -56,8 +57,8 @@ class FleetEvents(Protocol):
         """A node is alive."""
         ...
 
-    def on_draining(self, member: Member, left_s: float) -> None:
-        """A node says that it is being drained, and for how many seconds its requests may run."""
+    def on_draining(self, member: Member, draining: Draining) -> None:
+        """A node says that it is being drained, and for how long its requests may run."""
         ...
 
     def on_relay(self, relay: Relay) -> None:
@@ -164,6 +165,10 @@ class Membership:
         self.is_new = False
         if member.node is not None:
             self._set(member, MemberState.DRAINING, "removed by the operator")
+
+    def stops(self, member: Member) -> None:
+        """Send no new work to a member whose process is about to end. It is dialled again afterwards."""
+        self._set(member, MemberState.DRAINING, "its process is stopping")
 
     def keep(self, member: Member) -> None:
         """Take `drain` back: send the member new work, or dial it again."""
@@ -319,7 +324,7 @@ class Membership:
                     self._timing,
                     self._on_answered,
                     lambda: self._drain_if_leaking(member, node),
-                    lambda left_s: fleet.on_draining(member, left_s),
+                    lambda draining: fleet.on_draining(member, draining),
                     fleet.on_relay,
                 ).run()
             except LinkError as e:

@@ -79,6 +79,7 @@ async def _run(config: RouterConfig, index: int, http_port: int, *, first: bool)
             try:
                 if await unless(stop, _serve(router, config, index, shared, own, first=first)):
                     await unless(stop, router.broken())
+                    await router.drain()
             finally:
                 await router.stop_serving()
                 for task in tasks:

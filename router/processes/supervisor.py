@@ -94,7 +94,8 @@ class Supervisor:
         grace_s = config.dispatch.stop_timeout_s
         self._nodes = dict(self._local_nodes())
         self._exits.push_async_callback(stop_all, [*self._nodes.values()], grace_s)
-        self._exits.push_async_callback(stop_all, self._routers, grace_s)
+        drained_s = config.dispatch.drain_timeout_s + grace_s
+        self._exits.push_async_callback(stop_all, self._routers, drained_s)
         event("supervisor_listening", http_port=self.http_port, control_port=self.control_port)
         first, *others = self._routers
         first.start()

@@ -7,7 +7,8 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sized
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Protocol
@@ -46,6 +47,11 @@ IDLE_WAIT_S = 0.05
 
 class Scheduler(Protocol):
     """A role's loop, one turn at a time. Every call comes from one thread."""
+
+    @property
+    def reqs(self) -> Sized:
+        """The requests that this node has accepted and that have not ended."""
+        ...
 
     def step(self) -> bool:
         """Take one turn: hear, plan, turn, account, speak. False when there was nothing to compute."""
@@ -119,7 +125,7 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
         engine.grammars.warm_up()
         reason = f"{role} node {node_id} is shutting down"
         try:
-            _run(scheduler, stop)
+            _run(scheduler, stop, parts.router_port, net.drain_timeout_s)
         except Exception as error:
             reason = f"{role} node {node_id} failed: {type(error).__name__}: {error}"
             raise
@@ -134,9 +140,13 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
         control.close()
 
 
-def _run(scheduler: Scheduler, stop: StopRequest) -> None:
-    """Step until told to stop; sleep while there is nothing to do."""
-    while not stop.event.is_set():
+def _run(scheduler: Scheduler, stop: StopRequest, router_port: RouterPort, drain_timeout_s: float) -> None:
+    """Step until told to stop, and then until the requests have left; sleep while there is nothing to do."""
+    stops_at = float("inf")
+    while not stop.event.is_set() or (scheduler.reqs and not stop.at_once and time.monotonic() < stops_at):
+        if stop.event.is_set() and stops_at == float("inf"):
+            stops_at = time.monotonic() + drain_timeout_s
+            router_port.drain(drain_timeout_s)
         if not scheduler.step():
             stop.wake.wait(IDLE_WAIT_S)
             stop.wake.clear()
@@ -190,11 +200,13 @@ def _parts(
 class StopRequest:
     """SIGTERM, SIGINT, or the end of standard input where the node is to end with its parent.
 
-    While the model loads, a request to stop ends the process at once; later it ends the loop.
+    While the model loads, a request to stop ends the process at once. Later the first sets `event`, and a second, or
+    the end of the parent, `at_once`.
     """
 
     def __init__(self, exit_with_parent: bool) -> None:
         self.event = threading.Event()
+        self.at_once = False
         self.wake = threading.Event()
         self._loading = True
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -203,10 +215,11 @@ class StopRequest:
             threading.Thread(target=self._watch_parent, name="parent", daemon=True).start()
 
     def loaded(self) -> None:
-        """Let later signals set `event` alone, at which the loop looks."""
+        """Let later signals set `event` and `at_once` alone, at which the loop looks."""
         self._loading = False
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self.at_once = self.at_once or self.event.is_set()
         self.event.set()  # not `wake`: the loop may hold its lock at this very moment, and wakes up by itself
         if self._loading:
             raise SystemExit(0)
@@ -214,4 +227,5 @@ class StopRequest:
     def _watch_parent(self) -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
+        self.at_once = True
         os.kill(os.getpid(), signal.SIGTERM)

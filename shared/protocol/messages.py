@@ -387,9 +387,13 @@ class Answered(Struct, frozen=True):
 
 
 class Draining(Struct, frozen=True):
-    """The node is drained: its requests may run on for `left_s`."""
+    """The node is drained: its requests may run on for `left_s`.
+
+    With `stops` its process ends then, or when it has no request any more; else an operator has removed the node.
+    """
 
     left_s: float
+    stops: bool = False
 
 
 class Leaving(Struct, frozen=True):

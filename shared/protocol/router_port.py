@@ -174,6 +174,10 @@ class RouterPort:
         """Whether this node is to be emptied."""
         return self._relay.is_draining
 
+    def drain(self, timeout_s: float) -> None:
+        """Tell every router that this process ends when its requests have left it, or after `timeout_s`."""
+        self._relay.drain(timeout_s, stops=True)
+
     def moved(self, key: ReqKey) -> None:
         """Tell the request's router that another node has all of it, after the tokens that this one has sent."""
         self.flush()

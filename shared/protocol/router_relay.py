@@ -34,6 +34,7 @@ class RouterRelay:
         self._clock = clock
         self._drained_at: float | None = None
         """When the time of running requests is up; None: the node is not drained."""
+        self._stops = False
         self._added: OrderedDict[str, Relay] = OrderedDict()
         self._aborts: dict[str, tuple[int, int]] = {}
         """For each router: a second, and how many of its aborts were relayed in that second."""
@@ -49,18 +50,22 @@ class RouterRelay:
         if resume:
             self._drained_at = None
         if self._drained_at is not None:
-            self._outbox.send(router, Draining(max(0.0, self._drained_at - self._clock())))
+            self._outbox.send(router, Draining(max(0.0, self._drained_at - self._clock()), self._stops))
         for relay in self._added.values():
             self._outbox.send(router, relay)
 
-    def drain(self, timeout_s: float) -> None:
-        """Tell every router to send nothing new, and to hang up after `timeout_s`. A later call can shorten that."""
+    def drain(self, timeout_s: float, *, stops: bool = False) -> None:
+        """Tell every router to send nothing new, and to hang up after `timeout_s`. A later call can shorten that.
+
+        With `stops` this process is about to end. The scheduler thread calls it then, as the last change of all.
+        """
+        self._stops = stops
         drained_at = self._clock() + timeout_s
-        if self._drained_at is None or drained_at < self._drained_at:
+        if stops or self._drained_at is None or drained_at < self._drained_at:
             self._drained_at = drained_at
-            log.event("draining", timeout_s=timeout_s)
+            log.event("draining", timeout_s=timeout_s, stops=stops)
             for router in self._routers():
-                self._outbox.send(router, Draining(timeout_s))
+                self._outbox.send(router, Draining(timeout_s, stops))
 
     def relay(self, sender: str, message: Relay) -> None:
         """Pass a router's news on to all others."""

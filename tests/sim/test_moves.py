@@ -384,41 +384,67 @@ def test_moves_are_given_up_when_no_other_request_is_left_to_retract() -> None:
         other.check_end()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@both_overlaps
+def test_the_stream_pauses_for_a_step(overlap: bool) -> None:
+    """While messages are faster than steps. Without overlap the target's first token comes a step after the last."""
+    with Cluster(1, 2, token_engine, config(overlap=overlap)) as cluster:
+        run = Run(cluster)
+        move = run.move()
+        num_tokens, num_idle, longest = len(run.tokens), 0, 0
+        while not cluster.router.answers[run.key].ended:
+            cluster.step(0.02)
+            num_idle = num_idle + 1 if len(run.tokens) == num_tokens else 0
+            num_tokens, longest = len(run.tokens), max(longest, num_idle)
+        assert move.arrived
+        assert longest == (1 if overlap else 0)
+        run.check_end()
+
+
+@pytest.mark.parametrize("seed", range(8))
 @both_overlaps
 def test_random_moves_change_no_token(seed: int, overlap: bool) -> None:
-    """Under retraction, small pools, deaths of links, and moves that come and go; every page is home in the end."""
+    """Among retraction, small pools, lost links, dead nodes, aborts, and moves that are given up."""
     rng = random.Random(seed)
     shape = config(tokens=rng.choice([200, 320]), overlap=overlap, retract_every=rng.choice([0, 7]))
+    names = ["d0", "d1", "d2"]
     with Cluster(1, 3, token_engine, shape, seed=seed) as cluster:
-        at, ids = {}, {}
+        router, at, ids = cluster.router, {}, {}
         for i in range(9):
             ids_of = [*prompt(rng.randrange(2), rng.choice([8, 16])), *prompt(i, rng.randrange(1, 30))]
-            key = cluster.router.submit(f"r{i}", ids_of, params(40), "p0", f"d{i % 3}")
+            key = router.submit(f"r{i}", ids_of, params(40), "p0", f"d{i % 3}")
             at[key], ids[key] = (key, f"d{i % 3}"), ids_of
-        answers = cluster.router.answers
         for _ in range(400):
             cluster.step()
+            if not at:
+                break
             key = rng.choice(list(at))
             current, source = at[key]
-            pending = [move for move in cluster.router.moves.values() if move.key == current]
+            pending = [move for move in router.moves.values() if move.key == current and not move.failures]
             for move in pending:
                 if move.arrived:
                     at[key] = move.to_key, move.target
-                elif not move.failures and rng.random() < 0.05:
-                    cluster.router.outbox.send(source, Cancel(move.to_key))
-            running = answers[key].token_ids and not answers[key].ended
-            if running and rng.random() < 0.3 and all(move.failures for move in pending):
-                cluster.router.move(
-                    current, source, rng.choice([d for d in ("d0", "d1", "d2") if d != source])
-                )
+                elif rng.random() < 0.05:
+                    router.outbox.send(source, Cancel(move.to_key))
+            answer = router.answers[key]
+            may_move = answer.token_ids and not answer.ended and source in names
+            if may_move and not pending and rng.random() < 0.3:
+                router.move(current, source, rng.choice([name for name in names if name != source]))
             if rng.random() < 0.01:
-                one, other = rng.sample(["d0", "d1", "d2"], 2)
+                one, other = rng.sample(names, 2)
                 cluster.network.disconnect(sender_of(one), other)
+            if rng.random() < 0.01:
+                del ids[key], at[key]
+                router.give_up(key, "its client went away")
+            if len(names) == 3 and rng.random() < 0.005:
+                cluster.kill(dead := names.pop(rng.randrange(3)))
+                lost = {move.to_key.rid for move in router.moves.values() if move.target == dead}
+                for key in [key for key, (_, name) in at.items() if name == dead or key.rid in lost]:
+                    del ids[key], at[key]
+                    router.give_up(key, f"{dead} is dead")
         cluster.run_all(check=True, max_steps=6000)
         for key, ids_of in ids.items():
             assert cluster.tokens(key) == wanted(ids_of, 40)
-        assert any(move.left for move in cluster.router.moves.values())
+        assert any(move.left for move in router.moves.values())
         cluster.assert_idle()
 
 

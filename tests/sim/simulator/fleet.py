@@ -12,7 +12,18 @@ from router.dispatch.metrics import Metrics
 from router.dispatch.policy import cache_aware, round_robin
 from router.dispatch.running_req import Aborted, RunningReq
 from shared.errors import RequestError
-from shared.protocol.messages import CacheEvents, CacheResync, Failed, Finish, NotCached, Role, Tokens, Work
+from shared.protocol.messages import (
+    CacheEvents,
+    CacheResync,
+    Failed,
+    Finish,
+    Moved,
+    MoveWanted,
+    NotCached,
+    Role,
+    Tokens,
+    Work,
+)
 from shared.protocol.sampling_params import SamplingParams
 from tests.sim.simulator.cost_model import CostModel
 from tests.sim.simulator.events import EventLoop
@@ -212,6 +223,10 @@ class SimFleet:
                 self.dispatcher.on_tokens(node, entries)
             case Failed():
                 self.dispatcher.on_failed(node, message)
+            case Moved(key):
+                self.dispatcher.on_moved(node, key)
+            case MoveWanted(keys):
+                self.dispatcher.on_move_wanted(node, keys)
             case NotCached(key):
                 self.dispatcher.on_not_cached(node, key)
             case CacheEvents():

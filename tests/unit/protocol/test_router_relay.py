@@ -70,6 +70,15 @@ def test_a_drain_is_told_to_all_once_and_only_ever_shortened(rig: Rig) -> None:
     assert rig.take() == []
 
 
+def test_a_process_that_stops_says_so_to_all_whatever_was_said_before(rig: Rig) -> None:
+    rig.relay.drain(5.0)
+    rig.take()
+    rig.relay.drain(60.0, stops=True)
+    assert rig.take() == [(router, Draining(60.0, stops=True)) for router in ("a", "b", "c")]
+    rig.relay.greet("d", resume=False)
+    assert rig.take() == [("d", Draining(60.0, stops=True))]
+
+
 def test_aborts_are_bounded_for_each_router(rig: Rig) -> None:
     for number in range(MAX_ABORTS_A_SECOND + 5):
         rig.relay.relay("a", Relay("a", number, AbortedReqs("x")))

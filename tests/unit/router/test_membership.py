@@ -13,7 +13,7 @@ from router.nodes.conversation import Timing
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.node_link import LiveNode
-from shared.protocol.messages import Failed, Relay, ReqKey, Role, TokenEntry
+from shared.protocol.messages import Draining, Failed, Relay, ReqKey, Role, TokenEntry
 from shared.protocol.resolver import Resolver
 from tests.patience import eventually
 from tests.unit.protocol.conftest import SlowNames
@@ -40,11 +40,17 @@ class Events:
     def on_alive(self, node: LiveNode) -> None:
         """Nothing is shared here."""
 
-    def on_draining(self, member: Member, left_s: float) -> None:
+    def on_draining(self, member: Member, draining: Draining) -> None:
         raise AssertionError("no node is drained")
 
     def on_relay(self, relay: Relay) -> None:
         raise AssertionError("there is one router")
+
+    def on_moved(self, node: Node, key: ReqKey) -> None:
+        raise AssertionError("no request runs")
+
+    def on_move_wanted(self, node: Node, keys: Sequence[ReqKey]) -> None:
+        raise AssertionError("no request runs")
 
     def on_node_alive(self, node: Node) -> None:
         """There are no requests."""

@@ -53,6 +53,8 @@ OF_THE_ROUTER: Mapping[str, tuple[str, ...]] = {
         "baton:num_failed_requests",
         "baton:num_failovers",
         "baton:num_poison_requests",
+        "baton:num_moves",
+        "baton:num_failed_moves",
         "baton:num_rejected_requests",
     ),
     "histogram": (
