@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 
 from router.dispatch.circuit_breakers import CircuitBreakers
-from router.dispatch.failover import MAX_FAILURES, Cause, Quarantine
+from router.dispatch.failover import MAX_FAILURES, Cause, Numerics, Quarantine
 from router.dispatch.first_token_queue import FirstTokenQueue
 from router.dispatch.metrics import Metrics
 from router.dispatch.moves import Moves
@@ -98,16 +98,19 @@ class Dispatcher:
         return len(self._running)
 
     # ------------------------------------------------------------------------------- towards clients
-    def start(self, work: Work, wake: Callable[[], None], *, split: bool = False) -> RunningReq:
+    def start(
+        self, work: Work, wake: Callable[[], None], *, split: bool = False, rid: str = ""
+    ) -> RunningReq:
         """Send a sequence to its nodes. Raises RequestError when none can take it.
 
-        With `split` the sequence goes through both fleets, however short the prompt.
+        `rid` is the client's name of its request. With `split` the sequence goes through both fleets, however short
+        the prompt.
         """
         if self._closed is not None:
             raise RequestError(self._closed, status=503)
         route = self._placement.route(work, split=split)
         work = _clipped(work, route.max_new_tokens)
-        req = RunningReq(self._next_key(), work, wake=wake, now=self._clock())
+        req = RunningReq(self._next_key(), work, wake=wake, now=self._clock(), rid=rid)
         self._running[req.key.rid] = req
         self.queue.join(req.key.rid)
         self._metrics.started(req)
@@ -164,7 +167,7 @@ class Dispatcher:
             message = f"no further token within {self._deadlines.stall_s:g} s from {waiting}"
         if req.failover.error is not None:
             message += f"; {req.failover.error.message}"
-        event("deadline", rid=req.key.rid, nodes=waiting)
+        event("deadline", rid=req.rid, nodes=waiting)
         self._end(req, error=RequestError(message, status=408, code="deadline"))
 
     # --------------------------------------------------------------------------------- from the nodes
@@ -188,6 +191,8 @@ class Dispatcher:
                 attempt.finished_by = node
             req.arrive_logprobs(entry)
             since = req.last_token_at
+            if req.numerics is None:
+                req.numerics = Numerics(attempt.nodes[0].numerics, attempt.nodes[-1].numerics)
             num_new = req.arrive(entry.position, entry.token_ids, entry.finish, now)
             num_generated += num_new
             self._metrics.tokens(req, num_new, since, now)
@@ -207,7 +212,7 @@ class Dispatcher:
         req = self._running.get(failed.key.rid)
         if req is not None and req.moving is not None and req.moving.key == failed.key:
             if node in (*req.attempt.holders, *req.moving.nodes):
-                event("move_failed", rid=req.key.rid, node=node.ref.node_id, reason=failed.message)
+                event("move_failed", rid=req.rid, node=node.ref.node_id, reason=failed.message)
                 self._moves.failed(req, node)
             return
         req = self._held(node, failed.key)
@@ -341,7 +346,7 @@ class Dispatcher:
             failover.avoid.add(avoid)
         event(
             "failover",
-            rid=req.key.rid,
+            rid=req.rid,
             attempt=req.key.attempt,
             cause=cause.value,
             node=node.ref.node_id,
@@ -350,7 +355,7 @@ class Dispatcher:
         )
         req.next_attempt()
         if failover.num_failures > MAX_FAILURES:
-            self._end(req, error=error)
+            self._give_up(req, error)
             return
         self._metrics.failed_over(cause)
         if failover.pause_s:
@@ -366,7 +371,9 @@ class Dispatcher:
         assert failover.since is not None and failover.error is not None
         try:
             if not failover.is_suspect:
-                route = self._placement.route(work, split=failover.split, again=True, avoid=failover.avoid)
+                route = self._placement.route(
+                    work, split=failover.split, again=True, avoid=failover.avoid, like=req.numerics
+                )
             elif self._quarantine.suspect is None:
                 route = self._placement.route_alone(work)
                 self._quarantine.suspect = req
@@ -381,15 +388,22 @@ class Dispatcher:
                 f"{failover.error.message}; no node could continue this request within "
                 f"{self._deadlines.failover_s:g} s: {no_node.message}"
             )
-            self._end(req, error=RequestError(message, status=503, code="no_node"))
+            self._give_up(req, RequestError(message, status=503, code="no_node"))
             return
         failover.since = None
+        if req.numerics is not None and not route.continues(req.numerics):
+            event("inexact_continuation", rid=req.rid, numerics=req.numerics, now=route.numerics)
+            self._metrics.continued_inexactly()
         self._send(req, work, route)
+
+    def _give_up(self, req: RunningReq, error: RequestError) -> None:
+        event("failover_given_up", rid=req.rid, failures=req.failover.num_failures, reason=error.message)
+        self._end(req, error=error)
 
     def _convict(self, req: RunningReq, node: Node) -> None:
         """End a suspect that ran alone on a node when that crashed."""
         num_crashes = len(req.failover.crashed)
-        event("request_convicted", rid=req.key.rid, node=node.ref.node_id, crashes=num_crashes)
+        event("request_convicted", rid=req.rid, node=node.ref.node_id, crashes=num_crashes)
         self._metrics.convicted()
         message = (
             f"{num_crashes} nodes crashed while they worked on this request, the last on nothing else; "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shared.errors import RequestError
 from shared.timeline import FAILED_OVER, Stamp
@@ -25,6 +25,14 @@ _FIRST_PAUSE_S = 0.1
 _CRASHES_OF_A_SUSPECT = 2
 _TRIAL_TOKENS = 16
 """A suspect that has gone on for so many tokens beyond the place of the last crash is acquitted."""
+
+
+class Numerics(NamedTuple):
+    """What decided about the bits of a sequence: `KVLayout.numerics` of the node that computed its prompt, and of the
+    one that computed its output."""
+
+    prompt: str
+    output: str
 
 
 class Cause(StrEnum):

@@ -63,6 +63,10 @@ class Metrics:
         self._failed_moves = self._counter(
             "baton:num_failed_moves", "Moves that ended with the sequence where it was."
         )
+        self._inexact = self._counter(
+            "baton:num_inexact_continuations",
+            "Attempts behind output that nodes of other numerics had computed.",
+        )
         self._convicted = self._counter(
             "baton:num_poison_requests", "Sequences ended because nodes crashed under them."
         )
@@ -89,7 +93,7 @@ class Metrics:
         self._families: tuple[Counter | Histogram, ...] = (
             *(self._prompt_tokens, self._generation_tokens, self._cached_tokens),
             *(self._requests, self._aborted, self._failed, self._convicted, self._rejected),
-            *(self._moves, self._failed_moves),
+            *(self._inexact, self._moves, self._failed_moves),
             *(self._ttft, self._e2e, self._kv_transfer),
         )
         self._stages = Histogram(
@@ -121,6 +125,10 @@ class Metrics:
     def move_ended(self, *, done: bool) -> None:
         """Count a move that has ended: `done`, or with the sequence still where it was."""
         self._own(self._moves if done else self._failed_moves).inc()
+
+    def continued_inexactly(self) -> None:
+        """Count an attempt whose output may differ from that of an undisturbed run."""
+        self._own(self._inexact).inc()
 
     def convicted(self) -> None:
         """Count a sequence that was ended since it crashed its nodes."""

@@ -48,7 +48,7 @@ class Moves:
         self._counts.sent(target)
         target.send(Decode(req.moving.key, work, source.ref, moving=True))
         source.send(Move(req.key, req.moving.key, target.ref))
-        event("move", rid=req.key.rid, source=source.ref.node_id, target=target.ref.node_id)
+        event("move", rid=req.rid, source=source.ref.node_id, target=target.ref.node_id)
         return True
 
     def arrived(self, req: RunningReq, entry: TokenEntry) -> TokenEntry:

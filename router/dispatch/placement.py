@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from router.dispatch.failover import Numerics
 from router.dispatch.node_counts import NodeCounts
 from router.dispatch.policy import Candidates, RoutingPolicy
 from router.dispatch.running_req import Node
@@ -53,6 +54,16 @@ class Route:
         """The nodes that take part."""
         return tuple(node for node in (self.prefill, self.decode) if node is not None)
 
+    @property
+    def numerics(self) -> Numerics:
+        """Of the node that computes the prompt, and of the one that computes the output."""
+        nodes = self.nodes
+        return Numerics(nodes[0].numerics, nodes[-1].numerics)
+
+    def continues(self, numerics: Numerics) -> bool:
+        """Whether it computes what is known of a sequence, with output of these `numerics`, to the same bits."""
+        return self.numerics == numerics and numerics.prompt == numerics.output
+
 
 class Placement:
     """Finds the route of each request. `policies` has one for each role.
@@ -76,12 +87,21 @@ class Placement:
         self._shuns = shuns
         self._last = dict.fromkeys(policies, "")
 
-    def route(self, work: Work, *, split: bool, again: bool = False, avoid: Collection[str] = ()) -> Route:
+    def route(
+        self,
+        work: Work,
+        *,
+        split: bool,
+        again: bool = False,
+        avoid: Collection[str] = (),
+        like: Numerics | None = None,
+    ) -> Route:
         """The nodes for the next attempt at `work`. With `split`, a prefill node takes part if one is live.
 
         The first attempt clips max_new_tokens to the room on its nodes. A later one (`again`) needs room for all of
         them, since the first has fixed the number. Of the incarnations to `avoid`, a decode node is chosen when there
-        is no other, and then prefills by itself. Raises RequestError when no node can take the request.
+        is no other, and then prefills by itself. Nodes of the numerics `like` are preferred. Raises RequestError when
+        no node can take the request.
         """
         num_outputs, num_known = len(work.output_ids), len(work.input_ids) + len(work.output_ids)
         wanted = work.params.max_new_tokens - num_outputs
@@ -96,6 +116,8 @@ class Placement:
         if not decodes:
             raise self._refusal(work, again=again)
         decodes = [decode for decode in decodes if decode.ref.incarnation not in avoid] or decodes
+        if like is not None:
+            decodes = [decode for decode in decodes if decode.numerics == like.output] or decodes
         decode, candidates = self._choose(work, Role.DECODE, decodes)
         wanted = min(wanted, _room(decode) - num_known)
         max_new_tokens = num_outputs + wanted
@@ -103,7 +125,9 @@ class Placement:
         prefills = [
             prefill
             for prefill in prefills
-            if why_unlinked(prefill, decode) is None and decode.ref.incarnation not in avoid
+            if why_unlinked(prefill, decode) is None
+            and decode.ref.incarnation not in avoid
+            and (like is None or prefill.numerics == like.prompt)
         ]
         if not prefills:
             return Route(max_new_tokens, None, decode)
@@ -126,7 +150,7 @@ class Placement:
         targets = [
             node
             for node in self._with_room(Role.DECODE, num_tokens)
-            if node is not source and why_unlinked(source, node) is None
+            if node is not source and node.numerics == source.numerics and why_unlinked(source, node) is None
         ]
         if not targets:
             raise self._refusal(work, again=True)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from router.dispatch.failover import Failover
+from router.dispatch.failover import Failover, Numerics
 from router.dispatch.prefix_index import PrefixIndex
 from router.dispatch.token_order import TokenOrder
 from shared.errors import RequestError
@@ -49,6 +49,11 @@ class Node(Protocol):
     @property
     def load(self) -> Load:
         """Its latest Pong."""
+        ...
+
+    @property
+    def numerics(self) -> str:
+        """Equal on two nodes that compute the same bits (`KVLayout.numerics`)."""
         ...
 
     @property
@@ -95,10 +100,15 @@ class RunningReq:
     some. `output_ids` are the tokens that have arrived in order; the next attempt begins behind them. `failover` is
     what it has been through. `moving` is the next attempt while a move is under way, and `left` the one that ended
     with the last move, of which tokens before the position `left_until` may still come. `wake` is called when there
-    are new tokens, or the end.
+    are new tokens, or the end. `rid` is the client's name of the request, for the log; `numerics` is what its output
+    so far was computed with.
     """
 
-    def __init__(self, key: ReqKey, work: Work, *, wake: Callable[[], None], now: float) -> None:
+    def __init__(
+        self, key: ReqKey, work: Work, *, wake: Callable[[], None], now: float, rid: str = ""
+    ) -> None:
+        self.rid = rid or key.rid
+        self.numerics: Numerics | None = None
         self.attempts = [Attempt(key)]
         self.work = work
         self.failover = Failover()

@@ -173,6 +173,11 @@ class LiveNode:
         return self.hello.limits
 
     @property
+    def numerics(self) -> str:
+        """What decides about the bits that the node computes."""
+        return self.hello.layout.numerics
+
+    @property
     def page_size(self) -> int:
         """Tokens in a KV page."""
         return self.hello.layout.page_size

@@ -208,7 +208,7 @@ class GenerationGroup:
             if abort_message is not None:
                 req = self._dispatcher.abort_unsent(work, wake, abort_message)
             else:
-                req = self._dispatcher.start(work, wake, split=prompt.split)
+                req = self._dispatcher.start(work, wake, split=prompt.split, rid=prompt.rid)
         except RequestError as e:
             raise self._named(e, generation) from e
         generation.dispatched(req)

@@ -28,6 +28,7 @@ class FakeNode:
         self.limits = NodeLimits(65_536, 65_536, 64)
         self.load = Load()
         self.page_size = PAGE
+        self.numerics = "native"
         self.prefixes = PrefixIndex()
         self.sent: list[RouterToNode] = []
 

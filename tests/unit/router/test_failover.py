@@ -25,6 +25,7 @@ from shared.protocol.messages import (
 )
 from shared.timeline import FAILED_OVER
 from tests.unit.router.dispatched import IDS, FakeNode, Fleet
+from tests.unit.router.test_metrics import families
 
 
 def tell(fleet: Fleet, req: RunningReq, position: int, *ids: int, finish: Finish | None = None) -> None:
@@ -340,3 +341,48 @@ class TestPoison:
         fleet.dispatcher.release(one)
         fleet.wait(1)
         assert two.nodes
+
+
+class TestNumerics:
+    def test_nodes_of_the_same_numerics_are_preferred(self) -> None:
+        fleet = Fleet(4)
+        req = fleet.start()
+        first = decode_of(req)
+        tell(fleet, req, 0, 7)
+        others = [node for node in fleet.decodes if node is not first]
+        others[0].numerics = others[1].numerics = "other"
+        kill(fleet, first)
+        assert decode_of(req) is others[2] and inexact(fleet) == 0
+
+    def test_a_prefill_node_of_other_numerics_leaves_it_to_the_decode_node(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        tell(fleet, req, 0, 7)
+        fleet.prefills[0].numerics = "other"
+        kill(fleet, decode_of(req))
+        message = latest(decode_of(req), Decode)
+        assert isinstance(message, Decode) and message.prefill is None and inexact(fleet) == 0
+
+    def test_without_such_nodes_it_goes_on_and_is_counted(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        tell(fleet, req, 0, 7)
+        first = decode_of(req)
+        (other,) = (node for node in fleet.decodes if node is not first)
+        other.numerics = "other"
+        kill(fleet, first)
+        assert decode_of(req) is other and inexact(fleet) == 1
+
+    def test_before_the_first_token_any_node_will_do(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        first = decode_of(req)
+        (other,) = (node for node in fleet.decodes if node is not first)
+        other.numerics = fleet.prefills[0].numerics = "other"
+        kill(fleet, first)
+        assert req.nodes == (fleet.prefills[0], other) and inexact(fleet) == 0
+
+
+def inexact(fleet: Fleet) -> float:
+    counter = families(fleet.dispatcher._metrics.export().decode())["baton:num_inexact_continuations"]
+    return float(counter.samples[0].value)

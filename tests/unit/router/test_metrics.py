@@ -54,6 +54,7 @@ OF_THE_ROUTER: Mapping[str, tuple[str, ...]] = {
         "baton:num_failovers",
         "baton:num_poison_requests",
         "baton:num_moves",
+        "baton:num_inexact_continuations",
         "baton:num_failed_moves",
         "baton:num_rejected_requests",
     ),

@@ -178,7 +178,9 @@ class IdleDispatcher(Dispatcher):
         self.turns: list[int] = []
         self.num_turns = 0
 
-    def start(self, work: Work, wake: Callable[[], None], *, split: bool = False) -> RunningReq:
+    def start(
+        self, work: Work, wake: Callable[[], None], *, split: bool = False, rid: str = ""
+    ) -> RunningReq:
         self.turns.append(self.num_turns)
         key = ReqKey("router", str(len(self.turns)))
         return RunningReq(key, work, wake=wake, now=0.0)
