@@ -154,6 +154,7 @@ class DecodeScheduler:
     def _received(self, received: Received) -> None:
         req = self.transfer_queue.pop(received.key)
         self._vitals.count_transfer(received.nbytes, received.seconds)
+        self.batcher.retraction.costs.transfer.observe(received.nbytes, received.seconds)
         if req.finish is not None:  # cancelled after its last page had come
             self.reqs.release(req)
             return
@@ -243,6 +244,7 @@ class DecodeScheduler:
         self._desk.fail(plan, outcome)
         for key in plan.given_up:
             self.moves.cancel_of(key, "its pages are needed for other requests")
+        self._router_port.want_moved(plan.move_wanted)
 
     def _count_prompt(self, req: Req) -> None:
         """Count a prompt that was prefilled here, once: a prefill after a retraction is not counted again."""

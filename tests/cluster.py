@@ -31,6 +31,7 @@ from shared.protocol.messages import (
     Load,
     Move,
     Moved,
+    MoveWanted,
     NodeHello,
     NodeRef,
     NotCached,
@@ -119,6 +120,7 @@ class ScriptedRouter:
         self._works: dict[ReqKey, Work] = {}
         self.moves: dict[ReqKey, AnsweredMove] = {}
         """By the key of the move."""
+        self.wanted_moved: list[ReqKey] = []
 
     def submit(
         self,
@@ -210,6 +212,8 @@ class ScriptedRouter:
                         for move in self.moves.values():
                             if entry.key == move.key and not move.arrived:
                                 self.outbox.send(move.target, Cancel(move.to_key))
+            case MoveWanted(keys):
+                self.wanted_moved += keys
             case Moved(key):
                 move = next(move for move in self.moves.values() if move.key == key and not move.failures)
                 move.left = True

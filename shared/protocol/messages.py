@@ -370,7 +370,7 @@ class Moved(Struct, frozen=True):
 
 
 class MoveWanted(Struct, frozen=True):
-    """These requests of the router run on this node, which is draining or short of pages: they should be moved.
+    """These requests of the router run on this node, which is short of pages: they should be moved.
 
     A request is named once. It runs on here until it is moved or has ended.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from shared import log
@@ -21,6 +21,7 @@ from shared.protocol.messages import (
     Load,
     Move,
     Moved,
+    MoveWanted,
     NodeHello,
     NotCached,
     Ping,
@@ -177,6 +178,14 @@ class RouterPort:
     def drain(self, timeout_s: float) -> None:
         """Tell every router that this process ends when its requests have left it, or after `timeout_s`."""
         self._relay.drain(timeout_s, stops=True)
+
+    def want_moved(self, keys: Iterable[ReqKey]) -> None:
+        """Ask the router of each request to move it to another node."""
+        by_router: dict[str, list[ReqKey]] = {}
+        for key in keys:
+            by_router.setdefault(key.router, []).append(key)
+        for router, of_router in by_router.items():
+            self._outbox.send(router, MoveWanted(tuple(of_router)))
 
     def moved(self, key: ReqKey) -> None:
         """Tell the request's router that another node has all of it, after the tokens that this one has sent."""

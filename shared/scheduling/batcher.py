@@ -257,6 +257,7 @@ class Batcher:
         coming = [req.kv for req in self._leaving if req.kv is not None]
         num_coming_pages = self._ledger.num_pages_released_by(coming)
         sits_out = self.retraction.make_room(self.running_batch, num_coming_pages)
+        self.retraction.want_move(self.running_batch)
         if self.num_retractions > before:
             self._new_token_ratio.rise_after_retraction(self.running_batch)
         return [req for req in self.running_batch if req not in sits_out] if sits_out else self.running_batch

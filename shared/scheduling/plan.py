@@ -90,6 +90,8 @@ class Plan:
     """Requests that not even the empty pool could hold. They are in no queue of the Batcher and must be ended."""
     given_up: tuple[ReqKey, ...] = ()
     """Requests that are being moved and whose pages are needed now: their moves are to be given up."""
+    move_wanted: tuple[ReqKey, ...] = ()
+    """Requests that had better be moved to another node: pages will be short here, and it costs least."""
 
     def record(self) -> PlanRecord:
         """The same plan, with the key of each request in its place."""
@@ -101,6 +103,7 @@ class Plan:
             tuple(_copy_record(copy) for copy in self.copies),
             self.unservable,
             self.given_up,
+            self.move_wanted,
         )
 
     @staticmethod
@@ -117,7 +120,7 @@ class Plan:
             for c in record.copies
         )
         batch = ScheduleBatch(extends, decodes, record.future_writes) if extends or decodes else None
-        return Plan(batch, copies, record.unservable, record.given_up)
+        return Plan(batch, copies, record.unservable, record.given_up, record.move_wanted)
 
 
 class ItemRecord(Record, frozen=True):
@@ -150,6 +153,7 @@ class PlanRecord(Record, frozen=True):
     copies: tuple[CopyRecord, ...]
     unservable: tuple[ReqKey, ...]
     given_up: tuple[ReqKey, ...]
+    move_wanted: tuple[ReqKey, ...]
 
 
 def _item_record(item: ScheduledReq) -> ItemRecord:

@@ -17,6 +17,8 @@
   request be retracted meanwhile.
 - A request that is being moved to another node is held: a transfer reads its pages, so it is not retracted. When no
   other is left and all wait in place, its move is given up, and it can be retracted when the transfer has ended.
+- Below a watermark of free pages, the next victim is named as one that had better be moved, if that costs least. It
+  runs on. If no move begins, it is retracted like any other when pages are short.
 - Some request always goes on. The last running request is never retracted for want of pages (only preempted, by one
   of far higher priority, which then runs). None resumes unless all that run can take their next step. Retracted
   requests resume first come first served (within a level, where priorities count), and one that got no further since
@@ -67,6 +69,9 @@ class Retraction:
         self.held: dict[Req, None] = {}
         """Requests that a transfer reads."""
         self._given_up: list[ReqKey] = []
+        self._move_wanted: list[ReqKey] = []
+        self._named: dict[Req, int] = {}
+        """Requests that had better be moved, and the forward at which each was named, which is done once."""
         self._copies: list[KVCopy] = []
         self._unservable: list[ReqKey] = []
         self._num_forwards = 0
@@ -80,12 +85,13 @@ class Retraction:
         in_order = sorted(self._queue, key=lambda req: (-self._level(req), req.stalled_since))
         self._queue = dict.fromkeys(in_order)
 
-    def end_turn(self) -> tuple[tuple[KVCopy, ...], tuple[ReqKey, ...], tuple[ReqKey, ...]]:
-        """Return what was decided besides the forward: copies in order, unservable requests, moves to give up."""
+    def end_turn(self) -> tuple[tuple[KVCopy, ...], *tuple[tuple[ReqKey, ...], ...]]:
+        """Return what was decided besides the forward: the other fields of the Plan, in their order."""
         copies, self._copies = tuple(self._copies), []
         unservable, self._unservable = tuple(self._unservable), []
         given_up, self._given_up = tuple(self._given_up), []
-        return copies, unservable, given_up
+        move_wanted, self._move_wanted = tuple(self._move_wanted), []
+        return copies, unservable, given_up, move_wanted
 
     @property
     def count(self) -> RetractionCounts:
@@ -205,6 +211,22 @@ class Retraction:
         self._sitting_out = dict.fromkeys(sits_out)
         return sits_out
 
+    def want_move(self, running: Sequence[Req]) -> None:
+        """Name the next victim as one to be moved, if free pages are below the watermark and that costs least.
+
+        The watermark is the room that is kept for running requests before an arrival gets pages. The next one is
+        named when the last one has left, or has been moved nowhere for as long as a retracted request waits.
+        """
+        watermark = self._ledger.pages_for(self._reserved_tokens * len(running))
+        if len(running) < 2 or self.held or self._ledger.num_available_pages >= watermark:
+            return
+        if any(self._num_forwards - named_at < self._wait_steps for named_at in self._named.values()):
+            return
+        victim = next((req for req in self._in_order(running) if req not in self._named), None)
+        if victim is not None and self._victims.is_cheaper_to_move(victim):
+            self._named[victim] = self._num_forwards
+            self._move_wanted = [victim.key]
+
     def next_forced_victim(self, running: Sequence[Req]) -> Req | None:
         """The next victim of the test knob, among those that got further since they were last retracted."""
         further = [req for req in running if req.output_len > req.stalled_output_len]
@@ -239,6 +261,7 @@ class Retraction:
         """Forget a request that ended, or that is prefilled again. Its host pages are given back."""
         self._queue.pop(req, None)
         self._sitting_out.pop(req, None)
+        self._named.pop(req, None)
         self._free_host_pages(req)
 
     def num_missing_pages(self, running: Sequence[Req]) -> int:

@@ -8,6 +8,9 @@ priorities count, the lowest level goes first. What becomes of a victim:
     RECOMPUTE   its pages are released; it is prefilled again, except for what the RadixCache has kept
     WAIT        it keeps its KV and sits this decode step out
 
+Before pages are short, a victim may leave for another node, if that is estimated to cost less than HOST and RECOMPUTE
+(`is_cheaper_to_move`). A router decides whether it does.
+
 `--retract-policy recompute` knows no HOST. `host` recomputes only where nothing else helps: while the host pool is
 full, requests wait in place as long as another one can go on. `auto` takes the cheaper of HOST and RECOMPUTE (see
 `RetractCosts`), and RECOMPUTE when the host pool is full. Under every policy, requests wait in place when enough
@@ -20,12 +23,13 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from shared.config import ScheduleOptions
-from shared.kvcache.ledger import KVLedger
+from shared.kvcache.ledger import KVLedger, ReqKV
 from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
 
 PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
 PRIOR_COPY_BYTES_PER_S = 4e9
+PRIOR_TRANSFER_BYTES_PER_S = 1e9
 """Believed until something was measured; a few measurements outweigh them."""
 PRIOR_WEIGHT_S = 0.01
 DECAY = 0.9
@@ -69,6 +73,8 @@ class RetractCosts:
         """Tokens a second of this node's own prefills."""
         self.copy = MovingRate(PRIOR_COPY_BYTES_PER_S)
         """Bytes a second between the device and the host."""
+        self.transfer = MovingRate(PRIOR_TRANSFER_BYTES_PER_S)
+        """Bytes a second between this node and others."""
 
     def observe_copy(self, num_pages: int, seconds: float) -> None:
         """Pages were copied out, or back."""
@@ -77,6 +83,10 @@ class RetractCosts:
     def host_s(self, num_pages_out: int, num_pages_back: int) -> float:
         """Copy pages to the host now, and later copy back those that are lost here meanwhile."""
         return (num_pages_out + num_pages_back) * self._page_nbytes / self.copy.per_second
+
+    def move_s(self, num_pages: int) -> float:
+        """Send pages to another node."""
+        return num_pages * self._page_nbytes / self.transfer.per_second
 
     def recompute_s(self, num_tokens: int) -> float:
         """Prefill the tokens that the RadixCache will not have."""
@@ -113,10 +123,28 @@ class Victims:
         if self._policy == "recompute" or (self._policy == "auto" and not has_room):
             return RetractMode.RECOMPUTE
         if self._policy == "auto":
-            num_shared = kv.num_pages - ledger.num_pages_released_by([kv])  # others keep those here
-            lost_tokens = len(victim.ids) - num_shared * ledger.page_size
-            if self.costs.recompute_s(lost_tokens) <= self.costs.host_s(num_pages, num_pages - num_shared):
+            recompute_s, host_s = self._estimates(victim, kv, num_pages)
+            if recompute_s <= host_s:
                 return RetractMode.RECOMPUTE
         # What is not whole now may be committed one step later.
         is_whole = kv.kv_committed_len == len(victim.ids) - 1
         return RetractMode.HOST if has_room and is_whole else RetractMode.WAIT
+
+    def is_cheaper_to_move(self, victim: Req) -> bool:
+        """Whether sending the KV of `victim`, which runs, to another node costs less than to give it up here.
+
+        Only under `auto`: the other policies say what becomes of every victim.
+        """
+        kv = victim.kv
+        if self._policy != "auto" or kv is None or victim.host_pages:
+            return False
+        num_pages = self._ledger.pages_for(len(victim.ids) - 1)
+        recompute_s, host_s = self._estimates(victim, kv, num_pages)
+        here_s = min(recompute_s, host_s) if num_pages <= self._ledger.host.num_free else recompute_s
+        return self.costs.move_s(num_pages) < here_s
+
+    def _estimates(self, victim: Req, kv: ReqKV, num_pages: int) -> tuple[float, float]:
+        """Seconds of RECOMPUTE and of HOST. What others keep here costs neither."""
+        num_shared = kv.num_pages - self._ledger.num_pages_released_by([kv])
+        lost_tokens = len(victim.ids) - num_shared * self._ledger.page_size
+        return self.costs.recompute_s(lost_tokens), self.costs.host_s(num_pages, num_pages - num_shared)

@@ -528,3 +528,43 @@ def test_a_target_reserves_when_the_grammar_is_compiled() -> None:
         run.until(lambda: move.arrived)
         cluster.run_all(check=True)
         cluster.assert_idle()
+
+
+class Dear:
+    """A MovingRate that stays where it is: nothing is slower."""
+
+    per_second = 1e-9
+
+    def observe(self, work: float, seconds: float) -> None:
+        return
+
+
+SHORT_OF_PAGES = {"moved": "auto", "not moved": "auto", "fixed policy": "recompute", "dear": "auto"}
+
+
+@pytest.mark.parametrize("case", SHORT_OF_PAGES)
+def test_a_node_that_runs_short_of_pages_asks_to_have_its_next_victim_moved(case: str) -> None:
+    """Before any is missing. If none is moved, requests are retracted as ever."""
+    shape = config(tokens=200, headroom=8)
+    shape = replace(shape, schedule=replace(shape.schedule, retract_policy=SHORT_OF_PAGES[case]))
+    with Cluster(1, 2, token_engine, shape) as cluster:
+        router, batcher = cluster.router, cluster.nodes["d0"].scheduler.batcher
+        if case == "dear":
+            batcher.retraction.costs.transfer = Dear()  # type: ignore[assignment]
+        runs = [Run(cluster, num_new=60, seed=seed, after=1) for seed in range(3)]
+        asked: list[ReqKey] = []
+
+        def ended() -> bool:
+            if len(router.wanted_moved) > len(asked):
+                asked.append(router.wanted_moved[len(asked)])
+                assert len(asked) > 1 or not batcher.num_retractions
+                if case == "moved":
+                    router.move(asked[-1], "d0", "d1")
+            return all(router.answers[run.key].ended for run in runs)
+
+        runs[0].until(ended)
+        assert len(set(router.wanted_moved)) == len(router.wanted_moved)
+        assert bool(asked) == (case in ("moved", "not moved"))
+        assert (batcher.num_retractions > 0) == (case != "moved")
+        for run in runs:
+            run.check_end()

@@ -122,6 +122,7 @@ class SimNode:
         self._loop = loop
         self._transport = transport
         self.page_size = shape.page_size
+        self.numerics = "sim"
         self.prefixes = PrefixIndex()
         self._pong_at = -PONG_S
         self._pong = Load()
