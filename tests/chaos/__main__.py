@@ -12,7 +12,7 @@ import json
 import sys
 import traceback
 
-PARTS = ("corruption",)
+PARTS = ("corruption", "churn", "abort_storm", "soak")
 
 
 def main() -> int:
