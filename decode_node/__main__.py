@@ -22,10 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_log_flags(parser)
     config = node_config(parser.parse_args(argv))
     # Torch takes seconds to import: --help and a wrong flag do not wait for it.
-    from decode_node.role import build_role
     from shared.engine.node_process import run_node
 
-    return run_node(Role.DECODE, config, build_role)
+    return run_node(Role.DECODE, config)
 
 
 if __name__ == "__main__":

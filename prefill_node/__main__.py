@@ -20,13 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_fleet_flags(parser)
     add_log_flags(parser)
     config = node_config(parser.parse_args(argv))
-    # Nothing decodes here, so nothing is retracted: no host memory is set aside for it.
-    config = replace(config, schedule=replace(config.schedule, retract_policy="recompute"))
+    if config.net.fixed_role:  # nothing will ever decode here, so nothing is retracted to host memory
+        config = replace(config, schedule=replace(config.schedule, retract_policy="recompute"))
     # Torch takes seconds to import: --help and a wrong flag do not wait for it.
-    from prefill_node.role import build_role
     from shared.engine.node_process import run_node
 
-    return run_node(Role.PREFILL, config, build_role)
+    return run_node(Role.PREFILL, config)
 
 
 if __name__ == "__main__":

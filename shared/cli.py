@@ -15,6 +15,8 @@ from shared.config import (
 from shared.flags import FlagParser, add_flags, argv_of, options_of
 from shared.scheduling.policies import POLICIES
 
+_OF_ROUTERS = ("router_timeout_s", "fixed_role")
+
 
 def make_parser(prog: str, description: str) -> FlagParser:
     """Make a parser whose help shows the defaults. It accepts no abbreviations."""
@@ -42,7 +44,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, "KV cache", CacheOptions)
     add_flags(parser, "scheduling", ScheduleOptions, choices={"schedule_policy": tuple(POLICIES)})
     add_flags(parser, "KV transfer", TransferOptions)
-    add_flags(parser, "routers", NetOptions, "router_timeout_s")
+    add_flags(parser, "routers", NetOptions, *_OF_ROUTERS)
     add_flags(parser, "profiling", NodeConfig, "profile_dir")
 
 
@@ -50,7 +52,7 @@ def node_argv(args: argparse.Namespace) -> list[str]:
     """Return the flags of `add_node_flags` in `args` that differ from their defaults, as a command line."""
     whole_parts = (ModelOptions, CacheOptions, ScheduleOptions, TransferOptions)
     argv = [word for options in whole_parts for word in argv_of(options, args)]
-    return [*argv, *argv_of(NetOptions, args, "router_timeout_s"), *argv_of(NodeConfig, args, "profile_dir")]
+    return [*argv, *argv_of(NetOptions, args, *_OF_ROUTERS), *argv_of(NodeConfig, args, "profile_dir")]
 
 
 def add_net_flags(parser: argparse.ArgumentParser, default_port: int) -> None:

@@ -80,8 +80,8 @@ class CacheOptions:
     disable_radix_cache: bool = flag(False, "do not keep prefixes for later requests")
     host_kv_tokens: int | None = flag(
         None,
-        "decode nodes: host memory for the KV of retracted requests; 0: none; None: as large as the KV pool, at most "
-        "4 GiB, and none on a CPU unless --retract-policy is host",
+        "host memory for the KV of requests that a decode node retracts; 0: none; None: as large as the KV pool, at "
+        "most 4 GiB, and none on a CPU unless --retract-policy is host",
         whole(0),
         "TOKENS",
     )
@@ -200,6 +200,11 @@ class NetOptions:
         30.0, "after SIGTERM, how long requests may take to leave for other nodes", _seconds
     )
     router_timeout_s: float = flag(10.0, "silence after which the requests of a router are aborted", _seconds)
+    fixed_role: bool = flag(
+        False,
+        "keep the role that the node is started in: no router may change it, and a prefill node sets no host memory "
+        "aside for requests that a decode node retracts",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

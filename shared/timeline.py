@@ -14,7 +14,7 @@ Clock = Callable[[], float]
 
 
 class Role(StrEnum):
-    """The role that a node was started in."""
+    """The role of a node."""
 
     PREFILL = "prefill"
     DECODE = "decode"

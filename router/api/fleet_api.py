@@ -1,4 +1,4 @@
-"""`/fleet` lists the nodes, and adds and removes them while requests run. It needs the admin key."""
+"""`/fleet` lists the nodes; adds, removes them and changes their roles while requests run. It needs the admin key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.http.api_keys import ApiKeys
 from router.http.body import Body
 from router.http.json_bodies import JsonRoute
 from router.http.topology import address_of
-from router.nodes.fleet_answers import Fleet, FleetNode, NodeAdded, NodeRemoved
+from router.nodes.fleet_answers import Fleet, FleetNode, NodeAdded, NodeRemoved, RoleChanged
 from router.nodes.fleet_changes import ADD_WAIT_S, FleetChanges
 from router.nodes.member import Member
 from router.nodes.membership import Membership
@@ -34,6 +34,12 @@ class AddNode(Body):
 
     role: Annotated[Literal["prefill", "decode"], Field(description="Which fleet it joins.")]
     address: Annotated[str, Field(min_length=1, max_length=512, description="HOST[:PORT], as --prefill")]
+
+
+class ChangeRole(Body):
+    """Another role for a node."""
+
+    role: Annotated[Literal["prefill", "decode"], Field(description="The role that it is to have.")]
 
 
 DrainTimeout = Annotated[
@@ -55,6 +61,14 @@ def fleet_admin_routes(
     """The routes; `guards` raise for a caller that may not use them."""
     router = APIRouter(prefix="/fleet", tags=["Operation"], dependencies=guards, route_class=JsonRoute)
 
+    def find(node_id: str) -> Member:
+        member = changes.find(node_id)
+        if member is None:
+            raise RequestError(
+                f"there is no node {node_id!r} in the fleet", status=404, code="no_such_node", param="node_id"
+            )
+        return member
+
     @router.get("")
     async def fleet() -> Fleet:
         """Every node that is dialled, with its load asked for now."""
@@ -68,17 +82,20 @@ def fleet_admin_routes(
         member = await changes.add(role, _address(role, asked.address), ADD_WAIT_S)
         return NodeAdded(node=describe_in_full(member))
 
+    @router.post("/nodes/{node_id:path}/role")
+    async def change_role(
+        asked: ChangeRole, node_id: str, drain_timeout_s: DrainTimeout = DEFAULT_DRAIN_TIMEOUT_S
+    ) -> RoleChanged:
+        """Drain a node and have it serve in the other role; answers when it is back, with its model still loaded."""
+        member = await changes.change_role(find(node_id), Role(asked.role), drain_timeout_s, ADD_WAIT_S)
+        return RoleChanged(node=describe_in_full(member))
+
     @router.delete("/nodes/{node_id:path}")
     async def remove_node(
         node_id: str, drain_timeout_s: DrainTimeout = DEFAULT_DRAIN_TIMEOUT_S
     ) -> NodeRemoved:
         """Send a node nothing new, and hang up when its requests have ended or the time is up."""
-        member = changes.find(node_id)
-        if member is None:
-            raise RequestError(
-                f"there is no node {node_id!r} in the fleet", status=404, code="no_such_node", param="node_id"
-            )
-        removed = await changes.remove(member, drain_timeout_s)
+        removed = await changes.remove(find(node_id), drain_timeout_s)
         return NodeRemoved(
             node_id=removed.node_id or None,
             address=removed.address,

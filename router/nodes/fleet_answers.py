@@ -69,6 +69,13 @@ class NodeAdded(Answer, kw_only=True, frozen=True):
     success: Literal[True] = True
 
 
+class RoleChanged(Answer, kw_only=True, frozen=True):
+    """The node in its role, ready for requests."""
+
+    node: FleetNode
+    success: Literal[True] = True
+
+
 class NodeRemoved(Answer, kw_only=True, frozen=True):
     """The node that was removed from this router."""
 

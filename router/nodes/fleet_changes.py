@@ -1,7 +1,8 @@
-"""Changes to a running fleet: an operator adds a node, or drains and removes one.
+"""Changes to a running fleet: an operator adds a node, drains and removes one, or gives one another role.
 
-add      dialled ──▶ works: kept │ refused, unreachable, too slow: forgotten, with an error
-remove   no new requests ──▶ running ones move, end, or are sent again when the time is up ──▶ disconnected, forgotten
+add          dialled ──▶ works: kept │ refused, unreachable, too slow: forgotten, with an error
+remove       no new requests ──▶ running ones move, end, or are sent again when the time is up ──▶ forgotten
+change_role  no new requests ──▶ the same ──▶ Drained, by every router ──▶ the node leaves ──▶ dialled in its new role
 """
 
 from __future__ import annotations
@@ -20,9 +21,20 @@ from router.nodes.node_link import LiveNode
 from router.nodes.shared_news import SharedNews
 from shared.errors import RequestError
 from shared.log import event
-from shared.protocol.messages import AbortedReqs, AddedNode, Drain, Draining, Relay, RemovedNode, Role
+from shared.protocol.messages import (
+    AbortedReqs,
+    AddedNode,
+    Drain,
+    Drained,
+    Draining,
+    Relay,
+    RemovedNode,
+    Role,
+    SetRole,
+)
 
 ADD_WAIT_S = 10.0
+_ANSWER_S = 5.0
 _DRAIN_POLL_S = 0.05
 
 
@@ -53,8 +65,11 @@ class Removed:
 
 @dataclass(eq=False)
 class _Drain:
+    """A node that gets no new work. Then it takes another `role`; None: it is removed."""
+
     until: float
     timeout_s: float
+    role: Role | None
     task: asyncio.Task[Removed]
 
 
@@ -81,8 +96,8 @@ class FleetChanges:
         A node that does not work is forgotten, unless it was a member before. Raises RequestError with the reason.
         """
         known = self._at(address)
-        if known is not None and (known.role is not role or known.leaving):
-            why = "is being drained" if known.leaving else f"is known as a {known.role} node"
+        if known is not None and (known.role is not role or known in self._drains):
+            why = "is being drained" if known in self._drains else f"is known as a {known.role} node"
             raise RequestError(f"{address} {why}", param="address")
         member = known or self._membership.dial(address, role, pinned=True)
         if member is None:
@@ -124,6 +139,30 @@ class FleetChanges:
             why = f"{member.name} stays: it was added again before it was drained"
             raise RequestError(why, status=409, code="node_added") from None
 
+    async def change_role(self, member: Member, role: Role, drain_timeout_s: float, wait_s: float) -> Member:
+        """Drain a node, here and at all other routers, and wait until it is back in `role`, with its model loaded.
+
+        The node may take `wait_s` to come back after it was drained. A node that has the role stays as it is. The
+        change goes on when the caller is cancelled. A second call may shorten the time. Raises RequestError when the
+        node cannot take the role, or does not come back in it.
+        """
+        if member.role is role and member not in self._drains:
+            return member
+        why = self._why_not_in(role, member)
+        if why or (node := member.node) is None:
+            raise _role_stays(member, role, why or "it is not connected")
+        self._drain(member, drain_timeout_s, role)  # so no other change counts on this node
+        drain = self._drains[member]
+        answers = await self._membership.call(
+            lambda call_id: SetRole(call_id, role, drain_timeout_s), _ANSWER_S, [node]
+        )
+        answer = answers[node.ref.node_id]
+        if not answer.ok:
+            if drain.role is role and member.node is node:
+                self._keep(member)
+            raise _role_stays(member, role, answer.detail)
+        return await self._until_back(drain, node, role, drain_timeout_s + wait_s)
+
     # --------------------------------------------------------------------- changes of other routers
     def on_alive(self, node: LiveNode) -> None:
         """Send a node that has come the nodes that operators have added."""
@@ -132,14 +171,15 @@ class FleetChanges:
     def on_draining(self, member: Member, draining: Draining) -> None:
         """Drain a member that says it is being drained. One whose process stops hangs up by itself."""
         if draining.stops:
-            self._membership.stops(member)
+            self._membership.hold(member, "its process is stopping")
             if member.node is not None:
                 task = asyncio.create_task(self._empty(member.node), name=f"empty {member.name}")
                 self._emptying.add(task)
                 task.add_done_callback(self._emptying.discard)
             return
-        self._news.forget_added(member.address, draining.left_s)
-        self._drain(member, draining.left_s)
+        if draining.role is None:
+            self._news.forget_added(member.address, draining.left_s)
+        self._drain(member, draining.left_s, draining.role)
 
     def on_relay(self, relay: Relay) -> None:
         """Do here what another router has done."""
@@ -175,46 +215,96 @@ class FleetChanges:
         return self._drain(member, timeout_s)
 
     def _keep(self, member: Member) -> None:
-        """Send new work again to a node that is still drained here, and has been added again elsewhere."""
+        """Send new work again to a node that is still drained here, and has been added again or refused a role."""
         drain = self._drains.pop(member, None)
         if drain is not None:
             drain.task.cancel()
         self._membership.keep(member)
 
-    def _drain(self, member: Member, drain_timeout_s: float) -> asyncio.Task[Removed]:
+    def _drain(
+        self, member: Member, drain_timeout_s: float, role: Role | None = None
+    ) -> asyncio.Task[Removed]:
         until = time.monotonic() + drain_timeout_s
         drain = self._drains.get(member)
         if drain is None:
             task = asyncio.create_task(self._until_drained(member), name=f"drain {member.name}")
-            drain = self._drains[member] = _Drain(until, drain_timeout_s, task)
+            drain = self._drains[member] = _Drain(until, drain_timeout_s, role, task)
+        elif until < drain.until or role is not drain.role:
+            drain.until, drain.timeout_s, drain.role = until, drain_timeout_s, role
+        if role is None:
             self._membership.drain(member)
-        elif until < drain.until:
-            drain.until, drain.timeout_s = until, drain_timeout_s
+        else:
+            self._membership.hold(member, f"it becomes a {role} node")
         return drain.task
 
     async def _until_drained(self, member: Member) -> Removed:
         drain = self._drains[member]
+        incarnation, told = member.incarnation, None
         num_failed_over = 0
         try:
-            while (node := member.node) is not None and self._reqs.num_held(node):
+            while (node := member.node) is not None and member.incarnation == incarnation:
                 if time.monotonic() >= drain.until:
                     reason = f"its drain_timeout_s of {drain.timeout_s:g} s has passed"
-                    num_failed_over = self._reqs.fail_over_held(node, reason)
+                    num_failed_over += self._reqs.fail_over_held(node, reason)
+                if self._reqs.num_held(node):
+                    self._reqs.move_held(node)
+                elif drain.role is None:
                     break
-                self._reqs.move_held(node)
+                elif told is not node:
+                    node.send(Drained())
+                    told = node
                 await asyncio.sleep(_DRAIN_POLL_S)
-            if member.incarnation:
-                self._membership.ignore_joins_of(member.incarnation)
-            await self._membership.remove(member)
+            if drain.role is None:
+                await self._forget(member, num_failed_over)
         finally:
             if self._drains.get(member) is drain:
                 del self._drains[member]
-        event("node_removed", node=member.name, address=member.address, num_failed_over=num_failed_over)
         return Removed(
             node_id=member.node_id,
             address=member.address,
             num_failed_over=num_failed_over,
         )
+
+    async def _forget(self, member: Member, num_failed_over: int) -> None:
+        """Hang up, and ignore the node's announcements until it is restarted."""
+        if member.incarnation:
+            self._membership.ignore_joins_of(member.incarnation)
+        await self._membership.remove(member)
+        event("node_removed", node=member.name, address=member.address, num_failed_over=num_failed_over)
+
+    def _why_not_in(self, role: Role, member: Member) -> str:
+        """Why a member cannot take another role now; empty when it can."""
+        drain = self._drains.get(member)
+        if drain is not None:
+            return "" if drain.role is role else f"it is being drained ({member.reason})"
+        if member.state is not MemberState.ALIVE:
+            return f"it is {member.state}" + (f" ({member.reason})" if member.reason else "")
+        if member.node is not None and member.node.hello.fixed_role:
+            return "it was started with --fixed-role"
+        if role is Role.PREFILL and self._membership.live(Role.DECODE) == [member.node]:
+            return "no other decode node is alive, and without one nothing can be served"
+        return ""
+
+    async def _until_back(self, drain: _Drain, node: LiveNode, role: Role, wait_s: float) -> Member:
+        """Wait for the next incarnation of `node`, which is to come at the same address."""
+        name, member = node.ref.node_id, None
+        try:
+            async with asyncio.timeout(wait_s):
+                while member is None or member.node is None or member.node.ref == node.ref:
+                    if drain.role is not role:
+                        why = f"{name} was removed before it became a {role} node"
+                        raise RequestError(why, status=409, code="node_removed")
+                    await self._membership.changed()
+                    member = self._at(node.ref.address)
+        except TimeoutError:
+            state = f"{member.state} ({member.reason})" if member is not None else "not there"
+            why = f"{name} has not come back as a {role} node within {wait_s:g} s: it is {state}"
+            raise RequestError(why, status=503, code="node_not_back") from None
+        if member.role is not role:
+            raise RequestError(
+                f"{name} was restarted as a {member.role} node", status=503, code="node_not_back"
+            )
+        return member
 
     async def _empty(self, node: LiveNode) -> None:
         """Move what a node holds to others, until it holds nothing or is lost, which makes failovers of the rest."""
@@ -239,6 +329,11 @@ def _is_at(member: Member, text: str) -> bool:
         return member.address == address_of(member.role, text)
     except ValueError:
         return False  # an id may have characters that an address has not
+
+
+def _role_stays(member: Member, role: Role, why: str) -> RequestError:
+    message = f"{member.name} cannot become a {role} node: {why}"
+    return RequestError(message, status=409, code="role_not_changed")
 
 
 def _why_not(member: Member, wait_s: float) -> RequestError:

@@ -26,7 +26,8 @@ class Member:
     """An address that is dialled. The operator named `pinned` members, which are never forgotten by themselves.
 
     `node` is set while the member is connected: alive or draining. A member is not dialled again if it is `leaving`,
-    or if its process has ended with the reason `exited`. With `resume`, a drained node takes work again.
+    or if its process has ended with the reason `exited`. While the operator adds it, `resume` is set: then a drained
+    node takes work again, and its role must be `role`. Later `role` is what the node says.
     """
 
     address: str

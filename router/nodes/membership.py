@@ -2,12 +2,14 @@
 
     Member (an address)   DIALLING ──hello──▶ ALIVE ──closed, silent──▶ LOST ──1 s──▶ dialled again
                              │                  ├──leaks──▶ DRAINING until it is restarted      (new identity)
+                             │                  ├──changes its role──▶ DRAINING ──▶ LEFT ──▶ dialled again
                              │                  └──removed──▶ DRAINING ──▶ hung up, forgotten
                              └──layout differs──▶ REFUSED ──5 s──▶ dialled again
 
 A node that announced itself (`Join`) and is lost for long is forgotten, since it will announce itself again. A node
-that the operator named is dialled for ever. A restarted node is a new incarnation, and so a new node. Announcements
-of an incarnation that the operator removed are ignored; those of the next incarnation are not.
+that the operator named is dialled for ever. A node that was restarted, or has changed its role, is a new incarnation,
+and so a new node. The role in its hello counts, not the one in which it was dialled. Announcements of an incarnation
+that the operator removed are ignored; those of the next incarnation are not.
 """
 
 from __future__ import annotations
@@ -166,12 +168,12 @@ class Membership:
         if member.node is not None:
             self._set(member, MemberState.DRAINING, "removed by the operator")
 
-    def stops(self, member: Member) -> None:
-        """Send no new work to a member whose process is about to end. It is dialled again afterwards."""
-        self._set(member, MemberState.DRAINING, "its process is stopping")
+    def hold(self, member: Member, reason: str) -> None:
+        """Send a connected member no new work. It is dialled again when it has left."""
+        self._set(member, MemberState.DRAINING, reason)
 
     def keep(self, member: Member) -> None:
-        """Take `drain` back: send the member new work, or dial it again."""
+        """Take `drain` or `hold` back: send the member new work, or dial it again."""
         member.leaving = False
         if member.node is None:
             self.redial(member)
@@ -226,11 +228,19 @@ class Membership:
                     member.task.cancel()
                 self._set(member, MemberState.LOST, reason)
 
-    async def call(self, message: Callable[[int], RouterToNode], timeout_s: float) -> dict[str, Answered]:
-        """Send a call to every live node and collect the answers. A node that does not answer in time has refused."""
+    async def call(
+        self,
+        message: Callable[[int], RouterToNode],
+        timeout_s: float,
+        nodes: Sequence[LiveNode] | None = None,
+    ) -> dict[str, Answered]:
+        """Send a call to `nodes`, or all live ones, and collect the answers by node id.
+
+        A node that does not answer in time has refused.
+        """
         asked: dict[str, asyncio.Future[Answered]] = {}
         calls: list[int] = []
-        for node in self.all_live():
+        for node in self.all_live() if nodes is None else nodes:
             calls.append(next(self._calls))
             asked[node.ref.node_id] = self._waiting[calls[-1]] = asyncio.get_running_loop().create_future()
             node.send(message(calls[-1]))
@@ -347,8 +357,9 @@ class Membership:
     def _check(self, member: Member, hello: NodeHello) -> None:
         """Raise Refusal, with the name of the field, for a node that does not fit."""
         member.node_id, member.incarnation = hello.node.node_id, hello.node.incarnation
-        if hello.role is not member.role:
+        if hello.role is not member.role and member.resume:
             raise Refusal(f"role: expected a {member.role} node, it is a {hello.role} node")
+        member.role = hello.role
         live = self.all_live()
         if any(node.ref.node_id == hello.node.node_id for node in live):
             raise Refusal(f"node_id: {hello.node.node_id} is already here, under another address")

@@ -164,7 +164,7 @@ class LiveNode:
 
     @property
     def role(self) -> Role:
-        """The role that the node was started in."""
+        """The role of the node, which it has until this link ends."""
         return self.hello.role
 
     @property

@@ -1,4 +1,8 @@
-"""The process of a node, of either role: load the model, run the loop until told to stop, close everything."""
+"""The process of a node: load the model, run the loop of its role until told to stop, close everything.
+
+When routers change the role, the loop and every connection end, and those of the other role begin over the same
+loaded model, at the same address, under a new incarnation.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from types import FrameType
 from typing import Protocol
 
@@ -78,18 +84,27 @@ BuildRole = Callable[[NodeParts], tuple[Scheduler, dict[str, Handlers]]]
 """Makes a role's scheduler, and says which diallers besides routers it listens to."""
 
 
-def run_node(role: Role, config: NodeConfig, build_role: BuildRole) -> int:
-    """Load, serve until told to stop, shut down. Returns the exit code; 2 for a ConfigError."""
+def builder_of(role: Role) -> BuildRole:
+    """What builds nodes of `role`. It is found by the name of the role's package, which only a node in it imports."""
+    build_role: BuildRole = import_module(f"{role}_node.role").build_role
+    return build_role
+
+
+def run_node(role: Role, config: NodeConfig, builder_of: Callable[[Role], BuildRole] = builder_of) -> int:
+    """Load, serve until told to stop, shut down. Returns the exit code; 2 for a ConfigError.
+
+    The node begins in `role`, and routers may change that.
+    """
     log.setup(config.log_level, config.net.node_id or role)
     stop = StopRequest(config.net.exit_with_parent)
     try:
-        return _serve(role, config, build_role, stop)
+        return _serve(role, config, builder_of, stop)
     except ConfigError as error:
         print(f"{role}-node: {error}", file=sys.stderr)
         return 2
 
 
-def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequest) -> int:
+def _serve(role: Role, config: NodeConfig, builder_of: Callable[[Role], BuildRole], stop: StopRequest) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     raise_open_files_limit()  # each peer has several sockets, and gloo aborts a process that has no file left
     net = config.net
@@ -101,6 +116,40 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
             f"--host {net.host}: say with --advertise-host under which name others reach this node"
         )
     config = replace(config, transfer=replace(config.transfer, bind_host=advertised))
+    loaded: _Loaded | None = None
+    next_role: Role | None = role
+    try:
+        while next_role is not None:
+            with _presence(next_role, config, advertised, fleet_key) as presence:
+                if loaded is None:
+                    loaded = _load(config, presence)
+                    # The node keeps its name and its port in the other role.
+                    own = replace(net, node_id=presence.node.node_id, port=presence.port)
+                    config = replace(config, net=own)
+                next_role = _serve_in_role(presence, config, loaded, builder_of(next_role), stop)
+    finally:
+        if loaded is not None:
+            loaded.engine.close()
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Presence:
+    """What routers and other nodes see of this node in one role. In the next role it is another node to them."""
+
+    role: Role
+    node: NodeRef
+    port: int
+    control: ControlThread
+    announcer: JoinAnnouncer
+
+
+@contextmanager
+def _presence(
+    role: Role, config: NodeConfig, advertised: str, fleet_key: FleetKey | None
+) -> Iterator[_Presence]:
+    """Take the control port and announce the node. Every connection is closed in the end."""
+    net = config.net
     control = ControlThread(fleet_key)
     try:
         port = control.bind(net.host, net.port)
@@ -108,40 +157,67 @@ def _serve(role: Role, config: NodeConfig, build_role: BuildRole, stop: StopRequ
         node = NodeRef(node_id, f"{node_id}#{secrets.token_hex(4)}", f"tcp://{advertised}:{port}")
         control.start()
         announcer = JoinAnnouncer(control, node, role, net.routers)
-        try:
-            # Options are checked first, since a model takes minutes to load.
-            transports = make_transports(config.transfer, resolve_device(config.model.device))
-            engine = build_engine(config, announcer.loading)
-            parts = _parts(role, config, node, engine, transports, control, stop.wake)
-            scheduler, handlers = build_role(parts)
-        except ConfigError as error:
-            announcer.say(LoadFailed(node_id, role, str(error)))
-            raise
-        routers = Handlers(msgspec.msgpack.Decoder(RouterToNode), parts.router_port.on_message)
-        control.admit({"router": routers, **handlers})
-        announcer.start()
-        log.event("listening", role=role, node=node.incarnation, address=node.address)
-        stop.loaded()
-        engine.grammars.warm_up()
-        reason = f"{role} node {node_id} is shutting down"
-        try:
-            _run(scheduler, stop, parts.router_port, net.drain_timeout_s)
-        except Exception as error:
-            reason = f"{role} node {node_id} failed: {type(error).__name__}: {error}"
-            raise
-        finally:
-            announcer.stop()
-            scheduler.close(reason)
-            parts.transfer.close()
-            engine.close()
-        log.event("stopped", node=node.incarnation)
-        return 0
+        yield _Presence(role=role, node=node, port=port, control=control, announcer=announcer)
     finally:
         control.close()
 
 
-def _run(scheduler: Scheduler, stop: StopRequest, router_port: RouterPort, drain_timeout_s: float) -> None:
-    """Step until told to stop, and then until the requests have left; sleep while there is nothing to do."""
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """What a node keeps when its role changes."""
+
+    engine: Engine
+    transports: Transports
+
+
+def _load(config: NodeConfig, presence: _Presence) -> _Loaded:
+    try:
+        # Options are checked first, since a model takes minutes to load.
+        transports = make_transports(config.transfer, resolve_device(config.model.device))
+        engine = build_engine(config, presence.announcer.loading)
+    except ConfigError as error:
+        presence.announcer.say(LoadFailed(presence.node.node_id, presence.role, str(error)))
+        raise
+    return _Loaded(engine=engine, transports=transports)
+
+
+def _serve_in_role(
+    presence: _Presence, config: NodeConfig, loaded: _Loaded, build_role: BuildRole, stop: StopRequest
+) -> Role | None:
+    """Serve until told to stop, or to take the role that is returned."""
+    role, node = presence.role, presence.node
+    parts = _parts(presence, config, loaded, stop.wake)
+    scheduler, handlers = build_role(parts)
+    routers = Handlers(msgspec.msgpack.Decoder(RouterToNode), parts.router_port.on_message)
+    presence.control.admit({"router": routers, **handlers})
+    presence.announcer.start()
+    log.event("listening", role=role, node=node.incarnation, address=node.address)
+    stop.loaded()
+    loaded.engine.grammars.warm_up()
+    next_role = None
+    reason = f"{role} node {node.node_id} is shutting down"
+    try:
+        next_role = _run(scheduler, stop, parts.router_port, config.net.drain_timeout_s)
+        if next_role is not None:
+            reason = f"{role} node {node.node_id} becomes a {next_role} node"
+    except Exception as error:
+        reason = f"{role} node {node.node_id} failed: {type(error).__name__}: {error}"
+        raise
+    finally:
+        presence.announcer.stop()
+        scheduler.close(reason)
+        parts.transfer.close()
+    log.event("stopped" if next_role is None else "role_left", node=node.incarnation)
+    return next_role
+
+
+def _run(
+    scheduler: Scheduler, stop: StopRequest, router_port: RouterPort, drain_timeout_s: float
+) -> Role | None:
+    """Step until told to stop, and then until the requests have left, or until the node is to take another role.
+
+    Returns that role. Sleeps while there is nothing to do.
+    """
     stops_at = float("inf")
     while not stop.event.is_set() or (scheduler.reqs and not stop.at_once and time.monotonic() < stops_at):
         if stop.event.is_set() and stops_at == float("inf"):
@@ -150,17 +226,13 @@ def _run(scheduler: Scheduler, stop: StopRequest, router_port: RouterPort, drain
         if not scheduler.step():
             stop.wake.wait(IDLE_WAIT_S)
             stop.wake.clear()
+        if (next_role := router_port.next_role) is not None:
+            return next_role
+    return None
 
 
-def _parts(
-    role: Role,
-    config: NodeConfig,
-    node: NodeRef,
-    engine: Engine,
-    transports: Transports,
-    control: ControlThread,
-    wake: threading.Event,
-) -> NodeParts:
+def _parts(presence: _Presence, config: NodeConfig, loaded: _Loaded, wake: threading.Event) -> NodeParts:
+    engine, node, control = loaded.engine, presence.node, presence.control
     vitals = Vitals(engine.ledger, engine.progress, engine.clock)
     flags = {
         **asdict(config.model),
@@ -172,9 +244,12 @@ def _parts(
         "attention_backend": engine.attention_backend,
         "numerics": engine.layout.numerics,
         "kv_transfer": config.transfer.backend,
+        "fixed_role": config.net.fixed_role,
         "host_kv_tokens": engine.ledger.host.num_pages * engine.layout.page_size,
     }
-    hello = NodeHello(node, role, engine.layout, engine.limits, flags, PROTOCOL_VERSION)
+    hello = NodeHello(
+        node, presence.role, engine.layout, engine.limits, flags, PROTOCOL_VERSION, config.net.fixed_role
+    )
     return NodeParts(
         config=config,
         engine=engine,
@@ -184,7 +259,7 @@ def _parts(
                 layout=engine.layout,
                 pages=engine.pool,
                 outbox=control.to_dialled,
-                transports=transports,
+                transports=loaded.transports,
                 clock=engine.clock,
                 options=config.transfer,
                 wake=wake.set,

@@ -20,7 +20,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import Role as Role
 from shared.timeline import Stamp as Stamp
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised by every change of a message, which a peer of the version before would misread or drop. A router and a node
 of different versions refuse each other; nodes only meet through a router, so they have the same version."""
 
@@ -267,6 +267,22 @@ class Drain(Struct, frozen=True):
     timeout_s: float
 
 
+class SetRole(Struct, frozen=True):
+    """Go on in another role, once no router has work here; answered with Answered.
+
+    The node tells every router to send nothing new. Requests may run on for `drain_timeout_s`. A later Drain takes
+    this back.
+    """
+
+    call_id: int
+    role: Role
+    drain_timeout_s: float
+
+
+class Drained(Struct, frozen=True):
+    """The router has no work left on the node, which has told it that it is to take another role."""
+
+
 class Flush(Struct, frozen=True):
     """Empty the RadixCache; answered with Answered."""
 
@@ -303,6 +319,8 @@ class NodeHello(Struct, frozen=True):
     flags: dict[str, str | int | float | bool | None]
     version: int = 0
     """As that of RouterHello."""
+    fixed_role: bool = False
+    """The node refuses SetRole: it was started with --fixed-role."""
 
 
 class Refused(Struct, frozen=True):
@@ -379,7 +397,7 @@ class MoveWanted(Struct, frozen=True):
 
 
 class Answered(Struct, frozen=True):
-    """Whether a call (Flush, StartProfile, StopProfile) was carried out, and what there is to say about it."""
+    """Whether a call (Flush, SetRole, StartProfile, StopProfile) is carried out, and what there is to say."""
 
     call_id: int
     ok: bool
@@ -389,11 +407,13 @@ class Answered(Struct, frozen=True):
 class Draining(Struct, frozen=True):
     """The node is drained: its requests may run on for `left_s`.
 
-    With `stops` its process ends then, or when it has no request any more; else an operator has removed the node.
+    With `stops` its process ends then, or when it has no request any more. With a `role` it comes back in this role,
+    as a new incarnation. Otherwise an operator has removed the node.
     """
 
     left_s: float
     stops: bool = False
+    role: Role | None = None
 
 
 class Leaving(Struct, frozen=True):
@@ -483,6 +503,8 @@ RouterToNode = (
     | StopProfile
     | CacheResync
     | Drain
+    | SetRole
+    | Drained
     | Relay
 )
 NodeToRouter = (

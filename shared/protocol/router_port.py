@@ -15,6 +15,7 @@ from shared.protocol.messages import (
     CacheEvents,
     Decode,
     Drain,
+    Drained,
     Failed,
     Finish,
     Leaving,
@@ -31,8 +32,10 @@ from shared.protocol.messages import (
     Relay,
     ReqKey,
     ReqReport,
+    Role,
     RouterHello,
     RouterToNode,
+    SetRole,
     TokenEntry,
     Tokens,
     other_version,
@@ -64,7 +67,7 @@ class RouterPort:
         self, outbox: Outbox, hello: NodeHello, load: Callable[[], Load], wake: threading.Event, clock: Clock
     ) -> None:
         self._outbox = outbox
-        self._hello = hello
+        self.hello = hello
         self._load = load
         self._wake = wake
         self._clock = clock
@@ -92,23 +95,44 @@ class RouterPort:
                     self._outbox.send(router, Refused(other_version("router", message.version)))
                     return
                 log.event("router_joined", router=router)
-                self._outbox.send(router, self._hello)
+                self._outbox.send(router, self.hello)
                 self._relay.greet(router, resume=message.resume)
                 self._queue(router, message)
             case Ping():
                 self._outbox.send(router, Pong(message.seq, self._load(), self._cache_seq))
             case Drain(timeout_s):
                 self._relay.drain(timeout_s)
+            case SetRole(call_id, role, timeout_s):
+                refusal = self._why_not(role)
+                if not refusal:
+                    self._relay.drain(timeout_s, role)
+                self._outbox.send(router, Answered(call_id, not refusal, refusal))
+            case Drained():
+                self._relay.let_go(router)
+                self._wake.set()
             case Relay():
                 self._relay.relay(router, message)
             case _:
                 self._queue(router, message)
+
+    def _why_not(self, role: Role) -> str:
+        """Why this node does not change to `role`; empty when it does."""
+        if self.hello.fixed_role:
+            return "it was started with --fixed-role"
+        if role is self.hello.role:
+            return f"it is a {role} node already"
+        return "it is being removed" if self._relay.is_leaving else ""
 
     def _queue(self, router: str, message: RouterToNode) -> None:
         self._inbox.append(FromRouter(router, message))
         self._wake.set()
 
     # -------------------------------------------------------------------------- the scheduler thread
+    @property
+    def next_role(self) -> Role | None:
+        """The role in which this node is to go on now, since no router has work here any more."""
+        return self._relay.next_role
+
     def take(self) -> list[FromRouter]:
         """Everything that has come since the last call, in order. A key is dispatched once, whatever is repeated."""
         taken: list[FromRouter] = []

@@ -1,5 +1,7 @@
 """What a node knows for the routers that share it: whether it is drained, and what they have to tell each other.
 
+A node that is drained to take another role waits until each of its routers has let it go.
+
 Routers do not know each other; those that share a node hear of each other's aborts, and of nodes that an operator has
 added or removed, by way of that node. A router that comes later is told what still holds.
 """
@@ -16,6 +18,7 @@ from shared.protocol.messages import (
     Draining,
     Relay,
     RemovedNode,
+    Role,
 )
 from shared.protocol.outbox import Outbox
 from shared.timeline import Clock
@@ -26,7 +29,7 @@ MAX_ABORTS_A_SECOND = 500
 
 
 class RouterRelay:
-    """Used by the control thread only. `routers` returns those that the node has heard lately."""
+    """Used by the control thread, except `next_role`. `routers` returns those that the node has heard lately."""
 
     def __init__(self, outbox: Outbox, routers: Callable[[], Iterable[str]], clock: Clock) -> None:
         self._outbox = outbox
@@ -35,6 +38,9 @@ class RouterRelay:
         self._drained_at: float | None = None
         """When the time of running requests is up; None: the node is not drained."""
         self._stops = False
+        self._next_role: Role | None = None
+        self._let_go: set[str] = set()
+        """The routers that have no work here any more, while the node is drained to take `_next_role`."""
         self._added: OrderedDict[str, Relay] = OrderedDict()
         self._aborts: dict[str, tuple[int, int]] = {}
         """For each router: a second, and how many of its aborts were relayed in that second."""
@@ -47,25 +53,46 @@ class RouterRelay:
 
     def greet(self, router: str, *, resume: bool) -> None:
         """Tell a router that has just come what holds. With `resume`, the node is not drained any more."""
-        if resume:
+        if resume and self.is_leaving:
             self._drained_at = None
+        self._let_go.discard(router)
         if self._drained_at is not None:
-            self._outbox.send(router, Draining(max(0.0, self._drained_at - self._clock()), self._stops))
+            left_s = max(0.0, self._drained_at - self._clock())
+            self._outbox.send(router, Draining(left_s, self._stops, self._next_role))
         for relay in self._added.values():
             self._outbox.send(router, relay)
 
-    def drain(self, timeout_s: float, *, stops: bool = False) -> None:
-        """Tell every router to send nothing new, and to hang up after `timeout_s`. A later call can shorten that.
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the node is drained for its removal."""
+        return self._drained_at is not None and self._next_role is None
 
-        With `stops` this process is about to end. The scheduler thread calls it then, as the last change of all.
+    @property
+    def next_role(self) -> Role | None:
+        """The role that the node is to take now, since every router has let it go."""
+        if self._next_role is None or not self._let_go.issuperset(self._routers()):
+            return None
+        return self._next_role
+
+    def drain(self, timeout_s: float, role: Role | None = None, *, stops: bool = False) -> None:
+        """Tell every router to send nothing new, and that requests may run for `timeout_s`.
+
+        A later call can shorten that. The node then takes `role`; None: the routers hang up. With `stops` this
+        process is about to end. The scheduler thread calls it then, as the last change of all.
         """
         self._stops = stops
         drained_at = self._clock() + timeout_s
-        if stops or self._drained_at is None or drained_at < self._drained_at:
-            self._drained_at = drained_at
-            log.event("draining", timeout_s=timeout_s, stops=stops)
+        if stops or self._drained_at is None or role is not self._next_role or drained_at < self._drained_at:
+            if role is not self._next_role:
+                self._let_go.clear()
+            self._drained_at, self._next_role = drained_at, role
+            log.event("draining", timeout_s=timeout_s, stops=stops, next_role=role)
             for router in self._routers():
-                self._outbox.send(router, Draining(timeout_s, stops))
+                self._outbox.send(router, Draining(timeout_s, stops, role))
+
+    def let_go(self, router: str) -> None:
+        """Note that a router has no work here any more."""
+        self._let_go.add(router)
 
     def relay(self, sender: str, message: Relay) -> None:
         """Pass a router's news on to all others."""

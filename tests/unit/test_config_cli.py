@@ -27,6 +27,7 @@ FLAGS = """\
 --node-id NODE_ID
 --router HOST[:PORT] +
 --exit-with-parent
+--drain-timeout-s DRAIN_TIMEOUT_S = 30.0
 --model --model-path DIR_OR_HUB_ID = builtin
 --device DEVICE = auto
 --dtype {auto,float32,bfloat16,float16} = auto
@@ -69,6 +70,7 @@ FLAGS = """\
 --lease-s LEASE_S = 15.0
 --peer-timeout-s PEER_TIMEOUT_S = 5.0
 --router-timeout-s ROUTER_TIMEOUT_S = 10.0
+--fixed-role
 --profile-dir DIR = baton-profiles
 --fleet-key FILE
 --insecure
@@ -118,6 +120,7 @@ VALUES = {
     "--lease-s": "3.5",
     "--peer-timeout-s": "4.5",
     "--router-timeout-s": "6.5",
+    "--fixed-role": None,
     "--profile-dir": "/somewhere",
 }
 """Of every flag that `router --local` hands on, a value that is not the default."""

@@ -15,6 +15,9 @@ from shared.protocol.messages import (
     CacheEvents,
     CacheResync,
     Cancel,
+    Drain,
+    Drained,
+    Draining,
     Failed,
     Finish,
     Flush,
@@ -31,6 +34,7 @@ from shared.protocol.messages import (
     ReqReport,
     Role,
     RouterHello,
+    SetRole,
     Stop,
     Struct,
     TokenEntry,
@@ -313,3 +317,29 @@ def test_an_entry_that_is_too_large_goes_alone(rig: Rig) -> None:
     rig.port.flush()
     rids = [[e.key.rid for e in m.entries] for _, m in rig.outbox.take() if isinstance(m, Tokens)]
     assert rids == [["a"], ["b"], ["c"], ["d"]]
+
+
+@pytest.mark.parametrize(
+    ("role", "fixed", "leaving", "words"),
+    [
+        (Role.DECODE, False, False, ""),
+        (Role.DECODE, True, False, "it was started with --fixed-role"),
+        (Role.PREFILL, False, False, "it is a prefill node already"),
+        (Role.DECODE, False, True, "it is being removed"),
+    ],
+)
+def test_another_role_is_taken_or_refused(
+    rig: Rig, role: Role, fixed: bool, leaving: bool, words: str
+) -> None:
+    rig.port.hello = msgspec.structs.replace(HELLO, fixed_role=fixed)
+    rig.port.on_message("one", RouterHello("one", PROTOCOL_VERSION))
+    if leaving:
+        rig.port.on_message("one", Drain(60.0))
+    rig.outbox.take()
+    rig.port.on_message("one", SetRole(7, role, 60.0))
+    told = [] if words else [("one", Draining(60.0, role=role))]
+    assert rig.outbox.take() == [*told, ("one", Answered(7, not words, words))]
+    rig.wake.clear()
+    rig.port.on_message("one", Drained())
+    assert rig.wake.is_set()
+    assert rig.port.next_role == (None if words else role)

@@ -89,3 +89,30 @@ def test_aborts_are_bounded_for_each_router(rig: Rig) -> None:
     rig.now += 1
     rig.relay.relay("a", Relay("a", 1001, AbortedReqs("x")))
     assert len(rig.take()) == 2
+
+
+def test_a_node_takes_another_role_when_each_router_has_let_it_go(rig: Rig) -> None:
+    rig.relay.drain(60.0, Role.PREFILL)
+    assert rig.take() == [(router, Draining(60.0, role=Role.PREFILL)) for router in ("a", "b", "c")]
+    rig.now += 10
+    for router in ("a", "b", "c"):
+        assert rig.relay.next_role is None
+        rig.relay.let_go(router)
+    assert rig.relay.next_role is Role.PREFILL
+    rig.relay.greet("b", resume=True)  # it connects anew, and may have work until it hears of the drain
+    assert rig.take() == [("b", Draining(50.0, role=Role.PREFILL))]
+    assert rig.relay.next_role is None
+
+
+def test_a_removal_holds_against_another_role(rig: Rig) -> None:
+    rig.relay.drain(60.0, Role.PREFILL)
+    for router in ("a", "b", "c"):
+        rig.relay.let_go(router)
+    rig.take()
+    rig.relay.drain(100.0)
+    assert rig.take() == [(router, Draining(100.0)) for router in ("a", "b", "c")]
+    assert rig.relay.next_role is None and rig.relay.is_leaving
+    rig.relay.greet("a", resume=True)
+    rig.take()
+    rig.relay.drain(60.0, Role.PREFILL)
+    assert rig.relay.next_role is None, "what routers said of an earlier change does not count"

@@ -31,10 +31,12 @@ from shared.protocol.messages import (
     Cancel,
     Decode,
     Drain,
+    Drained,
     Failed,
     Finish,
     Flush,
     KVLayout,
+    Leaving,
     Load,
     NodeHello,
     NodeLimits,
@@ -52,6 +54,7 @@ from shared.protocol.messages import (
     RouterHello,
     RouterNews,
     RouterToNode,
+    SetRole,
     Stamp,
     StartProfile,
     Stop,
@@ -158,6 +161,10 @@ class FakeNode:
         self.version = PROTOCOL_VERSION
         self.silent = False
         self.refuses = ""
+        self.fixed_role = False
+        self.refuses_role = ""
+        self.comes_back = True
+        self._role_change: asyncio.Task[None] | None = None
         self.flushes = True
         self.profiles = True
         self.profile_calls: list[StartProfile | StopProfile] = []
@@ -209,6 +216,16 @@ class FakeNode:
         self._tasks.clear()
         self._socket.close()
 
+    async def become(self, role: Role) -> None:
+        """Leave, and come back in another role at the same address."""
+        for router in self._identity_of:
+            self.send(Leaving(f"{self.node_id} becomes a {role} node"), router)
+        await self.stop()
+        self._identity_of.clear()
+        if self.comes_back:
+            self.role, self.script = role, tell_first_token if role is Role.PREFILL else tell_story
+            self.start(self.port, incarnation=f"{self.ref.incarnation[-1]}{role[0]}")
+
     def send(self, message: NodeToRouter, router: str = "") -> None:
         """To a router of this incarnation, or to the one that was heard last."""
         to = self._identity_of.get(router, self._router)
@@ -258,12 +275,27 @@ class FakeNode:
                     if self.refuses:
                         self.send(Refused(self.refuses))
                         continue
-                    self.send(
-                        NodeHello(self.ref, self.role, self.layout, self.limits, self.flags, self.version)
+                    hello = NodeHello(
+                        self.ref,
+                        self.role,
+                        self.layout,
+                        self.limits,
+                        self.flags,
+                        self.version,
+                        self.fixed_role,
                     )
+                    self.send(hello)
                     self._relay.greet(message.router, resume=message.resume)
                 case Drain(timeout_s):
                     self._relay.drain(timeout_s)
+                case SetRole(call_id, role, timeout_s):
+                    if not self.refuses_role:
+                        self._relay.drain(timeout_s, role)
+                    self.send(Answered(call_id, not self.refuses_role, self.refuses_role))
+                case Drained():
+                    self._relay.let_go(self._router.decode().split("|")[1])
+                    if (next_role := self._relay.next_role) is not None:
+                        self._role_change = asyncio.create_task(self.become(next_role))
                 case Relay():
                     self._relay.relay(self._router.decode().split("|")[1], message)
                 case Ping(seq):

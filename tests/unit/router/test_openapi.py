@@ -101,6 +101,8 @@ CALLS: list[tuple[str, str, dict[str, Any] | None, int]] = [
     ("POST", "/stop_profile", None, 200),
     ("GET", "/fleet", None, 200),
     ("POST", "/fleet/nodes", {"role": "prefill"}, 400),
+    ("POST", "/fleet/nodes/nobody/role", {"role": "prefill"}, 404),
+    ("POST", "/fleet/nodes/decode-0/role", {"role": "decode"}, 200),
     ("DELETE", "/fleet/nodes/nobody", None, 404),
     ("DELETE", "/fleet/nodes/nobody?drain_timeout_s=-1", None, 400),
 ]
@@ -122,7 +124,7 @@ def template(path: str) -> str:
     path = path.partition("?")[0]
     for folder, name in (("/v1/models/", "model_id"), ("/fleet/nodes/", "node_id")):
         if path.startswith(folder):
-            return f"{folder}{{{name}}}"
+            return f"{folder}{{{name}}}" + ("/role" if path.endswith("/role") else "")
     return path
 
 

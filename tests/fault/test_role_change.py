@@ -1,0 +1,103 @@
+"""A decode node becomes a prefill node and a decode node again, under streams of two routers: none of them breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.fault.slow_model import SlowModel
+from tests.patience import until
+from tests.processes import Call, Fleet, Router
+
+pytestmark = pytest.mark.processes
+
+NUM_NEW = 250
+PROMPT_LENGTHS = (20, 30, 40, 50)
+FLAGS = ("--max-total-tokens", "8192")
+Roles = dict[str, str]
+
+
+@pytest.fixture
+def fleet(slow_model: SlowModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Its prefill nodes have fixed roles."""
+    folder = tmp_path_factory.mktemp("roles")
+    with Fleet(folder, slow_model.folder, "2P2D", flags=FLAGS, prefill_flags=("--fixed-role",)) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def second_router(fleet: Fleet) -> Iterator[Router]:
+    joins = [part for node in fleet.nodes.values() for part in (f"--{node.role}", node.address)]
+    with Router(fleet.router.log_path.parent, *joins, name="second-router") as router:
+        router.wait_ready()
+        yield router
+        assert router.stop() == 0
+        router.assert_clean_log()
+
+
+def start(routers: tuple[Router, Router], prompts: list[list[int]]) -> list[Call]:
+    """A greedy and a seeded stream of each prompt, one half at each router, in the middle of their outputs."""
+    calls = [
+        routers[i % 2].generate(prompt, NUM_NEW, stream=True, sampling=sampling)
+        for i, prompt in enumerate(prompts)
+        for sampling in ({}, {"temperature": 1.0, "sampling_seed": i})
+    ]
+    for call in calls:
+        call.wait_tokens(5)
+    return calls
+
+
+def roles(router: Router) -> Roles:
+    """Of the nodes that are alive."""
+    nodes = router.get("/fleet")[1]["nodes"]
+    return {node["node_id"]: node["role"] for node in nodes if node["state"] == "alive"}
+
+
+def set_role(router: Router, node: str, role: str) -> dict[str, Any]:
+    call = router.post(f"/fleet/nodes/{node}/role", {"role": role}).finish()
+    assert call.status == 200, call.describe()
+    changed: dict[str, Any] = call.answer["node"]
+    return changed
+
+
+def test_a_node_changes_its_role_and_back_under_streams(
+    fleet: Fleet, second_router: Router, slow_model: SlowModel
+) -> None:
+    one, other = routers = fleet.router, second_router
+    prompts = [slow_model.fresh_prompt(length) for length in PROMPT_LENGTHS]
+    expected = [call.tokens() for call in start(routers, prompts)]
+    assert all(len(ids) == NUM_NEW for ids in expected)
+    d0 = fleet.nodes["d0"]
+
+    calls = start(routers, prompts)
+    changed = set_role(one, "d0", "prefill")
+    assert (changed["role"], changed["state"]) == ("prefill", "alive")
+    wanted = {"p0": "prefill", "p1": "prefill", "d0": "prefill", "d1": "decode"}
+    for router in routers:
+        until(lambda router=router: roles(router) == wanted, "both have it in its new role")
+    calls += start(routers, prompts)
+    assert any(not call.ended for call in calls[: len(expected)]), "streams went on meanwhile"
+
+    back = set_role(other, "d0", "decode")
+    assert back["role"] == "decode" and back["incarnation"] != changed["incarnation"]
+    for router in routers:
+        until(lambda router=router: roles(router) == wanted | {"d0": "decode"}, "both have it back")
+    calls += start(routers, prompts)
+    assert [call.tokens() for call in calls] == 3 * expected
+    assert d0.log.count("engine_ready") == 1, "its weights stayed loaded"
+    assert d0.log.count("listening role=prefill") == 1 and d0.log.count("listening role=decode") == 2
+    assert d0.log.count("stopped") == 0
+
+    refused = one.post("/fleet/nodes/p0/role", {"role": "decode"}).finish()
+    assert refused.status == 409 and "--fixed-role" in (refused.error or "")
+    one.wait_home()
+    assert one.get("/health")[1]["status"] == "ok"
+    fleet_is_clean(fleet)
+
+
+def fleet_is_clean(fleet: Fleet) -> None:
+    for node in fleet.nodes.values():
+        assert node.stop() == 0
+        node.assert_clean_log()

@@ -1,0 +1,289 @@
+"""Nodes that take the other role while requests run: with scripted nodes and one or two routers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.dispatch.running_req import Node
+from router.nodes.fleet_changes import FleetChanges
+from router.nodes.member import MemberState
+from router.nodes.shared_news import SharedNews
+from shared.errors import RequestError
+from shared.protocol.messages import (
+    Decode,
+    Drain,
+    Drained,
+    NodeLimits,
+    Peers,
+    Prefill,
+    Role,
+    SetRole,
+)
+from tests.patience import eventually
+from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
+from tests.unit.router.test_fleet_changes import BODY, wait_before_story
+from tests.unit.router.test_membership import new_membership
+from tests.unit.router.test_shared_news import two_routers
+
+Roles = dict[str, tuple[str, str]]
+
+
+async def roles(client: httpx.AsyncClient) -> Roles:
+    nodes = (await client.get("/fleet")).json()["nodes"]
+    return {node["node_id"]: (node["role"], node["state"]) for node in nodes}
+
+
+async def until_roles(client: httpx.AsyncClient, **wanted: tuple[str, str]) -> None:
+    named = {name.replace("_", "-"): seen for name, seen in wanted.items()}
+    while not named.items() <= (await roles(client)).items():
+        await asyncio.sleep(0.01)
+
+
+async def set_role(
+    client: httpx.AsyncClient, node: str, role: str, drain_timeout_s: float = 60
+) -> httpx.Response:
+    path = f"/fleet/nodes/{node}/role?drain_timeout_s={drain_timeout_s}"
+    return await client.post(path, json={"role": role})
+
+
+def test_a_node_finishes_what_it_has_and_comes_back_in_the_other_role(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as other,
+            joined_router(model_folder, [prefill, decode, other]) as (_, client),
+        ):
+            before = decode.ref
+            release = wait_before_story(decode)
+            running = asyncio.create_task(client.post("/generate", json=BODY))  # decode-0 comes first
+            await decode.wait_for(Decode)
+            changing = asyncio.create_task(set_role(client, "decode-0", "prefill"))
+            await until_roles(client, decode_0=("decode", "draining"))
+            (node,) = [n for n in (await client.get("/fleet")).json()["nodes"] if n["node_id"] == "decode-0"]
+            assert node["reason"] == "it becomes a prefill node"
+            assert (await client.post("/generate", json=BODY)).status_code == 200
+            assert len(decode.all(Decode)) == 1 and not decode.all(Drained), "a request still runs there"
+            decode.limits = NodeLimits(context_length=100, max_total_num_tokens=150, max_running_requests=3)
+
+            release.set()
+            changed = (await changing).json()
+            assert len((await running).json()["output_ids"]) == 8
+            assert changed["success"] is True
+            assert (changed["node"]["role"], changed["node"]["state"]) == ("prefill", "alive")
+            assert changed["node"]["incarnation"] == decode.ref.incarnation != before.incarnation
+            assert changed["node"]["address"] == before.address
+            assert decode.heard[-1] == Peers((other.ref,))
+            assert prefill.all(Peers)[-1].decode_nodes == (other.ref,)
+            info = {n["node_id"]: n for n in (await client.get("/server_info")).json()["nodes"]}
+            assert info["decode-0"]["limits"]["max_total_num_tokens"] == 150, "it has announced them anew"
+            health = (await client.get("/health")).json()
+            assert health["status"] == "ok" and len(health["prefill"]) == 2 and len(health["decode"]) == 1
+
+            while not decode.all(Prefill):
+                assert (await client.post("/generate", json=BODY)).status_code == 200
+            back = await set_role(client, "decode-0", "decode")
+            assert back.json()["node"]["role"] == "decode"
+            num_before = len(decode.all(Decode))
+            while len(decode.all(Decode)) == num_before:
+                assert (await client.post("/generate", json=BODY)).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_what_still_runs_after_the_timeout_goes_on_elsewhere(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair(decode=one_then_nothing) as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as other,
+            joined_router(model_folder, [prefill, decode, other]) as (_, client),
+        ):
+            running = asyncio.create_task(client.post("/generate", json=BODY))
+            await decode.wait_for(Decode)
+            changing = asyncio.create_task(set_role(client, "decode-0", "prefill", 500))
+            await decode.wait_for(SetRole)
+            hurried = await set_role(client, "decode-0", "prefill", 0)
+            assert hurried.json()["node"]["role"] == "prefill"
+            assert (await changing).json() == hurried.json(), "it was the same change"
+            assert (await running).status_code == 200 and other.all(Decode)
+
+    asyncio.run(run())
+
+
+def test_all_routers_let_the_node_go_before_it_leaves(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as second,
+            two_routers(model_folder, [prefill, decode, second]) as ((_, one), (_, other)),
+        ):
+            release = wait_before_story(decode)
+            running = asyncio.create_task(other.post("/generate", json=BODY))
+            await decode.wait_for(Decode)
+            changing = asyncio.create_task(set_role(one, "decode-0", "prefill"))
+            await until_roles(other, decode_0=("decode", "draining"))
+            await decode.wait_for(Drained)  # from the router that was asked
+            async with joined_router(model_folder, [prefill, second, decode], wait=False) as (_, late):
+                await until_roles(late, decode_0=("decode", "draining"))
+                await decode.wait_for(Drained, 2)
+                assert not changing.done() and not running.done()
+                release.set()
+                assert (await running).status_code == 200
+                assert (await changing).status_code == 200
+                for client in (one, other, late):
+                    await until_roles(client, decode_0=("prefill", "alive"), decode_1=("decode", "alive"))
+                    assert (await client.post("/generate", json=BODY)).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_what_cannot_take_a_role(model_folder: Path) -> None:
+    async def run() -> None:
+        fixed = FakeNode(Role.PREFILL, "fixed")
+        fixed.fixed_role = True
+        async with (
+            pair() as (prefill, decode),
+            fixed,
+            joined_router(model_folder, [prefill, decode, fixed], wait=False) as (_, client),
+        ):
+            prefill.refuses_role = "it is being removed"
+            await until_roles(client, fixed=("prefill", "alive"), decode_0=("decode", "alive"))
+            await until_roles(client, prefill_0=("prefill", "alive"))
+            for node, role, status, words in (
+                ("decode-0", "prefill", 409, "decode-0 cannot become a prefill node: no other decode node"),
+                ("prefill-0", "decode", 409, "prefill-0 cannot become a decode node: it is being removed"),
+                (
+                    "fixed",
+                    "decode",
+                    409,
+                    "fixed cannot become a decode node: it was started with --fixed-role",
+                ),
+                ("decode-9", "decode", 404, "decode-9"),
+                ("decode-0", "router", 400, "role must be"),
+            ):
+                refused = await set_role(client, node, role)
+                assert refused.status_code == status and words in refused.json()["error"]["message"]
+            nothing_to_do = await set_role(client, "decode-0", "decode")
+            assert nothing_to_do.json()["node"]["incarnation"] == decode.ref.incarnation
+            assert not decode.all(SetRole)
+            assert await roles(client) == {
+                "prefill-0": ("prefill", "alive"),
+                "decode-0": ("decode", "alive"),
+                "fixed": ("prefill", "alive"),
+            }
+            assert (await client.post("/generate", json=BODY)).status_code == 200
+            await decode.stop()
+            await until_roles(client, decode_0=("decode", "lost"))
+            lost = await set_role(client, "decode-0", "prefill")
+            assert lost.status_code == 409 and "it is lost" in lost.json()["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_two_decode_nodes_do_not_leave_at_the_same_time(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as other,
+            joined_router(model_folder, [prefill, decode, other]) as (_, client),
+        ):
+            both = await asyncio.gather(
+                *(set_role(client, name, "prefill") for name in ("decode-0", "decode-1"))
+            )
+            assert sorted(answer.status_code for answer in both) == [200, 409]
+
+    asyncio.run(run())
+
+
+def test_a_change_and_a_removal(model_folder: Path) -> None:
+    """Of a node that takes another role, the removal holds; a node that is being removed takes no role."""
+
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as second,
+            two_routers(model_folder, [prefill, decode, second]) as ((_, one), (_, other)),
+        ):
+            release = wait_before_story(decode)
+            running = asyncio.create_task(other.post("/generate", json=BODY))
+            await decode.wait_for(Decode)
+            changing = asyncio.create_task(set_role(one, "decode-0", "prefill"))
+            await until_roles(other, decode_0=("decode", "draining"))
+            contrary = await set_role(other, "decode-0", "decode")
+            assert contrary.status_code == 409 and "becomes a prefill" in contrary.json()["error"]["message"]
+            added = await one.post("/fleet/nodes", json={"role": "decode", "address": decode.address})
+            assert added.status_code == 400 and "is being drained" in added.json()["error"]["message"]
+
+            removing = asyncio.create_task(other.delete("/fleet/nodes/decode-0"))
+            given_up = await changing
+            assert given_up.status_code == 409
+            assert "decode-0 was removed before" in given_up.json()["error"]["message"]
+            assert (await set_role(other, "decode-0", "prefill")).status_code == 409
+            release.set()
+            assert (await removing).status_code == 200 and (await running).status_code == 200
+            for client in (one, other):
+                while "decode-0" in await roles(client):
+                    await asyncio.sleep(0.01)
+            assert decode.all(Drain) and decode.role is Role.DECODE
+
+    asyncio.run(run())
+
+
+class NoReqs:
+    """Of a router without sequences."""
+
+    def num_held(self, node: Node) -> int:
+        return 0
+
+    def move_held(self, node: Node) -> None:
+        raise AssertionError("it holds nothing")
+
+    def fail_over_held(self, node: Node, reason: str) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_node_that_dies_meanwhile(restarts: bool) -> None:
+    """A node that was restarted has the role of its flags."""
+
+    async def run() -> None:
+        async with (
+            FakeNode(Role.PREFILL) as node,
+            new_membership() as (membership, events),
+        ):
+            news = SharedNews(membership.all_live, "router")
+            changes = FleetChanges(membership, NoReqs(), news, lambda rid: None)
+            membership.report_to(events, changes)
+            member = membership.dial(node.ref.address, Role.PREFILL, pinned=True)
+            assert member is not None
+            await eventually(lambda: member.state is MemberState.ALIVE)
+            node.comes_back = False
+            changing = asyncio.create_task(
+                changes.change_role(member, Role.DECODE, 0.0, 3.0 if restarts else 0.5)
+            )
+            await eventually(lambda: member.state is MemberState.LOST)
+            if restarts:
+                node.start(node.port, incarnation="b")
+            words = "was restarted as a prefill node" if restarts else "it is lost"
+            with pytest.raises(RequestError, match=words) as refused:
+                await changing
+            assert refused.value.status == 503
+            await changes.close()
+
+    asyncio.run(run())
+
+
+def test_the_role_of_the_hello_counts(model_folder: Path) -> None:
+    """A router that was told another one at its start takes the node as what it is."""
+
+    async def run() -> None:
+        async with pair() as (prefill, decode), FakeNode(Role.PREFILL, "changed") as changed:
+            told = FakeNode(Role.DECODE)
+            told.address = changed.address
+            async with joined_router(model_folder, [prefill, decode, told]) as (_, client):
+                await until_roles(client, changed=("prefill", "alive"))
+
+    asyncio.run(run())
