@@ -161,7 +161,7 @@ class DecodeScheduler:
         try:
             take_over(req, received, self._ledger)
         except TransferError as error:
-            self.reqs.fail(req, RequestError(str(error), status=500))
+            self.reqs.fail(req, RequestError(str(error), status=503), blames=received.sender)
             return
         req.timeline.move_to(ReqStage.DECODING)
         self.batcher.admit_prefilled(req)

@@ -49,9 +49,13 @@ SendEvent = Ready | SendEnded
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The sequence is complete on the receiving node. `pages` were transferred, `seconds` after the first offer."""
+    """The sequence is complete on the receiving node. `pages` were transferred, `seconds` after the first offer.
+
+    `sender` is the incarnation of the node that it came from.
+    """
 
     key: ReqKey
+    sender: str
     handoff: Handoff
     nbytes: int
     pages: int
@@ -273,7 +277,7 @@ class ReceiveTransfer:
             return False
         seconds = 0.0 if self._started is None else now - self._started
         self.state = ReceiveState.ENDED
-        self._end = Received(self.key, self._handoff, self.nbytes, self._num_offered, seconds)
+        self._end = Received(self.key, self.peer_id, self._handoff, self.nbytes, self._num_offered, seconds)
         return True
 
     def fail(self, reason: str, *, by_peer: bool, corrupt: bool = False) -> bool:

@@ -275,7 +275,7 @@ def test_a_handoff_that_its_digest_does_not_fit_is_an_error(change: dict[str, in
         cluster.nodes["d0"].side.on_message("p0", msgspec.structs.replace(handoff, **change))  # type: ignore[arg-type]
         cluster.run(lambda: cluster.router.answers[key].ended)
         (failure,) = cluster.router.answers[key].failures
-        assert (failure.status, "digest" in failure.message) == (500, True)
+        assert (failure.status, "digest" in failure.message) == (503, True)
         cluster.run_all()
         cluster.assert_idle()
         cluster.network.release(Handoff)
