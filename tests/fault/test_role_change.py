@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fault.slow_model import SlowModel
+from tests.fault.slow_model import POOL_TOKENS, SlowModel
 from tests.patience import until
-from tests.processes import Call, Fleet, Router
+from tests.processes import FLOAT32, Call, Fleet, Node, Router
 
 pytestmark = pytest.mark.processes
 
 NUM_NEW = 250
 PROMPT_LENGTHS = (20, 30, 40, 50)
-FLAGS = ("--max-total-tokens", "8192")
+FLAGS = ("--max-total-tokens", "4096")
 Roles = dict[str, str]
 
 
@@ -101,3 +102,18 @@ def fleet_is_clean(fleet: Fleet) -> None:
     for node in fleet.nodes.values():
         assert node.stop() == 0
         node.assert_clean_log()
+
+
+@pytest.mark.parametrize(("flags", "host_kv_mib"), [((), 150), (("--fixed-role",), 0)])
+def test_a_prefill_node_has_the_memory_of_a_decode_node_unless_its_role_is_fixed(
+    flags: tuple[str, ...], host_kv_mib: int, slow_model: SlowModel, tmp_path: Path
+) -> None:
+    memory = ("--max-total-tokens", str(POOL_TOKENS), "--retract-policy", "host")
+    node = Node(tmp_path, "prefill", "p0", "--model", str(slow_model.folder), *FLOAT32, *memory, *flags)
+    node.start()
+    try:
+        until(lambda: "listening" in node.log, lambda: node.log)
+        assert f" host_kv_mib={host_kv_mib} " in node.log
+        assert node.stop() == 0
+    finally:
+        node.close()

@@ -104,6 +104,16 @@ def test_a_node_takes_another_role_when_each_router_has_let_it_go(rig: Rig) -> N
     assert rig.relay.next_role is None
 
 
+def test_a_process_that_stops_takes_no_other_role(rig: Rig) -> None:
+    rig.relay.drain(60.0, Role.PREFILL)
+    for router in ("a", "b", "c"):
+        rig.relay.let_go(router)
+    rig.take()
+    rig.relay.drain(30.0, stops=True)
+    assert rig.take() == [(router, Draining(30.0, stops=True)) for router in ("a", "b", "c")]
+    assert rig.relay.next_role is None
+
+
 def test_a_removal_holds_against_another_role(rig: Rig) -> None:
     rig.relay.drain(60.0, Role.PREFILL)
     for router in ("a", "b", "c"):
