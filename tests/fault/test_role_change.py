@@ -10,7 +10,7 @@ import pytest
 
 from tests.fault.slow_model import POOL_TOKENS, SlowModel
 from tests.patience import until
-from tests.processes import FLOAT32, Call, Fleet, Node, Router
+from tests.processes import NODE_FLAGS, Call, Fleet, Node, Router
 
 pytestmark = pytest.mark.processes
 
@@ -87,6 +87,7 @@ def test_a_node_changes_its_role_and_back_under_streams(
         until(lambda router=router: roles(router) == wanted | {"d0": "decode"}, "both have it back")
     calls += start(routers, prompts)
     assert [call.tokens() for call in calls] == 3 * expected
+    assert "move_ended" in d0.log, "streams were on it, and left it"
     assert d0.log.count("engine_ready") == 1, "its weights stayed loaded"
     assert d0.log.count("listening role=prefill") == 1 and d0.log.count("listening role=decode") == 2
     assert d0.log.count("stopped") == 0
@@ -109,7 +110,7 @@ def test_a_prefill_node_has_the_memory_of_a_decode_node_unless_its_role_is_fixed
     flags: tuple[str, ...], host_kv_mib: int, slow_model: SlowModel, tmp_path: Path
 ) -> None:
     memory = ("--max-total-tokens", str(POOL_TOKENS), "--retract-policy", "host")
-    node = Node(tmp_path, "prefill", "p0", "--model", str(slow_model.folder), *FLOAT32, *memory, *flags)
+    node = Node(tmp_path, "prefill", "p0", "--model", str(slow_model.folder), *NODE_FLAGS, *memory, *flags)
     node.start()
     try:
         until(lambda: "listening" in node.log, lambda: node.log)
