@@ -53,7 +53,8 @@ test-torch:
 test-clients: $(INSTALLED)
 	@$(BIN)/python -m tests.clients $(ARGS)
 
-# Long runs of what may go wrong. ARGS name some of the parts: corruption.
+# Long runs of what may go wrong. ARGS name some of the parts: corruption, matrix, planted, churn,
+# abort_storm, soak.
 chaos: $(INSTALLED)
 	@$(BIN)/python -m tests.chaos $(ARGS)
 

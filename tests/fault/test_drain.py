@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from tests.fault.slow_model import LONG, SlowModel
-from tests.processes import HOST, Call, Fleet, is_home, wait_until
+from tests.patience import until
+from tests.processes import HOST, Call, Fleet, is_home
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 NUM_NEW, NUM_STREAMS = 100, 4
-BOUND_S = 60.0
 
 
 def counter(fleet: Fleet, name: str) -> float:
@@ -66,7 +66,7 @@ class Streams:
         ]
         for call in calls:
             call.wait_tokens(3)
-        wait_until("d0 has some", lambda: fleet.router.loads()["d0"]["num_running"] > 0, BOUND_S)
+        until(lambda: fleet.router.loads()["d0"]["num_running"] > 0, "d0 has some")
         return cls(fleet, prompts, calls)
 
     def check(self, model: SlowModel) -> None:
@@ -105,7 +105,7 @@ def test_a_prefill_node_that_is_told_to_stop_finishes_what_it_has(
 ) -> None:
     prompts = [slow_model.fresh_prompt(LONG) for _ in range(4)]
     calls = [fleet.router.generate(ids, 8, stream=True) for ids in prompts]
-    wait_until("p0 has some", lambda: not is_home(fleet.router.loads()["p0"]), BOUND_S)
+    until(lambda: not is_home(fleet.router.loads()["p0"]), "p0 has some")
     assert fleet.nodes["p0"].stop() == 0
     for ids, call in zip(prompts, calls, strict=True):
         assert call.tokens() == slow_model.greedy(ids, 8)
@@ -116,7 +116,7 @@ def test_a_prefill_node_that_is_told_to_stop_finishes_what_it_has(
 def test_a_router_that_is_told_to_stop_finishes_its_streams(fleet: Fleet, slow_model: SlowModel) -> None:
     streams = Streams.begin(fleet, slow_model)
     fleet.router.send(signal.SIGTERM)
-    wait_until("it is not ready", lambda: fleet.router.get("/health")[0] == 503, BOUND_S)
+    until(lambda: fleet.router.get("/health")[0] == 503, "it is not ready")
     assert fleet.router.generate(slow_model.fresh_prompt(8), 4).finish().status == 503
     for ids, call in zip(streams.prompts, streams.calls, strict=True):
         assert call.tokens() == slow_model.greedy(ids, NUM_NEW)

@@ -1,0 +1,87 @@
+"""The whole kill matrix (tests/fault/matrix). It writes its table into docs/reliability.md."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tests.fault.matrix.cells import CELLS, Cell, Fault, Transport, why_not
+from tests.fault.matrix.holding import Stage
+from tests.fault.matrix.matrix import Matrix, Times
+from tests.modelzoo import make_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+BEGIN, END = "<!-- matrix: written by `make chaos ARGS=matrix` -->", "<!-- end of matrix -->"
+
+
+def run() -> Iterator[dict[str, object]]:
+    """Every cell. The table is written when all have run; a cell that failed is in it too."""
+    results: dict[Cell, Times | str] = {}
+    with tempfile.TemporaryDirectory(prefix="baton-matrix-") as name:
+        folder = Path(name)
+        model = make_model(folder / "model", "llama", num_hidden_layers=4)
+        for transport in Transport:
+            with Matrix(folder / transport, model, transport) as matrix:
+                for cell in [cell for cell in CELLS if cell.transport is transport]:
+                    start = time.monotonic()
+                    results[cell] = _run_cell(matrix, cell)
+                    seconds = round(time.monotonic() - start, 1)
+                    yield {"cell": str(cell), "result": str(results[cell]), "seconds": seconds}
+                matrix.fleet.stop()
+    _write(results)
+    failed = {str(cell): result for cell, result in results.items() if isinstance(result, str)}
+    assert not failed, failed
+
+
+def _run_cell(matrix: Matrix, cell: Cell) -> Times | str:
+    try:
+        with matrix.mended():
+            return matrix.run(cell)
+    except AssertionError as error:
+        return f"failed: {error}"
+
+
+def _write(results: Mapping[Cell, Times | str]) -> None:
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(results)}\n{END}{after}")
+
+
+def table(results: Mapping[Cell, Times | str]) -> str:
+    """A row for each fault, a column for each stage, and below them the times."""
+    notes: list[str] = []
+    lines = [f"| | {' | '.join(Stage)} |", "| --- |" + " --- |" * len(Stage)]
+    for fault in Fault:
+        marks = [_mark(results, fault, stage, notes) for stage in Stage]
+        lines.append(f"| {fault} | {' | '.join(marks)} |")
+    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
+    lines += [
+        "| what happens | detected, p50 | p99 | a stream goes on, p50 | p99 |",
+        "| --- |" + " ---: |" * 4,
+    ]
+    for fault in Fault:
+        of_fault = [r for cell, r in results.items() if cell.fault is fault and isinstance(r, Times)]
+        detected = sorted(r.detected_s for r in of_fault if r.detected_s is not None)
+        recovered = sorted(r.recovered_s for r in of_fault if r.recovered_s is not None)
+        if detected or recovered:
+            lines.append(f"| {fault} | {_quantiles(detected)} | {_quantiles(recovered)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _mark(results: Mapping[Cell, Times | str], fault: Fault, stage: Stage, notes: list[str]) -> str:
+    reason = why_not(fault, stage)
+    if reason is not None:
+        if reason not in notes:
+            notes.append(reason)
+        return f"– ({notes.index(reason) + 1})"
+    of_cell = [results.get(Cell(fault, stage, transport)) for transport in Transport]
+    return "ok" if all(isinstance(result, Times) for result in of_cell) else "**failed**"
+
+
+def _quantiles(sorted_s: Sequence[float]) -> str:
+    if not sorted_s:
+        return "– | –"
+    p50, p99 = (sorted_s[min(int(len(sorted_s) * q), len(sorted_s) - 1)] for q in (0.5, 0.99))
+    return f"{p50:.2f} s | {p99:.2f} s"

@@ -1,0 +1,75 @@
+"""The kill matrix: what dies, while the requests are where. Each cell runs, or says why it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tests.fault.matrix.holding import Stage
+
+
+class Fault(StrEnum):
+    """What happens to the fleet."""
+
+    PREFILL_KILLED = "prefill node killed"
+    DECODE_KILLED = "decode node killed"
+    LINK_LOST = "link lost"
+    PARTITION = "network partition"
+    PREFILL_STOPPED = "prefill node: SIGSTOP"
+    DECODE_STOPPED = "decode node: SIGSTOP"
+    PREFILL_STALLED = "prefill node: loop stalled"
+    DECODE_STALLED = "decode node: loop stalled"
+    ROUTER_KILLED = "router killed"
+
+
+class Transport(StrEnum):
+    """What carries the pages."""
+
+    SHM = "shm"
+    GLOO = "gloo"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One fault in one stage over one transport."""
+
+    fault: Fault
+    stage: Stage
+    transport: Transport
+
+    def __str__(self) -> str:
+        return f"{self.fault} / {self.stage} / {self.transport}"
+
+
+_BUSY = {
+    Fault.PREFILL_STALLED: {Stage.PREFILLING},
+    Fault.DECODE_STALLED: {Stage.COMPILING, Stage.STREAMING, Stage.RETRACTED, Stage.RE_PREFILLING},
+}
+"""Stages in which a node computes."""
+
+NOT_RUN: dict[tuple[Fault | None, Stage | None], str] = {
+    (None, Stage.MOVING): "pending: no router starts a move yet",
+    (None, Stage.DRAINING): "pending: no node drains by itself yet",
+    (Fault.PARTITION, None): "pending: the nodes of the matrix share one network namespace",
+    **{
+        (fault, stage): "not noticed: a loop that stands still counts as hung only while the node is busy"
+        for fault, busy in _BUSY.items()
+        for stage in set(Stage) - busy
+    },
+}
+"""Why cells do not run; None stands for every fault, or every stage."""
+
+
+def why_not(fault: Fault, stage: Stage) -> str | None:
+    """Why this cell is not run, if it is not."""
+    keys = ((None, stage), (fault, None), (fault, stage))
+    return next((NOT_RUN[key] for key in keys if key in NOT_RUN), None)
+
+
+CELLS = tuple(
+    Cell(fault, stage, transport)
+    for transport in Transport
+    for stage in Stage
+    for fault in Fault
+    if why_not(fault, stage) is None
+)
