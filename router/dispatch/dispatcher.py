@@ -215,6 +215,10 @@ class Dispatcher:
                 event("move_failed", rid=req.rid, node=node.ref.node_id, reason=failed.message)
                 self._moves.failed(req, node)
             return
+        if req is not None and req.key == failed.key and req.left is not None and node in req.left.nodes:
+            # The source had let the sequence go by an earlier move, so that the target waits in vain.
+            self._fail_over(req, node, Cause.MOVE_FAILED, RequestError(failed.message, status=503))
+            return
         req = self._held(node, failed.key)
         if req is None:
             return
@@ -265,12 +269,10 @@ class Dispatcher:
 
     def on_node_lost(self, node: Node, reason: str, *, crashed: bool) -> None:
         """Send the sequences that `node` held to other nodes. With `crashed`, its process seems to have ended."""
-        for req in self._running.values():
-            if req.moving is not None and node in req.moving.nodes:
-                req.moving.holders = []
-                self._moves.failed(req, None)
         held = self._held_by(node)
-        alone = len(held) == 1 and node.load.num_running <= 1
+        alone = len(held) == 1 and self._counts.num_seqs(node) <= 1
+        for req in self._moving_to(node):
+            self._moves.failed(req, node)
         for req in held:
             if node in req.attempt.holders:
                 req.attempt.holders.remove(node)
@@ -288,8 +290,8 @@ class Dispatcher:
 
     # ---------------------------------------------------------------------------- removing a node
     def num_held(self, node: Node) -> int:
-        """The number of sequences that `node` holds."""
-        return len(self._held_by(node))
+        """The number of sequences that `node` holds, or that are on their way to it."""
+        return len(self._held_by(node)) + len(self._moving_to(node))
 
     def move_held(self, node: Node) -> None:
         """Begin to move the sequences that `node` holds to other nodes, a few at a time."""
@@ -301,7 +303,12 @@ class Dispatcher:
             num_moving += self._moves.start(req, node)
 
     def fail_over_held(self, node: Node, reason: str) -> int:
-        """Send the sequences that `node` holds to other nodes and cancel them there; returns their number."""
+        """Send the sequences that `node` holds to other nodes and cancel them there; returns their number.
+
+        Moves to it are given up.
+        """
+        for req in self._moving_to(node):
+            self._moves.failed(req, None)
         held = self._held_by(node)
         for req in held:
             message = f"{node.role} node {node.ref.node_id} was removed: {reason}"
@@ -330,6 +337,9 @@ class Dispatcher:
 
     def _held_by(self, node: Node) -> list[RunningReq]:
         return [req for req in self._running.values() if req.needs(node)]
+
+    def _moving_to(self, node: Node) -> list[RunningReq]:
+        return [req for req in self._running.values() if req.moving is not None and node in req.moving.nodes]
 
     def _fail_over(
         self, req: RunningReq, node: Node, cause: Cause, error: RequestError, *, avoid: str | None = None

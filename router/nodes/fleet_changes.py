@@ -42,7 +42,7 @@ class HeldReqs(Protocol):
     """The sequences that nodes hold. Real: `dispatch.Dispatcher`."""
 
     def num_held(self, node: Node) -> int:
-        """The number of sequences that `node` holds."""
+        """The number of sequences that `node` holds, or that are on their way to it."""
         ...
 
     def move_held(self, node: Node) -> None:
@@ -50,7 +50,10 @@ class HeldReqs(Protocol):
         ...
 
     def fail_over_held(self, node: Node, reason: str) -> int:
-        """Send the sequences that `node` holds to other nodes and cancel them there; returns their number."""
+        """Send the sequences that `node` holds to other nodes and cancel them there; returns their number.
+
+        Moves to it are given up.
+        """
         ...
 
 

@@ -52,8 +52,8 @@ class RouterRelay:
         return self._drained_at is not None
 
     def greet(self, router: str, *, resume: bool) -> None:
-        """Tell a router that has just come what holds. With `resume`, the node is not drained any more."""
-        if resume and self.is_leaving:
+        """Tell a router that has just come what holds. With `resume`, a node that was to be removed is kept."""
+        if resume and self.is_leaving and not self._stops:
             self._drained_at = None
         self._let_go.discard(router)
         if self._drained_at is not None:
@@ -80,7 +80,7 @@ class RouterRelay:
         A later call can shorten that. The node then takes `role`; None: the routers hang up. With `stops` this
         process is about to end. The scheduler thread calls it then, as the last change of all.
         """
-        self._stops = stops
+        self._stops |= stops
         drained_at = self._clock() + timeout_s
         if stops or self._drained_at is None or role is not self._next_role or drained_at < self._drained_at:
             if role is not self._next_role:
@@ -88,7 +88,7 @@ class RouterRelay:
             self._drained_at, self._next_role = drained_at, role
             log.event("draining", timeout_s=timeout_s, stops=stops, next_role=role)
             for router in self._routers():
-                self._outbox.send(router, Draining(timeout_s, stops, role))
+                self._outbox.send(router, Draining(timeout_s, self._stops, role))
 
     def let_go(self, router: str) -> None:
         """Note that a router has no work here any more."""

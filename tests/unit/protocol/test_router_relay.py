@@ -79,6 +79,14 @@ def test_a_process_that_stops_says_so_to_all_whatever_was_said_before(rig: Rig) 
     assert rig.take() == [("d", Draining(60.0, stops=True))]
 
 
+def test_a_process_that_stops_cannot_be_kept(rig: Rig) -> None:
+    rig.relay.drain(60.0, stops=True)
+    rig.relay.drain(60.0)  # an operator removes the node too
+    rig.take()
+    rig.relay.greet("d", resume=True)
+    assert rig.take() == [("d", Draining(60.0, stops=True))] and rig.relay.is_draining
+
+
 def test_aborts_are_bounded_for_each_router(rig: Rig) -> None:
     for number in range(MAX_ABORTS_A_SECOND + 5):
         rig.relay.relay("a", Relay("a", number, AbortedReqs("x")))

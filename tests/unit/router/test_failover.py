@@ -284,12 +284,13 @@ class TestPoison:
         kill(fleet, decode_of(req))
         assert req.error is not None and (req.error.status, req.error.code) == (500, "poison_request")
 
-    def test_beside_others_it_is_not_convicted(self) -> None:
+    @pytest.mark.parametrize("load", [Load(num_running=2), Load(num_running=1, num_waiting=1)])
+    def test_beside_others_it_is_not_convicted(self, load: Load) -> None:
         fleet = Fleet(4)
         req = fleet.start()
         self.suspects(fleet, req)
         node = decode_of(req)
-        node.load = Load(num_running=2)  # one is another router's
+        node.load = load  # one is another router's
         kill(fleet, node)
         assert not req.ended
 

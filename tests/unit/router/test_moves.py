@@ -202,3 +202,29 @@ def test_a_sequence_can_move_twice() -> None:
     moving.tell(moving.target, moving.to_key, 2, 12)
     moving.dispatcher.move_held(moving.target)
     assert moving.req.moving is not None and moving.req.moving.nodes == (moving.source,)
+
+
+def test_a_node_is_not_empty_while_a_sequence_moves_to_it() -> None:
+    moving = Moving()
+    assert moving.dispatcher.num_held(moving.target) == 1
+    moving.tell(moving.target, moving.to_key, 2, 12)
+    assert [moving.dispatcher.num_held(node) for node in (moving.source, moving.target)] == [0, 1]
+
+
+def test_a_move_to_a_node_whose_time_is_up_is_given_up() -> None:
+    moving = Moving()
+    moving.dispatcher.fail_over_held(moving.target, "its time is up")
+    assert moving.stays and moving.dispatcher.num_held(moving.target) == 0
+    assert Cancel(moving.to_key) in moving.source.sent and Cancel(moving.to_key) in moving.target.sent
+
+
+def test_a_sequence_that_left_by_an_earlier_move_is_not_awaited_at_the_target_of_the_next() -> None:
+    moving = Moving()
+    moving.dispatcher.on_failed(moving.target, Failed(moving.to_key, 503, "it stops"))
+    moving.fleet.wait(1)
+    moving.dispatcher.move_held(moving.source)
+    assert moving.req.moving is not None
+    second = moving.req.moving.key
+    moving.dispatcher.on_moved(moving.source, moving.key)  # by the first move
+    moving.dispatcher.on_failed(moving.source, Failed(second, 503, "it does not run on this node"))
+    assert moving.req.key.attempt == 3 and moving.req.nodes and Cancel(second) in moving.target.sent
