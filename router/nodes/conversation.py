@@ -80,11 +80,11 @@ class Timing:
 
 
 class NodeLeft(LinkError):
-    """The node said Leaving."""
+    """The node said Leaving, for a reason that no request has caused."""
 
 
-class ConnectionClosed(LinkError):
-    """The connection was closed though the node did not say Leaving: most likely its process has ended."""
+class NodeCrashed(LinkError):
+    """The node said so, or its connection was closed without a Leaving: most likely its process has ended."""
 
 
 class Conversation:
@@ -124,7 +124,7 @@ class Conversation:
             await asyncio.gather(*parts, return_exceptions=True)
         for message in link.receive_waiting():  # a node that leaves says so, and closes at once
             self._handle(message)
-        raise ConnectionClosed(link.lost.result())
+        raise NodeCrashed(link.lost.result())
 
     async def _receive(self) -> None:
         while True:
@@ -165,7 +165,7 @@ class Conversation:
                 self._on_draining(message)
             case Relay():
                 self._on_relay(message)
-            case Leaving(reason):
-                raise NodeLeft(reason)
+            case Leaving(reason, crashed):
+                raise NodeCrashed(reason) if crashed else NodeLeft(reason)
             case _:
                 raise LinkError(f"sent {type(message).__name__} in the middle of a connection")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import zmq.asyncio
 
-from router.nodes.conversation import ConnectionClosed, Conversation, NodeEvents, NodeLeft, Timing
+from router.nodes.conversation import Conversation, NodeCrashed, NodeEvents, NodeLeft, Timing
 from router.nodes.liveness import Liveness
 from router.nodes.member import Member, MemberState, raise_if_different
 from router.nodes.node_link import LiveNode, NodeLink, Refusal
@@ -338,7 +338,7 @@ class Membership:
                     fleet.on_relay,
                 ).run()
             except LinkError as e:
-                reason, crashed = str(e), isinstance(e, ConnectionClosed)
+                reason, crashed = str(e), isinstance(e, NodeCrashed)
                 raise
             finally:
                 member.node = None

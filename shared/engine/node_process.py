@@ -202,6 +202,7 @@ def _serve_in_role(
             reason = f"{role} node {node.node_id} becomes a {next_role} node"
     except Exception as error:
         reason = f"{role} node {node.node_id} failed: {type(error).__name__}: {error}"
+        parts.router_port.leave(reason, crashed=True)  # routers note it with the requests that are here
         raise
     finally:
         presence.announcer.stop()

@@ -417,9 +417,10 @@ class Draining(Struct, frozen=True):
 
 
 class Leaving(Struct, frozen=True):
-    """The node shuts down in an orderly way; its requests have been failed."""
+    """The node goes away, and says why. `crashed`: by an error, of which a request may be the cause."""
 
     reason: str
+    crashed: bool = False
 
 
 # ------------------------------------------------------------ router → node → all its other routers

@@ -241,11 +241,11 @@ class RouterPort:
             self._followers.pop(router, None)
         return silent
 
-    def leave(self, reason: str) -> None:
-        """Tell every router that this node goes away."""
+    def leave(self, reason: str, *, crashed: bool = False) -> None:
+        """Tell every router that this node goes away; with `crashed`, by an error."""
         self.flush()
         for router in list(self._last_heard):
-            self._outbox.send(router, Leaving(reason))
+            self._outbox.send(router, Leaving(reason, crashed))
 
 
 def _parts(entries: list[TokenEntry]) -> Iterator[tuple[TokenEntry, ...]]:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from shared.engine.node_process import BuildRole, NodeParts, Scheduler, run_node
 from shared.kvtransfer.sides import TransferSides
 from shared.kvtransfer.states import ReceiveFailed, SendEnded
 from shared.protocol.channel import Handlers
-from shared.protocol.messages import PROTOCOL_VERSION, Drained, ReqKey, Role, RouterHello, SetRole
+from shared.protocol.messages import PROTOCOL_VERSION, Cancel, Drained, ReqKey, Role, RouterHello, SetRole
 from shared.protocol.router_port import RouterPort
 from tests.modelzoo import make_model
 from tests.patience import PATIENCE_S
+from tests.unit.protocol.conftest import Party
 
 KEY = ReqKey("router", "r")
 
@@ -118,3 +120,49 @@ def test_a_node(role: Role, scenario: Callable[[Role, Path], None], tmp_path: Pa
     node.start()
     node.join(PATIENCE_S)
     assert node.exitcode == 0
+
+
+class Fails:
+    """A scheduler with a defect, which a message of a router brings to light."""
+
+    reqs = ()
+
+    def __init__(self, router_port: RouterPort) -> None:
+        self._router_port = router_port
+
+    def step(self) -> bool:
+        if self._router_port.take():
+            raise RuntimeError("of the test")
+        return False
+
+    def close(self, reason: str) -> None:
+        self._router_port.leave(reason)
+
+
+def fail(folder: Path, addresses: Connection) -> None:
+    def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
+        addresses.send(parts.router_port.hello.node.address)
+        return Fails(parts.router_port), {}
+
+    config = NodeConfig(
+        model=ModelOptions(model=str(folder), device="cpu"), cache=CacheOptions(max_total_tokens=256)
+    )
+    run_node(Role.DECODE, config, lambda role: build_role)
+
+
+def test_a_node_that_ends_by_an_error_says_so_first(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "qwen2", num_hidden_layers=2)
+    addresses, theirs = multiprocessing.Pipe(duplex=False)
+    node = multiprocessing.get_context("spawn").Process(target=fail, args=(folder, theirs))
+    node.start()
+    router = Party("router", None).start()
+    try:
+        assert addresses.poll(PATIENCE_S)
+        router.dialled("n", addresses.recv())
+        router.send("n", Cancel(KEY))
+        _, leaving = router.hear()
+        assert leaving.crashed and "RuntimeError: of the test" in leaving.reason
+    finally:
+        router.close()
+        node.join(PATIENCE_S)
+    assert node.exitcode == 1

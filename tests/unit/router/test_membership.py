@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
+import pytest
 import zmq.asyncio
 
 from router.dispatch.running_req import Node
@@ -13,7 +14,7 @@ from router.nodes.conversation import Timing
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.node_link import LiveNode
-from shared.protocol.messages import Draining, Failed, Relay, ReqKey, Role, TokenEntry
+from shared.protocol.messages import Draining, Failed, Leaving, Relay, ReqKey, Role, TokenEntry
 from shared.protocol.resolver import Resolver
 from tests.patience import eventually
 from tests.unit.protocol.conftest import SlowNames
@@ -27,6 +28,7 @@ class Events:
 
     def __init__(self) -> None:
         self.lost: list[str] = []
+        self.crashed: list[str] = []
 
     def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
         raise AssertionError("nothing was asked for")
@@ -57,6 +59,8 @@ class Events:
 
     def on_node_lost(self, node: Node, reason: str, *, crashed: bool) -> None:
         self.lost.append(node.ref.node_id)
+        if crashed:
+            self.crashed.append(node.ref.node_id)
 
 
 @contextlib.asynccontextmanager
@@ -107,5 +111,19 @@ def test_a_name_is_looked_up_again_until_it_resolves() -> None:
             assert member.reason == "moved.example does not resolve: Name or service not known"
             names.unknown.clear()
             await eventually(lambda: member.state is MemberState.ALIVE)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+def test_a_node_that_leaves_says_whether_it_crashed(crashed: bool) -> None:
+    async def run() -> None:
+        async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
+            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+            assert member is not None
+            await eventually(lambda: member.state is MemberState.ALIVE)
+            node.send(Leaving("it says why", crashed=crashed))
+            await eventually(lambda: bool(events.lost))
+            assert member.reason == "it says why" and bool(events.crashed) == crashed
 
     asyncio.run(run())
