@@ -389,7 +389,7 @@ def test_errors_are_words(run: Run, browser: Browser, model_folder: Path) -> Non
     async def fail_later(node: FakeNode, message: Prefill | Decode) -> None:
         node.tokens(message.key, 0, node.story[:1])
         await asyncio.sleep(0.1)
-        node.send(Failed(message.key, 500, "the node is out of sorts"))
+        node.send(Failed(message.key, 400, "the node is out of sorts"))
 
     async def scenario() -> None:
         async with (
