@@ -1,4 +1,4 @@
-"""What the kill matrix has not: kill -9 of the only decode node, and a client that goes away in each stage.
+"""kill -9 of each node in each stage of a request: its client sees a pause, and then the rest of the same stream.
 
 What is dead is noticed by its closed connections: no silence lasts long enough here (tests.processes.NO_TIMEOUT_S).
 """
@@ -13,11 +13,14 @@ from tests.fault.slow_model import (
     DECODE_FLAGS,
     LOCAL,
     NODE_FLAGS,
+    NUM_NEW,
+    Running,
     SlowModel,
     Stage,
     assert_in_stage,
     bring_into,
 )
+from tests.patience import until
 from tests.processes import NO_TIMEOUT_S, Fleet
 
 pytestmark = pytest.mark.processes
@@ -39,22 +42,44 @@ def shared_fleet(slow_model: SlowModel, tmp_path_factory: pytest.TempPathFactory
         fleet.stop()
 
 
-def test_the_only_decode_node_is_killed(fleet: Fleet, slow_model: SlowModel) -> None:
-    """What it had waits until it has been started again; a new request is refused."""
-    running = bring_into(Stage.DECODING, fleet, slow_model, num_new=NUM_DECODED)
-    whole_prompt = slow_model.fresh_prompt(LOCAL)
-    whole = fleet.router.generate(whole_prompt, NUM_DECODED)  # beside it, one that is not streamed
-    fleet.router.wait_load("d0", num_running=2)
-    assert_in_stage(running)
-    fleet.nodes["d0"].kill()
+@pytest.mark.parametrize("stage", list(Stage))
+def test_decode_node_is_killed(stage: Stage, fleet: Fleet, slow_model: SlowModel) -> None:
+    """It is the only one: what it had waits until it has been started again."""
+    running = bring_into(stage, fleet, slow_model, num_new=NUM_DECODED)
+    whole, whole_prompt = None, slow_model.fresh_prompt(LOCAL)
+    if stage is Stage.DECODING:  # beside it, one that is not streamed
+        whole = fleet.router.generate(whole_prompt, NUM_DECODED)
+        fleet.router.wait_load("d0", num_running=2)
+    kill(fleet, "d0", running)
 
     fleet.router.wait_home("p0")
     refused = fleet.router.generate(slow_model.fresh_prompt(LOCAL), 4).finish()
     assert refused.status == 503 and "d0" in (refused.error or ""), refused.describe()
     assert_in_stage(running)
+    if running.blocker is not None:  # else it would be computed anew, all of it
+        running.blocker.hang_up()
     fleet.nodes["d0"].start()
     assert running.call.tokens() == slow_model.greedy(running.prompt, NUM_DECODED)
-    assert whole.tokens() == slow_model.greedy(whole_prompt, NUM_DECODED)
+    if whole is not None:
+        assert whole.tokens() == slow_model.greedy(whole_prompt, NUM_DECODED)
+    fleet.wait_ready()
+    slow_model.check_next(fleet)
+    fleet.router.wait_home()
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+def test_prefill_node_is_killed(stage: Stage, fleet: Fleet, slow_model: SlowModel) -> None:
+    running = bring_into(stage, fleet, slow_model)
+    kill(fleet, "p0", running)
+    if running.blocker is not None:  # d0 alone serves it, beside the other
+        running.blocker.wait_tokens(len(running.blocker.token_ids) + 20)
+        running.blocker.hang_up()
+    assert running.call.tokens() == slow_model.greedy(running.prompt, NUM_NEW)
+    fleet.router.wait_home("d0")
+    until(lambda: fleet.router.get("/health")[1]["status"] == "degraded", "degraded")
+    slow_model.check_next(fleet, split=False)
+
+    fleet.nodes["p0"].start()
     fleet.wait_ready()
     slow_model.check_next(fleet)
     fleet.router.wait_home()
@@ -77,3 +102,8 @@ def test_client_goes_away(stage: Stage, fleet: Fleet, slow_model: SlowModel) -> 
         num_generated = fleet.router.loads()["d0"]["num_generated_tokens"] - num_before
         assert num_generated < num_new / 2, "d0 went on with what its client had left"
     slow_model.check_next(fleet)  # through the one staging slot, so that is back too
+
+
+def kill(fleet: Fleet, name: str, running: Running) -> None:
+    assert_in_stage(running)
+    fleet.nodes[name].kill()
