@@ -468,24 +468,6 @@ def test_a_layout_that_differs_is_refused_by_name(model_folder: Path, field: str
     asyncio.run(run())
 
 
-def test_a_node_of_the_wrong_role_is_refused(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            FakeNode(Role.PREFILL) as prefill,
-            joined_router(model_folder, [], wait=False) as (router, client),
-        ):
-            router._membership.dial(prefill.address, Role.DECODE, pinned=True)
-
-            async def answered() -> dict[str, str] | None:
-                found = (await client.get("/health")).json()["decode"]
-                return found[0] if found and "reason" in found[0] else None
-
-            node = await eventually(answered)
-            assert node["state"] == "refused" and node["reason"].startswith("role: ")
-
-    asyncio.run(run())
-
-
 def test_a_node_that_refuses_the_router(model_folder: Path) -> None:
     async def run() -> None:
         async with FakeNode(Role.DECODE) as decode:
