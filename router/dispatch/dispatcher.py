@@ -43,6 +43,9 @@ from shared.timeline import Clock
 _MOVES_AT_ONCE = 8
 """So many sequences leave a drained node at the same time."""
 
+_VERDICT_S = 3.0
+"""How long a node that seems to have crashed may take to show that only its connection was lost."""
+
 _RETRY_S = 0.2
 """How often a sequence without nodes looks for some."""
 
@@ -229,7 +232,10 @@ class Dispatcher:
             self._end(req, error=error)
             return
         blamed = next((n for n in req.attempt.nodes if n.ref.incarnation == failed.blames), node)
-        self._breakers.failed(blamed)
+        if (
+            status != 503 or failed.blames
+        ):  # with a 503 the node says that it cannot do it now, and is not at fault
+            self._breakers.failed(blamed)
         cause = Cause.TRANSFER_FAILED if failed.blames else Cause.NODE_FAILED
         self._fail_over(req, node, cause, error, avoid=blamed.ref.incarnation)
 
@@ -279,13 +285,11 @@ class Dispatcher:
             error = RequestError(
                 f"{node.role} node {node.ref.node_id} was lost: {reason}", status=503, code="node_lost"
             )
+            was_tried = crashed and alone and req is self._quarantine.suspect
             if crashed:
                 req.failover.crashed.add(node.ref.incarnation)
-                if alone and req is self._quarantine.suspect:
-                    self._convict(req, node)
-                    continue
             lost = Cause.PREFILL_NODE_LOST if node.role is Role.PREFILL else Cause.DECODE_NODE_LOST
-            self._fail_over(req, node, lost, error)
+            self._fail_over(req, node, lost, error, was_tried=was_tried)
         self._counts.lost(node)
 
     # ---------------------------------------------------------------------------- removing a node
@@ -342,11 +346,19 @@ class Dispatcher:
         return [req for req in self._running.values() if req.moving is not None and node in req.moving.nodes]
 
     def _fail_over(
-        self, req: RunningReq, node: Node, cause: Cause, error: RequestError, *, avoid: str | None = None
+        self,
+        req: RunningReq,
+        node: Node,
+        cause: Cause,
+        error: RequestError,
+        *,
+        avoid: str | None = None,
+        was_tried: bool = False,
     ) -> None:
         """Take a sequence from its nodes, and send the next attempt to others.
 
-        The caller has taken nodes that hold nothing of the sequence any more out of `req.attempt.holders`.
+        With `was_tried`, it is a suspect that ran alone on `node` when that crashed. The caller has
+        taken nodes that hold nothing of the sequence any more out of `req.attempt.holders`.
         """
         self._leave_nodes(req, Cancel(req.key))
         self._quarantine.end(req)
@@ -368,7 +380,9 @@ class Dispatcher:
             self._give_up(req, error)
             return
         self._metrics.failed_over(cause)
-        if failover.pause_s:
+        if was_tried:
+            self._later(_VERDICT_S, partial(self._judge, req, req.key, node))
+        elif failover.pause_s:
             self._later(failover.pause_s, partial(self._resend, req, req.key))
         else:
             self._resend(req, req.key)
@@ -410,8 +424,13 @@ class Dispatcher:
         event("failover_given_up", rid=req.rid, failures=req.failover.num_failures, reason=error.message)
         self._end(req, error=error)
 
-    def _convict(self, req: RunningReq, node: Node) -> None:
-        """End a suspect that ran alone on a node when that crashed."""
+    def _judge(self, req: RunningReq, key: ReqKey, node: Node) -> None:
+        """Convict a suspect that ran alone on `node` when that crashed, unless the node has turned out to live."""
+        if req.ended or req.key != key:
+            return
+        if node.ref.incarnation not in req.failover.crashed:
+            self._resend(req, key)
+            return
         num_crashes = len(req.failover.crashed)
         event("request_convicted", rid=req.rid, node=node.ref.node_id, crashes=num_crashes)
         self._metrics.convicted()

@@ -248,6 +248,15 @@ class TestCircuitBreaker:
         fleet.wait(11)
         assert set(fleet.burst(10)) == {good.ref.node_id, bad.ref.node_id}
 
+    def test_a_node_that_cannot_do_it_now_is_not_at_fault(self) -> None:
+        fleet = Fleet(2)
+        bad, good = fleet.decodes
+        for _ in range(4):
+            while decode_of(req := fleet.start()) is not bad:
+                pass
+            fleet.dispatcher.on_failed(bad, Failed(req.key, 503, "it drains"))
+        assert set(fleet.burst(10)) == {good.ref.node_id, bad.ref.node_id}
+
     def test_a_success_closes_it(self) -> None:
         fleet = Fleet(2)
         bad, good = fleet.decodes
@@ -282,7 +291,21 @@ class TestPoison:
         assert isinstance(message, Decode) and message.prefill is None, "a suspect runs on one node"
         assert not req.ended
         kill(fleet, decode_of(req))
+        assert not req.ended and not req.nodes, "the node may be found again"
+        fleet.decodes.append(FakeNode("d9", Role.DECODE))
+        fleet.wait(4)
         assert req.error is not None and (req.error.status, req.error.code) == (500, "poison_request")
+
+    def test_a_node_that_is_found_again_acquits_it(self) -> None:
+        fleet = Fleet(3)
+        req = fleet.start()
+        self.suspects(fleet, req)
+        node = decode_of(req)
+        kill(fleet, node)
+        fleet.decodes.append(node)
+        fleet.dispatcher.on_node_alive(node)
+        fleet.wait(4)
+        assert req.nodes and not req.ended
 
     @pytest.mark.parametrize("load", [Load(num_running=2), Load(num_running=1, num_waiting=1)])
     def test_beside_others_it_is_not_convicted(self, load: Load) -> None:
