@@ -115,7 +115,7 @@ def test_chunks_are_gathered_and_sent_while_earlier_ones_are_on_their_way() -> N
     loop.attach(link)
     for seq in range(3):
         loop.accept(grant(seq))
-    until(lambda: link.sent == [0, 1])  # without a step: nobody has seen a send leave its slot
+    until(lambda: link.sent == [0, 1])  # without a step, so no send has been seen to leave its slot
     assert slots_out(loop) == 2
     assert loop.drain(block=True)
     assert slots_out(loop) == 0

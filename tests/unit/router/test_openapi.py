@@ -101,7 +101,7 @@ CALLS: list[tuple[str, str, dict[str, Any] | None, int]] = [
     ("POST", "/stop_profile", None, 200),
     ("GET", "/fleet", None, 200),
     ("POST", "/fleet/nodes", {"role": "prefill"}, 400),
-    ("POST", "/fleet/nodes/nobody/role", {"role": "prefill"}, 404),
+    ("POST", "/fleet/nodes/unknown/role", {"role": "prefill"}, 404),
     ("POST", "/fleet/nodes/decode-0/role", {"role": "decode"}, 200),
     ("DELETE", "/fleet/nodes/nobody", None, 404),
     ("DELETE", "/fleet/nodes/nobody?drain_timeout_s=-1", None, 400),
