@@ -20,8 +20,12 @@ WITHIN_S = 20.0
 
 def run(num_requests: int = NUM_REQUESTS) -> Iterator[dict[str, object]]:
     """Every second request that is called off is aborted by its rid; the client of the others hangs up."""
+    with tempfile.TemporaryDirectory(prefix="storm-") as folder:
+        yield from _run(Path(folder), num_requests)
+
+
+def _run(folder: Path, num_requests: int) -> Iterator[dict[str, object]]:
     rng = random.Random(5)
-    folder = Path(tempfile.mkdtemp(prefix="storm-"))
     model = make_model(folder / "model", "llama")
     flags = ("--page-size", "4", "--max-total-tokens", "4096")
     with Fleet(folder / "logs", model, "2P2D", flags=flags) as fleet:

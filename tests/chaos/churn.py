@@ -67,8 +67,12 @@ ACTIONS: dict[str, Callable[[Fleet, Node], None]] = {
 
 def run(seconds: float = SECONDS) -> Iterator[dict[str, object]]:
     """Churn for so many seconds, and tell what came of it."""
+    with tempfile.TemporaryDirectory(prefix="churn-") as folder:
+        yield from _run(Path(folder), seconds)
+
+
+def _run(folder: Path, seconds: float) -> Iterator[dict[str, object]]:
     rng = random.Random(12)
-    folder = Path(tempfile.mkdtemp(prefix="churn-"))
     model = make_model(folder / "model", "llama")
     flags = ("--page-size", "4", "--max-total-tokens", "16384", "--router-timeout-s", "10")
     with Fleet(

@@ -19,7 +19,11 @@ GROWTH_MIB = 24.0
 
 def run(seconds: float = SECONDS) -> Iterator[dict[str, object]]:
     """Measure every process after the warm-up and at the end, when nothing runs."""
-    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        yield from _run(Path(folder), seconds)
+
+
+def _run(folder: Path, seconds: float) -> Iterator[dict[str, object]]:
     model = make_model(folder / "model", "llama")
     with Fleet(
         folder / "logs", model, "1P2D", flags=("--page-size", "4", "--max-total-tokens", "16384")
