@@ -1,4 +1,4 @@
-"""Ten minutes in which nodes are killed, stopped, drained and added again every few seconds, under load.
+"""Ten minutes in which nodes are killed, stopped, drained, added again and flipped every few seconds, under load.
 
 No request may fail, and none may have another token than in an undisturbed run. One node of each role is left alone,
 since a new request that finds no decode node is refused at once.
@@ -57,11 +57,19 @@ def remove(fleet: Fleet, node: Node) -> None:
     assert added.status == 200, added.answer
 
 
+def flip(fleet: Fleet, node: Node) -> None:
+    """In the other role, and back in its own."""
+    for role in ({"prefill": "decode", "decode": "prefill"}[node.role], node.role):
+        changed = fleet.router.post(f"/fleet/nodes/{node.name}/role", {"role": role}).finish()
+        assert changed.status == 200, changed.answer
+
+
 ACTIONS: dict[str, Callable[[Fleet, Node], None]] = {
     "killed": kill,
     "stopped": stop,
     "frozen": freeze,
     "removed and added": remove,
+    "flipped and back": flip,
 }
 
 
