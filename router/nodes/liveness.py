@@ -9,8 +9,8 @@ from shared.protocol.messages import Load
 class Liveness:
     """Watches the pongs of one node.
 
-    A node is dead when it is silent for `timeout_s`, or when its pongs have said for that long that it is busy while
-    its progress counter stood still. A long prefill chunk is neither: pongs are answered and progress counts layers.
+    A node is dead when it is silent for `timeout_s`, or when the progress counter in its pongs has stood still for
+    that long. An idle loop counts its turns there, and a long prefill chunk its layers.
     """
 
     def __init__(self, now: float, *, timeout_s: float, interval_s: float) -> None:
@@ -19,7 +19,7 @@ class Liveness:
         self._interval_s = interval_s
         self._progress = -1
         self._stuck = False
-        """True if the latest pong since the last ping had work and no progress."""
+        """True if the latest pong since the last ping told no progress."""
         self._num_stuck = 0
         """Pings in a row that such a pong followed. Time does not count, since this process may have been stopped.
         Pongs do not count, since a scrape of /metrics asks for one, and a node sends one when a link comes or goes.
@@ -28,7 +28,7 @@ class Liveness:
     def pong(self, now: float, load: Load) -> None:
         """Take the load of a Pong, whether it was asked for or not."""
         self._heartbeat.heard(now)
-        self._stuck = load.busy and load.progress == self._progress
+        self._stuck = load.progress == self._progress
         self._progress = load.progress
         if not self._stuck:
             self._num_stuck = 0
@@ -41,5 +41,5 @@ class Liveness:
             self._num_stuck += self._stuck
             self._stuck = False
         if self._num_stuck * self._interval_s >= self._timeout_s:
-            return f"busy without progress for {self._num_stuck * self._interval_s:.1f} s"
+            return f"no progress for {self._num_stuck * self._interval_s:.1f} s"
         return None

@@ -6,17 +6,18 @@ import numpy as np
 
 
 class Progress:
-    """Counts layers computed and steps planned, so that silence can be told from a long forward.
+    """Counts layers computed and turns of the loop, so that a loop that hangs can be told from a long forward.
 
-    The forward stream counts layers, the scheduler steps, and the control thread reads.
+    The forward stream counts layers, the scheduler its turns, and the control thread reads.
     """
 
     def __init__(self) -> None:
         self.layers = np.zeros(1, dtype=np.int64)
         """In memory, where native code finds it."""
-        self.steps = 0
+        self.turns = 0
+        """An idle loop takes a turn every `node_process.IDLE_WAIT_S`."""
 
     @property
     def count(self) -> int:
-        """Layers and steps together."""
-        return int(self.layers[0]) + self.steps
+        """Layers and turns together."""
+        return int(self.layers[0]) + self.turns

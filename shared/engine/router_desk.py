@@ -55,7 +55,7 @@ class RouterDesk:
 
         A RouterHello is yielded too: the requests that this router sent over an earlier connection have failed.
         """
-        self._engine.progress.steps += 1
+        self._engine.progress.turns += 1
         for heard in self._router_port.take():
             match heard.message:
                 case Cancel(key) | Stop(key) if key in self._reqs:
@@ -131,7 +131,6 @@ class RouterDesk:
         self._router_port.flush()
         self._vitals.publish(
             idle=not self._reqs and not worked,
-            busy=worked,
             num_running=num_running,
             num_waiting=len(self._grammar_queue) + self._batcher.num_waiting,
             num_transferring=num_transferring,

@@ -57,7 +57,6 @@ class Vitals:
         self,
         *,
         idle: bool,
-        busy: bool,
         num_running: int,
         num_waiting: int,
         num_transferring: int,
@@ -75,7 +74,6 @@ class Vitals:
             self._window_start, self._window_tokens = now, 0
         count, host = self._ledger.count(), self._ledger.host
         self._load = Load(
-            busy=busy,
             num_running=num_running,
             num_waiting=num_waiting,
             num_transferring=num_transferring,

@@ -20,7 +20,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import Role as Role
 from shared.timeline import Stamp as Stamp
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised by every change of a message, which a peer of the version before would misread or drop. A router and a node
 of different versions refuse each other; nodes only meet through a router, so they have the same version."""
 
@@ -114,11 +114,10 @@ class NodeLimits(Record, frozen=True):
 class Load(Record, frozen=True):
     """A node's state, sent with every Pong. Page counts add up to `num_pages`.
 
-    `progress` only ever grows, also in the middle of a long forward; `busy` says whether it should.
+    `progress` always grows: in the middle of a long forward, and also while the node is idle.
     """
 
     progress: int = 0
-    busy: bool = False
     num_running: int = 0
     num_waiting: int = 0
     num_transferring: int = 0

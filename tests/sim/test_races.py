@@ -105,6 +105,18 @@ def test_one_dispatch_comes_two_seconds_after_the_other(late: type[Struct]) -> N
         cluster.assert_idle()
 
 
+@pytest.mark.parametrize("name", ["p0", "d0"])
+def test_an_idle_loop_makes_progress(name: str) -> None:
+    """A router takes a node without progress for hung, whether it has requests or not."""
+    with Cluster(1, 1, token_engine, config()) as cluster:
+        seen = []
+        for _ in range(5):
+            cluster.assert_idle()
+            cluster.step()
+            seen.append(cluster.router.loads[name].progress)
+        assert seen == sorted(set(seen))
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_first_token_is_eos(overlap: bool) -> None:
     """The prefill node alone reports the finish; the decode node gives its reservation back without a word."""

@@ -13,7 +13,6 @@ from shared.scheduling.retraction import RetractionCounts
 def publish(vitals: Vitals, *, idle: bool) -> Load:
     vitals.publish(
         idle=idle,
-        busy=not idle,
         num_running=0,
         num_waiting=0,
         num_transferring=0,

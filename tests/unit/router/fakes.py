@@ -160,6 +160,8 @@ class FakeNode:
         self.before_hello: list[NodeToRouter] = []
         self.version = PROTOCOL_VERSION
         self.silent = False
+        self.stalled = False
+        self._progress = 0
         self.refuses = ""
         self.fixed_role = False
         self.refuses_role = ""
@@ -300,7 +302,9 @@ class FakeNode:
                     self._relay.relay(self._router.decode().split("|")[1], message)
                 case Ping(seq):
                     if not self.silent:
-                        self.send(Pong(seq, self.load, self.cache_seq))
+                        self._progress += not self.stalled
+                        load = msgspec.structs.replace(self.load, progress=self._progress)
+                        self.send(Pong(seq, load, self.cache_seq))
                     continue
                 case Flush(call_id):
                     self.send(Answered(call_id, self.flushes))

@@ -318,21 +318,24 @@ def test_a_silent_node_is_lost_after_its_timeout(model_folder: Path) -> None:
     asyncio.run(run())
 
 
-def test_busy_without_progress_is_lost_and_with_progress_is_not(model_folder: Path) -> None:
+def test_a_request_to_an_idle_node_whose_loop_stands_still_goes_on_at_another(model_folder: Path) -> None:
+    async def tell_what_it_prefills(node: FakeNode, message: Decode) -> None:
+        if message.prefill is None:
+            await tell_story(node, message)
+
     async def run() -> None:
-        dispatch = DispatchOptions(local_prefill_tokens=0, node_timeout_s=1.2, failover_timeout_s=0.3)
+        dispatch = DispatchOptions(local_prefill_tokens=0, node_timeout_s=1.2)
         async with (
-            pair(prefill=say_nothing, decode=say_nothing) as (prefill, decode),
+            pair(prefill=say_nothing, decode=tell_what_it_prefills) as (prefill, decode),
             joined_router(model_folder, [prefill, decode], dispatch=dispatch) as (_, client),
         ):
-            asked = asyncio.create_task(client.post("/generate", json={"text": "a", **PARAMS}))
-            for progress in range(25):
-                prefill.load = decode.load = Load(progress=progress, busy=True)
-                await asyncio.sleep(0.1)
-            assert not asked.done()
-            prefill.load = Load(busy=False)  # idle, while the decode node is stuck
-            message = (await asked).json()["error"]["message"]
-            assert "decode-0" in message and "busy without progress" in message
+            prefill.stalled = True
+            answer = await client.post("/generate", json={"text": "a", **PARAMS})
+            assert answer.status_code == 200 and len(answer.json()["output_ids"]) == 12
+            assert [message.prefill for message in decode.all(Decode)] == [prefill.ref, None]
+            health = (await client.get("/health")).json()
+            assert health["decode"][0]["state"] == "alive"
+            assert "no progress for" in health["prefill"][0]["reason"]
 
     asyncio.run(run())
 
