@@ -329,6 +329,7 @@ class Batcher:
         if req is self.chunked_req:
             self.chunked_req = None
         self.waiting_queue.pop(req, None)
+        self._cached.forget(req)
         if req.kv is not None and req in self.running_batch:  # at most `max_running_requests`
             self.running_batch.remove(req)
         self.retraction.remove(req)

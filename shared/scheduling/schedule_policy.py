@@ -68,14 +68,15 @@ class SchedulePolicy:
 
 
 class CachedPrefixes:
-    """What the RadixCache holds of each waiting request's prompt, cached until the tree changes.
+    """What the RadixCache holds of each waiting request's prompt, cached until the tree changes or the request ends.
 
     Looking a prefix up does not count as a use, so it does not refresh the LRU.
     """
 
     def __init__(self, ledger: KVLedger) -> None:
         self._ledger = ledger
-        self._found: dict[tuple[Req, int], Peek] = {}
+        self._found: dict[Req, tuple[int, Peek]] = {}
+        """The prefix of each request, and how many of its tokens could be cached."""
         self._num_changes = -1
         """How often the RadixCache had changed when `_found` was found."""
 
@@ -85,11 +86,15 @@ class CachedPrefixes:
             self._num_changes = self._ledger.radix_cache.num_changes
             self._found = {}
         ids = req.matchable_ids
-        key = req, len(ids)
-        peek = self._found.get(key)
-        if peek is None:
-            peek = self._found[key] = self._ledger.peek_prefix(ids, req.extra_key)
+        num_ids, peek = self._found.get(req, (-1, None))
+        if peek is None or num_ids != len(ids):
+            peek = self._ledger.peek_prefix(ids, req.extra_key)
+            self._found[req] = len(ids), peek
         return peek
+
+    def forget(self, req: Req) -> None:
+        """Drop what was found for a request that has ended."""
+        self._found.pop(req, None)
 
     def peek_to_lock(self, req: Req) -> Peek:
         """The same prefix, in a node that ends with it."""
