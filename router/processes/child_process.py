@@ -21,9 +21,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from router.nodes.liveness import Liveness
 from shared.log import event
-from shared.protocol.messages import Load
+from shared.protocol.heartbeat import Heartbeat
 
 MIN_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
@@ -162,7 +161,7 @@ class ChildProcess:
 
     async def _watch(self, reader: asyncio.StreamReader) -> None:
         """Read the child's messages, and kill a child whose heartbeat stops."""
-        liveness = _liveness(BOOT_TIMEOUT_S)
+        heartbeat = _heartbeat(BOOT_TIMEOUT_S)
         heard = asyncio.create_task(reader.read(256))
         try:
             while True:
@@ -174,16 +173,16 @@ class ChildProcess:
                         return
                     if LOADED in said:
                         self.loaded.set()
-                        liveness = _liveness(self._heartbeat_timeout_s or BOOT_TIMEOUT_S)
+                        heartbeat = _heartbeat(self._heartbeat_timeout_s or BOOT_TIMEOUT_S)
                     if READY in said:
                         self.ready.set()
                         self._log("is_ready")
-                    liveness.pong(now, Load())
+                    heartbeat.heard(now)
                     heard = asyncio.create_task(reader.read(256))
-                reason = liveness.tick(now) if self._heartbeat_timeout_s else None
-                if reason is not None:
-                    self._kill(reason)
+                if self._heartbeat_timeout_s and heartbeat.silent(now):
+                    self._kill(f"no heartbeat for {heartbeat.silence(now):.1f} s")
                     return
+                heartbeat.ping_due(now)  # nothing is sent: a child beats by itself
         finally:
             heard.cancel()
 
@@ -225,5 +224,5 @@ def how_it_ended(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-def _liveness(timeout_s: float) -> Liveness:
-    return Liveness(time.monotonic(), timeout_s=timeout_s, interval_s=HEARTBEAT_S)
+def _heartbeat(timeout_s: float) -> Heartbeat:
+    return Heartbeat(HEARTBEAT_S, timeout_s, time.monotonic())

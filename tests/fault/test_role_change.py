@@ -14,7 +14,7 @@ from tests.processes import NODE_FLAGS, Call, Fleet, Node, Router
 
 pytestmark = pytest.mark.processes
 
-NUM_NEW = 250
+NUM_NEW = 150
 PROMPT_LENGTHS = (20, 30, 40, 50)
 FLAGS = ("--max-total-tokens", "4096")
 Roles = dict[str, str]
@@ -39,11 +39,11 @@ def second_router(fleet: Fleet) -> Iterator[Router]:
 
 
 def start(routers: tuple[Router, Router], prompts: list[list[int]]) -> list[Call]:
-    """Two greedy streams of each prompt, one half at each router, in the middle of their outputs.
+    """A greedy stream of each prompt, one half at each router, in the middle of their outputs.
 
     None is sampled: with torch, logits of a decode step and of a prefill differ in their last bits (ADR 27).
     """
-    calls = [routers[i % 2].generate(prompt, NUM_NEW, stream=True) for i, prompt in enumerate(2 * prompts)]
+    calls = [routers[i % 2].generate(prompt, NUM_NEW, stream=True) for i, prompt in enumerate(prompts)]
     for call in calls:
         call.wait_tokens(5)
     return calls
@@ -84,8 +84,7 @@ def test_a_node_changes_its_role_and_back_under_streams(
     assert back["role"] == "decode" and back["incarnation"] != changed["incarnation"]
     for router in routers:
         until(lambda router=router: roles(router) == wanted | {"d0": "decode"}, "both have it back")
-    calls += start(routers, prompts)
-    assert [call.tokens() for call in calls] == 3 * expected
+    assert [call.tokens() for call in calls] == 2 * expected
     assert "move_ended" in d0.log, "streams were on it, and left it"
     assert d0.log.count("engine_ready") == 1, "its weights stayed loaded"
     assert d0.log.count("listening role=prefill") == 1 and d0.log.count("listening role=decode") == 2

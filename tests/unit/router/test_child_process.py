@@ -136,6 +136,23 @@ def test_a_child_whose_heart_stands_still_is_killed() -> None:
     asyncio.run(run())
 
 
+def test_a_child_whose_heart_beats_lives_on() -> None:
+    async def run() -> None:
+        exits: list[str] = []
+        beat = "os.write(0, b'.'); time.sleep(0.1)"
+        beating = child(
+            f"{READY}\nfor _ in range(40): {beat}",
+            heartbeat_timeout_s=2,
+            on_exit=lambda how, _: exits.append(how),
+        )
+        beating.start()
+        await eventually(lambda: exits)
+        await stop_all([beating], 5)
+        assert exits == ["exited with code 0"]
+
+    asyncio.run(run())
+
+
 def test_a_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
     async def run() -> None:
         ignoring = child(
