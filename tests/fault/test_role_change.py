@@ -9,22 +9,23 @@ from typing import Any
 import pytest
 
 from tests.fault.slow_model import POOL_TOKENS, SlowModel
+from tests.modelzoo import random_prompt
 from tests.patience import until
 from tests.processes import NODE_FLAGS, Call, Fleet, Node, Router
 
 pytestmark = pytest.mark.processes
 
-NUM_NEW = 150
+NUM_NEW = 800
 PROMPT_LENGTHS = (20, 30, 40, 50)
-FLAGS = ("--max-total-tokens", "4096")
+FLAGS = ("--max-total-tokens", "16384")
 Roles = dict[str, str]
 
 
 @pytest.fixture
-def fleet(slow_model: SlowModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Its prefill nodes have fixed roles."""
     folder = tmp_path_factory.mktemp("roles")
-    with Fleet(folder, slow_model.folder, "2P2D", flags=FLAGS, prefill_flags=("--fixed-role",)) as fleet:
+    with Fleet(folder, tiny_model, "2P2D", flags=FLAGS, prefill_flags=("--fixed-role",)) as fleet:
         yield fleet
 
 
@@ -62,11 +63,9 @@ def set_role(router: Router, node: str, role: str) -> dict[str, Any]:
     return changed
 
 
-def test_a_node_changes_its_role_and_back_under_streams(
-    fleet: Fleet, second_router: Router, slow_model: SlowModel
-) -> None:
+def test_a_node_changes_its_role_and_back_under_streams(fleet: Fleet, second_router: Router) -> None:
     one, other = routers = fleet.router, second_router
-    prompts = [slow_model.fresh_prompt(length) for length in PROMPT_LENGTHS]
+    prompts = [random_prompt(length, seed=length) for length in PROMPT_LENGTHS]
     expected = [call.tokens() for call in start(routers, prompts)]
     assert all(len(ids) == NUM_NEW for ids in expected)
     d0 = fleet.nodes["d0"]
