@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import pytest
@@ -64,6 +64,21 @@ def assert_gone(processes: Iterable[psutil.Process]) -> None:
     assert not alive, f"orphans: {[(p.pid, p.cmdline()) for p in alive]}"
 
 
+class Child(Protocol):
+    """A child of this process: the part of subprocess.Popen that is used here."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        ...
+
+    def wait(self, timeout: float) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        ...
+
+
 class Process:
     """One `python -m module`, in a session of its own, with its output in a file."""
 
@@ -71,15 +86,18 @@ class Process:
         self.name = name
         self.argv = [sys.executable, "-X", "faulthandler", "-m", module, *argv]
         self.log_path = folder / f"{name}.log"
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._popen: Child | None = None
         self._family: dict[int, psutil.Process] = {}
 
     def start(self) -> None:
         """Start, or start again with the same flags; the log goes on."""
         assert not self.alive
+        self._popen = self._spawn()
+
+    def _spawn(self) -> Child:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "error::ResourceWarning"}
         with self.log_path.open("ab") as log:
-            self._popen = subprocess.Popen(
+            return subprocess.Popen(
                 self.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

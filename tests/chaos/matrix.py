@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tests.fault.matrix.cells import CELLS, Cell, Fault, Transport, why_not
 from tests.fault.matrix.holding import Stage
-from tests.fault.matrix.matrix import Matrix, Times
-from tests.modelzoo import make_model
+from tests.fault.matrix.matrix import Matrix, Times, make_matrix_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- matrix: written by `make chaos ARGS=matrix` -->", "<!-- end of matrix -->"
@@ -21,7 +20,7 @@ def run() -> Iterator[dict[str, object]]:
     results: dict[Cell, Times | str] = {}
     with tempfile.TemporaryDirectory(prefix="baton-matrix-") as name:
         folder = Path(name)
-        model = make_model(folder / "model", "llama", num_hidden_layers=4)
+        model = make_matrix_model(folder / "model")
         for transport in Transport:
             with Matrix(folder / transport, model, transport) as matrix:
                 for cell in [cell for cell in CELLS if cell.transport is transport]:

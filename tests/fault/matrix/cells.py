@@ -9,17 +9,21 @@ from tests.fault.matrix.holding import Stage
 
 
 class Fault(StrEnum):
-    """What happens to the fleet."""
+    """What happens to the fleet. The decode node is that of the requests; when they move, the other is the target."""
 
     PREFILL_KILLED = "prefill node killed"
     DECODE_KILLED = "decode node killed"
+    DECODES_KILLED = "both decode nodes killed"
+    TARGET_KILLED = "target of the moves killed"
     LINK_LOST = "link lost"
     PARTITION = "network partition"
     PREFILL_STOPPED = "prefill node: SIGSTOP"
     DECODE_STOPPED = "decode node: SIGSTOP"
+    TARGET_STOPPED = "target of the moves: SIGSTOP"
     PREFILL_STALLED = "prefill node: loop stalled"
     DECODE_STALLED = "decode node: loop stalled"
     ROUTER_KILLED = "router killed"
+    CLIENT_GONE = "client gone"
 
 
 class Transport(StrEnum):
@@ -41,16 +45,27 @@ class Cell:
         return f"{self.fault} / {self.stage} / {self.transport}"
 
 
+LEAVING = (Stage.MOVING, Stage.DRAINING)
+"""Stages in which the requests are on their way from one decode node to the other."""
+
 _BUSY = {
     Fault.PREFILL_STALLED: {Stage.PREFILLING},
-    Fault.DECODE_STALLED: {Stage.COMPILING, Stage.STREAMING, Stage.RETRACTED, Stage.RE_PREFILLING},
+    Fault.DECODE_STALLED: {
+        *(Stage.COMPILING, Stage.STREAMING, Stage.RETRACTED, Stage.RE_PREFILLING),
+        *LEAVING,
+    },
 }
 """Stages in which a node computes."""
 
 NOT_RUN: dict[tuple[Fault | None, Stage | None], str] = {
-    (None, Stage.MOVING): "pending: no router starts a move yet",
-    (None, Stage.DRAINING): "pending: no node drains by itself yet",
     (Fault.PARTITION, None): "pending: the nodes of the matrix share one network namespace",
+    (Fault.CLIENT_GONE, Stage.ABORTING): "the two requests that are left are as in `transferring`",
+    **{
+        (fault, stage): "only requests that are on their way have a target"
+        for fault in (Fault.TARGET_KILLED, Fault.TARGET_STOPPED)
+        for stage in Stage
+        if stage not in LEAVING
+    },
     **{
         (fault, stage): "not noticed: a loop that stands still counts as hung only while the node is busy"
         for fault, busy in _BUSY.items()

@@ -27,6 +27,8 @@ from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 
 POLL_S = 0.005
+SLOW_STEP_S = 0.05
+"""A decode step takes so long while requests are on their way to another node, so that they do not end before."""
 NUM_STREAMED = 3
 """Output tokens after which a request counts as streaming."""
 
@@ -270,6 +272,16 @@ class HeldDecode:
                 held = [r for r in reqs if r.num_retractions and r is chunked]
                 if not held and any(r.timeline.stage is ReqStage.RETRACTED for r in reqs):
                     self._ledger.flush()  # else there would be nothing to compute
+            case None if len(self._scheduler.moves):
+                time.sleep(SLOW_STEP_S)
+            case Stage.MOVING | Stage.DRAINING:
+                moves = self._scheduler.moves
+                held = [r for r in streaming if r in moves and moves._keys[r] in moves._inflight_queue]
+                if len(held) < order.count:
+                    if order.stage is Stage.MOVING:
+                        self._port.want_moved([r.key for r in streaming if r not in moves])
+                    held = []
+                    time.sleep(SLOW_STEP_S)
             case Stage.ABORTING:
                 inbox = list(self._port._inbox)
                 gone = {m.message.key for m in inbox if isinstance(m.message, Cancel)}

@@ -8,6 +8,7 @@ undisturbed run of the same fleet; what was lost runs again; everything is given
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -20,8 +21,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tests.fault.matrix.cells import Cell, Fault, Transport
+from shared.kernels.cpu.build import NativeUnavailable
+from shared.kernels.cpu.library import load_library
+from shared.timeline import Role
+from tests.fault.matrix.cells import LEAVING, Cell, Fault, Transport
 from tests.fault.matrix.four_requests import (
+    NUM_NEW,
     NUM_SEQS,
     PREFIX,
     Answer,
@@ -31,15 +36,21 @@ from tests.fault.matrix.four_requests import (
     rids,
     start_four,
 )
+from tests.fault.matrix.held_node import Forked
 from tests.fault.matrix.holding import Order, Sight, Stage, write
 from tests.fault.matrix.plants import Plant
+from tests.modelzoo import make_model
 from tests.patience import PATIENCE_S, until
-from tests.processes import Call, Fleet, Node, Process, Router, is_home, print_logs
+from tests.processes import Call, Child, Fleet, Node, Process, Router, is_home, print_logs
 
 T = TypeVar("T")
 
 POLL_S = 0.01
 PAGE_SIZE = 4
+NATIVE_FLAGS = ("--dtype", "bfloat16", "--attention-backend", "native")
+TORCH_LOGPROB_ATOL = 1e-4
+"""Without native kernels the fleet computes in float32 with torch, which adds in another order in a prefill than in a
+decode step."""
 NODE_TIMEOUT_S, PEER_TIMEOUT_S, ROUTER_TIMEOUT_S = "3", "1.5", "3"
 NODE_FLAGS = (
     *("--page-size", str(PAGE_SIZE), "--max-total-tokens", "4096", "--chunked-prefill-size", "8"),
@@ -50,6 +61,9 @@ DECODE_FLAGS = ("--host-kv-tokens", "1024", "--retract-policy", "host")
 ROUTER_FLAGS = ("--node-timeout-s", NODE_TIMEOUT_S, "--failover-timeout-s", "60")
 ABORTED = ("greedy", "n2")
 """The requests that are aborted in cells of that stage."""
+_KILLS = (Fault.PREFILL_KILLED, Fault.DECODE_KILLED, Fault.DECODES_KILLED, Fault.TARGET_KILLED)
+_ENDS_STREAMS = (Fault.ROUTER_KILLED, Fault.CLIENT_GONE)
+"""Faults that no stream can survive: everything has to be given back."""
 
 
 class HeldNode(Node):
@@ -58,23 +72,25 @@ class HeldNode(Node):
     def __init__(self, folder: Path, role: str, name: str, *flags: str) -> None:
         super().__init__(folder, role, name, *flags)
         self._order_path = folder / f"{name}.order"
-        at = self.argv.index("-m")
-        self.argv[at + 1 : at + 2] = ["tests.fault.matrix.held_node", role, str(self._order_path)]
+        self._flags = self.argv[self.argv.index("--port") :]
         self._number = 0
         self.plants: tuple[str, ...] = ()
+
+    def _spawn(self) -> Child:
+        return Forked(Role(self.role), self._order_path, self._flags, self.log_path)
 
     def order(self, **fields: Any) -> None:
         """Give an order, which takes the place of the last one; without `fields` the node is let go.
 
-        A node that runs has read it on return. A node that is stopped is continued before it gets one.
+        A node that runs has read it on return, or has ended. One that is stopped is continued before it gets one.
         """
         self._number += 1
         write(self._order_path, Order(number=self._number, plants=self.plants, **fields))
-        if self.alive:
-            read_path = self._order_path.with_suffix(".read")
-            until(
-                lambda: read_path.exists() and read_path.read_text() == str(self._number), "the order is read"
-            )
+        read_path = self._order_path.with_suffix(".read")
+        until(
+            lambda: not self.alive or (read_path.exists() and read_path.read_text() == str(self._number)),
+            "the order is read",
+        )
 
     @property
     def sight(self) -> Sight | None:
@@ -82,6 +98,21 @@ class HeldNode(Node):
         path = self._order_path.with_suffix(".seen")
         sight = msgspec.json.decode(path.read_bytes(), type=Sight) if path.exists() else None
         return sight if sight is not None and sight.number == self._number else None
+
+
+@functools.cache
+def is_native() -> bool:
+    """Whether this machine has the native kernels, by which a token has the same bits however it is computed."""
+    try:
+        load_library()
+    except NativeUnavailable:
+        return False
+    return True
+
+
+def make_matrix_model(folder: Path) -> Path:
+    """The model that the fleet serves."""
+    return make_model(folder, "llama", dtype="bfloat16", num_hidden_layers=4)
 
 
 @dataclass(frozen=True)
@@ -111,7 +142,7 @@ class Matrix:
             folder,
             model,
             "1P2D",
-            flags=(*NODE_FLAGS, "--kv-transfer", transport),
+            flags=(*NODE_FLAGS, *(NATIVE_FLAGS if is_native() else ()), "--kv-transfer", transport),
             decode_flags=DECODE_FLAGS,
             router_flags=ROUTER_FLAGS,
             new_node=HeldNode,
@@ -119,6 +150,8 @@ class Matrix:
         for node in self.nodes:
             node.order()
         self.expected: dict[str, list[Answer]] = {}
+        self._baseline: dict[str, Resources] = {}
+        """What each process has when both decode nodes have served the requests and sent them to each other."""
         self._num_runs = 0
         self._log_starts: dict[str, int] = {}
         """Where the log of each process begins that must be clean: behind a cell that failed."""
@@ -141,7 +174,7 @@ class Matrix:
         self.fleet.__enter__()
         try:
             self.expected = self._run_undisturbed()
-            assert_same(self._run_undisturbed(), self.expected)
+            self._warm_up()
         except BaseException as error:
             self.fleet.__exit__(type(error), error, None)
             raise
@@ -153,50 +186,100 @@ class Matrix:
     # --------------------------------------------------------------------------------------- one cell
     def run(self, cell: Cell) -> Times:
         """Run one cell. Raises AssertionError where the client, or a process, sees anything that is wrong."""
-        prefill, primary = self.node("p0"), self._prepare()
-        before = {process.name: resources(process) for process in self.fleet.processes}
+        fault, stage, primary = cell.fault, cell.stage, self._prepare()
         incarnations = self._incarnations()
-        calls = self._start_held(cell.stage, prefill, primary)
-        fault, at = cell.fault, time.monotonic()
-        victim: Process | None = None
-        match fault:
-            case Fault.PREFILL_KILLED | Fault.DECODE_KILLED:
-                victim = prefill if fault is Fault.PREFILL_KILLED else primary
-                victim.kill()
-            case Fault.PREFILL_STOPPED | Fault.DECODE_STOPPED:
-                victim = prefill if fault is Fault.PREFILL_STOPPED else primary
-                victim.send(signal.SIGSTOP)
-            case Fault.PREFILL_STALLED | Fault.DECODE_STALLED:
-                stalled = prefill if fault is Fault.PREFILL_STALLED else primary
-                stalled.order(stage=cell.stage, stall=True)
-                victim = stalled
-            case Fault.LINK_LOST:
-                primary.order(stage=cell.stage, cut_links=True)
-                self._wait_seen(primary, "its links cut")
-            case Fault.ROUTER_KILLED:
-                self.router.kill()
-            case Fault.PARTITION:
-                raise AssertionError("this cell is not run")
+        num_before = self._num_generated()
+        calls = self._start_held(stage, primary)
+        at = time.monotonic()
+        victims = self._inflict(fault, stage, primary, calls)
         for node in self.nodes:
-            if node is not victim:
+            if node not in victims:
                 node.order()
         detected_s = None
-        if victim is not None:
-            self._until(f"{victim.name} is lost", lambda: victim.name not in self.router.loads())
+        if victims:
+            lost = {incarnations[victim.name] for victim in victims}
+            self._until("it is noticed", lambda: not lost & self._incarnations_alive())
             detected_s = time.monotonic() - at
-        if fault is Fault.ROUTER_KILLED:
-            for call in calls.values():
-                call.finish()
-            self.router.start()
+            for victim in victims if fault in _KILLS else ():
+                victim.wait()
+        match fault:
+            case Fault.ROUTER_KILLED:
+                for call in calls.values():
+                    call.finish()
+                self.router.start()
+            case Fault.DECODES_KILLED:
+                refused = self.router.generate(PREFIX, 2).finish()
+                assert refused.status == 503 and primary.name in (refused.error or ""), refused.describe()
+                for victim in victims:
+                    victim.order()
+                    victim.start()
+            case Fault.PREFILL_KILLED | Fault.PREFILL_STOPPED | Fault.PREFILL_STALLED:
+                assert self.router.get("/health")[1]["status"] == "degraded"
+            case _:
+                pass
+        if fault in _ENDS_STREAMS:
+            for name, call in calls.items():
+                self._check_begun(name, answers(name, call))
         else:
-            self._check_answers(cell.stage, calls)
-        self._mend(prefill, primary)
-        self._check_incarnations(incarnations, fault)
-        self._check_home(before, restarted={victim.name} if victim is not None else {"router"})
-        if fault is Fault.ROUTER_KILLED:
-            return Times(None, None)
-        later = [moment - at for call in calls.values() for moment in call.times if moment > at]
+            self._check_answers(stage, calls)
+        self._mend(stage, primary, victims)
+        renewed = {victim.name for victim in victims if fault in _KILLS}
+        self._check_incarnations(
+            incarnations, renewed | ({primary.name} if stage is Stage.DRAINING else set())
+        )
+        if fault is Fault.CLIENT_GONE:
+            num_generated = self._num_generated() - num_before
+            assert num_generated < NUM_SEQS * NUM_NEW / 2, "a node went on with what its client had left"
+        self._check_home()
+        if fault in _ENDS_STREAMS:
+            return Times(detected_s, None)
+        moments = [moment - at for call in calls.values() for moment in call.times]
+        later = [moment for moment in moments if moment > (detected_s or 0.0)]
         return Times(detected_s, min(later, default=None))
+
+    def _inflict(
+        self, fault: Fault, stage: Stage, primary: HeldNode, calls: Mapping[str, Call]
+    ) -> list[HeldNode]:
+        """Let it happen. Returns the nodes that are lost by it."""
+        prefill, spare = self.node("p0"), self._other(primary)
+        match fault:
+            case Fault.PREFILL_KILLED | Fault.PREFILL_STOPPED | Fault.PREFILL_STALLED:
+                victims = [prefill]
+            case Fault.DECODE_KILLED | Fault.DECODE_STOPPED | Fault.DECODE_STALLED:
+                victims = [primary]
+            case Fault.TARGET_KILLED | Fault.TARGET_STOPPED:
+                victims = [spare]
+            case Fault.DECODES_KILLED:
+                victims = [primary, spare]
+            case _:
+                victims = []
+        for victim in victims:
+            if fault in _KILLS:
+                victim.send(signal.SIGKILL)
+            elif fault in (Fault.PREFILL_STALLED, Fault.DECODE_STALLED):
+                victim.order(stage=stage, stall=True)
+            else:
+                victim.send(signal.SIGSTOP)
+        match fault:
+            case Fault.LINK_LOST:
+                receiver = spare if stage in LEAVING else primary
+                receiver.order(stage=Stage.TRANSFERRING if stage in LEAVING else stage, cut_links=True)
+                self._wait_seen(receiver, "its links cut")
+            case Fault.ROUTER_KILLED:
+                self.router.kill()
+            case Fault.CLIENT_GONE:
+                num_aborted = self._counter("sglang:num_aborted_requests") + NUM_SEQS
+                for call in calls.values():
+                    call.hang_up()
+                self._until(
+                    "the router has let go",
+                    lambda: self._counter("sglang:num_aborted_requests") == num_aborted,
+                )
+            case Fault.PARTITION:
+                raise AssertionError("this cell is not run")
+            case _:
+                pass
+        return victims
 
     @contextlib.contextmanager
     def mended(self) -> Iterator[None]:
@@ -225,7 +308,7 @@ class Matrix:
             for node in planted:
                 node.plants = ()
             self._renew()
-            assert_same(self._run_undisturbed(), self.expected)
+            self.check(self._run_undisturbed())
         return None
 
     def _renew(self) -> None:
@@ -238,6 +321,25 @@ class Matrix:
         for process in self.fleet.processes:
             process.start()
         self.fleet.wait_ready()
+
+    def check(self, got: Mapping[str, list[Answer]]) -> None:
+        """The answers are those of the undisturbed run, to the bit where the native kernels compute."""
+        assert_same(got, self.expected, logprob_atol=0 if is_native() else TORCH_LOGPROB_ATOL)
+
+    def _warm_up(self) -> None:
+        """Have each decode node serve the requests and send them to the other: all links and threads are there."""
+        sources = set[str]()
+        while sources != {"d0", "d1"}:
+            primary = self._prepare()
+            if primary.name in sources:  # the next prefix goes to the other
+                continue
+            sources.add(primary.name)
+            calls = self._start_held(Stage.MOVING, primary)
+            for node in self.nodes:
+                node.order()
+            self.check(self._finished(calls))
+        self._wait_home()
+        self._baseline = {process.name: resources(process) for process in self.fleet.processes}
 
     def _prepare(self) -> HeldNode:
         """Empty every cache but that of one decode node, which keeps what the prompts have in common."""
@@ -258,7 +360,7 @@ class Matrix:
 
     def _is_linked(self) -> bool:
         num_links = {name: load["num_links"] for name, load in self.router.loads().items()}
-        return num_links == {"p0": 2, "d0": 1, "d1": 1}
+        return set(num_links) == set(self.fleet.nodes) and num_links["p0"] == 2
 
     def _num_cached(self) -> dict[str, int]:
         return {name: load["num_evictable_pages"] for name, load in self.router.loads().items()}
@@ -271,9 +373,9 @@ class Matrix:
         self._num_runs += 1
         return start_four(self.router, str(self._num_runs))
 
-    def _start_held(self, stage: Stage, prefill: HeldNode, primary: HeldNode) -> dict[str, Call]:
+    def _start_held(self, stage: Stage, primary: HeldNode) -> dict[str, Call]:
         """Order the nodes to hold requests in `stage`, send all, and wait until they are seen there."""
-        observer = primary
+        prefill, observer = self.node("p0"), primary
         match stage:
             case Stage.PREFILLING:
                 prefill.order(stage=stage, count=NUM_SEQS)
@@ -283,6 +385,8 @@ class Matrix:
                 prefill.order(stage=Stage.TRANSFERRING, count=NUM_SEQS)
                 primary.order(stage=Stage.TRANSFERRING, count=NUM_SEQS)
                 observer = prefill
+            case Stage.MOVING | Stage.DRAINING:
+                primary.order(stage=Stage.STREAMING, count=NUM_SEQS)
             case _:
                 primary.order(stage=stage, count=NUM_SEQS)
         calls = self._start()
@@ -295,6 +399,12 @@ class Matrix:
                     assert self.router.post("/abort_request", {"rid": rid}).finish().status == 200
             primary.order(stage=stage)
             seen = self._wait_seen(primary, stage)
+        if stage in LEAVING:
+            self._other(primary).order(stage=Stage.TRANSFERRING, count=NUM_SEQS)
+            if stage is Stage.DRAINING:
+                primary.send(signal.SIGTERM)
+            primary.order(stage=stage, count=NUM_SEQS)
+            seen = self._wait_seen(primary, stage)
         assert seen.keys, f"nothing was {stage}"
         aborted = ABORTED if stage is Stage.ABORTING else ()
         assert not any(call.ended for name, call in calls.items() if name not in aborted), "one has ended"
@@ -302,35 +412,43 @@ class Matrix:
 
     def _check_answers(self, stage: Stage, calls: Mapping[str, Call]) -> None:
         aborted = ABORTED if stage is Stage.ABORTING else ()
-        assert_same(
-            self._finished({name: call for name, call in calls.items() if name not in aborted}), self.expected
-        )
+        self.check(self._finished({name: call for name, call in calls.items() if name not in aborted}))
         for name in aborted:
-            for answer, right in zip(answers(name, calls[name].finish()), self.expected[name], strict=False):
-                assert answer.finish == "abort", name
-                assert answer.output_ids == right.output_ids[: len(answer.output_ids)], name
+            begun = answers(name, calls[name].finish())
+            assert all(answer.finish == "abort" for answer in begun), name
+            self._check_begun(name, begun)
 
-    def _mend(self, *nodes: HeldNode) -> None:
-        """Continue what was stopped, and start again what was killed."""
-        for node in nodes:
-            if node.alive:
-                node.send(signal.SIGCONT)
-            node.order()
+    def _check_begun(self, name: str, begun: list[Answer]) -> None:
+        """What came of a request that could not end is right."""
+        for answer, right in zip(begun, self.expected[name], strict=False):
+            assert answer.output_ids == right.output_ids[: len(answer.output_ids)], name
+
+    def _mend(self, stage: Stage, primary: HeldNode, victims: list[HeldNode]) -> None:
+        """Continue what was stopped, and start again what was killed or has been drained."""
+        for victim in victims:
+            if victim.alive:
+                victim.send(signal.SIGCONT)
+            victim.order()
+        if stage is Stage.DRAINING and not (primary in victims and primary.alive is False):
+            assert primary.wait() == 0, "a node that was drained ends well"
         self.fleet.mend()
 
-    def _check_home(self, before: Mapping[str, Resources], restarted: set[str]) -> None:
+    def _check_home(self) -> None:
         """Everything is given back, no log has anything ugly, and the four requests are served as ever."""
-        num_failovers = self._num_failovers()
-        assert_same(self._run(), self.expected)
-        assert self._num_failovers() == num_failovers, "a request failed over though nothing failed"
+        num_failovers = self._counter("baton:num_failovers")
+        self.check(self._run())
+        assert self._counter("baton:num_failovers") == num_failovers, "a failover though nothing failed"
         self._wait_home()
         for process in self.fleet.processes:
             process.assert_clean_log(self._log_starts.get(process.name, 0))
-            if process.name not in restarted:
-                self._until(
-                    f"{process.name} has no more than before: {before[process.name]}, {resources(process)}",
-                    _is_back(process, before[process.name]),
-                )
+            self._check_resources(process)
+
+    def _check_resources(self, process: Process) -> None:
+        baseline = self._baseline[process.name]
+        self._until(
+            lambda: f"{process.name} has no more than {baseline}, but {resources(process)}",
+            _is_back(process, baseline),
+        )
 
     def _wait_home(self) -> None:
         """Until two loads of each node, one after the other, say that it holds nothing."""
@@ -347,11 +465,11 @@ class Matrix:
 
         self._until("pages, host pages and slots are back", is_all_home)
 
-    def _until(self, what: str, holds: Callable[[], T]) -> T:
+    def _until(self, what: str | Callable[[], str], holds: Callable[[], T]) -> T:
         """As `patience.until`, with the patience of this matrix."""
         give_up_at = time.monotonic() + self._patience_s
         while not (answer := holds()):
-            assert time.monotonic() < give_up_at, f"never: {what}"
+            assert time.monotonic() < give_up_at, f"never: {what() if callable(what) else what}"
             time.sleep(POLL_S)
         return answer
 
@@ -365,24 +483,39 @@ class Matrix:
         self._until("all calls have ended", lambda: all(call.ended for call in calls.values()))
         return finished(calls)
 
-    def _check_incarnations(self, before: Mapping[str, str], fault: Fault) -> None:
-        """A node that was killed is another one now, and every other node is the same process."""
+    def _check_incarnations(self, before: Mapping[str, str], expected: set[str]) -> None:
+        """The nodes that have ended are others now, and every other node is the same process."""
         renewed = {name for name, incarnation in self._incarnations().items() if incarnation != before[name]}
-        killed = fault in (Fault.PREFILL_KILLED, Fault.DECODE_KILLED)
-        assert len(renewed) == killed, f"{renewed} are new incarnations"
+        assert renewed == expected, f"{renewed} are new incarnations"
+
+    def _incarnations_alive(self) -> set[str]:
+        """Of the nodes that the router holds for alive, or draining; no node is asked."""
+        _, health = self.router.get("/health")
+        return {
+            node["incarnation"] for node in [*health["prefill"], *health["decode"]] if "incarnation" in node
+        }
 
     def _incarnations(self) -> dict[str, str]:
         _, info = self.router.get("/get_server_info")
         return {node["node_id"]: node["incarnation"] for node in info["nodes"]}
 
-    def _num_failovers(self) -> float:
+    def _counter(self, name: str) -> float:
+        """A counter of the router, over all its labels."""
         _, metrics = self.router.get("/metrics")
-        return sum(map(float, re.findall(r"num_failovers_total\{.*\} (.*)", metrics)))
+        return sum(map(float, re.findall(rf"^{name}_total{{.*}} (.*)$", metrics, re.MULTILINE)))
+
+    def _num_generated(self) -> int:
+        return sum(load["num_generated_tokens"] for load in self.router.loads().values())
+
+    def _other(self, decode: HeldNode) -> HeldNode:
+        """The decode node that is not `decode`."""
+        return self.node({"d0": "d1", "d1": "d0"}[decode.name])
 
     def _run(self) -> dict[str, list[Answer]]:
         return self._finished(self._start())
 
     def _run_undisturbed(self) -> dict[str, list[Answer]]:
+        """The answers of a run over empty caches."""
         self._prepare()
         return self._run()
 
