@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault.slow_model import POOL_TOKENS, SlowModel
+from tests.fault.slow_model import SlowModel
 from tests.modelzoo import random_prompt
 from tests.patience import until
 from tests.processes import NODE_FLAGS, Call, Fleet, Node, Router
@@ -18,6 +18,8 @@ pytestmark = pytest.mark.processes
 NUM_NEW = 800
 PROMPT_LENGTHS = (20, 30, 40, 50)
 FLAGS = ("--max-total-tokens", "16384")
+POOL_TOKENS = 1600
+"""150 MiB of KV of `slow_model`."""
 Roles = dict[str, str]
 
 
