@@ -202,31 +202,23 @@ class Matrix:
             detected_s = time.monotonic() - at
             for victim in victims if fault in _KILLS else ():
                 victim.wait()
-        match fault:
-            case Fault.ROUTER_KILLED:
-                for call in calls.values():
-                    call.finish()
-                self.router.start()
-            case Fault.DECODES_KILLED:
-                refused = self.router.generate(PREFIX, 2).finish()
-                assert refused.status == 503 and primary.name in (refused.error or ""), refused.describe()
-                for victim in victims:
-                    victim.order()
-                    victim.start()
-            case Fault.PREFILL_KILLED | Fault.PREFILL_STOPPED | Fault.PREFILL_STALLED:
-                assert self.router.get("/health")[1]["status"] == "degraded"
-            case _:
-                pass
+        self._check_told(fault, victims)
+        if fault is Fault.ROUTER_KILLED:
+            for call in calls.values():
+                call.finish()
+            self.router.start()
+        for victim in victims if fault is Fault.DECODES_KILLED else ():
+            victim.order()
+            victim.start()
         if fault in _ENDS_STREAMS:
             for name, call in calls.items():
                 self._check_begun(name, answers(name, call))
         else:
             self._check_answers(stage, calls)
-        self._mend(stage, primary, victims)
-        renewed = {victim.name for victim in victims if fault in _KILLS}
-        self._check_incarnations(
-            incarnations, renewed | ({primary.name} if stage is Stage.DRAINING else set())
-        )
+        killed = victims if fault in _KILLS else []
+        drained = [primary] if stage is Stage.DRAINING and primary not in killed else []
+        self._mend(victims, drained)
+        self._check_incarnations(incarnations, {node.name for node in (*killed, *drained)})
         if fault is Fault.CLIENT_GONE:
             num_generated = self._num_generated() - num_before
             assert num_generated < NUM_SEQS * NUM_NEW / 2, "a node went on with what its client had left"
@@ -280,6 +272,18 @@ class Matrix:
             case _:
                 pass
         return victims
+
+    def _check_told(self, fault: Fault, victims: list[HeldNode]) -> None:
+        """What the router tells while nodes are lost."""
+        match fault:
+            case Fault.DECODES_KILLED:
+                refused = self.router.generate(PREFIX, 2).finish()
+                assert refused.status == 503, refused.describe()
+                assert all(victim.name in (refused.error or "") for victim in victims), refused.error
+            case Fault.PREFILL_KILLED | Fault.PREFILL_STOPPED | Fault.PREFILL_STALLED:
+                assert self.router.get("/health")[1]["status"] == "degraded"
+            case _:
+                pass
 
     @contextlib.contextmanager
     def mended(self) -> Iterator[None]:
@@ -423,14 +427,14 @@ class Matrix:
         for answer, right in zip(begun, self.expected[name], strict=False):
             assert answer.output_ids == right.output_ids[: len(answer.output_ids)], name
 
-    def _mend(self, stage: Stage, primary: HeldNode, victims: list[HeldNode]) -> None:
-        """Continue what was stopped, and start again what was killed or has been drained."""
+    def _mend(self, victims: list[HeldNode], drained: list[HeldNode]) -> None:
+        """Continue what was stopped, and start again what was killed or is drained, and so ends by itself."""
         for victim in victims:
             if victim.alive:
                 victim.send(signal.SIGCONT)
             victim.order()
-        if stage is Stage.DRAINING and not (primary in victims and primary.alive is False):
-            assert primary.wait() == 0, "a node that was drained ends well"
+        for node in drained:
+            assert node.wait() == 0, "a node that was drained ends well"
         self.fleet.mend()
 
     def _check_home(self) -> None:
