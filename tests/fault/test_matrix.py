@@ -18,6 +18,8 @@ CUT = [
         Cell(fault, stage, Transport.SHM)
         for fault, stage in (
             (Fault.PREFILL_KILLED, Stage.PREFILLING),
+            (Fault.DECODE_KILLED, Stage.QUEUED),
+            (Fault.DECODE_KILLED, Stage.PREFILLING),
             (Fault.DECODE_KILLED, Stage.COMPILING),
             (Fault.DECODE_KILLED, Stage.STREAMING),
             (Fault.DECODES_KILLED, Stage.STREAMING),
@@ -37,11 +39,14 @@ CUT = [
         for fault, stage in (
             (Fault.PREFILL_KILLED, Stage.TRANSFERRING),
             (Fault.DECODE_KILLED, Stage.HANDED_OFF),
+            (Fault.PREFILL_STALLED, Stage.PREFILLING),
             (Fault.DECODE_STALLED, Stage.RETRACTED),
+            (Fault.DECODE_STOPPED, Stage.TRANSFERRING),
             (Fault.DECODE_KILLED, Stage.ABORTING),
             (Fault.LINK_LOST, Stage.TRANSFERRING),
             (Fault.LINK_LOST, Stage.MOVING),
             (Fault.CLIENT_GONE, Stage.TRANSFERRING),
+            (Fault.CLIENT_GONE, Stage.HANDED_OFF),
         )
     ),
 ]

@@ -48,15 +48,6 @@ class Cell:
 LEAVING = (Stage.MOVING, Stage.DRAINING)
 """Stages in which the requests are on their way from one decode node to the other."""
 
-_BUSY = {
-    Fault.PREFILL_STALLED: {Stage.PREFILLING},
-    Fault.DECODE_STALLED: {
-        *(Stage.COMPILING, Stage.STREAMING, Stage.RETRACTED, Stage.RE_PREFILLING),
-        *LEAVING,
-    },
-}
-"""Stages in which a node computes."""
-
 NOT_RUN: dict[tuple[Fault | None, Stage | None], str] = {
     (Fault.PARTITION, None): "pending: the nodes of the matrix share one network namespace",
     (Fault.CLIENT_GONE, Stage.ABORTING): "the two requests that are left are as in `transferring`",
@@ -65,11 +56,6 @@ NOT_RUN: dict[tuple[Fault | None, Stage | None], str] = {
         for fault in (Fault.TARGET_KILLED, Fault.TARGET_STOPPED)
         for stage in Stage
         if stage not in LEAVING
-    },
-    **{
-        (fault, stage): "not noticed: a loop that stands still counts as hung only while the node is busy"
-        for fault, busy in _BUSY.items()
-        for stage in set(Stage) - busy
     },
 }
 """Why cells do not run; None stands for every fault, or every stage."""

@@ -117,7 +117,7 @@ def make_matrix_model(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds from the fault until the router knew, and until a stream went on; None where neither happens."""
+    """Seconds from the fault until the router knew, and until every stream went on; None where neither happens."""
 
     detected_s: float | None
     recovered_s: float | None
@@ -195,7 +195,7 @@ class Matrix:
         for node in self.nodes:
             if node not in victims:
                 node.order()
-        detected_s = None
+        released_at, detected_s = time.monotonic(), None
         if victims:
             lost = {incarnations[victim.name] for victim in victims}
             self._until("it is noticed", lambda: not lost & self._incarnations_alive())
@@ -225,9 +225,8 @@ class Matrix:
         self._check_home()
         if fault in _ENDS_STREAMS:
             return Times(detected_s, None)
-        moments = [moment - at for call in calls.values() for moment in call.times]
-        later = [moment for moment in moments if moment > (detected_s or 0.0)]
-        return Times(detected_s, min(later, default=None))
+        later = [[moment - at for moment in call.times if moment > released_at] for call in calls.values()]
+        return Times(detected_s, max((moments[0] for moments in later if moments), default=None))
 
     def _inflict(
         self, fault: Fault, stage: Stage, primary: HeldNode, calls: Mapping[str, Call]

@@ -51,8 +51,8 @@ def page_not_sent(parts: NodeParts, is_active: IsActive) -> None:
     """The first bytes of each message stay what they were."""
     gather = parts.engine.pool.gather
 
-    def faulty(page_ids: Sequence[int], first: int, num: int, payload: torch.Tensor, seed: int) -> Any:
-        digest = gather(page_ids, first, num, payload, seed)
+    def faulty(page_ids: Sequence[int], first: int, num: int, payload: torch.Tensor, *seed: int) -> Any:
+        digest = gather(page_ids, first, num, payload, *seed)
         if is_active():
             payload[: payload.numel() // 2].zero_()
         return digest
