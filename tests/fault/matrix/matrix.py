@@ -478,7 +478,7 @@ class Matrix:
 
     def _wait_seen(self, node: HeldNode, what: str) -> Sight:
         """Until the latest order of `node` is fulfilled."""
-        seen = self._until(f"{node.name} sees {what}", lambda: node.sight)
+        seen = self._until(lambda: f"{node.name} sees {what}: {self.router.loads()}", lambda: node.sight)
         assert seen is not None
         return seen
 
