@@ -394,16 +394,7 @@ class Dispatcher:
         failover, work = req.failover, req.remaining_work
         assert failover.since is not None and failover.error is not None
         try:
-            if not failover.is_suspect:
-                route = self._placement.route(
-                    work, split=failover.split, again=True, avoid=failover.avoid, like=req.numerics
-                )
-            elif self._quarantine.suspect is None:
-                route = self._placement.route_alone(work)
-                self._quarantine.suspect = req
-            else:
-                self._later(_RETRY_S, partial(self._resend, req, key))
-                return
+            route = self._next_route(req, work)
         except RequestError as no_node:
             if self._clock() < failover.since + self._deadlines.failover_s:
                 self._later(_RETRY_S, partial(self._resend, req, key))
@@ -419,6 +410,20 @@ class Dispatcher:
             event("inexact_continuation", rid=req.rid, numerics=req.numerics, now=route.numerics)
             self._metrics.continued_inexactly()
         self._send(req, work, route)
+
+    def _next_route(self, req: RunningReq, work: Work) -> Route:
+        """The nodes of the next attempt. Raises RequestError while there are none, or another suspect is tried."""
+        failover = req.failover
+        if not failover.is_suspect:
+            return self._placement.route(
+                work, split=failover.split, again=True, avoid=failover.avoid, like=req.numerics
+            )
+        if self._quarantine.suspect is not None:
+            message = "requests under which nodes have crashed are tried one at a time"
+            raise RequestError(message, status=503)
+        route = self._placement.route_alone(work)
+        self._quarantine.suspect = req
+        return route
 
     def _give_up(self, req: RunningReq, error: RequestError) -> None:
         event("failover_given_up", rid=req.rid, failures=req.failover.num_failures, reason=error.message)

@@ -366,6 +366,21 @@ class TestPoison:
         fleet.wait(1)
         assert two.nodes
 
+    def test_a_suspect_waits_for_another_no_longer_than_for_a_node(self) -> None:
+        fleet = Fleet(1)
+        one, two = fleet.start(), fleet.start()
+        for name in ("d1", "d2"):
+            fleet.decodes.append(FakeNode(name, Role.DECODE))
+            (old,) = {decode_of(req) for req in (one, two)}
+            kill(fleet, old)
+            fleet.wait(1)
+        fleet.wait(28)
+        assert not two.ended
+        fleet.wait(2)
+        assert two.error is not None and (two.error.status, two.error.code) == (503, "no_node")
+        assert "tried one at a time" in two.error.message
+        assert one.nodes and not one.ended
+
 
 class TestNumerics:
     def test_nodes_of_the_same_numerics_are_preferred(self) -> None:
