@@ -34,7 +34,7 @@ from shared.engine.router_desk import RouterDesk
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError, TransferError
 from shared.kvtransfer.peering import Peering
-from shared.kvtransfer.queues import take_over
+from shared.kvtransfer.queues import evict_corrupt, take_over
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
@@ -161,7 +161,7 @@ class DecodeScheduler:
         try:
             take_over(req, received, self._ledger)
         except TransferError as error:
-            self.reqs.fail(req, RequestError(str(error), status=503), blames=received.sender)
+            self.reqs.fail(req, RequestError(str(error), status=500), blames=received.sender)
             return
         req.timeline.move_to(ReqStage.DECODING)
         self.batcher.admit_prefilled(req)
@@ -181,7 +181,8 @@ class DecodeScheduler:
         # A sending node that gives a request up before its handoff tells the router itself.
         if failed.handed_off or not failed.by_peer:
             reason = f"KV transfer to this node failed: {failed.reason}"
-            self.reqs.fail(req, RequestError(reason, status=503), blames=failed.blames)
+            error = RequestError(reason, status=500 if failed.corrupt else 503)
+            self.reqs.fail(req, error, blames=failed.sender)
         self.reqs.end(req.key, failed.reason)
 
     def _move_ended(self, ended: SendEnded) -> None:
@@ -192,6 +193,11 @@ class DecodeScheduler:
         elif ended.ok:
             self._router_port.moved(req.key)
             self.reqs.end(req.key, "moved to another node")
+        elif ended.corrupt:
+            reason = "the pages of this request left this node corrupt"
+            self.reqs.fail(req, RequestError(reason, status=500))
+        if ended.corrupt:
+            evict_corrupt(req, ended, self._ledger)
 
     def _cancel_transfer(self, key: ReqKey, reason: str) -> bool:
         """End the transfer of a request; False when none is under way. The event that ends it follows."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from shared import log
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
 from shared.engine.loop_parts import new_grammar_queue, new_launcher
@@ -27,7 +26,7 @@ from shared.engine.router_desk import RouterDesk
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError
 from shared.kvtransfer.peering import Peering
-from shared.kvtransfer.queues import BootstrapQueue, InflightQueue
+from shared.kvtransfer.queues import BootstrapQueue, InflightQueue, evict_corrupt
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import SendEnded
 from shared.protocol.messages import Peers, Prefill, ReqKey
@@ -64,8 +63,9 @@ class PrefillScheduler:
         self.batcher = Batcher(engine.ledger, options)
         self.bootstrap_queue = BootstrapQueue()
         self.inflight_queue = InflightQueue(engine.ledger, sender)
-        self._opened: set[ReqKey] = set()
-        """Requests whose transfer has not ended; their KV is not released before it has."""
+        self._opened: dict[ReqKey, str] = {}
+        """Requests whose transfer has not ended, with the incarnation of their decode node; their KV is not released
+        before it has."""
         queues = (self.bootstrap_queue, self.grammar_queue, self.batcher)
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
         self._desk = RouterDesk(
@@ -103,9 +103,10 @@ class PrefillScheduler:
                     self._transfer_ended(event)
 
     def _hand_back(self) -> None:
-        """Fail the requests of which nothing is computed yet: their routers send them to other nodes."""
+        """Let go of the requests of which nothing is computed yet: their routers send them to other nodes."""
         for req in [req for req in self.reqs.values() if req.timeline.stage is ReqStage.QUEUED]:
-            self.reqs.fail(req, RequestError("this prefill node is draining", status=503))
+            self._router_port.hand_back(req.key)
+            self.reqs.end(req.key, "handed back")
 
     def _start(self, message: Prefill) -> None:
         req = self._desk.accept(message)
@@ -114,7 +115,7 @@ class PrefillScheduler:
         self.reqs.add(req)
         if message.decode is not None:
             self._peering.ensure(message.decode)
-            self._opened.add(req.key)
+            self._opened[req.key] = message.decode.incarnation
             self.bootstrap_queue.add(req)
             self._sender.open(req.key, message.decode.incarnation)
         if req.params.grammar is not None:
@@ -167,7 +168,7 @@ class PrefillScheduler:
         self._desk.fail(plan, outcome)
 
     def _transfer_ended(self, ended: SendEnded) -> None:
-        self._opened.discard(ended.key)
+        decode_node = self._opened.pop(ended.key)
         self.inflight_queue.remove(ended.key)
         self._vitals.count_transfer(ended.nbytes, ended.seconds if ended.ok else 0.0)
         req = self.reqs.get(ended.key)
@@ -177,12 +178,10 @@ class PrefillScheduler:
             # Before the handoff this node tells the router, since the decode node may be gone. The stage of the
             # request does not say whether the handoff was sent: it may be that of the step in flight.
             reason = f"KV transfer to the decode node failed: {ended.reason}"
-            self.reqs.fail(req, RequestError(reason, status=503))
+            self.reqs.fail(req, RequestError(reason, status=503), blames=decode_node)
         self.reqs.end(ended.key, ended.reason)
         if ended.corrupt:
-            # The pages may be wrong in this node's memory. What is computed again is right.
-            num_pages = self._ledger.evict_behind(req.ids, ended.prefix_pages, req.extra_key)
-            log.warn("corrupt_pages_evicted", key=req.key, pages=num_pages)
+            evict_corrupt(req, ended, self._ledger)
 
     def _cancel_transfer(self, key: ReqKey, reason: str) -> bool:
         """End the transfer of a request; False when none is under way. `_transfer_ended` follows."""

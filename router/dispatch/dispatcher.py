@@ -231,10 +231,11 @@ class Dispatcher:
         if status < 500 or failed.param is not None:
             self._end(req, error=error)
             return
+        if failed.handed_back:
+            self._fail_over(req, node, Cause.NODE_DRAINED, error, avoid=node.ref.incarnation)
+            return
         blamed = next((n for n in req.attempt.nodes if n.ref.incarnation == failed.blames), node)
-        if (
-            status != 503 or failed.blames
-        ):  # with a 503 the node says that it cannot do it now, and is not at fault
+        if status != 503:
             self._breakers.failed(blamed)
         cause = Cause.TRANSFER_FAILED if failed.blames else Cause.NODE_FAILED
         self._fail_over(req, node, cause, error, avoid=blamed.ref.incarnation)
@@ -315,9 +316,9 @@ class Dispatcher:
             self._moves.failed(req, None)
         held = self._held_by(node)
         for req in held:
-            message = f"{node.role} node {node.ref.node_id} was removed: {reason}"
-            error = RequestError(message, status=503, code="node_removed")
-            self._fail_over(req, node, Cause.NODE_REMOVED, error)
+            message = f"{node.role} node {node.ref.node_id} is drained: {reason}"
+            error = RequestError(message, status=503, code="node_drained")
+            self._fail_over(req, node, Cause.NODE_DRAINED, error)
         return len(held)
 
     # ------------------------------------------------------------------------------------------ inside
@@ -363,7 +364,7 @@ class Dispatcher:
         self._leave_nodes(req, Cancel(req.key))
         self._quarantine.end(req)
         failover = req.failover
-        failover.failed(len(req.output_ids), self._clock(), error)
+        failover.failed(len(req.output_ids), self._clock(), error, counts=cause is not Cause.NODE_DRAINED)
         if avoid is not None:
             failover.avoid.add(avoid)
         event(

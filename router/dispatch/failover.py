@@ -40,7 +40,7 @@ class Cause(StrEnum):
 
     PREFILL_NODE_LOST = "prefill_node_lost"
     DECODE_NODE_LOST = "decode_node_lost"
-    NODE_REMOVED = "node_removed"
+    NODE_DRAINED = "node_drained"
     NODE_FAILED = "node_failed"
     TRANSFER_FAILED = "transfer_failed"
     MOVE_FAILED = "move_failed"
@@ -70,10 +70,12 @@ class Failover:
         """True when the sequence may be what crashed its nodes."""
         return len(self.crashed) >= _CRASHES_OF_A_SUSPECT
 
-    def failed(self, num_tokens: int, now: float, error: RequestError) -> None:
-        """Note a failure behind `num_tokens` output tokens."""
-        self.num_failures = self.num_failures + 1 if num_tokens == self._failed_at else 1
-        self._failed_at, self.since, self.error = num_tokens, now, error
+    def failed(self, num_tokens: int, now: float, error: RequestError, *, counts: bool) -> None:
+        """Note that the sequence has lost its nodes behind `num_tokens` output tokens; it `counts` as a failure."""
+        if counts:
+            self.num_failures = self.num_failures + 1 if num_tokens == self._failed_at else 1
+            self._failed_at = num_tokens
+        self.since, self.error = now, error
         self.stamps.append(Stamp("router", FAILED_OVER, time.time()))
 
     @property

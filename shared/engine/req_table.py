@@ -57,7 +57,7 @@ class ReqTable(Mapping[ReqKey, Req]):
     def fail(self, req: Req, error: RequestError, *, blames: str = "") -> None:
         """Tell the router of `req` why it fails, and end it. No-op when it has ended.
 
-        `blames` is the incarnation of the node that sent wrong pages, if that is the reason.
+        `blames` is the incarnation of the node with which its transfer failed, if that is the reason.
         """
         if req.finish is None:
             self._router_port.fail(req.key, error.status, error.message, error.param, blames)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared import log
 from shared.errors import TransferError
 from shared.kvcache.ledger import KVLedger
 from shared.kvtransfer.layout import record_digest
 from shared.kvtransfer.sender import KVSender
-from shared.kvtransfer.states import Received
+from shared.kvtransfer.states import Received, SendEnded
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Handoff
 from shared.scheduling.req import Req
@@ -112,6 +113,15 @@ class InflightQueue:
         if end_page > first:
             self._sender.offer(key, self._ledger.rows.read(kv.row, first, end_page))
             inflight.next_page = end_page
+
+
+def evict_corrupt(req: Req, ended: SendEnded, ledger: KVLedger) -> None:
+    """Evict what was sent of `req`, whose KV is given back already: its pages did not match their digests.
+
+    The pages may be wrong in this node's memory. What is computed again is right.
+    """
+    num_pages = ledger.evict_behind(req.ids, ended.prefix_pages, req.extra_key)
+    log.warn("corrupt_pages_evicted", key=req.key, pages=num_pages)
 
 
 def take_over(req: Req, received: Received, ledger: KVLedger) -> None:

@@ -315,7 +315,7 @@ class KVReceiver:
             return
         done = Done(end.key, True)
         if not isinstance(end, Received):
-            done = Done(end.key, False, end.reason, bool(end.blames))
+            done = Done(end.key, False, end.reason, end.corrupt)
         self.transfers.close(transfer.key, done, self._clock())
         self._events.append(end)
         self._own.wake()

@@ -71,8 +71,10 @@ class ReceiveFailed:
     by_peer: bool
     handed_off: bool = False
     """True when the sending node had sent its Handoff: since then only the receiving node speaks for the request."""
-    blames: str = ""
-    """The sending node, by incarnation, when its pages did not match their digests."""
+    sender: str = ""
+    """The sending node, by incarnation."""
+    corrupt: bool = False
+    """True when its pages did not match their digests."""
 
 
 ReceiveEvent = Received | ReceiveFailed
@@ -285,8 +287,8 @@ class ReceiveTransfer:
         if self.state is ReceiveState.ENDED:
             return False
         self.state = ReceiveState.ENDED
-        blames = self.peer_id if corrupt else ""
-        self._end = ReceiveFailed(self.key, reason, by_peer, self._handoff is not None, blames)
+        handed_off = self._handoff is not None
+        self._end = ReceiveFailed(self.key, reason, by_peer, handed_off, self.peer_id, corrupt)
         return True
 
     def take_end(self) -> Received | ReceiveFailed | None:

@@ -337,8 +337,8 @@ class Tokens(Struct, frozen=True):
 class Failed(Struct, frozen=True):
     """A request ended without its result. `status` is the HTTP status that the client should see.
 
-    With a `status` of 500 or more and no `param`, other nodes may serve it. `blames` is the incarnation of the peer
-    whose transfer failed.
+    With a `status` of 500 or more and no `param`, other nodes may serve it; with 503 no node is at fault. `blames` is
+    the incarnation of the peer with which a transfer failed. `handed_back`: this node drains, and has not begun it.
     """
 
     key: ReqKey
@@ -346,6 +346,7 @@ class Failed(Struct, frozen=True):
     message: str
     param: str | None = None
     blames: str = ""
+    handed_back: bool = False
 
 
 class Pong(Struct, frozen=True):

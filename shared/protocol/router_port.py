@@ -174,6 +174,10 @@ class RouterPort:
         self.flush()
         self._outbox.send(key.router, Failed(key, status, message, param, blames))
 
+    def hand_back(self, key: ReqKey) -> None:
+        """Have the request's router send it to another node, since this one drains and has not begun it."""
+        self._outbox.send(key.router, Failed(key, 503, "this node is draining", handed_back=True))
+
     def flush(self) -> None:
         """Send the tokens of this step, one message to each router, or several where logprobs make it large."""
         for router, entries in self._entries.items():

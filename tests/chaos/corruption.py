@@ -236,7 +236,7 @@ def _judge(pair: LinkPair, of: ReqKey, page_ids: list[int], fault: Fault, tally:
             tally.harmless[fault] += 1
         else:
             tally.wrong.append(f"{fault} arrived as whole in transfer {of}")
-    elif end.blames == "p0" and not end.by_peer and sent.corrupt:
+    elif end.corrupt and end.sender == "p0" and not end.by_peer and sent.corrupt:
         tally.refused[fault] += 1
     else:
         tally.wrong.append(f"{fault} ended transfer {of} with {end} and {sent}")

@@ -31,8 +31,9 @@ def test_a_prefill_node_hands_back_what_it_has_not_begun() -> None:
         assert 1 < len(handed_back) < 7
         for key in handed_back:
             assert [
-                (failed.status, "draining" in failed.message) for failed in router.answers[key].failures
-            ] == [(503, True)]
+                (failed.status, failed.handed_back, "draining" in failed.message)
+                for failed in router.answers[key].failures
+            ] == [(503, True, True)]
         for key in ids.keys() - handed_back:
             assert cluster.tokens(key) == wanted(ids[key], NUM_NEW)
         cluster.assert_idle()

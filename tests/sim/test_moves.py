@@ -127,6 +127,23 @@ def halt(run: Run, stage: str) -> AnsweredMove:
     return move
 
 
+@both_overlaps
+def test_a_request_whose_pages_leave_corrupt_ends_here_and_its_pages_are_evicted(overlap: bool) -> None:
+    """The source is at fault, and tells the router so: another node computes the request anew."""
+    with Cluster(1, 2, token_engine, config(overlap=overlap)) as cluster:
+        run = Run(cluster)
+        cluster.network.corrupt_payloads()
+        move = run.move()
+        run.until(lambda: bool(move.failures) and cluster.router.answers[run.key].ended)
+        assert (move.failures[0].status, move.failures[0].blames) == (500, sender_of("d0"))
+        (failure,) = cluster.router.answers[run.key].failures
+        assert (failure.status, "corrupt" in failure.message) == (500, True)
+        cluster.run_all(check=True)
+        cluster.assert_idle()
+        assert cluster.nodes["d0"].engine.ledger.radix_cache.pages() == []
+        assert run.tokens == wanted(run.ids, run.num_new)[: len(run.tokens)]
+
+
 def num_moves(cluster: Cluster) -> int:
     """Moves that leave d0."""
     scheduler = cluster.nodes["d0"].scheduler

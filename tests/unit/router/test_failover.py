@@ -145,7 +145,7 @@ class TestLostNodes:
         fleet.decodes.remove(first)
         assert fleet.dispatcher.fail_over_held(first, "its time is up") == 1
         assert decode_of(req) is fleet.decodes[0] and Cancel(key) in first.sent
-        assert not req.failover.crashed
+        assert not req.failover.crashed and req.failover.num_failures == 0
 
     def test_logprobs_and_reports_of_all_attempts_count_once(self) -> None:
         fleet = Fleet(2)
@@ -212,6 +212,36 @@ class TestFailures:
         blames = fleet.prefills[0].ref.incarnation
         fleet.dispatcher.on_failed(first, Failed(req.key, 503, "wrong pages", blames=blames))
         assert req.failover.avoid == {blames}
+
+    @pytest.mark.parametrize(("status", "num_on_bad"), [(503, 5), (500, 0)])
+    def test_of_a_failed_transfer_only_the_blamed_node_is_avoided(self, status: int, num_on_bad: int) -> None:
+        """With a 503 it may be the link, which counts against neither of the nodes when others are placed."""
+        fleet = Fleet(2)
+        (prefill,), bad = fleet.prefills, fleet.decodes[0]
+        for _ in range(3):
+            while decode_of(req := fleet.start()) is not bad:
+                pass
+            failed = Failed(req.key, status, "link lost", blames=bad.ref.incarnation)
+            fleet.dispatcher.on_failed(prefill, failed)
+            assert req.nodes == (prefill, fleet.decodes[1])
+            fleet.dispatcher.release(req)
+        for node in fleet.decodes:
+            while fleet.counts.num_seqs(node):
+                fleet.dispatcher.release(next(r for r in fleet.dispatcher._running.values() if r.needs(node)))
+        assert fleet.burst(10)[bad.ref.node_id] == num_on_bad
+
+    def test_what_a_draining_node_hands_back_is_no_failure(self) -> None:
+        fleet = Fleet(1)
+        fleet.prefills += [FakeNode(f"p{i}", Role.PREFILL) for i in range(1, 2 * MAX_FAILURES)]
+        req = fleet.start()
+        for _ in range(2 * MAX_FAILURES - 1):
+            draining, *_ = req.nodes
+            fleet.dispatcher.on_failed(
+                draining, Failed(req.key, 503, "this node is draining", handed_back=True)
+            )
+            assert req.nodes, "sent at once"
+            assert draining not in req.nodes
+        assert req.failover.num_failures == 0
 
     def test_pauses_grow_and_failures_in_a_row_are_bounded(self) -> None:
         fleet = Fleet(2)

@@ -195,7 +195,7 @@ def test_the_time_of_a_drain_is_the_same_everywhere(model_folder: Path) -> None:
             await decode.wait_for(Decode)
             assert (await one.delete("/fleet/nodes/decode-0?drain_timeout_s=0.2")).status_code == 200
             ended = await running
-            assert ended.status_code == 503 and "was removed" in ended.json()["error"]["message"]
+            assert ended.status_code == 503 and "is drained" in ended.json()["error"]["message"]
             await until_states(other, prefill_0="alive")
 
     asyncio.run(run())
