@@ -16,11 +16,11 @@ PATIENCE_S = 300.0
 _POLL_S = 0.01
 
 
-def until(holds: Callable[[], T], what: object = "") -> T:
+def until(holds: Callable[[], T], what: object = "", patience_s: float = PATIENCE_S) -> T:
     """The first true answer of `holds`. Fails with its last answer and `what`, which may be a function."""
-    give_up_at = time.monotonic() + PATIENCE_S
+    give_up_at = time.monotonic() + patience_s
     while not (answer := holds()):
-        assert time.monotonic() < give_up_at, _never(what, answer)
+        assert time.monotonic() < give_up_at, _never(what, answer, patience_s)
         time.sleep(_POLL_S)
     return answer
 
@@ -34,9 +34,9 @@ async def eventually(holds: Callable[[], T | Awaitable[T]], what: object = "") -
             answer = await answer
         if answer:
             return cast("T", answer)
-        assert time.monotonic() < give_up_at, _never(what, answer)
+        assert time.monotonic() < give_up_at, _never(what, answer, PATIENCE_S)
         await asyncio.sleep(_POLL_S)
 
 
-def _never(what: object, answer: object) -> str:
-    return f"not within {PATIENCE_S:g} s: {what() if callable(what) else what} (last: {answer!r})"
+def _never(what: object, answer: object, patience_s: float) -> str:
+    return f"not within {patience_s:g} s: {what() if callable(what) else what} (last: {answer!r})"

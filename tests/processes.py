@@ -283,7 +283,8 @@ class Router(Process):
     def __init__(self, folder: Path, *flags: str, name: str = "router") -> None:
         self.port, self.control_port = free_port(), free_port()
         self.url = f"http://{HOST}:{self.port}"
-        self._num_starts = 0
+        self._log_start = 0
+        """Where the log begins of the process that runs now."""
         ports = ("--port", str(self.port), "--control-port", str(self.control_port))
         patience = ("--node-timeout-s", NO_TIMEOUT_S, "--stop-timeout-s", NO_TIMEOUT_S)
         super().__init__(name, "router", (*ports, *patience, *flags), folder)
@@ -312,10 +313,10 @@ class Router(Process):
         return self.post("/generate", {**given, "sampling_params": sampling, **fields})
 
     def start(self) -> None:
-        self._num_starts += 1
+        self._log_start = len(self.log)
         super().start()
 
-    def wait_ready(self, *, nodes: Sequence[Process] = ()) -> Router:
+    def wait_ready(self, *, nodes: Sequence[Process] = (), patience_s: float = PATIENCE_S) -> Router:
         """Until /health says that all nodes are there, and the generation that proves it is over.
 
         Neither the router nor any of `nodes` may end meanwhile.
@@ -325,11 +326,9 @@ class Router(Process):
             for process in (self, *nodes):
                 assert process.alive, f"{process.name} ended with code {process.wait()}\n{process.log}"
             code, health = self.get("/health")
-            return (
-                code == 200 and health["status"] == "ok" and self.log.count("\nServing ") == self._num_starts
-            )
+            return code == 200 and health["status"] == "ok" and "\nServing " in self.log[self._log_start :]
 
-        until(ready, "the router is ready")
+        until(ready, "the router is ready", patience_s)
         self.family()
         return self
 
@@ -415,7 +414,9 @@ class Fleet:
         decode_flags: Sequence[str] = (),
         router_flags: Sequence[str] = (),
         new_node: Callable[..., Node] = Node,
+        patience_s: float = PATIENCE_S,
     ) -> None:
+        self._patience_s = patience_s
         folder.mkdir(parents=True, exist_ok=True)
         num_prefill, num_decode = (int(n) for n in topology.rstrip("D").split("P"))
         common = ("--model", str(model), *NODE_FLAGS, *flags)
@@ -439,7 +440,7 @@ class Fleet:
 
     def wait_ready(self) -> None:
         """Until every node serves."""
-        self.router.wait_ready(nodes=list(self.nodes.values()))
+        self.router.wait_ready(nodes=list(self.nodes.values()), patience_s=self._patience_s)
 
     @property
     def processes(self) -> list[Process]:

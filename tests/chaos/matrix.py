@@ -31,7 +31,7 @@ def run() -> Iterator[dict[str, object]]:
                     yield {"cell": str(cell), "result": str(results[cell]), "seconds": seconds}
                 matrix.fleet.stop()
     _write(results)
-    failed = {str(cell): result for cell, result in results.items() if isinstance(result, str)}
+    failed = {str(cell): result for cell, result in results.items() if str(result).startswith("failed")}
     assert not failed, failed
 
 
@@ -71,13 +71,18 @@ def table(results: Mapping[Cell, Times | str]) -> str:
 
 
 def _mark(results: Mapping[Cell, Times | str], fault: Fault, stage: Stage, notes: list[str]) -> str:
-    reason = why_not(fault, stage)
-    if reason is not None:
-        if reason not in notes:
-            notes.append(reason)
-        return f"– ({notes.index(reason) + 1})"
-    of_cell = [results.get(Cell(fault, stage, transport)) for transport in Transport]
-    return "ok" if all(isinstance(result, Times) for result in of_cell) else "**failed**"
+    marks = set[str]()
+    for cell in (Cell(fault, stage, transport) for transport in Transport):
+        result = results.get(cell) or why_not(cell) or "failed"
+        if isinstance(result, Times):
+            marks.add("ok")
+        elif result.startswith("failed"):
+            marks.add("**failed**")
+        else:
+            if result not in notes:
+                notes.append(result)
+            marks.add(f"({notes.index(result) + 1})")
+    return " ".join(sorted(marks, reverse=True))
 
 
 def _quantiles(sorted_s: Sequence[float]) -> str:

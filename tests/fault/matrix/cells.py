@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -11,12 +12,15 @@ from tests.fault.matrix.holding import Stage
 class Fault(StrEnum):
     """What happens to the fleet. The decode node is that of the requests; when they move, the other is the target."""
 
+    NONE = "nothing"
     PREFILL_KILLED = "prefill node killed"
     DECODE_KILLED = "decode node killed"
     DECODES_KILLED = "both decode nodes killed"
     TARGET_KILLED = "target of the moves killed"
     LINK_LOST = "link lost"
-    PARTITION = "network partition"
+    PREFILL_CUT_OFF = "partition: prefill node cut off"
+    DECODE_CUT_OFF = "partition: decode node cut off"
+    CUT_APART = "partition: the ends of the transfer cut apart"
     PREFILL_STOPPED = "prefill node: SIGSTOP"
     DECODE_STOPPED = "decode node: SIGSTOP"
     TARGET_STOPPED = "target of the moves: SIGSTOP"
@@ -45,11 +49,18 @@ class Cell:
         return f"{self.fault} / {self.stage} / {self.transport}"
 
 
+PARTITIONS = (Fault.PREFILL_CUT_OFF, Fault.DECODE_CUT_OFF, Fault.CUT_APART)
+"""Faults of a fleet whose nodes have network namespaces of their own. They are healed when the router has noticed."""
+
 LEAVING = (Stage.MOVING, Stage.DRAINING)
 """Stages in which the requests are on their way from one decode node to the other."""
 
-NOT_RUN: dict[tuple[Fault | None, Stage | None], str] = {
-    (Fault.PARTITION, None): "pending: the nodes of the matrix share one network namespace",
+NOT_RUN: dict[tuple[Fault, Stage | Transport], str] = {
+    **{
+        (fault, transport): "pending: the nodes of the matrix share one network namespace"
+        for fault in PARTITIONS
+        for transport in Transport
+    },
     (Fault.CLIENT_GONE, Stage.ABORTING): "the two requests that are left are as in `transferring`",
     **{
         (fault, stage): "only requests that are on their way have a target"
@@ -58,19 +69,16 @@ NOT_RUN: dict[tuple[Fault | None, Stage | None], str] = {
         if stage not in LEAVING
     },
 }
-"""Why cells do not run; None stands for every fault, or every stage."""
+"""Why cells do not run."""
 
 
-def why_not(fault: Fault, stage: Stage) -> str | None:
+def why_not(cell: Cell) -> str | None:
     """Why this cell is not run, if it is not."""
-    keys = ((None, stage), (fault, None), (fault, stage))
-    return next((NOT_RUN[key] for key in keys if key in NOT_RUN), None)
+    return NOT_RUN.get((cell.fault, cell.stage)) or NOT_RUN.get((cell.fault, cell.transport))
 
 
 CELLS = tuple(
-    Cell(fault, stage, transport)
-    for transport in Transport
-    for stage in Stage
-    for fault in Fault
-    if why_not(fault, stage) is None
+    cell
+    for cell in itertools.starmap(Cell, itertools.product(Fault, Stage, Transport))
+    if why_not(cell) is None
 )

@@ -21,16 +21,21 @@ from shared.engine.node_process import BuildRole, NodeParts, Scheduler, builder_
 from shared.protocol.channel import Handlers
 from shared.timeline import Role
 from tests.fault.matrix.holding import HeldDecode, HeldPrefill, HeldScheduler, Orders
-from tests.fault.matrix.plants import install, name_as_before
+from tests.fault.matrix.namespaces import enter
+from tests.fault.matrix.plants import install
 
 
 class Forked:
     """A process that runs a held node (a `tests.processes.Child`)."""
 
-    def __init__(self, role: Role, order_path: Path, flags: Sequence[str], log_path: Path) -> None:
+    def __init__(
+        self, role: Role, order_path: Path, flags: Sequence[str], log_path: Path, namespace: str = ""
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "decode_node.role", "prefill_node.role", "xgrammar"])
-        self._process = context.Process(target=_run_forked, args=(role, order_path, flags, log_path))
+        self._process = context.Process(
+            target=_run_forked, args=(role, order_path, flags, log_path, namespace)
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -47,8 +52,10 @@ class Forked:
         return self._process.exitcode
 
 
-def _run_forked(role: Role, order_path: Path, flags: Sequence[str], log_path: Path) -> None:
+def _run_forked(role: Role, order_path: Path, flags: Sequence[str], log_path: Path, namespace: str) -> None:
     os.setsid()
+    if namespace:
+        enter(namespace)
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())
@@ -75,7 +82,6 @@ def run_held(role: Role, order_path: Path, flags: Sequence[str]) -> int:
 
         return build_held
 
-    name_as_before(orders.current.plants)
     parser = make_parser("held-node", "A node that a test can hold in a stage.")
     add_net_flags(parser, 0)
     add_node_flags(parser)

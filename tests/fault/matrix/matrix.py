@@ -38,14 +38,16 @@ from tests.fault.matrix.four_requests import (
 )
 from tests.fault.matrix.held_node import Forked
 from tests.fault.matrix.holding import Order, Sight, Stage, write
+from tests.fault.matrix.namespaces import Namespaces
 from tests.fault.matrix.plants import Plant
 from tests.modelzoo import make_model
 from tests.patience import PATIENCE_S, until
-from tests.processes import Call, Child, Fleet, Node, Process, Router, is_home, print_logs
+from tests.processes import HOST, Call, Child, Fleet, Node, Process, Router, is_home, print_logs
 
 T = TypeVar("T")
 
 POLL_S = 0.01
+NODES = ("p0", "d0", "d1")
 PAGE_SIZE = 4
 NATIVE_FLAGS = ("--dtype", "bfloat16", "--attention-backend", "native")
 TORCH_LOGPROB_ATOL = 1e-4
@@ -69,15 +71,20 @@ _ENDS_STREAMS = (Fault.ROUTER_KILLED, Fault.CLIENT_GONE)
 class HeldNode(Node):
     """A node of `held_node`, and what it is told."""
 
-    def __init__(self, folder: Path, role: str, name: str, *flags: str) -> None:
-        super().__init__(folder, role, name, *flags)
+    def __init__(
+        self, folder: Path, role: str, name: str, *flags: str, network: Namespaces | None = None
+    ) -> None:
+        host = network.address(name) if network is not None else HOST
+        super().__init__(folder, role, name, "--host", host, "--insecure", *flags)
+        self.address = f"{host}:{self.port}"
+        self._namespace = network.name_of(name) if network is not None else ""
         self._order_path = folder / f"{name}.order"
         self._flags = self.argv[self.argv.index("--port") :]
         self._number = 0
         self.plants: tuple[str, ...] = ()
 
     def _spawn(self) -> Child:
-        return Forked(Role(self.role), self._order_path, self._flags, self.log_path)
+        return Forked(Role(self.role), self._order_path, self._flags, self.log_path, self._namespace)
 
     def order(self, **fields: Any) -> None:
         """Give an order, which takes the place of the last one; without `fields` the node is let go.
@@ -135,9 +142,16 @@ class Matrix:
     """A fleet over one transport, and the answers of its undisturbed run."""
 
     def __init__(
-        self, folder: Path, model: Path, transport: Transport, *, patience_s: float = PATIENCE_S
+        self,
+        folder: Path,
+        model: Path,
+        transport: Transport,
+        *,
+        network: Namespaces | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        self._patience_s = patience_s
+        self.patience_s = patience_s
+        self._network = network
         self.fleet = Fleet(
             folder,
             model,
@@ -145,7 +159,8 @@ class Matrix:
             flags=(*NODE_FLAGS, *(NATIVE_FLAGS if is_native() else ()), "--kv-transfer", transport),
             decode_flags=DECODE_FLAGS,
             router_flags=ROUTER_FLAGS,
-            new_node=HeldNode,
+            new_node=functools.partial(HeldNode, network=network),
+            patience_s=patience_s,
         )
         for node in self.nodes:
             node.order()
@@ -222,7 +237,7 @@ class Matrix:
         if fault is Fault.CLIENT_GONE:
             num_generated = self._num_generated() - num_before
             assert num_generated < NUM_SEQS * NUM_NEW / 2, "a node went on with what its client had left"
-        self._check_home()
+        self.check_home()
         if fault in _ENDS_STREAMS:
             return Times(detected_s, None)
         later = [[moment - at for moment in call.times if moment > released_at] for call in calls.values()]
@@ -234,9 +249,9 @@ class Matrix:
         """Let it happen. Returns the nodes that are lost by it."""
         prefill, spare = self.node("p0"), self._other(primary)
         match fault:
-            case Fault.PREFILL_KILLED | Fault.PREFILL_STOPPED | Fault.PREFILL_STALLED:
+            case Fault.PREFILL_KILLED | Fault.PREFILL_STOPPED | Fault.PREFILL_STALLED | Fault.PREFILL_CUT_OFF:
                 victims = [prefill]
-            case Fault.DECODE_KILLED | Fault.DECODE_STOPPED | Fault.DECODE_STALLED:
+            case Fault.DECODE_KILLED | Fault.DECODE_STOPPED | Fault.DECODE_STALLED | Fault.DECODE_CUT_OFF:
                 victims = [primary]
             case Fault.TARGET_KILLED | Fault.TARGET_STOPPED:
                 victims = [spare]
@@ -249,7 +264,7 @@ class Matrix:
                 victim.send(signal.SIGKILL)
             elif fault in (Fault.PREFILL_STALLED, Fault.DECODE_STALLED):
                 victim.order(stage=stage, stall=True)
-            else:
+            elif fault in (Fault.PREFILL_STOPPED, Fault.DECODE_STOPPED, Fault.TARGET_STOPPED):
                 victim.send(signal.SIGSTOP)
         match fault:
             case Fault.LINK_LOST:
@@ -266,8 +281,8 @@ class Matrix:
                     "the router has let go",
                     lambda: self._counter("sglang:num_aborted_requests") == num_aborted,
                 )
-            case Fault.PARTITION:
-                raise AssertionError("this cell is not run")
+            case Fault.PREFILL_CUT_OFF | Fault.DECODE_CUT_OFF | Fault.CUT_APART:
+                self._cut(victims, primary, spare if stage in LEAVING else prefill)
             case _:
                 pass
         return victims
@@ -279,10 +294,19 @@ class Matrix:
                 refused = self.router.generate(PREFIX, 2).finish()
                 assert refused.status == 503, refused.describe()
                 assert all(victim.name in (refused.error or "") for victim in victims), refused.error
-            case Fault.PREFILL_KILLED | Fault.PREFILL_STOPPED | Fault.PREFILL_STALLED:
+            case Fault.PREFILL_KILLED | Fault.PREFILL_STOPPED | Fault.PREFILL_STALLED | Fault.PREFILL_CUT_OFF:
                 assert self.router.get("/health")[1]["status"] == "degraded"
             case _:
                 pass
+
+    def _cut(self, victims: list[HeldNode], *ends: HeldNode) -> None:
+        """Cut off the victims, which work on, for no one. Without victims, cut both ends of the transfer apart."""
+        assert self._network is not None, "the nodes have no namespaces of their own"
+        for victim in victims:
+            self._network.cut_off(victim.name)
+            victim.order()
+        if not victims:
+            self._network.cut_between(*(end.name for end in ends))
 
     @contextlib.contextmanager
     def mended(self) -> Iterator[None]:
@@ -291,33 +315,27 @@ class Matrix:
             yield
         except AssertionError:
             print_logs(*self.fleet.processes)
-            self._renew()
+            self.renew()
             raise
 
-    def find(self, plant: Plant) -> str | None:
-        """What the cell of `plant` finds wrong while the fault is planted; None when it finds nothing."""
-        planted = [node for node in self.nodes if node.role in plant.roles]
-        for node in planted:
-            node.plants = (plant.name,)
+    def plant(self, plant: Plant | None) -> None:
+        """From now on this fault acts, and no other one. Orders of the nodes end."""
+        for node in self.nodes:
+            node.plants = (plant.name,) if plant is not None and node.role in plant.roles else ()
             node.order()
-        for node in planted if plant.at_start else ():
-            node.kill()
-        self.fleet.mend()
-        try:
-            self.run(plant.cell)
-        except AssertionError as error:
-            return str(error)
-        finally:
-            for node in planted:
-                node.plants = ()
-            self._renew()
-            self.check(self._run_undisturbed())
-        return None
 
-    def _renew(self) -> None:
+    def flush(self) -> None:
+        """Empty every cache."""
+        self._wait_home()
+        self._until("caches are flushed", self._flush)
+
+    def renew(self) -> None:
         """Start every process again, and forget what it has logged."""
+        if self._network is not None:
+            self._network.heal()
         for process in self.fleet.processes:
-            process.kill()
+            if process.alive:
+                process.kill()
         self._log_starts = {process.name: len(process.log) for process in self.fleet.processes}
         for node in self.nodes:
             node.order()
@@ -346,9 +364,8 @@ class Matrix:
 
     def _prepare(self) -> HeldNode:
         """Empty every cache but that of one decode node, which keeps what the prompts have in common."""
-        self._wait_home()
         self._until("every pair of nodes has its link", self._is_linked)
-        self._until("caches are flushed", self._flush)
+        self.flush()
         self._until("caches are empty, by the loads", lambda: not any(self._num_cached().values()))
         self.router.generate([*PREFIX, 100 + self._num_runs], 2).tokens()
         num_pages = len(PREFIX) // PAGE_SIZE
@@ -428,6 +445,8 @@ class Matrix:
 
     def _mend(self, victims: list[HeldNode], drained: list[HeldNode]) -> None:
         """Continue what was stopped, and start again what was killed or is drained, and so ends by itself."""
+        if self._network is not None:
+            self._network.heal()
         for victim in victims:
             if victim.alive:
                 victim.send(signal.SIGCONT)
@@ -436,7 +455,7 @@ class Matrix:
             assert node.wait() == 0, "a node that was drained ends well"
         self.fleet.mend()
 
-    def _check_home(self) -> None:
+    def check_home(self) -> None:
         """Everything is given back, no log has anything ugly, and the four requests are served as ever."""
         num_failovers = self._counter("baton:num_failovers")
         self.check(self._run())
@@ -470,7 +489,7 @@ class Matrix:
 
     def _until(self, what: str | Callable[[], str], holds: Callable[[], T]) -> T:
         """As `patience.until`, with the patience of this matrix."""
-        give_up_at = time.monotonic() + self._patience_s
+        give_up_at = time.monotonic() + self.patience_s
         while not (answer := holds()):
             assert time.monotonic() < give_up_at, f"never: {what() if callable(what) else what}"
             time.sleep(POLL_S)

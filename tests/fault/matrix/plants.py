@@ -6,7 +6,6 @@ what it always did.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,31 +19,38 @@ from shared.engine.node_process import NodeParts
 from shared.grammar.state import GrammarState
 from shared.kvcache.ledger import ReqKV
 from shared.kvtransfer.layout import Chunk
-from shared.protocol.messages import Cancel, ReqKey, RouterToNode
+from shared.protocol.messages import Cancel, ReqKey
+from shared.protocol.router_port import FromRouter
 from shared.protocol.transfer_messages import Handoff
 from shared.timeline import Role
 from tests.fault.matrix.cells import Cell, Fault, Transport
+from tests.fault.matrix.four_requests import NUM_NEW
 from tests.fault.matrix.holding import Stage, hold
 
 IsActive = Callable[[], bool]
 
 
+TOKENS_DIFFER = r"^\w+: \[[\d, ]*\] != \[|^\w+: a position changed"
+FAILED_OVER = "^a failover though nothing failed"
+
+
 @dataclass(frozen=True)
 class Plant:
-    """A fault of every node in `roles`, and the cell that finds it."""
+    """A fault of every node in `roles`, and how the matrix finds it.
+
+    `finding` is a pattern of what the matrix says, `logged` one of what the fleet logs meanwhile: a fault that is
+    found by another check, or beside another event, counts as missed.
+    """
 
     name: str
     roles: tuple[Role, ...]
-    fault: Fault
-    stage: Stage
     plant: Callable[[NodeParts, IsActive], None]
-    at_start: bool = False
-    """Whether the nodes are started with it."""
-
-    @property
-    def cell(self) -> Cell:
-        """The cell that must fail."""
-        return Cell(self.fault, self.stage, Transport.SHM)
+    finding: str = TOKENS_DIFFER
+    logged: str = ""
+    cell: Cell | None = None
+    """The cell that fails. None: the fault shows in every request, so that no other one is needed."""
+    lasts: bool = False
+    """Whether the fleet has to be started anew behind it."""
 
 
 def page_not_sent(parts: NodeParts, is_active: IsActive) -> None:
@@ -106,24 +112,26 @@ def seed_position_off_by_one(parts: NodeParts, is_active: IsActive) -> None:
 
 
 def grammar_not_replayed(parts: NodeParts, is_active: IsActive) -> None:
-    """The grammar of a request that was elsewhere before starts from its beginning."""
+    """The grammar of a request that failed over starts from its beginning: it goes on behind what it did not see."""
     follow = GrammarState.follow
 
     def faulty(state: GrammarState, ids: Sequence[int], start: int) -> bool:
-        return True if is_active() and len(ids) > start else follow(state, ids, start)
+        num_known = len(ids) - start
+        if is_active() and state._num_accepted == 0 and num_known > 1:  # more than a handoff brings
+            state._num_accepted = num_known
+        return follow(state, ids, start)
 
     hold(GrammarState, "follow", faulty)
 
 
 def lost_cancel(parts: NodeParts, is_active: IsActive) -> None:
-    """No Cancel arrives."""
-    on_message = parts.router_port.on_message
+    """The scheduler does not get a Cancel that has come."""
+    take = parts.router_port.take
 
-    def faulty(router: str, message: RouterToNode) -> None:
-        if not (is_active() and isinstance(message, Cancel)):
-            on_message(router, message)
+    def faulty() -> list[FromRouter]:
+        return [heard for heard in take() if not (is_active() and isinstance(heard.message, Cancel))]
 
-    hold(parts.router_port, "on_message", faulty)
+    hold(parts.router_port, "take", faulty)
 
 
 def double_free(parts: NodeParts, is_active: IsActive) -> None:
@@ -140,28 +148,36 @@ def double_free(parts: NodeParts, is_active: IsActive) -> None:
     hold(allocator, "free", faulty)
 
 
-STALE_INCARNATION = "a stale incarnation accepted"
-
-
 def stale_incarnation(parts: NodeParts, is_active: IsActive) -> None:
-    """A node that was started again has the incarnation of the one that was killed, so every check lets it pass.
-
-    It was named by `name_as_before`, before it had parts.
-    """
-    assert not is_active() or parts.router_port.hello.node.incarnation.endswith(_SAME)
+    """A dispatch of a router that was started again passes for one of its earlier incarnation."""
+    _forget_of_keys(parts, is_active, lambda key: msgspec.structs.replace(key, router=""))
 
 
-_SAME = "0" * 8
+def stale_attempt(parts: NodeParts, is_active: IsActive) -> None:
+    """The next attempt at a request passes for the one before."""
+    _forget_of_keys(parts, is_active, lambda key: msgspec.structs.replace(key, attempt=0))
 
 
-def name_as_before(planted: Sequence[str]) -> None:
-    """Plant `STALE_INCARNATION`, if it is planted, before the node gets its name."""
-    if STALE_INCARNATION in planted:
-        hold(secrets, "token_hex", lambda num_bytes: _SAME)
+def _forget_of_keys(parts: NodeParts, is_active: IsActive, forget: Callable[[ReqKey], ReqKey]) -> None:
+    """What `forget` leaves of a key decides whether a dispatch is a repeated one."""
+    port = parts.router_port
+    is_new = port._is_new
+    seen: set[ReqKey] = set()
+
+    def faulty(key: ReqKey) -> bool:
+        less = forget(key)
+        known = less in seen
+        seen.add(less)
+        if is_active() and known:
+            port._dispatch_repeated(key=key)
+            return False
+        return is_new(key)
+
+    hold(port, "_is_new", faulty)
 
 
 def cached_before_computed(parts: NodeParts, is_active: IsActive) -> None:
-    """All pages of a request that ends are cached, also those that it never computed."""
+    """All pages of a request that ends are cached, also those that never arrived."""
     ledger = parts.engine.ledger
     finished = ledger.cache_finished_req
 
@@ -195,6 +211,20 @@ def digest_ignored(parts: NodeParts, is_active: IsActive) -> None:
     hold(parts.engine.pool, "scatter", faulty)
 
 
+def moved_pages_given_away(parts: NodeParts, is_active: IsActive) -> None:
+    """The pages of a move belong to another request once they are handed off, not once the move is done."""
+    sender, buffer = parts.transfer.sender, parts.engine.pool.buffer_LSNHPD
+    handoff = sender.handoff
+
+    def faulty(key: ReqKey, message: Handoff) -> None:
+        transfer = sender.transfers.get(key)
+        handoff(key, message)
+        if is_active() and transfer is not None:
+            buffer[:, :, transfer.page_ids] = 0
+
+    hold(sender, "handoff", faulty)
+
+
 def token_sent_twice(parts: NodeParts, is_active: IsActive) -> None:
     """Each token is told as two."""
     say_token = parts.router_port.say_token
@@ -207,32 +237,80 @@ def token_sent_twice(parts: NodeParts, is_active: IsActive) -> None:
 
 _P, _D = (Role.PREFILL,), (Role.DECODE,)
 _BOTH = (Role.PREFILL, Role.DECODE)
-_ANY = (Fault.LINK_LOST, Stage.STREAMING)
-"""The cheapest cell. What goes wrong in every request needs no other."""
+
+
+def _cell(fault: Fault, stage: Stage) -> Cell:
+    return Cell(fault, stage, Transport.SHM)
+
 
 PLANTS = {
     plant.name: plant
     for plant in (
-        Plant("a page not sent", _P, *_ANY, page_not_sent),
-        Plant("a page index off by one", _P, *_ANY, page_index_off_by_one),
-        Plant("a late write into a freed page", _D, *_ANY, late_write),
-        Plant("a handoff with a stale length", _P, *_ANY, stale_length),
-        Plant("a seed position off by one", _D, *_ANY, seed_position_off_by_one),
+        Plant("a page not sent", _P, page_not_sent, FAILED_OVER, "corrupt_pages"),
+        Plant("a page index off by one", _P, page_index_off_by_one),
+        Plant("a late write into a freed page", _D, late_write),
+        Plant("a handoff with a stale length", _P, stale_length, FAILED_OVER, "handoff of"),
+        Plant("a seed position off by one", _D, seed_position_off_by_one),
         Plant(
-            "grammar state not replayed", _BOTH, Fault.DECODE_KILLED, Stage.STREAMING, grammar_not_replayed
+            "grammar state not replayed",
+            _BOTH,
+            grammar_not_replayed,
+            finding=r"^grammar: \[[\d, ]*\] != \[",
+            cell=_cell(Fault.DECODE_KILLED, Stage.STREAMING),
+            lasts=True,
         ),
-        Plant("a lost Cancel", _D, Fault.LINK_LOST, Stage.ABORTING, lost_cancel),
-        Plant("a double free", _D, *_ANY, double_free),
-        Plant(STALE_INCARNATION, _D, Fault.DECODE_KILLED, Stage.STREAMING, stale_incarnation, True),
+        Plant(
+            "a lost Cancel",
+            _BOTH,
+            lost_cancel,
+            finding="^a node went on with what its client had left",
+            cell=_cell(Fault.CLIENT_GONE, Stage.STREAMING),
+        ),
+        Plant(
+            "a double free",
+            _D,
+            double_free,
+            f"{TOKENS_DIFFER}|pages with two owners",
+            "pages with two owners",
+            lasts=True,
+        ),
+        Plant(
+            "a stale incarnation accepted",
+            _BOTH,
+            stale_incarnation,
+            finding="the router is ready",
+            logged="dispatch_repeated",
+            cell=_cell(Fault.ROUTER_KILLED, Stage.STREAMING),
+            lasts=True,
+        ),
+        Plant(
+            "a stale attempt accepted",
+            _BOTH,
+            stale_attempt,
+            finding="^never: all calls have ended",
+            logged="dispatch_repeated",
+            cell=_cell(Fault.LINK_LOST, Stage.TRANSFERRING),
+            lasts=True,
+        ),
         Plant(
             "a page cached before it is computed",
-            _P,
-            Fault.DECODE_KILLED,
-            Stage.PREFILLING,
+            _D,
             cached_before_computed,
+            cell=_cell(Fault.LINK_LOST, Stage.TRANSFERRING),
         ),
-        Plant("a digest ignored", _BOTH, *_ANY, digest_ignored),
-        Plant("a token sent twice", _D, *_ANY, token_sent_twice),
+        Plant("a digest ignored", _BOTH, digest_ignored),
+        Plant(
+            "a token sent twice",
+            _D,
+            token_sent_twice,
+            rf"{TOKENS_DIFFER}|'completion_tokens': {NUM_NEW + 1},",
+        ),
+        Plant(
+            "pages of a move given away",
+            _D,
+            moved_pages_given_away,
+            cell=_cell(Fault.NONE, Stage.MOVING),
+        ),
     )
 }
 
