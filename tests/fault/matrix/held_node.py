@@ -74,7 +74,7 @@ def run_held(role: Role, order_path: Path, flags: Sequence[str]) -> int:
             install(role, parts, lambda: orders.current.plants)
             scheduler, handlers = builder_of(role)(parts)
             if isinstance(scheduler, PrefillScheduler):
-                holds = HeldPrefill(scheduler, orders).holds
+                holds = HeldPrefill(parts, scheduler, orders).holds
             else:
                 assert isinstance(scheduler, DecodeScheduler)
                 holds = HeldDecode(parts, scheduler, orders).holds

@@ -21,8 +21,9 @@ from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
 from shared.engine.node_process import NodeParts, Scheduler
 from shared.kvtransfer.receiver import KVReceiver
-from shared.kvtransfer.states import Received, ReceiveEvent
+from shared.kvtransfer.states import Received, ReceiveEvent, SendEnded
 from shared.protocol.messages import Cancel, ReqKey
+from shared.protocol.transfer_messages import Ready
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 
@@ -158,9 +159,21 @@ class HeldScheduler:
 class HeldPrefill:
     """The stages that a prefill node sees."""
 
-    def __init__(self, scheduler: PrefillScheduler, orders: Orders) -> None:
+    def __init__(self, parts: NodeParts, scheduler: PrefillScheduler, orders: Orders) -> None:
         self._scheduler = scheduler
         self._orders = orders
+        self._arrived: list[Ready | SendEnded] = []
+        self._poll = parts.transfer.sender.poll
+        hold(parts.transfer.sender, "poll", self.poll)
+
+    def poll(self) -> list[Ready | SendEnded]:
+        """None is computed before all are here: a small model would be through with the first by then."""
+        order = self._orders.current
+        self._arrived += self._poll()
+        if order.stage is Stage.PREFILLING and len(self._scheduler.reqs) < order.count:
+            return []
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
     def holds(self, order: Order) -> bool:
         """Whether the loop is to stand still now."""
