@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.fault.matrix.cells import CELLS, Cell, Fault, Transport, why_not
+from tests.fault.matrix.fleet_nodes import make_matrix_model
 from tests.fault.matrix.holding import Stage
-from tests.fault.matrix.matrix import Matrix, Times, make_matrix_model
+from tests.fault.matrix.matrix import Matrix, Times
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 CELL_PATIENCE_S = 60.0

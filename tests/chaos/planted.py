@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tests.fault.matrix.cells import Transport
 from tests.fault.matrix.finding import find
-from tests.fault.matrix.matrix import Matrix, make_matrix_model
+from tests.fault.matrix.fleet_nodes import make_matrix_model
+from tests.fault.matrix.matrix import Matrix
 from tests.fault.matrix.plants import PLANTS
 from tests.processes import print_logs
 

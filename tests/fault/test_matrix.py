@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.fault.matrix.cells import CELLS, Cell, Fault, Transport
+from tests.fault.matrix.fleet_nodes import make_matrix_model
 from tests.fault.matrix.holding import Stage
-from tests.fault.matrix.matrix import Matrix, make_matrix_model
+from tests.fault.matrix.matrix import Matrix
 
 pytestmark = pytest.mark.processes
 

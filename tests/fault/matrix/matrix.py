@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
-from shared.kernels.cpu.build import NativeUnavailable
-from shared.kernels.cpu.library import load_library
-from shared.timeline import Role
 from tests.fault.matrix.cells import LEAVING, Cell, Fault, Transport
+from tests.fault.matrix.fleet_nodes import NATIVE_FLAGS, TORCH_LOGPROB_ATOL, HeldNode, is_native
 from tests.fault.matrix.four_requests import (
     NUM_NEW,
     NUM_SEQS,
@@ -36,23 +30,18 @@ from tests.fault.matrix.four_requests import (
     rids,
     start_four,
 )
-from tests.fault.matrix.held_node import Forked
-from tests.fault.matrix.holding import Order, Sight, Stage, write
+from tests.fault.matrix.holding import Sight, Stage
 from tests.fault.matrix.namespaces import Namespaces
 from tests.fault.matrix.plants import Plant
-from tests.modelzoo import make_model
-from tests.patience import PATIENCE_S, until
-from tests.processes import HOST, Call, Child, Fleet, Node, Process, Router, is_home, print_logs
+from tests.fault.matrix.resources import Resources, resources
+from tests.patience import PATIENCE_S
+from tests.processes import Call, Fleet, Process, Router, is_home, print_logs
 
 T = TypeVar("T")
 
 POLL_S = 0.01
 NODES = ("p0", "d0", "d1")
 PAGE_SIZE = 4
-NATIVE_FLAGS = ("--dtype", "bfloat16", "--attention-backend", "native")
-TORCH_LOGPROB_ATOL = 1e-4
-"""Without native kernels the fleet computes in float32 with torch, which adds in another order in a prefill than in a
-decode step."""
 NODE_TIMEOUT_S, PEER_TIMEOUT_S, ROUTER_TIMEOUT_S = "3", "1.5", "3"
 NODE_FLAGS = (
     *("--page-size", str(PAGE_SIZE), "--max-total-tokens", "4096", "--chunked-prefill-size", "8"),
@@ -68,74 +57,12 @@ _ENDS_STREAMS = (Fault.ROUTER_KILLED, Fault.CLIENT_GONE)
 """Faults that no stream can survive: everything has to be given back."""
 
 
-class HeldNode(Node):
-    """A node of `held_node`, and what it is told."""
-
-    def __init__(
-        self, folder: Path, role: str, name: str, *flags: str, network: Namespaces | None = None
-    ) -> None:
-        host = network.address(name) if network is not None else HOST
-        super().__init__(folder, role, name, "--host", host, "--insecure", *flags)
-        self.address = f"{host}:{self.port}"
-        self._namespace = network.name_of(name) if network is not None else ""
-        self._order_path = folder / f"{name}.order"
-        self._flags = self.argv[self.argv.index("--port") :]
-        self._number = 0
-        self.plants: tuple[str, ...] = ()
-
-    def _spawn(self) -> Child:
-        return Forked(Role(self.role), self._order_path, self._flags, self.log_path, self._namespace)
-
-    def order(self, **fields: Any) -> None:
-        """Give an order, which takes the place of the last one; without `fields` the node is let go.
-
-        A node that runs has read it on return, or has ended. One that is stopped is continued before it gets one.
-        """
-        self._number += 1
-        write(self._order_path, Order(number=self._number, plants=self.plants, **fields))
-        read_path = self._order_path.with_suffix(".read")
-        until(
-            lambda: not self.alive or (read_path.exists() and read_path.read_text() == str(self._number)),
-            "the order is read",
-        )
-
-    @property
-    def sight(self) -> Sight | None:
-        """What it has seen since the latest order."""
-        path = self._order_path.with_suffix(".seen")
-        sight = msgspec.json.decode(path.read_bytes(), type=Sight) if path.exists() else None
-        return sight if sight is not None and sight.number == self._number else None
-
-
-@functools.cache
-def is_native() -> bool:
-    """Whether this machine has the native kernels, by which a token has the same bits however it is computed."""
-    try:
-        load_library()
-    except NativeUnavailable:
-        return False
-    return True
-
-
-def make_matrix_model(folder: Path) -> Path:
-    """The model that the fleet serves."""
-    return make_model(folder, "llama", dtype="bfloat16", num_hidden_layers=4)
-
-
 @dataclass(frozen=True)
 class Times:
     """Seconds from the fault until the router knew, and until every stream went on; None where neither happens."""
 
     detected_s: float | None
     recovered_s: float | None
-
-
-@dataclass(frozen=True)
-class Resources:
-    """The threads and the open files of a process, by name."""
-
-    threads: Counter[str]
-    files: Counter[str]
 
 
 class Matrix:
@@ -469,7 +396,7 @@ class Matrix:
         baseline = self._baseline[process.name]
         self._until(
             lambda: f"{process.name} has no more than {baseline}, but {resources(process)}",
-            _is_back(process, baseline),
+            lambda: resources(process).is_within(baseline),
         )
 
     def _wait_home(self) -> None:
@@ -540,24 +467,3 @@ class Matrix:
         """The answers of a run over empty caches."""
         self._prepare()
         return self._run()
-
-
-def resources(process: Process) -> Resources:
-    """What a process has now."""
-    of = Path("/proc") / str(process.pid)
-    threads, files = Counter[str](), Counter[str]()
-    for task in (of / "task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            threads[(task / "comm").read_text().strip()] += 1
-    for descriptor in (of / "fd").iterdir():
-        with contextlib.suppress(OSError):
-            files[os.readlink(descriptor).partition(":[")[0]] += 1
-    return Resources(threads, files)
-
-
-def _is_back(process: Process, before: Resources) -> Callable[[], bool]:
-    def is_back() -> bool:
-        now = resources(process)
-        return now.threads.total() <= before.threads.total() and now.files.total() <= before.files.total()
-
-    return is_back

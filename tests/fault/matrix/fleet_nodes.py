@@ -1,0 +1,78 @@
+"""The nodes of the matrix's fleet: how a test holds one, and what they compute with."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shared.kernels.cpu.build import NativeUnavailable
+from shared.kernels.cpu.library import load_library
+from shared.timeline import Role
+from tests.fault.matrix.held_node import Forked
+from tests.fault.matrix.holding import Order, Sight, write
+from tests.fault.matrix.namespaces import Namespaces
+from tests.modelzoo import make_model
+from tests.patience import until
+from tests.processes import HOST, Child, Node
+
+NATIVE_FLAGS = ("--dtype", "bfloat16", "--attention-backend", "native")
+TORCH_LOGPROB_ATOL = 1e-4
+"""Without native kernels the fleet computes in float32 with torch, which adds in another order in a prefill than in a
+decode step."""
+
+
+class HeldNode(Node):
+    """A node of `held_node`, and what it is told."""
+
+    def __init__(
+        self, folder: Path, role: str, name: str, *flags: str, network: Namespaces | None = None
+    ) -> None:
+        host = network.address(name) if network is not None else HOST
+        super().__init__(folder, role, name, "--host", host, "--insecure", *flags)
+        self.address = f"{host}:{self.port}"
+        self._namespace = network.name_of(name) if network is not None else ""
+        self._order_path = folder / f"{name}.order"
+        self._flags = self.argv[self.argv.index("--port") :]
+        self._number = 0
+        self.plants: tuple[str, ...] = ()
+
+    def _spawn(self) -> Child:
+        return Forked(Role(self.role), self._order_path, self._flags, self.log_path, self._namespace)
+
+    def order(self, **fields: Any) -> None:
+        """Give an order, which takes the place of the last one; without `fields` the node is let go.
+
+        A node that runs has read it on return, or has ended. One that is stopped is continued before it gets one.
+        """
+        self._number += 1
+        write(self._order_path, Order(number=self._number, plants=self.plants, **fields))
+        read_path = self._order_path.with_suffix(".read")
+        until(
+            lambda: not self.alive or (read_path.exists() and read_path.read_text() == str(self._number)),
+            "the order is read",
+        )
+
+    @property
+    def sight(self) -> Sight | None:
+        """What it has seen since the latest order."""
+        path = self._order_path.with_suffix(".seen")
+        sight = msgspec.json.decode(path.read_bytes(), type=Sight) if path.exists() else None
+        return sight if sight is not None and sight.number == self._number else None
+
+
+@functools.cache
+def is_native() -> bool:
+    """Whether this machine has the native kernels, by which a token has the same bits however it is computed."""
+    try:
+        load_library()
+    except NativeUnavailable:
+        return False
+    return True
+
+
+def make_matrix_model(folder: Path) -> Path:
+    """The model that the fleet serves."""
+    return make_model(folder, "llama", dtype="bfloat16", num_hidden_layers=4)
