@@ -83,7 +83,8 @@ class SharedNews:
             number = self._remember(news)
             if isinstance(news, RemovedNode):
                 self._to_all(number, news)
-        event("router_news", router=relay.router, news=type(news).__name__)
+        about = {"rid": news.rid} if isinstance(news, AbortedReqs) else {"address": news.address}
+        event("router_news", router=relay.router, news=type(news).__name__, **about)
         return news
 
     def send_current(self, node: LiveNode) -> None:

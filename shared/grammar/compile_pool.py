@@ -63,7 +63,7 @@ class CompilePool:
         """Start to compile a grammar. The only exception of the future is a RequestError."""
         future: Future[CompiledGrammar] = Future()
         if self._closed:
-            future.set_exception(RequestError("this node is ending", status=503))
+            future.set_exception(_ending())
         elif not self._places.acquire(blocking=False):
             message = f"{self._max_waiting} grammars wait to be compiled on this node, and more may not"
             future.set_exception(RequestError(message, status=503))
@@ -78,7 +78,10 @@ class CompilePool:
         self.compile(Grammar("json_schema", '{"type": "object"}'))
 
     def close(self) -> None:
-        """Cancel what waits. A thread that is compiling is not waited for."""
+        """Cancel what waits. A thread that is compiling is not waited for, one that loads the backend is.
+
+        A process that ends while one of its threads imports a native library may abort.
+        """
         self._closed = True
         while not self._jobs.empty():
             job = self._jobs.get()
@@ -86,6 +89,8 @@ class CompilePool:
                 job[1].cancel()
         for _ in self._threads:
             self._jobs.put(None)
+        with self._backend_lock:
+            pass
 
     def _start_threads(self) -> None:
         if self._threads:
@@ -113,6 +118,8 @@ class CompilePool:
         try:
             with self._backend_lock:
                 if self._backend is None:
+                    if self._closed:
+                        raise _ending()
                     self._backend = self._load_backend()
                 backend = self._backend
             compiled = backend.compile(grammar)
@@ -128,6 +135,10 @@ class CompilePool:
             message = f"the grammar backend failed: {type(error).__name__}: {error}"
             raise RequestError(message, status=500, param=grammar.kind) from error
         return compiled
+
+
+def _ending() -> RequestError:
+    return RequestError("this node is ending", status=503)
 
 
 def probe(compiled: CompiledGrammar, kind: str, cpu_clock: Clock) -> None:

@@ -15,7 +15,8 @@ from shared.engine.build import build_engine, make_ledger
 from shared.engine.forward_stream import CpuForwardStream
 from shared.engine.resolve import (
     CPU_KV_CAP_BYTES,
-    FINGERPRINT_SAMPLE_BYTES,
+    FINGERPRINT_BLOCK_NBYTES,
+    FINGERPRINT_BLOCKS,
     fingerprint,
     resolve_context_length,
     resolve_device,
@@ -156,6 +157,11 @@ class TestBuildEngine:
             build_engine(config, lambda what, fraction: None)
 
 
+FILE_NBYTES = 3 * FINGERPRINT_BLOCKS * FINGERPRINT_BLOCK_NBYTES
+TENSOR = b"\1" * (FILE_NBYTES // (FINGERPRINT_BLOCKS - 1))
+"""The smallest of which every place in the file is noticed."""
+
+
 class TestFingerprint:
     def test_equal_folders_have_equal_fingerprints(self, tmp_path: Path) -> None:
         assert fingerprint(checkpoint(tmp_path / "a")) == fingerprint(checkpoint(tmp_path / "b"))
@@ -166,11 +172,12 @@ class TestFingerprint:
             lambda f: (f / "config.json").write_text('{"x": 2}'),
             lambda f: overwrite(f / "a.safetensors", 0),
             lambda f: overwrite(f / "a.safetensors", -1),
+            lambda f: overwrite(f / "a.safetensors", FILE_NBYTES // 3, TENSOR),
             lambda f: (f / "a.safetensors").write_bytes((f / "a.safetensors").read_bytes() + b"\0"),
             lambda f: (f / "a.safetensors").rename(f / "b.safetensors"),
             lambda f: (f / "b.safetensors").write_bytes(b""),
         ],
-        ids=["config", "first byte", "last byte", "length", "name", "another file"],
+        ids=["config", "first byte", "last byte", "a tensor", "length", "name", "another file"],
     )
     def test_any_of_these_is_another_checkpoint(
         self, tmp_path: Path, change: Callable[[Path], object]
@@ -190,11 +197,11 @@ class TestFingerprint:
 def checkpoint(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text('{"x": 1}')
-    (folder / "a.safetensors").write_bytes(bytes(3 * FINGERPRINT_SAMPLE_BYTES))
+    (folder / "a.safetensors").write_bytes(bytes(FILE_NBYTES))
     return folder
 
 
-def overwrite(path: Path, at: int) -> None:
+def overwrite(path: Path, at: int, new: bytes = b"\1") -> None:
     content = bytearray(path.read_bytes())
-    content[at] ^= 1
+    content[at : at % len(content) + len(new)] = new
     path.write_bytes(content)

@@ -167,6 +167,23 @@ def test_a_closed_pool_compiles_nothing_and_its_threads_end(backend: CountingBac
         assert not thread.is_alive()
 
 
+def test_the_end_waits_for_a_backend_that_is_being_loaded(backend: CountingBackend) -> None:
+    began, loaded = threading.Event(), threading.Event()
+
+    def load() -> GrammarBackend:
+        began.set()
+        assert backend.gate.wait(PATIENCE_S)
+        loaded.set()
+        return backend
+
+    pool = CompilePool(load)
+    pool.warm_up()
+    assert began.wait(PATIENCE_S)
+    threading.Timer(0.1, backend.gate.set).start()
+    pool.close()
+    assert loaded.is_set()
+
+
 def test_a_grammar_that_is_slow_to_follow_is_refused() -> None:
     cpu = CpuTime()
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import pytest
 
 from router.nodes.shared_news import MAX_REMEMBERED, SharedNews
 from router.server import Router
-from shared.protocol.messages import AbortedReqs, AddedNode, Decode, Prefill, Relay, RemovedNode, Role
+from shared.protocol.messages import (
+    AbortedReqs,
+    AddedNode,
+    Decode,
+    Prefill,
+    Relay,
+    RemovedNode,
+    Role,
+    RouterNews,
+)
 from shared.protocol.router_relay import MAX_ABORTS_A_SECOND
 from shared.timeline import Clock
 from tests.patience import eventually
@@ -110,6 +121,18 @@ def test_a_change_is_later_than_the_one_before_also_when_the_clock_stands_still(
 def test_a_router_takes_no_news_of_its_own() -> None:
     assert news_of(Node()).take(Relay("one", 1, AbortedReqs("x"))) is None
     assert news_of(Node()).take(Relay("two", 1, AbortedReqs("x"))) == AbortedReqs("x")
+
+
+@pytest.mark.parametrize(
+    ("news", "about"),
+    [(AddedNode(Role.DECODE, "tcp://d9:1", "", 1.0), "address=tcp://d9:1"), (AbortedReqs("r7"), "rid=r7")],
+)
+def test_the_log_says_what_the_news_is_about(
+    news: RouterNews, about: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "baton"):
+        SharedNews(list, "own").take(Relay("other", 1, news))
+    assert about in caplog.text
 
 
 def test_a_removal_is_passed_on_once_and_sent_again_to_correct_old_news() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -66,7 +67,10 @@ def cache_prefix(ledger: KVLedger, ids: Sequence[int]) -> None:
 
 
 def num_opcodes(call: Callable[[], Any]) -> int:
-    """How many bytecode instructions a call takes: a measure of work that no other load changes."""
+    """How many bytecode instructions a call takes: a measure of work that no other load changes.
+
+    The collector of cycles may run finalizers at any allocation, and they would count, so it is off meanwhile.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
@@ -76,11 +80,13 @@ def num_opcodes(call: Callable[[], Any]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
