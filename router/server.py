@@ -165,9 +165,9 @@ class Router:
         """Take a node's announcement (a `join_socket.JoinListener`)."""
         self._membership.on_announcement(message)
 
-    def node_exited(self, node_id: str, role: Role, reason: str) -> None:
+    def node_exited(self, node_id: str, role: Role, reason: str, *, crashed: bool) -> None:
         """Note that a node of this machine has ended. It announces itself when it has been started again."""
-        self._membership.node_exited(node_id, role, reason)
+        self._membership.node_exited(node_id, role, reason, crashed=crashed)
 
     async def ready(self, node_ids: Sequence[str] = ()) -> None:
         """Wait until these nodes serve, or, if none is named, until the fleet can serve. Raises ConfigError."""

@@ -80,7 +80,7 @@ class Timing:
 
 
 class NodeLeft(LinkError):
-    """The node said Leaving, for a reason that no request has caused."""
+    """The node said Leaving, or its process has ended, for a reason that no request has caused."""
 
 
 class NodeCrashed(LinkError):
@@ -124,7 +124,8 @@ class Conversation:
             await asyncio.gather(*parts, return_exceptions=True)
         for message in link.receive_waiting():  # a node that leaves says so, and closes at once
             self._handle(message)
-        raise NodeCrashed(link.lost.result())
+        reason = link.lost.result()
+        raise NodeCrashed(reason) if link.crashed else NodeLeft(reason)
 
     async def _receive(self) -> None:
         while True:

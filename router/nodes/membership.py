@@ -34,6 +34,7 @@ from shared.protocol.messages import (
     Answered,
     Draining,
     Join,
+    Leaving,
     LoadFailed,
     Loading,
     NodeHello,
@@ -212,7 +213,7 @@ class Membership:
                 self._join(node, role)
         self._signal()
 
-    def node_exited(self, node_id: str, role: Role, reason: str) -> None:
+    def node_exited(self, node_id: str, role: Role, reason: str, *, crashed: bool) -> None:
         """Note that a node's process has ended. The node is lost, and dialled when it announces itself."""
         self.loading.pop(node_id, None)
         members = [m for m in self._members if m.node_id == node_id]
@@ -222,7 +223,7 @@ class Membership:
         for member in members:
             member.exited = reason
             if member.node is not None:
-                member.node.link.lose(reason)
+                member.node.link.lose(reason, crashed=crashed)
             else:
                 if member.task is not None:
                     member.task.cancel()
@@ -262,8 +263,10 @@ class Membership:
                 task.cancel()
 
     async def close(self) -> None:
-        """Close every connection, and dial no node any more."""
+        """Say so to every node, close every connection, and dial no node any more."""
         self._closed = True
+        for node in self.all_live():
+            node.send(Leaving("the router is shutting down"))
         tasks = [member.task for member in self._members if member.task is not None]
         for task in tasks:
             task.cancel()

@@ -58,6 +58,8 @@ class NodeLink:
         self, context: zmq.asyncio.Context, address: str, identity: str, fleet_key: FleetKey | None
     ) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.crashed = True
+        """Whether a node whose link is lost seems to have crashed."""
         try:
             self._sockets = DialSocket(
                 context, address, identity, fleet_key, max_queued_messages=_MAX_QUEUED_MESSAGES
@@ -117,9 +119,10 @@ class NodeLink:
                     raise Refusal(f"the node refused: {reason}")
             await asyncio.sleep(0)  # receive() does not suspend while messages are waiting
 
-    def lose(self, reason: str) -> None:
-        """End the link with a reason. The first reason counts."""
+    def lose(self, reason: str, *, crashed: bool = True) -> None:
+        """End the link with a reason. The first reason counts, and whether the node seems to have crashed."""
         if not self.lost.done():
+            self.crashed = crashed
             self.lost.set_result(reason)
 
     def close(self) -> None:

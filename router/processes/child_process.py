@@ -52,8 +52,8 @@ class ChildProcess:
     """Runs `python ARGV`, and starts it again whenever it ends. A child sets `loaded` and `ready` by a message.
 
     With a `heartbeat_timeout_s`, a child whose event loop hangs for so long is killed. `on_start` is called when a
-    process has been started, `on_exit(reason, pause_s)` when one has ended, or could not be started, and the next
-    will be started after that pause.
+    process has been started, `on_exit(code, reason, pause_s)` when one has ended, or could not be started, and the
+    next will be started after that pause. Without an exit code none was started.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ChildProcess:
         heartbeat_timeout_s: float | None = None,
         stdout: int | None = _STDERR,
         on_start: Callable[[], None] = lambda: None,
-        on_exit: Callable[[str, float], None] = lambda reason, pause_s: None,
+        on_exit: Callable[[int | None, str, float], None] = lambda code, reason, pause_s: None,
     ) -> None:
         self.kind = kind
         self.name = name
@@ -112,8 +112,9 @@ class ChildProcess:
                 raise ChildFailed(self.kind, self.name, code, how)
             if time.monotonic() - began > MAX_PAUSE_S:
                 pause_s = MIN_PAUSE_S
-            self._log("exited", level=logging.WARNING, code=code, restart_in_s=pause_s)
-            self._on_exit(how, pause_s)
+            level = logging.WARNING if code else logging.INFO
+            self._log("exited", level=level, code=code, restart_in_s=pause_s)
+            self._on_exit(code, how, pause_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stopping.wait()

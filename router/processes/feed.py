@@ -17,11 +17,12 @@ from shared.protocol.messages import Announcement, Role, Struct
 
 
 class NodeExited(Struct, frozen=True):
-    """A node of this machine has ended, and will be started again."""
+    """A node of this machine has ended, and will be started again. It has not `crashed` if its exit code was 0."""
 
     node_id: str
     role: Role
     reason: str
+    crashed: bool
 
 
 class ReloadKeys(Struct, frozen=True):

@@ -138,8 +138,8 @@ async def _pass_on(messages: asyncio.Queue[ToRouter], router: Router) -> None:
     """Pass the supervisor's messages to the router."""
     while True:
         match await messages.get():
-            case NodeExited(node_id, role, reason):
-                router.node_exited(node_id, role, reason)
+            case NodeExited(node_id, role, reason, crashed):
+                router.node_exited(node_id, role, reason, crashed=crashed)
             case ReloadKeys():
                 router.keys.reload()
             case message:

@@ -150,9 +150,9 @@ class Supervisor:
             yield node_id, self._local_node(role, node_id, argv)
 
     def _local_node(self, role: Role, node_id: str, argv: Sequence[str]) -> ChildProcess:
-        def on_exit(how: str, pause_s: float) -> None:
-            reason = self._failures.pop(node_id, how)
-            self._remember(node_id, NodeExited(node_id, role, f"{reason}; started again in {pause_s:g} s"))
+        def on_exit(code: int | None, how: str, pause_s: float) -> None:
+            reason = f"{self._failures.pop(node_id, how)}; started again in {pause_s:g} s"
+            self._remember(node_id, NodeExited(node_id, role, reason, crashed=code != 0))
 
         return ChildProcess("node", node_id, lambda: argv, on_exit=on_exit)
 

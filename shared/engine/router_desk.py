@@ -13,6 +13,7 @@ from shared.protocol.messages import (
     Cancel,
     Decode,
     Flush,
+    Leaving,
     Peers,
     Prefill,
     RouterHello,
@@ -70,18 +71,26 @@ class RouterDesk:
                 case RouterHello():
                     self._reqs.fail_all(heard.router, "the router connected anew")
                     yield heard
+                case Leaving():
+                    log.event("router_left", router=heard.router)
+                    self._router_port.forget(heard.router)
+                    yield self._lost(heard.router, "the router has left")
                 case _:
                     yield heard
         timeout_s = self._router_timeout_s
         for router in self._router_port.take_silent(timeout_s):
             log.warn("router_silent", router=router)
-            self._reqs.fail_all(router, f"this node had not heard of the router for {timeout_s:g} s")
-            yield FromRouter(router, Peers(()))  # the decode nodes that it named are not wanted any more
+            yield self._lost(router, f"this node had not heard of the router for {timeout_s:g} s")
         for over in self._grammar_queue.take():
             if over.error is None:
                 over.go_on()
             else:
                 self._reqs.fail(over.req, over.error)
+
+    def _lost(self, router: str, reason: str) -> FromRouter:
+        """End what a router wanted. Returns what tells the role that it wants no links to decode nodes either."""
+        self._reqs.fail_all(router, reason)
+        return FromRouter(router, Peers(()))
 
     def accept(self, message: Prefill | Decode) -> Req | None:
         """The request that a message describes. None when it can never be served here; its router has been told."""

@@ -417,7 +417,10 @@ class Draining(Struct, frozen=True):
 
 
 class Leaving(Struct, frozen=True):
-    """The node goes away, and says why. `crashed`: by an error, of which a request may be the cause."""
+    """The sender, a node or a router, goes away, and says why.
+
+    A node has `crashed` when it ends by an error, of which a request may be the cause.
+    """
 
     reason: str
     crashed: bool = False
@@ -507,6 +510,7 @@ RouterToNode = (
     | SetRole
     | Drained
     | Relay
+    | Leaving
 )
 NodeToRouter = (
     NodeHello

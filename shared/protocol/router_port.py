@@ -241,9 +241,13 @@ class RouterPort:
         now = self._clock()
         silent = {router for router, heard in list(self._last_heard.items()) if now - heard > timeout_s}
         for router in silent:
-            self._last_heard.pop(router, None)
-            self._followers.pop(router, None)
+            self.forget(router)
         return silent
+
+    def forget(self, router: str) -> None:
+        """Send nothing more to a router, until it speaks again."""
+        self._last_heard.pop(router, None)
+        self._followers.pop(router, None)
 
     def leave(self, reason: str, *, crashed: bool = False) -> None:
         """Tell every router that this node goes away; with `crashed`, by an error."""

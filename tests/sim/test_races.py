@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
-from shared.protocol.messages import Decode, Finish, Prefill, ReqKey, Struct
+from shared.protocol.messages import Decode, Finish, Leaving, Prefill, ReqKey, Struct
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.transfer_messages import CancelTransfer, Done, Grant, Handoff, LeaseRenew, Offer, Ready
 from tests.cluster import Cluster
@@ -103,6 +103,18 @@ def test_one_dispatch_comes_two_seconds_after_the_other(late: type[Struct]) -> N
         cluster.run_all(check=True)
         assert cluster.tokens(key) == reference_tokens(ids, 6)
         cluster.assert_idle()
+
+
+def test_a_router_that_leaves_ends_what_it_wanted(caplog: pytest.LogCaptureFixture) -> None:
+    """It says so, and no node waits until it counts as silent, or warns of that."""
+    with Cluster(1, 1, token_engine, config()) as cluster:
+        key = cluster.router.submit("a", prompt(30), params(100), "p0", "d0")
+        cluster.run(lambda: bool(cluster.router.answers[key].token_ids))
+        for name in ("p0", "d0"):
+            cluster.router.outbox.send(name, Leaving("the router is shutting down"))
+        cluster.run(lambda: not any(node.scheduler.reqs for node in cluster.live), max_steps=50)
+        cluster.assert_idle()
+        assert not caplog.records
 
 
 @pytest.mark.parametrize("name", ["p0", "d0"])

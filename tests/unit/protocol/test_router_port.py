@@ -209,6 +209,14 @@ def test_any_message_is_a_sign_of_life(rig: Rig) -> None:
     assert rig.port.take_silent(10) == set()
 
 
+def test_a_router_that_left_is_not_silent(rig: Rig) -> None:
+    for router in ("one", "two"):
+        rig.port.on_message(router, Ping(1))
+    rig.port.forget("one")
+    rig.now += 11
+    assert rig.port.take_silent(10) == {"two"}
+
+
 def test_a_router_that_speaks_again_can_fall_silent_again(rig: Rig) -> None:
     rig.port.on_message("one", Ping(1))
     rig.now += 11

@@ -31,7 +31,7 @@ def child(source: str, **options: object) -> ChildProcess:
 def test_pauses_between_lives_grow() -> None:
     async def run() -> None:
         exits: list[tuple[str, float]] = []
-        dying = child(READY + "sys.exit(7)", on_exit=lambda *how: exits.append(how))
+        dying = child(READY + "sys.exit(7)", on_exit=lambda code, *how: exits.append(how))
         dying.start()
         await eventually(lambda: len(exits) == 3)
         await stop_all([dying], 5)
@@ -46,7 +46,7 @@ def test_a_child_that_has_lived_long_is_started_again_soon(monkeypatch: pytest.M
 
     async def run() -> None:
         pauses: list[float] = []
-        dying = child(READY + "time.sleep(0.2)", on_exit=lambda how, pause_s: pauses.append(pause_s))
+        dying = child(READY + "time.sleep(0.2)", on_exit=lambda code, how, pause_s: pauses.append(pause_s))
         dying.start()
         await eventually(lambda: len(pauses) >= 2)
         await stop_all([dying], 5)
@@ -74,7 +74,7 @@ def test_a_child_that_had_loaded_ends_for_good_only_when_it_gave_up(code: int, i
         end = f"sys.exit({code})" if code > 0 else f"os.kill(os.getpid(), {-code})"
         waiting = child(
             f"import os, sys; os.write(0, b'L'); {end}",
-            on_exit=lambda how, _: exits.append(how),
+            on_exit=lambda code, how, _: exits.append(how),
         )
         waiting.start()
         assert waiting.keeper is not None
@@ -98,7 +98,7 @@ def test_a_child_that_cannot_be_started_again_is_tried_again() -> None:
             "node",
             "n",
             lambda: ["-c", next(sources, READY + "time.sleep(60)")],
-            on_exit=lambda how, _: exits.append(how),
+            on_exit=lambda code, how, _: exits.append(how),
         )
         num_files = psutil.Process().num_fds()
         dying.start()
@@ -126,7 +126,7 @@ def test_a_child_whose_heart_stands_still_is_killed() -> None:
     async def run() -> None:
         exits: list[str] = []
         hanging = child(
-            READY + "time.sleep(60)", heartbeat_timeout_s=1.5, on_exit=lambda how, _: exits.append(how)
+            READY + "time.sleep(60)", heartbeat_timeout_s=1.5, on_exit=lambda code, how, _: exits.append(how)
         )
         hanging.start()
         await eventually(lambda: exits)
@@ -143,7 +143,7 @@ def test_a_child_whose_heart_beats_lives_on() -> None:
         beating = child(
             f"{READY}\nfor _ in range(40): {beat}",
             heartbeat_timeout_s=2,
-            on_exit=lambda how, _: exits.append(how),
+            on_exit=lambda code, how, _: exits.append(how),
         )
         beating.start()
         await eventually(lambda: exits)
@@ -171,6 +171,6 @@ def test_a_router_that_starts_hears_of_nodes_that_announced_themselves_lately_an
     config = RouterConfig(model=None, fleet=FleetOptions(local=LocalTopology(0, 0)))
     supervisor = Supervisor(config, [], Console())
     alive, gone = (Join(NodeRef(name, f"{name}#1", "tcp://127.0.0.1:1"), Role.DECODE) for name in "ab")
-    ended = NodeExited("c", Role.DECODE, "was killed by SIGKILL; started again in 30 s")
+    ended = NodeExited("c", Role.DECODE, "was killed by SIGKILL; started again in 30 s", crashed=True)
     supervisor._announced = {"a": (100.0, alive), "b": (90.0, gone), "c": (80.0, ended)}
     assert supervisor._still_true(101.0) == [alive, ended]

@@ -115,6 +115,32 @@ def test_a_name_is_looked_up_again_until_it_resolves() -> None:
     asyncio.run(run())
 
 
+def test_a_router_that_stops_says_so() -> None:
+    async def run() -> None:
+        async with FakeNode(Role.DECODE) as node:
+            async with new_membership() as (membership, _):
+                member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+                assert member is not None
+                await eventually(lambda: member.state is MemberState.ALIVE)
+            await node.wait_for(Leaving)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_process_of_a_local_node_that_ended_without_an_error_has_not_crashed(code: int) -> None:
+    async def run() -> None:
+        async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
+            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+            assert member is not None
+            await eventually(lambda: member.state is MemberState.ALIVE)
+            membership.node_exited(node.node_id, Role.DECODE, f"exited with code {code}", crashed=code != 0)
+            await eventually(lambda: bool(events.lost))
+            assert events.crashed == (["decode-0"] if code else [])
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("crashed", [False, True])
 def test_a_node_that_leaves_says_whether_it_crashed(crashed: bool) -> None:
     async def run() -> None:
