@@ -35,6 +35,7 @@ from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.join_announcer import JoinAnnouncer
 from shared.protocol.loopback import require_key_beyond_loopback
 from shared.protocol.messages import PROTOCOL_VERSION, LoadFailed, NodeHello, NodeRef, Role, RouterToNode
+from shared.protocol.resolver import Resolver, warn_unless_resolved
 from shared.protocol.router_port import RouterPort
 from shared.protocol.security import FleetKey
 
@@ -115,6 +116,7 @@ def _serve(role: Role, config: NodeConfig, builder_of: Callable[[Role], BuildRol
         raise ConfigError(
             f"--host {net.host}: say with --advertise-host under which name others reach this node"
         )
+    warn_unless_resolved(advertised, Resolver())
     config = replace(config, transfer=replace(config.transfer, bind_host=advertised))
     loaded: _Loaded | None = None
     next_role: Role | None = role

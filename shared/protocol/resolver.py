@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from shared import log
 from shared.errors import LinkError
 
 MAX_LOOK_UPS = 64
@@ -72,6 +73,17 @@ class Resolver:
             answer.set_exception(error)
         else:
             answer.set_result(f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}")
+
+
+def warn_unless_resolved(host: str, resolver: Resolver) -> None:
+    """Log a warning, later, if the name under which others are to reach this node has no address on this host."""
+
+    def told(answer: Future[str]) -> None:
+        if (error := answer.exception()) is not None:
+            hint = "routers and other nodes dial --advertise-host, so it must resolve on their hosts"
+            log.warn("advertised_host_unknown", reason=str(error), hint=hint)
+
+    resolver.resolve(f"tcp://{host}:1").add_done_callback(told)
 
 
 def does_not_resolve(address: str, why: str) -> LinkError:
