@@ -197,7 +197,7 @@ class LiveState:
                 reason=loading.what,
                 loaded=loading.fraction,
             )
-            for loading in self._membership.loading.values()
+            for loading in self._membership.loading
             if loading.node_id not in dialled
         ]
         return sorted(nodes, key=lambda node: (node.role != Role.PREFILL, node.node_id or node.address))

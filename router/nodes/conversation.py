@@ -77,6 +77,7 @@ class Timing:
     redial_s: float = 1.0
     redial_refused_s: float = 5.0
     forget_s: float = 60.0
+    loading_s: float = 10.0
 
 
 class NodeLeft(LinkError):

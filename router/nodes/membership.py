@@ -87,7 +87,7 @@ class Membership:
         self._fleet_key = fleet_key
         self._timing = timing
         self._listeners: tuple[NodeEvents, FleetEvents] | None = None
-        self.loading: dict[str, Loading] = {}
+        self._loading: dict[str, tuple[float, Loading]] = {}
         self._members: list[Member] = []
         self._removed: dict[str, None] = {}
         """Incarnations that the operator removed, the oldest first: their announcements are ignored."""
@@ -107,6 +107,12 @@ class Membership:
     def members(self) -> Sequence[Member]:
         """Every member, connected or not."""
         return self._members
+
+    @property
+    def loading(self) -> list[Loading]:
+        """The latest announcement of each node that is loading. A node that says nothing more has died."""
+        since = time.monotonic() - self._timing.loading_s
+        return [message for at, message in self._loading.values() if at > since]
 
     def live(self, role: Role) -> list[LiveNode]:
         """The nodes of a role that take work now, longest-lived first."""
@@ -203,19 +209,19 @@ class Membership:
     def on_announcement(self, message: Announcement) -> None:
         """Take in a node that announces itself (a `join_socket.JoinListener`); `loading` is kept for /health."""
         match message:
-            case Loading(node_id) if node_id in self.loading or len(self.loading) < _MAX_MEMBERS:
-                self.loading[node_id] = message
+            case Loading(node_id) if node_id in self._loading or len(self._loading) < _MAX_MEMBERS:
+                self._loading[node_id] = time.monotonic(), message
             case LoadFailed(node_id, _, reason):
-                self.loading.pop(node_id, None)
+                self._loading.pop(node_id, None)
                 self._node_failed_to_load(node=node_id, reason=reason)
             case Join(node, role):
-                self.loading.pop(node.node_id, None)
+                self._loading.pop(node.node_id, None)
                 self._join(node, role)
         self._signal()
 
     def node_exited(self, node_id: str, role: Role, reason: str, *, crashed: bool) -> None:
         """Note that a node's process has ended. The node is lost, and dialled when it announces itself."""
-        self.loading.pop(node_id, None)
+        self._loading.pop(node_id, None)
         members = [m for m in self._members if m.node_id == node_id]
         if not members:
             members = [Member("", role, pinned=False, node_id=node_id)]
@@ -378,7 +384,7 @@ class Membership:
         self._fingerprint = hello.layout.fingerprint
         member.node = node
         self.is_new = False
-        self.loading.pop(node.ref.node_id, None)
+        self._loading.pop(node.ref.node_id, None)
         self._set(member, MemberState.ALIVE, "")
         self._announce_peers(hello.role, node)
         return node

@@ -84,7 +84,7 @@ class FleetStatus:
 
     def _fleet(self, role: Role) -> list[FleetMember]:
         members = [m for m in self._membership.members if m.role is role]
-        loading = [n for n in self._membership.loading.values() if n.role is role]
+        loading = [n for n in self._membership.loading if n.role is role]
         return [FleetMember(**describe_member(m)) for m in members] + [
             FleetMember(node_id=n.node_id, state="loading", what=n.what, fraction=n.fraction) for n in loading
         ]

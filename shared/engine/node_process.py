@@ -159,7 +159,10 @@ def _presence(
         node = NodeRef(node_id, f"{node_id}#{secrets.token_hex(4)}", f"tcp://{advertised}:{port}")
         control.start()
         announcer = JoinAnnouncer(control, node, role, net.routers)
-        yield _Presence(role=role, node=node, port=port, control=control, announcer=announcer)
+        try:
+            yield _Presence(role=role, node=node, port=port, control=control, announcer=announcer)
+        finally:
+            announcer.stop()
     finally:
         control.close()
 

@@ -26,10 +26,18 @@ def control_address(router: str) -> str:
 class JoinAnnouncer:
     """Tells every router given how far loading is, then asks to be dialled, every two seconds until `stop`.
 
-    A router that knows the node ignores the request; one that was restarted needs it.
+    A router that knows the node ignores the request; one that was restarted needs it. A router that hears nothing of
+    a node that was loading takes it for dead.
     """
 
-    def __init__(self, control: ControlThread, node: NodeRef, role: Role, routers: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        control: ControlThread,
+        node: NodeRef,
+        role: Role,
+        routers: tuple[str, ...],
+        interval_s: float = JOIN_INTERVAL_S,
+    ) -> None:
         self._control = control
         self._node = node
         self._role = role
@@ -38,27 +46,30 @@ class JoinAnnouncer:
         """Routers without a connection. `say` dials them."""
         self._warned: set[str] = set()
         """Routers that could not be reached since they were last connected; one warning for each such time."""
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._message: Announcement | None = None
+        """What was said last, and is said again and again."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="join", daemon=True)
         for peer in self._addresses:
             self._dial(peer)
+        if self._addresses:
+            self._thread.start()
 
     def loading(self, what: str, fraction: float) -> None:
         """Tell how far the node has loaded."""
         self.say(Loading(self._node.node_id, self._role, what, fraction))
 
     def say(self, message: Announcement) -> None:
-        """Send a message to every router given."""
-        for peer in self._addresses:
-            if peer in self._closed:
-                self._closed.discard(peer)
-                self._dial(peer)
-            self._control.to_dialled.send(peer, message)
+        """Send a message to every router given, again and again."""
+        with self._lock:
+            self._message = message
+            self._send(message)
 
     def start(self) -> None:
         """Ask to be dialled, since the node is ready."""
-        if self._addresses:
-            self._thread.start()
+        self.say(Join(self._node, self._role))
 
     def stop(self) -> None:
         """Ask no more."""
@@ -67,10 +78,17 @@ class JoinAnnouncer:
             self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            self.say(Join(self._node, self._role))
-            if self._stopped.wait(JOIN_INTERVAL_S):
-                return
+        while not self._stopped.wait(self._interval_s):
+            with self._lock:
+                if self._message is not None:
+                    self._send(self._message)
+
+    def _send(self, message: Announcement) -> None:
+        for peer in self._addresses:
+            if peer in self._closed:
+                self._closed.discard(peer)
+                self._dial(peer)
+            self._control.to_dialled.send(peer, message)
 
     def _dial(self, peer: str) -> None:
         self._control.dial(

@@ -76,6 +76,19 @@ def test_progress_then_the_request_to_be_dialled(control: ControlThread) -> None
             port.control.close()
 
 
+def test_a_node_that_loads_says_so_again_and_again(control: ControlThread) -> None:
+    port = ControlPort()
+    announcer = JoinAnnouncer(control, NODE, Role.DECODE, (f"127.0.0.1:{port.port}",), interval_s=0.05)
+    announcer.loading("loading weights", 0.5)
+    try:
+        for _ in range(3):
+            said = port.heard.get(timeout=PATIENCE_S)[1]
+            assert said == Loading("d0", Role.DECODE, "loading weights", 0.5)
+    finally:
+        announcer.stop()
+        port.control.close()
+
+
 def test_a_restarted_router_is_asked_again(control: ControlThread) -> None:
     port = ControlPort()
     announcer = JoinAnnouncer(control, NODE, Role.DECODE, (f"127.0.0.1:{port.port}",))
@@ -96,7 +109,8 @@ def test_who_hangs_up_is_named_and_not_dialled_again_and_again(
     """A router with another fleet key closes every connection."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         stranger.settimeout(PATIENCE_S)
-        announcer = JoinAnnouncer(control, NODE, Role.DECODE, (f"127.0.0.1:{stranger.getsockname()[1]}",))
+        router = f"127.0.0.1:{stranger.getsockname()[1]}"
+        announcer = JoinAnnouncer(control, NODE, Role.DECODE, (router,), interval_s=3600)
         for _ in range(2):
             stranger.accept()[0].close()
             stranger.settimeout(0.5)
@@ -105,6 +119,7 @@ def test_who_hangs_up_is_named_and_not_dialled_again_and_again(
             stranger.settimeout(PATIENCE_S)
             announcer.loading("loading weights", 0.5)
         stranger.accept()[0].close()
+        announcer.stop()
     assert sum("router_unreachable" in record.getMessage() for record in caplog.records) == 1
     assert "--fleet-key" in caplog.text
 

@@ -14,13 +14,13 @@ from router.nodes.conversation import Timing
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.node_link import LiveNode
-from shared.protocol.messages import Draining, Failed, Leaving, Relay, ReqKey, Role, TokenEntry
+from shared.protocol.messages import Draining, Failed, Leaving, Loading, Relay, ReqKey, Role, TokenEntry
 from shared.protocol.resolver import Resolver
 from tests.patience import eventually
 from tests.unit.protocol.conftest import SlowNames
 from tests.unit.router.fakes import FakeNode
 
-TIMING = Timing(hello_s=1.0, redial_s=0.05, ping_s=0.05)
+TIMING = Timing(hello_s=1.0, redial_s=0.05, ping_s=0.05, loading_s=0.2)
 
 
 class Events:
@@ -111,6 +111,16 @@ def test_a_name_is_looked_up_again_until_it_resolves() -> None:
             assert member.reason == "moved.example does not resolve: Name or service not known"
             names.unknown.clear()
             await eventually(lambda: member.state is MemberState.ALIVE)
+
+    asyncio.run(run())
+
+
+def test_a_node_that_says_nothing_more_is_not_loading() -> None:
+    async def run() -> None:
+        async with new_membership() as (membership, _):
+            membership.on_announcement(Loading("d0", Role.DECODE, "loading weights", 0.5))
+            assert [message.node_id for message in membership.loading] == ["d0"]
+            await eventually(lambda: not membership.loading)
 
     asyncio.run(run())
 
