@@ -38,9 +38,12 @@ class Heartbeat:
         return True
 
     def silent(self, now: float) -> bool:
-        """Whether the peer counts as silent. Call this before `ping_due`, so that the last ping had its time."""
+        """Whether the peer counts as silent, which is when the next ping would come after the timeout.
+
+        Call this before `ping_due`, so that the last ping had its time.
+        """
         return (
             now >= self._ping_at
             and self._num_unanswered >= self.MIN_UNANSWERED
-            and self.silence(now) >= self._timeout_s
+            and self.silence(now) + self._ping_s > self._timeout_s
         )

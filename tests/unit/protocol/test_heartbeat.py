@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shared.protocol.heartbeat import Heartbeat
 
 
@@ -14,16 +16,19 @@ def test_a_peer_that_answers_is_not_silent() -> None:
         beat.heard(now + 0.6)
 
 
-def test_a_peer_that_stops_answering_is_silent_after_the_timeout() -> None:
+@pytest.mark.parametrize("answered_after", [0.0, 0.1, 0.9])
+def test_a_peer_that_stops_answering_is_silent_within_the_timeout(answered_after: float) -> None:
     beat = Heartbeat(ping_s=1, timeout_s=3, now=0)
+    assert beat.ping_due(0)
+    beat.heard(answered_after)
     silent_at = None
-    for tenth in range(100):
+    for tenth in range(1, 100):
         now = tenth / 10
         if beat.silent(now) and silent_at is None:
             silent_at = now
         beat.ping_due(now)
     assert silent_at is not None
-    assert 3 <= silent_at <= 4.1
+    assert 2 < silent_at - answered_after <= 3
     beat.heard(20)
     assert not beat.silent(30)
 
