@@ -96,7 +96,19 @@ SHAPES = {
         tie_word_embeddings=True,
         qk_norm=True,
     ),
+    "llama-4-layers": Shape(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        hidden_size=512,
+        num_layers=4,
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=128,
+        intermediate_size=1536,
+        tie_word_embeddings=True,
+    ),
 }
+"""The last is no known one: it has 32 KiB of KV a token, as Llama 3.2 1B, and few weights."""
 
 
 def random_model(name: str) -> Path:

@@ -1,9 +1,9 @@
 """Draws the kept results in docs/performance/ and writes their tables.
 
 `python -m tests.bench.page` fills in the README and docs/performance.md. Only what stands between `<!-- NAME -->` and
-`<!-- /NAME -->` is generated. NAME is a bench, for its drawing and its table; `targets` or `machine`; `speed`, for
-the table of the README; or a folder of docs/performance/ with the results of another kind of machine, for that
-machine and the targets that were measured on it.
+`<!-- /NAME -->` is generated. NAME is a bench, for its tables and its drawing, if it has one; `targets` or `machine`;
+`speed`, for the table of the README; or a folder of docs/performance/ with the results of another kind of machine,
+for that machine and the targets that were measured on it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tests.bench.plots import draw_all
+from tests.bench.plots import DRAWINGS, draw_all
 from tests.bench.suite import load
 from tests.bench.table import Row
 from tests.bench.targets import targets_table
@@ -143,6 +143,36 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "tokens_an_event",
         "tokens_s_one_core",
     ),
+    "failover": (
+        "what",
+        "prompt_cached",
+        "times",
+        "streams",
+        "context",
+        "moves",
+        "p50_ms",
+        "p99_ms",
+        "limit_ms",
+        "pause_p50_ms",
+        "pause_p99_ms",
+        "prefill_p50_ms",
+        "prefill_p99_ms",
+        "ratio_p50",
+        "ratio_p99",
+        "step_ms",
+        "pause_steps_p50",
+        "pause_steps_p99",
+        "quiet_steps_p50",
+        "quiet_steps_p99",
+        "drain_s",
+        "moved_mib",
+        "gb_s",
+        "transfer_gb_s",
+        "ratio",
+        "longest_pause_p50_ms",
+        "longest_pause_p99_ms",
+        "wrong",
+    ),
     "cold_start": ("command", "phase", "seconds"),
     "peers_llama_160m": PEERS,
     "peers_qwen3_0_6b": PEERS,
@@ -192,8 +222,7 @@ def _generated(name: str, results: Results) -> str:
     result = results[name]
     about = result["machine"]
     lines = [
-        f"![{name}](performance/{name}.svg)",
-        "",
+        *([f"![{name}](performance/{name}.svg)", ""] if name in DRAWINGS else []),
         f"{about['date']}, {result['seconds']} s, load before it {about['load_before']:g}.",
         "",
         *_tables(result["rows"], columns),

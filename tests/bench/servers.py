@@ -41,6 +41,7 @@ class TokenStream:
     sent_at: float
     times: list[float] = field(default_factory=list)
     """Of each event that brought tokens."""
+    output_ids: list[int] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
     """`meta_info` of the last event."""
 
@@ -60,6 +61,7 @@ async def stream(
     ids: Sequence[int],
     max_new_tokens: int,
     seen: TokenStream | None = None,
+    rid: str | None = None,
 ) -> TokenStream:
     """One greedy request, streamed to its end into `seen`."""
     body = {
@@ -68,6 +70,8 @@ async def stream(
         "return_timeline": True,
         "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
     }
+    if rid is not None:
+        body["rid"] = rid
     seen = seen or TokenStream(0.0)
     seen.sent_at = time.perf_counter()
     async with client.stream("POST", f"{url}/generate", json=body) as response:
@@ -77,7 +81,7 @@ async def stream(
             seen.times.append(time.perf_counter())
             last = json.loads(line[6:])
             assert "error" not in last, last
-            seen.meta = last["meta_info"]
+            seen.output_ids, seen.meta = last["output_ids"], last["meta_info"]
     assert seen.meta["completion_tokens"] == max_new_tokens
     return seen
 

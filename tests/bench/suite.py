@@ -44,6 +44,9 @@ BENCHES: dict[str, Bench] = {
     ),
     "trace": Bench(module="trace_serving", question="How does a fleet serve a recorded workload?"),
     "router": Bench(module="router_load", question="What does a token cost in the router?"),
+    "failover": Bench(
+        module="failover", question="What does a client see of a node that dies, and of a stream that moves?"
+    ),
     "cold_start": Bench(module="cold_start", question="How long does it take to start, and why?"),
     "memory": Bench(module="memory", question="How much memory does a node need beyond weights and KV pool?"),
     "accuracy": Bench(

@@ -107,6 +107,20 @@ TARGETS = (
         unit="x",
     ),
     Target(
+        what="from kill -9 of a node until the router knows it, p99",
+        bench="failover",
+        key="detected_p99_ms",
+        at_most=100,
+        unit=" ms",
+    ),
+    Target(
+        what="pause of a stream that moves to another decode node / its step, median, the worst case",
+        bench="failover",
+        key="moved_pause_steps",
+        at_most=2,
+        unit="x",
+    ),
+    Target(
         what="from `router` to ready, built-in model",
         bench="cold_start",
         key="ready_s",

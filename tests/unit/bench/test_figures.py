@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench import attention, decode, interference, overlap, prefill, trace_serving
+from tests.bench import attention, decode, failover, interference, moves, overlap, prefill, trace_serving
 from tests.bench.attention import Heads
 from tests.bench.models import Shape
 from tests.bench.servers import TokenStream
@@ -106,3 +106,24 @@ def test_a_cost_too_small_to_tell_what_becomes_of_it_does_not_count() -> None:
         "least_hidden_timed": 0.9,
         "rows_left_out": 1,
     }
+
+
+def test_a_pause_is_compared_with_the_prefill_of_its_rank() -> None:
+    row = failover.killed_row([(0.2, 0.1), (0.3, 0.3)], cached=True)
+    assert (row["streams"], row["prompt_cached"]) == (2, True)
+    assert (row["pause_p50_ms"], row["pause_p99_ms"]) == (200, 300)
+    assert (row["prefill_p50_ms"], row["prefill_p99_ms"]) == (100, 300)
+    assert (row["ratio_p50"], row["ratio_p99"]) == (1, 2)
+
+
+def test_a_moved_stream_is_measured_in_its_own_steps() -> None:
+    slow = moves.Pause(moving_s=0.06, quiet_s=0.03, step_s=0.03)
+    fast = moves.Pause(moving_s=0.03, quiet_s=0.02, step_s=0.01)
+    row = moves.moved_row(300, [slow, fast])
+    assert (row["pause_steps_p50"], row["pause_steps_p99"]) == (2, 3)
+    assert (row["quiet_steps_p50"], row["quiet_steps_p99"]) == (1, 2)
+
+
+def test_detection_is_compared_with_its_limit() -> None:
+    row = failover.detection_row("prefill node killed", [0.02, 0.05], 0.1)
+    assert (row["times"], row["p50_ms"], row["p99_ms"], row["p99_of_limit"]) == (2, 20, 50, 0.5)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench import attention, decode, interference, overlap, prefill, trace_serving
+from tests.bench import attention, decode, failover, interference, moves, overlap, prefill, trace_serving
 from tests.bench.models import SHAPES
 from tests.bench.page import COLUMNS, ENGINES, PAGE, WORKLOADS, filled
 from tests.bench.plots import DRAWINGS, draw_all
@@ -78,6 +78,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"workers": 1, "dialect": "chat", "streams": 32, "offered_tokens_s": 10_000, "tokens_s": 9_000}
         | {"tokens_an_event": 1.0, "tokens_s_one_core": 28_000}
     ],
+    "failover": [
+        failover.detection_row("decode node killed", [0.01], 0.1),
+        failover.killed_row([(0.3, 0.2)], cached=False),
+        moves.moved_row(1000, [moves.Pause(moving_s=0.03, quiet_s=0.02, step_s=0.015)]),
+        {"bench": "drain", "streams": 32, "context": 1000, "drain_s": 2.0, "ratio": 4.0, "wrong": 0},
+    ],
     "cold_start": [
         {"bench": "help", "command": "router", "seconds": 0.3},
         {"bench": "cold_start", "phase": "imports", "seconds": 2.0},
@@ -109,8 +115,8 @@ def test_a_result_is_drawn_and_the_drawing_is_a_function_of_it(name: str, tmp_pa
     assert drawings[0] == drawings[1]
 
 
-def test_what_is_drawn_is_worded_and_measured() -> None:
-    assert set(DRAWINGS) == set(COLUMNS) == set(ROWS)
+def test_what_is_drawn_or_worded_is_measured() -> None:
+    assert set(DRAWINGS) < set(COLUMNS) == set(ROWS)
 
 
 def test_generated_parts_of_a_page_are_replaced_and_the_rest_stays() -> None:
@@ -134,7 +140,7 @@ def test_every_result_has_a_table(name: str) -> None:
     assert all(line.count("|") >= 3 for line in tables)
 
 
-def test_the_page_has_every_bench_that_can_be_drawn() -> None:
+def test_the_page_has_every_bench_that_is_worded() -> None:
     text = PAGE.read_text()
     for name in (*COLUMNS, "targets", "machine"):
         assert f"<!-- {name} -->\n" in text and f"\n<!-- /{name} -->" in text, name
