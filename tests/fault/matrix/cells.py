@@ -57,9 +57,8 @@ LEAVING = (Stage.MOVING, Stage.DRAINING)
 
 NOT_RUN: dict[tuple[Fault, Stage | Transport], str] = {
     **{
-        (fault, transport): "pending: the nodes of the matrix share one network namespace"
+        (fault, Transport.SHM): "over gloo only: no memory is shared between namespaces"
         for fault in PARTITIONS
-        for transport in Transport
     },
     (Fault.CLIENT_GONE, Stage.ABORTING): "the two requests that are left are as in `transferring`",
     **{

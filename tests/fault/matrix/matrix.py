@@ -130,7 +130,7 @@ class Matrix:
         """Run one cell. Raises AssertionError where the client, or a process, sees anything that is wrong."""
         fault, stage, primary = cell.fault, cell.stage, self._prepare()
         incarnations = self._incarnations()
-        num_before = self._num_generated()
+        num_before, num_failed = self._num_generated(), self._num_failed()
         calls = self._start_held(stage, primary)
         at = time.monotonic()
         victims = self._inflict(fault, stage, primary, calls)
@@ -164,6 +164,8 @@ class Matrix:
         if fault is Fault.CLIENT_GONE:
             num_generated = self._num_generated() - num_before
             assert num_generated < NUM_SEQS * NUM_NEW / 2, "a node went on with what its client had left"
+        if fault is Fault.NONE:
+            self._check_none_failed(num_failed)
         self.check_home()
         if fault in _ENDS_STREAMS:
             return Times(detected_s, None)
@@ -384,9 +386,9 @@ class Matrix:
 
     def check_home(self) -> None:
         """Everything is given back, no log has anything ugly, and the four requests are served as ever."""
-        num_failovers = self._counter("baton:num_failovers")
+        num_failed = self._num_failed()
         self.check(self._run())
-        assert self._counter("baton:num_failovers") == num_failovers, "a failover though nothing failed"
+        self._check_none_failed(num_failed)
         self._wait_home()
         for process in self.fleet.processes:
             process.assert_clean_log(self._log_starts.get(process.name, 0))
@@ -452,6 +454,13 @@ class Matrix:
         """A counter of the router, over all its labels."""
         _, metrics = self.router.get("/metrics")
         return sum(map(float, re.findall(rf"^{name}_total{{.*}} (.*)$", metrics, re.MULTILINE)))
+
+    def _num_failed(self) -> float:
+        """Failovers, and moves that have failed."""
+        return self._counter("baton:num_failovers") + self._counter("baton:num_failed_moves")
+
+    def _check_none_failed(self, num_before: float) -> None:
+        assert self._num_failed() == num_before, "a failover, or a failed move, though nothing has failed"
 
     def _num_generated(self) -> int:
         return sum(load["num_generated_tokens"] for load in self.router.loads().values())

@@ -31,7 +31,7 @@ IsActive = Callable[[], bool]
 
 
 TOKENS_DIFFER = r"^\w+: \[[\d, ]*\] != \[|^\w+: a position changed"
-FAILED_OVER = "^a failover though nothing failed"
+FAILED = "^a failover, or a failed move, though nothing has failed"
 
 
 @dataclass(frozen=True)
@@ -246,10 +246,10 @@ def _cell(fault: Fault, stage: Stage) -> Cell:
 PLANTS = {
     plant.name: plant
     for plant in (
-        Plant("a page not sent", _P, page_not_sent, FAILED_OVER, "corrupt_pages"),
+        Plant("a page not sent", _P, page_not_sent, FAILED, "corrupt_pages"),
         Plant("a page index off by one", _P, page_index_off_by_one),
         Plant("a late write into a freed page", _D, late_write),
-        Plant("a handoff with a stale length", _P, stale_length, FAILED_OVER, "handoff of"),
+        Plant("a handoff with a stale length", _P, stale_length, FAILED, "handoff of"),
         Plant("a seed position off by one", _D, seed_position_off_by_one),
         Plant(
             "grammar state not replayed",
@@ -309,6 +309,14 @@ PLANTS = {
             "pages of a move given away",
             _D,
             moved_pages_given_away,
+            cell=_cell(Fault.NONE, Stage.MOVING),
+        ),
+        Plant(
+            "a move with a stale length",
+            _D,
+            stale_length,
+            FAILED,
+            "handoff (of|digest)",
             cell=_cell(Fault.NONE, Stage.MOVING),
         ),
     )
