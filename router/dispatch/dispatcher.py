@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 
 from router.dispatch.circuit_breakers import CircuitBreakers
-from router.dispatch.failover import MAX_FAILURES, Cause, Numerics, Quarantine
+from router.dispatch.failover import MAX_FAILURES, Cause, Loss, Numerics, Quarantine
 from router.dispatch.first_token_queue import FirstTokenQueue
 from router.dispatch.metrics import Metrics
 from router.dispatch.moves import Moves
@@ -131,6 +131,8 @@ class Dispatcher:
 
     def stop(self, req: RunningReq, position: int) -> None:
         """End a sequence whose text has a stop: tokens from `position` on are not wanted."""
+        for node in req.attempt.holders:
+            self._breakers.served(node)
         self._end(req, message=Stop(req.key, position))
 
     def abort(self, req: RunningReq, message: str) -> None:
@@ -184,14 +186,17 @@ class Dispatcher:
                 continue
             if entry.report is not None:
                 attempt.reports[node.role] = entry.report
-                self._breakers.served(node)
             if attempt is req.moving:
                 entry = self._moves.arrived(req, entry)
             if node.role is Role.DECODE and attempt is req.attempt:
                 # The decode node has the pages and the Handoff, so the prefill node holds nothing any more.
+                for prefill in attempt.holders:
+                    if prefill is not node:
+                        self._breakers.served(prefill)
                 attempt.holders = [node]
             if entry.finish is not None:
                 attempt.finished_by = node
+                self._breakers.served(node)
             req.arrive_logprobs(entry)
             since = req.last_token_at
             if req.numerics is None:
@@ -203,7 +208,8 @@ class Dispatcher:
                 self.queue.leave(req.key.rid, served=True)
             if req.ended:
                 self._forget(req, Cancel(req.key))
-            elif req is self._quarantine.suspect and req.failover.acquit_after(len(req.output_ids)):
+            elif req is self._quarantine.suspect and req.failover.is_past_crashes(len(req.output_ids)):
+                req.failover.crashed.clear()
                 self._quarantine.end(req)
         self._metrics.generated(num_generated)
 
@@ -247,8 +253,13 @@ class Dispatcher:
             return
         req.attempt.holders.remove(node)
         req.failover.split = True
-        error = RequestError(f"{node.ref.node_id} has evicted the prefix of this prompt", status=503)
-        self._fail_over(req, node, Cause.NOT_CACHED, error)
+        req.failover.since = self._clock()
+        req.failover.error = RequestError(
+            f"{node.ref.node_id} has evicted the prefix of this prompt", status=503
+        )
+        self._leave_nodes(req, Cancel(req.key))
+        req.next_attempt()
+        self._resend(req, req.key)
 
     def on_moved(self, node: Node, key: ReqKey) -> None:
         """Note that `node` has let a sequence go, since the target of its move has all of it."""
@@ -274,12 +285,17 @@ class Dispatcher:
         for req in self._running.values():
             req.failover.crashed.discard(node.ref.incarnation)
 
-    def on_node_lost(self, node: Node, reason: str, *, crashed: bool) -> None:
-        """Send the sequences that `node` held to other nodes. With `crashed`, its process seems to have ended."""
+    def on_node_lost(self, node: Node, reason: str, loss: Loss) -> None:
+        """Send the sequences that `node` held to other nodes."""
         held = self._held_by(node)
         alone = len(held) == 1 and self._counts.num_seqs(node) <= 1
+        crashed = loss is Loss.CRASHED
+        if loss is not Loss.LEFT:
+            self._breakers.failed(node)
         for req in self._moving_to(node):
             self._moves.failed(req, node)
+            if crashed:
+                req.failover.crash(node.ref.incarnation, len(req.output_ids))
         for req in held:
             if node in req.attempt.holders:
                 req.attempt.holders.remove(node)
@@ -288,7 +304,7 @@ class Dispatcher:
             )
             was_tried = crashed and alone and req is self._quarantine.suspect
             if crashed:
-                req.failover.crashed.add(node.ref.incarnation)
+                req.failover.crash(node.ref.incarnation, len(req.output_ids))
             lost = Cause.PREFILL_NODE_LOST if node.role is Role.PREFILL else Cause.DECODE_NODE_LOST
             self._fail_over(req, node, lost, error, was_tried=was_tried)
         self._counts.lost(node)
@@ -327,6 +343,8 @@ class Dispatcher:
 
     def _send(self, req: RunningReq, work: Work, route: Route) -> None:
         req.begin(route.nodes)
+        for node in route.nodes:
+            self._breakers.sent(node)
         if route.decode is not None:
             source = route.prefill.ref if route.prefill else None
             self._counts.sent(route.decode)
@@ -364,7 +382,7 @@ class Dispatcher:
         self._leave_nodes(req, Cancel(req.key))
         self._quarantine.end(req)
         failover = req.failover
-        failover.failed(len(req.output_ids), self._clock(), error, counts=cause is not Cause.NODE_DRAINED)
+        failover.failed(len(req.output_ids), self._clock(), error, cause)
         if avoid is not None:
             failover.avoid.add(avoid)
         event(
@@ -380,7 +398,6 @@ class Dispatcher:
         if failover.num_failures > MAX_FAILURES:
             self._give_up(req, error)
             return
-        self._metrics.failed_over(cause)
         if was_tried:
             self._later(_VERDICT_S, partial(self._judge, req, req.key, node))
         elif failover.pause_s:
@@ -406,7 +423,9 @@ class Dispatcher:
             )
             self._give_up(req, RequestError(message, status=503, code="no_node"))
             return
-        failover.since = None
+        if failover.cause is not None:
+            self._metrics.failed_over(failover.cause)
+        failover.since = failover.cause = None
         if req.numerics is not None and not route.continues(req.numerics):
             event("inexact_continuation", rid=req.rid, numerics=req.numerics, now=route.numerics)
             self._metrics.continued_inexactly()
@@ -422,7 +441,7 @@ class Dispatcher:
         if self._quarantine.suspect is not None:
             message = "requests under which nodes have crashed are tried one at a time"
             raise RequestError(message, status=503)
-        route = self._placement.route_alone(work)
+        route = self._placement.route_alone(work, avoid=failover.avoid, like=req.numerics)
         self._quarantine.suspect = req
         return route
 

@@ -23,7 +23,7 @@ MAX_FAILURES = 6
 """A sequence that fails so often in a row, without a new token between, ends with the last error."""
 _FIRST_PAUSE_S = 0.1
 _CRASHES_OF_A_SUSPECT = 2
-_TRIAL_TOKENS = 16
+TRIAL_TOKENS = 16
 """A suspect that has gone on for so many tokens beyond the place of the last crash is acquitted."""
 
 
@@ -35,6 +35,17 @@ class Numerics(NamedTuple):
     output: str
 
 
+class Loss(StrEnum):
+    """How the connection to a node ended."""
+
+    LEFT = "left"
+    """The node said that it leaves, its process ended without an error, or it was removed."""
+    BROKEN = "broken"
+    """The node was silent or hung, or cannot be reached."""
+    CRASHED = "crashed"
+    """The process of the node seems to have ended by an error, of which a request may be the cause."""
+
+
 class Cause(StrEnum):
     """Why a sequence is sent to other nodes."""
 
@@ -44,7 +55,6 @@ class Cause(StrEnum):
     NODE_FAILED = "node_failed"
     TRANSFER_FAILED = "transfer_failed"
     MOVE_FAILED = "move_failed"
-    NOT_CACHED = "not_cached"
 
 
 @dataclass(eq=False)
@@ -52,30 +62,38 @@ class Failover:
     """The failures of one sequence.
 
     `avoid` has the incarnations of nodes that failed it, `crashed` of those that crashed under it. `since` is the
-    time at which it lost its nodes, while it has none, and `error` why it lost them.
+    time at which it lost its nodes, while it has none, `error` says why, and `cause` is counted once it has others.
     """
 
     num_failures: int = 0
     since: float | None = None
     error: RequestError | None = None
+    cause: Cause | None = None
     split: bool = False
     avoid: set[str] = field(default_factory=set)
     crashed: set[str] = field(default_factory=set)
     stamps: list[Stamp] = field(default_factory=list)
     _failed_at: int = -1
     """The number of output tokens at the last failure."""
+    _crashed_at: int = 0
+    """The same at the last crash."""
 
     @property
     def is_suspect(self) -> bool:
         """True when the sequence may be what crashed its nodes."""
         return len(self.crashed) >= _CRASHES_OF_A_SUSPECT
 
-    def failed(self, num_tokens: int, now: float, error: RequestError, *, counts: bool) -> None:
-        """Note that the sequence has lost its nodes behind `num_tokens` output tokens; it `counts` as a failure."""
-        if counts:
+    def crash(self, incarnation: str, num_tokens: int) -> None:
+        """Note that a node has crashed under the sequence, behind `num_tokens` output tokens."""
+        self.crashed.add(incarnation)
+        self._crashed_at = num_tokens
+
+    def failed(self, num_tokens: int, now: float, error: RequestError, cause: Cause) -> None:
+        """Note that the sequence has lost its nodes behind `num_tokens` output tokens."""
+        if cause is not Cause.NODE_DRAINED:
             self.num_failures = self.num_failures + 1 if num_tokens == self._failed_at else 1
             self._failed_at = num_tokens
-        self.since, self.error = now, error
+        self.since, self.error, self.cause = now, error, cause
         self.stamps.append(Stamp("router", FAILED_OVER, time.time()))
 
     @property
@@ -83,12 +101,9 @@ class Failover:
         """How long the next attempt waits."""
         return _FIRST_PAUSE_S * 2 ** (self.num_failures - 2) if self.num_failures > 1 else 0.0
 
-    def acquit_after(self, num_tokens: int) -> bool:
-        """Forget the crashes once `num_tokens` prove that the sequence has passed the place of the last one."""
-        if num_tokens < self._failed_at + _TRIAL_TOKENS:
-            return False
-        self.crashed.clear()
-        return True
+    def is_past_crashes(self, num_tokens: int) -> bool:
+        """Whether `num_tokens` prove that the sequence has passed the place of the last crash, if there was one."""
+        return not self.crashed or num_tokens >= self._crashed_at + TRIAL_TOKENS
 
 
 class Quarantine:

@@ -55,7 +55,7 @@ class Metrics:
         self._failed = self._counter("baton:num_failed_requests", "Sequences that nodes could not finish.")
         self._failovers = Counter(
             "baton:num_failovers",
-            "Attempts at sequences that ended without their finish, so that a further one was sent.",
+            "Attempts that were sent since a node had failed, or was lost or drained.",
             ("model_name", "role", "cause"),
             registry=self._registry,
         )

@@ -22,7 +22,8 @@ from shared.protocol.messages import Cancel, Decode, Move, Role, TokenEntry
 from shared.timeline import Clock
 
 _RETRY_S = 0.5
-"""A sequence whose move has failed is not moved again before that."""
+"""A sequence whose move has failed is not moved again before that; the pause doubles with each move that fails."""
+_MAX_DOUBLINGS = 5
 
 
 class Moves:
@@ -35,9 +36,14 @@ class Moves:
         self._clock = clock
 
     def start(self, req: RunningReq, source: Node) -> bool:
-        """Begin to move a sequence from `source`; False if it does not run there, or no other node can have it."""
+        """Begin to move a sequence from `source`; False if it does not run there, or no other node can have it.
+
+        A sequence that may have crashed a node stays where it is until it has passed the place of the crash.
+        """
         streams_there = req.attempt.holders == [source] and source.role is Role.DECODE and req.output_ids
         if not streams_there or req.moving or req.awaits_left or self._clock() < req.movable_at:
+            return False
+        if req.failover.is_suspect or not req.failover.is_past_crashes(len(req.output_ids)):
             return False
         work = req.remaining_work
         try:
@@ -70,7 +76,11 @@ class Moves:
         """End a move that `node`, the source or the target, cannot go on with; the other is told."""
         moving = req.moving
         assert moving is not None
-        req.moving, req.movable_at = None, self._clock() + _RETRY_S
+        req.moving, req.movable_at = (
+            None,
+            self._clock() + _RETRY_S * 2 ** min(req.num_failed_moves, _MAX_DOUBLINGS),
+        )
+        req.num_failed_moves += 1
         for other in (*req.attempt.holders, *moving.holders):
             if other is not node:
                 other.send(Cancel(moving.key))
@@ -89,5 +99,5 @@ class Moves:
                 self._counts.ended(node)
         source.holders = []
         req.attempts.append(moving)
-        req.moving, req.left, req.left_until = None, source, awaited
+        req.moving, req.left, req.left_until, req.num_failed_moves = None, source, awaited, 0
         self._metrics.move_ended(done=True)

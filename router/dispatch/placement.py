@@ -110,14 +110,15 @@ class Placement:
             for prefill in self._with_room(Role.PREFILL, num_known + min(wanted, 1))
             if prefill.ref.incarnation not in avoid
         ]
-        if wanted <= 1 and prefills:
-            return Route(work.params.max_new_tokens, self._choose(work, Role.PREFILL, prefills)[0], None)
         decodes = self._with_room(Role.DECODE, num_known + (wanted if again else min(wanted, 1)))
+        if wanted <= 1:
+            exact = [p for p in prefills if like in (None, Numerics(p.numerics, p.numerics))]
+            if last := exact or (prefills if not decodes else []):
+                return Route(work.params.max_new_tokens, self._choose(work, Role.PREFILL, last)[0], None)
+            prefills = []  # a decode node computes the last token
         if not decodes:
             raise self._refusal(work, again=again)
-        decodes = [decode for decode in decodes if decode.ref.incarnation not in avoid] or decodes
-        if like is not None:
-            decodes = [decode for decode in decodes if decode.numerics == like.output] or decodes
+        decodes = _preferred(decodes, avoid, like)
         decode, candidates = self._choose(work, Role.DECODE, decodes)
         wanted = min(wanted, _room(decode) - num_known)
         max_new_tokens = num_outputs + wanted
@@ -136,21 +137,31 @@ class Placement:
         prefill, _ = self._choose(work, Role.PREFILL, prefills)
         return Route(max_new_tokens, prefill, decode if wanted > 1 else None)
 
-    def route_alone(self, work: Work) -> Route:
-        """The decode node with the fewest sequences alone. Raises RequestError if there is none."""
+    def route_alone(self, work: Work, *, avoid: Collection[str], like: Numerics | None) -> Route:
+        """The decode node with the fewest sequences alone. Raises RequestError if there is none.
+
+        `avoid` and `like` are those of `route`.
+        """
         num_tokens = len(work.input_ids) + work.params.max_new_tokens
         decodes = self._with_room(Role.DECODE, num_tokens)
         if not decodes:
             raise self._refusal(work, again=True)
+        decodes = _preferred(decodes, avoid, like)
         return Route(work.params.max_new_tokens, None, min(decodes, key=self._counts.num_seqs))
 
     def target(self, work: Work, source: Node) -> Node:
-        """The decode node to which a sequence moves that runs on `source`. Raises RequestError if there is none."""
+        """The decode node to which a sequence moves that runs on `source`, not one that is shunned.
+
+        Raises RequestError if there is none.
+        """
         num_tokens = len(work.input_ids) + work.params.max_new_tokens
         targets = [
             node
             for node in self._with_room(Role.DECODE, num_tokens)
-            if node is not source and node.numerics == source.numerics and why_unlinked(source, node) is None
+            if node is not source
+            and not self._shuns(node)
+            and node.numerics == source.numerics
+            and why_unlinked(source, node) is None
         ]
         if not targets:
             raise self._refusal(work, again=True)
@@ -186,6 +197,14 @@ def why_unlinked(prefill: Node, decode: Node) -> str | None:
     """Why no pages can move between two nodes now, by the Pong of either. None also for a new pair."""
     theirs, ours = prefill.load.unreachable, decode.load.unreachable
     return theirs.get(decode.ref.incarnation) or ours.get(prefill.ref.incarnation)
+
+
+def _preferred(decodes: list[Node], avoid: Collection[str], like: Numerics | None) -> list[Node]:
+    """Those of `decodes` that are not to be avoided, and of them those of the numerics `like`, if there are any."""
+    decodes = [decode for decode in decodes if decode.ref.incarnation not in avoid] or decodes
+    if like is None:
+        return decodes
+    return [decode for decode in decodes if decode.numerics == like.output] or decodes
 
 
 def _room(node: Node) -> int:

@@ -114,6 +114,7 @@ class RunningReq:
         self.failover = Failover()
         self.moving: Attempt | None = None
         self.movable_at = now
+        self.num_failed_moves = 0
         self.left: Attempt | None = None
         self.left_until = 0
         self._num_attempts = 1

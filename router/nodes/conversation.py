@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from router.dispatch.failover import Loss
 from router.dispatch.running_req import Node
 from router.nodes.node_link import LiveNode
 from shared.errors import LinkError
@@ -62,8 +63,8 @@ class NodeEvents(Protocol):
         """A node is connected."""
         ...
 
-    def on_node_lost(self, node: Node, reason: str, *, crashed: bool) -> None:
-        """A node is gone, and has left `Membership.live`. `crashed`: its process seems to have ended."""
+    def on_node_lost(self, node: Node, reason: str, loss: Loss) -> None:
+        """A node is gone, and has left `Membership.live`."""
         ...
 
 
@@ -80,12 +81,12 @@ class Timing:
     loading_s: float = 10.0
 
 
-class NodeLeft(LinkError):
-    """The node said Leaving, or its process has ended, for a reason that no request has caused."""
+class NodeLost(LinkError):
+    """The end of a conversation, and how it came."""
 
-
-class NodeCrashed(LinkError):
-    """The node said so, or its connection was closed without a Leaving: most likely its process has ended."""
+    def __init__(self, reason: str, loss: Loss) -> None:
+        super().__init__(reason)
+        self.loss = loss
 
 
 class Conversation:
@@ -126,7 +127,9 @@ class Conversation:
         for message in link.receive_waiting():  # a node that leaves says so, and closes at once
             self._handle(message)
         reason = link.lost.result()
-        raise NodeCrashed(reason) if link.crashed else NodeLeft(reason)
+        # Before a partition resets a connection, it is silent for a while.
+        is_partition = link.loss is Loss.CRASHED and self._node.liveness.is_silent(time.monotonic())
+        raise NodeLost(reason, Loss.BROKEN if is_partition else link.loss)
 
     async def _receive(self) -> None:
         while True:
@@ -168,6 +171,6 @@ class Conversation:
             case Relay():
                 self._on_relay(message)
             case Leaving(reason, crashed):
-                raise NodeCrashed(reason) if crashed else NodeLeft(reason)
+                raise NodeLost(reason, Loss.CRASHED if crashed else Loss.LEFT)
             case _:
                 raise LinkError(f"sent {type(message).__name__} in the middle of a connection")

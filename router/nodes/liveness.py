@@ -33,6 +33,10 @@ class Liveness:
         if not self._stuck:
             self._num_stuck = 0
 
+    def is_silent(self, now: float) -> bool:
+        """Whether half of `timeout_s` has passed without a pong."""
+        return self._heartbeat.silence(now) >= self._timeout_s / 2
+
     def tick(self, now: float) -> str | None:
         """Called with every ping. Returns why the node is dead, or None."""
         if self._heartbeat.silent(now):

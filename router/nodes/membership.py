@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import zmq.asyncio
 
-from router.nodes.conversation import Conversation, NodeCrashed, NodeEvents, NodeLeft, Timing
+from router.dispatch.failover import Loss
+from router.nodes.conversation import Conversation, NodeEvents, NodeLost, Timing
 from router.nodes.liveness import Liveness
 from router.nodes.member import Member, MemberState, raise_if_different
 from router.nodes.node_link import LiveNode, NodeLink, Refusal
@@ -229,7 +230,7 @@ class Membership:
         for member in members:
             member.exited = reason
             if member.node is not None:
-                member.node.link.lose(reason, crashed=crashed)
+                member.node.link.lose(reason, Loss.CRASHED if crashed else Loss.LEFT)
             else:
                 if member.task is not None:
                     member.task.cancel()
@@ -302,8 +303,9 @@ class Membership:
             pause_s = self._timing.redial_s
             try:
                 await self._one_connection(member)
-            except NodeLeft as e:
-                self._set(member, MemberState.LEFT, str(e))
+            except NodeLost as e:
+                left = e.loss is Loss.LEFT
+                self._set(member, MemberState.LEFT if left else MemberState.LOST, str(e))
             except Refusal as e:
                 self._set(member, MemberState.REFUSED, str(e))
                 pause_s = self._timing.redial_refused_s
@@ -335,7 +337,7 @@ class Membership:
             node = self._admit(member, hello, link)
             events.on_node_alive(node)
             fleet.on_alive(node)
-            reason, crashed = "closed", False
+            reason, loss = "closed", Loss.LEFT
             try:
                 await Conversation(
                     node,
@@ -347,11 +349,11 @@ class Membership:
                     fleet.on_relay,
                 ).run()
             except LinkError as e:
-                reason, crashed = str(e), isinstance(e, NodeCrashed)
+                reason, loss = str(e), e.loss if isinstance(e, NodeLost) else Loss.BROKEN
                 raise
             finally:
                 member.node = None
-                events.on_node_lost(node, reason, crashed=crashed)
+                events.on_node_lost(node, reason, loss)
                 self._announce_peers(node.role, None)
         finally:
             link.close()

@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from router.dispatch.failover import Loss
 from router.dispatch.prefix_index import PrefixIndex
 from router.nodes.liveness import Liveness
 from shared.errors import LinkError
@@ -58,8 +59,8 @@ class NodeLink:
         self, context: zmq.asyncio.Context, address: str, identity: str, fleet_key: FleetKey | None
     ) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.crashed = True
-        """Whether a node whose link is lost seems to have crashed."""
+        self.loss = Loss.BROKEN
+        """How the link was lost."""
         try:
             self._sockets = DialSocket(
                 context, address, identity, fleet_key, max_queued_messages=_MAX_QUEUED_MESSAGES
@@ -119,10 +120,10 @@ class NodeLink:
                     raise Refusal(f"the node refused: {reason}")
             await asyncio.sleep(0)  # receive() does not suspend while messages are waiting
 
-    def lose(self, reason: str, *, crashed: bool = True) -> None:
-        """End the link with a reason. The first reason counts, and whether the node seems to have crashed."""
+    def lose(self, reason: str, loss: Loss = Loss.BROKEN) -> None:
+        """End the link with a reason. The first reason counts."""
         if not self.lost.done():
-            self.crashed = crashed
+            self.loss = loss
             self.lost.set_result(reason)
 
     def close(self) -> None:
@@ -137,7 +138,7 @@ class NodeLink:
             seen = await recv_monitor_message(self._sockets.monitor)
             reason = LOST.get(seen["event"])
             if reason is not None:
-                self.lose(reason)
+                self.lose(reason, Loss.CRASHED if seen["event"] == zmq.EVENT_DISCONNECTED else Loss.BROKEN)
                 return
 
 

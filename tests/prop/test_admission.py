@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from router.dispatch.failover import Loss
 from router.dispatch.live_rids import Claim, LiveRids
 from router.dispatch.running_req import RunningReq
 from router.request.generation import GenerationGroup, Generator
@@ -172,7 +173,7 @@ class AdmissionMachine(RuleBasedStateMachine):
                     self.dispatcher.stop(req, 1)
                 case "prefill node lost" | "decode node lost":
                     role = Role.PREFILL if what.startswith("prefill") else Role.DECODE
-                    self.dispatcher.on_node_lost(self.fleet.live(role)[0], "it died", crashed=True)
+                    self.dispatcher.on_node_lost(self.fleet.live(role)[0], "it died", Loss.CRASHED)
                     self.fleet.wait(which)
 
     @rule(which=WHICH)

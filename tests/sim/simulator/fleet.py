@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.dispatch.dispatcher import Deadlines, Dispatcher
+from router.dispatch.failover import Loss
 from router.dispatch.metrics import Metrics
 from router.dispatch.policy import cache_aware, round_robin
 from router.dispatch.running_req import Aborted, RunningReq
@@ -171,7 +172,7 @@ class SimFleet:
 
     def _lost(self, node: SimNode) -> None:
         self._live.of[node.role].remove(node)
-        self.dispatcher.on_node_lost(node, "killed", crashed=True)
+        self.dispatcher.on_node_lost(node, "killed", Loss.CRASHED)
 
     # --------------------------------------------------------------------------------------- requests
     def submit(self, requests: Iterable[SimRequest]) -> None:

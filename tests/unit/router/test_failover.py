@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from router.dispatch.failover import MAX_FAILURES
+from router.dispatch.failover import MAX_FAILURES, Loss
 from router.dispatch.running_req import RunningReq
 from shared.errors import RequestError
 from shared.protocol.logprobs import Logprobs
@@ -32,9 +32,15 @@ def tell(fleet: Fleet, req: RunningReq, position: int, *ids: int, finish: Finish
     fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, position, ids, finish)])
 
 
-def kill(fleet: Fleet, node: FakeNode, *, crashed: bool = True) -> None:
+def kill(fleet: Fleet, node: FakeNode, loss: Loss = Loss.CRASHED) -> None:
     (fleet.decodes if node.role is Role.DECODE else fleet.prefills).remove(node)
-    fleet.dispatcher.on_node_lost(node, "connection closed", crashed=crashed)
+    fleet.dispatcher.on_node_lost(node, "connection closed", loss)
+
+
+def counted(fleet: Fleet) -> dict[str, float]:
+    """The failovers by cause, without those of which there were none."""
+    counter = families(fleet.dispatcher._metrics.export().decode())["baton:num_failovers"]
+    return {s.labels["cause"]: s.value for s in counter.samples if s.name.endswith("_total") and s.value}
 
 
 def decode_of(req: RunningReq) -> FakeNode:
@@ -287,15 +293,49 @@ class TestCircuitBreaker:
             fleet.dispatcher.on_failed(bad, Failed(req.key, 503, "it drains"))
         assert set(fleet.burst(10)) == {good.ref.node_id, bad.ref.node_id}
 
-    def test_a_success_closes_it(self) -> None:
+    def test_a_first_token_does_not_close_it(self) -> None:
+        """A prefill node may send it before its pages arrive corrupt."""
         fleet = Fleet(2)
-        bad, good = fleet.decodes
-        for _ in range(4):
-            while decode_of(req := fleet.start()) is not bad:
+        fleet.prefills.append(FakeNode("p1", Role.PREFILL))
+        bad = fleet.prefills[0]
+        for _ in range(3):
+            while (req := fleet.start()).nodes[0] is not bad:
                 pass
             fleet.dispatcher.on_tokens(bad, [TokenEntry(req.key, 0, (7,), report=ReqReport())])
+            corrupt = Failed(req.key, 500, "corrupt", blames=bad.ref.incarnation)
+            fleet.dispatcher.on_failed(decode_of(req), corrupt)
+        assert all(fleet.start().nodes[0] is not bad for _ in range(10))
+
+    @pytest.mark.parametrize("role", list(Role))
+    def test_a_request_that_is_served_to_the_end_closes_it(self, role: Role) -> None:
+        """A prefill node has served its part when the decode node speaks."""
+        fleet = Fleet(2)
+        fleet.prefills.append(FakeNode("p1", Role.PREFILL))
+        bad = (fleet.decodes if role is Role.DECODE else fleet.prefills)[0]
+        for _ in range(4):
+            while bad not in (req := fleet.start()).nodes:
+                pass
             fleet.dispatcher.on_failed(bad, Failed(req.key, 500, "again"))
-        assert set(fleet.burst(10)) == {good.ref.node_id, bad.ref.node_id}
+            while bad not in (req := fleet.start()).nodes:
+                pass
+            tell(fleet, req, 0, 7, finish=Finish("length") if role is Role.DECODE else None)
+        assert sum(bad in fleet.start().nodes for _ in range(10)) > 1
+
+    def test_a_node_that_is_lost_again_and_again_gets_one_request_at_a_time(self) -> None:
+        fleet = Fleet(2)
+        for i in range(3):
+            kill(fleet, fleet.decodes[0], Loss.BROKEN if i else Loss.CRASHED)
+            fleet.decodes.insert(0, FakeNode("d000", Role.DECODE))
+        assert fleet.burst(10)["d000"] == 0
+        fleet.wait(11)
+        assert fleet.burst(10)["d000"] == 1
+
+    def test_a_node_that_leaves_is_not_at_fault(self) -> None:
+        fleet = Fleet(2)
+        for _ in range(3):
+            kill(fleet, fleet.decodes[0], Loss.LEFT)
+            fleet.decodes.insert(0, FakeNode("d000", Role.DECODE))
+        assert fleet.burst(10)["d000"] == 5
 
     def test_the_only_node_is_asked_all_the_same(self) -> None:
         fleet = Fleet(1)
@@ -303,6 +343,24 @@ class TestCircuitBreaker:
             req = fleet.start()
             fleet.dispatcher.on_failed(decode_of(req), Failed(req.key, 500, "again"))
         assert fleet.start().nodes
+
+
+class TestFailoverCounter:
+    def test_it_counts_attempts_that_were_sent(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        kill(fleet, decode_of(req))
+        assert counted(fleet) == {"decode_node_lost": 1}
+        kill(fleet, decode_of(req))
+        fleet.wait(31)
+        assert req.error is not None and req.error.code == "no_node"
+        assert counted(fleet) == {"decode_node_lost": 1}
+
+    def test_an_evicted_prefix_is_no_failover(self) -> None:
+        fleet = Fleet(2)
+        req = fleet.start()
+        fleet.dispatcher.on_not_cached(decode_of(req), req.key)
+        assert req.key.attempt == 1 and req.nodes and not counted(fleet) and not req.stamps
 
 
 class TestPoison:
@@ -376,7 +434,7 @@ class TestPoison:
         req = fleet.start()
         for _ in range(3):
             node = decode_of(req)
-            kill(fleet, node, crashed=crashed)
+            kill(fleet, node, Loss.CRASHED if crashed else Loss.BROKEN)
             if crashed:  # but the same process answers again
                 fleet.decodes.append(node)
                 fleet.dispatcher.on_node_alive(node)
@@ -441,6 +499,32 @@ class TestNumerics:
         other.numerics = "other"
         kill(fleet, first)
         assert decode_of(req) is other and inexact(fleet) == 1
+
+    def test_the_last_token_is_computed_with_the_same_numerics(self) -> None:
+        fleet = Fleet(2)
+        fleet.prefills.insert(0, FakeNode("p9", Role.PREFILL))
+        req = fleet.start(max_new_tokens=3)
+        first = req.nodes[0]
+        (other,) = (node for node in fleet.prefills if node is not first)
+        other.numerics = "other"
+        tell(fleet, req, 0, 1, 2)
+        kill(fleet, decode_of(req))
+        assert req.nodes == (first,)
+        first.numerics = "other"
+        fleet.dispatcher.on_failed(first, Failed(req.key, 500, "again"))
+        fleet.wait(0.2)
+        assert req.nodes == (fleet.decodes[0],) and inexact(fleet) == 0
+
+    def test_a_suspect_is_tried_on_a_node_of_the_same_numerics(self) -> None:
+        fleet = Fleet(5)
+        req = fleet.start()
+        tell(fleet, req, 0, 7)
+        kill(fleet, decode_of(req))
+        kill(fleet, decode_of(req))
+        for node in fleet.decodes[:2]:
+            node.numerics = "other"
+        fleet.wait(1)
+        assert req.failover.is_suspect and decode_of(req) is fleet.decodes[2]
 
     def test_before_the_first_token_any_node_will_do(self) -> None:
         fleet = Fleet(2)

@@ -25,6 +25,12 @@ def test_no_pong() -> None:
     assert verdict is not None and verdict.startswith("no answer for 10")
 
 
+def test_half_of_the_timeout_is_silence() -> None:
+    node = liveness()
+    node.pong(1.0, Load())
+    assert not node.is_silent(5.0) and node.is_silent(6.0)
+
+
 def test_without_progress_a_node_is_dead() -> None:
     assert ticks(liveness(), 1, 100, 5) == "no progress for 10.0 s"
 

@@ -9,12 +9,23 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import zmq.asyncio
 
+from router.dispatch.failover import Loss
 from router.dispatch.running_req import Node
 from router.nodes.conversation import Timing
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.node_link import LiveNode
-from shared.protocol.messages import Draining, Failed, Leaving, Loading, Relay, ReqKey, Role, TokenEntry
+from shared.protocol.messages import (
+    Cancel,
+    Draining,
+    Failed,
+    Leaving,
+    Loading,
+    Relay,
+    ReqKey,
+    Role,
+    TokenEntry,
+)
 from shared.protocol.resolver import Resolver
 from tests.patience import eventually
 from tests.unit.protocol.conftest import SlowNames
@@ -28,7 +39,7 @@ class Events:
 
     def __init__(self) -> None:
         self.lost: list[str] = []
-        self.crashed: list[str] = []
+        self.losses: list[Loss] = []
 
     def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
         raise AssertionError("nothing was asked for")
@@ -57,10 +68,9 @@ class Events:
     def on_node_alive(self, node: Node) -> None:
         """There are no requests."""
 
-    def on_node_lost(self, node: Node, reason: str, *, crashed: bool) -> None:
+    def on_node_lost(self, node: Node, reason: str, loss: Loss) -> None:
         self.lost.append(node.ref.node_id)
-        if crashed:
-            self.crashed.append(node.ref.node_id)
+        self.losses.append(loss)
 
 
 @contextlib.asynccontextmanager
@@ -146,7 +156,7 @@ def test_the_process_of_a_local_node_that_ended_without_an_error_has_not_crashed
             await eventually(lambda: member.state is MemberState.ALIVE)
             membership.node_exited(node.node_id, Role.DECODE, f"exited with code {code}", crashed=code != 0)
             await eventually(lambda: bool(events.lost))
-            assert events.crashed == (["decode-0"] if code else [])
+            assert events.losses == [Loss.CRASHED if code else Loss.LEFT]
 
     asyncio.run(run())
 
@@ -160,6 +170,37 @@ def test_a_node_that_leaves_says_whether_it_crashed(crashed: bool) -> None:
             await eventually(lambda: member.state is MemberState.ALIVE)
             node.send(Leaving("it says why", crashed=crashed))
             await eventually(lambda: bool(events.lost))
-            assert member.reason == "it says why" and bool(events.crashed) == crashed
+            assert member.reason == "it says why"
+            assert events.losses == [Loss.CRASHED if crashed else Loss.LEFT]
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_is_closed_without_a_word_is_a_crash() -> None:
+    async def run() -> None:
+        async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
+            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+            assert member is not None
+            await eventually(lambda: member.state is MemberState.ALIVE)
+            await node.stop()
+            await eventually(lambda: bool(events.lost))
+            assert events.losses == [Loss.CRASHED]
+
+    asyncio.run(run())
+
+
+def test_a_node_that_takes_no_messages_has_not_crashed() -> None:
+    async def run() -> None:
+        async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
+            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+            assert member is not None
+            await eventually(lambda: member.node is not None)
+            live = member.node
+            assert live is not None
+            large = Cancel(ReqKey("r" * 4096, "1"))
+            while not live.link.lost.done():  # the fake node does not run meanwhile
+                live.send(large)
+            await eventually(lambda: bool(events.lost))
+            assert events.losses == [Loss.BROKEN] and "messages wait to be sent" in live.link.lost.result()
 
     asyncio.run(run())

@@ -148,10 +148,10 @@ def test_every_token_counts_between_two_messages() -> None:
 def test_a_sequence_that_is_sent_elsewhere_is_a_failover() -> None:
     fleet = Fleet(2)
     req = fleet.start()
-    fleet.dispatcher.on_not_cached(req.nodes[-1], req.key)
+    fleet.dispatcher.on_failed(req.nodes[-1], Failed(req.key, 500, "the forward failed"))
     counter = families(fleet.dispatcher._metrics.export().decode())["baton:num_failovers"]
     counts = {s.labels["cause"]: s.value for s in counter.samples if s.name.endswith("_total")}
-    assert counts == dict.fromkeys(Cause, 0) | {"not_cached": 1}
+    assert counts == dict.fromkeys(Cause, 0) | {"node_failed": 1}
 
 
 @pytest.mark.parametrize(("status", "counts"), [(500, 1), (503, 1), (400, 0)])

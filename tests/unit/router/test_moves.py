@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from router.dispatch.failover import TRIAL_TOKENS
 from router.dispatch.running_req import RunningReq
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import Cancel, Decode, Failed, Finish, Move, NodeLimits, ReqKey, TokenEntry
@@ -132,6 +133,53 @@ def test_a_move_that_failed_is_tried_again_after_a_pause() -> None:
     moving.fleet.wait(1)
     moving.dispatcher.move_held(moving.source)
     assert moving.req.moving is not None and moving.req.moving.key not in (moving.key, moving.to_key)
+
+
+def test_targets_that_crash_are_not_followed_by_others() -> None:
+    fleet = Fleet(6)
+    req = fleet.start(max_new_tokens=500)
+    fleet.dispatcher.on_tokens(decode_of(req), [TokenEntry(req.key, 0, (1,))])
+    source = decode_of(req)
+    fleet.dispatcher.move_held(source)
+    assert req.moving is not None
+    target = req.moving.nodes[0]
+    assert isinstance(target, FakeNode)
+    kill(fleet, target)
+    fleet.wait(60)
+    fleet.dispatcher.move_held(source)
+    assert req.moving is None and req.failover.crashed == {target.ref.incarnation}
+    fleet.dispatcher.on_tokens(source, [TokenEntry(req.key, 1, tuple(range(TRIAL_TOKENS)))])
+    fleet.dispatcher.move_held(source)
+    assert req.moving is not None, "it has passed the place of the crash"
+
+
+def test_pauses_between_moves_that_fail_grow() -> None:
+    moving = Moving()
+    num_failed = 0
+    for _ in range(100):
+        if moving.req.moving is not None:
+            moving.dispatcher.on_failed(moving.target, Failed(moving.req.moving.key, 503, "no room"))
+            num_failed += 1
+        moving.fleet.wait(0.5)
+        moving.dispatcher.move_held(moving.source)
+    assert num_failed < 10
+
+
+def test_a_suspect_does_not_move_and_no_other_moves_to_its_node() -> None:
+    fleet = Fleet(4)
+    suspect = fleet.start(max_new_tokens=500)
+    for _ in range(2):
+        kill(fleet, decode_of(suspect))
+        fleet.wait(1)
+    trial = decode_of(suspect)
+    fleet.dispatcher.on_tokens(trial, [TokenEntry(suspect.key, 0, (1,))])
+    req = fleet.start(max_new_tokens=500)
+    source = decode_of(req)
+    fleet.dispatcher.on_tokens(source, [TokenEntry(req.key, 0, (1,))])
+    assert source is not trial
+    fleet.dispatcher.move_held(trial)
+    fleet.dispatcher.move_held(source)
+    assert suspect.moving is None and req.moving is None
 
 
 def test_a_sequence_that_ends_at_the_source_is_cancelled_at_the_target() -> None:

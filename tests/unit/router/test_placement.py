@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from router.dispatch.failover import Loss
 from router.dispatch.policy import MAX_IMBALANCE, MIN_SAVED_TOKENS, POLICIES, Candidates
 from router.dispatch.prefix_index import PrefixIndex
 from shared.protocol.logprobs import LogprobParams
@@ -169,7 +170,7 @@ class TestCounts:
         (node,) = fleet.decodes
         fleet.start()
         fleet.decodes.remove(node)
-        fleet.dispatcher.on_node_lost(node, "killed", crashed=True)
+        fleet.dispatcher.on_node_lost(node, "killed", Loss.CRASHED)
         assert fleet.counts.num_seqs(node) == 0
         assert fleet.counts._counts == {}
 
