@@ -228,7 +228,7 @@ class Router:
             metrics=self._metrics,
             later=asyncio.get_running_loop().call_later,
         )
-        self._generator = Generator(self._dispatcher, LiveRids())
+        self._generator = Generator(self._dispatcher, LiveRids(), patience_s=options.failover_timeout_s)
         self._news = SharedNews(self._membership.all_live, self.incarnation)
         self._changes = FleetChanges(self._membership, self._dispatcher, self._news, self._abort)
         exits.push_async_callback(self._changes.close)

@@ -126,7 +126,7 @@ class DispatchOptions:
     queue_timeout_s: float = flag(600.0, "longest wait for a first token", _SECONDS)
     stall_timeout_s: float = flag(120.0, "longest wait for the next token", _SECONDS)
     failover_timeout_s: float = flag(
-        30.0, "how long a request that lost its nodes waits for others", _SECONDS
+        30.0, "how long a request without a decode node, new or running, waits for one", _SECONDS
     )
     node_timeout_s: float = flag(
         10.0, "a node that neither answers nor gets on for this long is lost", _SECONDS

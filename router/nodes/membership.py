@@ -423,7 +423,10 @@ class Membership:
         self._signal()
 
     def _is_stale(self, member: Member) -> bool:
-        return member.state is MemberState.LEFT or time.monotonic() - member.since > self._timing.forget_s
+        """The last one of its role stays, so that /health goes on telling what the fleet lacks."""
+        others = any(other.role is member.role and other is not member for other in self._members)
+        is_old = time.monotonic() - member.since > self._timing.forget_s
+        return member.state is MemberState.LEFT or (is_old and others)
 
     def _forget(self, member: Member) -> None:
         event("node_forgotten", node=member.node_id or "?", address=member.address)

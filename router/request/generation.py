@@ -29,6 +29,8 @@ from shared.protocol.messages import Stamp
 from shared.timeline import ReqStage
 
 ABORTED_STATUS = 499
+_RETRY_S = 0.2
+"""How often a request that waits for a decode node looks for one."""
 _TOKENS_A_TURN = 65_536
 """Prompt tokens that are dispatched in one turn of the event loop: about 2 ms of work (2 cores)."""
 _TOKENS_A_SEQUENCE = 4096
@@ -131,8 +133,10 @@ class GenerationGroup:
         dispatcher: Dispatcher,
         claim: Claim,
         places: QueuePlaces | None,
+        patience_s: float,
     ) -> None:
         self._dispatcher = dispatcher
+        self._patience_s = patience_s
         self._claim = claim
         self._places = places
         self._ready: dict[Generation, None] = {}
@@ -158,7 +162,7 @@ class GenerationGroup:
                 if num_tokens > _TOKENS_A_TURN:
                     num_tokens = 0
                     await asyncio.sleep(0)
-                self._start(generation)
+                await self._start(generation)
                 if self._places is not None:
                     self._places.dispatched()
         except BaseException:
@@ -200,17 +204,23 @@ class GenerationGroup:
             index = len(self.generations)
             self.generations.append(Generation(prompt, prompt_index, choice, index, output))
 
-    def _start(self, generation: Generation) -> None:
+    async def _start(self, generation: Generation) -> None:
+        """Send a sequence as soon as there is a decode node."""
         prompt = generation.prompt
         work, wake = prompt.work_of(generation.choice), partial(self._wake, generation)
-        abort_message = self._claim.abort_message(prompt.rid)
-        try:
-            if abort_message is not None:
-                req = self._dispatcher.abort_unsent(work, wake, abort_message)
-            else:
-                req = self._dispatcher.start(work, wake, split=prompt.split, rid=prompt.rid)
-        except RequestError as e:
-            raise self._named(e, generation) from e
+        give_up_at = time.monotonic() + self._patience_s
+        while True:
+            abort_message = self._claim.abort_message(prompt.rid)
+            try:
+                if abort_message is not None:
+                    req = self._dispatcher.abort_unsent(work, wake, abort_message)
+                else:
+                    req = self._dispatcher.start(work, wake, split=prompt.split, rid=prompt.rid)
+                break
+            except RequestError as e:
+                if e.code != "no_node" or time.monotonic() >= give_up_at:
+                    raise self._named(e, generation) from e
+            await asyncio.sleep(_RETRY_S)
         generation.dispatched(req)
         self._claim.sent(prompt.rid, req)
 
@@ -268,21 +278,23 @@ class GenerationGroup:
 
 
 class Generator:
-    """Opens groups and aborts requests."""
+    """Opens groups and aborts requests. While there is no decode node, a request waits for one for `patience_s`."""
 
-    def __init__(self, dispatcher: Dispatcher, rids: LiveRids) -> None:
+    def __init__(self, dispatcher: Dispatcher, rids: LiveRids, *, patience_s: float = 0.0) -> None:
         self._dispatcher = dispatcher
         self._rids = rids
+        self._patience_s = patience_s
 
     def open(
         self, prompts: Sequence[Prompt], tokenizer: Tokenizer, claim: Claim, places: QueuePlaces | None = None
     ) -> GenerationGroup:
         """The sequences of `prompts`, an asynchronous context.
 
-        `places` holds their places in the queue until they are sent. `claim` has their rids, which are released when
-        the context is left.
+        `places` holds their places in the queue until they are sent; without places they do not wait for a node.
+        `claim` has their rids, which are released when the context is left.
         """
-        return GenerationGroup(prompts, tokenizer, self._dispatcher, claim, places)
+        patience_s = 0.0 if places is None else self._patience_s
+        return GenerationGroup(prompts, tokenizer, self._dispatcher, claim, places, patience_s)
 
     def claim(self) -> Claim:
         """A claim for the rids of one request."""

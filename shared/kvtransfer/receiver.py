@@ -206,7 +206,7 @@ class KVReceiver:
         with self._lock:
             transfer = self.transfers.get(key)
             assert transfer is not None, "a transfer is closed only after its last scatter"
-            transfer.end_scatter(chunk, nbytes)
+            transfer.end_scatter(chunk, nbytes, self._clock())
             self._progressed(transfer)
             self._settle(transfer)
 
@@ -257,7 +257,7 @@ class KVReceiver:
         transfer.deadline = now + (
             options.offer_timeout_s if transfer.has_all_offered else options.transfer_timeout_s
         )
-        if transfer.complete(now):
+        if transfer.complete():
             self._outbox.send(transfer.peer_id, Done(transfer.key, True))
 
     def _start_transfers(self, peer_id: str) -> None:

@@ -49,7 +49,7 @@ SendEvent = Ready | SendEnded
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The sequence is complete on the receiving node. `pages` were transferred, `seconds` after the first offer.
+    """The sequence is complete on the receiving node. `pages` were transferred, and awaited for `seconds`.
 
     `sender` is the incarnation of the node that it came from.
     """
@@ -200,7 +200,9 @@ class ReceiveTransfer:
     _num_offered: int = 0
     _num_units: int = 0
     _handoff: Handoff | None = None
-    _started: float | None = None
+    _awaits_since: float = 0.0
+    _seconds: float = 0.0
+    """How long offered pages were awaited. Between offers the sending node computes."""
     _num_scatters: int = 0
     _end: Received | ReceiveFailed | None = None
     _taken: bool = False
@@ -238,9 +240,9 @@ class ReceiveTransfer:
             raise TransferError(f"offer up to page {first_page + num_pages} exceeds the {self._reserved()}")
         if self._handoff is not None:
             raise TransferError("offer after the handoff")
+        if self.has_all_offered:
+            self._awaits_since = now
         self._num_offered += num_pages
-        if self._started is None:
-            self._started = now
         return True
 
     def handed_off(self, handoff: Handoff) -> None:
@@ -265,21 +267,24 @@ class ReceiveTransfer:
         first = chunk.first_page - self.prefix_pages
         return self.page_ids[first : first + chunk.num_pages]
 
-    def end_scatter(self, chunk: Chunk, nbytes: int) -> None:
+    def end_scatter(self, chunk: Chunk, nbytes: int, now: float) -> None:
         """The data thread no longer writes to the pages that `begin_scatter` named."""
         self._num_scatters -= 1
         self._num_units += chunk.units
         self.nbytes += nbytes
+        if self.has_all_offered:
+            self._seconds += now - self._awaits_since
 
-    def complete(self, now: float) -> bool:
+    def complete(self) -> bool:
         """End with success if the handoff and every page of every layer is there."""
         if self.state is not ReceiveState.RECEIVING or self._handoff is None:
             return False
         if not self.has_all_offered:
             return False
-        seconds = 0.0 if self._started is None else now - self._started
         self.state = ReceiveState.ENDED
-        self._end = Received(self.key, self.peer_id, self._handoff, self.nbytes, self._num_offered, seconds)
+        self._end = Received(
+            self.key, self.peer_id, self._handoff, self.nbytes, self._num_offered, self._seconds
+        )
         return True
 
     def fail(self, reason: str, *, by_peer: bool, corrupt: bool = False) -> bool:

@@ -92,9 +92,11 @@ class GrammarQueue:
     def _too_late(self, waiting: _Waiting) -> RequestError:
         assert waiting.req.params.grammar is not None
         kind, limit = waiting.req.params.grammar.kind, f"{self._timeout_s:g} s (--grammar-compile-timeout-s)"
-        if waiting.future.running():
+        if (
+            waiting.future.running() and not waiting.req.output_len
+        ):  # with outputs it was compiled before, elsewhere
             return RequestError(f"{kind}: not compiled within {limit}; make it simpler", param=kind)
-        return RequestError(f"other grammars kept the compiler busy for {limit}", status=503)
+        return RequestError(f"the compiler was too busy for this {kind} for {limit}", status=503)
 
     def _start(self, req: Req, future: Future[CompiledGrammar]) -> RequestError | None:
         error = future.exception()

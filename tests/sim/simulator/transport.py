@@ -350,7 +350,7 @@ class SimReceiver(_Side):
         chunk = Chunk(offer.first_page, offer.num_pages, 0, 1)
         if transfer is None or self._breaks(transfer) or transfer.begin_scatter(chunk) is None:
             return
-        transfer.end_scatter(chunk, nbytes)
+        transfer.end_scatter(chunk, nbytes, self._clock())
         self._settle(transfer)
 
     def on_disconnected(self, peer: str) -> None:
@@ -365,7 +365,7 @@ class SimReceiver(_Side):
             self._fail(transfer, "the link broke (decode node)")
 
     def _settle(self, transfer: ReceiveTransfer) -> None:
-        if transfer.complete(self._clock()):
+        if transfer.complete():
             self._send(transfer.peer_id, Done(transfer.key, ok=True))
             self._post(transfer)
 

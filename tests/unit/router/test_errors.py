@@ -9,9 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.http.config import HttpOptions
+from router.http.config import DispatchOptions, HttpOptions
 from router.http.limits import HttpLimits
 from shared.protocol.messages import Decode, Prefill
+from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import byte_level_tokenizer, joined_router, pair
 
 BIG = 10**40
@@ -598,6 +599,35 @@ def test_nothing_is_alive(model_folder: Path) -> None:
                 response = await client.post("/generate", json={"text": "a", "stream": stream})
                 assert response.status_code == 503 and "there is none" in response.json()["error"]["message"]
                 assert response.headers["retry-after"]
+
+    asyncio.run(run())
+
+
+def test_a_request_waits_for_a_decode_node(model_folder: Path) -> None:
+    dispatch = DispatchOptions(local_prefill_tokens=0, failover_timeout_s=PATIENCE_S)
+
+    async def run() -> None:
+        async with (
+            pair() as nodes,
+            joined_router(model_folder, list(nodes), dispatch=dispatch) as (_, client),
+        ):
+            decode = nodes[1]
+            await decode.stop()
+
+            async def is_lost() -> bool:
+                return (await client.get("/health")).status_code == 503
+
+            await eventually(is_lost)
+            calls = [
+                asyncio.create_task(client.post("/generate", json={"input_ids": [1, 2, 3], "rid": rid}))
+                for rid in ("served", "aborted")
+            ]
+            assert not (await asyncio.wait(calls, timeout=0.5))[0]
+            await client.post("/abort_request", json={"rid": "aborted"})
+            aborted = (await calls[1]).json()
+            assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
+            decode.start(decode.port, "b")
+            assert (await calls[0]).status_code == 200
 
     asyncio.run(run())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -74,13 +75,15 @@ class Events:
 
 
 @contextlib.asynccontextmanager
-async def new_membership(names: SlowNames | None = None) -> AsyncIterator[tuple[Membership, Events]]:
+async def new_membership(
+    names: SlowNames | None = None, timing: Timing = TIMING
+) -> AsyncIterator[tuple[Membership, Events]]:
     context, events = zmq.asyncio.Context(), Events()
     membership = Membership(
         context,
         incarnation="router",
         fleet_key=None,
-        timing=TIMING,
+        timing=timing,
         resolver=Resolver(names) if names else Resolver(),
     )
     membership.report_to(events, events)
@@ -105,6 +108,29 @@ def test_a_name_that_resolves_slowly_costs_no_other_node() -> None:
             assert member.state is MemberState.ALIVE
             assert not events.lost
         names.answers.set()
+
+    asyncio.run(run())
+
+
+def test_the_last_lost_node_of_a_role_is_not_forgotten() -> None:
+    """Else /health would call a fleet whole that has lost all its prefill nodes."""
+
+    async def run() -> None:
+        timing = dataclasses.replace(TIMING, forget_s=0.05)
+        async with (
+            FakeNode(Role.PREFILL, "p0") as one,
+            FakeNode(Role.PREFILL, "p1") as other,
+            new_membership(timing=timing) as (membership, events),
+        ):
+            for node in (one, other):
+                assert membership.dial(node.ref.address, Role.PREFILL, pinned=False) is not None
+            await eventually(lambda: len(membership.live(Role.PREFILL)) == 2)
+            await one.stop()
+            await eventually(lambda: len(membership.members) == 1)
+            await other.stop()
+            await eventually(lambda: events.lost == ["p0", "p1"])
+            await asyncio.sleep(4 * (timing.forget_s + timing.redial_s))
+            assert membership.expects(Role.PREFILL)
 
     asyncio.run(run())
 

@@ -124,6 +124,15 @@ def test_the_deadline_of_a_slow_grammar_and_of_one_behind_it(world: World) -> No
     assert [over.req for over in world.queue.take()] == [late]
 
 
+def test_a_slow_grammar_that_was_compiled_before_fails_over(world: World) -> None:
+    """Another node has made outputs with it, so the node is too busy, and the request is not wrong."""
+    world.add("resumed", token_grammar(3, 9), output_ids=(3, 6))
+    assert world.backend.began.wait(PATIENCE_S)
+    world.now = TIMEOUT_S
+    (over,) = world.queue.take()
+    assert over.error is not None and (over.error.status, over.error.param) == (503, None)
+
+
 def test_a_request_that_ended_does_not_come_back(world: World) -> None:
     req = world.add("a", token_grammar(3, 9))
     world.queue.remove(req)

@@ -1,0 +1,24 @@
+"""The states of one transfer."""
+
+from __future__ import annotations
+
+from shared.kvtransfer.layout import Chunk
+from shared.kvtransfer.states import Received, ReceiveTransfer
+from shared.protocol.messages import ReqKey
+from shared.protocol.transfer_messages import Handoff
+
+
+def test_seconds_count_only_while_offered_pages_are_awaited() -> None:
+    """From 1 to 3 and from 10 to 11; between them the sending node computes the second page."""
+    key = ReqKey("router", "1")
+    transfer = ReceiveTransfer(key, "p0", [1, 2], 0, 1, 4, 0.0)
+    transfer.start(0.0)
+    for page, (offered_at, arrived_at) in enumerate([(1.0, 3.0), (10.0, 11.0)]):
+        assert transfer.offered(page, 1, offered_at)
+        chunk = Chunk(page, 1, 0, 1)
+        assert transfer.begin_scatter(chunk) == [page + 1]
+        transfer.end_scatter(chunk, 100, arrived_at)
+    transfer.handed_off(Handoff(key, 2, (5,), kv_len=8, digest=0, cached_tokens=0, stamps=()))
+    assert transfer.complete()
+    end = transfer.take_end()
+    assert isinstance(end, Received) and (end.nbytes, end.pages, end.seconds) == (200, 2, 3.0)
