@@ -9,6 +9,7 @@ Life of a request here:
     waiting_queue      a short prompt that is prefilled here
     retraction         after it made room for others, until its KV is copied back or prefilled again
     moves              while another decode node takes its KV: beside running_batch, at the end instead of it
+    trial              if it is to run alone, until no other request is here; then it enters a queue as any
 
 A request that moves here from another decode node goes through the same queues, and is refused where it would have to
 wait for pages. Its first message repeats the tokens that the other node has told the router since the dispatch.
@@ -26,6 +27,7 @@ from functools import partial
 from decode_node.cache_announcer import CacheAnnouncer
 from decode_node.moves import Moves
 from decode_node.prealloc_queue import PreallocQueue
+from decode_node.trial import HANDED_BACK, Trial
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
 from shared.engine.loop_parts import new_grammar_queue, new_launcher
@@ -79,6 +81,7 @@ class DecodeScheduler:
         self.moves = Moves(engine.ledger, sender, peering, self.batcher, router_port)
         queues = (self.grammar_queue, self.prealloc_queue, self.batcher)
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
+        self._trial = Trial(self.reqs, router_port, engine.clock)
         self._desk = RouterDesk(
             engine, self.reqs, self.grammar_queue, self.batcher, router_port, vitals, router_timeout_s
         )
@@ -107,6 +110,7 @@ class DecodeScheduler:
         self._receiver.tick()
         self._sender.tick()
         self._hear_transfers()
+        self._trial.advance()
 
     def _hear_transfers(self) -> None:
         for event in self._receiver.poll():
@@ -123,6 +127,9 @@ class DecodeScheduler:
                     self._move_ended(sent)
 
     def _start(self, message: Decode) -> None:
+        if self._trial.excludes_others:
+            self._router_port.hand_back(message.key, HANDED_BACK)
+            return
         req = self._desk.accept(message)
         if req is None:
             return
@@ -137,7 +144,9 @@ class DecodeScheduler:
         self.reqs.add(req)
         enqueue = partial(self._enqueue, req, message.prefill, message.moving)
         if req.params.grammar is not None:
-            self.grammar_queue.add(req, enqueue)
+            enqueue = partial(self.grammar_queue.add, req, enqueue)
+        if message.alone_tokens:
+            self._trial.add(req, message.alone_tokens, enqueue)
         else:
             enqueue()
 

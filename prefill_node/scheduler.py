@@ -105,7 +105,7 @@ class PrefillScheduler:
     def _hand_back(self) -> None:
         """Let go of the requests of which nothing is computed yet: their routers send them to other nodes."""
         for req in [req for req in self.reqs.values() if req.timeline.stage is ReqStage.QUEUED]:
-            self._router_port.hand_back(req.key)
+            self._router_port.hand_back(req.key, "this node is draining")
             self.reqs.end(req.key, "handed back")
 
     def _start(self, message: Prefill) -> None:

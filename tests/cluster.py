@@ -41,6 +41,7 @@ from shared.protocol.messages import (
     ReqKey,
     ReqReport,
     Role,
+    RunsAlone,
     TokenEntry,
     Tokens,
     Work,
@@ -121,6 +122,8 @@ class ScriptedRouter:
         self.moves: dict[ReqKey, AnsweredMove] = {}
         """By the key of the move."""
         self.wanted_moved: list[ReqKey] = []
+        self.alone: list[ReqKey] = []
+        """Requests of which a node has said that it holds no other."""
 
     def submit(
         self,
@@ -135,6 +138,7 @@ class ScriptedRouter:
         local_prefill_limit: int | None = None,
         priority: int = 0,
         routing_key: str = "",
+        alone_tokens: int = 0,
     ) -> ReqKey:
         key = ReqKey(ROUTER, rid, attempt)
         self.answers[key] = Answer(token_ids=list(output_ids))
@@ -143,7 +147,8 @@ class ScriptedRouter:
         self._works[key] = work
         if decode:
             source = ref(prefill) if prefill else None
-            self.outbox.send(decode, Decode(key, work, source, local_prefill_limit))
+            message = Decode(key, work, source, local_prefill_limit, alone_tokens=alone_tokens)
+            self.outbox.send(decode, message)
         if prefill:
             target = ref(decode) if decode else None
             self.outbox.send(prefill, Prefill(key, work, target))
@@ -212,6 +217,8 @@ class ScriptedRouter:
                         for move in self.moves.values():
                             if entry.key == move.key and not move.arrived:
                                 self.outbox.send(move.target, Cancel(move.to_key))
+            case RunsAlone(key):
+                self.alone.append(key)
             case MoveWanted(keys):
                 self.wanted_moved += keys
             case Moved(key):

@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 
 from router.dispatch.circuit_breakers import CircuitBreakers
-from router.dispatch.failover import MAX_FAILURES, Cause, Loss, Numerics, Quarantine
+from router.dispatch.failover import MAX_FAILURES, TRIAL_TOKENS, Cause, Loss, Numerics, Quarantine
 from router.dispatch.first_token_queue import FirstTokenQueue
 from router.dispatch.metrics import Metrics
 from router.dispatch.moves import Moves
@@ -83,7 +83,7 @@ class Dispatcher:
             policies=policies,
             local_prefill_tokens=local_prefill_tokens,
             counts=self._counts,
-            shuns=lambda node: node is self._quarantine.node or self._breakers.is_open(node),
+            shuns=lambda node: self._quarantine.has(node) or self._breakers.is_open(node),
         )
         self._moves = Moves(self._placement, self._counts, metrics, clock)
         self._deadlines = deadlines
@@ -208,7 +208,7 @@ class Dispatcher:
                 self.queue.leave(req.key.rid, served=True)
             if req.ended:
                 self._forget(req, Cancel(req.key))
-            elif req is self._quarantine.suspect and req.failover.is_past_crashes(len(req.output_ids)):
+            elif req in self._quarantine and req.failover.is_past_crashes(len(req.output_ids)):
                 req.failover.crashed.clear()
                 self._quarantine.end(req)
         self._metrics.generated(num_generated)
@@ -238,7 +238,9 @@ class Dispatcher:
             self._end(req, error=error)
             return
         if failed.handed_back:
-            self._fail_over(req, node, Cause.NODE_DRAINED, error, avoid=node.ref.incarnation)
+            # The only node may hand a sequence back again and again, while a suspect runs alone there.
+            again_s = _RETRY_S if node.ref.incarnation in req.failover.avoid else 0.0
+            self._fail_over(req, node, Cause.NODE_DRAINED, error, avoid=node.ref.incarnation, pause_s=again_s)
             return
         blamed = next((n for n in req.attempt.nodes if n.ref.incarnation == failed.blames), node)
         if status != 503:
@@ -273,6 +275,12 @@ class Dispatcher:
             error = RequestError(f"it left {node.ref.node_id} for a node that then failed", status=503)
             self._fail_over(req, node, Cause.MOVE_FAILED, error)
 
+    def on_runs_alone(self, node: Node, key: ReqKey) -> None:
+        """Note that `node` has begun a suspect, and holds nothing else."""
+        req = self._held(node, key)
+        if req is not None:
+            self._quarantine.runs_alone(req)
+
     def on_move_wanted(self, node: Node, keys: Sequence[ReqKey]) -> None:
         """Move sequences that `node` wants to be rid of, if another node has room."""
         for key in keys:
@@ -288,7 +296,6 @@ class Dispatcher:
     def on_node_lost(self, node: Node, reason: str, loss: Loss) -> None:
         """Send the sequences that `node` held to other nodes."""
         held = self._held_by(node)
-        alone = len(held) == 1 and self._counts.num_seqs(node) <= 1
         crashed = loss is Loss.CRASHED
         if loss is not Loss.LEFT:
             self._breakers.failed(node)
@@ -302,7 +309,7 @@ class Dispatcher:
             error = RequestError(
                 f"{node.role} node {node.ref.node_id} was lost: {reason}", status=503, code="node_lost"
             )
-            was_tried = crashed and alone and req is self._quarantine.suspect
+            was_tried = crashed and self._quarantine.is_alone(req)
             if crashed:
                 req.failover.crash(node.ref.incarnation, len(req.output_ids))
             lost = Cause.PREFILL_NODE_LOST if node.role is Role.PREFILL else Cause.DECODE_NODE_LOST
@@ -348,7 +355,10 @@ class Dispatcher:
         if route.decode is not None:
             source = route.prefill.ref if route.prefill else None
             self._counts.sent(route.decode)
-            route.decode.send(Decode(req.key, work, source, route.local_prefill_limit))
+            alone_tokens = TRIAL_TOKENS if req in self._quarantine else 0
+            route.decode.send(
+                Decode(req.key, work, source, route.local_prefill_limit, alone_tokens=alone_tokens)
+            )
         if route.prefill is not None:
             target = route.decode.ref if route.decode else None
             route.prefill.send(Prefill(req.key, work, target))
@@ -372,9 +382,10 @@ class Dispatcher:
         error: RequestError,
         *,
         avoid: str | None = None,
+        pause_s: float = 0.0,
         was_tried: bool = False,
     ) -> None:
-        """Take a sequence from its nodes, and send the next attempt to others.
+        """Take a sequence from its nodes, and send the next attempt to others, after `pause_s` at the earliest.
 
         With `was_tried`, it is a suspect that ran alone on `node` when that crashed. The caller has
         taken nodes that hold nothing of the sequence any more out of `req.attempt.holders`.
@@ -400,8 +411,8 @@ class Dispatcher:
             return
         if was_tried:
             self._later(_VERDICT_S, partial(self._judge, req, req.key, node))
-        elif failover.pause_s:
-            self._later(failover.pause_s, partial(self._resend, req, req.key))
+        elif pause_s := max(pause_s, failover.pause_s):
+            self._later(pause_s, partial(self._resend, req, req.key))
         else:
             self._resend(req, req.key)
 
@@ -423,6 +434,10 @@ class Dispatcher:
             )
             self._give_up(req, RequestError(message, status=503, code="no_node"))
             return
+        if route is None:  # it waits for other suspects, which does not use up the time to find a node
+            failover.since = self._clock()
+            self._later(_RETRY_S, partial(self._resend, req, key))
+            return
         if failover.cause is not None:
             self._metrics.failed_over(failover.cause)
         failover.since = failover.cause = None
@@ -431,18 +446,20 @@ class Dispatcher:
             self._metrics.continued_inexactly()
         self._send(req, work, route)
 
-    def _next_route(self, req: RunningReq, work: Work) -> Route:
-        """The nodes of the next attempt. Raises RequestError while there are none, or another suspect is tried."""
+    def _next_route(self, req: RunningReq, work: Work) -> Route | None:
+        """The nodes of the next attempt. None while too many other suspects are tried.
+
+        Raises RequestError while there are no nodes.
+        """
         failover = req.failover
         if not failover.is_suspect:
             return self._placement.route(
                 work, split=failover.split, again=True, avoid=failover.avoid, like=req.numerics
             )
-        if self._quarantine.suspect is not None:
-            message = "requests under which nodes have crashed are tried one at a time"
-            raise RequestError(message, status=503)
         route = self._placement.route_alone(work, avoid=failover.avoid, like=req.numerics)
-        self._quarantine.suspect = req
+        if len(self._quarantine) >= self._placement.max_trials or any(map(self._quarantine.has, route.nodes)):
+            return None
+        self._quarantine.begin(req)
         return route
 
     def _give_up(self, req: RunningReq, error: RequestError) -> None:
@@ -450,7 +467,7 @@ class Dispatcher:
         self._end(req, error=error)
 
     def _judge(self, req: RunningReq, key: ReqKey, node: Node) -> None:
-        """Convict a suspect that ran alone on `node` when that crashed, unless the node has turned out to live."""
+        """Convict a suspect that ran alone on `node` when that crashed, unless the process has turned out to live."""
         if req.ended or req.key != key:
             return
         if node.ref.incarnation not in req.failover.crashed:

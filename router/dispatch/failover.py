@@ -2,8 +2,8 @@
 
 A sequence that loses its nodes is sent to others, at once the first time, and after a growing pause each time that it
 fails again without a new token. One that was on two nodes when they crashed is a suspect: its content may be what
-crashes them. Suspects are tried one at a time, each on one node, and only a crash of that node while it has no other
-request convicts the suspect.
+crashes them. Suspects are tried on at most half of the decode nodes at a time, each alone on one node. Only a crash
+of that node, after it has said that it holds no other request, convicts the suspect.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ MAX_FAILURES = 6
 """A sequence that fails so often in a row, without a new token between, ends with the last error."""
 _FIRST_PAUSE_S = 0.1
 _CRASHES_OF_A_SUSPECT = 2
-TRIAL_TOKENS = 16
-"""A suspect that has gone on for so many tokens beyond the place of the last crash is acquitted."""
+TRIAL_TOKENS = 8
+"""A suspect that has gone on for so many tokens beyond the place of the last crash is acquitted. Its node runs
+nothing else until then."""
 
 
 class Numerics(NamedTuple):
@@ -107,17 +108,34 @@ class Failover:
 
 
 class Quarantine:
-    """The one suspect that is being tried, and its node. Other work goes to other nodes if there are any."""
+    """The suspects that are being tried, each on a node that gets no other work if there are other nodes."""
 
     def __init__(self) -> None:
-        self.suspect: RunningReq | None = None
+        self._trials: dict[RunningReq, bool] = {}
 
-    @property
-    def node(self) -> Node | None:
-        """The node that runs the suspect."""
-        return next(iter(self.suspect.attempt.holders), None) if self.suspect is not None else None
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def __contains__(self, req: RunningReq) -> bool:
+        return req in self._trials
+
+    def begin(self, req: RunningReq) -> None:
+        """Try a suspect, which is about to be sent."""
+        self._trials[req] = False
+
+    def runs_alone(self, req: RunningReq) -> None:
+        """Note that the node of a suspect has begun it, and holds nothing else."""
+        if req in self._trials:
+            self._trials[req] = True
+
+    def is_alone(self, req: RunningReq) -> bool:
+        """Whether the node of a suspect has said that it holds nothing else."""
+        return self._trials.get(req, False)
+
+    def has(self, node: Node) -> bool:
+        """Whether a suspect is tried on `node`."""
+        return any(node in req.attempt.holders for req in self._trials)
 
     def end(self, req: RunningReq) -> None:
-        """Let the next suspect be tried if `req` was the one: it has ended, failed, or been acquitted."""
-        if self.suspect is req:
-            self.suspect = None
+        """End the trial of `req`, if there is one: it has ended, failed, or been acquitted."""
+        self._trials.pop(req, None)

@@ -149,6 +149,11 @@ class Placement:
         decodes = _preferred(decodes, avoid, like)
         return Route(work.params.max_new_tokens, None, min(decodes, key=self._counts.num_seqs))
 
+    @property
+    def max_trials(self) -> int:
+        """So many suspects are tried at a time, since each takes a decode node from other work."""
+        return max(1, len(self._fleet.live(Role.DECODE)) // 2)
+
     def target(self, work: Work, source: Node) -> Node:
         """The decode node to which a sequence moves that runs on `source`, not one that is shunned.
 

@@ -28,6 +28,7 @@ from shared.protocol.messages import (
     Pong,
     Relay,
     ReqKey,
+    RunsAlone,
     TokenEntry,
     Tokens,
 )
@@ -53,6 +54,10 @@ class NodeEvents(Protocol):
 
     def on_moved(self, node: Node, key: ReqKey) -> None:
         """A request has left the node for another one."""
+        ...
+
+    def on_runs_alone(self, node: Node, key: ReqKey) -> None:
+        """A node has begun a request that is to run alone, and holds no other."""
         ...
 
     def on_move_wanted(self, node: Node, keys: Sequence[ReqKey]) -> None:
@@ -164,6 +169,8 @@ class Conversation:
                 self._events.on_not_cached(self._node, key)
             case Moved(key):
                 self._events.on_moved(self._node, key)
+            case RunsAlone(key):
+                self._events.on_runs_alone(self._node, key)
             case MoveWanted(keys):
                 self._events.on_move_wanted(self._node, keys)
             case Draining():

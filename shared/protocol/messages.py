@@ -20,7 +20,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import Role as Role
 from shared.timeline import Stamp as Stamp
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised by every change of a message, which a peer of the version before would misread or drop. A router and a node
 of different versions refuse each other; nodes only meet through a router, so they have the same version."""
 
@@ -218,7 +218,8 @@ class Decode(Struct, frozen=True):
 
     With a `local_prefill_limit`, a node that would have to compute more tokens than that answers NotCached. When the
     request is `moving`, `prefill` is the decode node that it leaves: room is reserved at once, or the answer is
-    Failed with 503.
+    Failed with 503. With `alone_tokens`, the node runs nothing else until the request has so many tokens more: it
+    has others moved, hands them back when that takes too long, says RunsAlone, and hands back what comes meanwhile.
     """
 
     key: ReqKey
@@ -226,6 +227,7 @@ class Decode(Struct, frozen=True):
     prefill: NodeRef | None
     local_prefill_limit: int | None = None
     moving: bool = False
+    alone_tokens: int = 0
 
 
 class Move(Struct, frozen=True):
@@ -338,7 +340,8 @@ class Failed(Struct, frozen=True):
     """A request ended without its result. `status` is the HTTP status that the client should see.
 
     With a `status` of 500 or more and no `param`, other nodes may serve it; with 503 no node is at fault. `blames` is
-    the incarnation of the peer with which a transfer failed. `handed_back`: this node drains, and has not begun it.
+    the incarnation of the peer with which a transfer failed. `handed_back`: this node drains, or is to run another
+    request alone.
     """
 
     key: ReqKey
@@ -387,8 +390,14 @@ class Moved(Struct, frozen=True):
     key: ReqKey
 
 
+class RunsAlone(Struct, frozen=True):
+    """This node begins a Decode with `alone_tokens`, and holds no other request."""
+
+    key: ReqKey
+
+
 class MoveWanted(Struct, frozen=True):
-    """These requests of the router run on this node, which is short of pages: they should be moved.
+    """These requests of the router run on this node, which is short of pages or is to be emptied: move them.
 
     A request is named once. It runs on here until it is moved or has ended.
     """
@@ -522,6 +531,7 @@ NodeToRouter = (
     | CacheEvents
     | NotCached
     | Moved
+    | RunsAlone
     | MoveWanted
     | Draining
     | Relay

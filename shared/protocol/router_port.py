@@ -35,6 +35,7 @@ from shared.protocol.messages import (
     Role,
     RouterHello,
     RouterToNode,
+    RunsAlone,
     SetRole,
     TokenEntry,
     Tokens,
@@ -174,9 +175,14 @@ class RouterPort:
         self.flush()
         self._outbox.send(key.router, Failed(key, status, message, param, blames))
 
-    def hand_back(self, key: ReqKey) -> None:
-        """Have the request's router send it to another node, since this one drains and has not begun it."""
-        self._outbox.send(key.router, Failed(key, 503, "this node is draining", handed_back=True))
+    def hand_back(self, key: ReqKey, reason: str) -> None:
+        """Have the request's router send it to another node, behind the tokens that it has had."""
+        self.flush()
+        self._outbox.send(key.router, Failed(key, 503, reason, handed_back=True))
+
+    def runs_alone(self, key: ReqKey) -> None:
+        """Tell the request's router that this node holds no other one."""
+        self._outbox.send(key.router, RunsAlone(key))
 
     def flush(self) -> None:
         """Send the tokens of this step, one message to each router, or several where logprobs make it large."""

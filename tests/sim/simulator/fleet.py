@@ -22,6 +22,7 @@ from shared.protocol.messages import (
     MoveWanted,
     NotCached,
     Role,
+    RunsAlone,
     Tokens,
     Work,
 )
@@ -226,6 +227,8 @@ class SimFleet:
                 self.dispatcher.on_failed(node, message)
             case Moved(key):
                 self.dispatcher.on_moved(node, key)
+            case RunsAlone(key):
+                self.dispatcher.on_runs_alone(node, key)
             case MoveWanted(keys):
                 self.dispatcher.on_move_wanted(node, keys)
             case NotCached(key):

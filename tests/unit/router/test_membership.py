@@ -63,6 +63,9 @@ class Events:
     def on_moved(self, node: Node, key: ReqKey) -> None:
         raise AssertionError("no request runs")
 
+    def on_runs_alone(self, node: Node, key: ReqKey) -> None:
+        raise AssertionError("no request runs")
+
     def on_move_wanted(self, node: Node, keys: Sequence[ReqKey]) -> None:
         raise AssertionError("no request runs")
 

@@ -1,0 +1,65 @@
+"""Runs a request alone that may be what crashed other nodes, so that a further crash is no other request's doing.
+
+    waiting     the requests that this node holds are moved to other nodes; after EMPTY_S the rest is handed back
+    under way   from RunsAlone until the request has the tokens that its router asked for, or has ended
+
+Meanwhile this node hands back all other requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shared import log
+from shared.engine.req_table import ReqTable
+from shared.protocol.router_port import RouterPort
+from shared.scheduling.req import Req
+from shared.timeline import Clock
+
+EMPTY_S = 2.0
+"""How long requests have to be moved away before they are handed back, which costs a prefill of each."""
+HANDED_BACK = "this node runs another request alone"
+
+
+class Trial:
+    """The latest request that runs, or is to run, alone on this node."""
+
+    def __init__(self, reqs: ReqTable, router_port: RouterPort, clock: Clock) -> None:
+        self._reqs = reqs
+        self._router_port = router_port
+        self._clock = clock
+        self._req: Req | None = None
+        self._until = 0
+        self._empty_by = 0.0
+        self._enqueue: Callable[[], None] | None = None
+
+    @property
+    def excludes_others(self) -> bool:
+        """Whether a request waits to run alone, or does."""
+        return self._req is not None and self._req.key in self._reqs and self._req.output_len < self._until
+
+    def add(self, req: Req, num_tokens: int, enqueue: Callable[[], None]) -> None:
+        """Have `req` run alone for `num_tokens`. `enqueue` lets it begin."""
+        self._req, self._until, self._enqueue = req, req.output_len + num_tokens, enqueue
+        self._empty_by = self._clock() + EMPTY_S
+        others = self._others(req)
+        self._router_port.want_moved(other.key for other in others)
+        log.event("trial", key=req.key, num_others=len(others))
+
+    def advance(self) -> None:
+        """Let the request begin once this node holds no other."""
+        if self._enqueue is None or not self.excludes_others:
+            return
+        assert self._req is not None
+        if self._clock() >= self._empty_by:
+            for other in self._others(self._req):
+                if other.finish is None:
+                    self._router_port.hand_back(other.key, HANDED_BACK)
+                    self._reqs.end(other.key, HANDED_BACK)
+        if not self._others(self._req):
+            enqueue, self._enqueue = self._enqueue, None
+            self._router_port.runs_alone(self._req.key)
+            enqueue()
+
+    def _others(self, req: Req) -> list[Req]:
+        return [other for other in self._reqs.values() if other is not req]

@@ -1,0 +1,90 @@
+"""A request that runs alone on a decode node, since it may be what crashed others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from decode_node.trial import EMPTY_S
+from shared.config import NodeConfig
+from shared.engine.build import Engine
+from shared.protocol.messages import Cancel, ReqKey
+from tests.cluster import Cluster
+from tests.sim.test_moves import config, params, prompt, wanted
+from tests.token_engine import token_engine
+
+NUM_NEW, ALONE = 60, 8
+
+
+def submit(cluster: Cluster, rid: str, *, seed: int, alone_tokens: int = 0) -> ReqKey:
+    sampling = params(NUM_NEW)
+    return cluster.router.submit(rid, prompt(seed), sampling, None, "d0", alone_tokens=alone_tokens)
+
+
+def is_handed_back(cluster: Cluster, key: ReqKey) -> bool:
+    return [failed.handed_back for failed in cluster.router.answers[key].failures] == [True]
+
+
+def test_what_comes_while_it_runs_alone_is_handed_back() -> None:
+    with Cluster(0, 1, token_engine, config()) as cluster:
+        answers = cluster.router.answers
+        suspect = submit(cluster, "suspect", seed=0, alone_tokens=ALONE)
+        early, other_suspect = submit(cluster, "a", seed=1), submit(cluster, "b", seed=2, alone_tokens=ALONE)
+        cluster.run(lambda: len(answers[suspect].token_ids) >= ALONE)
+        assert cluster.router.alone == [suspect]
+        assert is_handed_back(cluster, early) and is_handed_back(cluster, other_suspect)
+        late = submit(cluster, "late", seed=3)
+        cluster.run_all(check=True)
+        assert cluster.tokens(suspect) == wanted(prompt(0), NUM_NEW)
+        assert cluster.tokens(late) == wanted(prompt(3), NUM_NEW)
+        cluster.assert_idle()
+
+
+def test_a_node_is_emptied_for_it() -> None:
+    now = [100.0]
+
+    def engine(config: NodeConfig) -> Engine:
+        return replace(token_engine(config), clock=lambda: now[0])
+
+    with Cluster(0, 1, engine, config()) as cluster:
+        router = cluster.router
+        others = [submit(cluster, f"r{i}", seed=i) for i in range(1, 4)]
+        cluster.run(lambda: all(router.answers[key].token_ids for key in others))
+        suspect = submit(cluster, "suspect", seed=0, alone_tokens=ALONE)
+        cluster.run(lambda: set(others) <= set(router.wanted_moved))
+        assert not router.alone and not any(router.answers[key].failures for key in others)
+        now[0] += EMPTY_S
+        cluster.run_all(check=True)
+        assert router.alone == [suspect] and all(is_handed_back(cluster, key) for key in others)
+        assert cluster.tokens(suspect) == wanted(prompt(0), NUM_NEW)
+        cluster.assert_idle()
+
+
+def test_it_begins_when_the_others_have_ended() -> None:
+    with Cluster(0, 1, token_engine, config()) as cluster:
+        other = submit(cluster, "other", seed=1)
+        cluster.run(lambda: bool(cluster.router.answers[other].token_ids))
+        suspect = submit(cluster, "suspect", seed=0, alone_tokens=ALONE)
+        cluster.run_all(check=True)
+        assert cluster.router.alone == [suspect]
+        assert cluster.tokens(other) == wanted(prompt(1), NUM_NEW)
+        assert cluster.tokens(suspect) == wanted(prompt(0), NUM_NEW)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_node_takes_others_again_when_it_is_cancelled(waits: bool) -> None:
+    with Cluster(0, 1, token_engine, config()) as cluster:
+        answers = cluster.router.answers
+        other = submit(cluster, "other", seed=1)
+        cluster.run(lambda: bool(answers[other].token_ids))
+        if not waits:
+            cluster.run_all()
+        suspect = submit(cluster, "suspect", seed=0, alone_tokens=ALONE)
+        cluster.run(lambda: bool(cluster.router.wanted_moved if waits else answers[suspect].token_ids))
+        cluster.router.outbox.send("d0", Cancel(suspect))
+        cluster.router.give_up(suspect, "its client is gone")
+        late = submit(cluster, "late", seed=2)
+        cluster.run_all(check=True)
+        assert cluster.tokens(late) == wanted(prompt(2), NUM_NEW)
+        cluster.assert_idle()
