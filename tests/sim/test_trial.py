@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,18 @@ import pytest
 from decode_node.trial import EMPTY_S
 from shared.config import NodeConfig
 from shared.engine.build import Engine
-from shared.protocol.messages import Cancel, ReqKey
+from shared.protocol.messages import Cancel, ReqKey, Role
 from tests.cluster import Cluster
+from tests.sim.simulator.fleet import FleetShape, SimFleet
+from tests.sim.simulator.node import SimNode
+from tests.sim.simulator.workloads import chats
 from tests.sim.test_moves import config, params, prompt, wanted
+from tests.sim.test_simulator_faults import BLOCK_TOKENS, COSTS, MAX_EVENTS, assert_all_ended_and_empty, small
 from tests.token_engine import token_engine
 
 NUM_NEW, ALONE = 60, 8
+POISON, POISONED = "200", 8
+"""A decode node that runs this request crashes; all have that many tokens of output at least."""
 
 
 def submit(cluster: Cluster, rid: str, *, seed: int, alone_tokens: int = 0) -> ReqKey:
@@ -88,3 +95,32 @@ def test_a_node_takes_others_again_when_it_is_cancelled(waits: bool) -> None:
         cluster.run_all(check=True)
         assert cluster.tokens(late) == wanted(prompt(2), NUM_NEW)
         cluster.assert_idle()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_poison_in_a_busy_fleet_is_convicted_at_the_third_node(seed: int) -> None:
+    killed: list[str] = []
+
+    def on_step(node: SimNode) -> None:
+        running = node.scheduler.batcher.running_batch if node.role is Role.DECODE else ()
+        if any(req.key.rid == POISON and req.output_len >= 3 for req in running):
+            killed.append(node.ref.node_id)
+            fleet.kill(node.ref.node_id)
+
+    shape = small(pool_tokens=400)
+    fleet = SimFleet(
+        FleetShape(num_prefill=2, num_decode=8, prefill=shape, decode=shape),
+        COSTS,
+        seed=seed,
+        on_step=on_step,
+        audits=True,
+    )
+    requests = chats(
+        random.Random(seed), 1500, gap_s=0.004, block_tokens=BLOCK_TOKENS, output_len=(POISONED, 24)
+    )
+    fleet.submit(requests)
+    fleet.run(max_events=MAX_EVENTS)
+    assert_all_ended_and_empty(fleet)
+    poison = fleet.outcomes[POISON]
+    assert poison.error is not None and poison.error.code == "poison_request" and len(killed) == 3
+    assert all(outcome.ok for outcome in fleet.outcomes.values() if outcome is not poison)
