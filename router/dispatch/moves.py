@@ -76,10 +76,8 @@ class Moves:
         """End a move that `node`, the source or the target, cannot go on with; the other is told."""
         moving = req.moving
         assert moving is not None
-        req.moving, req.movable_at = (
-            None,
-            self._clock() + _RETRY_S * 2 ** min(req.num_failed_moves, _MAX_DOUBLINGS),
-        )
+        req.moving = None
+        req.movable_at = self._clock() + _RETRY_S * 2 ** min(req.num_failed_moves, _MAX_DOUBLINGS)
         req.num_failed_moves += 1
         for other in (*req.attempt.holders, *moving.holders):
             if other is not node:

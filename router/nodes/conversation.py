@@ -131,10 +131,9 @@ class Conversation:
             await asyncio.gather(*parts, return_exceptions=True)
         for message in link.receive_waiting():  # a node that leaves says so, and closes at once
             self._handle(message)
-        reason = link.lost.result()
-        # Before a partition resets a connection, it is silent for a while.
-        is_partition = link.loss is Loss.CRASHED and self._node.liveness.is_silent(time.monotonic())
-        raise NodeLost(reason, Loss.BROKEN if is_partition else link.loss)
+        # A connection that is closed was silent before if the network is at fault, and not if the process has ended.
+        closed = Loss.BROKEN if self._node.liveness.is_silent(time.monotonic()) else Loss.CRASHED
+        raise NodeLost(link.lost.result(), link.loss or closed)
 
     async def _receive(self) -> None:
         while True:

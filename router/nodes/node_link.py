@@ -59,8 +59,8 @@ class NodeLink:
         self, context: zmq.asyncio.Context, address: str, identity: str, fleet_key: FleetKey | None
     ) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.loss = Loss.BROKEN
-        """How the link was lost."""
+        self.loss: Loss | None = Loss.BROKEN
+        """How the link was lost. None: the connection was closed, and why is not known."""
         try:
             self._sockets = DialSocket(
                 context, address, identity, fleet_key, max_queued_messages=_MAX_QUEUED_MESSAGES
@@ -120,7 +120,7 @@ class NodeLink:
                     raise Refusal(f"the node refused: {reason}")
             await asyncio.sleep(0)  # receive() does not suspend while messages are waiting
 
-    def lose(self, reason: str, loss: Loss = Loss.BROKEN) -> None:
+    def lose(self, reason: str, loss: Loss | None = Loss.BROKEN) -> None:
         """End the link with a reason. The first reason counts."""
         if not self.lost.done():
             self.loss = loss
@@ -138,7 +138,7 @@ class NodeLink:
             seen = await recv_monitor_message(self._sockets.monitor)
             reason = LOST.get(seen["event"])
             if reason is not None:
-                self.lose(reason, Loss.CRASHED if seen["event"] == zmq.EVENT_DISCONNECTED else Loss.BROKEN)
+                self.lose(reason, None if seen["event"] == zmq.EVENT_DISCONNECTED else Loss.BROKEN)
                 return
 
 

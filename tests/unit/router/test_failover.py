@@ -16,6 +16,7 @@ from shared.protocol.messages import (
     Failed,
     Finish,
     NodeLimits,
+    NodeRef,
     Prefill,
     ReqReport,
     Role,
@@ -324,7 +325,9 @@ class TestCircuitBreaker:
         fleet = Fleet(2)
         for i in range(3):
             kill(fleet, fleet.decodes[0], Loss.BROKEN if i else Loss.CRASHED)
-            fleet.decodes.insert(0, FakeNode("d000", Role.DECODE))
+            again = FakeNode("d000", Role.DECODE)
+            again.ref = NodeRef("d000", f"d000#{i + 2}", "nowhere")
+            fleet.decodes.insert(0, again)
         assert fleet.burst(10)["d000"] == 0
         fleet.wait(11)
         assert fleet.burst(10)["d000"] == 1

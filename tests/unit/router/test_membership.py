@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -214,6 +215,31 @@ def test_a_connection_that_is_closed_without_a_word_is_a_crash() -> None:
             await node.stop()
             await eventually(lambda: bool(events.lost))
             assert events.losses == [Loss.CRASHED]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["silent", "exited"])
+def test_a_connection_that_is_closed_after_a_silence_is_a_crash_only_if_the_process_has_ended(
+    how: str,
+) -> None:
+    timing = Timing(hello_s=1.0, redial_s=0.05, ping_s=60.0, node_timeout_s=0.2)
+
+    async def run() -> None:
+        async with FakeNode(Role.DECODE) as node, new_membership(timing=timing) as (membership, events):
+            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+            assert member is not None
+            await eventually(lambda: member.node is not None)
+            live = member.node
+            assert live is not None
+            await eventually(lambda: live.liveness.is_silent(time.monotonic()))
+            if how == "exited":
+                membership.node_exited(node.node_id, Role.DECODE, "was killed by SIGSEGV", crashed=True)
+            else:
+                await node.stop()
+            await eventually(lambda: bool(events.lost))
+            assert events.losses == [Loss.CRASHED if how == "exited" else Loss.BROKEN]
+            assert live.link.lost.result() == (member.exited or "connection closed")
 
     asyncio.run(run())
 
