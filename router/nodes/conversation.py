@@ -22,6 +22,7 @@ from shared.protocol.messages import (
     Leaving,
     Moved,
     MoveWanted,
+    NodeHello,
     NodeToRouter,
     NotCached,
     Ping,
@@ -176,6 +177,8 @@ class Conversation:
                 self._on_draining(message)
             case Relay():
                 self._on_relay(message)
+            case NodeHello(node) if node.incarnation == self._node.ref.incarnation:
+                pass  # a slow node answers the RouterHello of an earlier try too; it had both before any work
             case Leaving(reason, crashed):
                 raise NodeLost(reason, Loss.CRASHED if crashed else Loss.LEFT)
             case _:

@@ -8,6 +8,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 
+import msgspec
 import pytest
 import zmq.asyncio
 
@@ -18,11 +19,13 @@ from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.node_link import LiveNode
 from shared.protocol.messages import (
+    PROTOCOL_VERSION,
     Cancel,
     Draining,
     Failed,
     Leaving,
     Loading,
+    NodeHello,
     Relay,
     ReqKey,
     Role,
@@ -135,6 +138,23 @@ def test_the_last_lost_node_of_a_role_is_not_forgotten() -> None:
             await eventually(lambda: events.lost == ["p0", "p1"])
             await asyncio.sleep(4 * (timing.forget_s + timing.redial_s))
             assert membership.expects(Role.PREFILL)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("incarnation", ["a", "another"])
+def test_a_slow_node_answers_an_earlier_hello_too(incarnation: str) -> None:
+    async def run() -> None:
+        async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
+            ref = msgspec.structs.replace(node.ref, incarnation=f"{node.ref.node_id}-{incarnation}")
+            node.before_hello = [NodeHello(ref, node.role, node.layout, node.limits, {}, PROTOCOL_VERSION)]
+            assert membership.dial(node.ref.address, Role.DECODE, pinned=True) is not None
+            if incarnation == "a":
+                await eventually(lambda: membership.live(Role.DECODE))
+                await asyncio.sleep(5 * TIMING.ping_s)
+                assert not events.lost and node.identities[1:] == []
+            else:
+                await eventually(lambda: events.lost)
 
     asyncio.run(run())
 
