@@ -49,6 +49,12 @@ def decode_of(req: RunningReq) -> FakeNode:
     return node
 
 
+def start_on(fleet: Fleet, node: FakeNode) -> RunningReq:
+    """A request that is sent to `node`, after some that may be sent to others."""
+    started = (fleet.start() for _ in range(20))
+    return next(req for req in started if node in req.nodes)
+
+
 def latest(node: FakeNode, kind: type) -> object:
     return [message for message in node.sent if isinstance(message, kind)][-1]
 
@@ -225,8 +231,7 @@ class TestFailures:
         fleet = Fleet(2)
         (prefill,), bad = fleet.prefills, fleet.decodes[0]
         for _ in range(3):
-            while decode_of(req := fleet.start()) is not bad:
-                pass
+            req = start_on(fleet, bad)
             failed = Failed(req.key, status, "link lost", blames=bad.ref.incarnation)
             fleet.dispatcher.on_failed(prefill, failed)
             assert req.nodes == (prefill, fleet.decodes[1])
@@ -277,8 +282,7 @@ class TestCircuitBreaker:
         fleet = Fleet(2)
         bad, good = fleet.decodes
         for _ in range(3):
-            while decode_of(req := fleet.start()) is not bad:
-                pass
+            req = start_on(fleet, bad)
             fleet.dispatcher.on_failed(bad, Failed(req.key, 500, "again"))
         assert set(fleet.burst(10)) == {good.ref.node_id}
         fleet.wait(11)
@@ -288,8 +292,7 @@ class TestCircuitBreaker:
         fleet = Fleet(2)
         bad, good = fleet.decodes
         for _ in range(4):
-            while decode_of(req := fleet.start()) is not bad:
-                pass
+            req = start_on(fleet, bad)
             fleet.dispatcher.on_failed(bad, Failed(req.key, 503, "it drains"))
         assert set(fleet.burst(10)) == {good.ref.node_id, bad.ref.node_id}
 
@@ -299,8 +302,7 @@ class TestCircuitBreaker:
         fleet.prefills.append(FakeNode("p1", Role.PREFILL))
         bad = fleet.prefills[0]
         for _ in range(3):
-            while (req := fleet.start()).nodes[0] is not bad:
-                pass
+            req = start_on(fleet, bad)
             fleet.dispatcher.on_tokens(bad, [TokenEntry(req.key, 0, (7,), report=ReqReport())])
             corrupt = Failed(req.key, 500, "corrupt", blames=bad.ref.incarnation)
             fleet.dispatcher.on_failed(decode_of(req), corrupt)
@@ -313,11 +315,8 @@ class TestCircuitBreaker:
         fleet.prefills.append(FakeNode("p1", Role.PREFILL))
         bad = (fleet.decodes if role is Role.DECODE else fleet.prefills)[0]
         for _ in range(4):
-            while bad not in (req := fleet.start()).nodes:
-                pass
-            fleet.dispatcher.on_failed(bad, Failed(req.key, 500, "again"))
-            while bad not in (req := fleet.start()).nodes:
-                pass
+            fleet.dispatcher.on_failed(bad, Failed(start_on(fleet, bad).key, 500, "again"))
+            req = start_on(fleet, bad)
             tell(fleet, req, 0, 7, finish=Finish("length") if role is Role.DECODE else None)
         assert sum(bad in fleet.start().nodes for _ in range(10)) > 1
 

@@ -177,6 +177,7 @@ def test_a_suspect_does_not_move_and_no_other_moves_to_its_node() -> None:
     source = decode_of(req)
     fleet.dispatcher.on_tokens(source, [TokenEntry(req.key, 0, (1,))])
     assert source is not trial
+    fleet.decodes.remove(source)  # it is drained
     fleet.dispatcher.move_held(trial)
     fleet.dispatcher.move_held(source)
     assert suspect.moving is None and req.moving is None
