@@ -1,8 +1,9 @@
-"""500 requests, of which nine in ten are called off at random times; the others are as they would be alone."""
+"""500 requests, of which nine in ten are called off in the middle; the others are as they would be alone."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from tests.modelzoo import make_model
 from tests.processes import Fleet
 
 NUM_REQUESTS, NUM_KEPT = 500, 50
-WITHIN_S = 20.0
+WITHIN_S = 5.0
+MOST_EVENTS, LONG = 5, 500
+"""A request that is called off wants LONG tokens, and is called off after at most MOST_EVENTS events."""
 
 
 def run(num_requests: int = NUM_REQUESTS) -> Iterator[dict[str, object]]:
@@ -32,37 +35,49 @@ def _run(folder: Path, num_requests: int) -> Iterator[dict[str, object]]:
         load, all_bodies = Load(fleet.router.url), bodies()
         kept = set(rng.sample(range(num_requests), num_requests * NUM_KEPT // NUM_REQUESTS))
         wrong: list[int] = []
+        cut_short: set[int] = set()
+        """Requests that were called off before they had all tokens."""
 
         async def one(client: httpx.AsyncClient, number: int) -> None:
-            which = number % len(all_bodies)
             await asyncio.sleep(rng.uniform(0, WITHIN_S))
+            which, rid = number % len(all_bodies), f"storm-{number}"
+            body = {**all_bodies[which], "rid": rid}
+            off_at = None if number in kept else rng.randint(1, MOST_EVENTS)
+            if off_at is not None:
+                body["sampling_params"] = {**body["sampling_params"], "max_new_tokens": LONG}
             outputs: dict[int, list[int]] = {}
-            async for event in events(client, {**all_bodies[which], "rid": f"storm-{number}"}):
-                assert "error" not in event, event
-                outputs[event.get("index", 0)] = event["output_ids"]
-            if number in kept and outputs != load.expected[which]:
-                wrong.append(number)
-
-        async def called_off(client: httpx.AsyncClient, number: int) -> None:
-            running = asyncio.create_task(one(client, number))
-            await asyncio.sleep(rng.uniform(0, 1.2 * WITHIN_S))
-            if number % 2:
-                await client.post("/abort_request", json={"rid": f"storm-{number}"})
-                await running
-            else:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+            num_events = 0
+            async with contextlib.aclosing(events(client, body)) as stream:
+                async for event in stream:
+                    assert "error" not in event, event
+                    outputs[event.get("index", 0)] = event["output_ids"]
+                    num_events += 1
+                    if num_events == off_at and number % 2:
+                        await client.post("/abort_request", json={"rid": rid})
+                    elif num_events == off_at:
+                        break
+            for index, expected in load.expected[which].items():
+                output = outputs.get(index, [])
+                length = len(output) if off_at is not None else len(expected)
+                if output[: len(expected)] != expected[:length]:
+                    wrong.append(number)
+            if off_at is not None and max(map(len, outputs.values())) < LONG:
+                cut_short.add(number)
 
         async def storm() -> None:
             await load.learn()
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(base_url=fleet.router.url, timeout=None, limits=limits) as client:
-                await asyncio.gather(
-                    *((one if n in kept else called_off)(client, n) for n in range(num_requests))
-                )
+                await asyncio.gather(*(one(client, number) for number in range(num_requests)))
 
         asyncio.run(storm())
         fleet.router.wait_home()
-        yield {"requests": num_requests, "kept": len(kept), "wrong": len(wrong)}
+        yield {
+            "requests": num_requests,
+            "kept": len(kept),
+            "called off in the middle": len(cut_short),
+            "wrong": len(wrong),
+        }
         assert not wrong, wrong
+        assert len(cut_short) == num_requests - len(kept), "some had ended before they were called off"
         fleet.stop()

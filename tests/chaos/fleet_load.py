@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +103,7 @@ class Load:
             self.wrong.append(f"request {which}: {outputs} instead of {self.expected[which]}")
 
 
-async def events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
     """The events of a stream; one with `error` for an answer that is no stream."""
     async with client.stream("POST", "/generate", json=body) as response:
         if response.status_code != 200:
