@@ -42,6 +42,11 @@ class PeerTable(Generic[State]):
     def __contains__(self, peer_id: str) -> bool:
         return peer_id in self._peers
 
+    @property
+    def ids(self) -> list[str]:
+        """Of all peers."""
+        return list(self._peers)
+
     def add(self, peer_id: str, state: State, now: float) -> Peer[State]:
         """A peer that is heard now; it takes the place of one of the same id."""
         heartbeat = Heartbeat(self._options.ping_s, self._options.peer_timeout_s, now)

@@ -74,7 +74,7 @@ class ReceiverPeers:
             self._met(peer_id, message, now)
         elif isinstance(message, PeerLeft):
             self.table.remove(peer_id)
-            self.links.fail_peer(peer_id, "the sending node does not need it now", tell_peer=False)
+            self.links.fail_peer(peer_id, "the sending node has left", tell_peer=False)
         elif peer is not None:
             self.table.handle(peer, message)
 

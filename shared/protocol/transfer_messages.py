@@ -70,7 +70,7 @@ class Offer(Struct, frozen=True):
 
 
 class PeerLeft(Struct, frozen=True):
-    """The sending node closes this connection, which it does not need now; it dials and says hello when it does."""
+    """The sending node closes this connection: it ends, or does not need it now. If it does again, it says hello."""
 
 
 class Handoff(Struct, frozen=True):

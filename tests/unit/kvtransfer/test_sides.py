@@ -448,6 +448,19 @@ def test_repeated_messages_change_nothing() -> None:
     world.close()
 
 
+def test_a_node_that_ends_in_order_is_not_called_silent(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    open_both(world)
+    world.run(1.0)
+    num_links = world.d.side.peers.num_links_opened
+    world.p.side.close()
+    world.run(2 * FAST.peer_timeout_s)
+    assert "p0" not in world.d.side.peers.table
+    assert world.d.side.peers.num_links_opened == num_links
+    assert "peer_silent" not in caplog.text
+    world.close()
+
+
 def test_another_peer_cannot_touch_a_transfer() -> None:
     world = World(prefills=("p0", "p1"))
     world.p.rate = 0
