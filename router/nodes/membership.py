@@ -331,7 +331,14 @@ class Membership:
         link = NodeLink(self._context, address, identity, self._fleet_key)
         try:
             hello = await link.hello(self._incarnation, self._timing.hello_s, resume=member.resume)
-            self._check(member, hello)
+            try:
+                self._check(member, hello)
+            except Refusal:
+                if hello.node.incarnation not in {node.ref.incarnation for node in self.all_live()}:
+                    link.send(
+                        Leaving("the router refuses this node")
+                    )  # else a change of its role waits for this router
+                raise
             assert self._listeners is not None, "report_to comes before the first dial"
             events, fleet = self._listeners
             node = self._admit(member, hello, link)

@@ -29,7 +29,7 @@ from shared.protocol.messages import Stamp
 from shared.timeline import ReqStage
 
 ABORTED_STATUS = 499
-_RETRY_S = 0.2
+_RETRY_S = 1.0
 """How often a request that waits for a decode node looks for one."""
 _TOKENS_A_TURN = 65_536
 """Prompt tokens that are dispatched in one turn of the event loop: about 2 ms of work (2 cores)."""

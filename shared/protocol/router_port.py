@@ -46,6 +46,7 @@ from shared.protocol.router_relay import RouterRelay
 from shared.timeline import Clock
 
 MAX_REMEMBERED_KEYS = 65_536
+MAX_REMEMBERED_ROUTERS = 1024
 MAX_TOKENS_NBYTES = 16 << 20
 """Bytes of logprobs in one Tokens message of several entries: a router decodes a message in one go."""
 
@@ -74,6 +75,8 @@ class RouterPort:
         self._clock = clock
         self._inbox: deque[FromRouter] = deque()
         self._last_heard: dict[str, float] = {}
+        self._refused: OrderedDict[str, None] = OrderedDict()
+        """Routers whose other messages do not count."""
         self._relay = RouterRelay(outbox, lambda: list(self._last_heard), clock)
         self._followers: dict[str, None] = {}
         """Routers that have been sent all of the cache, and follow its events; used by the scheduler thread only."""
@@ -86,15 +89,19 @@ class RouterPort:
     # ---------------------------------------------------------------------------- the control thread
     def on_message(self, router: str, message: RouterToNode) -> None:
         """Answer a message, or queue it for the scheduler."""
+        if isinstance(message, RouterHello) and (why := _why_refused(router, message)):
+            self._refused[router] = None
+            if len(self._refused) > MAX_REMEMBERED_ROUTERS:
+                self._refused.popitem(last=False)
+            self._outbox.send(router, Refused(why))
+            return
+        if isinstance(message, RouterHello):
+            self._refused.pop(router, None)
+        elif router in self._refused:
+            return
         self._last_heard[router] = self._clock()
         match message:
             case RouterHello():
-                if message.router != router:
-                    self._outbox.send(router, Refused(f"router: {message.router!r} dialled as {router!r}"))
-                    return
-                if message.version != PROTOCOL_VERSION:
-                    self._outbox.send(router, Refused(other_version("router", message.version)))
-                    return
                 log.event("router_joined", router=router)
                 self._outbox.send(router, self.hello)
                 self._relay.greet(router, resume=message.resume)
@@ -260,6 +267,13 @@ class RouterPort:
         self.flush()
         for router in list(self._last_heard):
             self._outbox.send(router, Leaving(reason, crashed))
+
+
+def _why_refused(router: str, hello: RouterHello) -> str:
+    """Why this node does not work with a router; empty when it does."""
+    if hello.router != router:
+        return f"router: {hello.router!r} dialled as {router!r}"
+    return other_version("router", hello.version) if hello.version != PROTOCOL_VERSION else ""
 
 
 def _parts(entries: list[TokenEntry]) -> Iterator[tuple[TokenEntry, ...]]:

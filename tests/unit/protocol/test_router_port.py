@@ -111,6 +111,19 @@ def test_a_router_of_another_version_is_refused(rig: Rig, version: int) -> None:
     assert rig.port.take() == []
 
 
+def test_nothing_of_a_refused_router_counts_until_it_is_greeted(rig: Rig) -> None:
+    """A change of the node's role would wait for it else."""
+    rig.port.on_message("good", RouterHello("good", PROTOCOL_VERSION))
+    rig.port.on_message("one", RouterHello("one", PROTOCOL_VERSION - 1))
+    rig.port.on_message("one", SetRole(1, Role.DECODE, 0.0))
+    assert not rig.port.is_draining
+    rig.port.on_message("good", SetRole(2, Role.DECODE, 0.0))
+    rig.port.on_message("good", Drained())
+    assert rig.port.next_role is Role.DECODE
+    rig.port.on_message("one", RouterHello("one", PROTOCOL_VERSION))
+    assert rig.port.next_role is None, "now it has to let the node go too"
+
+
 def test_a_router_under_another_name_is_refused(rig: Rig) -> None:
     rig.port.on_message("one", RouterHello("two", PROTOCOL_VERSION))
     ((to, refused),) = rig.outbox.take()
@@ -270,7 +283,7 @@ def test_who_was_refused_or_only_pings_hears_nothing_of_the_cache(rig: Rig) -> N
 
 def test_a_silent_router_is_told_of_the_cache_again_when_it_asks(rig: Rig) -> None:
     for router in ("one", "two"):
-        rig.port.on_message(router, RouterHello(router))
+        rig.port.on_message(router, RouterHello(router, PROTOCOL_VERSION))
         rig.port.tell(router, ALL)
     rig.now += 11
     rig.port.on_message("two", Ping(1))

@@ -279,3 +279,23 @@ def test_a_node_that_takes_no_messages_has_not_crashed() -> None:
             assert events.losses == [Loss.BROKEN] and "messages wait to be sent" in live.link.lost.result()
 
     asyncio.run(run())
+
+
+def test_a_node_that_is_refused_does_not_count_on_the_router() -> None:
+    """It would wait for that router when its role changes."""
+
+    async def run() -> None:
+        async with (
+            FakeNode(Role.DECODE) as node,
+            FakeNode(Role.DECODE) as other,
+            new_membership() as (members, _),
+        ):
+            other.layout = msgspec.structs.replace(other.layout, fingerprint="another model")
+            other.node_id = "other"
+            assert members.dial(node.ref.address, Role.DECODE, pinned=True) is not None
+            await eventually(lambda: members.live(Role.DECODE))
+            assert members.dial(other.ref.address, Role.DECODE, pinned=True) is not None
+            await other.wait_for(Leaving)
+            assert not node.all(Leaving)
+
+    asyncio.run(run())
