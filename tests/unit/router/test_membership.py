@@ -287,11 +287,10 @@ def test_a_node_that_is_refused_does_not_count_on_the_router() -> None:
     async def run() -> None:
         async with (
             FakeNode(Role.DECODE) as node,
-            FakeNode(Role.DECODE) as other,
+            FakeNode(Role.DECODE, "other") as other,
             new_membership() as (members, _),
         ):
             other.layout = msgspec.structs.replace(other.layout, fingerprint="another model")
-            other.node_id = "other"
             assert members.dial(node.ref.address, Role.DECODE, pinned=True) is not None
             await eventually(lambda: members.live(Role.DECODE))
             assert members.dial(other.ref.address, Role.DECODE, pinned=True) is not None
