@@ -187,7 +187,6 @@ class Membership:
             self.redial(member)
         else:
             self._set(member, MemberState.ALIVE, "")
-            self._drain_if_leaking(member, member.node)
 
     async def remove(self, member: Member) -> None:
         """Close the connection to a member and forget it."""

@@ -112,6 +112,21 @@ def test_a_request_moves_while_it_runs(overlap: bool) -> None:
         assert twice == list(move.repeated), "the source computes nothing behind what it hands off"
 
 
+@both_overlaps
+def test_a_move_hands_off_no_less_than_its_target_knows(overlap: bool) -> None:
+    """Beside long prompts the source makes no step between the start of the move and its end."""
+    with Cluster(1, 2, token_engine, config(overlap=overlap)) as cluster:
+        run = Run(cluster)
+        for seed in range(2, 7):
+            cluster.router.submit(f"local{seed}", prompt(seed, 100), params(4), None, "d0")
+        for _ in range(3):
+            cluster.step()
+        move = run.move()
+        run.until(lambda: move.arrived or bool(move.failures))
+        assert not move.failures
+        run.check_end()
+
+
 STAGES: dict[str, type[Struct]] = {"opened": Ready, "in flight": Grant, "stopped": Handoff, "landed": Done}
 """Where a move stands while messages of this type are held back."""
 

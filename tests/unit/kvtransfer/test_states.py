@@ -22,3 +22,13 @@ def test_seconds_count_only_while_offered_pages_are_awaited() -> None:
     assert transfer.complete()
     end = transfer.take_end()
     assert isinstance(end, Received) and (end.nbytes, end.pages, end.seconds) == (200, 2, 3.0)
+
+
+def test_a_move_is_in_no_hurry_until_its_request_has_stopped() -> None:
+    key = ReqKey("router", "1")
+    transfer = ReceiveTransfer(key, "d0", [1], 0, 1, 4, 0.0, num_known=3)
+    transfer.start(0.0)
+    transfer.offered(0, 1, 0.0)
+    assert transfer.is_bulk
+    transfer.handed_off(Handoff(key, 1, (5,), kv_len=4, digest=0, cached_tokens=0, stamps=()))
+    assert not transfer.is_bulk

@@ -596,7 +596,8 @@ def test_nothing_is_alive(model_folder: Path) -> None:
             health = await client.get("/health")
             assert health.status_code == 503 and health.json()["status"] == "starting"
             for stream in (False, True):
-                response = await client.post("/generate", json={"text": "a", "stream": stream})
+                async with asyncio.timeout(30):
+                    response = await client.post("/generate", json={"text": "a", "stream": stream})
                 assert response.status_code == 503 and "there is none" in response.json()["error"]["message"]
                 assert response.headers["retry-after"]
 

@@ -47,6 +47,12 @@ def test_progress_starts_the_clock_anew() -> None:
     assert ticks(node, 20, 22, 6) is not None
 
 
+def test_silence_is_not_counted_as_standing_still() -> None:
+    node = liveness()
+    assert ticks(node, 1, 6, 5) is None
+    assert ticks(node, 6, 14, None) is None
+
+
 def test_pongs_that_were_asked_for_between_pings_do_not_count() -> None:
     """Each scrape of /metrics asks for one, and a node sends one when a link comes or goes."""
     node = liveness()

@@ -80,6 +80,23 @@ def test_logprobs_come_from_the_node_that_computed_them() -> None:
     assert len(req.take_logprobs(0, 5)) == 5
 
 
+def test_a_sequence_waits_for_the_last_tokens_of_its_source_before_it_moves_again() -> None:
+    moving = Moving(logprobs=LogprobParams(), max_new_tokens=50)
+    moving.tell(moving.target, moving.to_key, 2, 12, 13, bare=True)
+    moving.dispatcher.move_held(moving.target)
+    assert moving.req.moving is None
+    moving.tell(moving.source, moving.key, 2, 12, 13)
+    moving.dispatcher.move_held(moving.target)
+    assert moving.req.moving is not None
+
+
+def test_a_failover_awaits_no_tokens_of_an_earlier_source() -> None:
+    moving = Moving(logprobs=LogprobParams())
+    moving.tell(moving.target, moving.to_key, 2, 12, 13, bare=True)
+    kill(moving.fleet, moving.target)
+    assert not moving.req.awaits_left
+
+
 def test_a_source_that_dies_before_its_last_tokens_came_makes_a_failover() -> None:
     moving = Moving(logprobs=LogprobParams())
     moving.tell(moving.target, moving.to_key, 2, 12, 13, bare=True)
@@ -163,6 +180,21 @@ def test_pauses_between_moves_that_fail_grow() -> None:
         moving.fleet.wait(0.5)
         moving.dispatcher.move_held(moving.source)
     assert num_failed < 10
+
+
+def test_a_move_that_arrives_makes_the_next_pause_short_again() -> None:
+    moving = Moving(max_new_tokens=50)
+    moving.dispatcher.on_failed(moving.target, Failed(moving.to_key, 503, "no room"))
+    moving.fleet.wait(1)
+    moving.dispatcher.move_held(moving.source)
+    assert moving.req.moving is not None
+    moving.tell(moving.target, moving.req.moving.key, 2, 12)
+    moving.dispatcher.move_held(moving.target)
+    assert moving.req.moving is not None
+    moving.dispatcher.on_failed(moving.source, Failed(moving.req.moving.key, 503, "no room"))
+    moving.fleet.wait(0.6)
+    moving.dispatcher.move_held(moving.target)
+    assert moving.req.moving is not None
 
 
 def test_a_suspect_does_not_move_and_no_other_moves_to_its_node() -> None:
