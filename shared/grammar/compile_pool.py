@@ -30,6 +30,9 @@ accepts needs 10 MiB, and threads usually have 8 MiB. A stack overflow ends the 
 
 Job = tuple[Grammar, Future[CompiledGrammar]]
 
+CLOSE_S = 1.0
+"""How long a compilation may hold up the end of a node."""
+
 
 class CompilePool:
     """Compiles grammars on daemon threads. A compilation cannot be interrupted, and must not keep a node from ending.
@@ -78,9 +81,9 @@ class CompilePool:
         self.compile(Grammar("json_schema", '{"type": "object"}'))
 
     def close(self) -> None:
-        """Cancel what waits. A thread that is compiling is not waited for, one that loads the backend is.
+        """Cancel what waits, and wait for a thread that loads the backend, and CLOSE_S for those that compile.
 
-        A process that ends while one of its threads imports a native library may abort.
+        A process that ends while one of its threads is in native code may abort, when that thread returns to Python.
         """
         self._closed = True
         while not self._jobs.empty():
@@ -90,7 +93,9 @@ class CompilePool:
         for _ in self._threads:
             self._jobs.put(None)
         with self._backend_lock:
-            pass
+            give_up_at = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, give_up_at - time.monotonic()))
 
     def _start_threads(self) -> None:
         if self._threads:

@@ -120,6 +120,15 @@ def test_a_hanging_compiler_holds_up_neither_others_nor_the_end(
     assert all(t.daemon for t in threading.enumerate() if t.name.startswith("grammar-"))
 
 
+def test_a_compilation_under_way_ends_before_the_process_does(backend: CountingBackend) -> None:
+    pool = only_one_thread(backend)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    backend.gate.set()
+    closing.join()
+    assert not any(thread.is_alive() for thread in pool._threads)
+
+
 def only_one_thread(backend: CountingBackend, **limits: int) -> CompilePool:
     pool = CompilePool(lambda: backend, num_threads=1, **limits)
     pool.compile(ebnf("hang"))
