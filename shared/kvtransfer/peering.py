@@ -150,11 +150,25 @@ class DialledPeering:
 
     def _on_message(self, peer: str, message: ReceiverToSender) -> None:
         if isinstance(message, LinkOpen) and message.node.incarnation != peer:
-            log.warn("peer_restarted", peer=peer, now=message.node.incarnation)
-            self._control.hang_up(peer)
-            self._on_disconnected(peer, f"another node, {message.node.incarnation}, answers at its address")
+            self._forget_restarted(peer, message.node.incarnation)
             return
         self._sender.on_message(peer, message)
+
+    def _forget_restarted(self, peer: str, now: str) -> None:
+        """`peer`, which a router still names, has been started again as `now`, and is not dialled again.
+
+        To the new process this node's two connections have one name, and the later one has taken the place of that to
+        `now`, which is made anew.
+        """
+        log.event("peer_restarted", peer=peer, now=now)
+        with self._lock:
+            self._peers.pop(peer, None)
+            is_known = now in self._peers
+        self._control.hang_up(peer)
+        self._sender.on_disconnected(peer, f"another node, {now}, answers at its address")
+        if is_known:
+            self._control.hang_up(now)
+            self._on_disconnected(now, f"the connection to {peer} took its place")
 
     def _on_disconnected(self, incarnation: str, reason: str) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ import pytest
 from shared.kvtransfer.peering import MAX_UNNAMED_PEERS, REDIAL_S, UNNAMED_IDLE_S, DialledPeering
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import NodeRef
-from shared.protocol.transfer_messages import ReceiverToSender
+from shared.protocol.transfer_messages import LinkOpen, ReceiverToSender
 from tests.patience import PATIENCE_S
 
 
@@ -122,6 +122,24 @@ def test_a_node_that_a_router_names_no_longer_is_not_dialled_again(prefill: Pref
     prefill.pass_time(REDIAL_S)
     assert prefill.nothing_happens()
     assert set(prefill.peering._peers) == {"d0#1"}
+
+
+def test_a_node_that_was_started_again_is_dialled_by_its_new_name_alone(
+    prefill: Prefill, decode: NodeRef
+) -> None:
+    """A router that has died still names the old one, whose connection takes the place of the new one's."""
+    old = NodeRef("d0", "d0#0", decode.address)
+    prefill.peering.set_peers("living", [decode])
+    assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
+    prefill.peering.set_peers("dead", [old])
+    assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#0"
+    prefill.peering._on_message("d0#0", LinkOpen("link", decode, b"", "shm"))
+    gone = [prefill.sender.disconnected.get(timeout=PATIENCE_S)[0] for _ in range(2)]
+    assert gone == ["d0#0", "d0#1"]
+    prefill.pass_time(REDIAL_S)
+    assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
+    prefill.pass_time(REDIAL_S)
+    assert prefill.nothing_happens()
 
 
 def test_each_router_names_nodes_of_its_own(prefill: Prefill) -> None:
