@@ -26,7 +26,7 @@ def expect_end(call: Call, words: str) -> None:
 
 
 def test_local_2p2d_ends_in_order_on_sigterm(tmp_path: Path) -> None:
-    with Router(tmp_path, "--local", "2P2D", *SMALL) as router:
+    with Router(tmp_path, "--local", "2P2D", "--drain-timeout-s", "0.5", *SMALL) as router:
         router.wait_ready()
         family = router.family()
         assert len(family) == 6, "the supervisor, a router, four nodes"
@@ -85,7 +85,7 @@ def test_nodes_join_leave_and_come_back(tmp_path: Path) -> None:
     with Router(
         tmp_path, "--local", "none", "--failover-timeout-s", "1", "--local-prefill-tokens", "0"
     ) as router:  # d0 keeps the prompt
-        flags = ("--router", f"127.0.0.1:{router.control_port}", *SMALL)
+        flags = ("--router", f"127.0.0.1:{router.control_port}", "--drain-timeout-s", "0.5", *SMALL)
         prefill, decode = (Node(tmp_path, role, f"{role[0]}0", *flags) for role in ("prefill", "decode"))
         try:
             prefill.start()

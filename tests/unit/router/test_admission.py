@@ -107,7 +107,7 @@ async def full(
     model_folder: Path, limit: int, script: Callable[..., object] = say_nothing
 ) -> AsyncIterator[tuple[Router, httpx.AsyncClient, list[FakeNode]]]:
     """A router with a queue of `limit`, and nodes that follow a script."""
-    dispatch = DispatchOptions(local_prefill_tokens=0, max_queued_requests=limit)
+    dispatch = DispatchOptions(local_prefill_tokens=0, max_queued_requests=limit, failover_timeout_s=0.3)
     async with pair(prefill=script, decode=script) as nodes:
         for node in nodes:
             node.limits = NodeLimits(context_length=5000, max_total_num_tokens=5000, max_running_requests=8)

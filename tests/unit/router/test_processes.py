@@ -24,6 +24,9 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).resolve().parents[3]
 
 
+SHORT_DRAIN = ("--drain-timeout-s", "0.5")
+
+
 class RunningRouter:
     """`python -m <module> --local 1P1D` with scripted nodes, in a folder where they shadow the real ones."""
 
@@ -112,7 +115,7 @@ def started(folder: Path) -> Iterator[list[RunningRouter]]:
 def test_serve_and_stop(
     folder: Path, model_folder: Path, started: list[RunningRouter], signum: signal.Signals
 ) -> None:
-    router = RunningRouter(folder, "--model", str(model_folder), "--page-size", "8")
+    router = RunningRouter(folder, "--model", str(model_folder), "--page-size", "8", *SHORT_DRAIN)
     started.append(router)
     url = router.until_serving()
     assert "def fibonacci" in router.stdout and "The quick brown" in router.stdout
@@ -175,7 +178,9 @@ def test_no_orphan_after_kill_9(folder: Path, model_folder: Path, started: list[
 def test_nodes_that_die_are_started_again(
     folder: Path, model_folder: Path, started: list[RunningRouter]
 ) -> None:
-    router = RunningRouter(folder, "--model", str(model_folder), "--local", "2P1D")
+    router = RunningRouter(
+        folder, "--model", str(model_folder), "--local", "2P1D", "--failover-timeout-s", "0.5"
+    )
     started.append(router)
     url = router.until_serving()
     before = {name: router.pid_of(name) for name in ("prefill-0", "decode-0")}

@@ -86,7 +86,7 @@ def test_refusals_and_probes(model_folder: Path, told: Told) -> None:
     async def run() -> None:
         http = HttpOptions(port=0, log_requests=True, api_keys=(f"key-{SECRET}",))
         known = {"Authorization": f"Bearer key-{SECRET}"}
-        dispatch = DispatchOptions(max_queued_requests=1)
+        dispatch = DispatchOptions(max_queued_requests=1, failover_timeout_s=0.3)
         async with joined_router(model_folder, [], http=http, dispatch=dispatch, wait=False) as (_, client):
             for path in ("/metrics", "/live/state"):
                 assert (await client.get(path, headers=known)).status_code == 200

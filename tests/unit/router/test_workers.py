@@ -18,7 +18,7 @@ import pytest
 from tests.patience import PATIENCE_S, until
 from tests.processes import free_port
 from tests.unit.router.stub_node import write_packages
-from tests.unit.router.test_processes import RunningRouter
+from tests.unit.router.test_processes import SHORT_DRAIN, RunningRouter
 
 pytestmark = pytest.mark.processes
 
@@ -30,7 +30,7 @@ class TwoRouters(RunningRouter):
 
     def __init__(self, folder: Path, model_folder: Path, *args: str) -> None:
         self.prometheus_port = free_port()
-        flags = ("--router-workers", "2", "--prometheus-port", str(self.prometheus_port))
+        flags = ("--router-workers", "2", "--prometheus-port", str(self.prometheus_port), *SHORT_DRAIN)
         super().__init__(folder, *flags, "--model", str(model_folder), *args, delay_s="0.1")
         self.url = ""
 
