@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import threading
@@ -86,10 +87,11 @@ class CompilePool:
         A process that ends while one of its threads is in native code may abort, when that thread returns to Python.
         """
         self._closed = True
-        while not self._jobs.empty():
-            job = self._jobs.get()
-            if job is not None:
-                job[1].cancel()
+        with contextlib.suppress(queue.Empty):  # a thread may take the last one just before
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None:
+                    job[1].cancel()
         for _ in self._threads:
             self._jobs.put(None)
         with self._backend_lock:

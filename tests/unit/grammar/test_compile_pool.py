@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from typing import Any
 
 import pytest
 
@@ -127,6 +129,27 @@ def test_a_compilation_under_way_ends_before_the_process_does(backend: CountingB
     backend.gate.set()
     closing.join()
     assert not any(thread.is_alive() for thread in pool._threads)
+
+
+class TakenMeanwhile(queue.SimpleQueue[Any]):
+    """A thread takes the last job just after this queue has said that there is one."""
+
+    def empty(self) -> bool:
+        if was_empty := super().empty():
+            return was_empty
+        self.get_nowait()
+        return False
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        assert not super().empty(), "it would wait for ever"
+        return super().get(block, timeout)
+
+
+def test_the_end_waits_for_no_job_that_a_thread_has_taken(backend: CountingBackend) -> None:
+    pool = CompilePool(lambda: backend)
+    pool._jobs = TakenMeanwhile()
+    pool._jobs.put((ebnf("a"), Future()))
+    pool.close()
 
 
 def only_one_thread(backend: CountingBackend, **limits: int) -> CompilePool:
