@@ -220,7 +220,7 @@ class GenerationGroup:
             except RequestError as e:
                 if e.code != "no_node" or time.monotonic() >= give_up_at:
                     raise self._named(e, generation) from e
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(min(_RETRY_S, max(0.0, give_up_at - time.monotonic())))
         generation.dispatched(req)
         self._claim.sent(prompt.rid, req)
 

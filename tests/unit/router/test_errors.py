@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import httpx
@@ -600,6 +601,21 @@ def test_nothing_is_alive(model_folder: Path) -> None:
                     response = await client.post("/generate", json={"text": "a", "stream": stream})
                 assert response.status_code == 503 and "there is none" in response.json()["error"]["message"]
                 assert response.headers["retry-after"]
+
+    asyncio.run(run())
+
+
+def test_a_request_waits_no_longer_for_a_decode_node_than_it_may(model_folder: Path) -> None:
+    dispatch = DispatchOptions(failover_timeout_s=0.01)
+
+    async def run() -> None:
+        async with joined_router(model_folder, [], dispatch=dispatch, wait=False) as (_, client):
+            seconds: list[float] = []
+            for _ in range(5):
+                began = time.monotonic()
+                assert (await client.post("/generate", json={"text": "a"})).status_code == 503
+                seconds.append(time.monotonic() - began)
+            assert min(seconds) < 1, "that is how often it looks for one"
 
     asyncio.run(run())
 
