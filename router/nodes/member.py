@@ -43,6 +43,8 @@ class Member:
     resume: bool = False
     since: float = 0.0
     task: asyncio.Task[None] | None = None
+    dialled: str = ""
+    """The address of the latest dial, with a number for a host."""
 
     @property
     def name(self) -> str:

@@ -325,18 +325,21 @@ class Membership:
 
     async def _one_connection(self, member: Member) -> None:
         """Dial, listen, and raise LinkError with the reason of the end."""
-        address = await self._resolved(member.address)
+        before, member.dialled = member.dialled, await self._resolved(member.address)
+        self._raise_if_here(member, knows=member.dialled == before)
         identity = f"router|{self._incarnation}|{next(self._dials)}"
-        link = NodeLink(self._context, address, identity, self._fleet_key)
+        link = NodeLink(self._context, member.dialled, identity, self._fleet_key)
         try:
             hello = await link.hello(self._incarnation, self._timing.hello_s, resume=member.resume)
             try:
                 self._check(member, hello)
             except Refusal:
-                if hello.node.incarnation not in {node.ref.incarnation for node in self.all_live()}:
-                    link.send(
-                        Leaving("the router refuses this node")
-                    )  # else a change of its role waits for this router
+                live = [node for node in self.all_live() if node.ref.incarnation == hello.node.incarnation]
+                for node in live:  # it answers this connection now, and not that one
+                    node.link.lose(f"it was dialled as {member.address} too")
+                if not live:
+                    # The node has greeted this router, so a change of its role would wait for it.
+                    link.send(Leaving("the router refuses this node"))
                 raise
             assert self._listeners is not None, "report_to comes before the first dial"
             events, fleet = self._listeners
@@ -371,6 +374,16 @@ class Membership:
         except TimeoutError:
             raise does_not_resolve(address, f"no answer within {self._timing.hello_s:g} s") from None
 
+    def _raise_if_here(self, member: Member, *, knows: bool) -> None:
+        """Raise Refusal if the node is connected under another address: a dial would break that connection.
+
+        With `knows`, the node that answered the member's last dial is the one that would answer this.
+        """
+        for other in self._connected():
+            same = knows and other.incarnation == member.incarnation
+            if other.dialled == member.dialled or same:
+                raise _is_here(other.node_id)
+
     def _check(self, member: Member, hello: NodeHello) -> None:
         """Raise Refusal, with the name of the field, for a node that does not fit."""
         member.node_id, member.incarnation = hello.node.node_id, hello.node.incarnation
@@ -379,7 +392,7 @@ class Membership:
         member.role = hello.role
         live = self.all_live()
         if any(node.ref.node_id == hello.node.node_id for node in live):
-            raise Refusal(f"node_id: {hello.node.node_id} is already here, under another address")
+            raise _is_here(hello.node.node_id)
         if self._fingerprint not in (None, hello.layout.fingerprint):
             raise Refusal(f"fingerprint: {hello.layout.fingerprint} is not the model that is served here")
         if live:
@@ -444,3 +457,7 @@ class Membership:
     def _signal(self) -> None:
         self._change.set()
         self._change = asyncio.Event()
+
+
+def _is_here(node_id: str) -> Refusal:
+    return Refusal(f"node_id: {node_id} is already here, under another address")

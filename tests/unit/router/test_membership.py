@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import msgspec
 import pytest
@@ -18,23 +20,28 @@ from router.nodes.conversation import Timing
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.node_link import LiveNode
+from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
     Draining,
     Failed,
     Leaving,
+    Load,
     Loading,
     NodeHello,
+    NodeRef,
     Relay,
     ReqKey,
     Role,
+    RouterToNode,
     TokenEntry,
 )
 from shared.protocol.resolver import Resolver
+from shared.protocol.router_port import RouterPort
 from tests.patience import eventually
 from tests.unit.protocol.conftest import SlowNames
-from tests.unit.router.fakes import FakeNode
+from tests.unit.router.fakes import LAYOUT, LIMITS, FakeNode
 
 TIMING = Timing(hello_s=1.0, redial_s=0.05, ping_s=0.05, loading_s=0.2)
 
@@ -296,5 +303,46 @@ def test_a_node_that_is_refused_does_not_count_on_the_router() -> None:
             assert members.dial(other.ref.address, Role.DECODE, pinned=True) is not None
             await other.wait_for(Leaving)
             assert not node.all(Leaving)
+
+    asyncio.run(run())
+
+
+@contextlib.contextmanager
+def listening(node_id: str) -> Iterator[NodeRef]:
+    """A decode node with real sockets and no scheduler."""
+    control, turns = ControlThread(), itertools.count()
+    ref = NodeRef(node_id, f"{node_id}#1", f"tcp://127.0.0.1:{control.bind('0.0.0.0', 0)}")
+    hello = NodeHello(ref, Role.DECODE, LAYOUT, LIMITS, {}, PROTOCOL_VERSION)
+
+    def load() -> Load:
+        return Load(progress=next(turns))
+
+    port = RouterPort(control.to_diallers, hello, load, threading.Event(), time.monotonic)
+    control.start()
+    control.admit({"router": Handlers(msgspec.msgpack.Decoder(RouterToNode), port.on_message)})
+    try:
+        yield ref
+    finally:
+        control.close()
+
+
+@pytest.mark.parametrize(("host", "num_lost"), [("alias.example", 0), ("127.0.0.2", 1)])
+def test_a_node_with_two_addresses_keeps_one_connection(host: str, num_lost: int) -> None:
+    """A node answers a router where it was dialled last. The name is known to be the same node before a dial."""
+    timing = dataclasses.replace(TIMING, node_timeout_s=0.5, redial_refused_s=0.3)
+
+    async def run() -> None:
+        with listening("d0") as ref:
+            async with new_membership(SlowNames(), timing) as (members, events):
+                assert members.dial(ref.address, Role.DECODE, pinned=True) is not None
+                await eventually(lambda: members.live(Role.DECODE))
+                other = members.dial(ref.address.replace("127.0.0.1", host), Role.DECODE, pinned=True)
+                assert other is not None
+                await eventually(lambda: other.state is MemberState.REFUSED)
+                assert other.reason == "node_id: d0 is already here, under another address"
+                await eventually(lambda: members.live(Role.DECODE))
+                await asyncio.sleep(4 * timing.node_timeout_s)
+                assert len(events.lost) == num_lost
+                assert members.live(Role.DECODE)
 
     asyncio.run(run())
