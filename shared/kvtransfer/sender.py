@@ -147,9 +147,8 @@ class KVSender:
             workers = self.links.fail_all("the sending node is shutting down")
             for transfer in self.transfers:
                 self._end(transfer, "this node is shutting down", tell_peer=True)
-            for (
-                peer_id
-            ) in self.peers.table.ids:  # else they would open new links, and wait until this node is silent
+            for peer_id in self.peers.table.ids:
+                # A peer that is not told opens a new link, and waits until this node counts as silent.
                 self._outbox.send(peer_id, PeerLeft())
             self.peers.table.clear()
         self.links.join(workers)
