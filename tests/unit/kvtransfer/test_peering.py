@@ -12,7 +12,7 @@ from shared.kvtransfer.peering import MAX_UNNAMED_PEERS, REDIAL_S, UNNAMED_IDLE_
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import NodeRef
 from shared.protocol.transfer_messages import LinkOpen, ReceiverToSender
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 
 class Clock:
@@ -136,10 +136,24 @@ def test_a_node_that_was_started_again_is_dialled_by_its_new_name_alone(
     prefill.peering._on_message("d0#0", LinkOpen("link", decode, b"", "shm"))
     gone = [prefill.sender.disconnected.get(timeout=PATIENCE_S)[0] for _ in range(2)]
     assert gone == ["d0#0", "d0#1"]
+    until(lambda: not prefill.control._dialled)
     prefill.pass_time(REDIAL_S)
     assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
     prefill.pass_time(REDIAL_S)
     assert prefill.nothing_happens()
+    assert set(prefill.peering._peers) == {"d0#1"}
+
+
+def test_a_node_that_was_started_again_and_that_no_router_names_is_not_dialled(
+    prefill: Prefill, decode: NodeRef
+) -> None:
+    prefill.peering.set_peers("dead", [NodeRef("d0", "d0#0", decode.address)])
+    assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#0"
+    prefill.peering._on_message("d0#0", LinkOpen("link", decode, b"", "shm"))
+    assert prefill.sender.disconnected.get(timeout=PATIENCE_S)[0] == "d0#0"
+    prefill.pass_time(REDIAL_S)
+    assert prefill.nothing_happens()
+    assert not prefill.peering._peers and not prefill.control._dialled
 
 
 def test_each_router_names_nodes_of_its_own(prefill: Prefill) -> None:

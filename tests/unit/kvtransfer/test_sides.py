@@ -20,6 +20,7 @@ from shared.protocol.transfer_messages import (
     LeaseRenew,
     Offer,
     PeerHello,
+    PeerLeft,
     Ready,
     StoreSet,
 )
@@ -458,6 +459,16 @@ def test_a_node_that_ends_in_order_is_not_called_silent(caplog: pytest.LogCaptur
     assert "p0" not in world.d.side.peers.table
     assert world.d.side.peers.num_links_opened == num_links
     assert "peer_silent" not in caplog.text
+    world.close()
+
+
+def test_the_link_of_a_node_that_leaves_is_dead_at_once() -> None:
+    world = World()
+    open_both(world)
+    world.run(1.0)
+    assert world.d.side.links.worker("p0") is not None
+    world.d.side.on_message("p0", PeerLeft())
+    assert world.d.side.links.worker("p0") is None
     world.close()
 
 

@@ -40,7 +40,7 @@ from shared.protocol.messages import (
     TokenEntry,
     Tokens,
 )
-from shared.protocol.router_port import MAX_TOKENS_NBYTES, FromRouter, RouterPort
+from shared.protocol.router_port import MAX_REMEMBERED_ROUTERS, MAX_TOKENS_NBYTES, FromRouter, RouterPort
 
 HELLO = NodeHello(
     NodeRef("p0", "p0#1", "tcp://127.0.0.1:7100"),
@@ -122,6 +122,17 @@ def test_nothing_of_a_refused_router_counts_until_it_is_greeted(rig: Rig) -> Non
     assert rig.port.next_role is Role.DECODE
     rig.port.on_message("one", RouterHello("one", PROTOCOL_VERSION))
     assert rig.port.next_role is None, "now it has to let the node go too"
+    rig.port.on_message("one", Drained())
+    assert rig.port.next_role is Role.DECODE
+
+
+def test_the_oldest_of_many_refused_routers_is_forgotten(rig: Rig) -> None:
+    for number in range(MAX_REMEMBERED_ROUTERS + 1):
+        rig.port.on_message(f"r{number}", RouterHello(f"r{number}", PROTOCOL_VERSION - 1))
+    rig.outbox.take()
+    for router in ("r0", "r1", f"r{MAX_REMEMBERED_ROUTERS}"):
+        rig.port.on_message(router, Ping(1))
+    assert [to for to, _ in rig.outbox.take()] == ["r0"]
 
 
 def test_a_router_under_another_name_is_refused(rig: Rig) -> None:
