@@ -13,7 +13,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve demo test test-torch test-clients chaos check bench bench-peers bench-page format clean
+# Where the two commands for GPUs run: in the venv, or with WHEELS=FOLDER beside the packages of PYTHON.
+ifdef WHEELS
+GPU_READY := .gpu/.installed
+GPU_PYTHON := PYTHONPATH=.gpu/site $(PYTHON)
+else
+GPU_READY := $(INSTALLED)
+GPU_PYTHON := $(BIN)/python
+endif
+
+.PHONY: serve demo test test-torch test-clients test-gpu chaos check bench bench-peers bench-page bench-gpu \
+  gpu-wheels format clean
 .DEFAULT_GOAL := serve
 
 $(INSTALLED): pyproject.toml
@@ -58,6 +68,23 @@ test-clients: $(INSTALLED)
 chaos: $(INSTALLED)
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
+# What only a GPU can show, at most 8 minutes each: one table on stdout, JSON and logs in build/gpu (docs/gpu.md). ARGS
+# name some of the steps; ARGS=--dry-run runs them on a CPU.
+test-gpu: $(GPU_READY)
+	@$(GPU_PYTHON) -m tests.gpu test $(ARGS)
+
+bench-gpu: $(GPU_READY)
+	@$(GPU_PYTHON) -m tests.gpu bench $(ARGS)
+
+# What a GPU machine without a package index lacks, as wheels in gpu-wheels/.
+gpu-wheels: $(INSTALLED)
+	@$(BIN)/python -m tests.gpu.wheels $(ARGS)
+
+.gpu/.installed: $(wildcard $(WHEELS)/*.whl)
+	@rm -rf .gpu
+	@$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --target .gpu/site $^
+	@touch $@
+
 # Format, lint, types, import contracts.
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -84,4 +111,4 @@ bench-page: $(INSTALLED)
 	@$(BIN)/python -m tests.bench.page
 
 clean:
-	rm -rf $(VENV) .torch .clients .peers build *.egg-info
+	rm -rf $(VENV) .torch .clients .peers .gpu gpu-wheels build *.egg-info

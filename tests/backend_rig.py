@@ -88,7 +88,9 @@ def native_model(folder: Path, config: ModelConfig, num_threads: int, flags: Seq
     )
 
 
-def kv_pool(config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype) -> TokenToKVPool:
+def kv_pool(
+    config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device = CPU
+) -> TokenToKVPool:
     """A pool of KV pages for a model."""
     return TokenToKVPool(
         num_pages=num_pages,
@@ -97,7 +99,7 @@ def kv_pool(config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dt
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
-        device=CPU,
+        device=device,
     )
 
 

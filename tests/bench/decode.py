@@ -48,7 +48,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """The rows of one engine."""
     max_tokens = max(batches) * max(contexts)
-    forwards = Forwards(model, cores, num_tokens=max_tokens, max_batch=max(batches))
+    forwards = Forwards.on_cores(model, cores, num_tokens=max_tokens, max_batch=max(batches))
     read, shape = StreamingRead(cores), forwards.shape
     try:
         for batch in batches:

@@ -17,7 +17,7 @@ from shared.config import TransferOptions
 from shared.kvcache.page_mover import NumpyPageMover, PageMover
 from tests.bench.stats import figure, ratios
 from tests.bench.table import Row
-from tests.bench.transfer import NUM_LAYERS, NUM_PAGES, PAGE_NBYTES, DecodeSide, behave_like_a_node, make_pool
+from tests.bench.transfer import NUM_LAYERS, NUM_PAGES, PAGE_NBYTES, DecodeSide, Setting, behave_like_a_node
 
 ROUNDS = 25
 CHUNK_NBYTES = 4 << 20
@@ -28,7 +28,7 @@ BATCH_MIB = 256
 def main() -> Iterator[dict[str, Any]]:
     """The copies by what copies, then the path by what carries the pages."""
     behave_like_a_node()
-    pool = make_pool()
+    pool = Setting(options=TransferOptions()).make_pool()
     pool.buffer_LSNHPD.normal_()
     for mover in (pool.mover, NumpyPageMover()):
         pool.mover = mover
@@ -58,7 +58,7 @@ def measure_copies(mover: PageMover, name: str, copy: Any) -> dict[str, Any]:
 def measure_path(backend: str) -> dict[str, Any]:
     """Two pairs of processes, of which one moves pages at a time."""
     options = TransferOptions(backend=backend)
-    sides = [DecodeSide(options, digested=digested) for digested in (True, False)]
+    sides = [DecodeSide(Setting(options=options, digested=digested)) for digested in (True, False)]
     rounds = []
     for number in range(ROUNDS + 1):
         seconds = [sum(side.batch_s((BATCH_MIB << 20) // PAGE_NBYTES) for _ in range(2)) for side in sides]

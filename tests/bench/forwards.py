@@ -16,26 +16,33 @@ from shared.cpu_cores import CpuCores
 from shared.engine.build import build_engine
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import SamplingInputs
-from tests.bench.models import SHAPES, VOCAB_SIZE, random_model
+from tests.bench.models import SHAPES, Shape, random_model
 
 PAGE_SIZE = 16
 
 
 class Forwards:
-    """Runs forwards of a random model on the node's forward stream, one at a time."""
+    """Runs forwards of a model on the forward stream of a node's engine, one at a time."""
 
-    def __init__(self, model: str, cores: Sequence[int], *, num_tokens: int, max_batch: int) -> None:
-        self.shape = SHAPES[model]
+    def __init__(self, config: NodeConfig, shape: Shape) -> None:
+        self.shape = shape
+        self.engine = build_engine(config, lambda what, fraction: None)
+        self.kernels = self.engine.attention_backend
+        """What computes the model, such as `native` or `torch`."""
+        pool = self.engine.pool
+        fill_randomly(pool.buffer_LSNHPD)
+        num_pages = pool.buffer_LSNHPD.shape[2] - 1
+        self._pages = np.random.default_rng(0).permutation(num_pages).astype(np.int32) + 1
+
+    @classmethod
+    def on_cores(cls, model: str, cores: Sequence[int], *, num_tokens: int, max_batch: int) -> Forwards:
+        """A random model on cores of this machine."""
         config = NodeConfig(
             model=ModelOptions(model=str(random_model(model)), cpu_cores=CpuCores(len(cores), tuple(cores))),
             cache=CacheOptions(max_total_tokens=num_tokens, page_size=PAGE_SIZE),
             schedule=ScheduleOptions(max_running_requests=max_batch),
         )
-        self._engine = build_engine(config, lambda what, fraction: None)
-        self.kernels = self._engine.attention_backend
-        """What computes the model: `native` or `torch`."""
-        fill_randomly(self._engine.pool.buffer_LSNHPD)
-        self._pages = np.random.default_rng(0).permutation(num_tokens // PAGE_SIZE).astype(np.int32) + 1
+        return cls(config, SHAPES[model])
 
     def decode(self, batch: int, context: int) -> ModelWorkerBatch:
         """A decode step of `batch` sequences that have `context` tokens each with the new one."""
@@ -47,19 +54,19 @@ class Forwards:
 
     def extend(self, start: int, length: int) -> ModelWorkerBatch:
         """A prompt of which `start` tokens are cached and `length` are computed; one token is sampled."""
-        ids = np.random.default_rng(start + length).integers(256, VOCAB_SIZE, length)
+        ids = np.random.default_rng(start + length).integers(256, self.shape.vocab_size, length)
         return self._batch(ids, starts=np.array([start]), lengths=np.array([length]))
 
     def seconds(self, batch: ModelWorkerBatch) -> float:
         """From its launch until its tokens are on the host."""
         begun = time.perf_counter()
-        stream = self._engine.stream
+        stream = self.engine.stream
         stream.sample(stream.submit(batch)).wait()
         return time.perf_counter() - begun
 
     def close(self) -> None:
         """End the forward stream."""
-        self._engine.stream.close()
+        self.engine.stream.close()
 
     def _batch(self, input_ids: np.ndarray, *, starts: np.ndarray, lengths: np.ndarray) -> ModelWorkerBatch:
         num, num_pages = len(starts), -(-int((starts + lengths).max()) // PAGE_SIZE)
@@ -93,7 +100,7 @@ def greedy(num: int) -> SamplingInputs:
 def fill_randomly(buffer: torch.Tensor) -> None:
     """A block of normal values, over and over: drawing gigabytes would take longer than the bench."""
     flat = buffer.view(-1)
-    block = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).to(buffer.dtype)
+    block = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).to(buffer)
     for first in range(0, flat.numel(), block.numel()):
         part = flat[first : first + block.numel()]
         part.copy_(block[: part.numel()])

@@ -1,6 +1,6 @@
 """What does a prefill do to the streams that are running? 1P1D against one node doing both, on the same cores.
 
-The model has the shape of llama-160m, large enough that a prompt of 2048 tokens takes a while. NUM_STREAMS streams
+The model has the shape of llama-160m, large enough that a prompt of 2048 tokens takes a while. Some streams
 run; then long prompts come, one after the other. What counts is every gap between two events of a running stream that
 lies, in part at least, between the sending of a long prompt and its second token, for which its KV has to have moved.
 
@@ -37,10 +37,24 @@ FLEETS = {
     MIXED: ["--local", "0P1D", "--enable-mixed-chunk"],
 }
 FLAGS = ["--max-total-tokens", "24576"]
-NUM_STREAMS, STREAM_PROMPT_TOKENS, STREAM_OUTPUT_TOKENS = 8, 64, 2000
-LONG_PROMPT_TOKENS, LONG_OUTPUT_TOKENS, NUM_LONG = 2048, 2, 3
 ROUNDS = 3
-PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """Streams that run, and long prompts that come one after the other."""
+
+    num_streams: int = 8
+    stream_prompt_tokens: int = 64
+    stream_output_tokens: int = 2000
+    num_long: int = 3
+    long_prompt_tokens: int = 2048
+    long_output_tokens: int = 2
+    vocab_size: int = VOCAB_SIZE
+    pause_s: float = 0.5
+
+
+MIX = Mix()
 
 
 @dataclass
@@ -69,19 +83,19 @@ class Seen:
         return percentile(sorted(self.beside), 99)
 
 
-async def play(url: str, rng: random.Random) -> Seen:
+async def play(url: str, rng: random.Random, mix: Mix = MIX) -> Seen:
     """One round."""
     async with new_client() as client:
-        running = [TokenStream(0.0) for _ in range(NUM_STREAMS)]
-        tasks = [asyncio.create_task(_run(client, url, rng, seen)) for seen in running]
+        running = [TokenStream(0.0) for _ in range(mix.num_streams)]
+        tasks = [asyncio.create_task(_run(client, url, rng, mix, seen)) for seen in running]
         while not all(seen.times for seen in running):
             await asyncio.sleep(0.05)
         long = []
-        for _ in range(NUM_LONG):
-            await asyncio.sleep(PAUSE_S)
-            ids = prompt_ids(rng, LONG_PROMPT_TOKENS, VOCAB_SIZE)
-            long.append(await stream(client, url, ids, LONG_OUTPUT_TOKENS))
-        await asyncio.sleep(PAUSE_S)
+        for _ in range(mix.num_long):
+            await asyncio.sleep(mix.pause_s)
+            ids = prompt_ids(rng, mix.long_prompt_tokens, mix.vocab_size)
+            long.append(await stream(client, url, ids, mix.long_output_tokens))
+        await asyncio.sleep(mix.pause_s)
         assert not any(task.done() for task in tasks), (
             "a stream ended too early to see what a prefill does to it"
         )
@@ -91,9 +105,9 @@ async def play(url: str, rng: random.Random) -> Seen:
     return Seen.of(running, long)
 
 
-async def _run(client: httpx.AsyncClient, url: str, rng: random.Random, seen: TokenStream) -> None:
-    ids = prompt_ids(rng, STREAM_PROMPT_TOKENS, VOCAB_SIZE)
-    await stream(client, url, ids, STREAM_OUTPUT_TOKENS, seen)
+async def _run(client: httpx.AsyncClient, url: str, rng: random.Random, mix: Mix, seen: TokenStream) -> None:
+    ids = prompt_ids(rng, mix.stream_prompt_tokens, mix.vocab_size)
+    await stream(client, url, ids, mix.stream_output_tokens, seen)
 
 
 def main() -> Iterator[dict[str, Any]]:
@@ -117,7 +131,7 @@ def row(name: str, seen: Sequence[Seen], split_p99s: Sequence[float]) -> dict[st
     return {
         "bench": "interference",
         "fleet": name,
-        "streams": NUM_STREAMS,
+        "streams": MIX.num_streams,
         "gaps": len(beside),
         **figure("itl_p50_ms", [percentile(sorted(one.beside), 50) for one in seen]),
         **figure("itl_p99_ms", [one.p99 for one in seen]),

@@ -34,6 +34,8 @@ class Shape:
     intermediate_size: int
     tie_word_embeddings: bool
     qk_norm: bool = False
+    vocab_size: int = VOCAB_SIZE
+    context_length: int = CONTEXT_LENGTH
 
     @property
     def linears(self) -> list[tuple[int, int]]:
@@ -54,7 +56,7 @@ class Shape:
     @property
     def lm_head_flops(self) -> int:
         """Of one row of logits."""
-        return 2 * VOCAB_SIZE * self.hidden_size
+        return 2 * self.vocab_size * self.hidden_size
 
     def attention_flops(self, start: int, length: int) -> int:
         """Of tokens [start, start + length) of one sequence, each over all up to itself, in all layers."""
@@ -130,8 +132,7 @@ def random_model(name: str) -> Path:
 
 def write_random_model(folder: Path, shape: Shape) -> None:
     """Config, weights and a tokenizer. Ids beyond the tokenizer's few hundred are tokens without a text."""
-    (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_TOKEN_ID}))
+    write_configs(folder, shape)
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: torch.ones(size, dtype=torch.bfloat16)
@@ -143,11 +144,17 @@ def write_random_model(folder: Path, shape: Shape) -> None:
     write_tokenizer(folder, vocab_size=512)
 
 
+def write_configs(folder: Path, shape: Shape) -> None:
+    """All that random weights by seed (`--load-format dummy`) need."""
+    (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_TOKEN_ID}))
+
+
 def _config(shape: Shape) -> dict[str, Any]:
     return {
         "architectures": [shape.architecture],
         "model_type": shape.model_type,
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.num_layers,
@@ -155,7 +162,7 @@ def _config(shape: Shape) -> dict[str, Any]:
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": CONTEXT_LENGTH,
+        "max_position_embeddings": shape.context_length,
         "rope_theta": 10_000.0,
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
@@ -171,7 +178,7 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and sizes as the checkpoint has them."""
     hidden, ffn = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    yield "model.embed_tokens.weight", (VOCAB_SIZE, hidden)
+    yield "model.embed_tokens.weight", (shape.vocab_size, hidden)
     for i in range(shape.num_layers):
         layer = f"model.layers.{i}"
         yield f"{layer}.input_layernorm.weight", (hidden,)
@@ -188,4 +195,4 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{layer}.mlp.down_proj.weight", (hidden, ffn)
     yield "model.norm.weight", (hidden,)
     if not shape.tie_word_embeddings:
-        yield "lm_head.weight", (VOCAB_SIZE, hidden)
+        yield "lm_head.weight", (shape.vocab_size, hidden)

@@ -25,7 +25,7 @@ from tests.bench.models import VOCAB_SIZE
 from tests.bench.running_streams import RunningStreams
 from tests.bench.servers import prompt_ids
 from tests.bench.stats import percentile, significant
-from tests.bench.transfer import PAGE_NBYTES, DecodeSide
+from tests.bench.transfer import PAGE_NBYTES, DecodeSide, Setting
 from tests.patience import PATIENCE_S
 from tests.processes import Fleet, Node
 
@@ -163,7 +163,7 @@ async def _kv_bytes_of(admin: httpx.AsyncClient, fleet: Fleet, node: Node) -> in
 
 def _transfer_gb_s() -> float:
     """The whole path of pages over shared memory, as the transfer bench measures it."""
-    side = DecodeSide(TransferOptions(backend="shm"))
+    side = DecodeSide(Setting(options=TransferOptions(backend="shm")))
     num_pages = (TRANSFER_MIB << 20) // PAGE_NBYTES
     seconds = [side.batch_s(num_pages) for _ in range(TRANSFER_ROUNDS)]
     side.close()

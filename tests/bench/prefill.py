@@ -42,7 +42,7 @@ def main() -> Iterator[dict[str, Any]]:
 
 def measure(model: str, cores: Sequence[int], cases: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
     """The rows of one engine."""
-    forwards = Forwards(model, cores, num_tokens=MAX_TOKENS, max_batch=1)
+    forwards = Forwards.on_cores(model, cores, num_tokens=MAX_TOKENS, max_batch=1)
     shape = forwards.shape
     try:
         for cached, length in cases:

@@ -52,34 +52,47 @@ BATCHES = {1: 64, 16: 16, 64: 6, 256: 2}
 ROUNDS = 9
 MESSAGE_BYTES = 4 << 20
 IN_FLIGHT = 4
-CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What both sides have in common."""
+
+    options: TransferOptions
+    layout: KVLayout = LAYOUT
+    num_pages: int = NUM_PAGES
+    """Of each pool."""
+    device: str = "cpu"
+    digested: bool = True
+
+    def make_pool(self) -> TokenToKVPool:
+        """A pool on the device."""
+        layout = self.layout
+        return TokenToKVPool(
+            num_pages=self.num_pages + 1,
+            page_size=layout.page_size,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            dtype=torch.bfloat16,
+            device=torch.device(self.device),
+            mover=NativePageMover() if self.device == "cpu" else None,
+        )
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Transfers that are opened at once."""
+    """Transfers that are opened at once, over pools of `pool_pages` pages."""
 
     number: int
     num_pages: int
+    pool_pages: int
 
     def transfers(self) -> dict[ReqKey, list[int]]:
         """The pages of each transfer, the same on both sides, in the random order of a pool that is in use."""
-        pages = np.random.default_rng(self.number).permutation(NUM_PAGES)[: self.num_pages] + 1
+        pages = np.random.default_rng(self.number).permutation(self.pool_pages)[: self.num_pages] + 1
         parts = [pages[at : at + PAGES_PER_TRANSFER] for at in range(0, self.num_pages, PAGES_PER_TRANSFER)]
         return {ReqKey("bench", f"{self.number}-{i}"): part.tolist() for i, part in enumerate(parts)}
-
-
-def make_pool() -> TokenToKVPool:
-    return TokenToKVPool(
-        num_pages=NUM_PAGES + 1,
-        page_size=PAGE_SIZE,
-        num_layers=NUM_LAYERS,
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=torch.bfloat16,
-        device=CPU,
-        mover=NativePageMover(),
-    )
 
 
 class RawGloo:
@@ -131,20 +144,20 @@ class Undigested:
         return self._pool.scatter(page_ids, first_layer, num_layers, src)
 
 
-def prefill_side(pipe: Connection, address: str, port: int, options: TransferOptions, digested: bool) -> None:
+def prefill_side(pipe: Connection, address: str, port: int, setting: Setting) -> None:
     """The child: sends when told."""
     behave_like_a_node()
-    pool, control, wake = make_pool(), ControlThread(), threading.Event()
+    pool, control, wake = setting.make_pool(), ControlThread(), threading.Event()
     pool.buffer_LSNHPD.normal_()
     sender = KVSender(
         Endpoint(
             node=NodeRef("p", "p#1", "tcp://nowhere:0"),
-            layout=LAYOUT,
-            pages=pool if digested else Undigested(pool),
+            layout=setting.layout,
+            pages=pool if setting.digested else Undigested(pool),
             outbox=control.to_dialled,
-            transports=make_transports(options, CPU),
+            transports=make_transports(setting.options, torch.device(setting.device)),
             clock=time.monotonic,
-            options=options,
+            options=setting.options,
             wake=wake.set,
         )
     )
@@ -191,18 +204,19 @@ def send_batch(sender: KVSender, batch: Batch, wake: threading.Event) -> None:
 class DecodeSide:
     """This process: receives, and measures."""
 
-    def __init__(self, options: TransferOptions, *, digested: bool = True) -> None:
-        self.pool, self.control, self.wake = make_pool(), ControlThread(), threading.Event()
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.pool, self.control, self.wake = setting.make_pool(), ControlThread(), threading.Event()
         port = self.control.bind("127.0.0.1", 0)
         self.receiver = KVReceiver(
             Endpoint(
                 node=NodeRef("d", "d#1", f"tcp://127.0.0.1:{port}"),
-                layout=LAYOUT,
-                pages=self.pool if digested else Undigested(self.pool),
+                layout=setting.layout,
+                pages=self.pool if setting.digested else Undigested(self.pool),
                 outbox=self.control.to_diallers,
-                transports=make_transports(options, CPU),
+                transports=make_transports(setting.options, torch.device(setting.device)),
                 clock=time.monotonic,
-                options=options,
+                options=setting.options,
                 wake=self.wake.set,
             )
         )
@@ -216,7 +230,7 @@ class DecodeSide:
         self.pipe, there = context.Pipe()
         self.child = context.Process(
             target=prefill_side,
-            args=(there, f"tcp://127.0.0.1:{port}", raw_port, options, digested),
+            args=(there, f"tcp://127.0.0.1:{port}", raw_port, setting),
             daemon=True,
         )
         self.child.start()
@@ -225,7 +239,7 @@ class DecodeSide:
 
     def batch_s(self, num_pages: int) -> float:
         """Seconds from opening a batch to having all of it."""
-        batch = Batch(self.num_batches, num_pages)
+        batch = Batch(self.num_batches, num_pages, self.setting.num_pages)
         self.num_batches += 1
         transfers = batch.transfers()
         self.pipe.send(batch)
@@ -264,7 +278,7 @@ def main() -> Iterator[dict[str, Any]]:
 def measure(options: TransferOptions, batches: Mapping[int, int]) -> Iterator[dict[str, Any]]:
     """Run a backend and its limit in turn."""
     behave_like_a_node()
-    decode = DecodeSide(options)
+    decode = DecodeSide(Setting(options=options))
     memcpy = Memcpy([min(os.sched_getaffinity(0))])
     for mib, num_batches in batches.items():
         path, limit = [], []

@@ -68,6 +68,8 @@ class Zoo:
     """Model folders, prompts and greedy references, each made once."""
 
     root: Path
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Fields of config.json in which the random models differ from those of tests.modelzoo."""
     _prompts: dict[str, list[list[int]]] = field(default_factory=dict)
     _greedy: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 
@@ -75,7 +77,7 @@ class Zoo:
         if model == "builtin":
             return resolve_model("builtin")  # a ModelError, and so a failure, when the checkout lacks it
         folder = self.root / model
-        return folder if folder.exists() else make_model(folder, model)
+        return folder if folder.exists() else make_model(folder, model, **self.sizes)
 
     def prompts(self, model: str) -> list[list[int]]:
         """Prompts of 60, 80, .. 200 tokens that share no first token, so that none is a prefix hit of another.

@@ -143,6 +143,17 @@ def streamed(cluster: Cluster, ids: list[int], known: list[int]) -> Streamed:
     return Streamed(answer.token_ids, answer.logprobs, kv_LSPNHD.flatten(2, 3).view(torch.int16).clone())
 
 
+def assert_goes_on(again: Streamed, whole: Streamed, num_known: int, prompt_len: int) -> None:
+    """What comes after the known tokens of a stream has the bits of the undisturbed stream, and so has its KV."""
+    assert again.tokens == whole.tokens
+    assert again.logprobs == {
+        position: found for position, found in whole.logprobs.items() if position >= num_known
+    }
+    num_tokens = min(again.kv.shape[2], whole.kv.shape[2])
+    assert num_tokens >= prompt_len + NUM_NEW - 16
+    assert torch.equal(again.kv[:, :, :num_tokens], whole.kv[:, :, :num_tokens])
+
+
 @pytest.mark.parametrize("model", FACTORS["model"])
 def test_a_stream_goes_on_to_the_bit_elsewhere(zoo: Zoo, model: str) -> None:
     """A node that prefills prompt and output again leaves the KV, tokens and logprobs of an undisturbed stream."""
@@ -153,10 +164,4 @@ def test_a_stream_goes_on_to_the_bit_elsewhere(zoo: Zoo, model: str) -> None:
     for num_known, chunk, page_size in ((1, 512, 16), (17, 23, 8), (NUM_NEW - 2, 7, 16)):
         with split(config_of(folder, chunk=chunk, page_size=page_size)) as cluster:
             again = streamed(cluster, ids, whole.tokens[:num_known])
-        assert again.tokens == whole.tokens
-        assert again.logprobs == {
-            position: found for position, found in whole.logprobs.items() if position >= num_known
-        }
-        num_tokens = min(again.kv.shape[2], whole.kv.shape[2])
-        assert num_tokens >= len(ids) + NUM_NEW - 16
-        assert torch.equal(again.kv[:, :, :num_tokens], whole.kv[:, :, :num_tokens])
+        assert_goes_on(again, whole, num_known, len(ids))

@@ -18,12 +18,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from shared.engine.backends import LoadedModel
 from shared.engine.future_map import FutureMap
 from shared.engine.logprobs import RawLogprobs
 from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare
 from shared.kernels.cpu.build import NativeUnavailable
-from shared.model.config import load_model_config
+from shared.model.config import ModelConfig, load_model_config
 from tests.backend_rig import CPU, batch_over, kv_pool, native_model
 from tests.kernels.cpu.conftest import BUILDS
 from tests.modelzoo import make_model, random_prompt
@@ -47,16 +48,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Engine:
-    """A native backend over a fresh pool, whose rows have scattered pages."""
+    """A backend over a fresh pool, whose rows have scattered pages."""
 
-    def __init__(self, folder: Path, flags: Sequence[str], num_threads: int, page_size: int) -> None:
-        config = load_model_config(folder)
+    def __init__(self, config: ModelConfig, model: LoadedModel, page_size: int, device: torch.device) -> None:
         self.page_size, pages_a_row = page_size, -(-(LENGTH + 1) // page_size)
         shuffled = np.random.default_rng(page_size).permutation(NUM_ROWS * pages_a_row)
         self.tables = (1 + shuffled).astype(np.int32).reshape(NUM_ROWS, pages_a_row)
-        self.pool = kv_pool(config, 1 + NUM_ROWS * pages_a_row, page_size, torch.bfloat16)
-        self.future_map = FutureMap(NUM_ROWS, CPU)
-        self.backend = native_model(folder, config, num_threads, flags).bind(self.pool, Progress())
+        self.pool = kv_pool(config, 1 + NUM_ROWS * pages_a_row, page_size, torch.bfloat16, device)
+        self.future_map = FutureMap(NUM_ROWS, device)
+        self.backend = model.bind(self.pool, Progress())
 
     def forward(self, extends: dict[int, tuple[int, Sequence[int]]], decodes: dict[int, int]) -> torch.Tensor:
         """Logits of extends, and of decode steps of the next token of IDS by (row, start)."""
@@ -69,11 +69,13 @@ class Engine:
         return forwarded.logits_SV.clone()
 
     def close(self) -> None:
+        """End what the backend has of threads and memory."""
         self.backend.close()
 
     def kv(self, row: int, length: int) -> torch.Tensor:
         """The bits of K and V of a row, [layer, K or V, token, head, dim]."""
-        pages = self.pool.buffer_LSNHPD[:, :, torch.from_numpy(self.tables[row].astype(np.int64))]
+        page_ids = torch.from_numpy(self.tables[row].astype(np.int64)).to(self.pool.device)
+        pages = self.pool.buffer_LSNHPD[:, :, page_ids]
         return pages.transpose(3, 4).flatten(2, 3)[:, :, :length].view(torch.int16)
 
 
@@ -91,11 +93,10 @@ pieces = st.builds(Piece, length=lengths, is_decode=st.booleans(), others=st.int
 
 
 class Expected:
-    """Of one model and build: what single extends over empty rows give."""
+    """What single extends over empty rows give."""
 
-    def __init__(self, folder: Path, flags: Sequence[str]) -> None:
-        self.folder, self.flags = folder, flags
-        self.engine = Engine(folder, flags, num_threads=1, page_size=16)
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.logits = functools.cache(self._logits)
         self.logits(LENGTH)
         self.kv = self.engine.kv(0, LENGTH).clone()
@@ -105,50 +106,69 @@ class Expected:
         return self.engine.forward({row: (0, IDS[:length])}, {})[0]
 
 
+def assert_same_bits(engine: Engine, expected: Expected, cut: Sequence[Piece]) -> None:
+    """The pieces of `cut`, and what is left as one extend, leave the KV and end with the logits that are expected."""
+    end = 0
+    for piece in [*cut, Piece(LENGTH, is_decode=False, others=0)]:
+        start, end = end, min(end + piece.length, LENGTH)
+        if piece.is_decode:
+            end = min(start + piece.length, start + 20, LENGTH)
+            steps = [({}, {0: at}) for at in range(start, end)]
+        else:
+            steps = [({0: (start, IDS[start:end])}, {})] if end > start else []
+        for extends, decodes in steps:
+            others = range(1, 1 + piece.others)
+            extends |= {row: (0, IDS[: 9 * row]) for row in others if row % 2}
+            decodes = {row: 70 * row for row in others if row % 2 == 0} | decodes
+            logits = engine.forward(extends, decodes)[0 if 0 in extends else -1]
+        if end > start:
+            assert torch.equal(logits, expected.logits(end)), (start, end)
+            assert torch.equal(logprobs(logits[None]), logprobs(logits.expand(3, -1))[:1])
+    assert torch.equal(engine.kv(0, LENGTH), expected.kv)
+
+
+@dataclass(frozen=True)
+class Native:
+    """A model, and the compiler's flags of the kernels that compute it."""
+
+    folder: Path
+    flags: Sequence[str]
+
+    def engine(self, num_threads: int, page_size: int) -> Engine:
+        config = load_model_config(self.folder)
+        return Engine(config, native_model(self.folder, config, num_threads, self.flags), page_size, CPU)
+
+
 @pytest.fixture(scope="module", params=BUILDS)
 def flags(request: pytest.FixtureRequest) -> Sequence[str]:
     return BUILDS[request.param]
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def expected(
-    request: pytest.FixtureRequest, folders: dict[str, Path], flags: Sequence[str]
-) -> Iterator[Expected]:
+def native(request: pytest.FixtureRequest, folders: dict[str, Path], flags: Sequence[str]) -> Native:
+    return Native(folders[request.param], flags)
+
+
+@pytest.fixture(scope="module")
+def expected(native: Native) -> Iterator[Expected]:
     try:
-        found = Expected(folders[request.param], flags)
+        engine = native.engine(num_threads=1, page_size=16)
     except NativeUnavailable as reason:
         pytest.skip(f"NO NATIVE KERNELS: {reason}")
-    with closing(found.engine):
-        yield found
+    with closing(engine):
+        yield Expected(engine)
 
 
-@given(
-    cut=st.lists(pieces, max_size=6),
-    num_threads=st.integers(1, 3),
-    page_size=st.sampled_from([1, 16, 48]),
-)
+cuts = st.lists(pieces, max_size=6)
+
+
+@given(cut=cuts, num_threads=st.integers(1, 3), page_size=st.sampled_from([1, 16, 48]))
 @settings(max_examples=15)
 def test_every_cut_gives_the_same_bits(
-    expected: Expected, cut: list[Piece], num_threads: int, page_size: int
+    native: Native, expected: Expected, cut: list[Piece], num_threads: int, page_size: int
 ) -> None:
-    with closing(Engine(expected.folder, expected.flags, num_threads, page_size)) as engine:
-        end = 0
-        for piece in [*cut, Piece(LENGTH, is_decode=False, others=0)]:
-            start, end = end, min(end + piece.length, LENGTH)
-            if piece.is_decode:
-                end = min(start + piece.length, start + 20, LENGTH)
-                steps = [({}, {0: at}) for at in range(start, end)]
-            else:
-                steps = [({0: (start, IDS[start:end])}, {})] if end > start else []
-            for extends, decodes in steps:
-                others = range(1, 1 + piece.others)
-                extends |= {row: (0, IDS[: 9 * row]) for row in others if row % 2}
-                decodes = {row: 70 * row for row in others if row % 2 == 0} | decodes
-                logits = engine.forward(extends, decodes)[0 if 0 in extends else -1]
-            if end > start:
-                assert torch.equal(logits, expected.logits(end)), (start, end)
-                assert torch.equal(logprobs(logits[None]), logprobs(logits.expand(3, -1))[:1])
-        assert torch.equal(engine.kv(0, LENGTH), expected.kv)
+    with closing(native.engine(num_threads, page_size)) as engine:
+        assert_same_bits(engine, expected, cut)
 
 
 def logprobs(logits_SV: torch.Tensor) -> torch.Tensor:

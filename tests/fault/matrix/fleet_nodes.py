@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,19 @@ from tests.modelzoo import make_model
 from tests.patience import until
 from tests.processes import HOST, Child, Node
 
-NATIVE_FLAGS = ("--dtype", "bfloat16", "--attention-backend", "native")
-TORCH_LOGPROB_ATOL = 1e-4
-"""Without native kernels the fleet computes in float32 with torch, which adds in another order in a prefill than in a
-decode step."""
+
+@dataclass(frozen=True)
+class Computing:
+    """What the nodes of a fleet compute with."""
+
+    flags: tuple[str, ...]
+    logprob_atol: float
+    """0 where a token has the same bits however it is computed."""
+
+
+NATIVE = Computing(("--dtype", "bfloat16", "--attention-backend", "native"), 0)
+TORCH = Computing((), 1e-4)
+"""In float32 torch adds in another order in a prefill than in a decode step."""
 
 
 class HeldNode(Node):
@@ -64,15 +74,15 @@ class HeldNode(Node):
 
 
 @functools.cache
-def is_native() -> bool:
-    """Whether this machine has the native kernels, by which a token has the same bits however it is computed."""
+def computing_here() -> Computing:
+    """The native kernels where this machine has them, else torch."""
     try:
         load_library()
     except NativeUnavailable:
-        return False
-    return True
+        return TORCH
+    return NATIVE
 
 
-def make_matrix_model(folder: Path) -> Path:
+def make_matrix_model(folder: Path, **overrides: int) -> Path:
     """The model that the fleet serves."""
-    return make_model(folder, "llama", dtype="bfloat16", num_hidden_layers=4)
+    return make_model(folder, "llama", dtype="bfloat16", num_hidden_layers=4, **overrides)

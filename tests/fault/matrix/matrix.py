@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.fault.matrix.cells import LEAVING, Cell, Fault, Transport
-from tests.fault.matrix.fleet_nodes import NATIVE_FLAGS, TORCH_LOGPROB_ATOL, HeldNode, is_native
+from tests.fault.matrix.cells import LEAVING, Cell, Fault
+from tests.fault.matrix.fleet_nodes import Computing, HeldNode, computing_here
 from tests.fault.matrix.four_requests import (
     NUM_NEW,
     NUM_SEQS,
@@ -72,18 +72,21 @@ class Matrix:
         self,
         folder: Path,
         model: Path,
-        transport: Transport,
+        transport: str,
         *,
         network: Namespaces | None = None,
+        computing: Computing | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
+        """A fleet over `transport` (as of --kv-transfer), which computes with the best of this CPU by itself."""
         self.patience_s = patience_s
+        self._computing = computing or computing_here()
         self._network = network
         self.fleet = Fleet(
             folder,
             model,
             "1P2D",
-            flags=(*NODE_FLAGS, *(NATIVE_FLAGS if is_native() else ()), "--kv-transfer", transport),
+            flags=(*NODE_FLAGS, *self._computing.flags, "--kv-transfer", transport),
             decode_flags=DECODE_FLAGS,
             router_flags=ROUTER_FLAGS,
             new_node=functools.partial(HeldNode, network=network),
@@ -273,7 +276,7 @@ class Matrix:
 
     def check(self, got: Mapping[str, list[Answer]]) -> None:
         """The answers are those of the undisturbed run, to the bit where the native kernels compute."""
-        assert_same(got, self.expected, logprob_atol=0 if is_native() else TORCH_LOGPROB_ATOL)
+        assert_same(got, self.expected, logprob_atol=self._computing.logprob_atol)
 
     def _warm_up(self) -> None:
         """Have each decode node serve the requests and send them to the other: all links and threads are there."""

@@ -13,6 +13,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.plan import ScheduleBatch, ScheduledReq
 from shared.scheduling.req import Req
 from shared.timeline import Role, Timeline
+from tests.device import device
 from tests.token_engine import EOS, VOCAB_SIZE
 from tests.token_grammar import TokenCompiled
 
@@ -79,12 +80,9 @@ def words(*rows: list[int], vocab_size: int) -> np.ndarray:
     return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("vocab_size", [5, 32, 33, 64, 997])
-def test_logits_of_other_tokens_are_gone(vocab_size: int, device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    logits = torch.randn(3, vocab_size, device=device)
+def test_logits_of_other_tokens_are_gone(vocab_size: int) -> None:
+    logits = torch.randn(3, vocab_size, device=device())
     before = logits.cpu()
     ids = [0, vocab_size - 1] if vocab_size < 32 else [0, 31, vocab_size - 1]
     apply_vocab_mask(logits, VocabMask(np.array([0, 2]), words(ids, [1], vocab_size=vocab_size)))

@@ -1,0 +1,62 @@
+"""In bf16 with --exact, the KV and logits of a token have the same bits on a GPU however they are computed.
+
+The property is that of tests/prop/test_exact_continuation.py, which is about the native kernels of a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from shared.engine.backends import load_model
+from shared.model.config import load_model_config
+from tests.device import device
+from tests.modelzoo import make_model
+from tests.prop.test_exact_continuation import Engine, Expected, Piece, assert_same_bits, cuts
+
+ON_A_GPU = device().type == "cuda"
+MODELS = {
+    "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 512},
+    "llama": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 512},
+}
+if not ON_A_GPU:
+    MODELS = {"qwen3": {"num_hidden_layers": 2}}
+NUM_CUTS = 40 if ON_A_GPU else 3
+
+
+def new_engine(folder: Path) -> Engine:
+    config = load_model_config(folder)
+    model = load_model(
+        "triton" if ON_A_GPU else "native",
+        folder,
+        config,
+        dtype=torch.bfloat16,
+        device=device(),
+        cores=(-1,),
+        on_progress=lambda what, fraction: None,
+    )
+    return Engine(config, model, 16, device())
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("exact") / request.param
+    return make_model(made, request.param, dtype="bfloat16", **MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Iterator[Expected]:
+    with closing(new_engine(folder)) as engine:
+        yield Expected(engine)
+
+
+@given(cut=cuts)
+@settings(max_examples=NUM_CUTS)
+def test_every_cut_gives_the_same_bits(folder: Path, expected: Expected, cut: list[Piece]) -> None:
+    with closing(new_engine(folder)) as engine:
+        assert_same_bits(engine, expected, cut)

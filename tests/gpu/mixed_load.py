@@ -1,0 +1,48 @@
+"""What a client sees of long prompts beside running streams: 1P1D on one GPU against one node that does both.
+
+A gap between two events of a stream counts as beside a prefill if the gap overlaps the time from the sending of a
+long prompt until its second token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+from tests.bench.interference import FLEETS, Mix, Seen, play
+from tests.bench.servers import servers
+from tests.bench.stats import percentile
+from tests.gpu.rows import figure
+from tests.gpu.shapes import dummy_model
+from tests.gpu.steps import Place, Report
+
+ROUNDS = 2
+MIX = Mix(num_streams=32, stream_prompt_tokens=256, stream_output_tokens=8000, long_prompt_tokens=8192)
+DRY_MIX = Mix(
+    num_streams=2, stream_prompt_tokens=16, stream_output_tokens=900, num_long=1, long_prompt_tokens=64
+)
+POOL_TOKENS = 160_000
+DRY_POOL_TOKENS = 8192
+
+
+def run(place: Place, report: Report) -> None:
+    """All fleets at once, and rounds that alternate between them; those that serve nothing cost next to nothing."""
+    model = dummy_model(place, "8b")
+    mix, pool = (DRY_MIX, DRY_POOL_TOKENS) if place.is_dry else (MIX, POOL_TOKENS)
+    mix = replace(mix, vocab_size=model.shape.vocab_size)
+    flags = [*model.flags, "--device", place.device, "--max-total-tokens", str(pool)]
+    rng, rounds = random.Random(0), {name: list[Seen]() for name in FLEETS}
+    with servers({name: [*flags, *more] for name, more in FLEETS.items()}) as urls:
+        for i in range(1 if place.is_dry else ROUNDS):
+            for name in list(FLEETS) if i % 2 == 0 else list(FLEETS)[::-1]:
+                rounds[name].append(asyncio.run(play(urls[name], rng, mix)))
+    for name, seen in rounds.items():
+        beside = sorted(gap for one in seen for gap in one.beside)
+        quiet = sorted(gap for one in seen for gap in one.quiet)
+        ttfts = sorted(ttft for one in seen for ttft in one.ttfts)
+        note = (
+            f"p50 {percentile(beside, 50):.2f}, most {beside[-1]:.1f}; quiet p50 {percentile(quiet, 50):.2f}"
+        )
+        report(figure(f"{name}: ITL p99 beside a prefill", percentile(beside, 99), "ms", note=note))
+        report(figure(f"{name}: TTFT of {mix.long_prompt_tokens} tokens", percentile(ttfts, 50), "ms"))

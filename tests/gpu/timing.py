@@ -1,0 +1,61 @@
+"""How long work takes: on the GPU's own clock, or in a dry run on the host's."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+SLEEP_CYCLES = 60_000_000
+"""About 30 ms of a GPU, in which the host queues the work that is timed: its launches are no part of the times."""
+
+
+def seconds_of(
+    run: Callable[[int], Any],
+    device: str,
+    *,
+    repeats: int = 10,
+    warm_up: int = 3,
+    stream: torch.cuda.Stream | None = None,
+) -> float:
+    """The median time of `run(i)`, which queues work and does not wait. `i` chooses buffers that no cache holds.
+
+    On a GPU the times are between events of `stream` (or the current one), which are queued behind a pause.
+    """
+    for i in range(warm_up):
+        run(i)
+    if device == "cpu":
+        return statistics.median(_host_seconds(run, i) for i in range(repeats))
+    stream = stream or torch.cuda.current_stream()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        events[0].record(stream)
+        for i in range(repeats):
+            run(i)
+            events[i + 1].record(stream)
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
+
+
+def synchronize(device: str) -> None:
+    """Wait for everything that is queued."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def on(stream: torch.cuda.Stream | None) -> Any:
+    """The context in which work is queued on `stream`."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _host_seconds(run: Callable[[int], Any], i: int) -> float:
+    begun = time.perf_counter()
+    run(i)
+    return time.perf_counter() - begun
