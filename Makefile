@@ -47,9 +47,9 @@ serve: $(INSTALLED)
 demo: $(INSTALLED)
 	@$(BIN)/python -m router.demo
 
-# Two processes at a time; those tests that start real nodes one after the other (tests/conftest.py).
+# Three processes at a time, since many tests wait; those that start real nodes one after the other (tests/conftest.py).
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 # What stands on torch (model, kernels, engine, links, golden tokens), with each of TORCH_VERSIONS in a venv of its own in
 # .torch/.

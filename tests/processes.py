@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import psutil
 import pytest
 
+from tests.forked import Forked, run_module
 from tests.patience import PATIENCE_S, until
 
 HOST = "127.0.0.1"
@@ -390,7 +391,7 @@ def is_home(load: dict[str, Any]) -> bool:
 
 
 class Node(Process):
-    """`prefill-node` or `decode-node`, started by hand."""
+    """`prefill-node` or `decode-node`, started by hand. Its process is forked."""
 
     def __init__(self, folder: Path, role: str, name: str, *flags: str) -> None:
         self.role = role
@@ -398,6 +399,9 @@ class Node(Process):
         self.address = f"{HOST}:{self.port}"
         argv = ("--port", str(self.port), "--node-id", name, *flags)
         super().__init__(name, f"{role}_node", argv, folder)
+
+    def _spawn(self) -> Child:
+        return Forked(self.log_path, run_module, f"{self.role}_node", self.argv[5:])
 
 
 class Fleet:

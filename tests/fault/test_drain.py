@@ -38,11 +38,9 @@ def remove(fleet: Fleet, name: str) -> dict[str, Any]:
     return answer
 
 
-@pytest.fixture(scope="module", params=["shm", "gloo"])
-def shared_fleet(
-    request: pytest.FixtureRequest, slow_model: SlowModel, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Fleet]:
-    flags = ("--page-size", "4", "--max-total-tokens", "8192", "--kv-transfer", request.param)
+@pytest.fixture(scope="module")
+def shared_fleet(slow_model: SlowModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    flags = ("--page-size", "4", "--max-total-tokens", "8192")
     with Fleet(tmp_path_factory.mktemp("drain"), slow_model.folder, "1P2D", flags=flags) as fleet:
         yield fleet
         fleet.mend()

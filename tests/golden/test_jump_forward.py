@@ -139,12 +139,16 @@ def test_alone(
     client.cluster.assert_idle()
 
 
-@topologies
-@overlaps
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"retract_every": 3, "enable_mixed_chunk": True}, {"disable_radix_cache": True, "chunk": 6}],
-    ids=str,
+    ("topology", "overlap", "options"),
+    [
+        (split, True, {}),
+        (split, False, {"retract_every": 3, "enable_mixed_chunk": True}),
+        (split, True, {"disable_radix_cache": True, "chunk": 6}),
+        (unsplit, False, {}),
+        (unsplit, True, {"retract_every": 3, "enable_mixed_chunk": True}),
+    ],
+    ids=["1P1D", "1P1D-serial-mixed", "1P1D-uncached", "0P1D-serial", "0P1D-mixed"],
 )
 def test_all_at_once_beside_requests_without_a_grammar(
     zoo: Zoo,

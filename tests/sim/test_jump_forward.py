@@ -275,7 +275,7 @@ def test_a_step_that_was_in_flight_and_fails_does_not_matter_after_a_jump() -> N
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_cancelled_at_any_step(data: st.DataObject) -> None:
     """Whatever is cancelled when, in whatever configuration: the others get what they must, all pages come home."""
     draw = data.draw

@@ -12,9 +12,10 @@ import msgspec
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import load_library
 from shared.timeline import Role
-from tests.fault.matrix.held_node import Forked
+from tests.fault.matrix.held_node import run_held
 from tests.fault.matrix.holding import Order, Sight, write
 from tests.fault.matrix.namespaces import Namespaces
+from tests.forked import Forked
 from tests.modelzoo import make_model
 from tests.patience import until
 from tests.processes import HOST, Child, Node
@@ -50,7 +51,8 @@ class HeldNode(Node):
         self.plants: tuple[str, ...] = ()
 
     def _spawn(self) -> Child:
-        return Forked(Role(self.role), self._order_path, self._flags, self.log_path, self._namespace)
+        args = (Role(self.role), self._order_path, self._flags, self._namespace)
+        return Forked(self.log_path, run_held, *args)
 
     def order(self, **fields: Any) -> None:
         """Give an order, which takes the place of the last one; without `fields` the node is let go.

@@ -1,16 +1,7 @@
-"""A real node that a test can hold in a stage.
-
-Its process is forked from one that has imported everything, which saves seconds at each start.
-"""
+"""A real node that a test can hold in a stage."""
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing
-import os
-import subprocess
-import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,48 +16,10 @@ from tests.fault.matrix.namespaces import enter
 from tests.fault.matrix.plants import install
 
 
-class Forked:
-    """A process that runs a held node (a `tests.processes.Child`)."""
-
-    def __init__(
-        self, role: Role, order_path: Path, flags: Sequence[str], log_path: Path, namespace: str = ""
-    ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "decode_node.role", "prefill_node.role", "xgrammar"])
-        self._process = context.Process(
-            target=_run_forked, args=(role, order_path, flags, log_path, namespace)
-        )
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid: int = self._process.pid
-
-    def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
-        return self._process.exitcode
-
-    def wait(self, timeout: float) -> int:
-        """The exit code. Raises subprocess.TimeoutExpired."""
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout)
-        return self._process.exitcode
-
-
-def _run_forked(role: Role, order_path: Path, flags: Sequence[str], log_path: Path, namespace: str) -> None:
-    os.setsid()
+def run_held(role: Role, order_path: Path, flags: Sequence[str], namespace: str = "") -> int:
+    """Run a node of the role, which obeys the orders in a file. Returns its exit code."""
     if namespace:
         enter(namespace)
-    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(log, stream.fileno())
-    os.close(log)
-    faulthandler.enable()
-    warnings.simplefilter("error", ResourceWarning)
-    sys.exit(run_held(role, order_path, flags))
-
-
-def run_held(role: Role, order_path: Path, flags: Sequence[str]) -> int:
-    """Run a node of the role, which obeys the orders in a file. Returns its exit code."""
     orders = Orders(order_path)
 
     def held_builder_of(role: Role) -> BuildRole:

@@ -87,7 +87,7 @@ def late_write(parts: NodeParts, is_active: IsActive) -> None:
         if is_active():
             for other, pages in last:
                 if other != key:
-                    buffer[:, :, pages] = 0
+                    buffer[:, :, pages] = 3
         if page_ids is not None:
             last[:] = [(key, page_ids)]
         return page_ids
