@@ -1,12 +1,19 @@
-"""For all tests: how they share the cores when pytest-xdist runs them in several processes, as `make test` does."""
+"""For all tests: how Triton runs, and how the processes of pytest-xdist (`make test` starts some) share the cores."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+if not torch.cuda.is_available():
+    # Triton's interpreter. Triton reads this when it is imported, so before the first test module.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

@@ -1,0 +1,142 @@
+"""x W^T + bias with one order of sums for any number of rows: the products of `--exact`.
+
+The slow twin is torch's `linear`. cuBLAS chooses among kernels, and with them the order of sums over K, by the number
+of rows. Here each element of the result is one accumulator, to which chunks of K are added in their order, whatever
+the shape of the tile is. `same_bits` shows on the GPU itself that the two tiles agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+K_CHUNK = 64
+GROUP = 8
+"""Tiles of rows that share a column of weights before the next column, so that both come from the L2 cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The part of the result that a program computes at a time, [m, n], and how."""
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+    """Chunks of K in shared memory, of elements of two bytes; half as many of four."""
+
+
+NARROW = Tile(64, 32, num_warps=4, num_stages=6)
+"""For few rows: the weights are read once, by as many programs as a GPU has multiprocessors."""
+WIDE = Tile(128, 256, num_warps=8, num_stages=3)
+MEDIUM = Tile(128, 128, num_warps=8, num_stages=3)
+"""Takes the place of WIDE on chips with 100 KiB of shared memory for a program."""
+_LARGE = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities with 163 KiB and more."""
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Each program computes every num_programs-th tile."""
+    num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+        first_m = tile // (GROUP * num_n) * GROUP
+        size_m = tl.minimum(num_m - first_m, GROUP)
+        in_group = tile % (GROUP * num_n)
+        m = (first_m + in_group % size_m) * BM + tl.arange(0, BM)
+        n = in_group // size_m * BN + tl.arange(0, BN)
+        k = tl.arange(0, BK)
+        x_at = x + m[:, None].to(tl.int64) * K + k[None, :]
+        weight_at = weight + n[None, :].to(tl.int64) * K + k[:, None]
+        total = tl.zeros((BM, BN), dtype=tl.float32)
+        for first_k in range(0, K, BK):
+            has_x, has_weight = m[:, None] < M, n[None, :] < N
+            if not EVEN_K:
+                has_x &= k[None, :] < K - first_k
+                has_weight &= k[:, None] < K - first_k
+            x_part = tl.load(x_at + first_k, mask=has_x, other=0.0)
+            weight_part = tl.load(weight_at + first_k, mask=has_weight, other=0.0)
+            total = tl.dot(x_part, weight_part, total, input_precision="ieee")
+        if HAS_BIAS:
+            total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        at = m[:, None].to(tl.int64) * N + n[None, :]
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+def linear(
+    x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, tile: Tile, num_programs: int
+) -> torch.Tensor:
+    """Return x W^T + bias by tiles of one shape. All tensors are contiguous and of one type."""
+    (M, K), N = x_MK.shape, len(weight_NK)
+    out_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
+    grid = (min(num_programs, triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n)),)
+    linear_kernel[grid](
+        x_MK,
+        weight_NK,
+        bias_N,
+        out_MN,
+        M,
+        N,
+        K,
+        BM=tile.m,
+        BN=tile.n,
+        BK=K_CHUNK,
+        GROUP=GROUP,
+        HAS_BIAS=bias_N is not None,
+        EVEN_K=K % K_CHUNK == 0,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages * 2 // x_MK.itemsize,
+        enable_fp_fusion=False,
+    )
+    return out_MN
+
+
+@dataclass(frozen=True, slots=True)
+class ExactLinear:
+    """Chooses the tile by the number of rows."""
+
+    num_programs: int
+    """The number of multiprocessors."""
+    wide: Tile
+
+    @classmethod
+    def of(cls, device: torch.device) -> ExactLinear:
+        """The tiles for a GPU."""
+        num_programs = torch.cuda.get_device_properties(device).multi_processor_count
+        return cls(num_programs, WIDE if torch.cuda.get_device_capability(device) in _LARGE else MEDIUM)
+
+    def __call__(
+        self, x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return x W^T + bias."""
+        tile = NARROW if len(x_MK) <= NARROW.m else self.wide
+        return linear(x_MK, weight_NK, bias_N, tile, self.num_programs)
+
+    def same_bits(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether both tiles give the same bits on this GPU, for rows at every place of a tile."""
+        generator = torch.Generator().manual_seed(0)
+        x_MK, weight_NK = (
+            torch.randn(size, generator=generator).to(device, dtype) for size in ((160, 1024), (512, 1024))
+        )
+        wide_MN = linear(x_MK, weight_NK, None, self.wide, self.num_programs)
+        return all(
+            torch.equal(linear(x_MK[first:], weight_NK, None, NARROW, self.num_programs), wide_MN[first:])
+            for first in range(0, 160, 37)
+        )
