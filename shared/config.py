@@ -64,6 +64,14 @@ class ModelOptions:
         "the first start) or torch; auto: native where it is available",
         choices=("auto", "native", "torch"),
     )
+    cuda_graph_max_bs: int = flag(
+        256,
+        "GPUs: decode steps of up to so many requests are replayed from CUDA graphs, as are extends of few tokens; "
+        "at most --max-running-requests",
+        whole(1, 4096),
+        "N",
+    )
+    disable_cuda_graph: bool = flag(False, "GPUs: launch every kernel of every forward by itself")
 
 
 @dataclass(frozen=True, kw_only=True)

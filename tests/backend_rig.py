@@ -12,7 +12,7 @@ import torch
 
 from shared.engine.backends import LoadedModel, NativeModel, load_model
 from shared.engine.future_map import FutureMap
-from shared.engine.logprobs import GatheredLogprobs
+from shared.engine.input_block import ForwardLimits
 from shared.engine.model_runner import ModelBackend
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.progress import Progress
@@ -24,6 +24,7 @@ from shared.model.packed_weights import load_packed_weights
 
 CPU = torch.device("cpu")
 PAGE_SIZE, PAGES_A_ROW, NUM_ROWS = 4, 20, 8
+LIMITS = ForwardLimits(num_rows=NUM_ROWS, context_length=PAGE_SIZE * PAGES_A_ROW, max_tokens=512)
 
 
 class Rig:
@@ -53,12 +54,13 @@ class Rig:
         extends: dict[int, tuple[int, Sequence[int]]],
         decodes: dict[int, int],
         **changes: object,
-    ) -> GatheredLogprobs | None:
+    ) -> torch.Tensor | None:
+        """The hidden states that were asked for; the logits are in `logits`."""
         batch = replace(batch_of(extends, decodes), **changes)  # type: ignore[arg-type]
         with torch.inference_mode():
             forwarded = self.backend.forward(batch, self.future_map)
         self.logits = forwarded.logits_SV
-        return forwarded.input_logprobs
+        return forwarded.hidden_ND
 
 
 @contextmanager
@@ -105,7 +107,7 @@ def kv_pool(
 
 def _bound(model: LoadedModel, pool: TokenToKVPool) -> Rig:
     progress = Progress()
-    return Rig(model.bind(pool, progress), progress)
+    return Rig(model.bind(pool, progress, LIMITS), progress)
 
 
 def batch_of(extends: dict[int, tuple[int, Sequence[int]]], decodes: dict[int, int]) -> ModelWorkerBatch:
@@ -125,7 +127,6 @@ def batch_over(
     starts = np.array([start for start, _ in extends.values()] + [*decodes.values()], dtype=np.int64)
     lengths = np.array([len(ids) for _, ids in extends.values()] + [1] * len(decodes), dtype=np.int64)
     num_pages = -(-int((starts + lengths).max()) // page_size)
-    none = np.zeros(0)
     return ModelWorkerBatch(
         num_decodes=len(decodes),
         input_ids=np.array([token for _, ids in extends.values() for token in ids], dtype=np.int64),
@@ -134,15 +135,6 @@ def batch_over(
         lengths_B=lengths,
         page_table_BP=tables[rows, :num_pages],
         sampled_B=np.arange(len(rows)),
-        sampling=SamplingInputs(
-            temperatures=none,
-            top_ks=none,
-            top_ps=none,
-            min_ps=none,
-            uniforms=none,
-            masked_ids=((),) * len(rows),
-            all_greedy=True,
-            needs_filter=False,
-        ),
+        sampling=SamplingInputs(),
         future_writes=(),
     )

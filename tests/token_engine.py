@@ -17,7 +17,7 @@ from shared.engine.build import Engine, make_ledger
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.profiler import Profiler
 from shared.engine.progress import Progress
-from shared.engine.vocab_mask import VocabMask
+from shared.engine.sampling_inputs import VocabMask
 from shared.kvcache.host_pages import HostPages, PageCopy
 from shared.kvcache.host_pool import CpuHostKVPool
 from shared.kvcache.page_digest import chunk_digest
@@ -79,7 +79,7 @@ class TokenPool:
 class TokenResult:
     stream: TokenStream
     tokens: list[int] | None = None
-    vocab_mask: VocabMask | None = None
+    vocab_mask: VocabMask[np.ndarray] | None = None
 
     def wait(self) -> Sampled:
         while self.tokens is None:
@@ -128,7 +128,7 @@ class TokenStream:
         self.queue.append((batch, result))
         return result
 
-    def sample(self, forwarded: TokenResult, vocab_mask: VocabMask | None = None) -> TokenResult:
+    def sample(self, forwarded: TokenResult, vocab_mask: VocabMask[np.ndarray] | None = None) -> TokenResult:
         forwarded.vocab_mask = vocab_mask
         return forwarded
 
@@ -177,10 +177,11 @@ class TokenStream:
             if (k != ~v).any() or (k < 0).any():
                 raise CorruptKV(f"sequence {b}: K and V differ at {np.nonzero(k != ~v)[0]}")
             contexts.append(k.tolist())
-        tokens = []
+        tokens, masked = [], batch.sampling.masked
+        masked_ids = set() if masked is None else {*zip(masked.entries_N, masked.token_ids_N, strict=True)}
         for i, b in enumerate(batch.sampled_B):
             token = next_token(contexts[b])
-            while token in batch.sampling.masked_ids[i] or not (i not in allowed or allowed[i][token]):
+            while (i, token) in masked_ids or not (i not in allowed or allowed[i][token]):
                 token = (token + 1) % VOCAB_SIZE
             self.future_map[batch.rows_B[b]] = token
             tokens.append(token)

@@ -1,6 +1,7 @@
 """The attention backend: how each token of a forward attends to the pages of its sequence.
 
-A backend plans once a forward, when lengths and page tables are known, and its plan runs once a layer.
+A backend plans once a forward, when lengths and page tables are known, and its plan runs once a layer. What it plans
+on the host travels to the device in the forward's input block.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from shared.engine.forward_batch import ForwardBatch
+from shared.engine.input_block import BlockShape
+from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.kernels.reference import decode_attention, extend_attention
 
 
@@ -27,8 +31,23 @@ class AttentionPlan(Protocol):
 class AttentionBackend(Protocol):
     """Used on the forward stream, one forward after the other."""
 
+    capturable: bool
+    """True if a plan's `run` can be captured in a CUDA graph: it finds the work of later forwards in the block."""
+
+    def work(self, batch: ModelWorkerBatch) -> np.ndarray:
+        """The half of the plan that is made on the host, int32 [N]: the last part of the block (`Header.WORK`)."""
+        ...
+
+    def max_work_words(self, shape: BlockShape, context_length: int) -> int:
+        """The most words of `work` for a batch that fits into `shape`, so that the block has room for them."""
+        ...
+
     def plan(self, batch: ForwardBatch) -> AttentionPlan:
-        """What every layer of the forward shares. `batch.host` has lengths on the host, so nothing need wait."""
+        """What every layer of the forward shares. `batch.host` has lengths on the host, so nothing need wait.
+
+        A plan that is captured serves all later forwards of the shape, so it must not depend on `batch.host`. Its
+        output for padding tokens may be anything.
+        """
         ...
 
 
@@ -60,7 +79,17 @@ class TorchAttentionPlan:
 
 
 class TorchAttention:
-    """Torch operations, on any device and in any type."""
+    """Torch operations, on any device and in any type. Their shapes depend on lengths, so no graph can have them."""
+
+    capturable = False
+
+    def work(self, batch: ModelWorkerBatch) -> np.ndarray:
+        """Nothing: `plan` reads the snapshot."""
+        return _NO_WORK
+
+    def max_work_words(self, shape: BlockShape, context_length: int) -> int:
+        """None."""
+        return 0
 
     def plan(self, batch: ForwardBatch) -> TorchAttentionPlan:
         """Split the batch into its extends and its decode step."""
@@ -75,3 +104,6 @@ class TorchAttention:
             decode_tables_BP=tables_BP[num_extends:],
             decode_seq_lens_B=batch.seq_lens_B[num_extends:],
         )
+
+
+_NO_WORK = np.empty(0, dtype=np.int32)

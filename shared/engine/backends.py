@@ -11,6 +11,8 @@ import torch
 
 from shared import log
 from shared.engine.attention import AttentionBackend, TorchAttention
+from shared.engine.cuda_graphs import CudaGraphPool, Graphs, graph_shapes
+from shared.engine.input_block import ForwardLimits
 from shared.engine.model_runner import ModelBackend
 from shared.engine.native_backend import NativeBackend
 from shared.engine.progress import Progress
@@ -32,8 +34,8 @@ OnProgress = Callable[[str, float], None]
 class LoadedModel(Protocol):
     """Weights in memory; how much is left for the KV pool is known once they are."""
 
-    def bind(self, pool: TokenToKVPool, progress: Progress) -> ModelBackend:
-        """The backend that computes over `pool`. Called once."""
+    def bind(self, pool: TokenToKVPool, progress: Progress, limits: ForwardLimits) -> ModelBackend:
+        """The backend that computes forwards up to `limits` over `pool`."""
         ...
 
 
@@ -43,11 +45,24 @@ class TorchModel:
 
     decoder: Decoder
     attention_backend: str
+    cuda_graph_max_bs: int | None
+    """Most sequences of a forward that is replayed from a CUDA graph; None: no graphs."""
 
-    def bind(self, pool: TokenToKVPool, progress: Progress) -> TorchBackend:
-        """A TorchBackend."""
+    def bind(self, pool: TokenToKVPool, progress: Progress, limits: ForwardLimits) -> TorchBackend:
+        """A TorchBackend, with graphs on a GPU if its attention can be captured."""
         attention = ATTENTION_BACKENDS[self.attention_backend]()
-        return TorchBackend(self.attention_backend, self.decoder, attention, pool, progress)
+        graphs = None
+        if pool.device.type == "cuda" and self.cuda_graph_max_bs is not None:
+            if attention.capturable:
+                max_bs = min(self.cuda_graph_max_bs, limits.num_rows)
+                graphs = Graphs(CudaGraphPool(pool.device), graph_shapes(max_bs))
+            else:
+                log.event(
+                    "no_cuda_graphs", reason=f"--attention-backend {self.attention_backend} allows none"
+                )
+        return TorchBackend(
+            self.attention_backend, self.decoder, attention, pool, progress, limits, graphs=graphs
+        )
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class NativeModel:
     weights: PackedWeights
     team: Team
 
-    def bind(self, pool: TokenToKVPool, progress: Progress) -> NativeBackend:
+    def bind(self, pool: TokenToKVPool, progress: Progress, limits: ForwardLimits) -> NativeBackend:
         """A NativeBackend, which ends the threads when it is closed."""
         return NativeBackend(self.config, self.weights, self.team, pool, progress)
 
@@ -72,6 +87,7 @@ def load_model(
     device: torch.device,
     cores: Sequence[int],
     on_progress: OnProgress,
+    cuda_graph_max_bs: int | None = None,
 ) -> LoadedModel:
     """Load a model for `attention_backend`, or for the fastest that can be had where that is `auto`.
 
@@ -86,7 +102,8 @@ def load_model(
     loading(0.0)
     if team is None:
         decoder = Decoder.load(folder, config, dtype=dtype, device=device, on_progress=loading)
-        return TorchModel(decoder, "torch" if attention_backend == "auto" else attention_backend)
+        name = "torch" if attention_backend == "auto" else attention_backend
+        return TorchModel(decoder, name, cuda_graph_max_bs)
     try:
         return NativeModel(config, load_packed_weights(folder, config, team, on_progress=loading), team)
     except BaseException:

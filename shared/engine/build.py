@@ -16,6 +16,7 @@ from shared.config import CacheOptions, NodeConfig
 from shared.cpu_cores import CpuCores, own_cores
 from shared.engine.backends import OnProgress, load_model
 from shared.engine.forward_stream import ForwardStream, make_forward_stream
+from shared.engine.input_block import ForwardLimits
 from shared.engine.model_runner import ModelRunner
 from shared.engine.profiler import Profiler
 from shared.engine.progress import Progress
@@ -94,6 +95,7 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
             device=device,
             cores=cpu_cores.team,
             on_progress=on_progress,
+            cuda_graph_max_bs=None if config.model.disable_cuda_graph else config.model.cuda_graph_max_bs,
         )
     on_progress("allocating KV pages", 1.0)
     max_rows = config.schedule.max_running_requests
@@ -122,12 +124,18 @@ def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
         num_pages + 1, config.cache, max_rows, context_length, HostPages(num_host_pages, page_nbytes)
     )
     profiler = Profiler(config.profile_dir, config.net.node_id or "node")
-    backend = model.bind(pool, progress)
+    forward_limits = ForwardLimits(
+        num_rows=max_rows,
+        context_length=context_length,
+        max_tokens=config.schedule.max_prefill_tokens + max_rows,
+    )
+    backend = model.bind(pool, progress, forward_limits)
     stream_cores = cpu_cores.pinned
     if backend.has_threads:
         stream_cores = stream_cores[:1]
         torch.set_num_threads(1)  # what is left to torch between two native calls is not worth more
     runner = ModelRunner(backend, max_rows, device, profiler.span)
+    runner.capture_graphs()
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the forward stream does not wait for the stream that made all this
     ignored = invalid_cxx() if backend.name == "native" else None

@@ -90,7 +90,9 @@ def check_complete(batch: ScheduleBatch, inputs: ModelWorkerBatch) -> None:
     num_seqs, num_samples = len(batch.items), sum(item.position is not None for item in batch.items)
     assert num_seqs > 0, "an empty batch"
     assert all(item.length > 0 for item in batch.items), "a sequence without a new token"
-    sampling = inputs.sampling
+    of_draws: list[int] = []
+    if inputs.sampling.draws is not None:
+        inputs.sampling.draws.map(lambda values_S: of_draws.append(len(values_S)))
     lengths: Mapping[str, tuple[int, int]] = {
         "rows_B": (len(inputs.rows_B), num_seqs),
         "distinct rows": (len(set(inputs.rows_B.tolist())), num_seqs),
@@ -100,12 +102,7 @@ def check_complete(batch: ScheduleBatch, inputs: ModelWorkerBatch) -> None:
         "input_ids": (len(inputs.input_ids), sum(item.length for item in batch.extends)),
         "num_decodes": (inputs.num_decodes, len(batch.decodes)),
         "sampled_B": (len(inputs.sampled_B), num_samples),
-        "temperatures": (len(sampling.temperatures), num_samples),
-        "top_ks": (len(sampling.top_ks), num_samples),
-        "top_ps": (len(sampling.top_ps), num_samples),
-        "min_ps": (len(sampling.min_ps), num_samples),
-        "uniforms": (len(sampling.uniforms), num_samples),
-        "masked_ids": (len(sampling.masked_ids), num_samples),
+        **{f"draws {i}": (length, num_samples) for i, length in enumerate(of_draws)},
     }
     wrong = {name: pair for name, pair in lengths.items() if pair[0] != pair[1]}
     assert not wrong, f"found and expected lengths of {wrong}"

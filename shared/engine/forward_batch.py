@@ -4,28 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from shared.engine.future_map import FutureMap
+from shared.engine.input_block import BlockShape, FilledBlock
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.engine.on_device import packed_to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBatch:
     """B sequences with T new tokens, of which S sequences sample. Extends come first, then the decode step.
 
-    All tensors but `input_ids_T` are views of one block that a single copy brings to the device.
+    All tensors are views of the input block. Those of a forward that is captured have the shape of its bucket: it is
+    captured for a padding batch, and what it reads of later ones are its padded tensors and the words of the block.
     """
 
     host: ModelWorkerBatch
     """The snapshot that all of this was made from, for what is planned on the host."""
+    shape: BlockShape
+    words: torch.Tensor
+    """The whole block as int32, for kernels that find the page table and their work by its header."""
     input_ids_T: torch.Tensor
+    """-1 - row stands for the last sampled token of a row, which the host need not know."""
     positions_T: torch.Tensor
     out_pages_T: torch.Tensor
     out_offsets_T: torch.Tensor
     """Where each new token's K and V go: a page, and an offset in it (together SGLang's out_cache_loc)."""
+    hidden_rows_N: torch.Tensor
+    """Indices in T of the tokens whose prompt logprobs are wanted."""
+    future_rows_B: torch.Tensor
+    future_tokens_B: torch.Tensor
+    """The tokens that enter the FutureMap before it is read, padded to B."""
     page_table_BP: torch.Tensor
     """int32; everything else is int64."""
     seq_lens_B: torch.Tensor
@@ -33,44 +41,26 @@ class ForwardBatch:
     """The row of each sequence that samples (SGLang's req_pool_indices)."""
     last_token_S: torch.Tensor
     """Index in T of the last token of each sequence that samples."""
-    hidden_rows_N: torch.Tensor
-    """Indices in T of the tokens whose prompt logprobs are wanted."""
 
     @classmethod
-    def from_model_worker_batch(
-        cls, batch: ModelWorkerBatch, future_map: FutureMap, page_size: int, device: torch.device
-    ) -> ForwardBatch:
-        """Copy the snapshot to the device, write to the FutureMap what the batch brings, and read it.
-
-        Runs on the forward stream, behind the sampling of all forwards before. The future writes enter the
-        FutureMap first, then the inputs of the decode step are read from it.
-        """
-        ends = np.cumsum(batch.lengths_B)
-        sequence_T = np.repeat(np.arange(len(batch.rows_B)), batch.lengths_B)
-        positions_T = np.arange(ends[-1]) - np.repeat(ends - batch.lengths_B, batch.lengths_B)
-        positions_T += np.repeat(batch.starts_B, batch.lengths_B)
-        wanted = batch.input_logprobs
-        views = packed_to_device(
-            {
-                "input_ids": batch.input_ids,
-                "future_writes": np.array(batch.future_writes, dtype=np.int64).reshape(-1, 2).T,
-                "decode_rows": batch.rows_B[len(batch.rows_B) - batch.num_decodes :],
-                "positions_T": positions_T,
-                "out_pages_T": batch.page_table_BP[sequence_T, positions_T // page_size].astype(np.int64),
-                "out_offsets_T": positions_T % page_size,
-                "page_table_BP": batch.page_table_BP,
-                "seq_lens_B": batch.starts_B + batch.lengths_B,
-                "rows_S": batch.rows_B[batch.sampled_B],
-                "last_token_S": ends[batch.sampled_B] - 1,
-                "hidden_rows_N": wanted.rows_N if wanted is not None else np.empty(0, dtype=np.int64),
-            },
-            device,
+    def from_model_worker_batch(cls, batch: ModelWorkerBatch, block: FilledBlock) -> ForwardBatch:
+        """The views of `block`, which was filled from `batch`."""
+        ids_T, positions_T, pages_T, offsets_T, hidden_rows_T = block.per_token()
+        future_rows_B, future_tokens_B, seq_lens_B, rows_B, last_tokens_B = block.per_sequence()
+        num_sampled, wanted = len(batch.sampled_B), batch.sampling.input_logprobs
+        return cls(
+            host=batch,
+            shape=block.shape,
+            words=block.words,
+            input_ids_T=ids_T,
+            positions_T=positions_T,
+            out_pages_T=pages_T,
+            out_offsets_T=offsets_T,
+            hidden_rows_N=hidden_rows_T[: 0 if wanted is None else len(wanted.rows_N)],
+            future_rows_B=future_rows_B,
+            future_tokens_B=future_tokens_B,
+            page_table_BP=block.page_table(*batch.page_table_BP.shape),
+            seq_lens_B=seq_lens_B,
+            rows_S=rows_B[:num_sampled],
+            last_token_S=last_tokens_B[:num_sampled],
         )
-        input_ids_T, writes, decode_rows = (
-            views.pop(name) for name in ("input_ids", "future_writes", "decode_rows")
-        )
-        if batch.future_writes:
-            future_map.store(writes[0], writes[1])
-        if batch.num_decodes:
-            input_ids_T = torch.cat([input_ids_T, future_map.load(decode_rows)])
-        return cls(host=batch, input_ids_T=input_ids_T, **views)

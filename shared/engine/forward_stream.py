@@ -13,12 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from shared import log
 from shared.engine.model_runner import Forwarded, ModelRunner, SampledTensors
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.engine.vocab_mask import VocabMask
+from shared.engine.sampling_inputs import VocabMask
 from shared.kvcache.host_pages import PageCopy
 from shared.kvcache.host_pool import HostKVPool
 from shared.scheduling.commit import Sampled
@@ -78,7 +79,9 @@ class ForwardStream(Protocol):
         """Launch a forward behind all those launched before. Give what it returns to `sample`, before the next."""
         ...
 
-    def sample(self, forwarded: Any, vocab_mask: VocabMask | None = None) -> GenerationBatchResult:
+    def sample(
+        self, forwarded: Any, vocab_mask: VocabMask[np.ndarray] | None = None
+    ) -> GenerationBatchResult:
         """Queue the sampling of the forward that `submit` launched last, under `vocab_mask`."""
         ...
 
@@ -137,7 +140,7 @@ class CpuForwardStream:
         return self._worker.submit(self._runner.forward, batch)
 
     def sample(
-        self, forwarded: Future[Forwarded], vocab_mask: VocabMask | None = None
+        self, forwarded: Future[Forwarded], vocab_mask: VocabMask[np.ndarray] | None = None
     ) -> CpuPending[Sampled]:
         """Queue its sampling; the result is on the host when the worker has drawn."""
         return CpuPending(self._worker.submit(self._sample, forwarded, vocab_mask))
@@ -161,7 +164,7 @@ class CpuForwardStream:
         self._host_pool.copy(pages)
         return time.perf_counter() - start
 
-    def _sample(self, forwarded: Future[Forwarded], vocab_mask: VocabMask | None) -> Sampled:
+    def _sample(self, forwarded: Future[Forwarded], vocab_mask: VocabMask[np.ndarray] | None) -> Sampled:
         return self._runner.sample(forwarded.result(), vocab_mask).as_values()
 
 
@@ -176,21 +179,11 @@ def _stay_on(cores: Sequence[int]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class CudaForwarded:
-    """A queued forward; `batch` keeps its host arrays alive until `copy_done`."""
-
-    forwarded: Forwarded
-    batch: ModelWorkerBatch
-
-
-@dataclass(frozen=True, slots=True)
 class CudaResult:
     """A forward that samples on the CUDA stream; `copy_done` follows the copy to the host."""
 
     on_host: SampledTensors
     copy_done: torch.cuda.Event
-    launched: CudaForwarded
-    vocab_mask: VocabMask | None
 
     def wait(self) -> Sampled:
         """Block until `copy_done`."""
@@ -230,18 +223,18 @@ class CudaForwardStream:
         self._host_pool = host_pool
         self._stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
 
-    def submit(self, batch: ModelWorkerBatch) -> CudaForwarded:
+    def submit(self, batch: ModelWorkerBatch) -> Forwarded:
         """Queue the kernels of a forward."""
         with torch.cuda.stream(self._stream):
-            return CudaForwarded(self._runner.forward(batch), batch)
+            return self._runner.forward(batch)
 
-    def sample(self, forwarded: CudaForwarded, vocab_mask: VocabMask | None = None) -> CudaResult:
+    def sample(self, forwarded: Forwarded, vocab_mask: VocabMask[np.ndarray] | None = None) -> CudaResult:
         """Queue the kernels of its sampling, and the copy of what they draw to pinned memory."""
         with torch.cuda.stream(self._stream):
-            on_host = self._runner.sample(forwarded.forwarded, vocab_mask).map(_start_copy_to_host)
+            on_host = self._runner.sample(forwarded, vocab_mask).map(_start_copy_to_host)
             copy_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copy_done.record(self._stream)
-        return CudaResult(on_host, copy_done, forwarded, vocab_mask)
+        return CudaResult(on_host, copy_done)
 
     def copy(self, pages: PageCopy) -> CudaCopyResult:
         """Queue a copy between two events."""

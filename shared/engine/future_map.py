@@ -9,15 +9,20 @@ import torch
 
 
 class FutureMap:
-    """One token per row of the ReqToTokenPool. Touched on the forward stream only, so its order is launch order."""
+    """One token per row of the ReqToTokenPool, and one for padding. The forward stream alone touches it, in order."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.last_token_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.padding_row = num_rows
+        """The row that padding of a captured forward writes."""
+        self.last_token_R = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
 
     def store(self, rows_S: torch.Tensor, token_ids_S: torch.Tensor) -> None:
         """Rows `rows_S` were just sampled."""
         self.last_token_R[rows_S] = token_ids_S
 
-    def load(self, rows_B: torch.Tensor) -> torch.Tensor:
-        """The last tokens of `rows_B`."""
-        return self.last_token_R[rows_B]
+    def resolve(
+        self, input_ids_T: torch.Tensor, rows_W: torch.Tensor, token_ids_W: torch.Tensor
+    ) -> torch.Tensor:
+        """Enter the tokens that the host knows, then read those that it does not: -1 - row stands for a row's."""
+        self.store(rows_W, token_ids_W)
+        return torch.where(input_ids_T < 0, self.last_token_R[(-1 - input_ids_T).clamp_(min=0)], input_ids_T)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from shared.engine.on_device import to_device
-from shared.engine.sampling_inputs import LogprobInputs
+from shared.engine.sampling_inputs import LogprobInputs, LogprobShare
 from shared.protocol.logprobs import Logprobs
 
 MAX_LOGITS_AT_ONCE = 16 << 20
@@ -22,9 +21,9 @@ MAX_LOGITS_AT_ONCE = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class GatheredLogprobs:
-    """Logprobs of N rows, on one device. `inputs` says whose they are."""
+    """Logprobs of N rows, on one device. `shares` says whose they are."""
 
-    inputs: LogprobInputs
+    shares: tuple[LogprobShare, ...]
     chosen_N: torch.Tensor
     top_ids_NK: torch.Tensor
     top_NK: torch.Tensor
@@ -33,7 +32,7 @@ class GatheredLogprobs:
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> GatheredLogprobs:
         """Every tensor replaced by `move` of it."""
         return GatheredLogprobs(
-            self.inputs,
+            self.shares,
             move(self.chosen_N),
             move(self.top_ids_NK),
             move(self.top_NK),
@@ -48,7 +47,7 @@ class GatheredLogprobs:
         of_token_ids = self.of_token_ids_NM.numpy().astype("<f4", copy=False)
         shares: dict[int, Logprobs] = {}
         first = 0
-        for share in self.inputs.shares:
+        for share in self.shares:
             rows = slice(first, first + share.num_rows)
             shares[share.owner] = Logprobs(
                 chosen[rows].tobytes(),
@@ -60,16 +59,17 @@ class GatheredLogprobs:
         return shares
 
 
-def gather(logprobs_NV: torch.Tensor, targets_N: torch.Tensor, inputs: LogprobInputs) -> GatheredLogprobs:
+def gather(
+    logprobs_NV: torch.Tensor, targets_N: torch.Tensor, inputs: LogprobInputs[torch.Tensor]
+) -> GatheredLogprobs:
     """Pick what `inputs` asks for from logprobs of the whole vocabulary."""
     top = logprobs_NV.topk(min(inputs.top_num, logprobs_NV.shape[1]), dim=1)
-    token_ids_NM = to_device(inputs.token_ids_NM, logprobs_NV.device)
     return GatheredLogprobs(
-        inputs,
+        inputs.shares,
         logprobs_NV.gather(1, targets_N[:, None])[:, 0],
         top.indices.int(),
         top.values,
-        logprobs_NV.gather(1, token_ids_NM),
+        logprobs_NV.gather(1, inputs.token_ids_NM),
     )
 
 
@@ -77,25 +77,23 @@ def gather(logprobs_NV: torch.Tensor, targets_N: torch.Tensor, inputs: LogprobIn
 class RawLogprobs:
     """Logprobs of sequences that are about to sample, taken before the sampler changes their logits."""
 
-    inputs: LogprobInputs
-    rows_N: torch.Tensor
+    inputs: LogprobInputs[torch.Tensor]
     logprobs_NV: torch.Tensor
 
     @classmethod
-    def of(cls, logits_SV: torch.Tensor, inputs: LogprobInputs) -> RawLogprobs:
+    def of(cls, logits_SV: torch.Tensor, inputs: LogprobInputs[torch.Tensor]) -> RawLogprobs:
         """The logprobs of the rows that `inputs` names, as a copy."""
-        rows_N = to_device(inputs.rows_N, logits_SV.device)
-        return cls(inputs, rows_N, torch.log_softmax(logits_SV[rows_N], dim=-1))
+        return cls(inputs, torch.log_softmax(logits_SV[inputs.rows_N], dim=-1))
 
     def gather(self, token_ids_S: torch.Tensor) -> GatheredLogprobs:
         """Pick what was asked for, now that the sequences have sampled."""
-        return gather(self.logprobs_NV, token_ids_S[self.rows_N], self.inputs)
+        return gather(self.logprobs_NV, token_ids_S[self.inputs.rows_N], self.inputs)
 
 
 def prompt_logprobs(
     logits: Callable[[torch.Tensor], torch.Tensor],
     hidden_ND: torch.Tensor,
-    inputs: LogprobInputs,
+    inputs: LogprobInputs[torch.Tensor],
     vocab_size: int,
 ) -> GatheredLogprobs:
     """Logprobs of the prompt tokens whose hidden states are `hidden_ND`, one for each of `inputs.rows_N`.
@@ -103,16 +101,15 @@ def prompt_logprobs(
     `logits` maps rows of them to float32 logits over `vocab_size` tokens.
     """
     assert inputs.targets_N is not None, "the tokens of a prompt are known"
-    targets_N = to_device(inputs.targets_N, hidden_ND.device)
     step = max(1, MAX_LOGITS_AT_ONCE // vocab_size)
     blocks: list[GatheredLogprobs] = []
     for first in range(0, len(hidden_ND), step):
         block = slice(first, first + step)
         logprobs_NV = torch.log_softmax(logits(hidden_ND[block]), dim=-1)
         part = replace(inputs, token_ids_NM=inputs.token_ids_NM[block])
-        blocks.append(gather(logprobs_NV, targets_N[block], part))
+        blocks.append(gather(logprobs_NV, inputs.targets_N[block], part))
     return GatheredLogprobs(
-        inputs,
+        inputs.shares,
         torch.cat([block.chosen_N for block in blocks]),
         torch.cat([block.top_ids_NK for block in blocks]),
         torch.cat([block.top_NK for block in blocks]),

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from shared.engine.future_map import FutureMap
-from shared.engine.logprobs import GatheredLogprobs, RawLogprobs
+from shared.engine.logprobs import GatheredLogprobs, RawLogprobs, prompt_logprobs
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.penalties import PenaltyTable
 from shared.engine.profiler import Span
-from shared.engine.sampling_inputs import SamplingInputs
-from shared.engine.vocab_mask import VocabMask
+from shared.engine.sampling_inputs import HostSampling, SamplingInputs, VocabMask
+from shared.engine.uploads import Uploads, start_copy_to
 from shared.scheduling.commit import Sampled
 
 
@@ -29,8 +30,9 @@ class Forwarded:
     logits_SV: torch.Tensor | None
     rows_S: torch.Tensor
     """The row of each sequence that samples, int64 on the device."""
-    sampling: SamplingInputs
-    input_logprobs: GatheredLogprobs | None = None
+    sampling: HostSampling
+    hidden_ND: torch.Tensor | None = None
+    """Hidden states of the prompt tokens whose logprobs are wanted, on the device; None when there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +71,29 @@ class ModelBackend(Protocol):
     vocab_size: int
 
     def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
-        """Compute `batch`. The logits are good until the next forward."""
+        """Compute `batch`. What it returns is good until the next forward."""
+        ...
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """The logits of hidden states that a forward returned, float32 [N, V]."""
         ...
 
     def draw(
         self,
         logits_SV: torch.Tensor,
-        inputs: SamplingInputs,
-        vocab_mask: VocabMask | None,
+        inputs: SamplingInputs[torch.Tensor],
         rows_S: torch.Tensor,
         future_map: FutureMap,
     ) -> torch.Tensor:
         """The next token of each row, int64 [S], which enters the FutureMap. The logits may be overwritten."""
+        ...
+
+    def measure_graphs(self, future_map: FutureMap) -> int:
+        """Estimate how many bytes of the device `capture_graphs` takes. Nothing of it is left on return."""
+        ...
+
+    def capture_graphs(self, future_map: FutureMap) -> None:
+        """Record what later forwards replay, if the backend does so. Called once, before the first forward."""
         ...
 
     def close(self) -> None:
@@ -97,8 +110,19 @@ class ModelRunner:
         self._backend = backend
         self._future_map = FutureMap(num_rows, device)
         self._penalties = PenaltyTable(backend.vocab_size, device)
+        self._uploads = Uploads(device, start_copy_to(device))
         self._span = span
         self.device = device
+
+    @torch.inference_mode()
+    def measure_graphs(self) -> int:
+        """Estimate how many bytes of the device `capture_graphs` takes, for what a KV pool may leave."""
+        return self._backend.measure_graphs(self._future_map)
+
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Record what later forwards replay. Called before the first forward; KV is written to page 0 alone."""
+        self._backend.capture_graphs(self._future_map)
 
     @torch.inference_mode()
     def forward(self, batch: ModelWorkerBatch) -> Forwarded:
@@ -107,25 +131,41 @@ class ModelRunner:
             return self._backend.forward(batch, self._future_map)
 
     @torch.inference_mode()
-    def sample(self, forwarded: Forwarded, vocab_mask: VocabMask | None = None) -> SampledTensors:
+    def sample(self, forwarded: Forwarded, vocab_mask: VocabMask[np.ndarray] | None = None) -> SampledTensors:
         """Draw the next token of each sampling sequence, on the device; the next forward reads them."""
         with self._span("sample"):
-            return self._sample(forwarded, vocab_mask)
+            inputs = upload_sampling(replace(forwarded.sampling, vocab_mask=vocab_mask), self._uploads)
+            return self._sample(forwarded, inputs)
 
     def close(self) -> None:
         """Let go of the backend's threads and memory. Nothing runs."""
         self._backend.close()
 
-    def _sample(self, forwarded: Forwarded, vocab_mask: VocabMask | None) -> SampledTensors:
-        logits_SV, inputs = forwarded.logits_SV, forwarded.sampling
+    def _sample(self, forwarded: Forwarded, inputs: SamplingInputs[torch.Tensor]) -> SampledTensors:
+        logits_SV, logprobs = forwarded.logits_SV, None
         if logits_SV is None:
-            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            return SampledTensors(nothing, None, forwarded.input_logprobs)
-        raw = RawLogprobs.of(logits_SV, inputs.logprobs) if inputs.logprobs is not None else None
-        if inputs.penalties is not None:
-            self._penalties.apply(logits_SV, inputs.penalties)
-        token_ids_S = self._backend.draw(logits_SV, inputs, vocab_mask, forwarded.rows_S, self._future_map)
-        if inputs.penalties is not None:
-            self._penalties.count(token_ids_S, inputs.penalties)
-        logprobs = raw.gather(token_ids_S) if raw is not None else None
-        return SampledTensors(token_ids_S, logprobs, forwarded.input_logprobs)
+            token_ids_S = torch.empty(0, dtype=torch.int64, device=self.device)
+        else:
+            raw = RawLogprobs.of(logits_SV, inputs.logprobs) if inputs.logprobs is not None else None
+            if inputs.penalties is not None:
+                self._penalties.apply(logits_SV, inputs.penalties)
+            token_ids_S = self._backend.draw(logits_SV, inputs, forwarded.rows_S, self._future_map)
+            if inputs.penalties is not None:
+                self._penalties.count(token_ids_S, inputs.penalties)
+            logprobs = raw.gather(token_ids_S) if raw is not None else None
+        of_prompt = None
+        if inputs.input_logprobs is not None:
+            assert forwarded.hidden_ND is not None, "the forward has computed these tokens"
+            backend = self._backend
+            of_prompt = prompt_logprobs(
+                backend.logits, forwarded.hidden_ND, inputs.input_logprobs, backend.vocab_size
+            )
+        return SampledTensors(token_ids_S, logprobs, of_prompt)
+
+
+def upload_sampling(inputs: HostSampling, uploads: Uploads) -> SamplingInputs[torch.Tensor]:
+    """The same on the device, where it arrives in one copy; none if nothing was asked for."""
+    arrays: list[np.ndarray] = []
+    inputs.map(arrays.append)
+    tensors = iter(uploads.send(arrays))
+    return inputs.map(lambda _: next(tensors))

@@ -9,8 +9,7 @@ import numpy as np
 
 from shared.engine.sampling_inputs import (
     CountedRows,
-    LogprobInputs,
-    SamplingInputs,
+    HostSampling,
     input_logprobs,
     sampling_inputs,
 )
@@ -36,10 +35,8 @@ class ModelWorkerBatch:
     lengths_B: np.ndarray
     page_table_BP: np.ndarray
     sampled_B: np.ndarray
-    sampling: SamplingInputs
+    sampling: HostSampling
     future_writes: tuple[tuple[int, int], ...]
-    input_logprobs: LogprobInputs | None = None
-    """Prompt tokens computed here whose logprobs are wanted; rows are indices in T, owners are indices in B."""
 
 
 def snapshot(
@@ -72,7 +69,11 @@ def snapshot(
         lengths_B=lengths,
         page_table_BP=rows.pages[row_ids, :num_pages],
         sampled_B=np.array(sampled, dtype=np.int64),
-        sampling=sampling_inputs([items[i] for i in sampled], eos_token_ids, counted_rows or CountedRows()),
+        sampling=sampling_inputs(
+            [items[i] for i in sampled],
+            eos_token_ids,
+            counted_rows or CountedRows(),
+            input_logprobs(batch.extends),
+        ),
         future_writes=tuple(future_writes),
-        input_logprobs=input_logprobs(batch.extends),
     )

@@ -10,13 +10,11 @@ import numpy as np
 import torch
 
 from shared.engine.future_map import FutureMap
-from shared.engine.logprobs import GatheredLogprobs, prompt_logprobs
 from shared.engine.model_runner import Forwarded
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.progress import Progress
 from shared.engine.sampler import adjust_logits
-from shared.engine.sampling_inputs import LogprobInputs, SamplingInputs
-from shared.engine.vocab_mask import VocabMask
+from shared.engine.sampling_inputs import DrawInputs, SamplingInputs
 from shared.kernels.cpu.decoder import BatchDesc, KVPool, NativeDecoder
 from shared.kernels.cpu.library import Team, numerics
 from shared.kernels.cpu.sampling import Sampling, sample
@@ -52,7 +50,7 @@ class NativeBackend:
 
     def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
         """One native call, which reads the snapshot's arrays where they are."""
-        wanted = batch.input_logprobs
+        wanted = batch.sampling.input_logprobs
         logits_SV = self._logits_buffer(len(batch.sampled_B))
         rows_N = wanted.rows_N if wanted is not None else np.empty(0, dtype=np.int64)
         hidden_ND = np.empty((len(rows_N), self._hidden_size), dtype=np.float32)
@@ -81,25 +79,36 @@ class NativeBackend:
                 progress=self._progress.layers.ctypes.data,
             )
         )
-        of_prompt = self._prompt_logprobs(hidden_ND, wanted) if wanted is not None else None
         return Forwarded(
             torch.from_numpy(logits_SV) if len(logits_SV) else None,
             torch.from_numpy(batch.rows_B[batch.sampled_B]),
             batch.sampling,
-            of_prompt,
+            torch.from_numpy(hidden_ND),
         )
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """One native call."""
+        out_NV = torch.empty(len(hidden_ND), self.vocab_size)
+        self._decoder.logits(hidden_ND.data_ptr(), len(hidden_ND), out_NV.data_ptr())
+        return out_NV
 
     def draw(
         self,
         logits_SV: torch.Tensor,
-        inputs: SamplingInputs,
-        vocab_mask: VocabMask | None,
+        inputs: SamplingInputs[torch.Tensor],
         rows_S: torch.Tensor,
         future_map: FutureMap,
     ) -> torch.Tensor:
         """Biases and masks by torch, then one native call."""
-        adjust_logits(logits_SV, inputs, vocab_mask)
-        return sample(self._team, logits_SV, _sampling(inputs), rows_S, future_map.last_token_R)
+        adjust_logits(logits_SV, inputs)
+        return sample(self._team, logits_SV, _sampling(inputs.draws), rows_S, future_map.last_token_R)
+
+    def measure_graphs(self, future_map: FutureMap) -> int:
+        """There are none."""
+        return 0
+
+    def capture_graphs(self, future_map: FutureMap) -> None:
+        """There are none."""
 
     def close(self) -> None:
         """End the threads and free the scratch memory."""
@@ -112,16 +121,9 @@ class NativeBackend:
             self._logits = np.empty(num_rows * self.vocab_size, dtype=np.float32)
         return self._logits[: num_rows * self.vocab_size].reshape(num_rows, self.vocab_size)
 
-    def _prompt_logprobs(self, hidden_ND: np.ndarray, inputs: LogprobInputs) -> GatheredLogprobs:
-        def logits(rows_ND: torch.Tensor) -> torch.Tensor:
-            out_NV = torch.empty(len(rows_ND), self.vocab_size)
-            self._decoder.logits(rows_ND.data_ptr(), len(rows_ND), out_NV.data_ptr())
-            return out_NV
 
-        return prompt_logprobs(logits, torch.from_numpy(hidden_ND), inputs, self.vocab_size)
-
-
-def _sampling(inputs: SamplingInputs) -> Sampling:
-    if inputs.all_greedy:
+def _sampling(draws: DrawInputs[torch.Tensor] | None) -> Sampling:
+    if draws is None:
         return Sampling()
-    return Sampling.of(inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps, inputs.uniforms)
+    tensors = draws.temperatures_S, draws.top_ks_S, draws.top_ps_S, draws.min_ps_S, draws.uniforms_S
+    return Sampling.of(*(tensor.numpy() for tensor in tensors))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from collections.abc import Callable
+
 import numpy as np
 
 
@@ -16,8 +20,24 @@ class Progress:
         """In memory, where native code finds it."""
         self.turns = 0
         """An idle loop takes a turn every `node_process.IDLE_WAIT_S`."""
+        self._queued: deque[tuple[Callable[[], bool], int]] = deque()
+        """Layers on a GPU, in launch order, each with what says that they are computed."""
+        self._num_computed = 0
+        self._lock = threading.Lock()
 
     @property
     def count(self) -> int:
         """Layers and turns together."""
-        return int(self.layers[0]) + self.turns
+        with self._lock:
+            self._count_computed()
+            return int(self.layers[0]) + self._num_computed + self.turns
+
+    def queued(self, num_layers: int, is_computed: Callable[[], bool]) -> None:
+        """Count layers once `is_computed`, which any thread may call. A queued layer that never runs is none."""
+        with self._lock:
+            self._count_computed()
+            self._queued.append((is_computed, num_layers))
+
+    def _count_computed(self) -> None:
+        while self._queued and self._queued[0][0]():
+            self._num_computed += self._queued.popleft()[1]

@@ -7,67 +7,46 @@ logits of another batch shape may make them) cannot change what is drawn, as a w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from shared.engine.on_device import packed_to_device, to_device
 from shared.engine.penalties import add_biases
-from shared.engine.sampling_inputs import SamplingInputs
-from shared.engine.vocab_mask import VocabMask, apply_vocab_mask
+from shared.engine.sampling_inputs import DrawInputs, SamplingInputs
+from shared.engine.vocab_mask import apply_vocab_mask
 
 
-def sample(
-    logits_SV: torch.Tensor, inputs: SamplingInputs, vocab_mask: VocabMask | None = None
-) -> torch.Tensor:
+def sample(logits_SV: torch.Tensor, inputs: SamplingInputs[torch.Tensor]) -> torch.Tensor:
     """Next token ids, int64 [S]; `logits_SV` is float32 and may be overwritten."""
-    adjust_logits(logits_SV, inputs, vocab_mask)
-    return draw(logits_SV, inputs)
+    adjust_logits(logits_SV, inputs)
+    return draw(logits_SV, inputs.draws)
 
 
-def adjust_logits(logits_SV: torch.Tensor, inputs: SamplingInputs, vocab_mask: VocabMask | None) -> None:
+def adjust_logits(logits_SV: torch.Tensor, inputs: SamplingInputs[torch.Tensor]) -> None:
     """Add biases, and take out what may not be sampled; in place. A batch that asks for neither costs nothing."""
-    device = logits_SV.device
     if inputs.biases is not None:
         add_biases(logits_SV, inputs.biases)
-    for i, ids in enumerate(inputs.masked_ids):
-        if ids:
-            logits_SV[i, to_device(ids, device)] = -torch.inf
-    if vocab_mask is not None:
-        apply_vocab_mask(logits_SV, vocab_mask)
+    if inputs.masked is not None:
+        logits_SV[inputs.masked.entries_N, inputs.masked.token_ids_N] = -torch.inf
+    if inputs.vocab_mask is not None:
+        apply_vocab_mask(logits_SV, inputs.vocab_mask)
 
 
-def draw(logits_SV: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+def draw(logits_SV: torch.Tensor, draws: DrawInputs[torch.Tensor] | None) -> torch.Tensor:
     """Token ids, int64 [S], of adjusted logits. The slow twin of `shared/kernels/cpu/src/sampling.cpp`."""
     greedy_S = logits_SV.argmax(dim=-1)
-    if inputs.all_greedy:
+    if draws is None:
         return greedy_S
-    params = _params(inputs, logits_SV.device)
-    temperature_S = params["temperatures"]
+    temperature_S = draws.temperatures_S
     is_greedy_S = temperature_S == 0
     probs_SV = torch.softmax(logits_SV / torch.where(is_greedy_S, 1.0, temperature_S)[:, None], dim=-1)
-    if inputs.needs_filter:
-        probs_SV = _filter(probs_SV, params)
+    if draws.needs_filter:
+        probs_SV = _filter(probs_SV, draws)
     cdf_SV = probs_SV.cumsum(dim=-1, dtype=torch.float64)
-    target_S1 = params["uniforms"][:, None] * cdf_SV[:, -1:]
+    target_S1 = draws.uniforms_S[:, None] * cdf_SV[:, -1:]
     drawn_S = torch.searchsorted(cdf_SV, target_S1, right=True)[:, 0].clamp_(max=logits_SV.shape[1] - 1)
     return torch.where(is_greedy_S, greedy_S, drawn_S)
 
 
-def _params(inputs: SamplingInputs, device: torch.device) -> dict[str, torch.Tensor]:
-    return packed_to_device(
-        {
-            "temperatures": inputs.temperatures,
-            "top_ks": inputs.top_ks,
-            "top_ps": inputs.top_ps,
-            "min_ps": inputs.min_ps,
-            "uniforms": inputs.uniforms,
-        },
-        device,
-    )
-
-
-def _filter(probs_SV: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _filter(probs_SV: torch.Tensor, draws: DrawInputs[torch.Tensor]) -> torch.Tensor:
     """Zero what top-k, top-p and min-p exclude; each is a threshold on the probability, ties stay in.
 
     top-p keeps the smallest set of most likely tokens whose mass reaches p, after top-k; min-p keeps tokens at
@@ -75,18 +54,18 @@ def _filter(probs_SV: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch
     """
     sorted_SV = probs_SV.sort(dim=-1, descending=True).values
     vocab_size = probs_SV.shape[1]
-    top_k_S = params["top_ks"]
+    top_k_S = draws.top_ks_S
     top_k_S = torch.where(top_k_S <= 0, vocab_size, top_k_S.clamp(max=vocab_size))
     rank_V = torch.arange(vocab_size, device=probs_SV.device)
     kept_SV = torch.where(rank_V < top_k_S[:, None], sorted_SV, 0.0)
     kept_SV = kept_SV / kept_SV.sum(dim=-1, keepdim=True)
     mass_before_SV = kept_SV.cumsum(dim=-1, dtype=torch.float64) - kept_SV
-    top_p_S = params["top_ps"]
+    top_p_S = draws.top_ps_S
     inside_SV = (mass_before_SV < top_p_S[:, None]) & (rank_V < top_k_S[:, None])
     last_S1 = (inside_SV.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
     # A row that asks for neither must not lose its tail to rounding because another row of its batch filters.
     unfiltered_S = (top_k_S >= vocab_size) & (top_p_S >= 1.0)
     threshold_S1 = sorted_SV.gather(1, last_S1).masked_fill(unfiltered_S[:, None], 0.0)
-    min_p_S1 = params["min_ps"][:, None]
+    min_p_S1 = draws.min_ps_S[:, None]
     threshold_S1 = torch.maximum(threshold_S1, min_p_S1 * sorted_SV[:, :1])
     return torch.where(probs_SV >= threshold_S1, probs_SV, 0.0)

@@ -1,12 +1,14 @@
 """What sampling needs from the host, per forward: plain values, collected when a decision is made.
 
+The same classes hold arrays of the host (`HostSampling`) and tensors of the device; `map` makes one from the other.
 A field that no sequence of the batch asks for is None, and costs nothing further down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -14,39 +16,116 @@ from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import ReqKey
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.plan import ScheduledReq
+from shared.scheduling.req import Req
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BiasInputs:
-    """`values_N[n]` is added to the logit of token `token_ids_N[n]` of sequence `entries_N[n]`; no pair twice."""
+class DrawInputs(Generic[A]):
+    """Parameters of the S sequences that sample. A greedy one has temperature 0.
 
-    entries_N: np.ndarray
-    token_ids_N: np.ndarray
-    values_N: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class KnownTokens:
-    """The tokens of one sequence before the one that is sampled; `at` is its place among the penalized."""
-
-    at: int
-    input_ids: np.ndarray
-    output_ids: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PenaltyInputs:
-    """The P penalized ones of S sequences: `entries_P` is their place among the S, `rows_P` the row they hold.
-
-    The device counts the tokens of a row as it samples them. `anew` are the rows whose counts it does not have.
+    `uniforms_S` in [0, 1) is what randomness there is: a function of (seed, output position) alone.
     """
 
-    entries_P: np.ndarray
-    rows_P: np.ndarray
-    frequency_P: np.ndarray
-    presence_P: np.ndarray
-    repetition_P: np.ndarray
-    anew: tuple[KnownTokens, ...]
+    temperatures_S: A
+    top_ks_S: A
+    top_ps_S: A
+    min_ps_S: A
+    uniforms_S: A
+    needs_filter: bool
+    """True when any sequence uses top-k, top-p or min-p."""
+
+    def map(self, to: Callable[[A], B]) -> DrawInputs[B]:
+        """The same with `to` of each array."""
+        return DrawInputs(
+            temperatures_S=to(self.temperatures_S),
+            top_ks_S=to(self.top_ks_S),
+            top_ps_S=to(self.top_ps_S),
+            min_ps_S=to(self.min_ps_S),
+            uniforms_S=to(self.uniforms_S),
+            needs_filter=self.needs_filter,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedInputs(Generic[A]):
+    """Sequence `entries_N[n]` may not sample token `token_ids_N[n]` (stop tokens before `min_new_tokens`)."""
+
+    entries_N: A
+    token_ids_N: A
+
+    def map(self, to: Callable[[A], B]) -> MaskedInputs[B]:
+        """The same with `to` of each array."""
+        return MaskedInputs(entries_N=to(self.entries_N), token_ids_N=to(self.token_ids_N))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BiasInputs(Generic[A]):
+    """`values_N[n]` is added to the logit of token `token_ids_N[n]` of sequence `entries_N[n]`; no pair twice."""
+
+    entries_N: A
+    token_ids_N: A
+    values_N: A
+
+    def map(self, to: Callable[[A], B]) -> BiasInputs[B]:
+        """The same with `to` of each array."""
+        return BiasInputs(
+            entries_N=to(self.entries_N), token_ids_N=to(self.token_ids_N), values_N=to(self.values_N)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownTokens(Generic[A]):
+    """Slots that are counted anew, and the N tokens of their sequences before the one that is sampled.
+
+    Token `token_ids_N[n]` belongs to slot `token_slots_N[n]`, and counts `in_output_N[n]` times: 1 in the output and
+    0 in the prompt.
+    """
+
+    slots_A: A
+    token_slots_N: A
+    token_ids_N: A
+    in_output_N: A
+
+    def map(self, to: Callable[[A], B]) -> KnownTokens[B]:
+        """The same with `to` of each array."""
+        return KnownTokens(
+            slots_A=to(self.slots_A),
+            token_slots_N=to(self.token_slots_N),
+            token_ids_N=to(self.token_ids_N),
+            in_output_N=to(self.in_output_N),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PenaltyInputs(Generic[A]):
+    """The P penalized ones of S sequences: `entries_P` is their place among the S, `slots_P` their slot.
+
+    The device counts the tokens of a slot as its sequence samples them. `anew` are the slots whose counts it does
+    not have, and `num_slots` says how many slots there are.
+    """
+
+    entries_P: A
+    slots_P: A
+    frequency_P: A
+    presence_P: A
+    repetition_P: A
+    num_slots: int
+    anew: KnownTokens[A] | None
+
+    def map(self, to: Callable[[A], B]) -> PenaltyInputs[B]:
+        """The same with `to` of each array."""
+        return PenaltyInputs(
+            entries_P=to(self.entries_P),
+            slots_P=to(self.slots_P),
+            frequency_P=to(self.frequency_P),
+            presence_P=to(self.presence_P),
+            repetition_P=to(self.repetition_P),
+            num_slots=self.num_slots,
+            anew=None if self.anew is None else self.anew.map(to),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,40 +139,75 @@ class LogprobShare:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LogprobInputs:
+class LogprobInputs(Generic[A]):
     """N rows of hidden states or logits whose logprobs are wanted; `shares` says whose they are, in order.
 
     `targets_N` are the tokens that follow, where the host knows them: in a prompt. `token_ids_NM` is padded with
     zeros, `top_num` is the largest of all shares.
     """
 
-    rows_N: np.ndarray
-    targets_N: np.ndarray | None
-    token_ids_NM: np.ndarray
+    rows_N: A
+    targets_N: A | None
+    token_ids_NM: A
     top_num: int
     shares: tuple[LogprobShare, ...]
 
+    def map(self, to: Callable[[A], B]) -> LogprobInputs[B]:
+        """The same with `to` of each array."""
+        return LogprobInputs(
+            rows_N=to(self.rows_N),
+            targets_N=None if self.targets_N is None else to(self.targets_N),
+            token_ids_NM=to(self.token_ids_NM),
+            top_num=self.top_num,
+            shares=self.shares,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingInputs:
-    """Parameters of the S sequences that sample in this forward, as host arrays of length S.
+class VocabMask(Generic[A]):
+    """What grammars allow G of the S sequences that sample; `entries_G` is their place among the S.
 
-    `uniforms` in [0, 1) is what randomness there is: a function of (seed, output position) alone.
-    `masked_ids[i]` may not be sampled by sequence i (stop tokens before `min_new_tokens`).
+    Bit i % 32 of word i // 32 of `allowed_GW` (int32) says whether token i may be sampled.
     """
 
-    temperatures: np.ndarray
-    top_ks: np.ndarray
-    top_ps: np.ndarray
-    min_ps: np.ndarray
-    uniforms: np.ndarray
-    masked_ids: tuple[tuple[int, ...], ...]
-    all_greedy: bool
-    needs_filter: bool
-    """True when any sequence uses top-k, top-p or min-p."""
-    penalties: PenaltyInputs | None = None
-    biases: BiasInputs | None = None
-    logprobs: LogprobInputs | None = None
+    entries_G: A
+    allowed_GW: A
+
+    def map(self, to: Callable[[A], B]) -> VocabMask[B]:
+        """The same with `to` of each array."""
+        return VocabMask(entries_G=to(self.entries_G), allowed_GW=to(self.allowed_GW))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingInputs(Generic[A]):
+    """What the S sequences that sample in this forward have asked for; nothing at all when all are greedy."""
+
+    draws: DrawInputs[A] | None = None
+    """None when every sequence is greedy."""
+    masked: MaskedInputs[A] | None = None
+    penalties: PenaltyInputs[A] | None = None
+    biases: BiasInputs[A] | None = None
+    logprobs: LogprobInputs[A] | None = None
+    """Of the tokens that are sampled. Rows and owners are places among the S."""
+    input_logprobs: LogprobInputs[A] | None = None
+    """Of prompt tokens that the forward computes. Rows are indices in T, owners are indices in B."""
+    vocab_mask: VocabMask[A] | None = None
+    """Filled after everything else, when the step before is committed."""
+
+    def map(self, to: Callable[[A], B]) -> SamplingInputs[B]:
+        """The same with `to` of each array."""
+        return SamplingInputs(
+            draws=None if self.draws is None else self.draws.map(to),
+            masked=None if self.masked is None else self.masked.map(to),
+            penalties=None if self.penalties is None else self.penalties.map(to),
+            biases=None if self.biases is None else self.biases.map(to),
+            logprobs=None if self.logprobs is None else self.logprobs.map(to),
+            input_logprobs=None if self.input_logprobs is None else self.input_logprobs.map(to),
+            vocab_mask=None if self.vocab_mask is None else self.vocab_mask.map(to),
+        )
+
+
+HostSampling = SamplingInputs[np.ndarray]
 
 
 class CountedRows:
@@ -102,10 +216,23 @@ class CountedRows:
     A step that goes on where the last one of that row stopped needs to send nothing. Any other (the first of a
     row, after a transfer, a retraction or a re-prefill) sends the known tokens, which the device counts
     anew. No token of the row is in flight then, so the counts are exact.
+
+    The device has a slot for each row that ever had a penalized sequence.
     """
 
     def __init__(self) -> None:
         self._next: dict[int, tuple[ReqKey, int, int]] = {}
+        self._slots: dict[int, int] = {}
+
+    @property
+    def num_slots(self) -> int:
+        """Rows that have a slot."""
+        return len(self._slots)
+
+    def slot(self, req: Req) -> int:
+        """The slot of the row that `req` holds."""
+        assert req.kv is not None
+        return self._slots.setdefault(req.kv.row, len(self._slots))
 
     def go_on(self, item: ScheduledReq) -> bool:
         """Note that `item` samples; False when the tokens before it have to be counted anew."""
@@ -121,32 +248,25 @@ class CountedRows:
 
 
 def sampling_inputs(
-    items: Sequence[ScheduledReq], eos_token_ids: frozenset[int], counted_rows: CountedRows
-) -> SamplingInputs:
+    items: Sequence[ScheduledReq],
+    eos_token_ids: frozenset[int],
+    counted_rows: CountedRows,
+    input_logprobs: LogprobInputs[np.ndarray] | None,
+) -> HostSampling:
     """The parameters of `items`, all of which sample."""
     params = [item.req.params for item in items]
     positions = [item.position or 0 for item in items]
     return SamplingInputs(
-        temperatures=np.array([0.0 if p.is_greedy else p.temperature for p in params], dtype=np.float32),
-        top_ks=np.array([p.top_k for p in params], dtype=np.int64),
-        top_ps=np.array([p.top_p for p in params], dtype=np.float32),
-        min_ps=np.array([p.min_p for p in params], dtype=np.float32),
-        uniforms=np.array(
-            [uniform(p.seed, position) for p, position in zip(params, positions, strict=True)],
-            dtype=np.float64,
-        ),
-        masked_ids=tuple(
-            _masked_ids(p, position, eos_token_ids) for p, position in zip(params, positions, strict=True)
-        ),
-        all_greedy=all(p.is_greedy for p in params),
-        needs_filter=any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params if not p.is_greedy),
+        draws=_draws(params, positions),
+        masked=_masked(params, positions, eos_token_ids),
         penalties=_penalties(items, counted_rows),
         biases=_biases(params),
         logprobs=_output_logprobs(params),
+        input_logprobs=input_logprobs,
     )
 
 
-def input_logprobs(items: Sequence[ScheduledReq]) -> LogprobInputs | None:
+def input_logprobs(items: Sequence[ScheduledReq]) -> LogprobInputs[np.ndarray] | None:
     """The prompt logprobs that an extend of `items` brings: that of the token at i + 1 comes from position i.
 
     They belong to output position 0: a request that resumes after it brings none.
@@ -169,38 +289,68 @@ def input_logprobs(items: Sequence[ScheduledReq]) -> LogprobInputs | None:
     return _logprobs(rows, targets, shares) if rows else None
 
 
-def _masked_ids(params: SamplingParams, position: int, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    if position >= params.min_new_tokens:
-        return ()
-    eos = () if params.ignore_eos else sorted(eos_token_ids)
-    return (*params.stop_token_ids, *eos)
+def _draws(params: Sequence[SamplingParams], positions: Sequence[int]) -> DrawInputs[np.ndarray] | None:
+    if all(p.is_greedy for p in params):
+        return None
+    uniforms = [uniform(p.seed, position) for p, position in zip(params, positions, strict=True)]
+    return DrawInputs(
+        temperatures_S=np.array([0.0 if p.is_greedy else p.temperature for p in params], dtype=np.float32),
+        top_ks_S=np.array([p.top_k for p in params], dtype=np.int64),
+        top_ps_S=np.array([p.top_p for p in params], dtype=np.float32),
+        min_ps_S=np.array([p.min_p for p in params], dtype=np.float32),
+        uniforms_S=np.array(uniforms, dtype=np.float64),
+        needs_filter=any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params if not p.is_greedy),
+    )
 
 
-def _penalties(items: Sequence[ScheduledReq], counted_rows: CountedRows) -> PenaltyInputs | None:
+def _masked(
+    params: Sequence[SamplingParams], positions: Sequence[int], eos_token_ids: frozenset[int]
+) -> MaskedInputs[np.ndarray] | None:
+    masked = [
+        (i, token)
+        for i, (p, position) in enumerate(zip(params, positions, strict=True))
+        if position < p.min_new_tokens
+        for token in (*p.stop_token_ids, *(() if p.ignore_eos else sorted(eos_token_ids)))
+    ]
+    if not masked:
+        return None
+    entries, token_ids = zip(*masked, strict=True)
+    return MaskedInputs(
+        entries_N=np.array(entries, dtype=np.int64), token_ids_N=np.array(token_ids, dtype=np.int64)
+    )
+
+
+def _penalties(items: Sequence[ScheduledReq], counted_rows: CountedRows) -> PenaltyInputs[np.ndarray] | None:
     entries = [i for i, item in enumerate(items) if item.req.params.has_penalties]
     if not entries:
         return None
     penalized = [items[i].req for i in entries]
-    anew = [at for at, i in enumerate(entries) if not counted_rows.go_on(items[i])]
+    anew = [items[i].req for i in entries if not counted_rows.go_on(items[i])]
     params = [req.params for req in penalized]
     return PenaltyInputs(
         entries_P=np.array(entries, dtype=np.int64),
-        rows_P=np.array([req.kv.row for req in penalized if req.kv is not None], dtype=np.int64),
+        slots_P=np.array([counted_rows.slot(req) for req in penalized], dtype=np.int64),
         frequency_P=np.array([p.frequency_penalty for p in params], dtype=np.float32),
         presence_P=np.array([p.presence_penalty for p in params], dtype=np.float32),
         repetition_P=np.array([p.repetition_penalty for p in params], dtype=np.float32),
-        anew=tuple(
-            KnownTokens(
-                at,
-                np.array(penalized[at].ids[: penalized[at].num_input_ids], dtype=np.int64),
-                np.array(penalized[at].ids[penalized[at].num_input_ids :], dtype=np.int64),
-            )
-            for at in anew
+        num_slots=counted_rows.num_slots,
+        anew=_known_tokens(anew, counted_rows) if anew else None,
+    )
+
+
+def _known_tokens(reqs: Sequence[Req], counted_rows: CountedRows) -> KnownTokens[np.ndarray]:
+    slots, num_ids = [counted_rows.slot(req) for req in reqs], [len(req.ids) for req in reqs]
+    return KnownTokens(
+        slots_A=np.array(slots, dtype=np.int64),
+        token_slots_N=np.repeat(np.array(slots, dtype=np.int64), num_ids),
+        token_ids_N=np.concatenate([np.array(req.ids, dtype=np.int64) for req in reqs]),
+        in_output_N=np.concatenate([np.arange(len(req.ids)) >= req.num_input_ids for req in reqs]).astype(
+            np.int32
         ),
     )
 
 
-def _biases(params: Sequence[SamplingParams]) -> BiasInputs | None:
+def _biases(params: Sequence[SamplingParams]) -> BiasInputs[np.ndarray] | None:
     biases = [(i, bias.token_id, bias.bias) for i, p in enumerate(params) for bias in p.logit_bias]
     if not biases:
         return None
@@ -212,14 +362,14 @@ def _biases(params: Sequence[SamplingParams]) -> BiasInputs | None:
     )
 
 
-def _output_logprobs(params: Sequence[SamplingParams]) -> LogprobInputs | None:
+def _output_logprobs(params: Sequence[SamplingParams]) -> LogprobInputs[np.ndarray] | None:
     shares = [(i, 1, p.logprobs) for i, p in enumerate(params) if p.logprobs is not None]
     return _logprobs([i for i, _, _ in shares], None, shares) if shares else None
 
 
 def _logprobs(
     rows: Sequence[int], targets: Sequence[int] | None, shares: Sequence[tuple[int, int, LogprobParams]]
-) -> LogprobInputs:
+) -> LogprobInputs[np.ndarray]:
     most_ids = max(len(wanted.token_ids) for _, _, wanted in shares)
     token_ids = np.zeros((len(rows), most_ids), dtype=np.int64)
     at = 0

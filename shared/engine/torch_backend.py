@@ -1,28 +1,36 @@
-"""The model by torch operations, on any device and in any type."""
+"""The decoder in Python, over the operations and the attention that were chosen for it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
-from shared.engine.attention import AttentionBackend
+from shared.engine.attention import AttentionBackend, AttentionPlan
+from shared.engine.cuda_graphs import Graphs
 from shared.engine.forward_batch import ForwardBatch
 from shared.engine.future_map import FutureMap
-from shared.engine.logprobs import prompt_logprobs
+from shared.engine.input_block import BlockShape, ForwardLimits, InputBlock, padding_batch
 from shared.engine.model_runner import Forwarded
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.progress import Progress
 from shared.engine.sampler import sample
 from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.torch_ops import TorchOps
-from shared.engine.vocab_mask import VocabMask
+from shared.engine.uploads import StartCopy, start_copy_to
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.decoder import Decoder
+from shared.model.ops import Ops
+
+MakeOps = Callable[[ForwardBatch, AttentionPlan, Sequence[tuple[torch.Tensor, torch.Tensor]]], Ops]
+"""(forward, its attention, K and V pages of each layer)"""
 
 
 class TorchBackend:
-    """A ModelBackend made of the decoder, the torch operations and an attention backend."""
+    """A ModelBackend made of the decoder, operations for it and an attention backend."""
 
     has_threads = False
 
@@ -33,6 +41,11 @@ class TorchBackend:
         attention: AttentionBackend,
         pool: TokenToKVPool,
         progress: Progress,
+        limits: ForwardLimits,
+        *,
+        graphs: Graphs | None = None,
+        make_ops: MakeOps = TorchOps,
+        start_copy: StartCopy | None = None,
     ) -> None:
         self.name = name
         self.numerics = f"{name}-{torch.__version__}/{_processor(pool.device)}"
@@ -41,36 +54,167 @@ class TorchBackend:
         self._attention = attention
         self._pool = pool
         self._kv_NKSD = [pool.layer_kv(layer) for layer in range(pool.num_layers)]
-        self._progress = progress
+        self._layers_queued = _layer_counter(progress, pool.device)
+        self._make_ops = make_ops
+        self._ops: Ops | None = None
+        """Of the latest forward that was not replayed."""
+        self._graphs = graphs
+        self._results = None if graphs is None else _Results.of(graphs.shapes, decoder)
+        self._inputs = InputBlock(
+            _block_nbytes(attention, pool.page_size, limits, () if graphs is None else graphs.shapes),
+            limits.num_rows,
+            pool.page_size,
+            pool.device,
+            start_copy or start_copy_to(pool.device),
+        )
 
     def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
-        """Copy the batch to the device, plan attention for it, and go through the layers."""
-        fb = ForwardBatch.from_model_worker_batch(batch, future_map, self._pool.page_size, self._pool.device)
-        ops = TorchOps(fb, self._attention.plan(fb), self._kv_NKSD, self._progress)
-        logits = partial(self._decoder.logits, ops=ops)
-        hidden_TD = self._decoder.forward(fb.input_ids_T, fb.positions_T, ops)
-        logits_SV = logits(hidden_TD[fb.last_token_S]) if len(fb.last_token_S) else None
-        of_prompt = None
-        if batch.input_logprobs is not None:
-            hidden_ND = hidden_TD[fb.hidden_rows_N]
-            of_prompt = prompt_logprobs(logits, hidden_ND, batch.input_logprobs, self.vocab_size)
-        return Forwarded(logits_SV, fb.rows_S, batch.sampling, of_prompt)
+        """Bring the batch to the device, and go through the layers, or replay the graph that does."""
+        work = self._attention.work(batch)
+        exact = BlockShape.of(batch)
+        padded = self._graphs.shape_for(exact) if self._graphs is not None else None
+        if padded is None or not self._inputs.has_room(batch, padded, work):
+            fb = self._forward_batch(batch, exact, work)
+            plan = _CountedPlan(self._attention.plan(fb), self._layers_queued)
+            hidden_TD, logits_SV = self._compute(fb, plan, future_map)
+        else:
+            assert self._graphs is not None and self._results is not None
+            fb = self._forward_batch(batch, padded, work)
+            self._graphs.replay(padded)
+            self._layers_queued(self._pool.num_layers)
+            hidden_TD = self._results.hidden_TD
+            logits_SV = self._results.logits_SV[: len(fb.rows_S)] if len(fb.rows_S) else None
+        return Forwarded(
+            logits_SV,
+            fb.rows_S,
+            batch.sampling,
+            hidden_TD[fb.hidden_rows_N] if batch.sampling.input_logprobs is not None else None,
+        )
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """The decoder's, as in the latest forward."""
+        assert self._ops is not None, "there was a forward"
+        return self._decoder.logits(hidden_ND, self._ops)
 
     def draw(
         self,
         logits_SV: torch.Tensor,
-        inputs: SamplingInputs,
-        vocab_mask: VocabMask | None,
+        inputs: SamplingInputs[torch.Tensor],
         rows_S: torch.Tensor,
         future_map: FutureMap,
     ) -> torch.Tensor:
         """Draw by torch operations."""
-        token_ids_S = sample(logits_SV, inputs, vocab_mask)
+        token_ids_S = sample(logits_SV, inputs)
         future_map.store(rows_S, token_ids_S)
         return token_ids_S
 
+    def measure_graphs(self, future_map: FutureMap) -> int:
+        """Capture the largest ones over this pool, and drop them."""
+        return 0 if self._graphs is None else self._graphs.measure(partial(self._forward_of, future_map))
+
+    def capture_graphs(self, future_map: FutureMap) -> None:
+        """Capture a graph for each shape."""
+        if self._graphs is not None:
+            self._graphs.capture(partial(self._forward_of, future_map))
+
     def close(self) -> None:
         """Do nothing: torch frees its memory."""
+
+    def _forward_batch(self, batch: ModelWorkerBatch, shape: BlockShape, work: np.ndarray) -> ForwardBatch:
+        return ForwardBatch.from_model_worker_batch(batch, self._inputs.fill(batch, shape, work))
+
+    def _compute(
+        self, fb: ForwardBatch, plan: AttentionPlan, future_map: FutureMap, results: _Results | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states [T, D] and logits [S, V], None for no S; for a graph in the memory of `results`."""
+        hidden_TD = None if results is None else results.hidden_TD[: fb.shape.num_tokens]
+        logits_SV = None if results is None else results.logits_SV[: fb.shape.num_sequences]
+        self._ops = ops = self._make_ops(fb, plan, self._kv_NKSD)
+        input_ids_T = future_map.resolve(fb.input_ids_T, fb.future_rows_B, fb.future_tokens_B)
+        hidden_TD = self._decoder.forward(input_ids_T, fb.positions_T, ops, hidden_TD)
+        if not len(fb.last_token_S):
+            return hidden_TD, None
+        return hidden_TD, self._decoder.logits(hidden_TD[fb.last_token_S], ops, logits_SV)
+
+    def _forward_of(self, future_map: FutureMap, shape: BlockShape) -> Callable[[], None]:
+        """What is captured for `shape`. The input block holds a padding batch, for kernels to be tried on."""
+        batch = padding_batch(shape, future_map.padding_row, self._pool.page_size)
+        work = self._attention.work(batch)
+        assert self._inputs.has_room(batch, shape, work), "a graph knows one block"
+        fb = self._forward_batch(batch, shape, work)
+
+        def forward() -> None:
+            self._compute(fb, self._attention.plan(fb), future_map, self._results)
+
+        return forward
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """Where graphs leave what they compute. One at a time runs, so all of them share it."""
+
+    hidden_TD: torch.Tensor
+    logits_SV: torch.Tensor
+
+    @classmethod
+    def of(cls, shapes: Sequence[BlockShape], decoder: Decoder) -> _Results:
+        """Memory for the largest of `shapes`."""
+        weights, config = decoder.weights.embed_VD, decoder.config
+        num_tokens = max(shape.num_tokens for shape in shapes)
+        num_sequences = max(shape.num_sequences for shape in shapes)
+        return cls(
+            weights.new_empty(num_tokens, config.hidden_size),
+            weights.new_empty(num_sequences, config.vocab_size, dtype=torch.float32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _CountedPlan:
+    """An AttentionPlan that counts layers."""
+
+    plan: AttentionPlan
+    layers_queued: Callable[[int], None]
+
+    def run(
+        self, q_THD: torch.Tensor, k_pages_NKSD: torch.Tensor, v_pages_NKSD: torch.Tensor
+    ) -> torch.Tensor:
+        """The plan's result."""
+        out_THD = self.plan.run(q_THD, k_pages_NKSD, v_pages_NKSD)
+        self.layers_queued(1)
+        return out_THD
+
+
+def _layer_counter(progress: Progress, device: torch.device) -> Callable[[int], None]:
+    """Counts layers that were launched just now, when they are computed: on a CPU they are."""
+
+    def computed(num_layers: int) -> None:
+        progress.layers[0] += num_layers
+
+    def queued(num_layers: int) -> None:
+        reached = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        reached.record()
+        progress.queued(num_layers, partial(_is_reached, reached))
+
+    return queued if device.type == "cuda" else computed
+
+
+def _is_reached(event: torch.cuda.Event) -> bool:
+    try:
+        return bool(event.query())  # type: ignore[no-untyped-call]
+    except torch.AcceleratorError:
+        return False  # the device is lost; the next wait of the forward stream raises this error and ends the node
+
+
+def _block_nbytes(
+    attention: AttentionBackend, page_size: int, limits: ForwardLimits, shapes: Sequence[BlockShape]
+) -> int:
+    """Room for the largest forward, and for every row's page table beside the largest graph."""
+    table_words = limits.num_rows * -(-limits.context_length // page_size)
+    largest = BlockShape(limits.max_tokens, limits.num_rows)
+    return max(
+        shape.nbytes(table_words + attention.max_work_words(shape, limits.context_length))
+        for shape in (largest, *shapes)
+    )
 
 
 def _processor(device: torch.device) -> str:

@@ -10,7 +10,6 @@ from torch.nn.functional import embedding, linear
 
 from shared.engine.attention import AttentionPlan
 from shared.engine.forward_batch import ForwardBatch
-from shared.engine.progress import Progress
 from shared.kernels.reference import write_kv
 from shared.model.layers import apply_rotary, rms_norm, rotary_cos_sin, silu_mul
 from shared.model.ops import Rotary
@@ -24,7 +23,6 @@ class TorchOps:
     attention: AttentionPlan
     kv_NKSD: Sequence[tuple[torch.Tensor, torch.Tensor]]
     """The K and V pages of each layer."""
-    progress: Progress
 
     def embed(self, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding table."""
@@ -67,7 +65,6 @@ class TorchOps:
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """Attention by the plan of this forward."""
-        self.progress.layers[0] += 1
         return self.attention.run(q_THD, *self.kv_NKSD[layer])
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:

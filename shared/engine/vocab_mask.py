@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
-from shared.engine.on_device import to_device
+from shared.engine.sampling_inputs import VocabMask
 from shared.scheduling.plan import ScheduleBatch
-
-
-@dataclass(frozen=True, slots=True)
-class VocabMask:
-    """Bits for G of the S sequences that sample; `entries_G` is their place among the S.
-
-    Bit i % 32 of word i // 32 of `allowed_GW` (int32) says whether token i may be sampled.
-    """
-
-    entries_G: np.ndarray
-    allowed_GW: np.ndarray
 
 
 def must_wait_for_commit(batch: ScheduleBatch) -> bool:
@@ -30,7 +17,7 @@ def must_wait_for_commit(batch: ScheduleBatch) -> bool:
     )
 
 
-def fill_vocab_mask(batch: ScheduleBatch) -> VocabMask | None:
+def fill_vocab_mask(batch: ScheduleBatch) -> VocabMask[np.ndarray] | None:
     """The mask of a batch whose sampled positions come next on the host; None where no grammar has a say.
 
     A request that has ended since it was scheduled, whose step before has failed, or whose grammar is too slow is
@@ -51,20 +38,19 @@ def fill_vocab_mask(batch: ScheduleBatch) -> VocabMask | None:
     allowed_GW = np.full((len(masked), -(-vocab_size // 32)), -1, dtype=np.int32)
     for row, (_, grammar) in enumerate(masked):
         grammar.fill_mask(allowed_GW, row)
-    return VocabMask(np.array([entry for entry, _ in masked], dtype=np.int64), allowed_GW)
+    entries_G = np.array([entry for entry, _ in masked], dtype=np.int64)
+    return VocabMask(entries_G=entries_G, allowed_GW=allowed_GW)
 
 
-def apply_vocab_mask(logits_SV: torch.Tensor, mask: VocabMask) -> None:
+def apply_vocab_mask(logits_SV: torch.Tensor, mask: VocabMask[torch.Tensor]) -> None:
     """Set the logits of tokens that are not allowed to -inf, in place.
 
     Where `min_new_tokens` or a bias has excluded every allowed token, any allowed token may be drawn: the grammar
     holds in any case.
     """
     device, vocab_size = logits_SV.device, logits_SV.shape[1]
-    entries_G = to_device(mask.entries_G, device)
-    words_GW = to_device(mask.allowed_GW, device, torch.int32)
     bits_32 = torch.arange(32, dtype=torch.int32, device=device)
-    allowed_GV = ((words_GW[:, :, None] >> bits_32) & 1).flatten(1)[:, :vocab_size].bool()
-    logits_GV = logits_SV[entries_G].masked_fill(~allowed_GV, -torch.inf)
+    allowed_GV = ((mask.allowed_GW[:, :, None] >> bits_32) & 1).flatten(1)[:, :vocab_size].bool()
+    logits_GV = logits_SV[mask.entries_G].masked_fill(~allowed_GV, -torch.inf)
     nothing_left_G1 = logits_GV.amax(dim=-1, keepdim=True) == -torch.inf
-    logits_SV[entries_G] = torch.where(nothing_left_G1 & allowed_GV, 0.0, logits_GV)
+    logits_SV[mask.entries_G] = torch.where(nothing_left_G1 & allowed_GV, 0.0, logits_GV)

@@ -44,8 +44,17 @@ class Decoder:
         """Load the weights of a folder. `WeightReader` describes `on_progress` and the ModelErrors."""
         return cls(config, load_weights(folder, config, dtype=dtype, device=device, on_progress=on_progress))
 
-    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """Return the hidden states [T, D] after the last layer. `logits` applies the final norm to rows of them."""
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        ops: Ops,
+        out_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the hidden states [T, D] after the last layer, in `out_TD` if it is given.
+
+        `logits` applies the final norm to rows of them.
+        """
         eps = self.config.rms_norm_eps
         x_TD, residual_TD = ops.embed(input_ids_T, self.weights.embed_VD), None
         rotary = ops.rotary(positions_T, self.rotary_frequencies, x_TD.dtype)
@@ -55,12 +64,13 @@ class Decoder:
             normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.post_attention_norm_D, eps)
             x_TD = _mlp(layer, normed_TD, ops)
         assert residual_TD is not None, "the model has no layers"
-        return residual_TD + x_TD
+        return torch.add(residual_TD, x_TD, out=out_TD)
 
-    def logits(self, hidden_BD: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """Return the logits [B, V], float32, of rows of the result of `forward`."""
+    def logits(self, hidden_BD: torch.Tensor, ops: Ops, out_BV: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits [B, V], float32, of rows of the result of `forward`, in `out_BV` if it is given."""
         normed_BD, _ = ops.add_norm(hidden_BD, None, self.weights.norm_D, self.config.rms_norm_eps)
-        return ops.linear(normed_BD, self.weights.lm_head_VD).float()
+        logits_BV = ops.linear(normed_BD, self.weights.lm_head_VD)
+        return logits_BV.float() if out_BV is None else out_BV.copy_(logits_BV)
 
     def _attention(
         self, i: int, layer: LayerWeights, x_TD: torch.Tensor, rotary: Rotary, ops: Ops

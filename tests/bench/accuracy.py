@@ -67,6 +67,6 @@ def _of_prompts_and_steps(path: Rig) -> torch.Tensor:
     prompts = [random_prompt(20 + 7 * i, seed=i) for i in range(NUM_PROMPTS)]
     parts = [path.extend({row: (0, ids) for row, ids in enumerate(prompts)})]
     for step in range(NUM_STEPS):
-        path.future_map.last_token_R[:] = torch.tensor(random_prompt(NUM_ROWS, seed=100 + step))
+        path.future_map.last_token_R[:NUM_ROWS] = torch.tensor(random_prompt(NUM_ROWS, seed=100 + step))
         parts.append(path.forward({}, {row: len(ids) + step for row, ids in enumerate(prompts)}))
     return torch.cat(parts)

@@ -78,23 +78,9 @@ class Forwards:
             lengths_B=lengths,
             page_table_BP=self._pages[: num * num_pages].reshape(num, num_pages).copy(),
             sampled_B=np.arange(num, dtype=np.int64),
-            sampling=greedy(num),
+            sampling=SamplingInputs(),
             future_writes=(),
         )
-
-
-def greedy(num: int) -> SamplingInputs:
-    """Of `num` sequences that take the likeliest token."""
-    return SamplingInputs(
-        temperatures=np.zeros(num, dtype=np.float32),
-        top_ks=np.full(num, -1, dtype=np.int64),
-        top_ps=np.ones(num, dtype=np.float32),
-        min_ps=np.zeros(num, dtype=np.float32),
-        uniforms=np.full(num, 0.5),
-        masked_ids=((),) * num,
-        all_greedy=True,
-        needs_filter=False,
-    )
 
 
 def fill_randomly(buffer: torch.Tensor) -> None:

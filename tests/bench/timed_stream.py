@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.scheduling.commit import Sampled
 
@@ -51,7 +53,9 @@ class TimedStream:
         takes_s = self._step_s + num_more * self._prompt_token_s
         self._free_at += takes_s
         self.busy_s += takes_s
-        return TimedResult(self._free_at, (batch.sampling.uniforms * VOCAB_SIZE).astype(int).tolist())
+        draws = batch.sampling.draws
+        uniforms_S = np.zeros(len(batch.sampled_B)) if draws is None else draws.uniforms_S
+        return TimedResult(self._free_at, (uniforms_S * VOCAB_SIZE).astype(int).tolist())
 
     def sample(self, forwarded: TimedResult, vocab_mask: object = None) -> TimedResult:
         return forwarded

@@ -16,6 +16,7 @@ from shared.config import NodeConfig
 from shared.engine.attention import TorchAttention
 from shared.engine.build import Engine
 from shared.engine.forward_stream import make_forward_stream
+from shared.engine.input_block import ForwardLimits
 from shared.engine.model_runner import ModelRunner
 from shared.engine.progress import Progress
 from shared.engine.torch_backend import TorchBackend
@@ -84,8 +85,14 @@ class ShiftedDecoder(Decoder):
     between the keys of one node and the queries of another that the shift shows.
     """
 
-    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops) -> torch.Tensor:
-        return super().forward(input_ids_T, positions_T + 1, ops)
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        ops: Ops,
+        out_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return super().forward(input_ids_T, positions_T + 1, ops, out_TD)
 
 
 class SecondEngine:
@@ -152,8 +159,10 @@ def test_rotary_positions_off_by_one_on_the_decode_node(zoo: Zoo, config: NodeCo
         decoder = ShiftedDecoder.load(
             llama, load_model_config(llama), dtype=torch.float32, device=torch.device("cpu")
         )
-        backend = TorchBackend("torch", decoder, TorchAttention(), engine.pool, Progress())
-        runner = ModelRunner(backend, config.schedule.max_running_requests, engine.pool.device)
+        num_rows = config.schedule.max_running_requests
+        limits = ForwardLimits(num_rows=num_rows, context_length=512, max_tokens=512)
+        backend = TorchBackend("torch", decoder, TorchAttention(), engine.pool, Progress(), limits)
+        runner = ModelRunner(backend, num_rows, engine.pool.device)
         return replace(engine, stream=make_forward_stream(runner))
 
     tokens = split_tokens(zoo, config, SecondEngine(ON_DECODE, change))

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 
 from shared.engine.backends import LoadedModel
 from shared.engine.future_map import FutureMap
+from shared.engine.input_block import ForwardLimits
 from shared.engine.logprobs import RawLogprobs
 from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare
@@ -56,7 +57,8 @@ class Engine:
         self.tables = (1 + shuffled).astype(np.int32).reshape(NUM_ROWS, pages_a_row)
         self.pool = kv_pool(config, 1 + NUM_ROWS * pages_a_row, page_size, torch.bfloat16, device)
         self.future_map = FutureMap(NUM_ROWS, device)
-        self.backend = model.bind(self.pool, Progress())
+        limits = ForwardLimits(num_rows=NUM_ROWS, context_length=LENGTH + 1, max_tokens=2 * LENGTH)
+        self.backend = model.bind(self.pool, Progress(), limits)
 
     def forward(self, extends: dict[int, tuple[int, Sequence[int]]], decodes: dict[int, int]) -> torch.Tensor:
         """Logits of extends, and of decode steps of the next token of IDS by (row, start)."""
@@ -182,4 +184,5 @@ def logprobs(logits_SV: torch.Tensor) -> torch.Tensor:
         top_num=5,
         shares=(LogprobShare(0, num, 5, 1),),
     )
-    return RawLogprobs.of(logits_SV, inputs).gather(logits_SV.argmax(dim=1)).top_NK
+    on_device = inputs.map(lambda array: torch.from_numpy(array).to(logits_SV.device))
+    return RawLogprobs.of(logits_SV, on_device).gather(logits_SV.argmax(dim=1)).top_NK

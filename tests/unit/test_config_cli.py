@@ -34,6 +34,8 @@ FLAGS = """\
 --context-length TOKENS
 --cpu-cores LIST
 --attention-backend {auto,native,torch} = auto
+--cuda-graph-max-bs N = 256
+--disable-cuda-graph
 --page-size TOKENS = 16
 --max-total-tokens TOKENS
 --mem-fraction-static MEM_FRACTION_STATIC = 0.8
@@ -84,6 +86,8 @@ VALUES = {
     "--context-length": "777",
     "--cpu-cores": "any:1",
     "--attention-backend": "torch",
+    "--cuda-graph-max-bs": "48",
+    "--disable-cuda-graph": None,
     "--page-size": "32",
     "--max-total-tokens": "5000",
     "--mem-fraction-static": "0.5",

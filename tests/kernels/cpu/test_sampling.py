@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared.engine.sampler import draw
-from shared.engine.sampling_inputs import SamplingInputs
+from shared.engine.sampling_inputs import DrawInputs
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import Team, load_library
 from shared.kernels.cpu.sampling import Sampling, sample
@@ -50,26 +50,24 @@ def logits_of(kind: str, rows: int, vocab_size: int) -> torch.Tensor:
     return logits
 
 
-def inputs_of(names: list[str], vocab_size: int) -> SamplingInputs:
+def inputs_of(names: list[str], vocab_size: int) -> DrawInputs[torch.Tensor]:
     temperatures, top_ks, top_ps, min_ps = zip(*(PARAMS[name] for name in names), strict=True)
-    return SamplingInputs(
-        temperatures=np.array(temperatures, dtype=np.float32),
-        top_ks=np.array([vocab_size - 1 if k < 0 else k for k in top_ks], dtype=np.int64),
-        top_ps=np.array(top_ps, dtype=np.float32),
-        min_ps=np.array(min_ps, dtype=np.float32),
-        uniforms=torch.rand(len(names), dtype=torch.float64).numpy(),
-        masked_ids=((),) * len(names),
-        all_greedy=False,
+    return DrawInputs(
+        temperatures_S=np.array(temperatures, dtype=np.float32),
+        top_ks_S=np.array([vocab_size - 1 if k < 0 else k for k in top_ks], dtype=np.int64),
+        top_ps_S=np.array(top_ps, dtype=np.float32),
+        min_ps_S=np.array(min_ps, dtype=np.float32),
+        uniforms_S=torch.rand(len(names), dtype=torch.float64).numpy(),
         needs_filter=True,
-    )
+    ).map(torch.from_numpy)
 
 
-def native(team: Team, logits: torch.Tensor, inputs: SamplingInputs | None) -> list[int]:
+def native(team: Team, logits: torch.Tensor, draws: DrawInputs[torch.Tensor] | None) -> list[int]:
     """What is sampled, which the FutureMap holds afterwards too."""
     sampling = Sampling()
-    if inputs is not None:
-        arrays = inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps, inputs.uniforms
-        sampling = Sampling.of(*arrays)
+    if draws is not None:
+        tensors = draws.temperatures_S, draws.top_ks_S, draws.top_ps_S, draws.min_ps_S, draws.uniforms_S
+        sampling = Sampling.of(*(tensor.numpy() for tensor in tensors))
     rows = torch.randperm(2 * len(logits))[: len(logits)]
     last_token = torch.full((2 * len(logits),), -1)
     tokens = sample(team, logits.clone(), sampling, rows, last_token)
@@ -98,7 +96,7 @@ def test_a_draw_follows_the_distribution(team: Team) -> None:
     """Evenly spaced uniforms give each kept token its share to within one of them."""
     count, logits = 4000, logits_of("normal", 1, 100)
     inputs = inputs_of(["all"] * count, 100)
-    inputs.uniforms[:] = (np.arange(count) + 0.5) / count
+    inputs.uniforms_S.numpy()[:] = (np.arange(count) + 0.5) / count
     found = np.bincount(native(team, logits.expand(count, 100), inputs), minlength=100)
     scaled = np.exp(logits[0].double().numpy() / 0.8)
     kept = scaled >= np.sort(scaled)[-40]
@@ -117,7 +115,7 @@ def test_the_ends_of_the_distribution(team: Team, uniform: float) -> None:
     logits = logits_of("masked", len(names), 1000)
     logits[:, 0] = logits[:, -1] = -torch.inf
     inputs = inputs_of(names, 1000)
-    inputs.uniforms[:] = uniform
+    inputs.uniforms_S.numpy()[:] = uniform
     tokens = native(team, logits, inputs)
     assert torch.isfinite(logits[torch.arange(len(names)), torch.tensor(tokens)]).all()
     assert tokens == draw(logits.clone(), inputs).tolist()

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.engine.vocab_mask import VocabMask
+from shared.engine.sampling_inputs import VocabMask
 from shared.kvcache.host_pages import PageCopy
 from shared.scheduling.commit import Sampled
 
@@ -66,7 +68,7 @@ class LateStream:
         return pages, len(batch.sampled_B)
 
     def sample(
-        self, forwarded: tuple[frozenset[int], int], vocab_mask: VocabMask | None = None
+        self, forwarded: tuple[frozenset[int], int], vocab_mask: VocabMask[np.ndarray] | None = None
     ) -> LateResult:
         pages, num_samples = forwarded
         self._call("sample", pages)

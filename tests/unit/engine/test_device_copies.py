@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shared.engine.attention import TorchAttention
 from shared.engine.model_runner import ModelRunner
 from shared.engine.progress import Progress
-from shared.engine.sampling_inputs import LogprobInputs, LogprobShare
+from shared.engine.sampling_inputs import LogprobInputs, LogprobShare, VocabMask
 from shared.engine.torch_backend import TorchBackend
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
-from tests.backend_rig import NUM_ROWS, PAGE_SIZE, PAGES_A_ROW, batch_of
+from tests.backend_rig import LIMITS, NUM_ROWS, PAGE_SIZE, PAGES_A_ROW, batch_of
 from tests.modelzoo import make_model
 from tests.unit.engine.test_native_backend import sampling_of_everything
 
@@ -55,7 +55,9 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
         device=META,
     )
     decoder = Decoder.load(folder, config, dtype=torch.float32, device=META)
-    return ModelRunner(TorchBackend("torch", decoder, TorchAttention(), pool, Progress()), NUM_ROWS, META)
+    return ModelRunner(
+        TorchBackend("torch", decoder, TorchAttention(), pool, Progress(), LIMITS), NUM_ROWS, META
+    )
 
 
 PROMPTS = {0: (0, [5, 6, 7]), 3: (2, [8, 9])}
@@ -79,7 +81,8 @@ def test_the_inputs_of_a_forward_are_one_copy(
     assert copies.num_copies == 1
 
 
-def test_whatever_a_request_can_ask_for_stays_on_the_device(runner: ModelRunner) -> None:
+def test_whatever_a_request_can_ask_for_is_one_more_copy_and_stays_on_the_device(runner: ModelRunner) -> None:
+    """Penalties with tokens to count, biases, tokens that may not come, a grammar, logprobs of prompt and output."""
     prompt = LogprobInputs(
         rows_N=np.array([0, 1], dtype=np.int64),
         targets_N=np.array([6, 7], dtype=np.int64),
@@ -87,7 +90,12 @@ def test_whatever_a_request_can_ask_for_stays_on_the_device(runner: ModelRunner)
         top_num=2,
         shares=(LogprobShare(0, 2, 2, 1),),
     )
-    batch = replace(batch_of(PROMPTS, DECODES), sampling=sampling_of_everything(0), input_logprobs=prompt)
-    sampled = runner.sample(runner.forward(batch))
+    batch = replace(
+        batch_of(PROMPTS, DECODES), sampling=replace(sampling_of_everything(0), input_logprobs=prompt)
+    )
+    mask = VocabMask(entries_G=np.array([1]), allowed_GW=np.full((1, 16), -1, dtype=np.int32))
+    with CopiesToDevice() as copies:
+        sampled = runner.sample(runner.forward(batch), mask)
     assert sampled.input_logprobs is not None and sampled.input_logprobs.chosen_N.device == META
     assert sampled.token_ids_S.device == META
+    assert copies.num_copies == 2

@@ -12,7 +12,9 @@ from shared.config import CacheOptions
 from shared.engine.build import make_ledger
 from shared.engine.forward_batch import ForwardBatch
 from shared.engine.future_map import FutureMap
+from shared.engine.input_block import BlockShape, InputBlock
 from shared.engine.model_worker_batch import ModelWorkerBatch, snapshot
+from shared.engine.sampling_inputs import SamplingInputs
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
@@ -30,6 +32,7 @@ class World:
         self.ledger: KVLedger = make_ledger(33, CacheOptions(page_size=4), 8, 64)
         self.ledger.rows.alloc()  # row 0 is somebody else's, so that rows and batch indices differ
         self.future_map = FutureMap(8, CPU)
+        self.block = InputBlock(1 << 12, self.future_map.padding_row, 4, CPU, None)
         self.reqs = [self.add(f"r{i}", n) for i, n in enumerate((10, 7, 5))]
 
     def add(self, rid: str, num_ids: int) -> Req:
@@ -54,7 +57,13 @@ class World:
         return snapshot(batch, self.ledger.rows, writes, frozenset())
 
     def forward_batch(self, batch: ModelWorkerBatch) -> ForwardBatch:
-        return ForwardBatch.from_model_worker_batch(batch, self.future_map, 4, CPU)
+        return ForwardBatch.from_model_worker_batch(
+            batch, self.block.fill(batch, BlockShape.of(batch), np.empty(0, dtype=np.int32))
+        )
+
+    def input_ids(self, batch: ModelWorkerBatch) -> list[int]:
+        fb = self.forward_batch(batch)
+        return self.future_map.resolve(fb.input_ids_T, fb.future_rows_B, fb.future_tokens_B).tolist()
 
     def row(self, i: int) -> int:
         kv = self.reqs[i].kv
@@ -101,8 +110,8 @@ def test_a_decode_step_reads_the_last_sampled_tokens_of_its_rows() -> None:
     world.future_map.store(torch.tensor([world.row(i) for i in range(3)]), torch.tensor([11, 12, 13]))
     batch = world.snapshot(decodes=(2, 0))
     assert len(batch.input_ids) == 0
+    assert world.input_ids(batch) == [13, 11]
     fb = world.forward_batch(batch)
-    assert fb.input_ids_T.tolist() == [13, 11]
     assert fb.positions_T.tolist() == [5, 10]
     assert fb.host.num_decodes == 2
 
@@ -113,9 +122,9 @@ def test_a_decode_step_beside_an_extend_comes_behind_it() -> None:
     world.future_map.store(torch.tensor([world.row(0), world.row(2)]), torch.tensor([11, 13]))
     batch = world.snapshot((1, 4, False), decodes=(2, 0))
     assert batch.input_ids.tolist() == [200, 201, 202, 203]
+    assert world.input_ids(batch) == [200, 201, 202, 203, 13, 11]
     fb = world.forward_batch(batch)
     assert fb.host.num_decodes == 2
-    assert fb.input_ids_T.tolist() == [200, 201, 202, 203, 13, 11]
     assert fb.positions_T.tolist() == [0, 1, 2, 3, 5, 10]
     assert fb.last_token_S.tolist() == [4, 5]
 
@@ -125,7 +134,7 @@ def test_tokens_of_prefill_nodes_enter_before_the_step_reads() -> None:
     world.snapshot((0, 10, True), (1, 7, True))
     world.future_map.store(torch.tensor([world.row(0), world.row(1)]), torch.tensor([11, 12]))
     batch = world.snapshot(decodes=(0, 1), writes=((world.row(1), 77),))
-    assert world.forward_batch(batch).input_ids_T.tolist() == [11, 77]
+    assert world.input_ids(batch) == [11, 77]
 
 
 def test_tokens_of_prefill_nodes_enter_with_an_extend_too() -> None:
@@ -133,16 +142,16 @@ def test_tokens_of_prefill_nodes_enter_with_an_extend_too() -> None:
     world = World()
     world.snapshot((0, 10, True))
     batch = world.snapshot((1, 7, True), writes=((world.row(0), 55),))
-    assert world.forward_batch(batch).input_ids_T.tolist() == list(range(200, 207))
+    assert world.input_ids(batch) == list(range(200, 207))
     step = world.snapshot(decodes=(0,))
-    assert world.forward_batch(step).input_ids_T.tolist() == [55]
+    assert world.input_ids(step) == [55]
 
 
 def test_nobody_samples_in_the_middle_of_a_prompt() -> None:
     world = World()
     batch = world.snapshot((0, 6, False))
     assert len(batch.sampled_B) == 0
-    assert batch.sampling.masked_ids == ()
+    assert batch.sampling == SamplingInputs()
     fb = world.forward_batch(batch)
     assert fb.last_token_S.shape == (0,)
 
@@ -169,5 +178,5 @@ def test_the_forward_batch_is_frozen() -> None:
 def test_the_future_map_keeps_one_token_for_each_row() -> None:
     future_map = FutureMap(4, CPU)
     future_map.store(torch.tensor([2, 0]), torch.tensor([5, 6]))
-    future_map.store(torch.tensor([2]), torch.tensor([7]))
-    assert future_map.load(torch.tensor([0, 2, 2])).tolist() == [6, 7, 7]
+    written = torch.tensor([2, future_map.padding_row]), torch.tensor([7, 0])
+    assert future_map.resolve(torch.tensor([-1, 9, -3, -3, 0]), *written).tolist() == [6, 9, 7, 7, 0]

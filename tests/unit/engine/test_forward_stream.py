@@ -20,7 +20,6 @@ from tests.patience import PATIENCE_S
 
 def batch(number: int) -> ModelWorkerBatch:
     """Its number is its only input token."""
-    empty = np.zeros(0)
     return ModelWorkerBatch(
         num_decodes=0,
         input_ids=np.array([number]),
@@ -29,16 +28,7 @@ def batch(number: int) -> ModelWorkerBatch:
         lengths_B=np.ones(1, dtype=np.int64),
         page_table_BP=np.zeros((1, 1), dtype=np.int32),
         sampled_B=np.zeros(0, dtype=np.int64),
-        sampling=SamplingInputs(
-            temperatures=empty,
-            top_ks=empty,
-            top_ps=empty,
-            min_ps=empty,
-            uniforms=empty,
-            masked_ids=(),
-            all_greedy=True,
-            needs_filter=False,
-        ),
+        sampling=SamplingInputs(),
         future_writes=(),
     )
 

@@ -14,7 +14,7 @@ from shared.engine.kv_copies import KVCopies
 from shared.engine.launcher import Launcher
 from shared.engine.loop_parts import new_launcher
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.engine.vocab_mask import VocabMask
+from shared.engine.sampling_inputs import VocabMask
 from shared.grammar.state import GrammarState
 from shared.kvcache.host_pages import PageCopy
 from shared.protocol.messages import Finish, ReqKey, Work
@@ -63,7 +63,7 @@ class SteppedStream:
             raise RuntimeError("refused")
         return self.num_submitted, len(batch.sampled_B)
 
-    def sample(self, forwarded: tuple[int, int], vocab_mask: VocabMask | None) -> Result:
+    def sample(self, forwarded: tuple[int, int], vocab_mask: VocabMask[np.ndarray] | None) -> Result:
         number, num_samples = forwarded
         tokens = [10] * num_samples
         if vocab_mask is not None:

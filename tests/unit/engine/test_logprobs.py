@@ -69,7 +69,7 @@ def check(found: TokenLogprobs, expected_V: np.ndarray, token_id: int, wanted: L
 
 def test_each_output_token_gets_what_its_request_asked_for() -> None:
     world = World(*WANTED)
-    inputs = world.extend(*[10] * len(WANTED)).sampling
+    inputs = world.extend(*[10] * len(WANTED)).sampling.map(torch.from_numpy)
     logits = 3 * torch.randn(len(WANTED), V, generator=torch.Generator().manual_seed(1))
     assert inputs.logprobs is not None
     raw = RawLogprobs.of(logits, inputs.logprobs)
@@ -85,7 +85,7 @@ def test_each_output_token_gets_what_its_request_asked_for() -> None:
 def test_they_are_the_models_own() -> None:
     """A bias that forces a token does not make it look likely."""
     world = World("own", logit_bias=(TokenBias(5, 100.0),))
-    inputs = world.extend(10).sampling
+    inputs = world.extend(10).sampling.map(torch.from_numpy)
     logits = torch.zeros(1, V)
     assert inputs.logprobs is not None
     raw = RawLogprobs.of(logits, inputs.logprobs)
@@ -109,12 +109,14 @@ def test_prompt_logprobs_chunk_by_chunk(
     collected: dict[int, list[Logprobs]] = {i: [] for i in range(len(names))}
     at = 0
     for length in chunks:
-        inputs = world.extend(*[length] * len(names)).input_logprobs
+        inputs = world.extend(*[length] * len(names)).sampling.input_logprobs
         hidden = torch.cat([logits[at : at + length] for logits in logits_of])
         at += length
         if inputs is not None:
             hidden = hidden[inputs.rows_N]
-            for owner, part in prompt_logprobs(lambda rows: rows, hidden, inputs, V).by_owner().items():
+            for owner, part in (
+                prompt_logprobs(lambda rows: rows, hidden, inputs.map(torch.from_numpy), V).by_owner().items()
+            ):
                 collected[owner].append(part)
     for i, (name, req) in enumerate(zip(names, world.reqs, strict=True)):
         wanted = WANTED[name]
@@ -130,7 +132,7 @@ def test_a_request_that_has_output_already_brings_no_prompt_logprobs() -> None:
     world = World("prompt")
     world.reqs[0].ids.append(3)
     world.reqs[0].num_sampled = 1
-    assert world.extend(11).input_logprobs is None
+    assert world.extend(11).sampling.input_logprobs is None
 
 
 def test_the_matchable_part_of_a_prompt_ends_where_logprobs_begin() -> None:

@@ -13,19 +13,22 @@ import pytest
 import torch
 
 from shared.engine.future_map import FutureMap
-from shared.engine.logprobs import GatheredLogprobs
+from shared.engine.logprobs import GatheredLogprobs, prompt_logprobs
 from shared.engine.model_runner import Forwarded, ModelRunner
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import (
     BiasInputs,
+    DrawInputs,
+    HostSampling,
     KnownTokens,
     LogprobInputs,
     LogprobShare,
+    MaskedInputs,
     PenaltyInputs,
     SamplingInputs,
+    VocabMask,
 )
 from shared.engine.torch_backend import TorchBackend
-from shared.engine.vocab_mask import VocabMask
 from shared.errors import ConfigError
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import load_library
@@ -76,7 +79,7 @@ def logits_of_every_kind(path: Rig) -> torch.Tensor:
     """Of an extend of seven rows, a decode step of all, and a mixed batch with prefixes."""
     ids = prompts(7)
     parts = [path.extend({row: (0, ids[row]) for row in range(7)})]
-    path.future_map.last_token_R[:] = torch.arange(NUM_ROWS) + 40
+    path.future_map.last_token_R[:NUM_ROWS] = torch.arange(NUM_ROWS) + 40
     parts.append(path.forward({}, {row: len(ids[row]) for row in range(7)}))
     next_ids = random_prompt(9, seed=100)
     parts.append(
@@ -113,7 +116,7 @@ def test_a_rows_logits_depend_on_nothing_else(folder_of: Callable[[str], Path], 
     with rig(folder_of(name), "native") as path:
         together = logits_of_every_kind(path)
     with rig(folder_of(name), "native") as path:
-        path.future_map.last_token_R[:] = torch.arange(NUM_ROWS) + 40
+        path.future_map.last_token_R[:NUM_ROWS] = torch.arange(NUM_ROWS) + 40
         for row in range(7):
             for start in range(0, len(ids[row]), 6):
                 logits = path.extend({row: (start, ids[row][start : start + 6])})
@@ -129,7 +132,7 @@ def test_tokens_from_prefill_nodes_are_there_before_they_are_read(
         path.extend({0: (0, prompts(1)[0]), 1: (0, prompts(1)[0])})
         path.future_map.last_token_R[:] = 77
         written = path.forward({}, {0: 20, 1: 20}, future_writes=((1, 55), (3, 66)))
-        assert path.future_map.last_token_R.tolist() == [77, 55, 77, 66, 77, 77, 77, 77]
+        assert path.future_map.last_token_R[:NUM_ROWS].tolist() == [77, 55, 77, 66, 77, 77, 77, 77]
         assert not torch.equal(written[0], written[1])
         path.future_map.last_token_R[0] = 55
         assert torch.equal(path.forward({}, {0: 20})[0], written[1])
@@ -157,10 +160,12 @@ def test_prompt_logprobs_are_those_of_torch(folder_of: Callable[[str], Path]) ->
     )
     found: dict[str, GatheredLogprobs] = {}
     for kernels in ("native", "torch"):
-        with rig(folder_of("qwen2"), kernels) as path:
-            of_prompt = path.run({0: (0, ids)}, {}, input_logprobs=wanted)
-            assert of_prompt is not None
-            found[kernels] = of_prompt
+        with rig(folder_of("qwen2"), kernels) as path, torch.inference_mode():
+            hidden_ND = path.run({0: (0, ids)}, {}, sampling=SamplingInputs(input_logprobs=wanted))
+            assert hidden_ND is not None
+            found[kernels] = prompt_logprobs(
+                path.backend.logits, hidden_ND, wanted.map(torch.from_numpy), path.backend.vocab_size
+            )
     assert torch.allclose(found["native"].chosen_N, found["torch"].chosen_N, atol=0.6)
     assert torch.allclose(found["native"].top_NK, found["torch"].top_NK, atol=0.6)
 
@@ -191,7 +196,7 @@ def test_everything_that_changes_logits_changes_them_before_the_native_draw(
     """Penalties, biases, stop tokens that may not come yet, a grammar's mask, and the logprobs of what was drawn."""
     S, V = 4, 512
     steps = [sampling_of_everything(seed) for seed in range(6)]
-    mask = VocabMask(np.array([1]), np.full((1, V // 32), 0x0F0F0F0F, dtype=np.int32))
+    mask = VocabMask(entries_G=np.array([1]), allowed_GW=np.full((1, V // 32), 0x0F0F0F0F, dtype=np.int32))
     with rig(folder_of("llama"), "native") as path:
         path.extend({row: (0, prompts(S)[row]) for row in range(S)})
         starts = {row: len(prompts(S)[row]) for row in range(S)}
@@ -212,25 +217,31 @@ def test_everything_that_changes_logits_changes_them_before_the_native_draw(
             assert native.logprobs == by_torch.logprobs
 
 
-def sampling_of_everything(seed: int) -> SamplingInputs:
-    uniforms = np.random.default_rng(seed).random(4)
-    known = KnownTokens(0, np.array([5, 6]), np.array([7, 7]))
+def sampling_of_everything(seed: int) -> HostSampling:
+    known = KnownTokens(
+        slots_A=np.array([0]),
+        token_slots_N=np.zeros(4, dtype=np.int64),
+        token_ids_N=np.array([5, 6, 7, 7]),
+        in_output_N=np.array([0, 0, 1, 1], dtype=np.int32),
+    )
     return SamplingInputs(
-        temperatures=np.array([0, 1, 0.7, 2], dtype=np.float32),
-        top_ks=np.array([0, 0, 20, 0], dtype=np.int64),
-        top_ps=np.array([1, 1, 0.9, 0.95], dtype=np.float32),
-        min_ps=np.array([0, 0, 0, 0.02], dtype=np.float32),
-        uniforms=uniforms,
-        masked_ids=((), (), (3, 4), ()),
-        all_greedy=False,
-        needs_filter=True,
+        draws=DrawInputs(
+            temperatures_S=np.array([0, 1, 0.7, 2], dtype=np.float32),
+            top_ks_S=np.array([0, 0, 20, 0], dtype=np.int64),
+            top_ps_S=np.array([1, 1, 0.9, 0.95], dtype=np.float32),
+            min_ps_S=np.array([0, 0, 0, 0.02], dtype=np.float32),
+            uniforms_S=np.random.default_rng(seed).random(4),
+            needs_filter=True,
+        ),
+        masked=MaskedInputs(entries_N=np.array([2, 2]), token_ids_N=np.array([3, 4])),
         penalties=PenaltyInputs(
             entries_P=np.array([3]),
-            rows_P=np.array([3]),
+            slots_P=np.array([0]),
             frequency_P=np.array([0.5], dtype=np.float32),
             presence_P=np.array([0.5], dtype=np.float32),
             repetition_P=np.array([1.5], dtype=np.float32),
-            anew=(known,) if seed == 0 else (),
+            num_slots=1,
+            anew=known if seed == 0 else None,
         ),
         biases=BiasInputs(
             entries_N=np.array([0]), token_ids_N=np.array([9]), values_N=np.array([100], dtype=np.float32)

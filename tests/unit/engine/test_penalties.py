@@ -16,7 +16,7 @@ from shared.engine.build import make_ledger
 from shared.engine.model_worker_batch import snapshot
 from shared.engine.penalties import PenaltyTable
 from shared.engine.sampler import sample
-from shared.engine.sampling_inputs import CountedRows, SamplingInputs
+from shared.engine.sampling_inputs import CountedRows, HostSampling
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams, TokenBias
 from shared.scheduling.plan import ScheduleBatch, ScheduledReq, schedule
@@ -129,9 +129,11 @@ class World:
         due, self.in_flight = (self.in_flight, launched) if self.late else (launched, [])
         self.commit(due)
 
-    def run(self, logits: torch.Tensor, inputs: SamplingInputs) -> list[int]:
+    def run(self, logits: torch.Tensor, on_host: HostSampling) -> list[int]:
+        inputs = on_host.map(torch.from_numpy)
         if inputs.penalties is not None:
-            self.num_counted_anew.append(len(inputs.penalties.anew))
+            anew = inputs.penalties.anew
+            self.num_counted_anew.append(0 if anew is None else len(anew.slots_A))
             self.table.apply(logits, inputs.penalties)
         token_ids = sample(logits, inputs)
         if inputs.penalties is not None:

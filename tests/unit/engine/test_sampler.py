@@ -11,7 +11,7 @@ import torch
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
 from shared.engine.model_worker_batch import snapshot
-from shared.engine.sampler import _filter, _params, sample
+from shared.engine.sampler import _filter, sample
 from shared.engine.sampling_inputs import SamplingInputs, uniform
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
@@ -40,8 +40,8 @@ PARAMS = {
 }
 
 
-def sampling_inputs(params: list[SamplingParams], positions: list[int]) -> SamplingInputs:
-    """As a decode step of these requests carries them."""
+def sampling_inputs(params: list[SamplingParams], positions: list[int]) -> SamplingInputs[torch.Tensor]:
+    """As a decode step of these requests carries them to the device."""
     ledger = make_ledger(4 * len(params) + 1, CacheOptions(page_size=16), len(params), 64)
     items = []
     for i, (p, position) in enumerate(zip(params, positions, strict=True)):
@@ -49,7 +49,8 @@ def sampling_inputs(params: list[SamplingParams], positions: list[int]) -> Sampl
         req.num_sampled = position
         req.kv = ledger.admit(ledger.match_prefix([1], ""), "")
         items.append(schedule(req, 1, samples=True))
-    return snapshot(ScheduleBatch(decodes=tuple(items)), ledger.rows, (), EOS).sampling
+    batch = snapshot(ScheduleBatch(decodes=tuple(items)), ledger.rows, (), EOS)
+    return batch.sampling.map(torch.from_numpy)
 
 
 def params_of(name: str, **more: object) -> SamplingParams:
@@ -128,10 +129,15 @@ def test_masked_ids_are_never_drawn_before_min_new_tokens(name: str) -> None:
 
 def test_ignore_eos_unmasks_eos_but_not_stop_ids() -> None:
     params = SamplingParams(min_new_tokens=2, stop_token_ids=(20,), ignore_eos=True)
-    assert sampling_inputs([params], [0]).masked_ids == ((20,),)
+    assert masked_ids(params, 0) == [20]
     kept = SamplingParams(min_new_tokens=2, stop_token_ids=(20,))
-    assert sampling_inputs([kept], [1]).masked_ids == ((20, 3, 4),)
-    assert sampling_inputs([kept], [2]).masked_ids == ((),)
+    assert masked_ids(kept, 1) == [20, 3, 4]
+    assert masked_ids(kept, 2) == []
+
+
+def masked_ids(params: SamplingParams, position: int) -> list[int]:
+    masked = sampling_inputs([params], [position]).masked
+    return [] if masked is None else masked.token_ids_N.tolist()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +155,8 @@ def test_work_that_no_row_needs_is_skipped(
     params: list[dict[str, float]], all_greedy: bool, needs_filter: bool
 ) -> None:
     inputs = sampling_inputs([SamplingParams(**p) for p in params], [0] * len(params))  # type: ignore[arg-type]
-    assert (inputs.all_greedy, inputs.needs_filter) == (all_greedy, needs_filter)
+    assert (inputs.draws is None) is all_greedy
+    assert (inputs.draws is not None and inputs.draws.needs_filter) is needs_filter
 
 
 def test_skipping_the_filter_changes_nothing() -> None:
@@ -199,6 +206,8 @@ def test_a_neighbour_that_filters_changes_nothing_for_others() -> None:
         beside = sample(logits.clone(), sampling_inputs([plain, params_of("top_k")], [position, position]))
         assert alone[0] == beside[0]
     probs = torch.softmax(logits, dim=-1)
-    kept = _filter(probs, _params(sampling_inputs([plain, params_of("top_k")], [0, 0]), probs.device))
+    draws = sampling_inputs([plain, params_of("top_k")], [0, 0]).draws
+    assert draws is not None
+    kept = _filter(probs, draws)
     assert torch.equal(kept[0], probs[0])
     assert (kept[1] > 0).sum() == 5

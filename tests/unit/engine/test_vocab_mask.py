@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from shared.engine.vocab_mask import VocabMask, apply_vocab_mask, fill_vocab_mask, must_wait_for_commit
+from shared.engine.sampling_inputs import VocabMask
+from shared.engine.vocab_mask import apply_vocab_mask, fill_vocab_mask, must_wait_for_commit
 from shared.grammar.state import GrammarState
 from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
@@ -37,7 +38,7 @@ def decode(*items: ScheduledReq) -> ScheduleBatch:
     return ScheduleBatch(decodes=items)
 
 
-def allowed(mask: VocabMask, row: int) -> set[int]:
+def allowed(mask: VocabMask[np.ndarray], row: int) -> set[int]:
     bits = np.unpackbits(mask.allowed_GW[row].view(np.uint8), bitorder="little")
     return set(np.nonzero(bits[:VOCAB_SIZE])[0].tolist())
 
@@ -80,12 +81,19 @@ def words(*rows: list[int], vocab_size: int) -> np.ndarray:
     return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
 
 
+def mask_of(
+    entries: list[int], allowed_GW: np.ndarray, where: str | torch.device = "cpu"
+) -> VocabMask[torch.Tensor]:
+    mask = VocabMask(entries_G=np.array(entries), allowed_GW=allowed_GW)
+    return mask.map(lambda array: torch.from_numpy(array).to(where))
+
+
 @pytest.mark.parametrize("vocab_size", [5, 32, 33, 64, 997])
 def test_logits_of_other_tokens_are_gone(vocab_size: int) -> None:
     logits = torch.randn(3, vocab_size, device=device())
     before = logits.cpu()
     ids = [0, vocab_size - 1] if vocab_size < 32 else [0, 31, vocab_size - 1]
-    apply_vocab_mask(logits, VocabMask(np.array([0, 2]), words(ids, [1], vocab_size=vocab_size)))
+    apply_vocab_mask(logits, mask_of([0, 2], words(ids, [1], vocab_size=vocab_size), device()))
     expected = torch.full((3, vocab_size), -INF)
     expected[0, ids], expected[1], expected[2, 1] = before[0, ids], before[1], before[2, 1]
     assert torch.equal(logits.cpu(), expected)
@@ -93,11 +101,11 @@ def test_logits_of_other_tokens_are_gone(vocab_size: int) -> None:
 
 def test_the_grammar_wins_where_nothing_else_is_left() -> None:
     logits = torch.tensor([[-INF, 1.0, 2.0, -INF]])
-    apply_vocab_mask(logits, VocabMask(np.array([0]), words([0, 3], vocab_size=4)))
+    apply_vocab_mask(logits, mask_of([0], words([0, 3], vocab_size=4)))
     assert logits.tolist() == [[0.0, -INF, -INF, 0.0]]
 
 
 def test_a_grammar_that_allows_nothing_leaves_nothing() -> None:
     logits = torch.tensor([[1.0, 2.0]])
-    apply_vocab_mask(logits, VocabMask(np.array([0]), words([], vocab_size=2)))
+    apply_vocab_mask(logits, mask_of([0], words([], vocab_size=2)))
     assert logits.tolist() == [[-INF, -INF]]

@@ -1,0 +1,122 @@
+"""Forwards that were recorded once, and are queued again with one call: CUDA graphs, by buckets of shapes.
+
+A small forward is bound by the launches of its kernels. Recorded, it is one launch. A recorded forward reads and
+writes fixed addresses: the input block, the weights, the KV pool, the FutureMap, and the buffers of its result. It
+serves every batch that fits into its shape; the rest of the shape is padding.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from shared import log
+from shared.engine.input_block import BlockShape
+
+MAX_EXTEND_TOKENS = 256
+"""Extends of more tokens are bound by arithmetic, not by launches."""
+MAX_EXTEND_SEQUENCES = 32
+"""A graph computes logits for every sequence of its shape, wanted or not."""
+
+
+class Graph(Protocol):
+    """A recorded forward."""
+
+    def replay(self) -> None:
+        """Queue the recorded work on the current stream."""
+        ...
+
+
+class GraphPool(Protocol):
+    """Records forwards. All of them share one pool of memory, since no two run at the same time."""
+
+    def capture(self, forward: Callable[[], None]) -> Graph:
+        """Run `forward` once, so that everything it needs is loaded, and record it. What runs is over on return.
+
+        `forward` leaves its results in tensors that exist before.
+        """
+        ...
+
+    def free_nbytes(self) -> int:
+        """Memory of the device that no process uses."""
+        ...
+
+
+class CudaGraphPool:
+    """CUDA's graphs. Capturing does not disturb other threads that use the device, nor they the capture."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def capture(self, forward: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture on a stream of the pool's own."""
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(self._stream):
+            forward()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            forward()
+        return graph
+
+    def free_nbytes(self) -> int:
+        """What the driver says, once torch has given back what it keeps for itself."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+
+def graph_shapes(max_bs: int) -> tuple[BlockShape, ...]:
+    """The shapes that are captured, in ascending order.
+
+    Decode steps of 1, 2, 4, 8, 16, 24 .. `max_bs` sequences, and extends of up to `MAX_EXTEND_TOKENS` tokens. The
+    two differ in nothing but their shapes: an extend may run in the graph of a decode step, and the reverse.
+    """
+    sizes = {size for size in (1, 2, 4, *range(8, max_bs, 8)) if size < max_bs} | {max_bs}
+    shapes = {BlockShape(size, size) for size in sizes}
+    num_tokens = 16
+    while num_tokens <= MAX_EXTEND_TOKENS:
+        shapes.add(BlockShape(num_tokens, min(num_tokens, MAX_EXTEND_SEQUENCES, max_bs)))
+        num_tokens *= 2
+    return tuple(sorted(shapes))
+
+
+class Graphs:
+    """The graphs of one engine."""
+
+    def __init__(self, pool: GraphPool, shapes: Sequence[BlockShape]) -> None:
+        self._pool = pool
+        self.shapes = tuple(sorted(shapes))
+        self._graphs: dict[BlockShape, Graph] = {}
+
+    def capture(self, forward_of: Callable[[BlockShape], Callable[[], None]]) -> None:
+        """Capture every shape, the largest first: the memory of its forward then serves all others."""
+        for shape in reversed(self.shapes):
+            self._graphs[shape] = self._pool.capture(forward_of(shape))
+        log.event("cuda_graphs_captured", shapes=len(self.shapes), largest=self.shapes[-1])
+
+    def measure(self, forward_of: Callable[[BlockShape], Callable[[], None]]) -> int:
+        """Estimate the bytes that `capture` takes: the largest graph, and what the next one adds for each other."""
+        free, graphs = [self._pool.free_nbytes()], []
+        for shape in self.shapes[:-3:-1]:
+            graphs.append(self._pool.capture(forward_of(shape)))
+            free.append(self._pool.free_nbytes())
+        largest, *others = (before - after for before, after in pairwise(free))
+        return largest + sum(others) * (len(self.shapes) - 1)
+
+    def shape_for(self, shape: BlockShape) -> BlockShape | None:
+        """The smallest captured shape that a forward of `shape` can be padded to; None if it is too large."""
+        first = bisect_left(self.shapes, shape)
+        return next(
+            (other for other in self.shapes[first:] if other in self._graphs and other.holds(shape)), None
+        )
+
+    def replay(self, shape: BlockShape) -> None:
+        """Queue the graph of `shape` behind the input block that was filled for it."""
+        self._graphs[shape].replay()

@@ -1,0 +1,331 @@
+"""Replayed forwards against eager ones, to the bit: every bucket, its padding, and what a replay may read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shared.config import CacheOptions, ScheduleOptions
+from shared.engine.attention import TorchAttention
+from shared.engine.build import make_ledger
+from shared.engine.cuda_graphs import Graphs, graph_shapes
+from shared.engine.forward_stream import CpuForwardStream
+from shared.engine.future_map import FutureMap
+from shared.engine.input_block import BlockShape
+from shared.engine.launcher import Launcher
+from shared.engine.model_runner import Forwarded, ModelRunner
+from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.progress import Progress
+from shared.engine.sampling_inputs import LogprobInputs, LogprobShare, SamplingInputs
+from shared.engine.torch_backend import TorchBackend
+from shared.model.config import load_model_config
+from shared.model.decoder import Decoder
+from shared.protocol.logprobs import LogprobParams
+from shared.protocol.messages import ReqKey, Role, Work
+from shared.protocol.sampling_params import SamplingParams, TokenBias
+from shared.scheduling.batcher import Batcher
+from shared.scheduling.req import Req
+from shared.timeline import Timeline
+from tests.backend_rig import CPU, LIMITS, NUM_ROWS, PAGE_SIZE, PAGES_A_ROW, batch_of, kv_pool
+from tests.fake_graphs import (
+    BlockAttention,
+    FakeGraphPool,
+    RowwiseOps,
+    copy_to_spoiled_block,
+    spoil,
+)
+from tests.modelzoo import make_model, random_prompt
+
+SHAPES = tuple(BlockShape(*shape) for shape in [(1, 1), (2, 2), (4, 4), (8, 8), (16, 4), (32, 8)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+
+
+class Engine:
+    """A backend over a pool of its own, with graphs of `shapes` or without."""
+
+    def __init__(self, folder: Path, shapes: Sequence[BlockShape] = ()) -> None:
+        config = load_model_config(folder)
+        self.decoder = Decoder.load(folder, config, dtype=torch.float32, device=CPU)
+        self.pool = kv_pool(config, 1 + NUM_ROWS * PAGES_A_ROW, PAGE_SIZE, torch.float32)
+        self.graph_pool, self.progress = FakeGraphPool(), Progress()
+        self.future_map = FutureMap(NUM_ROWS, CPU)
+        self.backend = TorchBackend(
+            "torch",
+            self.decoder,
+            BlockAttention(),
+            self.pool,
+            self.progress,
+            LIMITS,
+            graphs=Graphs(self.graph_pool, shapes) if shapes else None,
+            make_ops=RowwiseOps.make,
+            start_copy=copy_to_spoiled_block,
+        )
+
+    @property
+    def num_replays(self) -> int:
+        return sum(graph.num_replays for graph in self.graph_pool.graphs)
+
+    @classmethod
+    def captured(cls, folder: Path, shapes: Sequence[BlockShape] = SHAPES) -> Engine:
+        engine = cls(folder, shapes)
+        with torch.inference_mode():
+            engine.backend.capture_graphs(engine.future_map)
+        return engine
+
+    def forward(self, batch: ModelWorkerBatch) -> Forwarded:
+        with torch.inference_mode():
+            if self.backend._results is not None:
+                spoil(self.backend._results.logits_SV)
+                spoil(self.backend._results.hidden_TD)
+            forwarded = self.backend.forward(batch, self.future_map)
+            if forwarded.logits_SV is not None:
+                self.future_map.store(forwarded.rows_S, forwarded.logits_SV.argmax(dim=1))
+        return forwarded
+
+
+def check_same(eager: Engine, graphed: Engine, batch: ModelWorkerBatch) -> None:
+    """Logits, KV and FutureMap, but for the padding row and the scratch page."""
+    expected, found = eager.forward(batch), graphed.forward(batch)
+    if expected.logits_SV is None or found.logits_SV is None:
+        assert expected.logits_SV is found.logits_SV
+    else:
+        assert torch.equal(found.logits_SV, expected.logits_SV)
+    assert torch.equal(found.rows_S, expected.rows_S)
+    if expected.hidden_ND is not None:
+        assert found.hidden_ND is not None
+        assert torch.equal(found.hidden_ND, expected.hidden_ND)
+    assert torch.equal(graphed.pool.buffer_LSNHPD[:, :, 1:], eager.pool.buffer_LSNHPD[:, :, 1:])
+    tokens = [engine.future_map.last_token_R[:NUM_ROWS] for engine in (eager, graphed)]
+    assert torch.equal(*tokens)
+
+
+def test_every_size_of_a_decode_step(folder: Path) -> None:
+    eager, graphed = Engine(folder), Engine.captured(folder)
+    prompts = {row: (0, random_prompt(3 + 5 * row, seed=row)) for row in range(NUM_ROWS)}
+    check_same(eager, graphed, batch_of(prompts, {}))
+    assert graphed.num_replays == 0, "too many tokens for any graph"
+    lengths = {row: len(ids) for row, (_, ids) in prompts.items()}
+    for num in [*range(1, NUM_ROWS + 1), 3, 1]:
+        check_same(eager, graphed, batch_of({}, {row: lengths[row] for row in range(num)}))
+        for row in range(num):
+            lengths[row] += 1
+    assert graphed.num_replays == NUM_ROWS + 2
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_extends_and_mixed_batches_at_every_edge(folder: Path, shape: BlockShape) -> None:
+    """One token less than the bucket has, as many, and one more; with a prefix, and beside a decode step."""
+    eager, graphed = Engine(folder), Engine.captured(folder)
+    largest = SHAPES[-1].num_tokens
+    for num_tokens in (shape.num_tokens - 1, shape.num_tokens, shape.num_tokens + 1):
+        for num_decodes in range(min(shape.num_sequences, num_tokens)):
+            prompts = {row: (0, random_prompt(6 + row, seed=row)) for row in range(1, 1 + num_decodes)}
+            if prompts:
+                check_same(eager, graphed, batch_of(prompts, {}))
+            at, before = 0, graphed.num_replays
+            for seed in range(2):  # the second one has the first one's tokens as its prefix
+                ids = random_prompt(num_tokens - num_decodes, seed=seed)
+                decodes = {row: len(prompt) + seed for row, (_, prompt) in prompts.items()}
+                check_same(eager, graphed, batch_of({0: (at, ids)}, decodes))
+                at += len(ids)
+            assert graphed.num_replays - before == 2 * (num_tokens <= largest)
+
+
+def test_a_forward_that_no_bucket_holds_is_launched_kernel_by_kernel(folder: Path) -> None:
+    """Too many sequences for its tokens, and a page table for which the block has no room."""
+    eager, graphed = Engine(folder), Engine.captured(folder, [BlockShape(16, 2)])
+    check_same(eager, graphed, batch_of({row: (0, [row, 5]) for row in range(3)}, {}))
+    wide = batch_of({0: (0, [5, 6])}, {})
+    table_BP = np.zeros((1, 1 << 20), dtype=np.int32)
+    table_BP[0, 0] = wide.page_table_BP[0, 0]
+    check_same(eager, graphed, replace(wide, page_table_BP=table_BP))
+    assert graphed.num_replays == 0
+    check_same(eager, graphed, batch_of({0: (2, [7, 8])}, {}))
+    assert graphed.num_replays == 1
+
+
+def test_a_replay_enters_tokens_of_the_host_and_leaves_what_prompt_logprobs_need(folder: Path) -> None:
+    eager, graphed = Engine(folder), Engine.captured(folder)
+    wanted = LogprobInputs(
+        rows_N=np.array([1, 2, 4]),
+        targets_N=np.array([7, 8, 9]),
+        token_ids_NM=np.zeros((3, 0), dtype=np.int64),
+        top_num=1,
+        shares=(LogprobShare(0, 3, 1, 0),),
+    )
+    chunk = replace(
+        batch_of({0: (0, [5, 6, 7, 8, 9])}, {}),
+        sampled_B=np.empty(0, dtype=np.int64),
+        sampling=SamplingInputs(input_logprobs=wanted),
+    )
+    check_same(eager, graphed, chunk)
+    check_same(eager, graphed, batch_of({3: (0, [5, 6, 7])}, {}))
+    check_same(eager, graphed, replace(batch_of({}, {0: 5, 3: 3}), future_writes=((0, 40),)))
+    check_same(eager, graphed, replace(batch_of({0: (6, [4])}, {3: 4}), future_writes=((3, 41),)))
+    assert graphed.num_replays == 4
+
+
+def test_a_replay_reads_and_writes_nothing_but_what_stays_where_it_is(folder: Path) -> None:
+    graphed = Engine.captured(folder)
+    results = graphed.backend._results
+    assert results is not None
+    weights = graphed.decoder.weights
+    static = [
+        weights.embed_VD,
+        weights.norm_D,
+        weights.lm_head_VD,
+        *(tensor for layer in weights.layers for tensor in vars(layer).values() if tensor is not None),
+        graphed.decoder.rotary_frequencies,
+        graphed.pool.buffer_LSNHPD,
+        graphed.future_map.last_token_R,
+        results.hidden_TD,
+        results.logits_SV,
+        graphed.backend._inputs._ring.on_device,
+    ]
+    ranges = [(memory.data_ptr(), memory.nbytes()) for memory in (x.untyped_storage() for x in static)]
+    for at, tensor in graphed.graph_pool.found.items():
+        assert any(first <= at < first + nbytes for first, nbytes in ranges), tensor.shape
+
+
+def test_a_plan_that_keeps_numbers_of_the_host_is_found_out(folder: Path) -> None:
+    """torch's attention, which says that it cannot be captured, if it is all the same."""
+    eager, graphed = Engine(folder), Engine.captured(folder)
+    graphed.backend._attention = TorchAttention()
+    with torch.inference_mode():
+        graphed.backend.capture_graphs(graphed.future_map)
+    with pytest.raises((AssertionError, IndexError)):
+        check_same(eager, graphed, batch_of({0: (0, [5, 6, 7])}, {}))
+
+
+def test_a_replay_counts_its_layers(folder: Path) -> None:
+    graphed = Engine.captured(folder)
+    before = graphed.progress.count
+    graphed.forward(batch_of({0: (0, [5, 6, 7])}, {}))
+    assert graphed.num_replays == 1
+    assert graphed.progress.count - before == graphed.pool.num_layers
+
+
+REQUESTS = {
+    "greedy": (40, 12, {"temperature": 0.0}),
+    "short": (1, 3, {"temperature": 0.0}),
+    "drawn": (17, 9, {"seed": 3, "top_p": 0.9, "top_k": 40}),
+    "penalized": (9, 14, {"seed": 4, "frequency_penalty": 0.8, "repetition_penalty": 1.3}),
+    "told": (23, 6, {"temperature": 0.0, "logprobs": LogprobParams(start_len=5, top_num=3)}),
+    "biased": (5, 20, {"seed": 6, "min_new_tokens": 4, "logit_bias": (TokenBias(9, 3.0),)}),
+    "late": (30, 8, {"seed": 7}),
+}
+"""Length of the prompt, most tokens of output, and what else was asked for."""
+
+
+def served(engine: Engine, *, overlap: bool) -> dict[str, tuple[list[int], object]]:
+    """Ids and logprobs of all REQUESTS, which arrive one in each turn, by the node's own loop."""
+    options = ScheduleOptions(max_running_requests=NUM_ROWS, chunked_prefill_size=12, enable_mixed_chunk=True)
+    cache = CacheOptions(page_size=PAGE_SIZE)
+    ledger = make_ledger(engine.pool.num_pages, cache, NUM_ROWS, LIMITS.context_length)
+    runner = ModelRunner(engine.backend, NUM_ROWS, CPU)
+    runner.capture_graphs()
+    stream = CpuForwardStream(runner)
+    launcher = Launcher(stream, ledger, frozenset({2}), overlap=overlap, debug_checks=True)
+    batcher = Batcher(ledger, options)
+    arriving, running = [*REQUESTS.items()], {}
+    told: dict[str, list[object]] = {name: [] for name in REQUESTS}
+    answers = {}
+    while arriving or running:
+        if arriving:
+            name, (num_ids, max_new_tokens, params) = arriving.pop(0)
+            work = Work(
+                tuple(random_prompt(num_ids, seed=num_ids)),
+                SamplingParams(max_new_tokens=max_new_tokens, **params),  # type: ignore[arg-type]
+            )
+            running[name] = Req(ReqKey("router", name), work, Timeline(Role.DECODE), max_new_tokens)
+            batcher.add(running[name])
+        with launcher.planning():
+            plan = batcher.plan()
+        outcome = launcher.turn(plan)
+        assert not outcome.failed
+        for req in running.values():
+            told[req.key.rid].append((req.input_logprobs, req.last_logprobs))
+        for req in outcome.finished:
+            batcher.remove(req)
+            assert req.kv is not None
+            ledger.cache_finished_req(req.kv, req.ids)
+            answers[req.key.rid] = req.ids, told[req.key.rid]
+            del running[req.key.rid]
+    launcher.close()
+    stream.close()
+    return answers
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+def test_the_loop_of_a_node_serves_the_same_tokens(folder: Path, overlap: bool) -> None:
+    expected = served(Engine(folder), overlap=overlap)
+    graphed = Engine(folder, SHAPES)
+    assert served(graphed, overlap=overlap) == expected
+    assert graphed.num_replays > 20
+    assert {graph.num_replays > 0 for graph in graphed.graph_pool.graphs[-4:]} == {True}, "several buckets"
+
+
+class TestShapes:
+    def test_decode_steps_by_eights_and_extends_by_doubling(self) -> None:
+        shapes = graph_shapes(40)
+        assert [s.num_tokens for s in shapes if s.num_tokens == s.num_sequences] == [
+            1,
+            2,
+            4,
+            8,
+            16,
+            24,
+            32,
+            40,
+        ]
+        extends = [BlockShape(64, 32), BlockShape(128, 32), BlockShape(256, 32)]
+        assert {*extends} == {s for s in shapes if s.num_tokens != s.num_sequences}
+        assert list(shapes) == sorted(shapes)
+
+    @pytest.mark.parametrize("max_bs", [1, 2, 3, 5, 8, 13, 256])
+    def test_the_largest_step_is_the_one_that_was_asked_for(self, max_bs: int) -> None:
+        assert max(s.num_sequences for s in graph_shapes(max_bs)) == max_bs
+
+    @pytest.mark.parametrize(
+        ("needed", "expected"),
+        [((1, 1), (1, 1)), ((3, 3), (4, 4)), ((3, 1), (4, 4)), ((17, 2), (32, 8)), ((9, 5), (32, 8))],
+        ids=str,
+    )
+    def test_the_smallest_that_holds_a_forward(
+        self, folder: Path, needed: tuple[int, int], expected: tuple[int, int]
+    ) -> None:
+        graphs = Graphs(FakeGraphPool(), SHAPES)
+        assert graphs.shape_for(BlockShape(*needed)) is None, "none is captured"
+        graphs.capture(lambda shape: lambda: None)
+        assert graphs.shape_for(BlockShape(*needed)) == BlockShape(*expected)
+
+    @pytest.mark.parametrize("needed", [(33, 1), (20, 9), (9, 9)], ids=str)
+    def test_none_that_is_too_small(self, needed: tuple[int, int]) -> None:
+        graphs = Graphs(FakeGraphPool(), SHAPES)
+        graphs.capture(lambda shape: lambda: None)
+        assert graphs.shape_for(BlockShape(*needed)) is None
+
+    def test_the_largest_is_captured_first(self) -> None:
+        captured: list[BlockShape] = []
+
+        def forward_of(shape: BlockShape) -> Callable[[], None]:
+            captured.append(shape)
+            return lambda: None
+
+        Graphs(FakeGraphPool(), SHAPES).capture(forward_of)
+        assert captured == sorted(SHAPES, reverse=True)
+
+    def test_two_captures_tell_what_all_will_take(self) -> None:
+        pool = FakeGraphPool(nbytes_of=[100, 7])
+        assert Graphs(pool, SHAPES).measure(lambda shape: lambda: None) == 100 + 5 * 7
+        pool = FakeGraphPool(nbytes_of=[100])
+        assert Graphs(pool, SHAPES[:1]).measure(lambda shape: lambda: None) == 100
