@@ -29,8 +29,8 @@ class ForwardBatch:
     out_pages_T: torch.Tensor
     out_offsets_T: torch.Tensor
     """Where each new token's K and V go: a page, and an offset in it (together SGLang's out_cache_loc)."""
-    hidden_rows_N: torch.Tensor
-    """Indices in T of the tokens whose prompt logprobs are wanted."""
+    hidden_rows_T: torch.Tensor
+    """Indices in T of the tokens whose prompt logprobs are wanted, padded to T."""
     future_rows_B: torch.Tensor
     future_tokens_B: torch.Tensor
     """The tokens that enter the FutureMap before it is read, padded to B."""
@@ -47,7 +47,7 @@ class ForwardBatch:
         """The views of `block`, which was filled from `batch`."""
         ids_T, positions_T, pages_T, offsets_T, hidden_rows_T = block.per_token()
         future_rows_B, future_tokens_B, seq_lens_B, rows_B, last_tokens_B = block.per_sequence()
-        num_sampled, wanted = len(batch.sampled_B), batch.sampling.input_logprobs
+        num_sampled = len(batch.sampled_B)
         return cls(
             host=batch,
             shape=block.shape,
@@ -56,7 +56,7 @@ class ForwardBatch:
             positions_T=positions_T,
             out_pages_T=pages_T,
             out_offsets_T=offsets_T,
-            hidden_rows_N=hidden_rows_T[: 0 if wanted is None else len(wanted.rows_N)],
+            hidden_rows_T=hidden_rows_T,
             future_rows_B=future_rows_B,
             future_tokens_B=future_tokens_B,
             page_table_BP=block.page_table(*batch.page_table_BP.shape),

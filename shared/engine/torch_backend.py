@@ -60,6 +60,8 @@ class TorchBackend:
         """Of the latest forward that was not replayed."""
         self._graphs = graphs
         self._results = None if graphs is None else _Results.of(graphs.shapes, decoder)
+        self._captured: dict[BlockShape, ForwardBatch] = {}
+        """What graphs were captured with. Its tensors are those of every forward that is filled for the shape."""
         self._inputs = InputBlock(
             _block_nbytes(attention, pool.page_size, limits, () if graphs is None else graphs.shapes),
             limits.num_rows,
@@ -79,16 +81,17 @@ class TorchBackend:
             hidden_TD, logits_SV = self._compute(fb, plan, future_map)
         else:
             assert self._graphs is not None and self._results is not None
-            fb = self._forward_batch(batch, padded, work)
+            self._inputs.fill(batch, padded, work)
             self._graphs.replay(padded)
             self._layers_queued(self._pool.num_layers)
-            hidden_TD = self._results.hidden_TD
-            logits_SV = self._results.logits_SV[: len(fb.rows_S)] if len(fb.rows_S) else None
+            fb = self._captured[padded]
+            hidden_TD, logits_SV = self._results.hidden_TD, self._results.logits_SV
+        num_sampled, wanted = len(batch.sampled_B), batch.sampling.input_logprobs
         return Forwarded(
-            logits_SV,
-            fb.rows_S,
+            logits_SV[:num_sampled] if logits_SV is not None and num_sampled else None,
+            fb.rows_S[:num_sampled],
             batch.sampling,
-            hidden_TD[fb.hidden_rows_N] if batch.sampling.input_logprobs is not None else None,
+            None if wanted is None else hidden_TD[fb.hidden_rows_T[: len(wanted.rows_N)]],
         )
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
@@ -141,7 +144,7 @@ class TorchBackend:
         batch = padding_batch(shape, future_map.padding_row, self._pool.page_size)
         work = self._attention.work(batch)
         assert self._inputs.has_room(batch, shape, work), "a graph knows one block"
-        fb = self._forward_batch(batch, shape, work)
+        fb = self._captured[shape] = self._forward_batch(batch, shape, work)
 
         def forward() -> None:
             self._compute(fb, self._attention.plan(fb), future_map, self._results)
