@@ -5,6 +5,8 @@ VENV ?= .venv
 TORCH_VERSION ?= 2.13.0
 # The oldest and the newest that pyproject.toml allows, which has no 2.12.
 TORCH_VERSIONS ?= 2.11.0 2.13.0
+# The Triton that comes with the oldest torch. The newest is in the venv: xgrammar asks for it.
+TRITON_OLDEST ?= 3.6.0
 # Where the CPU build of torch comes from when pip's own sources have none.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
@@ -22,7 +24,7 @@ GPU_READY := $(INSTALLED)
 GPU_PYTHON := $(BIN)/python
 endif
 
-.PHONY: serve demo test test-torch test-clients test-gpu chaos check bench bench-peers bench-page bench-gpu \
+.PHONY: serve demo test test-torch test-cubins test-clients test-gpu chaos check bench bench-peers bench-page bench-gpu \
   gpu-wheels format clean
 .DEFAULT_GOAL := serve
 
@@ -58,6 +60,15 @@ test-torch:
 	  $(MAKE) test VENV=.torch/$$version TORCH_VERSION=$$version ARGS="tests/unit/engine tests/unit/model \
 	    tests/unit/kvtransfer tests/kernels tests/golden $(ARGS)" || exit 1; \
 	done
+
+# Compile every Triton kernel for the GPUs that are supported, with the installed Triton and with TRITON_OLDEST in .triton/,
+# and look for spills, narrow loads and the like. No GPU is needed. ARGS are a part of the names of some kernels.
+CUBINS := TRITON_CACHE_DIR=build/triton $(BIN)/python -m tests.kernels.triton.cubins
+test-cubins: $(INSTALLED)
+	@$(CUBINS) $(ARGS)
+	@test -d .triton/$(TRITON_OLDEST) \
+	  || $(PIP) install --no-deps --target .triton/$(TRITON_OLDEST) "triton==$(TRITON_OLDEST)"
+	@PYTHONPATH=.triton/$(TRITON_OLDEST) $(CUBINS) $(ARGS)
 
 # Real clients and load generators, each in a venv of its own; writes docs/clients.md. ARGS name some of them.
 test-clients: $(INSTALLED)
@@ -111,4 +122,4 @@ bench-page: $(INSTALLED)
 	@$(BIN)/python -m tests.bench.page
 
 clean:
-	rm -rf $(VENV) .torch .clients .peers .gpu gpu-wheels build *.egg-info
+	rm -rf $(VENV) .torch .triton .clients .peers .gpu gpu-wheels build *.egg-info

@@ -1,0 +1,335 @@
+"""Paged attention for extends and decode steps in one kernel, whose bits depend neither on the batch nor on its cut.
+
+The output of a token has the same bits from a decode step, a prefill or a chunk of one, beside any other sequences:
+- A tile has BLOCK_M rows always, and a row's sums have nothing of other rows in them.
+- The keys of a split are taken TILE at a time from its first one. Keys that a row does not see have weight zero, and
+  TILE keys of which a row sees none multiply its sums by one.
+- A split starts from an empty state. `_add_split` adds its state to that of the splits before it, both in a program
+  that has all splits of a tile and in the merge of a cut one. No sum of two products is left to the compiler: each is
+  an `fma` as written.
+- A sum may be -0 in one way and +0 in another one. The output has +0.
+On a GPU this needs matrix instructions in which the result of a row does not depend on its place in the tile.
+
+Splits in parallel and their merge are FlashDecoding's (https://pytorch.org/blog/flash-decoding/), the online softmax
+is FlashAttention 2's (arXiv 2307.08691), and one kernel for prefill and decode whose rows are the query heads of a
+KV head is vLLM's idea (https://github.com/vllm-project/vllm/pull/16828). `attention_work` describes the splits and
+the list of work that takes the place of a grid over the batch.
+
+The slow twins are `extend_attention` and `decode_attention` of `shared.kernels.reference`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from shared.kernels.triton import attention_work as work
+from shared.kernels.triton.attention_work import BLOCK_M, MERGE_ROWS, SPLIT
+
+HEADER_WORDS: tl.constexpr = tl.constexpr(work.HEADER_WORDS)
+ITEM_WORDS: tl.constexpr = tl.constexpr(work.ITEM_WORDS)
+MERGE_WORDS: tl.constexpr = tl.constexpr(work.MERGE_WORDS)
+PAGE_TABLE_WORD: tl.constexpr = tl.constexpr(work.PAGE_TABLE_WORD)
+TABLE_STRIDE_WORD: tl.constexpr = tl.constexpr(work.TABLE_STRIDE_WORD)
+WORK_WORD: tl.constexpr = tl.constexpr(work.WORK_WORD)
+
+WORKSPACE_NBYTES = 128 << 20
+"""The default bound on the states of cut tiles. Tiles that find no room are not cut, which costs time alone."""
+
+
+@triton.jit
+def _exponent(reference):
+    """The reference of a state, or 0 where the state is empty, so that no difference is NaN."""
+    return tl.where(reference == float("-inf"), 0.0, reference)
+
+
+@triton.jit
+def _add_split(acc, total, reference, split_acc, split_total, split_reference):
+    """The state of the keys so far and of those of the next split. Every way of a row to its output comes here."""
+    joint = tl.maximum(reference, split_reference)
+    before = tl.exp2(reference - _exponent(joint))
+    now = tl.exp2(split_reference - _exponent(joint))
+    acc = tl.fma(split_acc, now[:, None], acc * before[:, None])
+    return acc, tl.fma(split_total, now, total * before), joint
+
+
+@triton.jit
+def _output(acc, total):
+    """The weighted mean, with +0 for zeros. Rows that are not stored may be empty."""
+    inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
+    return acc * inverse[:, None] + 0.0
+
+
+@triton.jit
+def _store_state(
+    workspace_ptr, totals_ptr, first, row, d, acc, total, reference, is_row, HEAD_DIM: tl.constexpr
+):
+    """Keep the state of each row at `first + row` of the workspace. `first` is a scalar, so addresses stay short."""
+    at = row[:, None] * HEAD_DIM + d[None, :]
+    mask = is_row[:, None] & (d[None, :] < HEAD_DIM)
+    tl.store(workspace_ptr + first * HEAD_DIM + at, acc, mask=mask)
+    tl.store(totals_ptr + first * 2 + row * 2, total, mask=is_row)
+    tl.store(totals_ptr + first * 2 + row * 2 + 1, reference, mask=is_row)
+
+
+@triton.jit
+def _load_state(workspace_ptr, totals_ptr, first, row, d, is_row, HEAD_DIM: tl.constexpr):
+    """What `_store_state` kept; an empty state for other rows."""
+    at = row[:, None] * HEAD_DIM + d[None, :]
+    mask = is_row[:, None] & (d[None, :] < HEAD_DIM)
+    acc = tl.load(workspace_ptr + first * HEAD_DIM + at, mask=mask, other=0.0)
+    total = tl.load(totals_ptr + first * 2 + row * 2, mask=is_row, other=0.0)
+    reference = tl.load(totals_ptr + first * 2 + row * 2 + 1, mask=is_row, other=float("-inf"))
+    return acc, total, reference
+
+
+@triton.jit
+def _rows(item_ptr, row, GROUP: tl.constexpr, token_stride, HEAD_DIM: tl.constexpr):
+    """Of an item or a merge: which rows it has, its first token (int64), and where the rows are behind that token."""
+    first_row = tl.load(item_ptr + 3)
+    grouped_row = first_row % GROUP + row
+    at = grouped_row // GROUP * token_stride + grouped_row % GROUP * HEAD_DIM
+    return row < tl.load(item_ptr + 4), (tl.load(item_ptr + 1) + first_row // GROUP).to(tl.int64), at
+
+
+# `workspace_rows` is not specialized, since another binary could add up in another order.
+@triton.jit(do_not_specialize=["workspace_rows"], do_not_specialize_on_alignment=["words_ptr"])
+def attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, q_stride, workspace_rows, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Items pid, pid + grid, ..: outputs of whole tiles, states of cut ones.
+
+    `scale` turns a score into an exponent of 2. `q_stride` is from one token to the next. At the workspace's end each
+    program has BLOCK_M rows of its own, for the state of the splits before the present one.
+    """
+    work_at = tl.load(words_ptr + WORK_WORD)
+    num_items = tl.load(words_ptr + work_at) * NUM_KV_HEADS
+    own_first = tl.cast(workspace_rows, tl.int64) * NUM_KV_HEADS + tl.program_id(0) * BLOCK_M
+    row = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d[None, :] < HEAD_DIM
+    for i in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        kv_head = i % NUM_KV_HEADS
+        item_ptr = words_ptr + work_at + HEADER_WORDS + (i // NUM_KV_HEADS) * ITEM_WORDS
+        pages_at = tl.load(words_ptr + PAGE_TABLE_WORD)
+        pages_at += tl.load(item_ptr) * tl.load(words_ptr + TABLE_STRIDE_WORD)
+        first_key = tl.load(item_ptr + 5)
+        end_key = tl.load(item_ptr + 6)
+        is_row, first_token, row_at = _rows(item_ptr, row, GROUP, q_stride, HEAD_DIM)
+        position = tl.where(is_row, tl.load(item_ptr + 2) + (tl.load(item_ptr + 3) + row) // GROUP, -1)
+        tile_q_ptr = q_ptr + first_token * q_stride + kv_head * (GROUP * HEAD_DIM)
+        q = tl.load(tile_q_ptr + row_at[:, None] + d[None, :], mask=is_row[:, None] & in_head, other=0.0)
+
+        for split in range(first_key, end_key, SPLIT):
+            acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+            total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+            reference = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+            for first in range(split, tl.minimum(split + SPLIT, end_key), TILE):
+                key = first + tl.arange(0, TILE)
+                # What lies behind the last key may be NaN, and 0 * NaN is NaN.
+                is_key = key < end_key
+                page = tl.load(words_ptr + pages_at + key // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
+                slot = (page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + key % PAGE_SIZE
+                at = (slot * HEAD_DIM)[:, None] + d[None, :]
+                k = tl.load(k_ptr + at, mask=is_key[:, None] & in_head, other=0.0)
+                v = tl.load(v_ptr + at, mask=is_key[:, None] & in_head, other=0.0)
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+                joint = tl.maximum(reference, tl.max(scores, 1) * scale)
+                exponent = _exponent(joint)
+                shrink = tl.exp2(reference - exponent)
+                weights = tl.exp2(tl.fma(scores, scale, -exponent[:, None]))
+                total = tl.fma(total, shrink, tl.sum(weights, 1))
+                acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+                reference = joint
+            # Rows are loaded and computed again. Kept during the loop they would take the registers that acc needs.
+            # The minimum is 0, which the compiler does not know.
+            stored_row = row + tl.minimum(split, 0)
+            is_stored, first_token, row_at = _rows(
+                item_ptr, stored_row, GROUP, NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM
+            )
+            workspace_row = tl.load(item_ptr + 7)
+            state_first = own_first
+            if workspace_row >= 0:
+                state_first = kv_head.to(tl.int64) * workspace_rows + workspace_row
+            else:
+                tl.debug_barrier()  # One thread may load what another one stored.
+                earlier = _load_state(
+                    workspace_ptr,
+                    totals_ptr,
+                    own_first,
+                    stored_row,
+                    d,
+                    stored_row < tl.where(split == first_key, 0, tl.load(item_ptr + 4)),
+                    HEAD_DIM,
+                )
+                tl.debug_barrier()
+                acc, total, reference = _add_split(earlier[0], earlier[1], earlier[2], acc, total, reference)
+            if (workspace_row >= 0) | (split + SPLIT < end_key):
+                _store_state(
+                    workspace_ptr,
+                    totals_ptr,
+                    state_first,
+                    stored_row,
+                    d,
+                    acc,
+                    total,
+                    reference,
+                    is_stored,
+                    HEAD_DIM,
+                )
+            else:
+                tile_out_ptr = out_ptr + (first_token * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
+                out = _output(acc, total).to(out_ptr.dtype.element_ty)
+                tl.store(tile_out_ptr + row_at[:, None] + d[None, :], out, mask=is_stored[:, None] & in_head)
+
+
+@triton.jit(do_not_specialize=["workspace_rows"], do_not_specialize_on_alignment=["words_ptr"])
+def merge_kernel(
+    out_ptr, workspace_ptr, totals_ptr, words_ptr, workspace_rows,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Merges pid, pid + grid, ..: outputs of cut tiles."""
+    work_ptr = words_ptr + tl.load(words_ptr + WORK_WORD)
+    num_merges = tl.load(work_ptr + 1) * NUM_KV_HEADS
+    merges_ptr = work_ptr + HEADER_WORDS + tl.load(work_ptr) * ITEM_WORDS
+    row = tl.arange(0, MERGE_ROWS)
+    d = tl.arange(0, BLOCK_D)
+    for i in range(tl.program_id(0), num_merges, tl.num_programs(0)):
+        kv_head = i % NUM_KV_HEADS
+        merge_ptr = merges_ptr + (i // NUM_KV_HEADS) * MERGE_WORDS
+        is_row, first_token, row_at = _rows(merge_ptr, row, GROUP, NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM)
+        rows_a_split = tl.load(merge_ptr + 5)
+        first = kv_head.to(tl.int64) * workspace_rows + tl.load(merge_ptr + 7)
+        acc = tl.zeros((MERGE_ROWS, BLOCK_D), dtype=tl.float32)
+        total = tl.zeros((MERGE_ROWS,), dtype=tl.float32)
+        reference = tl.full((MERGE_ROWS,), float("-inf"), dtype=tl.float32)
+        for split in tl.range(tl.load(merge_ptr + 6), num_stages=4):
+            state = _load_state(
+                workspace_ptr, totals_ptr, first + split * rows_a_split, row, d, is_row, HEAD_DIM
+            )
+            acc, total, reference = _add_split(acc, total, reference, state[0], state[1], state[2])
+        tile_out_ptr = out_ptr + (first_token * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
+        out = _output(acc, total).to(out_ptr.dtype.element_ty)
+        tl.store(
+            tile_out_ptr + row_at[:, None] + d[None, :], out, mask=is_row[:, None] & (d[None, :] < HEAD_DIM)
+        )
+
+
+class PagedAttention:
+    """Both kernels for one shape of heads, with the workspace that they share. Calls run one after the other.
+
+    `num_programs` and `workspace_rows` go into `attention_work`. A call reads what to do from `words` alone, so a
+    captured call serves every batch whose tokens fit its q.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        workspace_nbytes: int = WORKSPACE_NBYTES,
+        num_programs: int | None = None,
+    ) -> None:
+        """Take memory for at most `workspace_nbytes` of states, and BLOCK_M more for each program.
+
+        `num_programs` is by default as many as the device runs at once.
+        """
+        assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+        assert head_dim * dtype.itemsize % 16 == 0, (
+            f"rows of {head_dim} elements cannot be loaded 16 bytes at a time"
+        )
+        self.num_kv_heads, self.group, self.head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
+        self._constants = attention_constants(num_heads, num_kv_heads, head_dim, page_size, dtype)
+        num_processors, capability = _processors(device)
+        self._options = attention_options(capability, head_dim)
+        self._num_merge_programs = 4 * num_processors
+        self.num_programs = num_programs or num_processors * 8 // self._options["num_warps"]
+        self.workspace_rows = workspace_nbytes // (num_kv_heads * (head_dim + 2) * 4)
+        num_rows = num_kv_heads * self.workspace_rows + self.num_programs * BLOCK_M
+        self._states_RD = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)
+        self._totals_R2 = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
+
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        k_pages_NKSD: torch.Tensor,
+        v_pages_NKSD: torch.Tensor,
+        words: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the attention [T, H, D] of the tokens that have work; other tokens get anything.
+
+        `words` is an input block, int32, with the page table and `AttentionWork.words` at the places that it tells.
+        """
+        num_tokens, num_heads, head_dim = q_THD.shape
+        assert (
+            q_THD.stride()[1:] == (head_dim, 1)
+            and k_pages_NKSD.is_contiguous()
+            and v_pages_NKSD.is_contiguous()
+        )
+        out_THD = torch.empty(num_tokens, num_heads, head_dim, dtype=q_THD.dtype, device=q_THD.device)
+        workspace = self._states_RD, self._totals_R2, words
+        scale = head_dim**-0.5 * math.log2(math.e)
+        attention_kernel[(self.num_programs,)](
+            q_THD, k_pages_NKSD, v_pages_NKSD, out_THD, *workspace, q_THD.stride(0), self.workspace_rows, scale,
+            **self._constants, **self._options,
+        )  # fmt: skip
+        merge_kernel[(self._num_merge_programs,)](
+            out_THD, *workspace, self.workspace_rows, **merge_constants(self._constants), **MERGE_OPTIONS
+        )
+        return out_THD
+
+
+MERGE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def attention_constants(
+    num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
+) -> dict[str, int]:
+    """Return the constexprs of `attention_kernel`. They decide about bits."""
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "PAGE_SIZE": page_size,
+        "BLOCK_M": BLOCK_M,
+        "TILE": max(16, min(64, 16384 // (block_d * dtype.itemsize))),
+        "SPLIT": SPLIT,
+    }
+
+
+def merge_constants(attention: dict[str, int]) -> dict[str, int]:
+    """Return the constexprs of `merge_kernel`."""
+    shared = {name: attention[name] for name in ("NUM_KV_HEADS", "GROUP", "HEAD_DIM", "BLOCK_D")}
+    return {**shared, "MERGE_ROWS": MERGE_ROWS}
+
+
+def attention_options(capability: int, head_dim: int) -> dict[str, Any]:
+    """Return the launch options of `attention_kernel` on a GPU of compute capability 80, 90, ..
+
+    Four warps leave room for two programs on a multiprocessor. On sm_100 and sm_120, and with heads of 256, their
+    registers do not suffice.
+    """
+    num_warps = 4 if capability <= 90 and head_dim <= 128 else 8
+    return {"num_warps": num_warps, "num_stages": 3, "enable_fp_fusion": False}
+
+
+def _processors(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors and compute capability; those of a small GPU for Triton's interpreter on a CPU."""
+    if device.type != "cuda":
+        return 4, 90
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, 10 * properties.major + properties.minor

@@ -1,0 +1,216 @@
+"""Paged attention against its slow twins, and the bits of a token against those of one extend over its sequence.
+
+What no sequence owns, page 0 and what lies behind a sequence's last token are NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from shared.kernels.reference import extend_attention
+from shared.kernels.triton.attention import PagedAttention
+from shared.kernels.triton.attention_work import SPLIT, attention_work, block_words
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """H query heads over K KV heads of D elements, in pages of S tokens."""
+
+    H: int
+    K: int
+    D: int
+    S: int = 16
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        return f"H{self.H}-K{self.K}-D{self.D}-page{self.S}-{str(self.dtype).removeprefix('torch.')}"
+
+    def kernels(self, num_programs: int = 3, workspace_nbytes: int = 1 << 20) -> PagedAttention:
+        return PagedAttention(
+            num_heads=self.H,
+            num_kv_heads=self.K,
+            head_dim=self.D,
+            page_size=self.S,
+            dtype=self.dtype,
+            device=DEVICE,
+            workspace_nbytes=workspace_nbytes,
+            num_programs=num_programs,
+        )
+
+
+class PagedKV:
+    """K and V of sequences of `lengths` tokens, in shuffled pages. NaN is everywhere else."""
+
+    def __init__(self, heads: Heads, lengths: Sequence[int], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        num_pages = [-(-length // heads.S) for length in lengths]
+        shuffled = 1 + torch.randperm(sum(num_pages) + 2, generator=generator)
+        self.table_BP = np.zeros((len(lengths), max(num_pages) + 1), dtype=np.int32)
+        shape = (len(shuffled) + 1, heads.K, heads.S, heads.D)
+        self.pages = [torch.full(shape, torch.nan, dtype=heads.dtype) for _ in range(2)]
+        for b, count in enumerate(num_pages):
+            self.table_BP[b, :count] = shuffled[sum(num_pages[:b]) :][:count]
+        for b, length in enumerate(lengths):
+            page_T, offset_T = self.table_BP[b, np.arange(length) // heads.S], np.arange(length) % heads.S
+            for pages in self.pages:
+                values = torch.randn(length, heads.K, heads.D, generator=generator).to(heads.dtype)
+                pages[torch.from_numpy(page_T).long(), :, torch.from_numpy(offset_T)] = values
+
+    def attention(
+        self, kernels: PagedAttention, q_THD: torch.Tensor, starts: Sequence[int], lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """By the kernels, for the sequences in their order."""
+        work = attention_work(
+            np.array(starts),
+            np.array(lengths),
+            group=kernels.group,
+            num_kv_heads=kernels.num_kv_heads,
+            num_programs=kernels.num_programs,
+            workspace_rows=kernels.workspace_rows,
+        )
+        words = torch.from_numpy(block_words(self.table_BP[: len(starts)], work.words()))
+        k_pages, v_pages = (pages.to(DEVICE) for pages in self.pages)
+        return kernels(q_THD.to(DEVICE), k_pages, v_pages, words.to(DEVICE)).cpu()
+
+
+BATCHES = {
+    "one-token": ([0], [1]),
+    "decode": ([0, 62, 63, 64, 500], [1, 1, 1, 1, 1]),
+    "split-edges": ([510, 511, 512, 1023, 1024], [1, 1, 1, 1, 1]),
+    "extends": ([0, 30, 500], [70, 3, 33]),
+    "mixed": ([490, 0, 700], [40, 17, 1]),
+}
+HEADS = [
+    Heads(1, 1, 64),
+    Heads(16, 1, 64),
+    Heads(4, 2, 96),
+    Heads(5, 1, 128),
+    Heads(2, 1, 256),
+    Heads(9, 3, 24),
+    Heads(6, 2, 32, S=1),
+    Heads(4, 4, 16, S=3),
+    Heads(6, 2, 64, dtype=torch.float16),
+    Heads(4, 2, 128, dtype=torch.float16),
+]
+if DEVICE.type == "cuda":
+    HEADS += [
+        Heads(heads.H, heads.K, heads.D, heads.S, torch.bfloat16) for heads in HEADS if heads.D % 8 == 0
+    ]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_against_the_slow_twin(batch: str, heads: Heads) -> None:
+    starts, lengths = BATCHES[batch]
+    kv = PagedKV(heads, [start + length for start, length in zip(starts, lengths, strict=True)], seed=1)
+    q_THD = torch.randn(sum(lengths), heads.H, heads.D, generator=torch.Generator().manual_seed(2)).to(
+        heads.dtype
+    )
+    out = kv.attention(heads.kernels(), q_THD, starts, lengths)
+    expected = extend_attention(q_THD, *kv.pages, torch.from_numpy(kv.table_BP).long(), starts, lengths)
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[heads.dtype], rtol=TOLERANCE[heads.dtype])
+
+
+def test_q_may_be_a_part_of_the_projection() -> None:
+    """As `norm_rope_write` may return it: the heads of k and v lie between those of two tokens."""
+    heads = Heads(4, 2, 32)
+    kv = PagedKV(heads, [20], seed=1)
+    qkv = torch.randn(20, heads.H + 2 * heads.K, heads.D)
+    out = kv.attention(heads.kernels(), qkv[:, : heads.H], [0], [20])
+    assert torch.equal(out, kv.attention(heads.kernels(), qkv[:, : heads.H].contiguous(), [0], [20]))
+
+
+def test_pages_beyond_two_billion_elements() -> None:
+    """The memory is never touched but for two pages, so it costs addresses alone."""
+    heads = Heads(1, 1, 16, dtype=torch.float16)
+    kv = PagedKV(heads, [20], seed=1)
+    few, num_pages = kv.pages, 2**31 // (heads.S * heads.D) + 3
+    q_THD = torch.randn(20, 1, 16).half()
+    expected = kv.attention(heads.kernels(), q_THD, [0], [20])
+    pages = torch.empty(2, num_pages, 1, heads.S, heads.D, dtype=torch.float16, device=DEVICE)
+    for i, page in enumerate(kv.table_BP[0, :2].tolist()):
+        for of_all, of_few in zip(pages, few, strict=True):
+            of_all[num_pages - 1 - i] = of_few[page]
+    kv.pages, kv.table_BP = [*pages], np.array([[num_pages - 1, num_pages - 2]], dtype=np.int32)
+    assert torch.equal(kv.attention(heads.kernels(), q_THD, [0], [20]), expected)
+
+
+LENGTH = 2 * SPLIT + 130
+EXACT = Heads(3, 1, 16, dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
+"""Three query heads of a token: tiles begin in the middle of one."""
+
+
+@dataclass(frozen=True)
+class WholeSequence:
+    """One sequence of LENGTH tokens with its queries, and the bits of an extend over all of it."""
+
+    kv: PagedKV
+    q_THD: torch.Tensor
+    out_THD: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def whole() -> WholeSequence:
+    kv = PagedKV(EXACT, [LENGTH], seed=3)
+    # Zeros of both signs, numbers whose products underflow, and weights that underflow.
+    kv.pages[1][..., :3] = torch.tensor([-0.0, -1e-38, 1e-38], dtype=EXACT.dtype)
+    q_THD = torch.randn(LENGTH, EXACT.H, EXACT.D, generator=torch.Generator().manual_seed(4))
+    q_THD[:, 1] *= 30.0
+    q_THD = q_THD.to(EXACT.dtype)
+    return WholeSequence(kv, q_THD, kv.attention(EXACT.kernels(workspace_nbytes=0), q_THD, [0], [LENGTH]))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of the sequence that a forward computes, one of them in a decode step."""
+
+    start: int
+    length: int
+
+
+near_edges = st.sampled_from([0, 1, 63, 64, 65, 511, 512, 513, 1023, 1024, LENGTH - 1])
+pieces = st.builds(
+    lambda start, length: Piece(start, min(length, LENGTH - start)),
+    st.one_of(near_edges, st.integers(0, LENGTH - 1)),
+    st.one_of(st.just(1), st.integers(1, 90)),
+)
+
+
+@given(
+    pieces=st.lists(pieces, min_size=1, max_size=3),
+    num_programs=st.sampled_from([1, 3, 50]),
+    workspace_rows=st.sampled_from([0, 10, 10_000]),
+)
+@settings(max_examples=25)
+def test_every_cut_gives_the_same_bits(
+    whole: WholeSequence, pieces: list[Piece], num_programs: int, workspace_rows: int
+) -> None:
+    """Pieces are sequences of one batch, with the same K and V. What comes behind a piece is NaN."""
+    kv = PagedKV(EXACT, [LENGTH] * len(pieces), seed=5)
+    for b, piece in enumerate(pieces):
+        end = piece.start + piece.length
+        for pages, known in zip(kv.pages, whole.kv.pages, strict=True):
+            pages[kv.table_BP[b, :-1]] = known[whole.kv.table_BP[0, :-1]]
+            last = kv.table_BP[b, (end - 1) // EXACT.S]
+            pages[last, :, (end - 1) % EXACT.S + 1 :] = torch.nan
+            pages[kv.table_BP[b, (end - 1) // EXACT.S + 1 : -1]] = torch.nan
+    kernels = EXACT.kernels(num_programs, workspace_rows * EXACT.K * (EXACT.D + 2) * 4)
+    tokens = np.concatenate([np.arange(piece.start, piece.start + piece.length) for piece in pieces])
+    out = kv.attention(
+        kernels, whole.q_THD[tokens], [piece.start for piece in pieces], [piece.length for piece in pieces]
+    )
+    assert torch.equal(bits(out), bits(whole.out_THD[tokens]))
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)

@@ -1,0 +1,107 @@
+"""The work list of attention: each row meets each key that it sees once, and merges find what items leave."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import given
+
+from shared.kernels.triton.attention_work import (
+    BLOCK_M,
+    MERGE_ROWS,
+    SPLIT,
+    AttentionWork,
+    attention_work,
+    block_words,
+    most_words,
+)
+
+starts = st.one_of(st.sampled_from([0, SPLIT - 1, SPLIT, 2 * SPLIT]), st.integers(0, 3000))
+lengths = st.one_of(st.just(1), st.integers(1, 200))
+batches = st.lists(st.tuples(starts, lengths), min_size=1, max_size=6)
+
+
+def work_of(
+    batch: list[tuple[int, int]], group: int, num_programs: int, workspace_rows: int
+) -> AttentionWork:
+    starts_B, lengths_B = np.array(batch).T
+    return attention_work(
+        starts_B,
+        lengths_B,
+        group=group,
+        num_kv_heads=2,
+        num_programs=num_programs,
+        workspace_rows=workspace_rows,
+    )
+
+
+@given(
+    batch=batches,
+    group=st.integers(1, 16),
+    num_programs=st.sampled_from([1, 10, 1000]),
+    workspace_rows=st.sampled_from([0, 100, 5000, 10**6]),
+)
+def test_every_row_is_computed_once(
+    batch: list[tuple[int, int]], group: int, num_programs: int, workspace_rows: int
+) -> None:
+    work = work_of(batch, group, num_programs, workspace_rows)
+    first_tokens = np.cumsum([0] + [length for _, length in batch]).tolist()
+    seen: Counter[tuple[int, int, int]] = Counter()
+    """(sequence, row, split)"""
+    states: dict[int, tuple[int, int, int]] = {}
+    outputs: Counter[tuple[int, int]] = Counter()
+    """(first token of the sequence, row)"""
+    for sequence, first_token, start, first_row, num_rows, first_key, end_key, at in work.items_I8.tolist():
+        assert (first_token, start) == (first_tokens[sequence], batch[sequence][0])
+        assert first_row % BLOCK_M == 0 and 0 < num_rows <= BLOCK_M
+        assert first_key % SPLIT == 0 and first_key < end_key
+        assert end_key <= start + (first_row + num_rows - 1) // group + 1
+        for row in range(first_row, first_row + num_rows):
+            for split in range(first_key // SPLIT, -(-end_key // SPLIT)):
+                seen[sequence, row, split] += 1
+            if at < 0:
+                assert end_key > start + row // group, "a whole tile has every key of its rows"
+                outputs[first_token, row] += 1
+            else:
+                assert end_key - first_key <= SPLIT
+                place = at + row - first_row
+                assert place not in states and place < workspace_rows
+                states[place] = first_token, row, first_key // SPLIT
+    for _, first_token, _, first_row, num_rows, stride, num_splits, at in work.merges_M8.tolist():
+        assert 0 < num_rows <= MERGE_ROWS
+        for row in range(first_row, first_row + num_rows):
+            for split in range(num_splits):
+                assert states.pop(at + split * stride + row - first_row) == (first_token, row, split)
+            outputs[first_token, row] += 1
+    assert not states
+    for sequence, (start, length) in enumerate(batch):
+        for row in range(length * group):
+            assert outputs.pop((first_tokens[sequence], row)) == 1
+            for split in range((start + row // group) // SPLIT + 1):
+                assert seen[sequence, row, split] == 1
+    assert not outputs
+    total = sum(length for _, length in batch)
+    bound = most_words(total, len(batch), group=group, context_length=3200, workspace_rows=workspace_rows)
+    assert len(work.words()) <= bound
+
+
+def test_few_long_sequences_are_cut_and_many_are_not() -> None:
+    assert len(work_of([(10 * SPLIT, 1)], 4, 100, 10**6).items_I8) == 11
+    many = work_of([(10 * SPLIT, 1)] * 1000, 4, 100, 10**6)
+    assert len(many.items_I8) == 1000 and len(many.merges_M8) == 0
+
+
+def test_the_longest_items_come_first() -> None:
+    ends = work_of([(0, 300)], 8, 1, 0).items_I8[:, 6]
+    assert (np.diff(ends) <= 0).all()
+
+
+def test_block_words() -> None:
+    work = work_of([(5, 2), (9, 1)], 1, 1, 0).words()
+    table_BP = np.array([[7, 8, 9], [1, 2, 3]], dtype=np.int32)
+    words = block_words(table_BP, work)
+    table, stride, at = words[3:6]
+    assert words[table : table + 6].tolist() == [7, 8, 9, 1, 2, 3] and stride == 3
+    assert words[at:].tolist() == work.tolist() and work[:2].tolist() == [2, 0]

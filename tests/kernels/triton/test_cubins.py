@@ -1,0 +1,59 @@
+"""The gates of `make test-cubins`, with one configuration of each kernel and the Triton that is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.triton.cubins import Configuration, Cubin
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_one_configuration_of_each_kernel_passes_the_gates() -> None:
+    """In a process of its own, since kernels of this one are interpreted."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "tests.kernels.triton.cubins", "--first"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(ROOT / "build" / "triton")},
+        capture_output=True,
+        text=True,
+        timeout=20 * PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 at fault" in done.stdout
+
+
+GOOD = Cubin(
+    registers=255, stack_nbytes=0, shared_nbytes=99 << 10, spills=0, wide_loads=4, matrix_instructions=1
+)
+PRODUCT = Configuration(
+    name="product",
+    kernel=None,
+    types={},
+    constants={},
+    options=lambda arch: {},
+    has_products=True,
+    min_wide_loads=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        ({}, None),
+        ({"stack_nbytes": 8}, "spills"),
+        ({"spills": 1}, "spills"),
+        ({"shared_nbytes": (99 << 10) + 1}, "shared memory"),
+        ({"wide_loads": 3}, "loads of 16 bytes"),
+        ({"matrix_instructions": 0}, "tensor core"),
+    ],
+)
+def test_each_gate_closes(changed: dict[str, int], fault: str | None) -> None:
+    faults = Cubin(**{**vars(GOOD), **changed}).faults(PRODUCT, 120)
+    assert len(faults) == (fault is not None) and (fault is None or fault in faults[0])
