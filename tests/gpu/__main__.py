@@ -107,8 +107,8 @@ def run_step(
         note = f"not done within {limit_s:.0f} s; the rows above are what it has found"
         rows.append(Row(what=name, verdict=Verdict.FAIL, note=note, seconds=seconds))
     elif code:
-        last = log_tail(log_path).splitlines()[-1:] or ["no output"]
-        rows.append(Row(what=name, verdict=Verdict.FAIL, note=f"code {code}: {last[0]}", seconds=seconds))
+        note = f"code {code}: {last_words(log_path)}"
+        rows.append(Row(what=name, verdict=Verdict.FAIL, note=note, seconds=seconds))
     elif not rows:
         rows.append(Row(what=name, verdict=Verdict.FAIL, note="reported nothing", seconds=seconds))
     return rows
@@ -134,6 +134,12 @@ def adopt_orphans() -> None:
     """Become the parent of processes whose parent dies, so that those of a step that was killed can be ended."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def last_words(path: Path) -> str:
+    """The last line of a log that names an error, or its last line."""
+    lines = path.read_text(errors="replace").rstrip().splitlines() or ["no output"]
+    return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
 
 
 def log_tail(path: Path) -> str:

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from tests.bench.leaving import leave_on_signals
 from tests.gpu.rows import Row, Verdict
 from tests.gpu.steps import Place, Skipped
@@ -38,12 +36,19 @@ def main(name: str, out: Path, module: str, arguments: Sequence[str], *, dry: bo
             rows.flush()
 
         try:
-            if not dry and not torch.cuda.is_available():
-                raise Skipped("NO GPU HERE: torch sees none (try --dry-run)")
+            if not dry:
+                _need_a_gpu()
             place = Place(device="cpu" if dry else "cuda", out=out, scratch=Path(scratch))
             importlib.import_module(f"tests.gpu.{module}").run(place, report, *arguments)
         except Skipped as reason:
             report(Row(what=name, verdict=Verdict.SKIP, note=str(reason)))
+
+
+def _need_a_gpu() -> None:
+    import torch  # seconds, which no dry run of a step without torch should take
+
+    if not torch.cuda.is_available():
+        raise Skipped("NO GPU HERE: torch sees none (try --dry-run)")
 
 
 if __name__ == "__main__":

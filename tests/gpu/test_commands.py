@@ -24,7 +24,7 @@ def planted(how: str, out: Path) -> list[Row]:
 
 @pytest.mark.parametrize(
     ("how", "note"),
-    [("raises", "code 1: ValueError: what was planted"), ("dies", "code -6: ")],
+    [("raises", "code 1: ValueError: what was planted"), ("dies", "code -6: Fatal Python error: Aborted")],
 )
 def test_a_step_that_fails_keeps_its_rows(tmp_path: Path, how: str, note: str) -> None:
     before, failed = planted(how, tmp_path)
