@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
+
+from tests.device import device
 
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-if not torch.cuda.is_available():
+if device().type == "cpu":
     # Triton's interpreter. Triton reads this when it is imported, so before the first test module.
     os.environ["TRITON_INTERPRET"] = "1"
 

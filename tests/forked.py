@@ -1,4 +1,7 @@
-"""Nodes that are forked from a process that has imported everything, which saves seconds at each start."""
+"""Nodes that are forked from a process that has imported everything, which saves seconds at each start.
+
+On a GPU they are spawned: what is imported may look for GPUs, and CUDA does not work in a fork of a process that did.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from tests.device import device
+
 
 class Forked:
     """A process that ends with the exit code that `run` returns (a `tests.processes.Child`).
@@ -20,7 +25,7 @@ class Forked:
     """
 
     def __init__(self, log_path: Path, run: Callable[..., int], *args: object) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context("forkserver" if device().type == "cpu" else "spawn")
         context.set_forkserver_preload([__name__, "decode_node.role", "prefill_node.role", "xgrammar"])
         self._process = context.Process(target=_run_logged, args=(log_path, run, args))
         self._process.start()

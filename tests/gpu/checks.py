@@ -6,7 +6,12 @@ from tests.gpu.pytest_rows import run_tests
 from tests.gpu.steps import Place, Report
 
 CHECKS = {
-    "golden": ("tests/gpu/golden.py", "tests/unit/engine/test_vocab_mask.py"),
+    "kernels": ("tests/kernels/triton",),
+    "golden": (
+        "tests/gpu/golden.py",
+        "tests/unit/engine/test_vocab_mask.py::test_logits_of_other_tokens_are_gone",
+    ),
+    "exactness": ("tests/gpu/exactness.py",),
     "fleet": ("tests/gpu/fleet.py",),
     "matrix": ("tests/gpu/kill_matrix.py",),
 }

@@ -51,18 +51,28 @@ class Step:
 
 TEST_STEPS: dict[str, Step] = {
     "machine": Step(module="machine", asks="What is here?", limit_s=40),
+    "kernels": Step(
+        module="checks", asks="Is each kernel what its twin is?", limit_s=120, argument="kernels"
+    ),
     "golden": Step(
         module="checks",
         asks="Are tokens those of transformers and of one node?",
         limit_s=100,
         argument="golden",
     ),
+    "exactness": Step(
+        module="checks", asks="Are bits the same over every cut?", limit_s=60, argument="exactness"
+    ),
     "fleet": Step(
-        module="checks", asks="Do two processes on one GPU survive kill -9?", limit_s=100, argument="fleet"
+        module="checks",
+        asks="Do two processes on one GPU survive kill -9?",
+        limit_s=100,
+        argument="fleet",
     ),
     "matrix": Step(
         module="checks", asks="Does the kill matrix hold on a GPU?", limit_s=120, argument="matrix"
     ),
+    "sanitizer": Step(module="sanitizer", asks="Does compute-sanitizer find anything?", limit_s=90),
 }
 BENCH_STEPS: dict[str, Step] = {
     "machine": Step(module="machine", asks="What is here?", limit_s=40),

@@ -76,7 +76,7 @@ def test_rows_survive_their_file() -> None:
     assert Row.from_json(row.as_json()) == row
 
 
-@pytest.mark.parametrize("words", [("bench", "machine", "limits", "questions")], ids=" ".join)
+@pytest.mark.parametrize("words", [("bench", "limits", "questions")], ids=" ".join)
 def test_a_dry_run(tmp_path: Path, words: tuple[str, ...]) -> None:
     """The quickest steps; `make test-gpu ARGS=--dry-run` and `make bench-gpu ARGS=--dry-run` run all."""
     command = [sys.executable, "-m", "tests.gpu", *words, "--dry-run", "--out", str(tmp_path)]

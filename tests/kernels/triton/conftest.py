@@ -1,5 +1,8 @@
-"""Tests of Triton's kernels. Without a GPU they run in Triton's interpreter (tests/conftest.py), where products and
-argmax of bfloat16 are silently wrong: tests there use float32 and float16, and kernels work in any type."""
+"""Tests of Triton's kernels, in Triton's interpreter (tests/conftest.py), or on a GPU by `make test-gpu`.
+
+The interpreter's products and argmax of bfloat16 are silently wrong: tests there use float32 and float16, and kernels
+work in any type. On a GPU they use bfloat16 as well.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.device import device
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device() -> Iterator[None]:
+    """Tensors that a test makes are on the device. A generator is told to be: `torch.Generator(device())`."""
+    with device():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)
