@@ -134,8 +134,10 @@ class ModelRunner:
     def sample(self, forwarded: Forwarded, vocab_mask: VocabMask[np.ndarray] | None = None) -> SampledTensors:
         """Draw the next token of each sampling sequence, on the device; the next forward reads them."""
         with self._span("sample"):
-            inputs = upload_sampling(replace(forwarded.sampling, vocab_mask=vocab_mask), self._uploads)
-            return self._sample(forwarded, inputs)
+            asked_for = forwarded.sampling
+            if vocab_mask is not None:
+                asked_for = replace(asked_for, vocab_mask=vocab_mask)
+            return self._sample(forwarded, upload_sampling(asked_for, self._uploads))
 
     def close(self) -> None:
         """Let go of the backend's threads and memory. Nothing runs."""
