@@ -27,7 +27,7 @@ from shared.protocol.messages import Role
 
 _HTTP_FLAGS = (
     *("host", "port", "router_workers", "prometheus_port"),
-    *("log_requests", "served_model_name", "chat_template"),
+    *("log_requests", "served_model_name", "chat_template", "skip_tokenizer_init"),
 )
 
 

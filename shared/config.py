@@ -41,6 +41,12 @@ class ModelOptions:
         metavar="DIR_OR_HUB_ID",
         names=("--model", "--model-path"),
     )
+    load_format: str = flag(
+        "auto",
+        "auto: the safetensors files of the model; dummy: random weights from --random-seed, for which a config.json "
+        "is enough (without a tokenizer the router needs --skip-tokenizer-init)",
+        choices=("auto", "dummy"),
+    )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = flag(
         "auto",
@@ -82,8 +88,17 @@ class CacheOptions:
     max_total_tokens: int | None = flag(
         None, "size of the KV pool; None: from free memory", whole(1), "TOKENS"
     )
-    mem_fraction_static: float = flag(
-        0.8, "share of the device's memory for weights and KV", fraction(0.01, 0.99)
+    mem_fraction_static: float | None = flag(
+        None,
+        "share of a GPU's memory that this node may take in all: weights, activations, CUDA graphs and KV (vLLM's "
+        "--gpu-memory-utilization); None: 0.9, divided equally among the nodes that start on the GPU together; on a "
+        "CPU the share of free memory for KV, at most 2 GiB; None: 0.8",
+        fraction(0.01, 0.99),
+    )
+    gpu_memory_timeout_s: float = flag(
+        60.0,
+        "how long a node that starts waits for GPU memory that another process still holds",
+        fraction(0.0, 3600),
     )
     disable_radix_cache: bool = flag(False, "do not keep prefixes for later requests")
     host_kv_tokens: int | None = flag(
@@ -114,7 +129,9 @@ class ScheduleOptions:
         "decode nodes: a prompt that is prefilled there shares its forwards with decode steps of all running "
         "requests, so that it does not stall them",
     )
-    random_seed: int = flag(0, "seed of --schedule-policy random", whole(0, (1 << 63) - 1), "SEED")
+    random_seed: int = flag(
+        0, "seed of --schedule-policy random and of --load-format dummy", whole(0, (1 << 63) - 1), "SEED"
+    )
     in_batch_prefix_caching_deprioritize_threshold: int = flag(
         32,
         "a request waits while another one computes a prefix that they share, of at least this length",

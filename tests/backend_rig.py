@@ -19,6 +19,7 @@ from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import SamplingInputs
 from shared.kernels.cpu.library import Team, load_library
 from shared.kvcache.pools import TokenToKVPool
+from shared.model.checkpoint import Checkpoint
 from shared.model.config import ModelConfig, load_model_config
 from shared.model.packed_weights import load_packed_weights
 
@@ -68,7 +69,7 @@ def rig(folder: Path, kernels: str, dtype: torch.dtype = torch.bfloat16) -> Iter
     config = load_model_config(folder)
     model = load_model(
         kernels,
-        folder,
+        Checkpoint(folder),
         config,
         dtype=dtype,
         device=CPU,
@@ -86,7 +87,7 @@ def native_model(folder: Path, config: ModelConfig, num_threads: int, flags: Seq
     """A model for the native kernels built with more compiler `flags`."""
     team = Team(load_library(*flags), [-1] * num_threads)
     return NativeModel(
-        config, load_packed_weights(folder, config, team, on_progress=lambda fraction: None), team
+        config, load_packed_weights(Checkpoint(folder), config, team, on_progress=lambda fraction: None), team
     )
 
 

@@ -43,6 +43,9 @@ class HttpOptions:
         None, "what clients call the model; None: as --model", metavar="NAME"
     )
     chat_template: Path | None = flag(None, "jinja template; None: the model's own", Path, "FILE")
+    skip_tokenizer_init: bool = flag(
+        False, "load no tokenizer: prompts are token ids, and answers have token ids and no text"
+    )
     allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: Path | None = flag(

@@ -154,6 +154,9 @@ class GenerationGroup:
         self._claim.hand_over()
         try:
             options = [prompt.options for prompt in self.prompts]
+            for prompt in options:
+                if prompt.stop or prompt.stop_regex:
+                    self._tokenizer.require_text("a stop string", "stop_token_ids")
             for at, conditions in enumerate(await stop_conditions(options, self._tokenizer.workers)):
                 self._add(at, conditions)
             num_tokens = 0

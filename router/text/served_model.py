@@ -25,7 +25,13 @@ class ServedModel:
 
     @classmethod
     def load(
-        cls, model: str, path: Path, *, served_name: str | None, chat_template: Path | None
+        cls,
+        model: str,
+        path: Path,
+        *,
+        served_name: str | None,
+        chat_template: Path | None,
+        skip_tokenizer_init: bool = False,
     ) -> ServedModel:
         """Read a model folder's config, tokenizer and template. Raises ConfigError."""
         config = load_model_config(path)
@@ -33,7 +39,7 @@ class ServedModel:
             name=served_name or model,
             model=model,
             path=path,
-            tokenizer=Tokenizer.load(path),
+            tokenizer=Tokenizer(None) if skip_tokenizer_init else Tokenizer.load(path),
             chat_template=load_chat_template(path, chat_template),
             vocab_size=config.vocab_size,
             context_length=config.context_length,

@@ -10,7 +10,7 @@ import tokenizers
 from router.text.detokenizer import Detokenizer, make_detokenizer
 from router.text.text_workers import TextWorkers
 from router.text.vocabulary import Vocabulary
-from shared.errors import ModelError
+from shared.errors import ModelError, RequestError
 
 _CHARS_A_TOKEN = 4
 """Decoding a token takes about as long as encoding this many characters."""
@@ -19,7 +19,10 @@ _CHARS_A_TOKEN = 4
 class Tokenizer:
     """A model's tokenizer. Long texts are encoded, and long lists of ids decoded, by `workers`."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, workers: TextWorkers | None = None) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer | None, workers: TextWorkers | None = None) -> None:
+        """None is for a router with --skip-tokenizer-init: no token has a text, and a text is refused."""
+        self._has_text = tokenizer is not None
+        tokenizer = tokenizer or tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -33,7 +36,10 @@ class Tokenizer:
         """Read a model folder's tokenizer.json. Raises ModelError."""
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ModelError(f"{path}: missing; a model folder needs a tokenizer in this format")
+            raise ModelError(
+                f"{path}: missing; a model folder needs a tokenizer in this format (--skip-tokenizer-init serves "
+                "prompts of token ids without it)"
+            )
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as e:  # the library raises a bare Exception for whatever it cannot parse
@@ -44,7 +50,11 @@ class Tokenizer:
         self.workers.close()
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """The ids of each text. With `add_special_tokens` the tokenizer's own post-processor adds them."""
+        """The ids of each text. With `add_special_tokens` the tokenizer's own post-processor adds them.
+
+        Raises RequestError where there is no tokenizer.
+        """
+        self.require_text("a text", "token ids")
         return await self.workers.run_each(texts, len, lambda text: self._encode(text, add_special_tokens))
 
     async def decode(self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
@@ -52,6 +62,11 @@ class Tokenizer:
         return await self.workers.run_each(
             rows, lambda row: len(row) * _CHARS_A_TOKEN, lambda row: self._decode(row, skip_special_tokens)
         )
+
+    def require_text(self, what: str, instead: str) -> None:
+        """Raise RequestError for `what` of a request where there is no tokenizer."""
+        if not self._has_text:
+            raise RequestError(f"{what} needs a tokenizer (--skip-tokenizer-init): give {instead}")
 
     def special_text(self, token_id: int) -> str:
         """The text of a special token by itself; empty for other tokens."""

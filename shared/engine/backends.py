@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -16,6 +15,7 @@ from shared.engine.input_block import ForwardLimits
 from shared.engine.model_runner import ModelBackend
 from shared.engine.native_backend import NativeBackend
 from shared.engine.progress import Progress
+from shared.engine.start.share import OnProgress
 from shared.engine.torch_backend import TorchBackend
 from shared.errors import ConfigError
 from shared.kernels.cpu.build import NativeUnavailable
@@ -24,18 +24,20 @@ from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import ModelConfig
 from shared.model.decoder import Decoder
 from shared.model.packed_weights import PackedWeights, load_packed_weights, native_obstacle
+from shared.model.weights import WeightSource
 
 ATTENTION_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchAttention}
 """Those of the decoder in Python. `native` is none of them: its decoder computes attention itself (ADR 14)."""
-OnProgress = Callable[[str, float], None]
-"""(what is being done, fraction done)"""
 
 
 class LoadedModel(Protocol):
     """Weights in memory; how much is left for the KV pool is known once they are."""
 
     def bind(self, pool: TokenToKVPool, progress: Progress, limits: ForwardLimits) -> ModelBackend:
-        """The backend that computes forwards up to `limits` over `pool`."""
+        """The backend that computes forwards up to `limits` over `pool`.
+
+        A GPU node makes two: the first is measured, then closed.
+        """
         ...
 
 
@@ -80,7 +82,7 @@ class NativeModel:
 
 def load_model(
     attention_backend: str,
-    folder: Path,
+    source: WeightSource,
     config: ModelConfig,
     *,
     dtype: torch.dtype,
@@ -92,7 +94,7 @@ def load_model(
     """Load a model for `attention_backend`, or for the fastest that can be had where that is `auto`.
 
     `cores` are those of the native backend's threads, of which the first is the forward stream's own; below 0: any.
-    Raises ConfigError when `native` is asked for and cannot be had, and ModelError for what is wrong in the folder.
+    Raises ConfigError when `native` is asked for and cannot be had, and ModelError for what is wrong with `source`.
     """
     team = _native_team(attention_backend, config, dtype, device, cores, on_progress)
 
@@ -101,11 +103,11 @@ def load_model(
 
     loading(0.0)
     if team is None:
-        decoder = Decoder.load(folder, config, dtype=dtype, device=device, on_progress=loading)
+        decoder = Decoder.load(source, config, dtype=dtype, device=device, on_progress=loading)
         name = "torch" if attention_backend == "auto" else attention_backend
         return TorchModel(decoder, name, cuda_graph_max_bs)
     try:
-        return NativeModel(config, load_packed_weights(folder, config, team, on_progress=loading), team)
+        return NativeModel(config, load_packed_weights(source, config, team, on_progress=loading), team)
     except BaseException:
         team.close()
         raise

@@ -1,11 +1,11 @@
-"""From options to a loaded engine: model, KV pool, ledger, forward stream."""
+"""From options to a loaded engine: model, KV pool, ledger, forward stream. `start` has what a GPU adds."""
 
 from __future__ import annotations
 
 import errno
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,9 +14,9 @@ import torch
 from shared import log
 from shared.config import CacheOptions, NodeConfig
 from shared.cpu_cores import CpuCores, own_cores
-from shared.engine.backends import OnProgress, load_model
+from shared.device_threads import DeviceThreads
+from shared.engine.backends import load_model
 from shared.engine.forward_stream import ForwardStream, make_forward_stream
-from shared.engine.input_block import ForwardLimits
 from shared.engine.model_runner import ModelRunner
 from shared.engine.profiler import Profiler
 from shared.engine.progress import Progress
@@ -27,9 +27,11 @@ from shared.engine.resolve import (
     resolve_device,
     resolve_dtype,
     resolve_num_host_pages,
-    resolve_num_pages,
-    whole_memory,
 )
+from shared.engine.start.device_memory import synchronize
+from shared.engine.start.gpu_share import device_share
+from shared.engine.start.shape import EngineShape
+from shared.engine.start.share import BoundModel, DeviceShare, OnProgress, host_memory
 from shared.errors import ConfigError, RequestError
 from shared.grammar.backend import GrammarBackend
 from shared.grammar.compile_pool import CompilePool
@@ -42,10 +44,14 @@ from shared.kvcache.ledger import KVLedger
 from shared.kvcache.page_mover import NumpyPageMover, PageMover
 from shared.kvcache.pools import ReqToTokenPool, TokenToKVPool
 from shared.kvcache.radix_cache import RadixCache
+from shared.model.checkpoint import Checkpoint
 from shared.model.config import ModelConfig, load_model_config
+from shared.model.dummy_weights import DummyWeights
 from shared.model.files import resolve_model
 from shared.protocol.messages import KVLayout, NodeLimits
 from shared.timeline import Clock
+
+ShareOf = Callable[[EngineShape, OnProgress], DeviceShare]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,8 @@ class Engine:
     eos_token_ids: frozenset[int]
     profiler: Profiler
     cpu_cores: CpuCores
+    share: DeviceShare | None = None
+    """Of the device's memory; None for an engine that a test has put together."""
     grammars: CompilePool = field(default_factory=lambda: CompilePool(no_grammars))
     clock: Clock = time.monotonic
     """Of deadlines and measurements. No decision reads it."""
@@ -75,106 +83,146 @@ class Engine:
         self.stream.close()
         self.grammars.close()
         self.profiler.close()
+        if self.share is not None:
+            self.share.close()
 
 
-def build_engine(config: NodeConfig, on_progress: OnProgress) -> Engine:
-    """Load the model and size the pools. Raises ConfigError (ModelError for the model's folder)."""
-    folder = resolve_model(config.model.model)
-    model_config = load_model_config(folder)
-    device = resolve_device(config.model.device)
-    dtype = resolve_dtype(config.model, model_config, device)
-    context_length = resolve_context_length(config.model, model_config)
+def build_engine(
+    config: NodeConfig, on_progress: OnProgress, *, decodes: bool = True, share_of: ShareOf = device_share
+) -> Engine:
+    """Load the model, measure, size the KV pool, bind, warm up, test (ADR 32). The calling thread will schedule.
+
+    `decodes` is False for a node that never runs a decode step. Raises ConfigError (ModelError for the folder).
+    """
+    folder = resolve_model(config.model.model, with_weights=False)
+    shape = _shape(config, load_model_config(folder), decodes)
+    device = shape.device
+    DeviceThreads.of(device).enter()
     cpu_cores = config.model.cpu_cores or own_cores()
     torch.set_num_threads(cpu_cores.num_threads)
-    with _memory_of(device, "the model"):
-        model = load_model(
-            config.model.attention_backend,
-            folder,
-            model_config,
-            dtype=dtype,
-            device=device,
-            cores=cpu_cores.team,
-            on_progress=on_progress,
-            cuda_graph_max_bs=None if config.model.disable_cuda_graph else config.model.cuda_graph_max_bs,
-        )
-    on_progress("allocating KV pages", 1.0)
-    max_rows = config.schedule.max_running_requests
-    num_pages = resolve_num_pages(config.cache, model_config, dtype, device, max_rows * context_length)
-    with _memory_of(device, "the KV pool"):
-        pool = TokenToKVPool(
-            num_pages=num_pages + 1,
-            page_size=config.cache.page_size,
-            num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            dtype=dtype,
-            device=device,
-            mover=_page_mover(config.model.attention_backend),
-        )
+    progress, profiler = Progress(), Profiler(config.profile_dir, config.net.node_id or "node")
+    seed = config.schedule.random_seed if config.model.load_format == "dummy" else None
+    with ExitStack() as undo:
+        share = share_of(shape, on_progress)
+        undo.callback(share.close)
+        if seed is None:  # weights are downloaded when it is known that they fit
+            folder = resolve_model(config.model.model)
+        with share.alone():
+            share.await_room()
+            with _memory_of(device, "the model"):
+                model = load_model(
+                    config.model.attention_backend,
+                    Checkpoint(folder) if seed is None else DummyWeights(seed, device),
+                    shape.model,
+                    dtype=shape.dtype,
+                    device=device,
+                    cores=cpu_cores.team,
+                    on_progress=on_progress,
+                    cuda_graph_max_bs=None
+                    if config.model.disable_cuda_graph
+                    else config.model.cuda_graph_max_bs,
+                )
+
+            def bind(num_pages: int, num_host_pages: int = 0) -> BoundModel:
+                with _memory_of(device, "the KV pool"):
+                    pool = _new_pool(shape, num_pages, _page_mover(config.model.attention_backend))
+                host_pool = new_host_pool(pool, num_host_pages)
+                backend = model.bind(pool, progress, shape.forward_limits)
+                cores = cpu_cores.pinned
+                if backend.has_threads:
+                    cores = cores[:1]
+                    torch.set_num_threads(
+                        1
+                    )  # what is left to torch between two native calls is not worth more
+                runner = ModelRunner(backend, shape.num_rows, device, profiler.span)
+                synchronize(device)  # the forward stream does not wait for the stream that made all this
+                return BoundModel(pool, backend, runner, make_forward_stream(runner, host_pool, cores))
+
+            share.measure(bind)
+            on_progress("allocating KV pages", 1.0)
+            num_pages = share.num_pages()
+            num_host_pages = resolve_num_host_pages(config, num_pages, shape.page_nbytes, device)
+            bound = bind(num_pages, num_host_pages)
+            share.warm_up(bound)
+        undo.pop_all()
+    backend, pool = bound.backend, bound.pool
     limits = NodeLimits(
-        context_length=context_length,
+        context_length=shape.context_length,
         max_total_num_tokens=num_pages * config.cache.page_size,
-        max_running_requests=max_rows,
+        max_running_requests=shape.num_rows,
     )
-    progress = Progress()
-    page_nbytes = pool.gather_nbytes(1, pool.num_layers)
-    num_host_pages = resolve_num_host_pages(config, num_pages, page_nbytes, device)
-    host_pool = new_host_pool(pool, num_host_pages)
-    ledger = make_ledger(
-        num_pages + 1, config.cache, max_rows, context_length, HostPages(num_host_pages, page_nbytes)
-    )
-    profiler = Profiler(config.profile_dir, config.net.node_id or "node")
-    forward_limits = ForwardLimits(
-        num_rows=max_rows,
-        context_length=context_length,
-        max_tokens=config.schedule.max_prefill_tokens + max_rows,
-    )
-    backend = model.bind(pool, progress, forward_limits)
-    stream_cores = cpu_cores.pinned
-    if backend.has_threads:
-        stream_cores = stream_cores[:1]
-        torch.set_num_threads(1)  # what is left to torch between two native calls is not worth more
-    runner = ModelRunner(backend, max_rows, device, profiler.span)
-    runner.capture_graphs()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the forward stream does not wait for the stream that made all this
     ignored = invalid_cxx() if backend.name == "native" else None
     log.event(
         "engine_ready",
         model=config.model.model,
         device=device,
-        dtype=dtype_name(dtype),
+        dtype=dtype_name(shape.dtype),
         attention_backend=f"{backend.name} ({ignored})" if ignored else backend.name,
         numerics=backend.numerics,
         page_mover=pool.mover.name,
-        context_length=context_length,
+        context_length=shape.context_length,
         max_total_num_tokens=limits.max_total_num_tokens,
         page_size=config.cache.page_size,
-        kv_mib=round(pool.buffer_LSNHPD.nbytes / 2**20),
-        host_kv_mib=round(num_host_pages * page_nbytes / 2**20),
+        host_kv_mib=round(num_host_pages * shape.page_nbytes / 2**20),
         cpu_cores=cpu_cores,
+        **{"kv_mib": round(pool.buffer_LSNHPD.nbytes / 2**20), **share.memory_mib},
     )
     return Engine(
-        model_config=model_config,
+        model_config=shape.model,
         pool=pool,
-        ledger=ledger,
-        stream=make_forward_stream(runner, host_pool, stream_cores),
+        ledger=make_ledger(
+            num_pages + 1,
+            config.cache,
+            shape.num_rows,
+            shape.context_length,
+            HostPages(num_host_pages, shape.page_nbytes),
+        ),
+        stream=bound.stream,
         layout=KVLayout(
-            fingerprint=fingerprint(folder),
-            dtype=dtype_name(dtype),
+            fingerprint=fingerprint(folder, seed),
+            dtype=dtype_name(shape.dtype),
             page_size=config.cache.page_size,
-            num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            numerics=f"{backend.numerics}/{dtype_name(dtype)}",
+            num_layers=shape.model.num_layers,
+            num_kv_heads=shape.model.num_kv_heads,
+            head_dim=shape.model.head_dim,
+            numerics=f"{backend.numerics}/{dtype_name(shape.dtype)}",
         ),
         limits=limits,
         progress=progress,
         attention_backend=backend.name,
         profiler=profiler,
         cpu_cores=cpu_cores,
-        grammars=CompilePool(make_grammar_backend(config.schedule.grammar_backend, folder, model_config)),
-        eos_token_ids=frozenset(model_config.eos_token_ids),
+        share=share,
+        grammars=CompilePool(make_grammar_backend(config.schedule.grammar_backend, folder, shape.model)),
+        eos_token_ids=frozenset(shape.model.eos_token_ids),
+    )
+
+
+def _shape(config: NodeConfig, model: ModelConfig, decodes: bool) -> EngineShape:
+    device = resolve_device(config.model.device)
+    return EngineShape(
+        name=config.model.model,
+        model=model,
+        dtype=resolve_dtype(config.model, model, device),
+        device=device,
+        cache=config.cache,
+        schedule=config.schedule,
+        context_length=resolve_context_length(config.model, model),
+        decodes=decodes,
+    )
+
+
+def _new_pool(shape: EngineShape, num_pages: int, mover: PageMover) -> TokenToKVPool:
+    """A pool of `num_pages` pages and the scratch page."""
+    return TokenToKVPool(
+        num_pages=num_pages + 1,
+        page_size=shape.cache.page_size,
+        num_layers=shape.model.num_layers,
+        num_kv_heads=shape.model.num_kv_heads,
+        head_dim=shape.model.head_dim,
+        dtype=shape.dtype,
+        device=shape.device,
+        mover=mover,
     )
 
 
@@ -196,6 +244,8 @@ def make_grammar_backend(name: str, folder: Path, model: ModelConfig) -> Callabl
     """What makes the backend `name` for the model in `folder`, when the first grammar comes."""
 
     def load_xgrammar() -> GrammarBackend:
+        if not (folder / "tokenizer.json").is_file():
+            raise RequestError("this node follows no grammars: its model folder has no tokenizer.json")
         from shared.grammar.xgrammar_backend import XGrammarBackend  # a second, and only grammars need it
 
         return XGrammarBackend.load(folder, model.vocab_size, model.eos_token_ids)
@@ -220,7 +270,7 @@ def _memory_of(device: torch.device, what: str) -> Iterator[None]:
 def new_host_pool(pool: TokenToKVPool, num_host_pages: int) -> HostKVPool | None:
     """Host memory for retracted requests. Raises ConfigError when there is not so much of it."""
     nbytes = num_host_pages * pool.gather_nbytes(1, pool.num_layers)
-    have = whole_memory(torch.device("cpu"))
+    have = host_memory()
     try:
         if nbytes > have:
             raise MemoryError

@@ -66,6 +66,8 @@ class ModelBackend(Protocol):
     name: str
     numerics: str
     """The same for two backends whose KV and logits have the same bits, given one type (`KVLayout.numerics`)."""
+    is_exact: bool
+    """True if the K, V and logits of a token have the same bits whatever forward computed them (ADR 27)."""
     has_threads: bool
     """True for threads of its own, of which the forward stream's is the first; torch starts its own by itself."""
     vocab_size: int

@@ -27,6 +27,7 @@ class NativeBackend:
     """A ModelBackend whose forward, attention included, is C++ (ADR 14)."""
 
     name = "native"
+    is_exact = True
     has_threads = True
 
     def __init__(

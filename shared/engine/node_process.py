@@ -179,7 +179,8 @@ def _load(config: NodeConfig, presence: _Presence) -> _Loaded:
     try:
         # Options are checked first, since a model takes minutes to load.
         transports = make_transports(config.transfer, resolve_device(config.model.device))
-        engine = build_engine(config, presence.announcer.loading)
+        decodes = presence.role is Role.DECODE or not config.net.fixed_role
+        engine = build_engine(config, presence.announcer.loading, decodes=decodes)
     except ConfigError as error:
         presence.announcer.say(LoadFailed(presence.node.node_id, presence.role, str(error)))
         raise

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 import xxhash
 
-from shared.config import CacheOptions, ModelOptions, NodeConfig
+from shared.config import ModelOptions, NodeConfig
 from shared.errors import ConfigError
 from shared.model.config import ModelConfig
 
 HOST_KV_CAP_BYTES = 4 << 30
 """Largest host pool for retracted requests that is chosen by itself."""
-CPU_KV_CAP_BYTES = 2 << 30
-"""Largest KV pool that is chosen by itself on a CPU, where other processes share the memory."""
 FINGERPRINT_BLOCKS = 256
 FINGERPRINT_BLOCK_NBYTES = 1 << 12
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is a GPU if torch sees one. Raises ConfigError."""
+    """`auto` is a GPU if torch sees one. A GPU always has its index. Raises ConfigError."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -32,6 +29,10 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"--device {name}: only cpu and cuda are supported")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device {name}: torch sees no GPU here")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= (num_gpus := torch.cuda.device_count()):
+            raise ConfigError(f"--device {name}: torch sees {num_gpus} GPUs here, and counts them from 0")
     return device
 
 
@@ -60,52 +61,6 @@ def resolve_context_length(options: ModelOptions, model: ModelConfig) -> int:
     return options.context_length
 
 
-def resolve_num_pages(
-    options: CacheOptions, model: ModelConfig, dtype: torch.dtype, device: torch.device, useful_tokens: int
-) -> int:
-    """Pages of the KV pool: from --max-total-tokens, or from the memory that is free once the weights are loaded.
-
-    Raises ConfigError for less than two pages, and for more than the device's memory.
-    """
-    page_nbytes = (
-        2 * model.num_layers * model.num_kv_heads * model.head_dim * options.page_size * dtype.itemsize
-    )
-    if options.max_total_tokens is not None:
-        num_pages = options.max_total_tokens // options.page_size
-        if num_pages < 2:
-            raise ConfigError(
-                f"--max-total-tokens {options.max_total_tokens}: at least two pages of {options.page_size} "
-                "tokens are needed (--page-size)"
-            )
-        if num_pages * page_nbytes > (have := whole_memory(device)):
-            raise ConfigError(
-                f"--max-total-tokens {options.max_total_tokens}: {num_pages * page_nbytes} bytes of KV do not fit "
-                f"into the memory of {device}, which has {have}; choose fewer"
-            )
-        return num_pages
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        own = torch.cuda.memory_allocated(device)  # the weights; other nodes may share the GPU
-        budget = min(int(total * options.mem_fraction_static) - own, free)
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        budget = min(int(free * options.mem_fraction_static), CPU_KV_CAP_BYTES)
-    num_pages = min(budget // page_nbytes, -(-useful_tokens // options.page_size))
-    if num_pages < 2:
-        raise ConfigError(
-            f"--mem-fraction-static {options.mem_fraction_static} leaves {budget} bytes for KV on {device}, and a "
-            f"page takes {page_nbytes}; raise it, or choose a smaller --page-size"
-        )
-    return num_pages
-
-
-def whole_memory(device: torch.device) -> int:
-    """Bytes of memory that `device` has, used or not."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def resolve_num_host_pages(config: NodeConfig, num_pages: int, page_nbytes: int, device: torch.device) -> int:
     """Pages of the host pool: from --host-kv-tokens, or as many as the KV pool has, within a cap.
 
@@ -130,13 +85,18 @@ def resolve_num_host_pages(config: NodeConfig, num_pages: int, page_nbytes: int,
     return tokens // config.cache.page_size
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, dummy_seed: int | None = None) -> str:
     """A digest that tells checkpoints apart without reading them whole.
+
+    With a `dummy_seed` the weights follow from the config and the seed, so the digest covers these.
 
     It covers the config, and of each file its size, the header with the names and shapes of tensors, and blocks that
     are spread evenly from the first byte to the last. So it sees every tensor that is larger than 1/255 of its file.
     """
     digest = xxhash.xxh3_64((folder / "config.json").read_bytes())
+    if dummy_seed is not None:
+        digest.update(f"dummy:{dummy_seed}".encode())
+        return digest.hexdigest()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())

@@ -32,6 +32,7 @@ MakeOps = Callable[[ForwardBatch, AttentionPlan, Sequence[tuple[torch.Tensor, to
 class TorchBackend:
     """A ModelBackend made of the decoder, operations for it and an attention backend."""
 
+    is_exact = False
     has_threads = False
 
     def __init__(

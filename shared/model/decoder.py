@@ -10,14 +10,13 @@ heads, N query, key and value heads side by side, Q their elements, G gate and u
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from shared.model.config import ModelConfig
 from shared.model.layers import rotary_frequencies
 from shared.model.ops import Ops, Rotary
-from shared.model.weights import DecoderWeights, LayerWeights, load_weights
+from shared.model.weights import DecoderWeights, LayerWeights, WeightSource, load_weights
 
 
 class Decoder:
@@ -34,15 +33,15 @@ class Decoder:
     @classmethod
     def load(
         cls,
-        folder: Path,
+        source: WeightSource,
         config: ModelConfig,
         *,
         dtype: torch.dtype,
         device: torch.device,
         on_progress: Callable[[float], None] | None = None,
     ) -> Decoder:
-        """Load the weights of a folder. `WeightReader` describes `on_progress` and the ModelErrors."""
-        return cls(config, load_weights(folder, config, dtype=dtype, device=device, on_progress=on_progress))
+        """Load the weights of `source`. `WeightReader` describes `on_progress` and the ModelErrors."""
+        return cls(config, load_weights(source, config, dtype=dtype, device=device, on_progress=on_progress))
 
     def forward(
         self,

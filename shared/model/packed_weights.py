@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,7 @@ from shared.kernels.cpu.library import Team
 from shared.kernels.cpu.linear import PanelArena, pack_gate_up, pack_rows
 from shared.model.config import ModelConfig
 from shared.model.layers import rotary_frequencies
-from shared.model.weights import LayerWeights, WeightReader
+from shared.model.weights import LayerWeights, WeightReader, WeightSource
 
 
 def native_obstacle(config: ModelConfig) -> str | None:
@@ -43,16 +42,16 @@ class PackedWeights:
 
 
 def load_packed_weights(
-    folder: Path,
+    source: WeightSource,
     config: ModelConfig,
     team: Team,
     *,
     on_progress: Callable[[float], None] | None = None,
 ) -> PackedWeights:
-    """Read and pack the weights of a folder. `WeightReader` describes `on_progress` and the ModelErrors."""
+    """Read and pack the weights of `source`. `WeightReader` describes `on_progress` and the ModelErrors."""
     packer = _Packer(team)
     cpu = torch.device("cpu")
-    with WeightReader(folder, config, dtype=torch.bfloat16, device=cpu, on_progress=on_progress) as reader:
+    with WeightReader(source, config, dtype=torch.bfloat16, device=cpu, on_progress=on_progress) as reader:
         embed_VD = reader.embed()
         layers = (LayerDesc * config.num_layers)(*(packer.layer(layer) for layer in reader.layers()))
         norm = packer.floats(reader.norm())

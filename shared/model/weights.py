@@ -1,4 +1,4 @@
-"""Reads a decoder's weights from mapped safetensors files into fused buffers.
+"""Reads a decoder's weights from a checkpoint, or another source, into fused buffers.
 
 The q, k and v projections of the checkpoint become row ranges of one buffer, and so do gate and up. `WeightReader`
 yields one layer at a time, so that a caller that packs the weights holds one layer beside the packed ones.
@@ -11,15 +11,14 @@ A = num_heads * head_dim, Q = (num_heads + 2 * num_kv_heads) * head_dim, F inter
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import torch
 
 from shared.host_memory import new_mapping
-from shared.model.checkpoint import Checkpoint
 from shared.model.config import ModelConfig
 
 _EMBED, _NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -28,6 +27,34 @@ Rows = dict[str, int]
 """Names of tensors in the checkpoint, with the number of rows of each."""
 Stack = Callable[..., torch.Tensor]
 """stack(rows, *width) returns one buffer with several tensors one after the other along the first axis."""
+
+
+class WeightSource(Protocol):
+    """Where tensors come from: a `Checkpoint`, or `DummyWeights`."""
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ModelError unless all these tensors can be had, each in its shape. Called once, before the others."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor."""
+        ...
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """A tensor of that type."""
+        ...
+
+    def copy_tensor(self, name: str, out: torch.Tensor, on_copied: Callable[[int], None]) -> None:
+        """Copy a tensor into `out`, converted to its type. `on_copied` gets the number of elements of each piece."""
+        ...
+
+    def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (index of its first row, rows) for pieces of a tensor. A piece is good until the next is taken."""
+        ...
+
+    def close(self) -> None:
+        """Close files. Tensors from `mapped` stay valid."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +85,18 @@ class DecoderWeights:
 
 
 def load_weights(
-    folder: Path,
+    source: WeightSource,
     config: ModelConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
     on_progress: Callable[[float], None] | None = None,
 ) -> DecoderWeights:
-    """Load the weights of a folder onto `device` as `dtype`.
+    """Load the weights of `source` onto `device` as `dtype`, and close it.
 
     `WeightReader` describes `on_progress` and the ModelErrors.
     """
-    with WeightReader(folder, config, dtype=dtype, device=device, on_progress=on_progress) as reader:
+    with WeightReader(source, config, dtype=dtype, device=device, on_progress=on_progress) as reader:
         embed_VD = reader.embed()
         return DecoderWeights(
             embed_VD=embed_VD,
@@ -93,7 +120,7 @@ class WeightReader:
 
     def __init__(
         self,
-        folder: Path,
+        source: WeightSource,
         config: ModelConfig,
         *,
         dtype: torch.dtype,
@@ -104,9 +131,9 @@ class WeightReader:
         self._dtype = dtype
         self._device = device
         self._on_progress = on_progress or (lambda fraction: None)
-        self._checkpoint = Checkpoint(folder)
-        shapes = _shapes(config)
-        self._checkpoint.check(shapes)
+        self._source = source
+        shapes = tensor_shapes(config)
+        source.check(shapes)
         self._num_elements = sum(map(math.prod, shapes.values()))
         self._num_read = 0
 
@@ -117,14 +144,14 @@ class WeightReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files, and drop what is resident of them."""
-        self._checkpoint.close()
+        """Close the source, which drops what is resident of its files."""
+        self._source.close()
 
     def embed(self) -> torch.Tensor:
         """Read the embedding table [V, D]. With tied embeddings it is the lm_head too."""
-        if self._device.type != "cpu" or self._checkpoint.dtype(_EMBED) != self._dtype:
+        if self._device.type != "cpu" or self._source.dtype(_EMBED) != self._dtype:
             return self._stack({_EMBED: self._config.vocab_size}, self._config.hidden_size)
-        embed_VD = self._checkpoint.mapped(_EMBED)
+        embed_VD = self._source.mapped(_EMBED)
         self._count(embed_VD.numel())
         return embed_VD
 
@@ -147,7 +174,7 @@ class WeightReader:
         A caller that packs the lm_head needs no whole copy of it beside the packed one. It may be the largest tensor.
         """
         tied = self._config.tie_word_embeddings
-        for first_row, piece in self._checkpoint.pieces(_EMBED if tied else _LM_HEAD):
+        for first_row, piece in self._source.pieces(_EMBED if tied else _LM_HEAD):
             yield first_row, piece.to(device=self._device, dtype=self._dtype)
             if not tied:  # a tied lm_head was counted by `embed`
                 self._count(piece.numel())
@@ -160,7 +187,7 @@ class WeightReader:
         else:
             buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
         for part, name in zip(torch.split(buffer, list(rows.values())), rows, strict=True):
-            self._checkpoint.copy_tensor(name, part, self._count)
+            self._source.copy_tensor(name, part, self._count)
         return buffer
 
     def _count(self, num_elements: int) -> None:
@@ -168,7 +195,7 @@ class WeightReader:
         self._on_progress(self._num_read / self._num_elements)
 
 
-def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of the architecture."""
     shapes: dict[str, tuple[int, ...]] = {}
 

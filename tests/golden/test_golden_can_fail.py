@@ -22,6 +22,7 @@ from shared.engine.progress import Progress
 from shared.engine.torch_backend import TorchBackend
 from shared.kvcache.pools import ReqToTokenPool
 from shared.kvtransfer.layout import PageStore
+from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
 from shared.model.ops import Ops
@@ -157,7 +158,7 @@ def test_rotary_positions_off_by_one_on_the_decode_node(zoo: Zoo, config: NodeCo
     def change(engine: Engine, config: NodeConfig) -> Engine:
         engine.stream.close()
         decoder = ShiftedDecoder.load(
-            llama, load_model_config(llama), dtype=torch.float32, device=torch.device("cpu")
+            Checkpoint(llama), load_model_config(llama), dtype=torch.float32, device=torch.device("cpu")
         )
         num_rows = config.schedule.max_running_requests
         limits = ForwardLimits(num_rows=num_rows, context_length=512, max_tokens=512)

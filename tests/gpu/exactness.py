@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 
 from shared.engine.backends import load_model
+from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from tests.device import device
 from tests.modelzoo import make_model
@@ -33,7 +34,7 @@ def new_engine(folder: Path) -> Engine:
     config = load_model_config(folder)
     model = load_model(
         "triton" if ON_A_GPU else "native",
-        folder,
+        Checkpoint(folder),
         config,
         dtype=torch.bfloat16,
         device=device(),

@@ -29,6 +29,7 @@ FLAGS = """\
 --exit-with-parent
 --drain-timeout-s DRAIN_TIMEOUT_S = 30.0
 --model --model-path DIR_OR_HUB_ID = builtin
+--load-format {auto,dummy} = auto
 --device DEVICE = auto
 --dtype {auto,float32,bfloat16,float16} = auto
 --context-length TOKENS
@@ -38,7 +39,8 @@ FLAGS = """\
 --disable-cuda-graph
 --page-size TOKENS = 16
 --max-total-tokens TOKENS
---mem-fraction-static MEM_FRACTION_STATIC = 0.8
+--mem-fraction-static MEM_FRACTION_STATIC
+--gpu-memory-timeout-s GPU_MEMORY_TIMEOUT_S = 60.0
 --disable-radix-cache
 --host-kv-tokens TOKENS
 --chunked-prefill-size TOKENS = 512
@@ -81,6 +83,7 @@ FLAGS = """\
 
 VALUES = {
     "--model": "some/model",
+    "--load-format": "dummy",
     "--device": "cuda:1",
     "--dtype": "float16",
     "--context-length": "777",
@@ -91,6 +94,7 @@ VALUES = {
     "--page-size": "32",
     "--max-total-tokens": "5000",
     "--mem-fraction-static": "0.5",
+    "--gpu-memory-timeout-s": "7.5",
     "--disable-radix-cache": None,
     "--host-kv-tokens": "4096",
     "--chunked-prefill-size": "100",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
 from tests.bench.models import SHAPES, VOCAB_SIZE, Shape, write_random_model
@@ -18,7 +19,7 @@ def test_a_random_model_loads_and_has_the_sizes_of_its_shape(name: str, tmp_path
     shape = replace(SHAPES[name], hidden_size=32, intermediate_size=48, num_layers=2, head_dim=16)
     write_random_model(tmp_path, shape)
     decoder = Decoder.load(
-        tmp_path, load_model_config(tmp_path), dtype=torch.bfloat16, device=torch.device("cpu")
+        Checkpoint(tmp_path), load_model_config(tmp_path), dtype=torch.bfloat16, device=torch.device("cpu")
     )
     read = [decoder.weights.lm_head_VD]
     for layer in decoder.weights.layers:

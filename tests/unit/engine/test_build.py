@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,22 +15,21 @@ from shared.cpu_cores import CpuCores
 from shared.engine.build import build_engine, make_ledger
 from shared.engine.forward_stream import CpuForwardStream
 from shared.engine.resolve import (
-    CPU_KV_CAP_BYTES,
     FINGERPRINT_BLOCK_NBYTES,
     FINGERPRINT_BLOCKS,
     fingerprint,
     resolve_context_length,
     resolve_device,
     resolve_dtype,
-    resolve_num_pages,
 )
+from shared.engine.start.shape import EngineShape
+from shared.engine.start.share import CPU_KV_CAP_BYTES, HostShare
 from shared.errors import ConfigError
 from tests.modelzoo import make_model
 from tests.token_engine import token_model_config
 
 CPU = torch.device("cpu")
 MODEL = token_model_config()  # one layer, one KV head of 8: 64 bytes a token in float32
-FLOAT32 = torch.float32
 
 
 @pytest.fixture(scope="module")
@@ -82,43 +82,69 @@ class TestContextLength:
 
 
 class TestNumPages:
+    """The KV pool of a CPU node. A GPU's is in start/test_gpu_share.py."""
+
+    @staticmethod
+    def num_pages(options: CacheOptions, useful_tokens: int = 1 << 40) -> int:
+        shape = EngineShape(
+            name="tiny",
+            model=MODEL,
+            dtype=torch.float32,
+            device=CPU,
+            cache=options,
+            schedule=ScheduleOptions(max_running_requests=1),
+            context_length=useful_tokens,
+            decodes=True,
+        )
+        return HostShare(shape).num_pages()
+
     def test_from_max_total_tokens_rounded_down(self) -> None:
-        options = CacheOptions(page_size=16, max_total_tokens=100)
-        assert resolve_num_pages(options, MODEL, FLOAT32, CPU, 10) == 6
+        assert self.num_pages(CacheOptions(page_size=16, max_total_tokens=100), 10) == 6
 
     def test_too_few_tokens(self) -> None:
         with pytest.raises(
             ConfigError, match=r"--max-total-tokens 31: at least two pages of 16 .*--page-size"
         ):
-            resolve_num_pages(CacheOptions(page_size=16, max_total_tokens=31), MODEL, FLOAT32, CPU, 10)
-        assert (
-            resolve_num_pages(CacheOptions(page_size=16, max_total_tokens=32), MODEL, FLOAT32, CPU, 10) == 2
-        )
+            self.num_pages(CacheOptions(page_size=16, max_total_tokens=31))
+        assert self.num_pages(CacheOptions(page_size=16, max_total_tokens=32)) == 2
 
     def test_more_tokens_than_memory(self) -> None:
         with pytest.raises(
             ConfigError, match=r"--max-total-tokens 999999999999: \d+ bytes of KV do not fit into"
         ):
-            resolve_num_pages(CacheOptions(max_total_tokens=999_999_999_999), MODEL, FLOAT32, CPU, 1)
+            self.num_pages(CacheOptions(max_total_tokens=999_999_999_999))
 
     def test_no_more_than_is_useful(self) -> None:
-        assert resolve_num_pages(CacheOptions(page_size=16), MODEL, FLOAT32, CPU, 1000) == 63
+        assert self.num_pages(CacheOptions(page_size=16), 1000) == 63
 
     def test_free_memory_is_capped_on_a_cpu(self) -> None:
-        options = CacheOptions(page_size=16, mem_fraction_static=0.99)
-        num_pages = resolve_num_pages(options, MODEL, FLOAT32, CPU, 1 << 40)
+        num_pages = self.num_pages(CacheOptions(page_size=16, mem_fraction_static=0.99))
         assert 2 <= num_pages <= CPU_KV_CAP_BYTES // (16 * 64)
 
     def test_a_smaller_share_is_fewer_pages(self) -> None:
-        pages = [
-            resolve_num_pages(CacheOptions(mem_fraction_static=f), MODEL, FLOAT32, CPU, 1 << 40)
-            for f in (0.001, 0.0001)
-        ]
+        pages = [self.num_pages(CacheOptions(mem_fraction_static=f)) for f in (0.001, 0.0001)]
         assert pages[0] > pages[1]
 
     def test_no_room(self) -> None:
         with pytest.raises(ConfigError, match=r"--mem-fraction-static 1e-12 leaves 0 bytes .*--page-size"):
-            resolve_num_pages(CacheOptions(mem_fraction_static=1e-12), MODEL, FLOAT32, CPU, 1 << 40)
+            self.num_pages(CacheOptions(mem_fraction_static=1e-12))
+
+    def test_weights_that_are_larger_than_all_memory_are_refused_unread(self, tmp_path: Path) -> None:
+        vast = replace(MODEL, hidden_size=1 << 20, intermediate_size=1 << 22)
+        shape = EngineShape(
+            name="vast",
+            model=vast,
+            dtype=torch.float32,
+            device=CPU,
+            cache=CacheOptions(),
+            schedule=ScheduleOptions(),
+            context_length=1,
+            decodes=True,
+        )
+        with pytest.raises(
+            ConfigError, match=r"the weights of the model take \d+\.\d\d GiB, and this machine has"
+        ):
+            HostShare(shape).await_room()
 
 
 def test_the_ledger_has_the_sizes_that_were_asked_for() -> None:
@@ -150,6 +176,25 @@ class TestBuildEngine:
         assert engine.eos_token_ids == {0, 2}
         assert progress[0] == ("loading weights", 0.0)
         assert progress[-1] == ("allocating KV pages", 1.0)
+
+    def test_dummy_weights_need_a_config_alone(self, folder: Path, tmp_path: Path) -> None:
+        """Nodes of one seed may exchange pages, those of two may not."""
+        shutil.copy(folder / "config.json", tmp_path)
+        found = []
+        for seed in (1, 1, 2):
+            config = NodeConfig(
+                model=ModelOptions(
+                    model=str(tmp_path), device="cpu", load_format="dummy", cpu_cores=CpuCores(1)
+                ),
+                cache=CacheOptions(page_size=8, max_total_tokens=800),
+                schedule=ScheduleOptions(random_seed=seed),
+            )
+            engine = build_engine(config, lambda what, fraction: None)
+            found.append(engine.layout)
+            engine.close()
+        assert found[0] == found[1]
+        assert found[0].fingerprint != found[2].fingerprint
+        assert found[0].fingerprint != fingerprint(folder)
 
     def test_a_folder_that_is_no_model(self, tmp_path: Path) -> None:
         config = NodeConfig(model=ModelOptions(model=str(tmp_path), device="cpu"))

@@ -23,6 +23,7 @@ from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare, SamplingInputs
 from shared.engine.torch_backend import TorchBackend
+from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
 from shared.protocol.logprobs import LogprobParams
@@ -54,7 +55,7 @@ class Engine:
 
     def __init__(self, folder: Path, shapes: Sequence[BlockShape] = ()) -> None:
         config = load_model_config(folder)
-        self.decoder = Decoder.load(folder, config, dtype=torch.float32, device=CPU)
+        self.decoder = Decoder.load(Checkpoint(folder), config, dtype=torch.float32, device=CPU)
         self.pool = kv_pool(config, 1 + NUM_ROWS * PAGES_A_ROW, PAGE_SIZE, torch.float32)
         self.graph_pool, self.progress = FakeGraphPool(), Progress()
         self.future_map = FutureMap(NUM_ROWS, CPU)

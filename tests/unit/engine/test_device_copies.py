@@ -20,6 +20,7 @@ from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare, VocabMask
 from shared.engine.torch_backend import TorchBackend
 from shared.kvcache.pools import TokenToKVPool
+from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
 from tests.backend_rig import LIMITS, NUM_ROWS, PAGE_SIZE, PAGES_A_ROW, batch_of
@@ -54,7 +55,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
         dtype=torch.float32,
         device=META,
     )
-    decoder = Decoder.load(folder, config, dtype=torch.float32, device=META)
+    decoder = Decoder.load(Checkpoint(folder), config, dtype=torch.float32, device=META)
     return ModelRunner(
         TorchBackend("torch", decoder, TorchAttention(), pool, Progress(), LIMITS), NUM_ROWS, META
     )

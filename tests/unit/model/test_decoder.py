@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
 from tests.modelzoo import ARCHITECTURES, random_prompt, reference_greedy, reference_logits
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    return Decoder.load(folder, load_model_config(folder), dtype=dtype, device=CPU)
+    return Decoder.load(Checkpoint(folder), load_model_config(folder), dtype=dtype, device=CPU)
 
 
 @torch.inference_mode()

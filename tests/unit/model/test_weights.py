@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shared.errors import ModelError
+from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.weights import DecoderWeights, WeightReader, load_weights
 from tests.unit.model.conftest import ModelFolder
@@ -19,7 +20,9 @@ SHARDED = {"max_shard_size": "100KB"}
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> DecoderWeights:
-    return load_weights(folder, load_model_config(folder), dtype=dtype, device=torch.device("cpu"))
+    return load_weights(
+        Checkpoint(folder), load_model_config(folder), dtype=dtype, device=torch.device("cpu")
+    )
 
 
 @pytest.fixture
@@ -80,7 +83,7 @@ def test_a_wider_checkpoint_is_converted(model_folder: ModelFolder) -> None:
 def test_progress_rises_to_one(model_folder: ModelFolder, options: dict[str, str]) -> None:
     folder, seen = model_folder("qwen3", **options), list[float]()
     load_weights(
-        folder,
+        Checkpoint(folder),
         load_model_config(folder),
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -95,7 +98,7 @@ def test_layers_come_one_at_a_time_and_are_the_callers(model_folder: ModelFolder
     """Whoever repacks the weights holds one layer of them."""
     folder, options = model_folder("qwen3"), {"dtype": torch.float32, "device": torch.device("cpu")}
     whole, seen = load(folder), list[weakref.ref[torch.Tensor]]()
-    with WeightReader(folder, load_model_config(folder), **options) as reader:
+    with WeightReader(Checkpoint(folder), load_model_config(folder), **options) as reader:
         for layer in reader.layers():
             assert torch.equal(layer.qkv_proj_QD, whole.layers[len(seen)].qkv_proj_QD)
             seen.append(weakref.ref(layer.qkv_proj_QD))
@@ -112,7 +115,8 @@ def test_the_lm_head_comes_in_pieces(
     monkeypatch.setattr("shared.model.checkpoint.PIECE_NBYTES", 100 * 64 * 4 + 1)
     folder, seen = model_folder("llama", tie_word_embeddings=tied), list[float]()
     config, cpu = load_model_config(folder), torch.device("cpu")
-    with WeightReader(folder, config, dtype=torch.bfloat16, device=cpu, on_progress=seen.append) as reader:
+    source = Checkpoint(folder)
+    with WeightReader(source, config, dtype=torch.bfloat16, device=cpu, on_progress=seen.append) as reader:
         reader.embed()
         assert len(list(reader.layers())) == 3
         reader.norm()

@@ -1,0 +1,199 @@
+"""A node's share of a GPU: agreed with the other nodes there, measured, and taken before it is ready (ADR 32)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from shared import log
+from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.start.batches import StartBatches
+from shared.engine.start.device_memory import CudaMemory, DeviceMemory, gpu_uuid
+from shared.engine.start.gpu_claims import GpuClaim, claims_folder
+from shared.engine.start.self_test import self_test
+from shared.engine.start.shape import MIN_PAGES, EngineShape, gib
+from shared.engine.start.share import Bind, BoundModel, DeviceShare, HostShare, OnProgress
+from shared.errors import ConfigError
+from shared.timeline import Clock
+
+GPU_FRACTION = 0.9
+"""Of the GPU's memory, for all nodes on it together. The rest is for CUDA contexts and fragmentation."""
+SETTLE_S = 5.0
+"""Nodes that start within this time of each other know of each other before one of them takes its share."""
+POLL_S = 0.2
+NUM_SCRATCH_PAGES = 4
+
+
+class GpuShare:
+    """The memory of one GPU.
+
+    A node takes `mem_fraction_static` of the GPU in all. By itself it takes what 0.9 of the GPU leaves beside the
+    nodes that run there, divided by the number of nodes that are starting.
+    """
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        memory: DeviceMemory,
+        claim: GpuClaim,
+        on_progress: OnProgress,
+        clock: Clock = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`claim` belongs to this object. Raises ConfigError when the whole GPU is too small for the model."""
+        self._shape = shape
+        self._memory = memory
+        self._claim = claim
+        self._on_progress = on_progress
+        self._clock = clock
+        self._sleep = sleep
+        self._claimed_at = clock()
+        self._batches = StartBatches(shape)
+        self._needs = {"weights": shape.weights_nbytes}
+        """Bytes of everything but the KV pool: of what is known by now."""
+        self._free_at_first = 0
+        fraction = shape.cache.mem_fraction_static
+        self._is_given = fraction is None and shape.cache.max_total_tokens is not None
+        """True where --max-total-tokens alone says how much the node takes."""
+        if fraction is not None:
+            claim.take(int(memory.total() * fraction))
+        self._require(int(memory.total() * (fraction or GPU_FRACTION)))
+
+    @property
+    def memory_mib(self) -> dict[str, int]:
+        """What was measured."""
+        return {f"{what}_mib": round(nbytes / 2**20) for what, nbytes in self._needs.items()}
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other node loads on the GPU, and keep others from it. A node that dies leaves it at once."""
+        if not self._claim.try_alone():
+            log.event("waiting_for_gpu", device=self._shape.device, reason="another node loads on it")
+            self._on_progress("waiting for another node on the GPU", 0.0)
+            while not self._claim.try_alone():
+                self._sleep(POLL_S)
+        try:
+            yield
+        finally:
+            self._claim.done_alone()
+
+    def await_room(self) -> None:
+        """Wait until the memory of the share is free, which a process that has just ended may still hold."""
+        timeout_s = self._shape.cache.gpu_memory_timeout_s
+        give_up_at = self._clock() + timeout_s
+        while (problem := self._lack_of_room()) is not None:
+            if self._clock() >= give_up_at:
+                raise ConfigError(f"{problem}; waited {timeout_s:g} s (--gpu-memory-timeout-s)")
+            self._on_progress("waiting for GPU memory", 0.0)
+            self._sleep(POLL_S)
+        self._memory.reset()
+        self._free_at_first = self._memory.free() + self._memory.held()
+
+    def measure(self, bind: Bind) -> None:
+        """Run the largest forwards over a few scratch pages, and capture graphs there; then give the memory back."""
+        memory, shape = self._memory, self._shape
+        self._on_progress("measuring memory", 0.0)
+        memory.reset()
+        self._needs["weights"] = memory.held()
+        bound = bind(NUM_SCRATCH_PAGES)
+        try:
+            self._run(bound, self._batches.largest())
+            scratch_nbytes = (NUM_SCRATCH_PAGES + 1) * shape.page_nbytes
+            self._needs["activations"] = max(memory.peak() - self._needs["weights"] - scratch_nbytes, 0)
+            self._needs["graphs"] = max(bound.runner.measure_graphs(), 0)
+        finally:
+            bound.stream.close()
+        self._needs["other"] = max(self._free_at_first - memory.free() - memory.held(), 0)
+        del bound
+        memory.reset()
+
+    def num_pages(self) -> int:
+        """From --max-total-tokens, or from what the share leaves beside everything that was measured."""
+        self._sleep(max(self._claimed_at + SETTLE_S - self._clock(), 0.0))
+        shape = self._shape
+        may_take = min(self._share(), self._memory.free() + self._needs["weights"] + self._needs["other"])
+        self._require(may_take)
+        given = shape.given_pages(self._memory.total())
+        left = may_take - sum(self._needs.values()) - shape.page_nbytes
+        num_pages = shape.useful_pages(left) if given is None else given
+        self._needs["kv"] = (num_pages + 1) * shape.page_nbytes
+        self._claim.take(sum(self._needs.values()))
+        return num_pages
+
+    def warm_up(self, bound: BoundModel) -> None:
+        """Capture graphs, and run each shape of forward over the scratch page, for kernels to be compiled."""
+        self._on_progress("warming up", 0.0)
+        bound.runner.capture_graphs()
+        self._run(bound, [*self._batches.largest(), *self._batches.usual()])
+        self._on_progress("testing", 0.0)
+        self_test(bound, self._shape, self._batches)
+
+    def close(self) -> None:
+        """Leave the GPU to the other nodes."""
+        self._claim.close()
+
+    def _run(self, bound: BoundModel, forwards: Sequence[ModelWorkerBatch]) -> None:
+        """Run forwards one after the other. Raises ConfigError when one does not fit."""
+        for batch in forwards:
+            try:
+                bound.stream.sample(bound.stream.submit(batch), self._batches.mask_of(batch)).wait()
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"{self._shape.name} does not fit on {self._shape.device}: {self._list_of_needs()}, and a "
+                    f"forward of {int(batch.lengths_B.sum())} tokens and {len(batch.rows_B)} rows does not fit "
+                    "beside them; lower --chunked-prefill-size, --max-running-requests or --context-length"
+                ) from error
+
+    def _share(self) -> int:
+        """Bytes that this node may take in all."""
+        total, fraction = self._memory.total(), self._shape.cache.mem_fraction_static
+        if fraction is not None:
+            return int(total * fraction)
+        if self._is_given:
+            return total
+        others = self._claim.others()
+        return max((int(total * GPU_FRACTION) - others.nbytes) // (1 + others.num_starting), 0)
+
+    def _least_kv_nbytes(self) -> int:
+        """Of the KV pool that was asked for, or of the smallest; with the scratch page."""
+        num_pages = self._shape.given_pages(self._memory.total()) or MIN_PAGES
+        return (num_pages + 1) * self._shape.page_nbytes
+
+    def _lack_of_room(self) -> str | None:
+        """Why the model cannot be loaded now. None when it can."""
+        least, share = sum(self._needs.values()) + self._least_kv_nbytes(), self._share()
+        free, total = self._memory.free(), self._memory.total()
+        wanted = least if self._is_given else max(least, share)
+        if free >= wanted and share >= least:
+            return None
+        others = self._claim.others()
+        return (
+            f"{self._shape.name} needs {gib(wanted)} of {self._shape.device}, which has {gib(free)} free of "
+            f"{gib(total)} ({gib(others.nbytes)} belong to other nodes; nodes that share a GPU start within "
+            f"{SETTLE_S:g} s of each other, or have --mem-fraction-static)"
+        )
+
+    def _require(self, may_take: int) -> None:
+        """Raise ConfigError, with the numbers, when the smallest KV pool does not fit beside what is needed."""
+        kv_nbytes = self._least_kv_nbytes()
+        if (need := sum(self._needs.values()) + kv_nbytes) > may_take:
+            raise ConfigError(
+                f"{self._shape.name} does not fit on {self._shape.device}: it needs {gib(need)} "
+                f"({self._list_of_needs()}, the KV pool at least {gib(kv_nbytes)}) and may take {gib(may_take)} of "
+                f"{gib(self._memory.total())}; raise --mem-fraction-static, or lower --max-running-requests, "
+                "--chunked-prefill-size or --max-total-tokens"
+            )
+
+    def _list_of_needs(self) -> str:
+        return ", ".join(f"{what} {gib(nbytes)}" for what, nbytes in self._needs.items())
+
+
+def device_share(shape: EngineShape, on_progress: OnProgress) -> DeviceShare:
+    """The share of the device that the shape names."""
+    if shape.device.type != "cuda":
+        return HostShare(shape)
+    claim = GpuClaim(claims_folder(gpu_uuid(shape.device)))
+    return GpuShare(shape, CudaMemory(shape.device), claim, on_progress)

@@ -1,0 +1,90 @@
+"""What decides how much memory an engine takes, known from options and config.json before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from shared.config import CacheOptions, ScheduleOptions
+from shared.engine.input_block import ForwardLimits
+from shared.errors import ConfigError
+from shared.model.config import ModelConfig
+from shared.model.weights import tensor_shapes
+
+MIN_PAGES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """The sizes of a model, of its KV pages and of its largest forward."""
+
+    name: str
+    """The model as it was given to --model."""
+    model: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    cache: CacheOptions
+    schedule: ScheduleOptions
+    context_length: int
+    decodes: bool
+    """False for a prefill node whose role is fixed: it runs no decode step."""
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Of all tensors of the checkpoint, in the type of the engine."""
+        return sum(map(math.prod, tensor_shapes(self.model).values())) * self.dtype.itemsize
+
+    @property
+    def page_nbytes(self) -> int:
+        """Of one KV page of all layers, K and V."""
+        m = self.model
+        tokens_nbytes = 2 * m.num_layers * m.num_kv_heads * m.head_dim * self.dtype.itemsize
+        return tokens_nbytes * self.cache.page_size
+
+    @property
+    def num_rows(self) -> int:
+        """Most sequences of a forward."""
+        return self.schedule.max_running_requests
+
+    @property
+    def max_extend_tokens(self) -> int:
+        """Most prompt tokens of a forward."""
+        return min(self.schedule.chunked_prefill_size, self.schedule.max_prefill_tokens)
+
+    @property
+    def forward_limits(self) -> ForwardLimits:
+        """Of every forward that is planned."""
+        return ForwardLimits(
+            num_rows=self.num_rows,
+            context_length=self.context_length,
+            max_tokens=self.max_extend_tokens + self.num_rows,
+        )
+
+    def useful_pages(self, budget_nbytes: int) -> int:
+        """How many pages fit into a budget, and no more than all requests together can use."""
+        most = -(-self.num_rows * self.context_length // self.cache.page_size)
+        return min(budget_nbytes // self.page_nbytes, most)
+
+    def given_pages(self, total_nbytes: int) -> int | None:
+        """Pages of --max-total-tokens; None without it. Raises ConfigError for less than two or more than fit."""
+        tokens, page_size = self.cache.max_total_tokens, self.cache.page_size
+        if tokens is None:
+            return None
+        num_pages = tokens // page_size
+        if num_pages < MIN_PAGES:
+            raise ConfigError(
+                f"--max-total-tokens {tokens}: at least two pages of {page_size} tokens are needed (--page-size)"
+            )
+        if num_pages * self.page_nbytes > total_nbytes:
+            raise ConfigError(
+                f"--max-total-tokens {tokens}: {num_pages * self.page_nbytes} bytes of KV do not fit into the memory "
+                f"of {self.device}, which has {total_nbytes}; choose fewer"
+            )
+        return num_pages
+
+
+def gib(nbytes: int) -> str:
+    """Bytes as a text in GiB."""
+    return f"{nbytes / 2**30:.2f} GiB"

@@ -1,0 +1,82 @@
+"""Random weights for `--load-format dummy`, made on the device from a config.json alone.
+
+Every element comes from one table of random numbers, which is drawn on the host from the seed and copied to the
+device once. A tensor is the table again and again, from a place that follows from the seed and the tensor's name. So
+the weights have the same bits on every device and node, and making them costs about as much as writing them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import torch
+import xxhash
+
+TABLE_LENGTH = 1_048_583
+"""A prime: no row length divides it, so the rows of a matrix differ."""
+PIECE_ELEMENTS = 8 << 20
+BIAS_STD = 0.02
+
+
+class DummyWeights:
+    """A WeightSource without files. Logits have a standard deviation of about 1 for any depth and width.
+
+    The weights of norms are 1. Elements of a matrix are uniform with a variance of 1 / its width, so that each
+    product has the variance of its input. The embedding table has the same scale, since it may be the lm_head too.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._device = device
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
+        drawn = np.random.default_rng(seed).random(TABLE_LENGTH, dtype=np.float32)
+        self._table = torch.from_numpy((2 * drawn - 1) * np.float32(math.sqrt(3))).to(device)
+        """Uniform with mean 0 and variance 1."""
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Take the shapes from the architecture: nothing can be missing."""
+        self._shapes = shapes
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of the table. A tensor is converted when it is copied."""
+        return torch.float32
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """A new tensor in float32."""
+        out = torch.empty(self._shapes[name], device=self._device)
+        self._fill(name, 0, out)
+        return out
+
+    def copy_tensor(self, name: str, out: torch.Tensor, on_copied: Callable[[int], None]) -> None:
+        """Fill `out`, in its type."""
+        self._fill(name, 0, out)
+        on_copied(out.numel())
+
+    def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (index of its first row, rows in float32) for pieces of a tensor."""
+        num_rows, *width = self._shapes[name]
+        elements_a_row = math.prod(width)
+        step = max(PIECE_ELEMENTS // elements_a_row, 1)
+        for first_row in range(0, num_rows, step):
+            piece = torch.empty((min(step, num_rows - first_row), *width), device=self._device)
+            self._fill(name, first_row * elements_a_row, piece)
+            yield first_row, piece
+
+    def close(self) -> None:
+        """Do nothing: the table goes with this object."""
+
+    def _fill(self, name: str, first: int, out: torch.Tensor) -> None:
+        """Fill `out` with the elements of a tensor from index `first` on."""
+        if name.endswith("norm.weight"):
+            out.fill_(1)
+            return
+        scale = BIAS_STD if len(self._shapes[name]) == 1 else self._shapes[name][-1] ** -0.5
+        table, flat = self._table * scale, out.view(-1)
+        at = (xxhash.xxh3_64_intdigest(name.encode(), seed=self._seed) + first) % TABLE_LENGTH
+        done = 0
+        while done < len(flat):
+            length = min(TABLE_LENGTH - at, len(flat) - done)
+            flat[done : done + length] = table[at : at + length]
+            done, at = done + length, 0

@@ -1,0 +1,270 @@
+"""How nodes share the memory of a GPU: the whole start with a fake GPU's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.config import CacheOptions, ScheduleOptions
+from shared.engine.start.gpu_claims import GpuClaim, OtherNodes
+from shared.engine.start.gpu_share import SETTLE_S, GpuShare
+from shared.engine.start.shape import EngineShape
+from shared.errors import ConfigError
+from tests.token_engine import token_model_config
+from tests.unit.engine.start.fake_gpu import FakeGpu, FakeMemory, FakeModel
+
+MIB = 1 << 20
+PER_TOKEN = 4096
+SHAPE = EngineShape(
+    name="tiny",
+    model=replace(token_model_config(), vocab_size=131072, max_position_embeddings=1 << 20),
+    dtype=torch.float32,
+    device=torch.device("cuda", 0),
+    cache=CacheOptions(page_size=16),
+    schedule=ScheduleOptions(max_running_requests=8),
+    context_length=1 << 20,
+    decodes=True,
+)
+ACTIVATIONS = 512 * PER_TOKEN
+PAGE = SHAPE.page_nbytes
+
+
+class FakeTime:
+    """A clock that only sleeping moves; `at` has what happens then."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.at: list[tuple[float, Callable[[], object]]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for entry in [entry for entry in self.at if entry[0] <= self.now]:
+            self.at.remove(entry)
+            entry[1]()
+
+
+@dataclass
+class Node:
+    share: GpuShare
+    model: FakeModel
+
+    def start(self) -> int:
+        """All steps of build_engine. Returns the pages of the pool."""
+        with self.share.alone():
+            self.share.await_room()
+            self.model.load()
+            self.share.measure(self.model.bind)
+            num_pages = self.share.num_pages()
+            self.share.warm_up(self.model.bind(num_pages))
+        return num_pages
+
+    @property
+    def nbytes(self) -> int:
+        memory = self.model.memory
+        return memory.gpu.taken[memory.process]
+
+
+class Host:
+    """A machine with one GPU."""
+
+    def __init__(self, folder: Path, total: int = 100 * MIB) -> None:
+        self.folder = folder
+        self.gpu = FakeGpu(total)
+        self.time = FakeTime()
+        self.progress: list[str] = []
+
+    def node(self, shape: EngineShape = SHAPE, context: int = MIB, name: str = "") -> Node:
+        memory = FakeMemory(self.gpu, name or f"node {len(self.gpu.taken)}")
+        self.gpu.taken[memory.process] = 0
+        share = GpuShare(
+            shape,
+            memory,
+            GpuClaim(self.folder),
+            lambda what, fraction: self.progress.append(what),
+            self.time.clock,
+            self.time.sleep,
+        )
+        return Node(share, FakeModel(shape, memory, PER_TOKEN, context))
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+def with_cache(**options: object) -> EngineShape:
+    return replace(SHAPE, cache=replace(SHAPE.cache, **options))  # type: ignore[arg-type]
+
+
+def test_one_node_takes_nine_tenths_in_all(host: Host) -> None:
+    node = host.node()
+    num_pages = node.start()
+    assert 90 * MIB - 2 * PAGE < node.nbytes <= 90 * MIB
+    assert num_pages == (90 * MIB - SHAPE.weights_nbytes - ACTIVATIONS - MIB) // PAGE - 1
+    assert node.model.bound == [4, num_pages]
+    assert node.share.memory_mib["activations_mib"] == 2
+    assert node.share.memory_mib["other_mib"] == 1
+    assert host.progress == ["measuring memory", "warming up", "testing"]
+
+
+def test_graphs_are_measured_before_the_pool_is_sized(host: Host) -> None:
+    node = host.node()
+    node.model.graphs = 20 * MIB
+    node.start()
+    assert 90 * MIB - 2 * PAGE < node.nbytes <= 90 * MIB
+    assert node.share.memory_mib["graphs_mib"] == 20
+    assert node.share.memory_mib["kv_mib"] < 70
+
+
+def test_no_more_pages_than_all_requests_can_use(host: Host) -> None:
+    assert host.node(replace(SHAPE, context_length=160)).start() == 8 * 10
+
+
+def test_nodes_that_start_at_the_same_moment_share(host: Host) -> None:
+    first, second = host.node(), host.node()
+    pages = first.start(), second.start()
+    assert pages[0] == pages[1]
+    assert first.nbytes <= 45 * MIB and second.nbytes <= 45 * MIB
+    assert first.nbytes > 44 * MIB
+
+
+def test_a_node_that_comes_while_another_measures_gets_its_share(host: Host) -> None:
+    first = host.node()
+    late: list[Node] = []
+    host.time.at.append((SETTLE_S / 2, lambda: late.append(host.node())))
+    host.time.at.append((SETTLE_S / 2, lambda: None))
+    first.start()
+    late[0].start()
+    assert first.nbytes <= 45 * MIB
+    assert late[0].nbytes > 44 * MIB
+
+
+def test_a_node_waits_while_another_loads(host: Host) -> None:
+    first, second = host.node(), host.node()
+    loading = first.share.alone()
+    loading.__enter__()
+    host.time.at.append((3.0, lambda: loading.__exit__(None, None, None)))
+    with second.share.alone():
+        assert host.time.now == pytest.approx(3.0, abs=0.3)
+    assert host.progress == ["waiting for another node on the GPU"]
+
+
+def test_given_fractions_are_kept_in_any_order(host: Host) -> None:
+    second = host.node(with_cache(mem_fraction_static=0.3))
+    rest = host.node()
+    rest.start()
+    second.start()
+    assert 59 * MIB < rest.nbytes <= 60 * MIB
+    assert 29 * MIB < second.nbytes <= 30 * MIB
+
+
+def test_a_node_that_comes_too_late_is_refused_with_the_numbers(host: Host) -> None:
+    host.node().start()
+    late = host.node(with_cache(gpu_memory_timeout_s=7.0))
+    with pytest.raises(
+        ConfigError, match=r"tiny needs .* free of 0\.10 GiB .*0\.09 GiB belong .*--mem-fr.*waited 7 s"
+    ):
+        late.start()
+    assert late.model.bound == [], "it has loaded nothing"
+
+
+def test_a_replacement_waits_for_the_memory_of_its_predecessor(host: Host) -> None:
+    first, second = host.node(), host.node()
+    first.start()
+    pages = second.start()
+    second.share.close()  # it was killed, and the driver still takes its context down
+    replacement = host.node()
+    host.time.at.append((host.time.now + 20.0, lambda: host.gpu.taken.pop("node 1")))
+    assert replacement.start() == pages
+    assert "waiting for GPU memory" in host.progress
+
+
+def test_a_replacement_gives_up_when_the_memory_does_not_come(host: Host) -> None:
+    host.gpu.taken["somebody"] = 80 * MIB
+    began = host.time.now
+    with pytest.raises(
+        ConfigError, match=r"tiny needs 0\.09 GiB of cuda:0, which has 0\.02 GiB free.*waited 60"
+    ):
+        host.node().start()
+    assert 60 <= host.time.now - began < 61
+
+
+def test_a_dead_node_counts_no_more(host: Host) -> None:
+    (host.folder / "node-1-dead").write_text(f"{80 * MIB:20}")
+    claim = GpuClaim(host.folder)
+    assert claim.others() == OtherNodes(0, 0)
+    assert not (host.folder / "node-1-dead").exists()
+    other = GpuClaim(host.folder)
+    other.take(5)
+    assert claim.others() == OtherNodes(0, 5)
+    other.close()
+    assert claim.others() == OtherNodes(0, 0)
+    claim.close()
+
+
+def test_one_node_loads_at_a_time(tmp_path: Path) -> None:
+    first, second = GpuClaim(tmp_path), GpuClaim(tmp_path)
+    assert first.try_alone()
+    assert not second.try_alone()
+    first.done_alone()
+    assert second.try_alone()
+    second.close()  # as the kernel does for a process that dies
+    assert first.try_alone()
+    first.close()
+
+
+def test_weights_that_never_fit_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
+    host = Host(tmp_path, total=SHAPE.weights_nbytes)
+    with pytest.raises(
+        ConfigError, match=r"tiny does not fit on cuda:0: it needs .*weights 0\.00 GiB.*KV pool at"
+    ):
+        host.node()
+    assert host.time.now == 0
+
+
+def test_activations_that_do_not_fit_are_refused_with_every_number(tmp_path: Path) -> None:
+    host = Host(tmp_path, total=SHAPE.weights_nbytes * 2)
+    shape = with_cache(mem_fraction_static=0.6)
+    node = host.node(shape, context=MIB // 4)
+    node.model.per_token = SHAPE.weights_nbytes // 2 // 512
+    with pytest.raises(
+        ConfigError, match=r"needs .*\(weights .*, activations .*, other .*, the KV pool .*\) and may take"
+    ):
+        node.start()
+
+
+def test_a_forward_that_does_not_fit_is_refused_with_its_size(host: Host) -> None:
+    node = host.node()
+    node.model.per_token = MIB
+    with pytest.raises(
+        ConfigError, match=r"a forward of 512 tokens and 8 rows does not fit.*--chunked-prefill-size"
+    ):
+        node.start()
+
+
+def test_max_total_tokens_says_how_much_a_node_takes(host: Host) -> None:
+    nodes = [host.node(with_cache(max_total_tokens=1600)) for _ in range(2)]
+    assert [node.start() for node in nodes] == [100, 100]
+    with pytest.raises(ConfigError, match=r"tiny does not fit .* and may take"):
+        host.node(with_cache(max_total_tokens=100 * MIB // PAGE * 16 - 16))
+
+
+def test_memory_that_others_took_meanwhile_makes_the_pool_smaller(host: Host) -> None:
+    node = host.node()
+    host.time.at.append((0.0, lambda: host.gpu.taken.update(somebody=40 * MIB)))
+    node.start()
+    assert 59 * MIB - 2 * PAGE < node.nbytes <= 60 * MIB
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_a_prefill_node_whose_role_is_fixed_runs_no_decode_step(host: Host, decodes: bool) -> None:
+    node = host.node(replace(SHAPE, decodes=decodes))
+    node.start()
+    assert any(batch.num_decodes for batch in node.model.forwards) is decodes

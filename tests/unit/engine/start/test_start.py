@@ -1,0 +1,181 @@
+"""A whole start on a CPU with the numbers of a fake GPU, and the self test that a broken engine fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.cpu_cores import CpuCores
+from shared.engine.attention import TorchAttention
+from shared.engine.build import build_engine
+from shared.engine.forward_stream import make_forward_stream
+from shared.engine.model_runner import ModelRunner
+from shared.engine.progress import Progress
+from shared.engine.start.batches import StartBatches
+from shared.engine.start.gpu_claims import GpuClaim
+from shared.engine.start.gpu_share import GpuShare
+from shared.engine.start.self_test import self_test
+from shared.engine.start.shape import EngineShape
+from shared.engine.start.share import BoundModel, DeviceShare, OnProgress
+from shared.engine.torch_backend import TorchBackend
+from shared.errors import ConfigError
+from shared.model.config import load_model_config
+from shared.model.decoder import Decoder
+from shared.model.dummy_weights import DummyWeights
+from shared.model.ops import Ops
+from tests.backend_rig import kv_pool
+from tests.unit.engine.start.fake_gpu import FakeGpu, FakeMemory
+
+CPU = torch.device("cpu")
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+    "eos_token_id": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config.json, and nothing else."""
+    folder = tmp_path_factory.mktemp("dummy")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def node_config(folder: Path, **schedule: int) -> NodeConfig:
+    return NodeConfig(
+        model=ModelOptions(model=str(folder), load_format="dummy", device="cpu", cpu_cores=CpuCores(1)),
+        cache=CacheOptions(page_size=8),
+        schedule=ScheduleOptions(max_running_requests=4, chunked_prefill_size=32, **schedule),
+    )
+
+
+def test_every_step_of_a_start_in_order(folder: Path, tmp_path: Path) -> None:
+    progress: list[str] = []
+    gpu = FakeGpu(20 << 20)
+    memory = FakeMemory(gpu, "node")
+    claim = GpuClaim(tmp_path)
+
+    def share_of(shape: EngineShape, on_progress: OnProgress) -> DeviceShare:
+        return GpuShare(shape, memory, claim, on_progress, clock=lambda: 0.0, sleep=lambda seconds: None)
+
+    engine = build_engine(node_config(folder), lambda what, _: progress.append(what), share_of=share_of)
+    other = GpuClaim(tmp_path)
+    assert other.others().num_starting == 0
+    assert other.others().nbytes > 0, "the node tells others what it has"
+    engine.close()
+    assert other.others().nbytes == 0
+    other.close()
+    steps = [what for what, before in zip(progress, ["", *progress], strict=False) if what != before]
+    assert steps == ["loading weights", "measuring memory", "allocating KV pages", "warming up", "testing"]
+    assert not engine.pool.buffer_LSNHPD[:, :, 1:].any(), "the pages of the self test are cleared"
+    assert engine.ledger.count().free == engine.ledger.count().total
+
+
+class OffByOne(Decoder):
+    """Computes decode steps one position too far."""
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        ops: Ops,
+        out_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return super().forward(input_ids_T, positions_T + (len(positions_T) == 1), ops, out_TD)
+
+
+class NotANumber(Decoder):
+    """Has weights that overflow."""
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        ops: Ops,
+        out_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self.weights.layers[1].qkv_proj_QD[0] = torch.inf
+        return super().forward(input_ids_T, positions_T, ops, out_TD)
+
+
+class SelfTestRig:
+    """An engine's parts, put together around a decoder."""
+
+    def __init__(self, folder: Path, decoder: type[Decoder], dtype: torch.dtype, page_size: int) -> None:
+        model = load_model_config(folder)
+        config = node_config(folder)
+        self.shape = EngineShape(
+            name="tiny",
+            model=model,
+            dtype=dtype,
+            device=CPU,
+            cache=replace(config.cache, page_size=page_size),
+            schedule=config.schedule,
+            context_length=256,
+            decodes=True,
+        )
+        pool = kv_pool(model, 101, page_size, dtype)
+        made = decoder.load(DummyWeights(0, CPU), model, dtype=dtype, device=CPU)
+        backend = TorchBackend("torch", made, TorchAttention(), pool, Progress(), self.shape.forward_limits)
+        runner = ModelRunner(backend, 4, CPU)
+        self.bound = BoundModel(pool, backend, runner, make_forward_stream(runner))
+
+    def run(self) -> None:
+        self_test(self.bound, self.shape, StartBatches(self.shape))
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[SelfTestRig]]:
+    made: list[SelfTestRig] = []
+    yield made
+    for rig in made:
+        rig.bound.stream.close()
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_sound_engine_passes(
+    folder: Path, rigs: list[SelfTestRig], dtype: torch.dtype, page_size: int
+) -> None:
+    rigs.append(SelfTestRig(folder, Decoder, dtype, page_size))
+    rigs[0].run()
+    assert not rigs[0].bound.pool.buffer_LSNHPD[:, :, 1:].any()
+
+
+@pytest.mark.parametrize(
+    ("decoder", "problem"),
+    [
+        (OffByOne, r"K and V of an extend and of decode steps differ by \d+%"),
+        (NotANumber, "a logprob is infinite or not a number"),
+    ],
+)
+def test_a_broken_engine_is_refused(
+    folder: Path, rigs: list[SelfTestRig], decoder: type[Decoder], problem: str
+) -> None:
+    rigs.append(SelfTestRig(folder, decoder, torch.float32, 16))
+    with pytest.raises(ConfigError, match=f"the self test on cpu failed: {problem}.*torch"):
+        rigs[0].run()
+
+
+def test_a_backend_that_promises_equal_bits_is_held_to_it(folder: Path, rigs: list[SelfTestRig]) -> None:
+    rigs.append(SelfTestRig(folder, Decoder, torch.bfloat16, 16))
+    rigs[0].bound.backend.is_exact = True
+    with pytest.raises(ConfigError, match="gave different bits, which this backend promises not to do"):
+        rigs[0].run()
