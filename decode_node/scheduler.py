@@ -20,7 +20,6 @@ through `waiting_queue` and `chunked_req` first, and retracted requests come bac
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -273,7 +272,7 @@ class DecodeScheduler:
             num_running=len(self.batcher.running_batch),
             num_transferring=len(self.transfer_queue) + len(self.moves),
             num_bootstrapping=len(self.prealloc_queue),
-            links=Counter(self._receiver.links_by_transport) + Counter(self._sender.links_by_transport),
+            links=self._receiver.link_reports + self._sender.link_reports,
             unreachable=self._receiver.unreachable | self._sender.unreachable | self._peering.unreachable,
         )
         self.moves.advance()  # all tokens have been told

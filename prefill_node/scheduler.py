@@ -198,7 +198,7 @@ class PrefillScheduler:
             num_running=len(in_flight.batch.items) if in_flight is not None else 0,
             num_transferring=len(self.inflight_queue),
             num_bootstrapping=len(self.bootstrap_queue),
-            links=self._sender.links_by_transport,
+            links=self._sender.link_reports,
             unreachable=self._sender.unreachable | self._peering.unreachable,
         )
 

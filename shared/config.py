@@ -238,10 +238,11 @@ class TransferOptions:
 
     backend: str = flag(
         "auto",
-        "how pages travel: shm (memory that processes of one host share), gloo (host memory and sockets) or nccl "
-        "(between GPUs); auto: shm where both nodes are on one host and compute on its CPUs, else gloo",
+        "how pages travel: cuda-ipc (GPU memory that processes of one host share), shm (host memory that they "
+        "share), nccl (between GPUs) or gloo (host memory and sockets); auto: the first of these that both nodes can "
+        "use and whose rehearsal passes",
         names=("--kv-transfer",),
-        choices=("auto", "gloo", "shm", "nccl"),
+        choices=("auto", "cuda-ipc", "shm", "nccl", "gloo"),
     )
     allow_mixed_numerics: bool = flag(
         False,
@@ -250,10 +251,14 @@ class TransferOptions:
     )
 
     # staging: one ring per link
-    slot_nbytes: int = flag(
-        4 << 20, "size of a staging slot", whole(4096, 1 << 30), "BYTES", names=("--kv-slot-bytes",)
+    slot_nbytes: int | None = flag(
+        None,
+        "size of a staging slot; None: 4 MiB, or 32 MiB where KV pages are on a GPU",
+        whole(4096, 1 << 30),
+        "BYTES",
+        names=("--kv-slot-bytes",),
     )
-    """Most payload of one chunk, without its header of 64 bytes."""
+    """Most bytes of pages in one chunk."""
     num_slots: int = flag(4, "staging slots of a link", whole(1, 64), "N", names=("--kv-slots",))
     """Most chunks in flight on one link."""
 

@@ -16,24 +16,31 @@ import torch
 from shared.config import TransferOptions
 from shared.errors import LinkError
 from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
-from shared.kvtransfer.transports.choice import Transports
+from shared.kvtransfer.staging import Slot, SlotRing
+from shared.kvtransfer.transports.choice import HOST_SLOT_NBYTES, Transports
 from shared.kvtransfer.transports.common import RingArrival, receive_into
+from shared.protocol.transfer_messages import Place
 from tests.fake_network import FakeNetwork
 
 
 def fake_transports(network: FakeNetwork, party: str, options: TransferOptions) -> Transports:
     """The data links of a party that has joined."""
-    return Transports({"fake": FakeLinkFactory(network, party, options)})
+    slot_nbytes = options.slot_nbytes or HOST_SLOT_NBYTES
+    factory = FakeLinkFactory(network, party, options, slot_nbytes)
+    return Transports({"fake": factory}, slot_nbytes=slot_nbytes, rehearse=None)
 
 
 class FakeLinkFactory:
     """Links of one party; the network steps their loops."""
 
-    def __init__(self, network: FakeNetwork, party: str, options: TransferOptions) -> None:
+    def __init__(self, network: FakeNetwork, party: str, options: TransferOptions, slot_nbytes: int) -> None:
         self._network = network
         self._party = party
         self._options = options
+        self._slot_nbytes = slot_nbytes
+
+    def obstacle(self, ours: Place, theirs: Place) -> str | None:
+        return None
 
     def drive(self, name: str, loop: Stepped) -> Driver:
         self._network.add_loop(self._party, loop)
@@ -61,7 +68,7 @@ class FakeLinkFactory:
         if spec.store.check([f"fake/{1 - spec.rank}"]):
             if wire.secrets[0] != wire.secrets[1]:
                 raise LinkError(f"the peer of link {spec.name} failed the challenge")
-            ring = SlotRing(self._options.num_slots, self._options.slot_nbytes, self.new_slot)
+            ring = SlotRing(self._options.num_slots, self._slot_nbytes, self.new_slot)
             link = FakeLink(wire, self._party, spec.rank, ring, on_dead)
             wire.ends[spec.rank] = link
             return link
@@ -114,8 +121,9 @@ class FakeLink:
         self._ops: list[FakeOp] = []
         self._closed = False
 
-    def send(self, slot: Slot, nbytes: int, seq: int) -> FakeOp:
-        op = self._start(slot.message(nbytes))
+    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> FakeOp:
+        op = self._start(slot.payload(nbytes))
+        op.header = header
         wire, network = self.wire, self.wire.network
         peer = wire.ends.get(1 - self._rank)
         network.require(peer is not None, "a chunk was granted on a link that the receiver has not built")
@@ -125,7 +133,7 @@ class FakeLink:
         return op
 
     def recv(self, nbytes: int, seq: int) -> RingArrival:
-        return receive_into(self._ring, nbytes, lambda buffer: self._receive(buffer, seq))
+        return receive_into(self._ring, lambda slot: self._receive(slot.payload(nbytes), seq))
 
     def abort(self) -> None:
         for op in self._ops:
@@ -183,11 +191,12 @@ class FakeLink:
             receive.buffer.numel() == op.buffer.numel(), "a send and its receive differ in length"
         )
         receive.buffer.copy_(op.buffer)
+        receive.header = op.header
         if network.num_payloads_to_spare > 0:
             network.num_payloads_to_spare -= 1
-        elif network.num_payloads_to_corrupt > 0 and op.buffer.numel() > HEADER_NBYTES:
+        elif network.num_payloads_to_corrupt > 0:
             network.num_payloads_to_corrupt -= 1
-            receive.buffer[network.random.randrange(HEADER_NBYTES, op.buffer.numel())] ^= 0x01
+            receive.buffer[network.random.randrange(op.buffer.numel())] ^= 0x01
         op.done = receive.done = True
 
 
@@ -199,6 +208,7 @@ class FakeOp:
     buffer: torch.Tensor
     deadline: float
     done: bool = False
+    header: bytes = b""
     _leaves_at: float | None = None
     _reason: str = "timed out"
 

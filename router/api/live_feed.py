@@ -38,7 +38,7 @@ class NodeNow(Answer, frozen=True, kw_only=True):
 
     Held pages belong to requests and transfers. Cached pages belong only to the RadixCache, which evicts them when
     they are needed. `prompt_tokens_per_s` counts computed tokens without cached ones, `tokens_per_s` generated ones.
-    `links` counts `num_links` by transport: shm, gloo or nccl.
+    `links` counts `num_links` by transport: cuda-ipc, shm, nccl or gloo.
     """
 
     node_id: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -233,7 +233,7 @@ class LiveState:
             num_cached_pages=load.num_evictable_pages,
             num_held_pages=load.num_held_pages,
             num_links=load.num_links,
-            links=load.links,
+            links=dict(sorted(Counter(link.transport for link in load.links).items())),
             prompt_tokens_per_s=prompt_tokens_per_s,
             tokens_per_s=tokens_per_s,
             kv_bytes_per_s=kv_bytes_per_s,

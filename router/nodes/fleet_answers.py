@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -19,10 +19,20 @@ NumTokens = Annotated[int, Field(description="Tokens.")]
 def _fields_of(record: type[Struct], **first: type) -> WithJsonSchema:
     """Describes a dict with the fields of a protocol record (an array on the wire), behind the `first`."""
     types = {**first, **{f.name: f.type for f in msgspec.structs.fields(record)}}
-    properties = {name: msgspec.json.schema(kind) for name, kind in types.items()}
-    return WithJsonSchema(
-        {"type": "object", "properties": properties, "required": [*types], "additionalProperties": False}
-    )
+    return WithJsonSchema(_object_of(types))
+
+
+def _object_of(types: dict[str, Any]) -> dict[str, Any]:
+    properties = {name: _schema_of(kind) for name, kind in types.items()}
+    return {"type": "object", "properties": properties, "required": [*types], "additionalProperties": False}
+
+
+def _schema_of(kind: Any) -> dict[str, Any]:
+    """The JSON schema of a field's type. Structs are described in place, since a reference would have no target."""
+    item = next(iter(get_args(kind)), None)
+    if isinstance(item, type) and issubclass(item, Struct):
+        return {"type": "array", "items": _object_of({f.name: f.type for f in msgspec.structs.fields(item)})}
+    return msgspec.json.schema(kind)
 
 
 LoadFields = Annotated[dict[str, Any], _fields_of(Load)]

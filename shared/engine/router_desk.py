@@ -14,6 +14,7 @@ from shared.protocol.messages import (
     Decode,
     Flush,
     Leaving,
+    LinkReport,
     Peers,
     Prefill,
     RouterHello,
@@ -133,7 +134,7 @@ class RouterDesk:
         num_running: int,
         num_transferring: int,
         num_bootstrapping: int,
-        links: dict[str, int],
+        links: tuple[LinkReport, ...],
         unreachable: dict[str, str],
     ) -> None:
         """End a turn: send its tokens, publish the node's load, count the step of a profile."""

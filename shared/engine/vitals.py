@@ -8,7 +8,7 @@ from shared import log
 from shared.engine.progress import Progress
 from shared.kvcache.audit import LeakError, audit_idle
 from shared.kvcache.ledger import KVLedger
-from shared.protocol.messages import Load
+from shared.protocol.messages import LinkReport, Load
 from shared.scheduling.retraction import RetractionCounts
 from shared.timeline import Clock
 
@@ -61,7 +61,7 @@ class Vitals:
         num_waiting: int,
         num_transferring: int,
         num_bootstrapping: int,
-        links: dict[str, int],
+        links: tuple[LinkReport, ...],
         unreachable: dict[str, str],
         schedule_policy: str,
         retraction: RetractionCounts,
@@ -90,7 +90,7 @@ class Vitals:
             gen_throughput=self._gen_throughput,
             kv_bytes_transferred=self.kv_bytes_transferred,
             kv_transfer_s=self.kv_transfer_s,
-            num_links=sum(links.values()),
+            num_links=len(links),
             links=links,
             unreachable=unreachable,
             leak=self._leak,

@@ -10,7 +10,10 @@ The owner of the memory of a message:
 | | sending: a slot of the sender's ring | receiving |
 | --- | --- | --- |
 | gloo, nccl, fake | the op, until it has left | a slot of the link's own ring, the arrival's until `release` |
-| shm | the op, until the receiver has released it | the same slot, mapped: readable until `release` |
+| shm, cuda-ipc | the op, until the receiver has released it | the same slot, mapped: readable until `release` |
+
+How the header of a message travels: on gloo before the payload, in one message; on shm and cuda-ipc in the record on
+the link's socket; on nccl over the control connection.
 
 The links of `transports` drive the loops with threads; the fake network of the tests steps them under a virtual
 clock.
@@ -22,22 +25,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shared.kvtransfer.staging import Slot
+from shared.kvtransfer.staging import Slot, SlotRing
 
 if TYPE_CHECKING:
     from shared.kvtransfer.link_store import LinkStore
+    from shared.protocol.transfer_messages import Place
 
 RECEIVER, SENDER = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSpec:
-    """One link to build: `name` is never used twice, `secret` keys the challenge that both ends must pass."""
+    """One link to build: `name` is never used twice, `secret` keys the challenge that both ends must pass.
+
+    Chunks take at most `slot_nbytes`. A sender's link is rehearsed with the slots of `ring`, its `SendLoop`'s.
+    """
 
     name: str
     rank: int
     secret: bytes
     store: LinkStore
+    slot_nbytes: int
+    ring: SlotRing | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRate:
+    """What a rehearsal has measured: bandwidth, and the time from asking for a small message to having it."""
+
+    gb_s: float
+    latency_ms: float
 
 
 class Op(Protocol):
@@ -52,8 +69,13 @@ class Arrival(Op, Protocol):
     """A receive. It says where its message lies, and holds that memory until it is released."""
 
     @property
+    def header(self) -> bytes:
+        """The header that was sent with the message, once `wait` has returned True."""
+        ...
+
+    @property
     def slot(self) -> Slot:
-        """Where the message lies (not to be written), from `wait` having returned True until `release`."""
+        """Where the payload lies (not to be written), from `wait` having returned True until `release`."""
         ...
 
     def release(self) -> None:
@@ -69,15 +91,15 @@ class Link(Protocol):
         """How many arrivals may be unreleased."""
         ...
 
-    def send(self, slot: Slot, nbytes: int, seq: int) -> Op:
+    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> Op:
         """Start sending the first `nbytes` of `slot`, which the link's factory made, as message `seq`.
 
-        Raises LinkError.
+        The `header` of HEADER_NBYTES goes with it. Raises LinkError.
         """
         ...
 
     def recv(self, nbytes: int, seq: int) -> Arrival:
-        """Start receiving message `seq` of exactly `nbytes`. Raises LinkError."""
+        """Start receiving message `seq` with a payload of exactly `nbytes`. Raises LinkError."""
         ...
 
     def abort(self) -> None:
@@ -127,6 +149,10 @@ class Copier(Protocol):
 
 class LinkFactory(Protocol):
     """A transport: how links are built, which memory they send from, and what steps their loops."""
+
+    def obstacle(self, ours: Place, theirs: Place) -> str | None:
+        """Why no link can be built between this node and another one; None: it may be."""
+        ...
 
     def drive(self, name: str, loop: Stepped) -> Driver:
         """Have `loop` stepped until it is finished. Must not block."""

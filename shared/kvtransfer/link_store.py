@@ -1,7 +1,7 @@
 """The rendezvous of a pair group, over the control channel that both nodes hold anyway.
 
 A TCPStore would listen on every interface and show its keys to every process that connects; control messages are
-authenticated. One store lives as long as the building of one link.
+authenticated. One store lives as long as one link: when the link is built, NCCL's headers travel here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class LinkStore(Store):
         self.published: list[bytes] = []
         """What this end has set, for the peer to read."""
         self._changed = threading.Condition()
-        self._aborted: str | None = None
+        self.aborted: str | None = None
+        """Why the link was given up."""
 
     def feed(self, name: str, value: bytes) -> bool:
         """Take an entry of the peer; False when there are more entries or bytes than any backend needs."""
@@ -45,8 +46,24 @@ class LinkStore(Store):
     def abort(self, reason: str) -> None:
         """Make every present and later wait fail."""
         with self._changed:
-            self._aborted = reason
+            self.aborted = self.aborted or reason
             self._changed.notify_all()
+
+    def wait_aborted(self) -> None:
+        """Block until the link is given up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.aborted is not None)
+
+    # ------------------------------------------------------------- entries that are read once, by the peer
+    def post(self, key: str, value: bytes) -> None:
+        """Send an entry that the peer will `take`. This end keeps none."""
+        self._send(key, value)
+
+    def take(self, key: str, timeout_s: float | None = None) -> bytes:
+        """Wait for an entry of the peer and remove it. DistStoreError: it did not come, or the link was given up."""
+        self.wait([key], None if timeout_s is None else timedelta(seconds=timeout_s))
+        with self._changed:
+            return self._entries.pop(key)
 
     # ------------------------------------------------------------------ what torch calls
     def set(self, key: str, value: str | bytes) -> None:
@@ -66,9 +83,9 @@ class LinkStore(Store):
         """Block until all keys are there. DistStoreError: they did not come, or the link was given up."""
         timeout_s = self._timeout_s if timeout is None else min(timeout.total_seconds(), self._timeout_s)
         with self._changed:
-            there = self._changed.wait_for(lambda: self._aborted is not None or self.check(keys), timeout_s)
-        if self._aborted is not None:
-            raise DistStoreError(self._aborted)
+            there = self._changed.wait_for(lambda: self.aborted is not None or self.check(keys), timeout_s)
+        if self.aborted is not None:
+            raise DistStoreError(self.aborted)
         if not there:
             raise DistStoreError(f"the peer did not set {keys} within {timeout_s:g} s")
 

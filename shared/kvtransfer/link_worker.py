@@ -15,7 +15,7 @@ from typing import Protocol
 
 from shared import log
 from shared.errors import LinkError
-from shared.kvtransfer.link import Driver, Link, LinkFactory, LinkSpec
+from shared.kvtransfer.link import Driver, Link, LinkFactory, LinkRate, LinkSpec
 
 
 class LinkLoop(Protocol):
@@ -49,12 +49,18 @@ class LinkWorker:
         transport: str,
         loop: LinkLoop,
         factory: LinkFactory,
+        rehearse: Callable[[Link, LinkSpec], LinkRate] | None,
+        passed_over: dict[str, str],
         clock: Callable[[], float],
         report_dead: Callable[[LinkWorker, str], None],
     ) -> None:
         self.peer_id = peer_id
         self.name = spec.name
         self.transport = transport
+        self.passed_over = passed_over
+        """Better transports, and why the link does not use them."""
+        self.rate: LinkRate | None = None
+        """What its rehearsal has measured."""
         self.store = spec.store
         self.loop = loop
         self.death: str | None = None
@@ -63,6 +69,7 @@ class LinkWorker:
         self.finished = False
         self._spec = spec
         self._factory = factory
+        self._rehearse = rehearse
         self._clock = clock
         self._report_dead = report_dead
         self._link: Link | None = None
@@ -119,9 +126,11 @@ class LinkWorker:
         self._link = self._factory.build(self._spec, self._on_peer_gone, block=block)
         if self._link is None:
             return False
+        if self._rehearse is not None:
+            self.rate = self._rehearse(self._link, self._spec)
         self.loop.attach(self._link)
         self.live_at = self._clock()
-        log.event("link_up", link=self.name, transport=self.transport)
+        log.event("link_up", link=self.name, transport=self.transport, rate=self.rate)
         return True
 
     def _on_peer_gone(self, reason: str) -> None:

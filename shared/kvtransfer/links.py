@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -11,13 +11,14 @@ from typing import Generic, TypeVar
 from shared import log
 from shared.config import TransferOptions
 from shared.kvtransfer.layout import PageStore
-from shared.kvtransfer.link import LinkSpec
+from shared.kvtransfer.link import RECEIVER, LinkRate, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.link_worker import LinkLoop, LinkWorker
+from shared.kvtransfer.staging import SlotRing
 from shared.kvtransfer.transports.choice import Transports
-from shared.protocol.messages import KVLayout, NodeRef
+from shared.protocol.messages import KVLayout, LinkReport, NodeRef
 from shared.protocol.outbox import Outbox
-from shared.protocol.transfer_messages import LinkLost, StoreSet
+from shared.protocol.transfer_messages import LinkLost, LinkOpen, StoreSet
 from shared.timeline import Clock
 
 Loop = TypeVar("Loop", bound=LinkLoop)
@@ -71,10 +72,10 @@ class Links(Generic[Loop]):
         """Why the last link of each peer died."""
 
     @property
-    def live_by_transport(self) -> dict[str, int]:
-        """Live links, counted by what carries them."""
+    def reports(self) -> tuple[LinkReport, ...]:
+        """The live links."""
         with self._lock:
-            return dict(sorted(Counter(w.transport for w, _ in self._current.values() if w.live).items()))
+            return tuple(self._report(worker) for worker, _ in self._current.values() if worker.live)
 
     def broken(self, peers: Container[str]) -> dict[str, str]:
         """Those of `peers` whose last link died, and why, while they have no live one. Forgets other peers."""
@@ -98,8 +99,15 @@ class Links(Generic[Loop]):
         """Whether a link of this name was ever begun; a name is not used twice."""
         return name in self._names
 
-    def begin(self, peer_id: str, name: str, secret: bytes, transport: str, loop: Loop) -> None:
-        """Build the link `name` over `transport`, with a peer that has none."""
+    def begin(
+        self,
+        peer_id: str,
+        opening: LinkOpen,
+        loop: Loop,
+        ring: SlotRing | None = None,
+    ) -> None:
+        """Build a link as it is being opened, with a peer that has none. `ring` has the slots of a sender."""
+        name = opening.link
         assert peer_id not in self._current, "fail the old link first"
 
         def tell(entry: str, value: bytes) -> None:
@@ -107,11 +115,20 @@ class Links(Generic[Loop]):
 
         store = LinkStore(tell, self._options.build_timeout_s)
         worker = LinkWorker(
-            spec=LinkSpec(name=name, rank=self._rank, secret=secret, store=store),
+            spec=LinkSpec(
+                name=name,
+                rank=self._rank,
+                secret=opening.secret,
+                store=store,
+                slot_nbytes=self._transports.slot_nbytes,
+                ring=ring,
+            ),
             peer_id=peer_id,
-            transport=transport,
+            transport=opening.transport,
             loop=loop,
-            factory=self._transports.factories[transport],
+            factory=self._transports.factories[opening.transport],
+            rehearse=self._transports.rehearse,
+            passed_over=opening.passed_over,
             clock=self._clock,
             report_dead=self._reported_dead,
         )
@@ -165,6 +182,17 @@ class Links(Generic[Loop]):
             worker.abort_ops()
         for worker in workers:
             worker.join(self._options.build_timeout_s + self._options.op_timeout_s)
+
+    def _report(self, worker: LinkWorker) -> LinkReport:
+        rate = worker.rate or LinkRate(gb_s=0.0, latency_ms=0.0)
+        return LinkReport(
+            worker.peer_id,
+            self._rank == RECEIVER,
+            worker.transport,
+            round(rate.gb_s, 2),
+            round(rate.latency_ms, 3),
+            worker.passed_over,
+        )
 
     def _reported_dead(self, worker: LinkWorker, reason: str) -> None:
         with self._lock:

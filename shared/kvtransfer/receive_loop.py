@@ -12,7 +12,7 @@ from typing import Protocol
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk, PageStore
 from shared.kvtransfer.link import Arrival, Link
-from shared.kvtransfer.staging import HEADER_NBYTES, Envelope
+from shared.kvtransfer.staging import Envelope
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Grant, GrantedChunk
 
@@ -147,7 +147,7 @@ class ReceiveLoop:
             return self._bulk.popleft() if self._bulk and bulk_may_go else None
 
     def _post_receive(self, link: Link, key: ReqKey, chunk: Chunk) -> GrantedChunk:
-        nbytes = HEADER_NBYTES + self._pages.gather_nbytes(chunk.num_pages, chunk.num_layers)
+        nbytes = self._pages.gather_nbytes(chunk.num_pages, chunk.num_layers)
         envelope = Envelope(key, chunk, self._next_seq)
         self._granted.append(_Granted(link.recv(nbytes, self._next_seq), envelope, nbytes))
         self._next_seq += 1
@@ -167,8 +167,8 @@ class ReceiveLoop:
         return True
 
     def _scatter(self, granted: _Granted) -> None:
-        envelope, slot = granted.envelope, granted.arrival.slot
-        digest, chunk = slot.open(envelope), envelope.chunk
+        envelope, arrival = granted.envelope, granted.arrival
+        digest, chunk = envelope.open(arrival.header), envelope.chunk
         if digest is None:
             self._gate.refused(envelope.key, "the peer sent a void chunk", by_peer=True)
             return
@@ -176,11 +176,11 @@ class ReceiveLoop:
         if page_ids is None:
             return
         try:
-            payload, layers = slot.payload(granted.nbytes), (chunk.first_layer, chunk.num_layers)
+            payload, layers = arrival.slot.payload(granted.nbytes), (chunk.first_layer, chunk.num_layers)
             if self._pages.scatter(page_ids, *layers, payload, envelope.seed) != digest:
                 self._gate.refused(envelope.key, f"chunk {envelope.seq} arrived corrupt", corrupt=True)
         except BaseException:
             self._gate.refused(envelope.key, "its pages could not be written")
             raise
         finally:
-            self._gate.end_scatter(envelope.key, chunk, granted.nbytes - HEADER_NBYTES)
+            self._gate.end_scatter(envelope.key, chunk, granted.nbytes)

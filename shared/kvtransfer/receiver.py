@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from shared import log
 from shared.errors import TransferError
 from shared.kvtransfer.inbox import KeyedInbox
-from shared.kvtransfer.layout import Chunk, ChunkPlan
+from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receive_loop import ReceiveLoop
 from shared.kvtransfer.receiver_peers import ReceiverPeers
 from shared.kvtransfer.states import Received, ReceiveEvent, ReceiveState, ReceiveTransfer
-from shared.protocol.messages import ReqKey
+from shared.protocol.messages import LinkReport, ReqKey
 from shared.protocol.transfer_messages import (
     CancelTransfer,
     Done,
@@ -46,11 +46,6 @@ class KVReceiver:
         self._outbox = own.outbox
         self._clock = own.clock
         self._options = own.options
-        self._plan = ChunkPlan.fit(
-            num_layers=own.layout.num_layers,
-            unit_nbytes=own.pages.gather_nbytes(1, 1),
-            slot_nbytes=own.options.slot_nbytes,
-        )
         self._lock = threading.RLock()
         self._events: list[ReceiveEvent] = []
         self._next_tick = 0.0
@@ -69,9 +64,9 @@ class KVReceiver:
         self.links = self.peers.links
 
     @property
-    def links_by_transport(self) -> dict[str, int]:
-        """Links that are ready for use, counted by what carries them."""
-        return self.links.live_by_transport
+    def link_reports(self) -> tuple[LinkReport, ...]:
+        """Links that are ready for use."""
+        return self.links.reports
 
     @property
     def unreachable(self) -> dict[str, str]:
@@ -243,7 +238,7 @@ class KVReceiver:
     def _offered(self, transfer: ReceiveTransfer, offer: Offer) -> None:
         if not transfer.offered(offer.first_page, offer.num_pages, self._clock()):
             return
-        chunks = self._plan.cut(offer.first_page, offer.num_pages)
+        chunks = self.peers.plan(transfer.peer_id).cut(offer.first_page, offer.num_pages)
         self._loop(transfer).enqueue(transfer.key, chunks, bulk=transfer.is_bulk)
 
     def _loop(self, transfer: ReceiveTransfer) -> ReceiveLoop:

@@ -10,24 +10,29 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared import log
-from shared.errors import PeerMismatch
-from shared.kvtransfer.layout import check_layout
+from shared.errors import ConfigError, PeerMismatch
+from shared.kvtransfer.layout import ChunkPlan, check_layout
 from shared.kvtransfer.link import RECEIVER
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.links import Endpoint, Links
 from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
 from shared.kvtransfer.receive_loop import ReceiveLoop, ScatterGate
+from shared.kvtransfer.transports.choice import better_than
 from shared.protocol.messages import Refused
 from shared.protocol.transfer_messages import Grant, LinkOpen, PeerHello, PeerLeft
 
 
 @dataclass(slots=True)
 class _NextLink:
-    transports: deque[str]
+    plan: ChunkPlan
+    """How pages from this peer are cut, so that they fit the slots of both ends."""
+    transports: deque[str] = field(default_factory=deque)
     """What both ends can use; the first is what the next link will use."""
+    passed_over: dict[str, str] = field(default_factory=dict)
+    """What is not used, and why."""
     num_failures: int = 0
     """Links lost in a row, none of which lasted."""
     rebuild_at: float = 0.0
@@ -65,7 +70,13 @@ class ReceiverPeers:
             own=own,
             on_dead=self._link_died,
         )
+        self._own_plan = self._plan(own.transports.slot_nbytes)
         self.table: PeerTable[_NextLink] = PeerTable(lock=lock, links=self.links, own=own)
+
+    def plan(self, peer_id: str) -> ChunkPlan:
+        """How pages from a peer, which this node has met, are cut into chunks."""
+        peer = self.table.get(peer_id)
+        return self._own_plan if peer is None else peer.state.plan
 
     def handle(self, peer_id: str, message: PeerHello | PeerLeft | PeerMessage, now: float) -> None:
         """Handle a message that names no transfer. A node that has not introduced itself gets no answer."""
@@ -89,15 +100,26 @@ class ReceiverPeers:
             if unlinked and now >= peer.state.rebuild_at:
                 self._open_link(peer)
 
+    def _plan(self, slot_nbytes: int) -> ChunkPlan:
+        own = self._own
+        return ChunkPlan.fit(
+            num_layers=own.layout.num_layers,
+            unit_nbytes=own.pages.gather_nbytes(1, 1),
+            slot_nbytes=slot_nbytes,
+        )
+
     def _met(self, peer_id: str, hello: PeerHello, now: float) -> None:
         self.links.fail_peer(peer_id, "the peer connected anew", tell_peer=False)
-        peer = self.table.add(peer_id, _NextLink(deque()), now)
+        peer = self.table.add(peer_id, _NextLink(self._own_plan), now)
         try:
             check_layout(
                 self._own.layout, hello.layout, allow_mixed_numerics=self._options.allow_mixed_numerics
             )
-            peer.state.transports.extend(self._own.transports.in_common(hello.transports, hello.host))
-        except PeerMismatch as error:
+            usable, passed_over = self._own.transports.in_common(hello.transports, hello.place)
+            peer.state.transports.extend(usable)
+            peer.state.passed_over |= passed_over
+            peer.state.plan = self._plan(min(hello.slot_nbytes, self._own.transports.slot_nbytes))
+        except (PeerMismatch, ConfigError) as error:
             peer.refused = str(error)
             log.warn("peer_refused", peer=peer_id, reason=peer.refused)
             self._outbox.send(peer_id, Refused(peer.refused))
@@ -108,15 +130,17 @@ class ReceiverPeers:
     def _open_link(self, peer: Peer[_NextLink]) -> None:
         self.num_links_opened += 1
         name = f"{peer.peer_id}>{self._own.node.node_id}/{self._own.node.incarnation}#{self.num_links_opened}"
-        secret, transport = secrets.token_bytes(32), peer.state.transports[0]
+        transport = peer.state.transports[0]
+        passed_over = better_than(transport, peer.state.passed_over)
+        opening = LinkOpen(name, self._own.node, secrets.token_bytes(32), transport, passed_over)
 
         def send_grant(grant: Grant) -> None:
             self._outbox.send(peer.peer_id, grant)
 
         loop = ReceiveLoop(name=name, pages=self._own.pages, gate=self._gate, send_grant=send_grant)
         # LinkOpen goes out before anything that the worker may send about the link.
-        self._outbox.send(peer.peer_id, LinkOpen(name, self._own.node, secret, transport))
-        self.links.begin(peer.peer_id, name, secret, transport, loop)
+        self._outbox.send(peer.peer_id, opening)
+        self.links.begin(peer.peer_id, opening, loop)
         self._link_begins(peer.peer_id)
 
     def _link_died(self, worker: LinkWorker, reason: str) -> None:
@@ -129,6 +153,7 @@ class ReceiverPeers:
             state.rebuild_at = now + min(pause, options.rebuild_max_s)
             # It could not be built, and not because the peer was gone: the next transport is tried.
             if worker.live_at is None and not peer.heartbeat.silent(now) and len(state.transports) > 1:
+                state.passed_over[worker.transport] = reason
                 state.transports.rotate(-1)
                 log.warn("transport_fallback", link=worker.name, to=state.transports[0], reason=reason)
         self._tell_link_died(worker.peer_id, reason)

@@ -13,7 +13,7 @@ from typing import Protocol
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk, PageStore
 from shared.kvtransfer.link import Copier, Link, Op
-from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Slot, SlotRing
+from shared.kvtransfer.staging import Envelope, Slot, SlotRing
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Grant, GrantedChunk
 
@@ -106,12 +106,10 @@ class SendLoop:
     def _check(self, seq: int, chunk: GrantedChunk) -> None:
         last_layer = chunk.first_layer + chunk.num_layers
         fits = 0 <= chunk.first_layer < last_layer <= self._num_layers and chunk.num_pages > 0
-        if not fits or chunk.nbytes != HEADER_NBYTES + self._pages.gather_nbytes(
-            chunk.num_pages, chunk.num_layers
-        ):
+        if not fits or chunk.nbytes != self._pages.gather_nbytes(chunk.num_pages, chunk.num_layers):
             raise LinkError(f"malformed grant {seq} of {chunk.nbytes} bytes")
-        if chunk.nbytes > self._ring.message_nbytes:
-            raise LinkError(f"grant of {chunk.nbytes} bytes exceeds slots of {self._ring.message_nbytes}")
+        if chunk.nbytes > self._ring.slot_nbytes:
+            raise LinkError(f"grant of {chunk.nbytes} bytes exceeds slots of {self._ring.slot_nbytes}")
 
     def _wake_copier(self) -> None:
         """Start the copier, unless it works already or has nothing to do."""
@@ -146,15 +144,16 @@ class SendLoop:
 
     def _send(self, link: Link, seq: int, chunk: GrantedChunk, slot: Slot) -> None:
         try:
-            self._gather(seq, chunk, slot)
-            op = link.send(slot, chunk.nbytes, seq)
+            header = self._gather(seq, chunk, slot)
+            op = link.send(slot, chunk.nbytes, seq, header)
         except BaseException:
             with self._lock:
                 self._ring.give_back(slot)
             raise
         self._sending.append((op, slot))
 
-    def _gather(self, seq: int, granted: GrantedChunk, slot: Slot) -> None:
+    def _gather(self, seq: int, granted: GrantedChunk, slot: Slot) -> bytes:
+        """Fill the slot, unless the chunk is void. Returns the header of the message."""
         chunk = Chunk(granted.first_page, granted.num_pages, granted.first_layer, granted.num_layers)
         envelope, digest = Envelope(granted.key, chunk, seq), None
         page_ids = self._gate.begin_gather(granted.key, chunk)
@@ -165,7 +164,7 @@ class SendLoop:
                 digest = self._pages.gather(page_ids, *layers, payload, envelope.seed)
             finally:
                 self._gate.end_gather(granted.key, chunk, payload.numel())
-        slot.seal(envelope, digest)
+        return envelope.seal(digest)
 
     # ------------------------------------------------------------------------------ the data thread
     def _reap(self, *, block: bool) -> bool:

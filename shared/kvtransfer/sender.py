@@ -18,7 +18,7 @@ from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.sender_peers import SenderPeers
 from shared.kvtransfer.states import SendEnded, SendEvent, SendState, SendTransfer
-from shared.protocol.messages import ReqKey
+from shared.protocol.messages import LinkReport, ReqKey
 from shared.protocol.transfer_messages import (
     CancelTransfer,
     Done,
@@ -55,9 +55,9 @@ class KVSender:
         self.links = self.peers.links
 
     @property
-    def links_by_transport(self) -> dict[str, int]:
-        """Links that are ready for use, counted by what carries them."""
-        return self.links.live_by_transport
+    def link_reports(self) -> tuple[LinkReport, ...]:
+        """Links that are ready for use."""
+        return self.links.reports
 
     @property
     def unreachable(self) -> dict[str, str]:

@@ -103,10 +103,10 @@ class SenderPeers:
                 self._say_hello(peer.peer_id)
 
     def _say_hello(self, peer_id: str) -> None:
-        offered = tuple(self._own.transports.factories)
-        self._outbox.send(
-            peer_id, PeerHello(self._own.node, self._own.layout, offered, self._own.transports.host)
-        )
+        own, transports = self._own, self._own.transports
+        offered = tuple(transports.factories)
+        hello = PeerHello(own.node, own.layout, offered, transports.place, transports.slot_nbytes)
+        self._outbox.send(peer_id, hello)
 
     def _granted(self, peer_id: str, grant: Grant) -> None:
         loop = self.links.loop(peer_id, grant.link)
@@ -131,14 +131,15 @@ class SenderPeers:
         self._fail_transfers(peer.peer_id, "the link was replaced", waiting_too=False, tell_peer=True)
         peer.refused = None
         peer.state.at = self._own.clock()
+        ring = SlotRing(self._options.num_slots, self._own.transports.slot_nbytes, factory.new_slot)
         loop = SendLoop(
-            ring=SlotRing(self._options.num_slots, self._options.slot_nbytes, factory.new_slot),
+            ring=ring,
             pages=self._own.pages,
             num_layers=self._own.layout.num_layers,
             gate=self._gate,
             copier=factory.new_copier(message.link),
         )
-        self.links.begin(peer.peer_id, message.link, message.secret, message.transport, loop)
+        self.links.begin(peer.peer_id, message, loop, ring)
 
     def _link_died(self, worker: LinkWorker, reason: str) -> None:
         peer = self.table.get(worker.peer_id)

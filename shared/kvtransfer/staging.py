@@ -6,9 +6,10 @@ On the sending side pages are free again as soon as they are gathered into a slo
 slot that a stuck op may still read or write stays out of the ring until that op has left (or for good, with the
 dead link's ring).
 
-A chunk on the wire: 64 bytes of header, then the payload. The header names the transfer, the message, and the layers
-and pages of the sequence. Its last 8 bytes are the digest of the payload, seeded with all of that. The digest is
-taken from the pages while they are gathered, and again from what a scatter writes, so it covers all that is between.
+A chunk has 64 bytes of header, which travel in host memory, and a payload, which lies in the slot. The header names
+the transfer, the message, and the layers and pages of the sequence. Its last 8 bytes are the digest of the payload,
+seeded with all of that. The digest is taken from the pages while they are gathered, and again from what a scatter
+writes, so it covers all that is between.
 """
 
 from __future__ import annotations
@@ -64,45 +65,38 @@ class Envelope:
         chunk = (c.first_page, c.num_pages, c.first_layer, c.num_layers)
         return _FIELDS.pack(_MAGIC, flag, self.seq, key, *chunk).ljust(_DIGEST_AT, b"\0")
 
+    def seal(self, digest: int | None) -> bytes:
+        """The header of a message whose payload has this `digest`; None: it is void."""
+        if digest is None:
+            return self.fields(Flag.VOID) + _DIGEST.pack(self.void_digest)
+        return self.fields(Flag.PAGES) + _DIGEST.pack(digest)
+
+    def open(self, header: bytes) -> int | None:
+        """The digest that the payload of the message with this `header` must have; None: it is void.
+
+        LinkError: this is another message than the one that was granted, so the two ends disagree on order.
+        """
+        (digest,) = _DIGEST.unpack(header[_DIGEST_AT:])
+        if header.startswith(self.fields(Flag.PAGES)):
+            return int(digest)
+        if header.startswith(self.fields(Flag.VOID)) and digest == self.void_digest:
+            return None
+        raise LinkError(f"message {self.seq} is not the chunk that was granted: header {header.hex()}")
+
 
 class Slot:
-    """One staging buffer, in host or device memory. Its payload starts at byte 64, aligned for any element type."""
+    """One staging buffer for payloads, in host or device memory, aligned for any element type."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         # Most messages of a link have the same length, and making a view for each costs microseconds.
-        self._message = self._payload = buffer[:0]
-
-    def message(self, nbytes: int) -> torch.Tensor:
-        """The first `nbytes` of the slot, header included: what a Grant speaks of."""
-        if self._message.numel() != nbytes:
-            self._message = self.buffer[:nbytes]
-        return self._message
+        self._payload = buffer[:0]
 
     def payload(self, nbytes: int) -> torch.Tensor:
-        """The pages of a message of `nbytes`."""
-        if self._payload.numel() != nbytes - HEADER_NBYTES:
-            self._payload = self.buffer[HEADER_NBYTES:nbytes]
+        """The first `nbytes`: the pages of a message."""
+        if self._payload.numel() != nbytes:
+            self._payload = self.buffer[:nbytes]
         return self._payload
-
-    def seal(self, envelope: Envelope, digest: int | None) -> None:
-        """Write the header of a message: its payload has this `digest`; None: it is void."""
-        flag = Flag.VOID if digest is None else Flag.PAGES
-        header = envelope.fields(flag) + _DIGEST.pack(envelope.void_digest if digest is None else digest)
-        self.buffer[:HEADER_NBYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-
-    def open(self, envelope: Envelope) -> int | None:
-        """The digest that the payload of the message that has arrived must have; None: it is void.
-
-        LinkError: this is another message than the one that was granted, so the two ends disagree on order.
-        """
-        header = self.buffer[:HEADER_NBYTES].cpu().numpy().tobytes()
-        (digest,) = _DIGEST.unpack(header[_DIGEST_AT:])
-        if header.startswith(envelope.fields(Flag.PAGES)):
-            return int(digest)
-        if header.startswith(envelope.fields(Flag.VOID)) and digest == envelope.void_digest:
-            return None
-        raise LinkError(f"message {envelope.seq} is not the chunk that was granted: header {header.hex()}")
 
 
 class SlotRing:
@@ -110,7 +104,7 @@ class SlotRing:
 
     def __init__(self, num_slots: int, slot_nbytes: int, new_slot: Callable[[int], Slot]) -> None:
         self.num_slots = num_slots
-        self.message_nbytes = HEADER_NBYTES + slot_nbytes
+        self.slot_nbytes = slot_nbytes
         self._new_slot = new_slot
         self._free: list[Slot] = []
         """Last in, first out: most of the memory of the newest one is still in a cache."""
@@ -127,7 +121,7 @@ class SlotRing:
             return self._free.pop()
         if self._num_made == self.num_slots:
             return None
-        slot = self._new_slot(self.message_nbytes)
+        slot = self._new_slot(self.slot_nbytes)
         self._num_made += 1
         return slot
 

@@ -20,7 +20,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import Role as Role
 from shared.timeline import Stamp as Stamp
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Raised by every change of a message, which a peer of the version before would misread or drop. A router and a node
 of different versions refuse each other; nodes only meet through a router, so they have the same version."""
 
@@ -111,6 +111,21 @@ class NodeLimits(Record, frozen=True):
     max_running_requests: int
 
 
+class LinkReport(msgspec.Struct, frozen=True, gc=False):
+    """A link of a node that is ready for use, and what its rehearsal measured when it was built.
+
+    `peer` is an incarnation, `incoming` tells that pages arrive from it. `passed_over` are better transports, and why
+    the link does not use them. It is an object on the wire, since routers show it as it comes.
+    """
+
+    peer: str
+    incoming: bool
+    transport: str
+    gb_s: float = 0.0
+    latency_ms: float = 0.0
+    passed_over: dict[str, str] = {}
+
+
 class Load(Record, frozen=True):
     """A node's state, sent with every Pong. Page counts add up to `num_pages`.
 
@@ -144,8 +159,8 @@ class Load(Record, frozen=True):
     """The policy in effect, which may be a simpler one than --schedule-policy."""
     num_jumped_tokens: int = 0
     """Output tokens that a grammar forced and no forward sampled; `num_generated_tokens` counts them as well."""
-    links: dict[str, int] = {}
-    """`num_links` by transport: which of `--kv-transfer` each pair of nodes came to use."""
+    links: tuple[LinkReport, ...] = ()
+    """The `num_links` links: which of `--kv-transfer` each pair of nodes came to use."""
     unreachable: dict[str, str] = {}
     """Incarnations of nodes to which a link was lost or could not be built, and why. A new pair is not here: its
     link may still be on its way."""

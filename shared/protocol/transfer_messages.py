@@ -8,6 +8,8 @@ Entries of a link's rendezvous store, pings and cancels go both ways. A transfer
 
 from __future__ import annotations
 
+import msgspec
+
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import KVLayout, NodeRef, Record, Refused, ReqKey, Struct
 from shared.timeline import Stamp
@@ -49,16 +51,27 @@ class PeerPong(Struct, frozen=True):
 
 
 # ----------------------------------------------------------------------------------------- sender → receiver
+class Place(Record, frozen=True):
+    """Where a node is. `host` is the same on nodes that can share memory, `gpu` the UUID of the GPU with its pages.
+
+    Each is empty where there is none.
+    """
+
+    host: str = ""
+    gpu: str = ""
+
+
 class PeerHello(Struct, frozen=True):
     """First message of a sending node on a fresh connection; answered with LinkOpen or Refused.
 
-    `transports` are the data paths that it offers, the best first; `host` is the same on nodes that can share memory.
+    `transports` are the data paths that it offers, the best first. Its staging slots take `slot_nbytes`.
     """
 
     node: NodeRef
     layout: KVLayout
     transports: tuple[str, ...]
-    host: str
+    place: Place
+    slot_nbytes: int
 
 
 class Offer(Struct, frozen=True):
@@ -99,13 +112,14 @@ class Handoff(Struct, frozen=True):
 class LinkOpen(Struct, frozen=True):
     """Build `link` over `transport`, which the sending node offered; `node` is the receiving node.
 
-    `secret` keys the challenge over the new link.
+    `secret` keys the challenge over the new link. `passed_over` are better transports, and why they are not used.
     """
 
     link: str
     node: NodeRef
     secret: bytes
     transport: str
+    passed_over: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Ready(Struct, frozen=True):
@@ -121,7 +135,7 @@ class Ready(Struct, frozen=True):
 
 
 class GrantedChunk(Record, frozen=True):
-    """These pages of these layers, in a message of exactly `nbytes`."""
+    """These pages of these layers, which take exactly `nbytes`."""
 
     key: ReqKey
     first_page: int

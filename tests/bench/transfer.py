@@ -33,7 +33,7 @@ from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received
-from shared.kvtransfer.transports.choice import make_transports
+from shared.kvtransfer.transports.choice import HOST_SLOT_NBYTES, make_transports
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import KVLayout, NodeRef, ReqKey
 from shared.protocol.transfer_messages import Handoff, Ready, ReceiverToSender, SenderToReceiver
@@ -292,7 +292,7 @@ def measure(options: TransferOptions, batches: Mapping[int, int]) -> Iterator[di
         yield {
             "bench": "transfer",
             "backend": options.backend,
-            "slots": f"{options.num_slots} x {options.slot_nbytes >> 20} MiB",
+            "slots": f"{options.num_slots} x {(options.slot_nbytes or HOST_SLOT_NBYTES) >> 20} MiB",
             "batch_mib": mib,
             **figure("whole_path_gb_s", path),
             "limit": "memcpy" if options.backend == "shm" else "raw gloo",

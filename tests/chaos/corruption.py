@@ -27,6 +27,7 @@ from shared.kvtransfer.link import Arrival, Copier, Driver, Link, LinkFactory, L
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
 from shared.kvtransfer.states import Received
 from shared.protocol.messages import ReqKey
+from shared.protocol.transfer_messages import Place
 from tests.unit.kvtransfer.link_pair import LAYOUT, LinkPair, handoff, key, real, transports
 
 NUM_FAULTS = 100_000
@@ -88,16 +89,22 @@ class Damage:
         self.faults: dict[int, Fault] = {}
         """By the hash of a transfer's key, as it is in the header."""
 
-    def send(self, slot: Slot, nbytes: int, send: Callable[[], Op]) -> Op:
-        """Damage the sealed message in `slot` before or after it is sent."""
+    def send(self, slot: Slot, nbytes: int, header: bytes, send: Callable[[bytes], Op]) -> Op:
+        """Damage the sealed message in `slot`, or its header, before or after it is sent."""
         (fault,) = self._random.choices(list(WEIGHTS), list(WEIGHTS.values()))
         whole = slot.payload(nbytes).clone()
         if self._earlier is None or torch.equal(whole, self._earlier):
             fault = Fault.FLIPPED_BYTE
-        self.faults[_KEY.unpack_from(slot.buffer[:HEADER_NBYTES].numpy(), _KEY_AT)[0]] = fault
-        if fault not in LATE:
+        self.faults[_KEY.unpack_from(header, _KEY_AT)[0]] = fault
+        if fault is Fault.FLIPPED_DIGEST:
+            flipped = bytearray(header)
+            flipped[self._random.randrange(HEADER_NBYTES - 8, HEADER_NBYTES)] ^= 1 << self._random.randrange(
+                8
+            )
+            header = bytes(flipped)
+        elif fault not in LATE:
             self._damage(slot, nbytes, fault)
-        op = send()
+        op = send(header)
         if fault in LATE:
             self._damage(slot, nbytes, fault)
         self._earlier = whole
@@ -108,8 +115,6 @@ class Damage:
         match fault:
             case Fault.FLIPPED_BYTE | Fault.LATE_BYTE:
                 payload[rng.randrange(payload.numel())] ^= rng.randrange(1, 256)
-            case Fault.FLIPPED_DIGEST:
-                slot.buffer[rng.randrange(HEADER_NBYTES - 8, HEADER_NBYTES)] ^= 1 << rng.randrange(8)
             case Fault.SWAPPED_PAGES:
                 row = rng.randrange(ROWS)
                 pages = payload.view(ROWS, PAGES, -1)[row]
@@ -130,8 +135,8 @@ class FaultyLink:
         self._damage = damage
         self.max_arrivals = link.max_arrivals
 
-    def send(self, slot: Slot, nbytes: int, seq: int) -> Op:
-        return self._damage.send(slot, nbytes, lambda: self._link.send(slot, nbytes, seq))
+    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> Op:
+        return self._damage.send(slot, nbytes, header, lambda head: self._link.send(slot, nbytes, seq, head))
 
     def recv(self, nbytes: int, seq: int) -> Arrival:
         raise AssertionError("the sending end receives nothing")
@@ -149,6 +154,9 @@ class FaultyLinkFactory:
     def __init__(self, factory: LinkFactory, damage: Damage) -> None:
         self._factory = factory
         self._damage = damage
+
+    def obstacle(self, ours: Place, theirs: Place) -> str | None:
+        return self._factory.obstacle(ours, theirs)
 
     def drive(self, name: str, loop: Stepped) -> Driver:
         return self._factory.drive(name, loop)
@@ -181,7 +189,7 @@ def fuzz(
 ) -> Tally:
     """Move `num_faults` transfers, each of them damaged. `wrap` changes the pages of both sides."""
     options, damage, tally = real(path.backend), Damage(seed), Tally()
-    honest = transports(options)
+    honest = dataclasses.replace(transports(options), rehearse=None)
     factories = {name: FaultyLinkFactory(made, damage) for name, made in honest.factories.items()}
     pair = LinkPair(
         options,

@@ -64,9 +64,9 @@ FLAGS = """\
 --enable-jump-forward
 --debug-checks
 --retract-every STEPS = 0
---kv-transfer {auto,gloo,shm,nccl} = auto
+--kv-transfer {auto,cuda-ipc,shm,nccl,gloo} = auto
 --allow-mixed-numerics
---kv-slot-bytes BYTES = 4194304
+--kv-slot-bytes BYTES
 --kv-slots N = 4
 --ready-timeout-s READY_TIMEOUT_S = 600.0
 --offer-timeout-s OFFER_TIMEOUT_S = 600.0

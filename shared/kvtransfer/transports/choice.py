@@ -1,46 +1,87 @@
 """What carries the KV pages of a pair of nodes: chosen for each pair when they meet, from what both offer.
 
-sender ── PeerHello(transports, host) ──▶ receiver, which takes the best that both can use
+sender ── PeerHello(transports, place) ──▶ receiver, which takes the best that both can use
        ◀── LinkOpen(transport) ──────────  or answers Refused, naming the field
+both build the link and rehearse it; if that fails, the next link of the pair uses the next transport
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 
 from shared import log
 from shared.config import TransferOptions
-from shared.errors import ConfigError, TransportMismatch
-from shared.kvtransfer.link import LinkFactory
+from shared.errors import ConfigError, LinkError, TransportMismatch
+from shared.kvtransfer.link import Link, LinkFactory, LinkRate, LinkSpec
+from shared.kvtransfer.transports.cuda_runtime import CudaRuntime, Runtime
+from shared.kvtransfer.transports.rehearsal import rehearse
+from shared.protocol.transfer_messages import Place
+
+HOST_SLOT_NBYTES = 4 << 20
+GPU_SLOT_NBYTES = 32 << 20
+"""A GPU copies 4 MiB in less time than a chunk costs on the host."""
+BEST_FIRST = ("cuda-ipc", "shm", "nccl", "gloo")
+ON_A_CPU = ("shm", "gloo")
+"""What `--kv-transfer auto` tries, the best first."""
+NOWHERE = Place()
 
 
 @dataclass(frozen=True)
 class Transports:
-    """What one node offers: `factories` by the name of the transport, the best first. `host`: see `host_identity`."""
+    """What one node offers: `factories` by the name of the transport, the best first."""
 
     factories: Mapping[str, LinkFactory]
-    host: str = ""
+    place: Place = NOWHERE
+    slot_nbytes: int = HOST_SLOT_NBYTES
+    """The size of a staging slot of this node: the most bytes of pages in one chunk."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Transports that cannot work here, and why."""
+    rehearse: Callable[[Link, LinkSpec], LinkRate] | None = rehearse
+    """Tries a link that was built; None where links only step without blocking."""
 
-    def in_common(self, theirs: Sequence[str], their_host: str) -> list[str]:
-        """What this receiving node and a sender can both use, the best first. TransportMismatch: nothing."""
-        both = [name for name in self.factories if name in theirs]
-        if not both:
-            raise TransportMismatch(
+    def in_common(self, theirs: Sequence[str], their_place: Place) -> tuple[list[str], dict[str, str]]:
+        """What this receiving node and a sender can both use, the best first, and why not the others.
+
+        TransportMismatch: there is nothing.
+        """
+        usable: list[str] = []
+        passed_over = {
+            name: f"not on the receiving node: {reason}" for name, reason in self.unavailable.items()
+        }
+        for name, factory in self.factories.items():
+            obstacle = factory.obstacle(self.place, their_place)
+            if name not in theirs:
+                passed_over[name] = "the sending node does not offer it"
+            elif obstacle is not None:
+                passed_over[name] = obstacle
+            else:
+                usable.append(name)
+        if not usable:
+            why = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
+            offers = (
                 f"the receiving node offers {'/'.join(self.factories)}, the sending node {'/'.join(theirs)}"
             )
-        one_host = bool(self.host) and self.host == their_host
-        usable = [name for name in both if name != "shm" or one_host]
-        if not usable:
-            raise TransportMismatch(
-                f"shm is for nodes of one host; the receiver is on {self.host!r}, the sender on {their_host!r}"
-            )
-        return usable
+            raise TransportMismatch(f"{offers} ({why})")
+        return usable, passed_over
+
+
+def better_than(transport: str, passed_over: Mapping[str, str]) -> dict[str, str]:
+    """Of the transports that were passed over, those that are better than `transport`, and why."""
+    better = takewhile(lambda name: name != transport, BEST_FIRST)
+    return {name: passed_over[name] for name in better if name in passed_over}
+
+
+def place_of(device: torch.device) -> Place:
+    """Where this process and its KV pages are."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return Place(host_identity(), gpu)
 
 
 def host_identity() -> str:
@@ -60,42 +101,62 @@ def host_identity() -> str:
     return f"{boot}/{network}/{os.getuid()}"
 
 
-def make_transports(options: TransferOptions, device: torch.device) -> Transports:
+def make_transports(
+    options: TransferOptions, device: torch.device, place_of: Callable[[torch.device], Place] = place_of
+) -> Transports:
     """What `--kv-transfer` offers for KV pages on `device`. ConfigError: it cannot work here.
 
     Each backend is imported only when it is offered.
     """
-    match options.backend:
-        case "auto":
-            names = ["shm", "gloo"] if device.type == "cpu" else ["gloo"]
-        case "gloo" | "shm" | "nccl":
-            names = [options.backend]
-        case _:
-            raise ConfigError(f"unknown transfer backend {options.backend!r}: use auto, gloo, shm or nccl")
-    factories = {}
+    slot_nbytes = options.slot_nbytes or (GPU_SLOT_NBYTES if device.type == "cuda" else HOST_SLOT_NBYTES)
+    names: tuple[str, ...] = (options.backend,)
+    if options.backend == "auto":
+        names = BEST_FIRST if device.type == "cuda" else ON_A_CPU
+    factories: dict[str, LinkFactory] = {}
+    unavailable: dict[str, str] = {}
     for name in names:
         try:
-            factories[name] = _new_factory(name, options, device)
+            factories[name] = _new_factory(name, options, device, slot_nbytes)
         except ConfigError as error:
             if options.backend != "auto":
                 raise
             log.event("transport_unavailable", transport=name, reason=error)
-    return Transports(factories, host_identity())
+            unavailable[name] = str(error)
+    return Transports(factories, place_of(device), slot_nbytes, unavailable)
 
 
-def _new_factory(name: str, options: TransferOptions, device: torch.device) -> LinkFactory:
+def _new_factory(name: str, options: TransferOptions, device: torch.device, slot_nbytes: int) -> LinkFactory:
+    if name in ("shm", "cuda-ipc") and sys.platform != "linux":
+        raise ConfigError(
+            f"--kv-transfer {name} needs Linux: descriptors, and sockets without names in files"
+        )
     match name:
+        case "cuda-ipc":
+            from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory
+
+            return CudaIpcLinkFactory(options, device, _cuda_runtime(name, device))
         case "shm":
-            if sys.platform != "linux":
-                raise ConfigError("--kv-transfer shm needs Linux: memfd, and sockets without names in files")
             from shared.kvtransfer.transports.shm import ShmLinkFactory
 
-            return ShmLinkFactory(options, device)
+            return ShmLinkFactory(
+                options, device, None if device.type == "cpu" else _cuda_runtime(name, device)
+            )
         case "nccl":
-            from shared.kvtransfer.transports.nccl import NcclLinkFactory
+            from shared.kvtransfer.transports.nccl import NcclLinkFactory, nccl_groups
 
-            return NcclLinkFactory(options, device)
-        case _:
+            return NcclLinkFactory(options, device, slot_nbytes, nccl_groups(options, device))
+        case "gloo":
             from shared.kvtransfer.transports.gloo import GlooLinkFactory
 
-            return GlooLinkFactory(options, pin_memory=device.type == "cuda")
+            return GlooLinkFactory(options, device, slot_nbytes)
+        case _:
+            raise ConfigError(f"unknown transfer backend {name!r}: use auto, cuda-ipc, shm, nccl or gloo")
+
+
+def _cuda_runtime(name: str, device: torch.device) -> Runtime:
+    if device.type != "cuda":
+        raise ConfigError(f"--kv-transfer {name} is for KV pages on a GPU; they are on {device}")
+    try:
+        return CudaRuntime(device)
+    except (LinkError, AttributeError) as error:
+        raise ConfigError(f"--kv-transfer {name}: {error}") from None

@@ -8,13 +8,14 @@ import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 
 from shared.errors import LinkError
 from shared.kvtransfer.link import Copier, LinkSpec, Op, Stepped
 from shared.kvtransfer.staging import Slot, SlotRing
+from shared.protocol.transfer_messages import Place
 
 NONCE_NBYTES = 32
 
@@ -38,16 +39,29 @@ def _mac(spec: LinkSpec, rank: int, nonce: bytes) -> bytes:
     return hmac.new(spec.secret, b"%d/%s/" % (rank, spec.name.encode()) + nonce, hashlib.sha256).digest()
 
 
+class Receive(Op, Protocol):
+    """A receive into a slot."""
+
+    @property
+    def header(self) -> bytes:
+        """The header of the message, which has arrived."""
+        ...
+
+
 class RingArrival:
     """A receive into a slot of `ring`, which has the slot back when the message is released.
 
     For links that do not share memory with their peer.
     """
 
-    def __init__(self, op: Op, slot: Slot, ring: SlotRing) -> None:
+    def __init__(self, op: Receive, slot: Slot, ring: SlotRing) -> None:
         self.slot = slot
         self._op = op
         self._ring = ring
+
+    @property
+    def header(self) -> bytes:
+        return self._op.header
 
     def wait(self, *, block: bool) -> bool:
         return self._op.wait(block=block)
@@ -56,12 +70,12 @@ class RingArrival:
         self._ring.give_back(self.slot)
 
 
-def receive_into(ring: SlotRing, nbytes: int, start: Callable[[torch.Tensor], Op]) -> RingArrival:
+def receive_into(ring: SlotRing, start: Callable[[Slot], Receive]) -> RingArrival:
     """Take a slot and `start` a receive into it; the slot goes back if that raises."""
     slot = ring.take()
     assert slot is not None, "more arrivals than slots"
     try:
-        op = start(slot.message(nbytes))
+        op = start(slot)
     except BaseException:
         ring.give_back(slot)
         raise
@@ -71,18 +85,16 @@ def receive_into(ring: SlotRing, nbytes: int, start: Callable[[torch.Tensor], Op
 class ThreadDriver:
     """Steps a loop on a daemon thread, so that an op that is stuck in a dead peer never keeps the process alive."""
 
-    def __init__(
-        self, name: str, loop: Stepped, context: AbstractContextManager[object] | None = None
-    ) -> None:
+    def __init__(self, name: str, loop: Stepped, on_start: Callable[[], None] = lambda: None) -> None:
         self._loop = loop
-        self._context = context or nullcontext()
+        self._on_start = on_start
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        with self._context:
-            while not self._loop.finished:
-                self._loop.step(block=True)
+        self._on_start()
+        while not self._loop.finished:
+            self._loop.step(block=True)
 
     def join(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
@@ -92,3 +104,17 @@ class ThreadDriver:
 def thread_copier(name: str, on_start: Callable[[], None] | None = None) -> Copier:
     """A copier with a thread of its own, which the first copy starts and which calls `on_start` first."""
     return ThreadPoolExecutor(1, thread_name_prefix=f"copier {name}", initializer=on_start)
+
+
+def not_one_host(ours: Place, theirs: Place) -> str | None:
+    """Why two nodes cannot share memory; None: they can."""
+    if ours.host and ours.host == theirs.host:
+        return None
+    return f"the nodes are not on one host: the receiver is on {ours.host!r}, the sender on {theirs.host!r}"
+
+
+def use_own_stream(device: torch.device) -> None:
+    """Have this thread work on `device`, on a stream of its own. On a CPU there is nothing to do."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

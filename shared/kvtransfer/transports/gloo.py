@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +30,7 @@ from shared.config import TransferOptions
 from shared.errors import LinkError
 from shared.host_memory import new_host_buffer
 from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.staging import Slot, SlotRing
+from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
 from shared.kvtransfer.transports.common import (
     NONCE_NBYTES,
     RingArrival,
@@ -37,8 +38,10 @@ from shared.kvtransfer.transports.common import (
     challenge,
     receive_into,
     thread_copier,
+    use_own_stream,
 )
 from shared.kvtransfer.transports.listener_filter import drop_connections
+from shared.protocol.transfer_messages import Place
 
 _CANARY_TAG = 0x7FFFFFF0
 _CANARY_WAIT = timedelta(days=3650)
@@ -59,21 +62,25 @@ class _Group(Protocol):
 class GlooLinkFactory:
     """Builds links that bind `options.bind_host`; each is stepped by a thread of its own."""
 
-    def __init__(self, options: TransferOptions, *, pin_memory: bool = False) -> None:
+    def __init__(self, options: TransferOptions, device: torch.device, slot_nbytes: int) -> None:
         self._options = options
-        self._pin_memory = pin_memory
+        self._device = device
+        self._slot_nbytes = slot_nbytes
+
+    def obstacle(self, ours: Place, theirs: Place) -> str | None:
+        return None
 
     def drive(self, name: str, loop: Stepped) -> Driver:
-        return ThreadDriver(name, loop)
+        return ThreadDriver(name, loop, partial(use_own_stream, self._device))
 
     def new_copier(self, name: str) -> Copier:
-        return thread_copier(name)
+        return thread_copier(name, partial(use_own_stream, self._device))
 
-    def new_slot(self, nbytes: int) -> Slot:
+    def new_slot(self, nbytes: int) -> HeadedSlot:
         """Pinned when the KV pages are on a GPU."""
-        if self._pin_memory:
-            return Slot(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True))
-        return Slot(new_host_buffer(nbytes))
+        if self._device.type == "cuda":
+            return HeadedSlot(torch.zeros(HEADER_NBYTES + nbytes, dtype=torch.uint8, pin_memory=True))
+        return HeadedSlot(new_host_buffer(HEADER_NBYTES + nbytes))
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         assert block, "gloo builds by blocking"
@@ -81,7 +88,7 @@ class GlooLinkFactory:
             # A device listens from its making on, so neither end makes one before the other is there.
             spec.store.set(f"gloo/{spec.rank}", b"here")
             spec.store.wait([f"gloo/{1 - spec.rank}"])
-            ring = SlotRing(self._options.num_slots, self._options.slot_nbytes, self.new_slot)
+            ring = SlotRing(self._options.num_slots, self._slot_nbytes, self.new_slot)
             return GlooLink(spec, self._group(spec), ring, on_dead)
         except RuntimeError as error:
             raise LinkError(f"building link {spec.name}: {_first_line(error)}") from None
@@ -94,6 +101,31 @@ class GlooLinkFactory:
         options._devices = [gloo.create_device(hostname=self._options.bind_host)]
         group: _Group = gloo(spec.store, spec.rank, 2, options)
         return group
+
+
+class HeadedSlot(Slot):
+    """A slot with room for a header before its payload, so that both are one message of gloo."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__(memory[HEADER_NBYTES:])
+        self._memory = memory
+        self._header = memory[:HEADER_NBYTES].numpy()
+        self._message = memory[:0]
+
+    def message(self, nbytes: int) -> torch.Tensor:
+        """The header and a payload of `nbytes`."""
+        if self._message.numel() != HEADER_NBYTES + nbytes:
+            self._message = self._memory[: HEADER_NBYTES + nbytes]
+        return self._message
+
+    @property
+    def header(self) -> bytes:
+        """The header of the message that lies here."""
+        return self._header.tobytes()
+
+    @header.setter
+    def header(self, header: bytes) -> None:
+        self._header.data[:] = header
 
 
 class GlooLink:
@@ -112,14 +144,18 @@ class GlooLink:
         self._canary_thread = threading.Thread(target=self._watch, name=f"canary {spec.name}", daemon=True)
         self._canary_thread.start()
 
-    def send(self, slot: Slot, nbytes: int, seq: int) -> GlooSend:
+    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> GlooSend:
+        assert isinstance(slot, HeadedSlot)
+        slot.header = header
         message, tag = slot.message(nbytes), _data_tag(seq)
         return GlooSend(self._starter.submit(self._start, self._group.send, message, tag))
 
     def recv(self, nbytes: int, seq: int) -> RingArrival:
-        return receive_into(
-            self._ring, nbytes, lambda buffer: self._start(self._group.recv, buffer, _data_tag(seq))
-        )
+        def start(slot: Slot) -> GlooReceive:
+            assert isinstance(slot, HeadedSlot)
+            return GlooReceive(self._start(self._group.recv, slot.message(nbytes), _data_tag(seq)), slot)
+
+        return receive_into(self._ring, start)
 
     def abort(self) -> None:
         """The canary's timeout closes the pair, which fails everything that waits on it."""
@@ -177,6 +213,21 @@ class GlooOp:
         if self._failure is not None:
             raise LinkError(self._failure)
         return True
+
+
+class GlooReceive:
+    """A receive into a slot, header first."""
+
+    def __init__(self, op: GlooOp, slot: HeadedSlot) -> None:
+        self._op = op
+        self._slot = slot
+
+    @property
+    def header(self) -> bytes:
+        return self._slot.header
+
+    def wait(self, *, block: bool) -> bool:
+        return self._op.wait(block=block)
 
 
 class GlooSend:

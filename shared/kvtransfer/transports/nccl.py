@@ -1,29 +1,38 @@
 """Links over NCCL pair groups: staging slots lie in device memory and are sent from there.
 
-NOT YET RUN ON GPUS. Written from the sources of torch 2.11 to 2.13; only the choice of options is tested.
-Two ranks on one GPU are refused by NCCL: use gloo there.
+Its logic runs against a fake group in the tests. NCCL itself HAS NOT RUN: the calls are written from the sources of
+torch 2.11 to 2.13. NCCL refuses two ranks on one GPU.
 
 What differs from gloo:
+- headers travel over the control connection, as entries of the link's store, beside the payloads;
+- NCCL has no tags: the order of the calls is the order of the messages;
 - receives under way occupy the communicator in order, so there is no canary: a dead peer is noticed by the
-  control connection, by pings, or by an op's timeout, and `abort` frees the thread that waits;
+  control connection, by pings, or by an op's timeout;
+- only `abort` frees a thread that waits, and a kernel of a dead link may write to its slot until then. A supervisor
+  thread for each link calls it as soon as the link is given up, or when building takes too long;
 - `wait` only orders the current stream, so an op polls for completion and keeps the deadline itself;
-- payloads are digested on the device, with kernels of torch;
 - the interface is NCCL's choice: `bind_host` does not apply, set NCCL_SOCKET_IFNAME.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError, Work
 
+from shared import log
 from shared.config import TransferOptions
 from shared.errors import ConfigError, LinkError
 from shared.kvtransfer.link import RECEIVER, Copier, Driver, Link, LinkSpec, Stepped
+from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.staging import Slot, SlotRing
 from shared.kvtransfer.transports.common import (
     NONCE_NBYTES,
@@ -32,9 +41,31 @@ from shared.kvtransfer.transports.common import (
     challenge,
     receive_into,
     thread_copier,
+    use_own_stream,
 )
+from shared.protocol.transfer_messages import Place
 
 _POLL_S = 100e-6
+
+
+class NcclGroup(Protocol):
+    """What a link needs of a ProcessGroupNCCL of two ranks."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Build the communicator now. Without it the first send would build another one."""
+        ...
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+
+    def abort(self) -> None:
+        """End the kernels of all ops, which fail; nothing reads or writes their memory afterwards."""
+        ...
+
+
+NewGroup = Callable[[Store, int], NcclGroup]
+"""Makes the group of a rank over a store. RuntimeError: it cannot be made."""
 
 
 def nccl_environment(options: TransferOptions) -> dict[str, str]:
@@ -46,6 +77,9 @@ def nccl_environment(options: TransferOptions) -> dict[str, str]:
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         # Building may wedge when the peer dies during it; the default is 30 minutes.
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, round(options.build_timeout_s))),
+        # Streams share hardware queues when there are more of them than queues, 8 by default: a receive that spins
+        # for a slow peer would stand before forwards.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     }
 
 
@@ -59,27 +93,48 @@ def configure(nccl_options: Any, options: TransferOptions) -> None:
     nccl_options.config.max_ctas = options.nccl_max_ctas
 
 
-class NcclLinkFactory:
-    """Builds links between GPUs; each is stepped by a thread that works on a stream of its own."""
+def nccl_groups(options: TransferOptions, device: torch.device) -> NewGroup:
+    """Groups of real NCCL. Sets the environment of the process. ConfigError: there is no NCCL here."""
+    if device.type != "cuda":
+        raise ConfigError(f"--kv-transfer nccl moves KV between GPUs; the KV pages are on {device}")
+    if not torch.distributed.is_nccl_available():
+        raise ConfigError("--kv-transfer nccl: this build of torch has no NCCL; use gloo")
+    for name, value in nccl_environment(options).items():
+        os.environ.setdefault(name, value)
 
-    def __init__(self, options: TransferOptions, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise ConfigError(f"--kv-transfer nccl moves KV between GPUs; the KV pages are on {device}")
-        if not torch.distributed.is_nccl_available():
-            raise ConfigError("--kv-transfer nccl: this build of torch has no NCCL; use gloo")
-        for name, value in nccl_environment(options).items():
-            os.environ.setdefault(name, value)
+    def new_group(store: Store, rank: int) -> NcclGroup:
+        from torch.distributed import ProcessGroupNCCL
+
+        group_type: Any = ProcessGroupNCCL
+        nccl_options = group_type.Options()
+        configure(nccl_options, options)
+        group: NcclGroup = group_type(store, rank, 2, nccl_options)
+        return group
+
+    return new_group
+
+
+class NcclLinkFactory:
+    """Builds links between `device` and another GPU. The thread of each works on a stream of its own."""
+
+    def __init__(
+        self, options: TransferOptions, device: torch.device, slot_nbytes: int, new_group: NewGroup
+    ) -> None:
         self._options = options
         self._device = device
+        self._slot_nbytes = slot_nbytes
+        self._new_group = new_group
+
+    def obstacle(self, ours: Place, theirs: Place) -> str | None:
+        if not theirs.gpu:
+            return "the sending node has no GPU"
+        return "NCCL refuses two ranks on one GPU" if ours.gpu == theirs.gpu else None
 
     def drive(self, name: str, loop: Stepped) -> Driver:
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return ThreadDriver(name, loop, torch.cuda.stream(stream))
+        return ThreadDriver(name, loop, partial(use_own_stream, self._device))
 
     def new_copier(self, name: str) -> Copier:
-        """On a stream of its own: a gather has ended before its chunk is sent."""
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return thread_copier(name, lambda: torch.cuda.set_stream(stream))
+        return thread_copier(name, partial(use_own_stream, self._device))
 
     def new_slot(self, nbytes: int) -> Slot:
         return Slot(torch.zeros(nbytes, dtype=torch.uint8, device=self._device))
@@ -87,52 +142,96 @@ class NcclLinkFactory:
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         """`on_dead` is never called: see the head of this file."""
         assert block, "NCCL builds by blocking"
-        from torch.distributed import ProcessGroupNCCL
-
-        group_type: Any = ProcessGroupNCCL
         try:
-            nccl_options = group_type.Options()
-            configure(nccl_options, self._options)
-            group = group_type(spec.store, spec.rank, 2, nccl_options)
-            # Without this the first send would build a second communicator.
-            group.eager_connect_single_device(self._device)
+            group = self._new_group(spec.store, spec.rank)
         except RuntimeError as error:
             raise LinkError(f"building link {spec.name}: {error}") from None
-        ring = SlotRing(self._options.num_slots, self._options.slot_nbytes, self.new_slot)
-        link = NcclLink(spec, group, ring, self._device, self._options.op_timeout_s)
+        supervisor = Supervisor(spec, group, self._options.build_timeout_s)
+        ring = SlotRing(self._options.num_slots, self._slot_nbytes, self.new_slot)
+        link = NcclLink(spec, group, supervisor, ring, self._device, self._options.op_timeout_s)
         try:
+            group.eager_connect_single_device(self._device)
             challenge(spec, link.exchange)
-        except LinkError:
+        except (LinkError, RuntimeError) as error:
             link.close()
-            raise
+            raise LinkError(f"building link {spec.name}: {error}") from None
+        supervisor.built()
         return link
+
+
+class Supervisor:
+    """Aborts the group of a link once: when the link is given up, or when it is not built in time."""
+
+    def __init__(self, spec: LinkSpec, group: NcclGroup, build_timeout_s: float) -> None:
+        self._store = spec.store
+        self._name = spec.name
+        self._group = group
+        self._timer = threading.Timer(build_timeout_s, spec.store.abort, ("it took too long to build",))
+        self._timer.daemon = True
+        self._timer.start()
+        self._thread = threading.Thread(target=self._run, name=f"supervisor {spec.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def given_up(self) -> str | None:
+        """Why the link was given up."""
+        return self._store.aborted
+
+    def built(self) -> None:
+        """Stop the clock of the building."""
+        self._timer.cancel()
+
+    def abort(self, reason: str) -> None:
+        """Abort the group and wait until that is done. Any thread, any number of times."""
+        self._timer.cancel()
+        self._store.abort(reason)
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._store.wait_aborted()
+        try:
+            self._group.abort()
+        except RuntimeError as error:  # the communicator may be half built; its ops have failed all the same
+            log.warn("nccl_abort_failed", link=self._name, reason=error)
 
 
 class NcclLink:
     """One NCCL communicator of two ranks."""
 
     def __init__(
-        self, spec: LinkSpec, group: Any, ring: SlotRing, device: torch.device, op_timeout_s: float
+        self,
+        spec: LinkSpec,
+        group: NcclGroup,
+        supervisor: Supervisor,
+        ring: SlotRing,
+        device: torch.device,
+        op_timeout_s: float,
     ) -> None:
         self._rank = spec.rank
+        self._store = spec.store
         self._group = group
+        self._supervisor = supervisor
         self._ring = ring
         self.max_arrivals = ring.num_slots
         self._device = device
         self._op_timeout_s = op_timeout_s
 
-    def send(self, slot: Slot, nbytes: int, seq: int) -> NcclOp:
-        """NCCL has no tags: the order of the calls is the order of the messages."""
-        return self._start(self._group.send, slot.message(nbytes))
+    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> NcclOp:
+        self._store.post(_header_of(seq), header)
+        return self._start(self._group.send, slot.payload(nbytes))
 
     def recv(self, nbytes: int, seq: int) -> RingArrival:
-        return receive_into(self._ring, nbytes, lambda buffer: self._start(self._group.recv, buffer))
+        return receive_into(
+            self._ring,
+            lambda slot: NcclReceive(self._start(self._group.recv, slot.payload(nbytes)), self._store, seq),
+        )
 
     def abort(self) -> None:
-        self._group.abort()
+        self._supervisor.abort("aborted")
 
     def close(self) -> None:
-        self._group.abort()
+        self._supervisor.abort("closed")
+        self._ring.close()
 
     def exchange(self, turn: int, ours: bytes) -> bytes:
         """Swap bytes with the peer, one direction after the other: both sending first would wait forever."""
@@ -146,39 +245,75 @@ class NcclLink:
             self._start(self._group.send, outgoing).wait(block=True)
         return bytes(incoming.cpu().numpy())
 
-    def _start(self, op: Callable[[list[torch.Tensor], int, int], Any], buffer: torch.Tensor) -> NcclOp:
+    def _start(self, op: Callable[[list[torch.Tensor], int, int], Work], buffer: torch.Tensor) -> NcclOp:
         try:
-            return NcclOp(op([buffer], 1 - self._rank, 0), buffer, self._op_timeout_s)
+            return NcclOp(op([buffer], 1 - self._rank, 0), buffer, self._supervisor, self._op_timeout_s)
         except RuntimeError as error:
             raise LinkError(str(error)) from None
 
 
 class NcclOp:
-    """A send or receive on the communicator's stream."""
+    """A send or receive on the communicator's stream. A failure aborts the link, so that no kernel has the buffer."""
 
-    def __init__(self, work: Any, buffer: torch.Tensor, timeout_s: float) -> None:
+    def __init__(self, work: Work, buffer: torch.Tensor, supervisor: Supervisor, timeout_s: float) -> None:
         self._work = work
         self._buffer = buffer
-        self._timeout_s = timeout_s
+        self._supervisor = supervisor
+        self.timeout_s = timeout_s
         self._failure: str | None = None
+        self._done = False
 
     def wait(self, *, block: bool) -> bool:
         """The deadline counts from the first wait, as on gloo."""
-        deadline = time.monotonic() + self._timeout_s
-        while self._failure is None:
+        deadline = time.monotonic() + self.timeout_s
+        while self._failure is None and not self._done:
             try:
                 if self._work.is_completed():
-                    error = self._work.exception()
-                    if error is None:
-                        self._work.wait()  # does not block: orders this thread's stream after the op
-                        return True
-                    self._failure = str(error)
+                    self._complete()
+                elif self._supervisor.given_up is not None:
+                    self._failure = self._supervisor.given_up
                 elif not block:
                     return False
                 elif time.monotonic() >= deadline:
-                    self._failure = f"timed out after {self._timeout_s:g} s"
+                    self._failure = f"timed out after {self.timeout_s:g} s"
                 else:
                     time.sleep(_POLL_S)
             except RuntimeError as error:
                 self._failure = str(error)
-        raise LinkError(self._failure)
+        if self._failure is not None:
+            self._failure = self._supervisor.given_up or self._failure  # NCCL only says that it was aborted
+            self._supervisor.abort(self._failure)
+            raise LinkError(self._failure)
+        return True
+
+    def _complete(self) -> None:
+        error = self._work.exception()
+        if error is not None:
+            self._failure = str(error)
+        else:
+            self._work.wait()  # does not block: orders this thread's stream after the op
+            self._done = True
+
+
+class NcclReceive:
+    """A payload, and the header that comes over the control connection before or after it."""
+
+    def __init__(self, op: NcclOp, store: LinkStore, seq: int) -> None:
+        self._op = op
+        self._store = store
+        self._seq = seq
+        self.header = b""
+
+    def wait(self, *, block: bool) -> bool:
+        if not self._op.wait(block=block):
+            return False
+        if not self.header:
+            try:
+                self.header = self._store.take(_header_of(self._seq), self._op.timeout_s)
+            except DistStoreError as error:
+                raise LinkError(str(error)) from None
+        return True
+
+
+def _header_of(seq: int) -> str:
+    return f"header/{seq}"

@@ -24,7 +24,7 @@ from shared.kvtransfer.states import (
     SendState,
     SendTransfer,
 )
-from shared.protocol.messages import ReqKey
+from shared.protocol.messages import LinkReport, ReqKey
 from shared.protocol.transfer_messages import CancelTransfer, Done, Handoff, Offer, Ready
 from tests.sim.simulator.events import EventLoop, NodeClock
 
@@ -135,7 +135,7 @@ class _Side:
         self._wake = wake
         self._early: dict[ReqKey, list[Message]] = {}
         self._over: dict[ReqKey, str] = {}
-        self.links_by_transport: dict[str, int] = {}
+        self.link_reports: tuple[LinkReport, ...] = ()
         self.unreachable: dict[str, str] = {}
 
     def tick(self) -> None:

@@ -17,7 +17,7 @@ def publish(vitals: Vitals, *, idle: bool) -> Load:
         num_waiting=0,
         num_transferring=0,
         num_bootstrapping=0,
-        links={},
+        links=(),
         unreachable={},
         schedule_policy="fcfs",
         retraction=RetractionCounts(),

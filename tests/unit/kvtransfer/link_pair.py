@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,18 +24,28 @@ from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
-from shared.kvtransfer.transports.choice import Transports, make_transports
+from shared.kvtransfer.transports.choice import Transports, host_identity, make_transports
+from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory
+from shared.kvtransfer.transports.nccl import NcclLinkFactory
 from shared.protocol.messages import KVLayout, NodeRef, ReqKey, Struct
-from shared.protocol.transfer_messages import Handoff, Ready, ReceiverToSender, SenderToReceiver
+from shared.protocol.transfer_messages import Handoff, Place, Ready, ReceiverToSender, SenderToReceiver
+from tests.fake_cuda import FakeRuntime
+from tests.fake_nccl import FakeNccl
 from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.looks import num_live
 
+CPU = torch.device("cpu")
 LAYOUT = KVLayout("f00d", "float32", 16, 4, 2, 32)
-BACKENDS = ("gloo", "shm")
+BACKENDS = ("gloo", "shm", "cuda-ipc")
+"""cuda-ipc runs over a fake of the CUDA runtime."""
+NCCL = FakeNccl()
+BACKENDS_IN_ONE_PROCESS = (*BACKENDS, "nccl")
+"""nccl runs over a fake whose groups find each other in memory."""
 REAL = TransferOptions(
     slot_nbytes=256 << 10,
     ping_s=0.2,
     peer_timeout_s=PATIENCE_S,
+    lease_s=PATIENCE_S,
     rebuild_min_s=0.05,
     rebuild_max_s=0.5,
     op_timeout_s=PATIENCE_S,
@@ -48,7 +59,24 @@ def real(backend: str) -> TransferOptions:
 
 
 def transports(options: TransferOptions) -> Transports:
-    return make_transports(options, torch.device("cpu"))
+    if options.backend == "cuda-ipc":
+        return over_fake_cuda(options, FakeRuntime())
+    if options.backend == "nccl":
+        return over_fake_nccl(options, NCCL)
+    return make_transports(options, CPU)
+
+
+def over_fake_nccl(options: TransferOptions, nccl: FakeNccl) -> Transports:
+    """Each node is on a GPU of its own."""
+    assert options.slot_nbytes is not None
+    factory = NcclLinkFactory(options, CPU, options.slot_nbytes, nccl.new_group)
+    return Transports({"nccl": factory}, Place(gpu=secrets.token_hex(4)), options.slot_nbytes)
+
+
+def over_fake_cuda(options: TransferOptions, runtime: FakeRuntime) -> Transports:
+    assert options.slot_nbytes is not None
+    factory = CudaIpcLinkFactory(options, CPU, runtime)
+    return Transports({"cuda-ipc": factory}, Place(host_identity(), "GPU-0"), options.slot_nbytes)
 
 
 def new_pool(num_pages: int, mover: PageMover | None = None) -> TokenToKVPool:

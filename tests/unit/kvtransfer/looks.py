@@ -14,7 +14,12 @@ Side = KVSender | KVReceiver
 
 def num_live(side: Side) -> int:
     """Links that are built and not dead."""
-    return sum(side.links_by_transport.values())
+    return len(side.link_reports)
+
+
+def transports_of(side: Side) -> list[str]:
+    """What carries each of these links."""
+    return [report.transport for report in side.link_reports]
 
 
 def slots_out(loop: LinkLoop) -> int:

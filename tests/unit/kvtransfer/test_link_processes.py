@@ -21,6 +21,7 @@ from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import NodeRef, ReqKey
 from tests.patience import until
 from tests.unit.kvtransfer.link_pair import (
+    BACKENDS,
     DECODER,
     LAYOUT,
     PipeOutbox,
@@ -129,7 +130,7 @@ def new_decode() -> Iterator[NewDecode]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_sigkill_in_the_middle_fails_the_transfer_and_a_new_incarnation_works(
     new_decode: NewDecode, backend: str
 ) -> None:

@@ -16,7 +16,7 @@ from shared.protocol.messages import Struct
 from shared.protocol.transfer_messages import LinkOpen
 from tests.patience import until
 from tests.unit.kvtransfer.link_pair import (
-    BACKENDS,
+    BACKENDS_IN_ONE_PROCESS,
     LinkPair,
     key,
     num_descriptors,
@@ -29,7 +29,7 @@ from tests.unit.kvtransfer.looks import num_live, num_slots_out
 torch.set_num_threads(1)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=BACKENDS_IN_ONE_PROCESS)
 def options(request: pytest.FixtureRequest) -> TransferOptions:
     return real(request.param)
 

@@ -48,6 +48,8 @@ class Gate:
 class SealedArrival:
     """A chunk that arrives when the test says so."""
 
+    header = b""
+
     def __init__(self, nbytes: int) -> None:
         self.slot = Slot(torch.zeros(nbytes, dtype=torch.uint8))
         self.is_here = False
@@ -90,7 +92,7 @@ class Rig:
             if not arrival.is_here:
                 key, page = self.granted[seq]
                 envelope = Envelope(key, Chunk(page, 1, 0, 1), seq)
-                arrival.slot.seal(envelope, 0)
+                arrival.header = envelope.seal(0)
                 arrival.is_here = True
         while self.loop.step(block=False):
             pass

@@ -13,10 +13,10 @@ from shared.kvtransfer.link import Arrival, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.send_loop import SendLoop
-from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
+from shared.kvtransfer.staging import Slot, SlotRing
 from shared.kvtransfer.transports.common import thread_copier
 from shared.protocol.messages import ReqKey
-from shared.protocol.transfer_messages import Grant, GrantedChunk
+from shared.protocol.transfer_messages import Grant, GrantedChunk, Place
 from tests.patience import until
 from tests.unit.kvtransfer.looks import slots_out
 
@@ -65,7 +65,7 @@ class RecordingLink:
     def __init__(self) -> None:
         self.sent: list[int] = []
 
-    def send(self, slot: Slot, nbytes: int, seq: int) -> DoneOp:
+    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> DoneOp:
         if self.failure is not None:
             raise self.failure
         assert seq == len(self.sent)
@@ -88,8 +88,8 @@ def new_loop(pages: Pages, num_slots: int = 2) -> SendLoop:
 
 
 def grant(seq: int, num_chunks: int = 1) -> Grant:
-    nbytes = HEADER_NBYTES + PAGE_NBYTES
-    return Grant("l", seq, tuple(GrantedChunk(KEY, seq + i, 1, 0, 1, nbytes) for i in range(num_chunks)))
+    chunks = (GrantedChunk(KEY, seq + i, 1, 0, 1, PAGE_NBYTES) for i in range(num_chunks))
+    return Grant("l", seq, tuple(chunks))
 
 
 def step_until_it_fails(loop: SendLoop) -> None:
@@ -160,6 +160,9 @@ def test_a_slot_that_cannot_be_had_ends_the_link() -> None:
 
 def test_a_grant_for_a_link_that_is_never_built_leaves_nothing_behind() -> None:
     class NeverBuilt:
+        def obstacle(self, ours: Place, theirs: Place) -> str | None:
+            raise AssertionError("chosen by the test")
+
         def drive(self, name: str, loop: Stepped) -> Driver:
             raise AssertionError("stepped by the test")
 
@@ -172,13 +175,15 @@ def test_a_grant_for_a_link_that_is_never_built_leaves_nothing_behind() -> None:
         def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
             raise LinkError("the peer did not come in time")
 
-    loop = new_loop(Pages())
+    loop, store = new_loop(Pages()), LinkStore(lambda entry, value: None, 1.0)
     worker = LinkWorker(
-        spec=LinkSpec(name="l", rank=1, secret=b"", store=LinkStore(lambda entry, value: None, 1.0)),
+        spec=LinkSpec(name="l", rank=1, secret=b"", store=store, slot_nbytes=PAGE_NBYTES),
         peer_id="d",
         transport="never",
         loop=loop,
         factory=NeverBuilt(),
+        rehearse=None,
+        passed_over={},
         clock=time.monotonic,
         report_dead=lambda worker, reason: worker.stop(reason),
     )

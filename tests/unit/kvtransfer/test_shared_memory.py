@@ -20,11 +20,13 @@ from shared.kvtransfer.link import RECEIVER, SENDER, Link, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.staging import HEADER_NBYTES
 from shared.kvtransfer.transports.shared_memory import SharedSlot, map_read_only
-from shared.kvtransfer.transports.shm import ShmLinkFactory, accept_from
+from shared.kvtransfer.transports.shm import ShmLinkFactory
+from shared.kvtransfer.transports.unix_link import accept_from
 from tests.patience import PATIENCE_S
 from tests.unit.kvtransfer.link_pair import num_descriptors, num_shared_mappings
 
 torch.set_num_threads(1)
+HEADER = bytes(HEADER_NBYTES)
 OPTIONS = TransferOptions(op_timeout_s=PATIENCE_S, build_timeout_s=PATIENCE_S)
 
 
@@ -81,7 +83,7 @@ class Ends:
         self.sender, self.receiver = self.links[SENDER], self.links[RECEIVER]
 
     def _build(self, rank: int, store: LinkStore) -> None:
-        spec = LinkSpec(name="l", rank=rank, secret=b"s", store=store)
+        spec = LinkSpec(name="l", rank=rank, secret=b"s", store=store, slot_nbytes=4096)
         link = self.factory.build(spec, lambda reason: self.died[rank].set(), block=True)
         assert link is not None
         self.links[rank] = link
@@ -99,20 +101,21 @@ def ends() -> Iterator[Ends]:
 
 
 def test_a_slot_stays_with_its_send_until_the_receiver_has_released_it(ends: Ends) -> None:
-    slot = ends.factory.new_slot(HEADER_NBYTES + 100)
+    slot = ends.factory.new_slot(100)
     left: list[int] = []
 
     def send(seq: int) -> None:
-        assert ends.sender.send(slot, HEADER_NBYTES + 50, seq).wait(block=True)
+        assert ends.sender.send(slot, 50, seq, bytes([seq] * HEADER_NBYTES)).wait(block=True)
         left.append(seq)
 
     for seq in range(3):  # the second time without a descriptor
         slot.buffer.fill_(seq + 1)
-        arrival = ends.receiver.recv(HEADER_NBYTES + 50, seq)
+        arrival = ends.receiver.recv(50, seq)
         sender = threading.Thread(target=send, args=(seq,))
         sender.start()
         assert arrival.wait(block=True)
-        assert arrival.slot.message(HEADER_NBYTES + 50).tolist() == [seq + 1] * (HEADER_NBYTES + 50)
+        assert arrival.header == bytes([seq] * HEADER_NBYTES)
+        assert arrival.slot.payload(50).tolist() == [seq + 1] * 50
         sender.join(0.05)
         assert left == list(range(seq))
         arrival.release()
@@ -121,7 +124,7 @@ def test_a_slot_stays_with_its_send_until_the_receiver_has_released_it(ends: End
 
 
 def test_a_message_of_another_length_than_was_granted_ends_the_link(ends: Ends) -> None:
-    ends.sender.send(ends.factory.new_slot(100), 100, 0)
+    ends.sender.send(ends.factory.new_slot(100), 100, 0, HEADER)
     arrival = ends.receiver.recv(99, 0)
     for _ in range(2):  # asked again, it says so again
         with pytest.raises(LinkError, match="of 100 bytes came where 0 of 99 was granted"):
@@ -129,14 +132,14 @@ def test_a_message_of_another_length_than_was_granted_ends_the_link(ends: Ends) 
 
 
 def test_a_record_that_points_outside_its_slot_ends_the_link(ends: Ends) -> None:
-    ends.sender.send(ends.factory.new_slot(100), 1 << 30, 0)
+    ends.sender.send(ends.factory.new_slot(100), 1 << 30, 0, HEADER)
     with pytest.raises(LinkError, match="came where"):
         ends.receiver.recv(1 << 30, 0).wait(block=True)
 
 
 def test_an_op_times_out_when_the_peer_does_nothing() -> None:
     ends = Ends(replace(OPTIONS, op_timeout_s=0.5))
-    op = ends.sender.send(ends.factory.new_slot(100), 100, 0)
+    op = ends.sender.send(ends.factory.new_slot(100), 100, 0, HEADER)
     with pytest.raises(LinkError, match=r"timed out after 0.5 s"):
         op.wait(block=True)
     ends.close()
@@ -158,7 +161,7 @@ def test_abort_frees_whoever_waits_and_tells_the_other_end(ends: Ends) -> None:
     assert failed.is_set()
     assert ends.died[SENDER].wait(PATIENCE_S)
     with pytest.raises(LinkError):
-        ends.sender.send(ends.factory.new_slot(100), 100, 0)
+        ends.sender.send(ends.factory.new_slot(100), 100, 0, HEADER)
 
 
 def test_records_of_another_kind_end_the_link_and_leak_no_descriptor(ends: Ends) -> None:
@@ -167,7 +170,7 @@ def test_records_of_another_kind_end_the_link_and_leak_no_descriptor(ends: Ends)
     assert isinstance(slot, SharedSlot)
     before = num_descriptors()
     ends.receiver._write(bytes(20), slot.descriptor)  # type: ignore[attr-defined]
-    op = ends.sender.send(slot, 100, 0)
+    op = ends.sender.send(slot, 100, 0, HEADER)
     with pytest.raises(LinkError, match="malformed"):
         op.wait(block=True)
     arrival = ends.receiver.recv(100, 0)
@@ -216,8 +219,8 @@ def test_a_link_is_not_built_with_another_users_process() -> None:
             assert said.readline(), "it has connected"
 
     store = LinkStore(tell, 5.0)
-    store.feed("shm/connected", b"")
-    spec = LinkSpec(name="l", rank=RECEIVER, secret=b"s", store=store)
+    store.feed("unix/connected", b"")
+    spec = LinkSpec(name="l", rank=RECEIVER, secret=b"s", store=store, slot_nbytes=4096)
     factory = ShmLinkFactory(TransferOptions(op_timeout_s=2.0, build_timeout_s=5.0), torch.device("cpu"))
     with pytest.raises(LinkError, match=r"timed out$"):
         factory.build(spec, lambda reason: None, block=True)

@@ -138,11 +138,13 @@ def test_nothing_listens_before_both_ends_are_there() -> None:
     """A peer that never comes leaves no port open for all the time in which a link may be built."""
     asked, failed = threading.Event(), threading.Event()
     store = LinkStore(lambda name, value: asked.set(), timeout_s=PATIENCE_S)
-    spec = LinkSpec(name="l", rank=RECEIVER, secret=b"s", store=store)
+    spec = LinkSpec(name="l", rank=RECEIVER, secret=b"s", store=store, slot_nbytes=4096)
 
     def build() -> None:
         with pytest.raises(LinkError, match="given up"):
-            GlooLinkFactory(real("gloo")).build(spec, lambda reason: None, block=True)
+            GlooLinkFactory(real("gloo"), torch.device("cpu"), 4096).build(
+                spec, lambda reason: None, block=True
+            )
         failed.set()
 
     builder = threading.Thread(target=build)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,14 +13,19 @@ from msgspec import Struct
 
 from shared.config import TransferOptions
 from shared.errors import ConfigError, LinkError, TransportMismatch
-from shared.kvtransfer.link import Link, LinkSpec
+from shared.kvtransfer.link import Arrival, Link, LinkSpec, Op
+from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.kvtransfer.transports.choice import Transports, host_identity, make_transports
+from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory
+from shared.kvtransfer.transports.nccl import NcclLinkFactory
 from shared.kvtransfer.transports.shm import ShmLinkFactory
 from shared.protocol.messages import Ping
-from shared.protocol.transfer_messages import LinkOpen
+from shared.protocol.transfer_messages import LinkOpen, Place
+from tests.fake_cuda import FakeRuntime
+from tests.fake_nccl import FakeNccl
 from tests.unit.kvtransfer.link_pair import LinkPair, key, real, transports
-from tests.unit.kvtransfer.looks import peer_states
+from tests.unit.kvtransfer.looks import num_slots_out, peer_states, transports_of
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -60,7 +66,7 @@ def test_a_pair_takes_the_best_that_both_offer(
 ) -> None:
     pair = new_pair(transports(real(p_backend)), transports(real(d_backend)))
     pair.until(pair.linked)
-    assert pair.p.links_by_transport == pair.d.links_by_transport == {carried_by: 1}
+    assert transports_of(pair.p) == transports_of(pair.d) == [carried_by]
     pair.transfer(0, [1, 2, 3], [4, 5, 6])
     pair.until_received(0)
     assert isinstance(pair.received[key(0)], Received)
@@ -68,9 +74,9 @@ def test_a_pair_takes_the_best_that_both_offer(
 
 def test_nodes_of_two_hosts_use_gloo(new_pair: Callable[[Transports, Transports], LinkPair]) -> None:
     here = transports(real("auto"))
-    pair = new_pair(Transports(here.factories, "another host"), here)
+    pair = new_pair(replace(here, place=Place("another host")), here)
     pair.until(pair.linked)
-    assert pair.d.links_by_transport == {"gloo": 1}
+    assert transports_of(pair.d) == ["gloo"]
 
 
 @pytest.mark.parametrize("unbuildable", ["p", "d"])
@@ -78,11 +84,80 @@ def test_shared_memory_that_cannot_be_set_up_gives_way_to_gloo(
     unbuildable: str, new_pair: Callable[[Transports, Transports], LinkPair]
 ) -> None:
     good = transports(real("auto"))
-    bad = Transports({"shm": Unbuildable(real("auto"), CPU), "gloo": good.factories["gloo"]}, good.host)
+    bad = replace(good, factories={**good.factories, "shm": Unbuildable(real("auto"), CPU)})
     pair = new_pair(bad if unbuildable == "p" else good, bad if unbuildable == "d" else good)
     pair.until(pair.linked)
-    assert pair.p.links_by_transport == pair.d.links_by_transport == {"gloo": 1}
+    assert transports_of(pair.p) == transports_of(pair.d) == ["gloo"]
     assert pair.d.peers.num_links_opened == 2
+    reports = (*pair.p.link_reports, *pair.d.link_reports)
+    assert [(report.peer, report.incoming) for report in reports] == [("d0", False), ("p0", True)]
+    for report in reports:
+        assert list(report.passed_over) == ["shm"]
+        assert "no descriptors" in report.passed_over["shm"] or "peer" in report.passed_over["shm"]
+
+
+class Damaging:
+    """A link whose messages arrive with another first byte."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.max_arrivals = link.max_arrivals
+
+    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> Op:
+        slot.payload(nbytes)[0] ^= 1
+        return self._link.send(slot, nbytes, seq, header)
+
+    def recv(self, nbytes: int, seq: int) -> Arrival:
+        raise AssertionError("the sending end receives nothing")
+
+    def abort(self) -> None:
+        self._link.abort()
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class DamagingFactory(ShmLinkFactory):
+    """As of a device whose memory cannot be read by its peer, which is told so by nothing."""
+
+    def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
+        link = super().build(spec, on_dead, block=block)
+        return None if link is None else Damaging(link)
+
+
+def test_a_link_that_fails_its_rehearsal_gives_way_to_the_next_transport(
+    new_pair: Callable[[Transports, Transports], LinkPair],
+) -> None:
+    good = transports(real("auto"))
+    bad = replace(good, factories={**good.factories, "shm": DamagingFactory(real("auto"), CPU)})
+    pair = new_pair(bad, good)
+    pair.until(pair.linked)
+    assert transports_of(pair.p) == transports_of(pair.d) == ["gloo"]
+    (report,) = pair.d.link_reports
+    assert "rehearsal: message 0 arrived corrupt" in report.passed_over["shm"]
+    assert report.gb_s > 0 and report.latency_ms > 0
+    assert num_slots_out(pair.p) == num_slots_out(pair.d) == 0
+    pair.transfer(0, [1, 2, 3], [4, 5, 6])
+    pair.until_received(0)
+    assert isinstance(pair.received[key(0)], Received)
+
+
+def test_both_ends_tell_what_the_rehearsal_measured(
+    new_pair: Callable[[Transports, Transports], LinkPair],
+) -> None:
+    pair = new_pair(transports(real("auto")), transports(real("auto")))
+    pair.until(pair.linked)
+    (sent,), (received,) = pair.p.link_reports, pair.d.link_reports
+    assert (sent.gb_s, sent.latency_ms) == (received.gb_s, received.latency_ms)
+    assert sent.gb_s > 0 and sent.passed_over == received.passed_over == {}
+
+
+def test_chunks_fit_the_slots_of_both_ends(new_pair: Callable[[Transports, Transports], LinkPair]) -> None:
+    small = transports(replace(real("gloo"), slot_nbytes=32 << 10))
+    pair = new_pair(small, transports(real("gloo")))
+    pair.transfer(0, list(range(1, 30)), list(range(1, 30)))
+    pair.until_received(0)
+    assert isinstance(pair.received[key(0)], Received)
 
 
 def test_a_node_that_goes_while_a_link_is_built_is_no_reason_for_another_transport(
@@ -105,8 +180,8 @@ def test_a_node_that_goes_while_a_link_is_built_is_no_reason_for_another_transpo
     [
         ("shm", "here", "gloo", "kv_transfer: the receiving node offers gloo, the sending node shm"),
         ("gloo", "here", "shm", "kv_transfer: the receiving node offers shm, the sending node gloo"),
-        ("shm", "there", "auto", "kv_transfer: shm is for nodes of one host"),
-        ("shm", "", "shm", "kv_transfer: shm is for nodes of one host"),
+        ("shm", "there", "auto", "shm: the nodes are not on one host"),
+        ("shm", "", "shm", "shm: the nodes are not on one host"),
     ],
 )
 def test_a_pair_with_nothing_in_common_is_refused_by_name(
@@ -116,8 +191,8 @@ def test_a_pair_with_nothing_in_common_is_refused_by_name(
     reason: str,
     new_pair: Callable[[Transports, Transports], LinkPair],
 ) -> None:
-    p = Transports(transports(real(p_backend)).factories, p_host)
-    d = Transports(transports(real(d_backend)).factories, "here")
+    p = replace(transports(real(p_backend)), place=Place(p_host))
+    d = replace(transports(real(d_backend)), place=Place("here"))
     pair = new_pair(p, d)
     pair.d.open(key(0), "p0", [1], 0)
     pair.p.open(key(0), "d0")
@@ -130,19 +205,53 @@ def test_a_pair_with_nothing_in_common_is_refused_by_name(
 
 
 def test_neither_end_offers_shm_without_a_host() -> None:
-    nowhere = Transports(transports(real("auto")).factories, "")
-    assert nowhere.in_common(("shm", "gloo"), "") == ["gloo"]
+    nowhere = replace(transports(real("auto")), place=Place())
+    usable, passed_over = nowhere.in_common(("shm", "gloo"), Place())
+    assert usable == ["gloo"]
+    assert list(passed_over) == ["shm"]
     with pytest.raises(TransportMismatch):
-        nowhere.in_common(("shm",), "")
+        nowhere.in_common(("shm",), Place())
 
 
 def test_what_the_flag_offers() -> None:
     assert list(make_transports(TransferOptions(), CPU).factories) == ["shm", "gloo"]
-    assert list(make_transports(TransferOptions(), torch.device("cuda")).factories) == ["gloo"]
-    with pytest.raises(ConfigError, match="KV pages are on cuda"):
-        make_transports(TransferOptions(backend="shm"), torch.device("cuda"))
-    with pytest.raises(ConfigError, match="unknown transfer backend 'nixl'"):
-        make_transports(TransferOptions(backend="nixl"), CPU)
+    assert make_transports(TransferOptions(), CPU).slot_nbytes == 4 << 20
+    assert make_transports(TransferOptions(slot_nbytes=4096), CPU).slot_nbytes == 4096
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="THIS BUILD OF TORCH HAS CUDA")
+def test_what_cannot_work_on_a_gpu_is_not_offered_and_says_why() -> None:
+    there = Place("here", "GPU-0")
+    on_gpu = make_transports(TransferOptions(), torch.device("cuda"), lambda device: there)
+    assert list(on_gpu.factories) == ["gloo"]
+    assert on_gpu.slot_nbytes == 32 << 20
+    usable, passed_over = on_gpu.in_common(("cuda-ipc", "shm", "nccl", "gloo"), there)
+    assert usable == ["gloo"]
+    for name, reason in {"cuda-ipc": "no libcudart", "shm": "no libcudart", "nccl": "has no NCCL"}.items():
+        assert reason in passed_over[name]
+        with pytest.raises(ConfigError, match=reason):
+            make_transports(TransferOptions(backend=name), torch.device("cuda"), lambda device: there)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "usable"),
+    [
+        (Place("here", "GPU-0"), ["cuda-ipc", "shm"]),
+        (Place("here", "GPU-1"), ["cuda-ipc", "shm", "nccl"]),
+        (Place("there", "GPU-1"), ["nccl"]),
+        (Place("there"), []),
+        (Place("here"), ["shm"]),
+    ],
+)
+def test_what_two_places_can_use(theirs: Place, usable: list[str]) -> None:
+    options, runtime = real("auto"), FakeRuntime()
+    factories = {
+        "cuda-ipc": CudaIpcLinkFactory(options, CPU, runtime),
+        "shm": ShmLinkFactory(options, CPU, runtime),
+        "nccl": NcclLinkFactory(options, CPU, 4096, FakeNccl().new_group),
+    }
+    ours = Place("here", "GPU-0")
+    assert [name for name, made in factories.items() if made.obstacle(ours, theirs) is None] == usable
 
 
 def test_the_identity_of_a_host_names_boot_network_and_user() -> None:

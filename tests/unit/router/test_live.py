@@ -12,7 +12,7 @@ import pytest
 
 from router.api.live_feed import LiveEvent, NodeNow
 from router.http.config import HttpOptions
-from shared.protocol.messages import Load, Loading, Role
+from shared.protocol.messages import LinkReport, Load, Loading, Role
 from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import (
     FakeNode,
@@ -123,7 +123,7 @@ def test_nodes_are_told_as_their_pongs_say(model_folder: Path) -> None:
                 num_evictable_pages=30,
                 num_held_pages=20,
                 num_links=1,
-                links={"shm": 1},
+                links=(LinkReport("prefill-0#1", True, "shm"),),
             )
             node = await node_with(client, "decode-0", num_running_reqs=3)
             assert (node.role, node.state, node.reason) == ("decode", "live", "")

@@ -1,0 +1,230 @@
+"""Gather and scatter of KV pages in device memory, which also take the digest of what they copy (`page_digest`).
+
+A program copies one slice: one page of K or of V of one layer, or the part of it that belongs to a range of heads.
+It digests the words that it has loaded and is about to store. Programs add to the digest modulo 2^64, so their order
+does not matter. What differs from chunk to chunk (the page ids, the seed) is read from device memory.
+
+The slow twin is a copy by indexing with `chunk_digest`. The interfaces are Baton's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+
+WORD_NBYTES = 8
+_LANES = tl.constexpr(8)
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+_MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+_IDS_AT = 2
+_NUM_WARPS = 4
+BLOCK_LINES = 64
+"""A program has 4 KiB in flight, 32 bytes a thread; some dozens of programs share an SM."""
+
+
+@triton.jit
+def _mix(z):
+    """splitmix64 of int64; the shifts are logical."""
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _key_and_step(index_W):
+    """The key of a half word in line 0, and what it grows by from line to line; int32."""
+    random_W = _mix((index_W + 1) * _GOLDEN)
+    return random_W.to(tl.int32), ((random_W >> 32) | 1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_ids"])
+def copy_pages_kernel(
+    pages_ptr, slot_ptr, block_ptr, first_row, num_ids, row_words, page_words, first_word, slice_words,
+    SCATTER: tl.constexpr, BLOCK_LINES: tl.constexpr,
+):  # fmt: skip
+    """Copy slice `program` of a chunk and add its part to the digest.
+
+    `pages_ptr` is a pool in int64 words, `slot_ptr` a chunk [rows, ids, slice_words]. `block_ptr` has the digest, the
+    seed and the page ids, int64. Of each page the words [first_word, first_word + slice_words) are copied.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    page = tl.load(block_ptr + 2 + place % num_ids)
+    in_pool = pages_ptr + (first_row + place // num_ids) * row_words + page * page_words + first_word
+    in_slot = slot_ptr + place * slice_words
+    if SCATTER:
+        source, target = in_slot, in_pool
+    else:
+        source, target = in_pool, in_slot
+
+    lane_W = tl.arange(0, 8).to(tl.int64)
+    low_key_W, low_step_W = _key_and_step(2 * lane_W)
+    high_key_W, high_step_W = _key_and_step(2 * lane_W + 1)
+    products_LW = tl.zeros((BLOCK_LINES, 8), dtype=tl.int64)
+    sums_LW = tl.zeros((BLOCK_LINES, 8), dtype=tl.int64)
+    for first_line in range(0, tl.cdiv(slice_words, 8), BLOCK_LINES):
+        line_L = first_line + tl.arange(0, BLOCK_LINES)
+        word_LW = line_L[:, None] * 8 + tl.arange(0, 8)[None, :]
+        inside_LW = word_LW < slice_words
+        x_LW = tl.load(source + word_LW, mask=inside_LW, other=0)
+        tl.store(target + word_LW, x_LW, mask=inside_LW)
+        low_LW = x_LW.to(tl.int32) + (low_key_W[None, :] + line_L[:, None] * low_step_W[None, :])
+        high_LW = (x_LW >> 32).to(tl.int32) + (high_key_W[None, :] + line_L[:, None] * high_step_W[None, :])
+        is_line_L = line_L * 8 < slice_words  # the words that fill up the last line count, with zeros
+        products_LW += tl.where(is_line_L[:, None], low_LW.to(tl.int64) * high_LW.to(tl.int64), 0)
+        sums_LW += x_LW
+    product_W = tl.sum(products_LW, axis=0)
+    sum_W = tl.sum(sums_LW, axis=0)
+    is_neighbour_WW = (lane_W[:, None] ^ 1) == lane_W[None, :]
+    lanes_W = product_W + tl.sum(tl.where(is_neighbour_WW, sum_W[None, :], 0), axis=1)
+    seed = tl.load(block_ptr + 1)
+    mixed_W = _mix(lanes_W + seed + (place * 8 + lane_W + 1) * _GOLDEN)
+    tl.atomic_add(block_ptr, tl.sum(mixed_W, axis=0))
+
+
+def copy_pages(
+    pages_RPN: torch.Tensor,
+    rows: range,
+    slot: torch.Tensor,
+    block: torch.Tensor,
+    *,
+    scatter: bool,
+    part: range | None = None,
+) -> None:
+    """Copy pages into `slot`, or `slot` into pages, on the current stream; the digest is added to `block[0]`.
+
+    `block` is int64: [digest, seed, page ids]. `part` names the bytes of each page that are copied: those of a range
+    of heads. The pool, the slot and the bounds of `part` are multiples of 8 bytes. Page ids are not checked.
+    """
+    part = part or range(pages_RPN.shape[2])
+    num_ids = len(block) - _IDS_AT
+    words_RPW = pages_RPN.view(torch.int64)
+    assert part.start % WORD_NBYTES == part.stop % WORD_NBYTES == 0 and part.stop <= pages_RPN.shape[2]
+    assert slot.is_contiguous() and slot.nbytes == len(rows) * num_ids * len(part)
+    if not len(rows) * num_ids:
+        return
+    copy_pages_kernel[(len(rows) * num_ids,)](
+        words_RPW, slot.view(-1).view(torch.int64), block, rows.start, num_ids,
+        words_RPW.stride(0), words_RPW.stride(1), part.start // WORD_NBYTES, len(part) // WORD_NBYTES,
+        SCATTER=scatter, BLOCK_LINES=BLOCK_LINES, num_warps=_NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+class TritonPageMover:
+    """A PageMover for pages in the memory of `device`, in multiples of 8 bytes.
+
+    The other tensor of a copy is on the same device, or in host memory, pinned if the copy is to be fast. A copy runs
+    on a stream of its own, and blocks until an event of that stream, once. What wrote the pages or the slot
+    before has ended when a copy is asked for.
+    """
+
+    name = "triton"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._idle: list[_Lane] = []
+        """As many as copies have run at the same time."""
+
+    def gather(
+        self,
+        pages_RPN: torch.Tensor,
+        rows: range,
+        page_ids: Sequence[int],
+        out: torch.Tensor,
+        seed: int | None = None,
+    ) -> int:
+        """Copy pages into the contiguous `out`. The digest is of the words that were read."""
+        with self._lane() as lane:
+            return lane.copy(pages_RPN, rows, page_ids, out, seed, scatter=False)
+
+    def scatter(
+        self,
+        pages_RPN: torch.Tensor,
+        rows: range,
+        page_ids: Sequence[int],
+        src: torch.Tensor,
+        seed: int | None = None,
+    ) -> int:
+        """Copy the contiguous `src` into pages. The digest is of the words that were written."""
+        with self._lane() as lane:
+            return lane.copy(pages_RPN, rows, page_ids, src, seed, scatter=True)
+
+    @contextmanager
+    def _lane(self) -> Iterator[_Lane]:
+        with self._lock:
+            lane = self._idle.pop() if self._idle else None
+        lane = lane or _Lane(self._device)
+        yield lane
+        with self._lock:  # a lane whose copy has failed may still be in use, and is dropped
+            self._idle.append(lane)
+
+
+class _Lane:
+    """What one copy at a time needs: a stream, and memory on both sides for page ids and digest."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._done = torch.cuda.Event() if self._is_cuda else None
+        self._on_host = self._host(_IDS_AT)
+        self._block = self._on_device(_IDS_AT, torch.int64)
+        self._staging = self._on_device(0, torch.uint8)
+
+    def copy(
+        self,
+        pages_RPN: torch.Tensor,
+        rows: range,
+        page_ids: Sequence[int],
+        slot: torch.Tensor,
+        seed: int | None,
+        *,
+        scatter: bool,
+    ) -> int:
+        if not all(0 <= page < pages_RPN.shape[1] for page in page_ids):
+            raise IndexError(f"of pages {page_ids} one is not of these {pages_RPN.shape[1]}")
+        with self._on_stream():
+            block = self._bring(page_ids, seed or 0)
+            staged = slot if slot.device == pages_RPN.device else self._stage(slot.nbytes)
+            if scatter and staged is not slot:
+                staged.copy_(slot.view(-1), non_blocking=True)
+            copy_pages(pages_RPN, rows, staged, block, scatter=scatter)
+            if not scatter and staged is not slot:
+                slot.view(-1).copy_(staged, non_blocking=True)
+            self._on_host[:1].copy_(block[:1], non_blocking=True)
+            if self._done is not None:
+                self._done.record(self._stream)
+        if self._done is not None:
+            self._done.synchronize()
+        return 0 if seed is None else int(self._on_host[0]) % (1 << 64)
+
+    def _bring(self, page_ids: Sequence[int], seed: int) -> torch.Tensor:
+        """The digest (0), the seed and the page ids on the device: one copy from pinned memory."""
+        num_words = _IDS_AT + len(page_ids)
+        if num_words > len(self._block):
+            self._on_host = self._host(2 * num_words)
+            self._block = self._on_device(2 * num_words, torch.int64)
+        self._on_host.numpy()[:num_words] = (0, seed - (1 << 64) if seed >> 63 else seed, *page_ids)
+        block = self._block[:num_words]
+        return block.copy_(self._on_host[:num_words], non_blocking=True)
+
+    def _stage(self, nbytes: int) -> torch.Tensor:
+        """Device memory between the pages and a slot in host memory."""
+        if nbytes > len(self._staging):
+            self._staging = self._on_device(nbytes, torch.uint8)
+        return self._staging[:nbytes]
+
+    def _host(self, num_words: int) -> torch.Tensor:
+        return torch.empty(num_words, dtype=torch.int64, pin_memory=self._is_cuda)
+
+    def _on_device(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(length, dtype=dtype, device=self._device)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,0 +1,156 @@
+"""Links between two GPU processes of one host, also on one GPU. The receiver reads device memory of the sender.
+
+Slots come from cudaMalloc and are mapped by the receiver (CUDA IPC). With the first record of a slot go the handles
+of its memory and of an event of both processes. The sender records the event before each record, and the receiver
+reads the slot when the event is over. With the handles goes one end of a pipe, the *witness*: it closes when the
+receiver has unmapped the slot, or is dead. CUDA leaves undefined what becomes of mappings of freed memory, so a slot
+is freed only then.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+import torch
+
+from shared import log
+from shared.config import TransferOptions
+from shared.errors import LinkError
+from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
+from shared.kvtransfer.staging import Slot
+from shared.kvtransfer.transports.common import ThreadDriver, not_one_host, thread_copier, use_own_stream
+from shared.kvtransfer.transports.cuda_runtime import DeviceEvent, Runtime
+from shared.kvtransfer.transports.unix_link import build_unix_link
+from shared.protocol.transfer_messages import Place
+
+_POLL_S = 20e-6
+
+
+class CudaIpcLinkFactory:
+    """Builds links between processes of this host that have their pages on GPUs; `device` is this process's."""
+
+    def __init__(self, options: TransferOptions, device: torch.device, runtime: Runtime) -> None:
+        self._options = options
+        self._device = device
+        self._runtime = runtime
+
+    def obstacle(self, ours: Place, theirs: Place) -> str | None:
+        return not_one_host(ours, theirs) or (None if theirs.gpu else "the sending node has no GPU")
+
+    def drive(self, name: str, loop: Stepped) -> Driver:
+        return ThreadDriver(name, loop, partial(use_own_stream, self._device))
+
+    def new_copier(self, name: str) -> Copier:
+        return thread_copier(name, partial(use_own_stream, self._device))
+
+    def new_slot(self, nbytes: int) -> Slot:
+        return IpcSlot(self._runtime, nbytes)
+
+    def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
+        assert block, "a socket is waited for by blocking"
+        sharing = IpcSharing(self._runtime, self._options.op_timeout_s)
+        return build_unix_link(spec, self._options, sharing, on_dead)
+
+
+class IpcSlot(Slot):
+    """A staging slot in device memory that another process can map. It is freed with the last reference to it."""
+
+    def __init__(self, runtime: Runtime, nbytes: int) -> None:
+        self.address = runtime.malloc(nbytes)
+        # The memory of a process that ends is freed by the driver, which may have shut down before finalizers run.
+        weakref.finalize(self, runtime.free, self.address).atexit = False
+        self.event = runtime.new_event()
+        super().__init__(runtime.tensor(self.address, nbytes))
+
+
+class _Shown(msgspec.Struct, frozen=True, array_like=True):
+    """What makes a slot visible to another process."""
+
+    nbytes: int
+    memory: bytes
+    event: bytes
+
+
+_decoder = msgspec.msgpack.Decoder(_Shown)
+
+
+class IpcSharing:
+    """One end: the slots that were shown and their witnesses, or the mappings of the slots that were seen."""
+
+    def __init__(self, runtime: Runtime, timeout_s: float) -> None:
+        self._runtime = runtime
+        self._timeout_s = timeout_s
+        self._shown: dict[IpcSlot, int] = {}
+        """Slots, and the ends of pipes that hang up when the peer has let go of them."""
+        self._passed: list[int] = []
+        """Of the newest slot the other end, which this process holds until the record has been sent."""
+        self._seen: dict[Slot, tuple[int, DeviceEvent, int]] = {}
+        """Slots: their address, their event, and the witness to close when they are unmapped."""
+
+    def show(self, slot: Slot) -> tuple[bytes, int]:
+        assert isinstance(slot, IpcSlot)
+        shown = _Shown(slot.buffer.numel(), self._runtime.ipc_handle(slot.address), slot.event.ipc_handle())
+        self._close_passed()
+        self._shown[slot], witness = os.pipe()
+        self._passed.append(witness)
+        return msgspec.msgpack.encode(shown), witness
+
+    def see(self, shown: bytes, descriptor: int) -> Slot:
+        try:
+            decoded = _decoder.decode(shown)
+            event = self._runtime.open_event(decoded.event)
+            address = self._runtime.open(decoded.memory)
+        except (LinkError, msgspec.MsgspecError) as error:
+            os.close(descriptor)
+            raise LinkError(f"the peer's slot cannot be mapped: {error}") from None
+        slot = Slot(self._runtime.tensor(address, decoded.nbytes))
+        self._seen[slot] = address, event, descriptor
+        return slot
+
+    def written(self, slot: Slot) -> None:
+        assert isinstance(slot, IpcSlot)
+        slot.event.record()
+
+    def wait_written(self, slot: Slot) -> None:
+        event, deadline = self._seen[slot][1], time.monotonic() + self._timeout_s
+        while not event.query():
+            if time.monotonic() >= deadline:
+                raise LinkError(f"the peer's copy was not done after {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        seen, self._seen = self._seen, {}
+        for address, _, witness in seen.values():
+            try:
+                self._runtime.close(address)
+            except LinkError as error:  # the device is lost, and with it this process
+                log.warn("kv_slot_stays_mapped", reason=error)
+            os.close(witness)
+        self._close_passed()
+        if not self._let_go(self._timeout_s):
+            # The peer is stopped, not dead. Its kernels may read these slots, however long that takes.
+            log.warn("kv_slots_held_by_peer", num_slots=len(self._shown))
+            threading.Thread(target=self._let_go, args=(None,), name="kv slots", daemon=True).start()
+
+    def _let_go(self, timeout_s: float | None) -> bool:
+        """Drop each slot that was shown when its witness hangs up. False: some did not in time."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for slot, end in list(self._shown.items()):
+            hang_up = select.poll()
+            hang_up.register(end, select.POLLHUP)
+            left_ms = None if deadline is None else max(0.0, 1000 * (deadline - time.monotonic()))
+            if hang_up.poll(left_ms):
+                os.close(end)
+                del self._shown[slot]
+        return not self._shown
+
+    def _close_passed(self) -> None:
+        while self._passed:
+            os.close(self._passed.pop())

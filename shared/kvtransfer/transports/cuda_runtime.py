@@ -1,0 +1,184 @@
+"""The calls of the CUDA runtime that links between processes need: memory that another process can map, and pinning.
+
+torch's allocator cuts its blocks into parts and may use virtual memory, which has no IPC handle. So slots come from
+plain cudaMalloc. Tests run whole links over a fake of `Runtime`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from shared.errors import LinkError
+
+_HANDLE_NBYTES = 64
+_LAZY_PEER_ACCESS = 1
+_REGISTER_READ_ONLY = 8
+
+
+class DeviceEvent(Protocol):
+    """An event of two processes."""
+
+    def record(self) -> None:
+        """Mark what this thread's stream has to do so far."""
+        ...
+
+    def query(self) -> bool:
+        """Whether all that was marked last has been done."""
+        ...
+
+    def ipc_handle(self) -> bytes:
+        """What another process opens the event with."""
+        ...
+
+
+class Runtime(Protocol):
+    """The calls for one device. Each raises LinkError. The device is the current one of the calling thread."""
+
+    def malloc(self, nbytes: int) -> int:
+        """Address of new device memory that other processes can map."""
+        ...
+
+    def free(self, address: int) -> None:
+        """Free what `malloc` gave. No process has it mapped."""
+        ...
+
+    def ipc_handle(self, address: int) -> bytes:
+        """What another process maps the memory with."""
+        ...
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's memory. Returns its address here."""
+        ...
+
+    def close(self, address: int) -> None:
+        """Unmap what `open` mapped."""
+        ...
+
+    def new_event(self) -> DeviceEvent:
+        """An event that another process can open."""
+        ...
+
+    def open_event(self, handle: bytes) -> DeviceEvent:
+        """Another process's event."""
+        ...
+
+    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
+        """The memory as uint8. The tensor does not own it."""
+        ...
+
+    def register(self, memory: torch.Tensor, *, read_only: bool) -> None:
+        """Pin host memory, so that the device can copy from and to it at full speed."""
+        ...
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Undo `register`."""
+        ...
+
+
+class CudaRuntime:
+    """The runtime that torch has loaded, by ctypes. HAS NOT RUN ON A GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        library = _loaded_library()
+        address, size = ctypes.c_void_p, ctypes.c_size_t
+        self._error_string = library.cudaGetErrorString
+        self._error_string.restype, self._error_string.argtypes = ctypes.c_char_p, (ctypes.c_int,)
+        self._malloc = library.cudaMalloc
+        self._malloc.argtypes = (ctypes.POINTER(address), size)
+        self._free = library.cudaFree
+        self._free.argtypes = (address,)
+        self._get_handle = library.cudaIpcGetMemHandle
+        self._get_handle.argtypes = (ctypes.POINTER(_Handle), address)
+        self._open_handle = library.cudaIpcOpenMemHandle
+        self._open_handle.argtypes = (ctypes.POINTER(address), _Handle, ctypes.c_uint)
+        self._close_handle = library.cudaIpcCloseMemHandle
+        self._close_handle.argtypes = (address,)
+        self._register = library.cudaHostRegister
+        self._register.argtypes = (address, size, ctypes.c_uint)
+        self._unregister = library.cudaHostUnregister
+        self._unregister.argtypes = (address,)
+
+    def malloc(self, nbytes: int) -> int:
+        address = ctypes.c_void_p()
+        self._check(self._malloc(ctypes.byref(address), nbytes), f"cudaMalloc of {nbytes} bytes")
+        assert address.value is not None
+        return address.value
+
+    def free(self, address: int) -> None:
+        self._check(self._free(address), "cudaFree")
+
+    def ipc_handle(self, address: int) -> bytes:
+        handle = _Handle()
+        self._check(self._get_handle(ctypes.byref(handle), address), "cudaIpcGetMemHandle")
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        if len(handle) != _HANDLE_NBYTES:
+            raise LinkError(f"the peer sent an IPC handle of {len(handle)} bytes")
+        address = ctypes.c_void_p()
+        opened = self._open_handle(ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+        self._check(opened, "cudaIpcOpenMemHandle")
+        assert address.value is not None
+        return address.value
+
+    def close(self, address: int) -> None:
+        self._check(self._close_handle(address), "cudaIpcCloseMemHandle")
+
+    def new_event(self) -> DeviceEvent:
+        event: DeviceEvent = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+        return event
+
+    def open_event(self, handle: bytes) -> DeviceEvent:
+        try:
+            event: DeviceEvent = torch.cuda.Event.from_ipc_handle(self._device, handle)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise LinkError(f"cudaIpcOpenEventHandle: {error}") from None
+        return event
+
+    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
+        return torch.as_tensor(_DeviceArray(address, nbytes), device=self._device)
+
+    def register(self, memory: torch.Tensor, *, read_only: bool) -> None:
+        flags = _REGISTER_READ_ONLY if read_only else 0
+        registered = self._register(memory.data_ptr(), memory.nbytes, flags)
+        self._check(registered, f"cudaHostRegister of {memory.nbytes} bytes")
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        self._check(self._unregister(memory.data_ptr()), "cudaHostUnregister")
+
+    def _check(self, error: int, call: str) -> None:
+        if error:
+            raise LinkError(f"{call}: {self._error_string(error).decode()}")
+
+
+class _Handle(ctypes.Structure):
+    """cudaIpcMemHandle_t, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_NBYTES),)
+
+
+class _DeviceArray:
+    """Device memory as `torch.as_tensor` takes it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _loaded_library() -> ctypes.CDLL:
+    """The libcudart of this process: another one would have another state. LinkError: there is none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.rpartition(" ")[2]
+        if "/libcudart.so" in path:
+            return ctypes.CDLL(path)
+    raise LinkError("torch has loaded no libcudart")
