@@ -41,9 +41,9 @@ class Liveness:
         """Called with every ping. Returns why the node is dead, or None."""
         if self._heartbeat.silent(now):
             return f"no answer for {self._heartbeat.silence(now):.1f} s"
-        if self._heartbeat.ping_due(now):
-            self._num_stuck += self._stuck
-            self._stuck = False
+        self._heartbeat.pinged(now)
+        self._num_stuck += self._stuck
+        self._stuck = False
         if self._num_stuck * self._interval_s >= self._timeout_s:
             return f"no progress for {self._num_stuck * self._interval_s:.1f} s"
         return None

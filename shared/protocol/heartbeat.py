@@ -33,17 +33,21 @@ class Heartbeat:
         """Whether to send a ping now; counts it as sent."""
         if now < self._ping_at:
             return False
+        self.pinged(now)
+        return True
+
+    def pinged(self, now: float) -> None:
+        """Count a ping as sent. For a caller with a timer of its own, which may be early."""
         self._ping_at = now + self._ping_s
         self._num_unanswered += 1
-        return True
 
     def silent(self, now: float) -> bool:
         """Whether the peer counts as silent, which is when the next ping would come after the timeout.
 
-        Call this before `ping_due`, so that the last ping had its time.
+        Call this before `ping_due` or `pinged`. The last ping has had half of its interval, at least.
         """
         return (
-            now >= self._ping_at
+            now >= self._ping_at - self._ping_s / 2
             and self._num_unanswered >= self.MIN_UNANSWERED
             and self.silence(now) + self._ping_s > self._timeout_s
         )

@@ -25,6 +25,19 @@ def test_no_pong() -> None:
     assert verdict is not None and verdict.startswith("no answer for 10")
 
 
+def test_a_timer_that_is_early_costs_no_second() -> None:
+    """The timers of a busy event loop end up to a millisecond early."""
+    silent, stuck = liveness(), liveness()
+    ends = dict.fromkeys(("silent", "stuck"), 0.0)
+    for n in range(1, 15):
+        now = n * 0.9995
+        stuck.pong(now, Load(progress=5))
+        for name, node in (("silent", silent), ("stuck", stuck)):
+            if node.tick(now) and not ends[name]:
+                ends[name] = now
+    assert 9 < ends["silent"] <= 10 and 9 < ends["stuck"] <= 11
+
+
 def test_half_of_the_timeout_is_silence() -> None:
     node = liveness()
     node.pong(1.0, Load())
