@@ -15,9 +15,9 @@ import pytest
 from tests.device import device
 
 
-@pytest.fixture(autouse=True)
-def _on_the_device() -> Iterator[None]:
-    """Tensors that a test makes are on the device. A generator is told to be: `torch.Generator(device())`."""
+@pytest.fixture
+def on_device() -> Iterator[None]:
+    """Tensors that a test makes are on the device. A generator has to be told: `torch.Generator(device())`."""
     with device():
         yield
 

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from shared.kernels.reference import extend_attention
 from shared.kernels.triton.attention import PagedAttention
 from shared.kernels.triton.attention_work import SPLIT, attention_work, block_words
+from tests.device import device
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = device()
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 

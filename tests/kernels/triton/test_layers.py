@@ -17,6 +17,8 @@ from shared.kernels.triton.silu_mul import silu_mul
 from shared.model import layers
 from tests.device import device
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3}
 if device().type == "cuda":

@@ -9,6 +9,8 @@ from torch.nn.functional import linear as torch_linear
 from shared.kernels.triton.linear import MEDIUM, NARROW, WIDE, ExactLinear, Tile, linear
 from tests.device import device
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 TILES = {"narrow": NARROW, "medium": MEDIUM, "wide": WIDE}
 SHAPES = [(1, 1, 1), (3, 70, 40), (65, 33, 64), (129, 300, 200), (64, 256, 128)]
 

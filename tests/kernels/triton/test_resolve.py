@@ -7,6 +7,8 @@ import torch
 
 from shared.kernels.triton import resolve as kernel
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 PADDING_ROW = 9
 
 
