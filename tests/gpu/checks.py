@@ -5,8 +5,9 @@ from __future__ import annotations
 from tests.gpu.pytest_rows import run_tests
 from tests.gpu.steps import Place, Report
 
+KERNELS = ("tests/kernels/triton", "--ignore=tests/kernels/triton/test_cubins.py")
 CHECKS = {
-    "kernels": ("tests/kernels/triton", "--ignore=tests/kernels/triton/test_cubins.py"),
+    "kernels": KERNELS,
     "golden": (
         "tests/gpu/golden.py",
         "tests/unit/engine/test_vocab_mask.py::test_logits_of_other_tokens_are_gone",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -19,8 +20,9 @@ from tests.gpu.rows import figure
 from tests.gpu.steps import Place, Report
 from tests.gpu.timing import seconds_of
 
-HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14_336, 32, 8, 128, 128_256
-DRY = 32
+HIDDEN, FFN, HEADS, HEAD_DIM, VOCAB = 4096, 14_336, 32, 128, 128_256
+PAGE_SIZE = 16
+DRY = 128
 """A dry run has so many times smaller shapes, and the kernels in Triton's interpreter."""
 ROTATE_NBYTES = 256 << 20
 MOST_SETS = 64
@@ -77,8 +79,30 @@ class Tensors:
         return [one, *(torch.randn_like(one) for _ in range(count - 1))]
 
 
+@dataclass(frozen=True)
+class Attended:
+    """New tokens of equal sequences, and the tokens that each has before them."""
+
+    name: str
+    sequences: int
+    start: int
+    length: int
+
+
+ATTENDED = (
+    Attended("decode, 1 of 2k", 1, 2047, 1),
+    Attended("decode, 64 of 2k", 64, 2047, 1),
+    Attended("decode, 256 of 2k", 256, 2047, 1),
+    Attended("prefill, 2k", 1, 0, 2048),
+    Attended("prefill, 8k", 1, 0, 8192),
+    Attended("prefill, 512 behind 8k", 1, 8192, 512),
+)
+
+
 def pairs(tensors: Tensors) -> Iterator[Pair]:
     """Those of one decode step and of a chunk of a prompt. Each is made when the one before it is done."""
+    for attended in ATTENDED:
+        yield attention(tensors, attended)
     for tokens in (64, tensors.size(8192)):
         yield norm(tensors, tokens)
         yield silu(tensors, tokens)
@@ -86,6 +110,55 @@ def pairs(tensors: Tensors) -> Iterator[Pair]:
         yield product(tensors, tokens)
     for rows in (1, tensors.size(256)):
         yield sampling(tensors, rows)
+
+
+def attention(tensors: Tensors, of: Attended) -> Pair:
+    """One layer's attention over pages in random order, against torch's over K and V that lie together."""
+    from shared.kernels.triton.attention import PagedAttention
+    from shared.kernels.triton.attention_work import attention_work, block_words
+
+    small, place = tensors.place.is_dry, tensors.place
+    sequences, heads = (2, 4) if small and of.sequences > 1 else (of.sequences, 4 if small else HEADS)
+    kv_heads, start, length = heads // 4, of.start // (DRY if small else 1), tensors.size(of.length)
+    length = 1 if of.length == 1 else length
+    end = start + length
+    kernel = PagedAttention(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        page_size=PAGE_SIZE,
+        dtype=tensors.dtype,
+        device=torch.device(place.device),
+    )
+    pages = -(-end // PAGE_SIZE)
+    table_BP = (
+        np.random.default_rng(0).permutation(sequences * pages).astype(np.int32).reshape(sequences, pages)
+    )
+    work = attention_work(
+        np.full(sequences, start),
+        np.full(sequences, length),
+        group=heads // kv_heads,
+        num_kv_heads=kv_heads,
+        num_programs=kernel.num_programs,
+        workspace_rows=kernel.workspace_rows,
+    )
+    words = torch.from_numpy(block_words(table_BP, work.words())).to(place.device)
+    k_pages, v_pages = (tensors.one(sequences * pages, kv_heads, PAGE_SIZE, HEAD_DIM) for _ in range(2))
+    q = tensors.one(sequences * length, heads, HEAD_DIM)
+    q_BHLD = tensors.one(sequences, heads, length, HEAD_DIM)
+    k, v = (tensors.one(sequences, kv_heads, end, HEAD_DIM) for _ in range(2))
+    masked = start > 0 and length > 1
+    seen = torch.ones(length, end, dtype=torch.bool, device=place.device).tril(start) if masked else None
+    causal = start == 0
+    return Pair(
+        what=f"attention, {of.name}",
+        ours=lambda i: kernel(q, k_pages, v_pages, words),
+        theirs=lambda i: F.scaled_dot_product_attention(
+            q_BHLD, k, v, attn_mask=seen, is_causal=causal, enable_gqa=True
+        ),
+        nbytes=2 * k.nbytes,
+        flops=4 * sequences * heads * HEAD_DIM * (length * start + length * (length + 1) / 2),
+    )
 
 
 def norm(tensors: Tensors, tokens: int) -> Pair:
@@ -141,17 +214,18 @@ def product(tensors: Tensors, tokens: int) -> Pair:
 
 def sampling(tensors: Tensors, rows: int) -> Pair:
     """Top-k and top-p of every row, against a sort."""
-    from shared.kernels.triton.sampling import SamplingTensors, sample
+    from shared.kernels.triton.sampling import Params, sample
 
     logits = tensors.sets(rows, tensors.size(VOCAB), dtype=torch.float32)
     device = tensors.place.device
-    params = SamplingTensors(
+    params = Params(
         temperatures_S=torch.full((rows,), 0.8, device=device),
-        top_ks_S=torch.full((rows,), 50, device=device),
-        top_ps_S=torch.full((rows,), 0.9, device=device),
-        min_ps_S=torch.zeros(rows, device=device),
         uniforms_S=torch.rand(rows, dtype=torch.float64, device=device),
-        needs_filter=True,
+        filters=(
+            torch.full((rows,), 50, device=device),
+            torch.full((rows,), 0.9, device=device),
+            torch.zeros(rows, device=device),
+        ),
     )
     ids = torch.arange(rows, device=device)
     last = torch.zeros(rows, dtype=torch.int64, device=device)

@@ -82,6 +82,7 @@ BENCH_STEPS: dict[str, Step] = {
         module="engine", asks="0.6B: decode, prefill, idle share", limit_s=70, argument="0.6b/graphs"
     ),
     "transfer": Step(module="transfer", asks="Pages between two processes", limit_s=60),
+    "kernels": Step(module="kernels", asks="Each kernel against torch's operations", limit_s=60),
     "questions": Step(module="questions", asks="What only a GPU can answer", limit_s=60),
     "8b-exact": Step(module="engine", asks="8B: what does --exact cost?", limit_s=60, argument="8b/exact"),
     "mixed-load": Step(module="mixed_load", asks="1P1D against one node", limit_s=100),

@@ -1,4 +1,4 @@
-"""How long work takes: on the GPU's own clock, or in a dry run on the host's."""
+"""How long work takes on the GPU's own clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,12 +24,13 @@ def seconds_of(
 ) -> float:
     """The median time of `run(i)`, which queues work and does not wait. `i` chooses buffers that no cache holds.
 
-    On a GPU the times are between events of `stream` (or the current one), which are queued behind a pause.
+    The times are between events of `stream` (or the current one), which are queued behind a pause. In a dry run it is
+    the time of one call.
     """
+    if device == "cpu":
+        return _host_seconds(run)
     for i in range(warm_up):
         run(i)
-    if device == "cpu":
-        return statistics.median(_host_seconds(run, i) for i in range(repeats))
     stream = stream or torch.cuda.current_stream()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     torch.cuda.synchronize()
@@ -44,18 +44,7 @@ def seconds_of(
     return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
 
 
-def synchronize(device: str) -> None:
-    """Wait for everything that is queued."""
-    if device != "cpu":
-        torch.cuda.synchronize()
-
-
-def on(stream: torch.cuda.Stream | None) -> Any:
-    """The context in which work is queued on `stream`."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _host_seconds(run: Callable[[int], Any], i: int) -> float:
+def _host_seconds(run: Callable[[int], Any]) -> float:
     begun = time.perf_counter()
-    run(i)
+    run(0)
     return time.perf_counter() - begun
