@@ -125,7 +125,7 @@ def build_engine(
 
             def bind(num_pages: int, num_host_pages: int = 0) -> BoundModel:
                 with _memory_of(device, "the KV pool"):
-                    pool = _new_pool(shape, num_pages, _page_mover(config.model.attention_backend))
+                    pool = _new_pool(shape, num_pages, new_page_mover(config.model.attention_backend, device))
                 host_pool = new_host_pool(pool, num_host_pages)
                 backend = model.bind(pool, progress, shape.forward_limits)
                 cores = cpu_cores.pinned
@@ -212,7 +212,7 @@ def _shape(config: NodeConfig, model: ModelConfig, decodes: bool) -> EngineShape
     )
 
 
-def _new_pool(shape: EngineShape, num_pages: int, mover: PageMover) -> TokenToKVPool:
+def _new_pool(shape: EngineShape, num_pages: int, mover: PageMover | None) -> TokenToKVPool:
     """A pool of `num_pages` pages and the scratch page."""
     return TokenToKVPool(
         num_pages=num_pages + 1,
@@ -226,13 +226,25 @@ def _new_pool(shape: EngineShape, num_pages: int, mover: PageMover) -> TokenToKV
     )
 
 
-def _page_mover(attention_backend: str) -> PageMover:
+def new_page_mover(attention_backend: str, device: torch.device) -> PageMover | None:
+    """The fastest that can be had for KV pages on `device`. None: the one of torch that a pool takes by itself."""
+    if device.type == "cuda":
+        return _triton_page_mover(device) if attention_backend in ("auto", "triton") else None
     if attention_backend in ("auto", "native"):
         try:
             return NativePageMover()
         except NativeUnavailable as error:
             log.event("native_page_mover_unavailable", reason=error)
     return NumpyPageMover()
+
+
+def _triton_page_mover(device: torch.device) -> PageMover | None:
+    try:
+        from shared.kernels.triton.pages import TritonPageMover  # CPUs do without Triton
+    except ImportError as error:
+        log.event("triton_page_mover_unavailable", reason=error)
+        return None
+    return TritonPageMover(device)
 
 
 def no_grammars() -> GrammarBackend:

@@ -25,8 +25,8 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
 from shared.config import TransferOptions
+from shared.engine.build import new_page_mover
 from shared.engine.node_process import SWITCH_INTERVAL_S
-from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.layout import record_digest
 from shared.kvtransfer.links import Endpoint
@@ -76,7 +76,7 @@ class Setting:
             head_dim=layout.head_dim,
             dtype=torch.bfloat16,
             device=torch.device(self.device),
-            mover=NativePageMover() if self.device == "cpu" else None,
+            mover=new_page_mover("auto", torch.device(self.device)),
         )
 
 

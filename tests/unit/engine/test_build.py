@@ -12,7 +12,7 @@ import torch
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import CpuCores
-from shared.engine.build import build_engine, make_ledger
+from shared.engine.build import build_engine, make_ledger, new_page_mover
 from shared.engine.forward_stream import CpuForwardStream
 from shared.engine.resolve import (
     FINGERPRINT_BLOCK_NBYTES,
@@ -25,6 +25,8 @@ from shared.engine.resolve import (
 from shared.engine.start.shape import EngineShape
 from shared.engine.start.share import CPU_KV_CAP_BYTES, HostShare
 from shared.errors import ConfigError
+from shared.kernels.triton.pages import TritonPageMover
+from shared.kvcache.page_mover import NumpyPageMover
 from tests.modelzoo import make_model
 from tests.token_engine import token_model_config
 
@@ -51,6 +53,17 @@ class TestDevice:
     def test_cuda_without_a_gpu(self) -> None:
         with pytest.raises(ConfigError, match="--device cuda:1: torch sees no GPU here"):
             resolve_device("cuda:1")
+
+
+class TestPageMover:
+    def test_pages_on_a_gpu_are_never_given_to_the_cpu(self) -> None:
+        gpu = torch.device("cuda")
+        assert isinstance(new_page_mover("auto", gpu), TritonPageMover)
+        assert isinstance(new_page_mover("triton", gpu), TritonPageMover)
+        assert new_page_mover("torch", gpu) is None, "the pool takes torch's"
+
+    def test_pages_on_a_cpu(self) -> None:
+        assert isinstance(new_page_mover("torch", CPU), NumpyPageMover)
 
 
 class TestDtype:
