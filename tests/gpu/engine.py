@@ -194,7 +194,8 @@ def busy_seconds(forwards: Forwards, batch: ModelWorkerBatch, device: str) -> fl
 
     best = []
     for _ in range(5):
-        best.append(seconds_of(queue, device, repeats=2, warm_up=0, stream=stream.cuda_stream))
+        with stream._stream.use():  # the one that a forward is queued on, and its events have to be
+            best.append(seconds_of(queue, device, repeats=2, warm_up=0))
         while results:
             results.pop().wait()
     return min(best)

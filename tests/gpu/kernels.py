@@ -110,6 +110,7 @@ def pairs(tensors: Tensors) -> Iterator[Pair]:
         yield product(tensors, tokens)
     for rows in (1, tensors.size(256)):
         yield sampling(tensors, rows)
+    yield gather(tensors)
 
 
 def attention(tensors: Tensors, of: Attended) -> Pair:
@@ -158,6 +159,25 @@ def attention(tensors: Tensors, of: Attended) -> Pair:
         ),
         nbytes=2 * k.nbytes,
         flops=4 * sequences * heads * HEAD_DIM * (length * start + length * (length + 1) / 2),
+    )
+
+
+def gather(tensors: Tensors) -> Pair:
+    """A chunk of 16 pages of all layers into a slot with its digest, against torch's copy without one."""
+    from shared.kernels.triton.pages import copy_pages
+
+    device, layers, num_pages = tensors.place.device, 2 if tensors.place.is_dry else 32, tensors.size(4096)
+    page_nbytes = tensors.size(8 * PAGE_SIZE * HEAD_DIM * 2)
+    pages = torch.randint(0, 255, (2 * layers, num_pages, page_nbytes), dtype=torch.uint8, device=device)
+    ids = torch.randperm(num_pages, device=device)[:16]
+    block = torch.cat([torch.zeros(2, dtype=torch.int64, device=device), ids])
+    slot = torch.empty(2 * layers, 16, page_nbytes, dtype=torch.uint8, device=device)
+    words = pages.view(torch.int64)
+    return Pair(
+        what="gather of 16 pages, with a digest",
+        ours=lambda i: copy_pages(pages, range(2 * layers), slot, block, scatter=False),
+        theirs=lambda i: torch.index_select(words, 1, ids),
+        nbytes=2 * slot.nbytes,
     )
 
 

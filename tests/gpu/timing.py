@@ -20,26 +20,23 @@ def seconds_of(
     *,
     repeats: int = 10,
     warm_up: int = 3,
-    stream: torch.cuda.Stream | None = None,
 ) -> float:
     """The median time of `run(i)`, which queues work and does not wait. `i` chooses buffers that no cache holds.
 
-    The times are between events of `stream` (or the current one), which are queued behind a pause. In a dry run it is
-    the time of one call.
+    The times are between events of the current stream, queued behind a pause. In a dry run it is the time of
+    one call.
     """
     if device == "cpu":
         return _host_seconds(run)
     for i in range(warm_up):
         run(i)
-    stream = stream or torch.cuda.current_stream()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
-        events[0].record(stream)
-        for i in range(repeats):
-            run(i)
-            events[i + 1].record(stream)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    events[0].record()
+    for i in range(repeats):
+        run(i)
+        events[i + 1].record()
     torch.cuda.synchronize()
     return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
 
