@@ -156,6 +156,7 @@ class Bench:
         parser = make_parser("engine", "")
         add_node_flags(parser)
         flags = [*self.model.flags, *MODES[self.mode], "--device", self.place.device]
+        flags += ["--mem-fraction-static", "0.9"]
         flags += ["--max-total-tokens", str(tokens), "--max-running-requests", str(max(max_batch, 64))]
         return node_config(parser.parse_args(flags))
 

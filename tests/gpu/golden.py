@@ -31,8 +31,15 @@ PARAMS = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
 
 def config_of(folder: Path, backend: str, dtype: str = "float32", **options: object) -> NodeConfig:
     config = node_config(folder, **options)  # type: ignore[arg-type]
-    model = replace(config.model, device=device().type, attention_backend=backend, dtype=dtype)
-    return replace(config, model=model)
+    model = replace(
+        config.model,
+        device=device().type,
+        attention_backend=backend,
+        dtype=dtype,
+        cuda_graph_max_bs=NUM_PROMPTS,
+    )
+    # With a share of the GPU that it is given, a node need not wait for others to start.
+    return replace(config, model=model, cache=replace(config.cache, mem_fraction_static=0.2))
 
 
 def exact_config(folder: Path, **options: object) -> NodeConfig:

@@ -17,7 +17,7 @@ TRANSPORT = "cuda-ipc" if ON_A_GPU else "shm"
 GPU = Computing(
     (
         *("--device", "cuda", "--dtype", "bfloat16", "--attention-backend", "triton", "--exact"),
-        *("--cuda-graph-max-bs", "8"),
+        *("--cuda-graph-max-bs", "8", "--mem-fraction-static", "0.2"),
     ),
     0,
 )

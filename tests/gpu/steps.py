@@ -57,7 +57,7 @@ TEST_STEPS: dict[str, Step] = {
     "golden": Step(
         module="checks",
         asks="Are tokens those of transformers and of one node?",
-        limit_s=100,
+        limit_s=130,
         argument="golden",
     ),
     "exactness": Step(
@@ -85,7 +85,7 @@ BENCH_STEPS: dict[str, Step] = {
     "kernels": Step(module="kernels", asks="Each kernel against torch's operations", limit_s=60),
     "questions": Step(module="questions", asks="What only a GPU can answer", limit_s=60),
     "8b-exact": Step(module="engine", asks="8B: what does --exact cost?", limit_s=60, argument="8b/exact"),
-    "mixed-load": Step(module="mixed_load", asks="1P1D against one node", limit_s=100),
+    "mixed-load": Step(module="mixed_load", asks="1P1D against one node", limit_s=130),
     "0.6b-eager": Step(module="engine", asks="0.6B without graphs", limit_s=40, argument="0.6b/eager"),
     "8b-eager": Step(module="engine", asks="8B without graphs", limit_s=50, argument="8b/eager"),
 }
