@@ -23,7 +23,7 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 _IDS_AT = 2
-_NUM_WARPS = 4
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 BLOCK_LINES = 64
 """A program has 4 KiB in flight, 32 bytes a thread; some dozens of programs share an SM."""
 
@@ -111,7 +111,7 @@ def copy_pages(
     copy_pages_kernel[(len(rows) * num_ids,)](
         words_RPW, slot.view(-1).view(torch.int64), block, rows.start, num_ids,
         words_RPW.stride(0), words_RPW.stride(1), part.start // WORD_NBYTES, len(part) // WORD_NBYTES,
-        SCATTER=scatter, BLOCK_LINES=BLOCK_LINES, num_warps=_NUM_WARPS, enable_fp_fusion=False,
+        SCATTER=scatter, BLOCK_LINES=BLOCK_LINES, **OPTIONS,
     )  # fmt: skip
 
 

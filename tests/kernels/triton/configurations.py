@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.kernels.triton import attention
+from shared.kernels.triton import attention, pages
 from tests.kernels.triton.cubins import Configuration, pointers, same_everywhere
 
 ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -54,6 +54,23 @@ def merge_configuration(num_heads: int, num_kv_heads: int, head_dim: int) -> Con
     )
 
 
+def pages_configuration(*, scatter: bool) -> Configuration:
+    """`copy_pages_kernel`; pages of real models are multiples of 128 bytes, and so are ranges of heads."""
+    sizes = ("row_words", "page_words", "first_word", "slice_words")
+    return Configuration(
+        name=f"pages-{'scatter' if scatter else 'gather'}",
+        kernel=pages.copy_pages_kernel,
+        types={
+            **pointers("i64", "pages_ptr", "slot_ptr", "block_ptr"),
+            **dict.fromkeys(("first_row", "num_ids", *sizes), "i32"),
+        },
+        constants={"SCATTER": scatter, "BLOCK_LINES": pages.BLOCK_LINES},
+        divisible=sizes,
+        options=same_everywhere(**pages.OPTIONS),
+        min_wide_loads=2,
+    )
+
+
 CONFIGURATIONS = [
     attention_configuration(32, 8, 128),
     attention_configuration(12, 12, 64),
@@ -70,4 +87,6 @@ CONFIGURATIONS = [
     merge_configuration(9, 3, 64),
     merge_configuration(32, 32, 96),
     merge_configuration(16, 2, 256),
+    pages_configuration(scatter=False),
+    pages_configuration(scatter=True),
 ]
