@@ -1,0 +1,194 @@
+"""What links over CUDA IPC do beyond those of shared memory, over a fake of the CUDA runtime.
+
+`test_real_links` and `test_link_processes` run whole transfers over the same fake, also between processes, of which one
+is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shared.errors import LinkError
+from shared.kvtransfer.staging import HEADER_NBYTES, Slot
+from shared.kvtransfer.states import Received, ReceiveFailed
+from shared.kvtransfer.transports.choice import Transports
+from shared.kvtransfer.transports.cuda_ipc import IpcSharing, IpcSlot
+from shared.kvtransfer.transports.shm import ShmLinkFactory
+from tests.fake_cuda import FakeRuntime
+from tests.patience import PATIENCE_S, until
+from tests.unit.kvtransfer.link_pair import (
+    CPU,
+    LinkPair,
+    key,
+    num_descriptors,
+    over_fake_cuda,
+    real,
+    transports,
+)
+from tests.unit.kvtransfer.looks import transports_of
+
+HEADER = bytes(HEADER_NBYTES)
+
+
+class Sharing:
+    """A slot of one runtime that another one sees."""
+
+    def __init__(self, timeout_s: float = PATIENCE_S) -> None:
+        self.at_p, self.at_d = FakeRuntime(), FakeRuntime()
+        self.sender, self.receiver = IpcSharing(self.at_p, timeout_s), IpcSharing(self.at_d, timeout_s)
+        self.slot: IpcSlot | None = IpcSlot(self.at_p, 4096)
+
+    def show(self) -> Slot:
+        assert self.slot is not None
+        shown, witness = self.sender.show(self.slot)
+        return self.receiver.see(shown, os.dup(witness))  # as a socket passes it
+
+    def drop(self) -> None:
+        """The ring of a link lets go of its slots before the link is closed."""
+        self.slot = None
+
+
+@pytest.fixture
+def sharing() -> Iterator[Sharing]:
+    before = num_descriptors()
+    sharing = Sharing()
+    yield sharing
+    sharing.drop()
+    sharing.receiver.close()
+    sharing.sender.close()
+    assert sharing.at_p.num_areas == sharing.at_d.num_areas == 0
+    sharing.at_p.events.clear()
+    until(lambda: num_descriptors() <= before)
+
+
+def test_a_slot_is_read_when_its_event_is_over(sharing: Sharing) -> None:
+    seen, slot = sharing.show(), sharing.slot
+    assert slot is not None
+    slot.event.is_held = True  # type: ignore[attr-defined]
+    slot.buffer.fill_(5)
+    sharing.sender.written(slot)
+    arrived = threading.Event()
+
+    def wait() -> None:
+        sharing.receiver.wait_written(seen)
+        arrived.set()
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    assert not arrived.wait(0.05)
+    slot.event.finish()  # type: ignore[attr-defined]
+    waiter.join(PATIENCE_S)
+    assert arrived.is_set()
+    assert seen.buffer.tolist() == [5] * 4096
+
+
+def test_an_event_that_is_never_over_ends_the_link() -> None:
+    sharing = Sharing(timeout_s=0.1)
+    seen, slot = sharing.show(), sharing.slot
+    assert slot is not None
+    slot.event.is_held = True  # type: ignore[attr-defined]
+    sharing.sender.written(slot)
+    with pytest.raises(LinkError, match=r"was not done after 0.1 s"):
+        sharing.receiver.wait_written(seen)
+    sharing.receiver.close()
+    sharing.sender.close()
+
+
+def test_a_slot_is_freed_when_its_reader_has_unmapped_it(sharing: Sharing) -> None:
+    sharing.show()
+    sharing.drop()
+    closing = threading.Thread(target=sharing.sender.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive() and sharing.at_p.num_areas == 1
+    sharing.receiver.close()
+    closing.join(PATIENCE_S)
+    assert sharing.at_p.num_areas == sharing.at_d.num_areas == 0
+
+
+def test_slots_of_a_stopped_reader_outlive_their_link_and_are_freed_when_it_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sharing = Sharing(timeout_s=0.05)
+    sharing.show()
+    sharing.drop()
+    sharing.sender.close()
+    assert "kv_slots_held_by_peer" in caplog.text
+    assert sharing.at_p.num_areas == 1
+    sharing.receiver.close()
+    until(lambda: sharing.at_p.num_areas == 0)
+
+
+def test_a_slot_that_was_never_sent_is_freed_with_its_ring(sharing: Sharing) -> None:
+    assert sharing.at_p.num_areas == 1
+    sharing.drop()
+    assert sharing.at_p.num_areas == 0
+
+
+@pytest.mark.parametrize("shown", [b"", b"\x93\x01", bytes(200)])
+def test_what_no_slot_is_shown_as_ends_the_link_and_leaks_no_descriptor(
+    sharing: Sharing, shown: bytes
+) -> None:
+    read, write = os.pipe()
+    with pytest.raises(LinkError, match="cannot be mapped"):
+        sharing.receiver.see(shown, write)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(write)
+    os.close(read)
+
+
+def test_a_container_that_forbids_ipc_gives_way_to_shm() -> None:
+    options = replace(real("auto"), slot_nbytes=256 << 10)
+    both = []
+    for runtime in (FakeRuntime(), FakeRuntime(without_ipc=True)):
+        ipc = over_fake_cuda(options, runtime)
+        factories = {**ipc.factories, "shm": ShmLinkFactory(options, CPU, runtime)}
+        both.append((runtime, replace(ipc, factories=factories)))
+    (p_runtime, p), (d_runtime, d) = both
+    pair = LinkPair(options, p_transports=p, d_transports=d)
+    try:
+        pair.until(pair.linked)
+        assert transports_of(pair.p) == transports_of(pair.d) == ["shm"]
+        (report,) = pair.d.link_reports
+        assert "cudaIpcOpenMemHandle" in report.passed_over["cuda-ipc"]
+        pair.transfer(0, [1, 2, 3], [4, 5, 6])
+        pair.until(lambda: key(0) in pair.received)
+        assert isinstance(pair.received[key(0)], Received)
+        assert len(p_runtime.registered) == len(d_runtime.registered) > 0, (
+            "shm's slots are pinned at both ends"
+        )
+    finally:
+        pair.close()
+    until(lambda: not p_runtime.registered and not d_runtime.registered)
+    until(lambda: p_runtime.num_areas == d_runtime.num_areas == 0)
+
+
+def test_a_copy_that_never_ends_fails_its_transfer_and_the_next_link_works() -> None:
+    runtime = FakeRuntime()
+    options = replace(real("cuda-ipc"), op_timeout_s=1.0)
+    p: Transports = over_fake_cuda(options, runtime)
+    pair = LinkPair(options, p_transports=p, d_transports=transports(options))
+    try:
+        pair.until(pair.linked)
+        for event in runtime.events:
+            event.is_held = True
+        pair.transfer(0, [1, 2, 3], [4, 5, 6])
+        pair.until(lambda: key(0) in pair.received and key(0) in pair.sent)
+        failed = pair.received[key(0)]
+        assert isinstance(failed, ReceiveFailed)
+        assert "was not done after" in failed.reason or "timed out" in failed.reason
+        assert not pair.d_pool.buffer_LSNHPD[:, :, 4:7].any()
+        pair.until(lambda: pair.d.peers.num_links_opened == 2 and pair.linked())
+        pair.transfer(1, [1, 2, 3], [4, 5, 6])
+        pair.until_received(1)
+        assert isinstance(pair.received[key(1)], Received)
+        assert torch.equal(pair.d_pool.buffer_LSNHPD[:, :, 4:7], pair.p_pool.buffer_LSNHPD[:, :, 1:4])
+    finally:
+        pair.close()
+    until(lambda: runtime.num_areas == 0)
