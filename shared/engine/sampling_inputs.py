@@ -292,14 +292,18 @@ def input_logprobs(items: Sequence[ScheduledReq]) -> LogprobInputs[np.ndarray] |
 def _draws(params: Sequence[SamplingParams], positions: Sequence[int]) -> DrawInputs[np.ndarray] | None:
     if all(p.is_greedy for p in params):
         return None
-    uniforms = [uniform(p.seed, position) for p, position in zip(params, positions, strict=True)]
+    temperatures_S = np.array([0.0 if p.is_greedy else p.temperature for p in params], dtype=np.float32)
+    top_ks_S = np.array([p.top_k for p in params], dtype=np.int64)
+    top_ps_S = np.array([p.top_p for p in params], dtype=np.float32)
+    min_ps_S = np.array([p.min_p for p in params], dtype=np.float32)
+    filters_S = (top_ks_S > 0) | (top_ps_S < 1) | (min_ps_S > 0)
     return DrawInputs(
-        temperatures_S=np.array([0.0 if p.is_greedy else p.temperature for p in params], dtype=np.float32),
-        top_ks_S=np.array([p.top_k for p in params], dtype=np.int64),
-        top_ps_S=np.array([p.top_p for p in params], dtype=np.float32),
-        min_ps_S=np.array([p.min_p for p in params], dtype=np.float32),
-        uniforms_S=np.array(uniforms, dtype=np.float64),
-        needs_filter=any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params if not p.is_greedy),
+        temperatures_S=temperatures_S,
+        top_ks_S=top_ks_S,
+        top_ps_S=top_ps_S,
+        min_ps_S=min_ps_S,
+        uniforms_S=uniforms([p.seed for p in params], positions),
+        needs_filter=bool(filters_S[temperatures_S > 0].any()),
     )
 
 
@@ -386,15 +390,20 @@ def _logprobs(
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on (seed, position) only: two rounds of SplitMix64 (Steele et al. 2014)."""
-    mask = (1 << 64) - 1
-    x = _mix(((seed & mask) + 0x9E3779B97F4A7C15) & mask)
-    x = _mix((x ^ ((position + 1) * 0xD1B54A32D192ED03)) & mask)
-    return (x >> 11) * 2.0**-53
+    """A number in [0, 1) that depends on (seed, position) only."""
+    return float(uniforms([seed], [position])[0])
 
 
-def _mix(x: int) -> int:
-    mask = (1 << 64) - 1
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return x ^ (x >> 31)
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """`uniform` of each pair, float64: two rounds of SplitMix64 (Steele et al. 2014)."""
+    x = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
+    x = _mix(x + np.uint64(0x9E3779B97F4A7C15))
+    x = _mix(x ^ ((np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(0xD1B54A32D192ED03)))
+    return (x >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from shared.engine import sampling_inputs
@@ -107,8 +108,12 @@ def stale_length(parts: NodeParts, is_active: IsActive) -> None:
 
 def seed_position_off_by_one(parts: NodeParts, is_active: IsActive) -> None:
     """The randomness of a position is that of the next one."""
-    uniform = sampling_inputs.uniform
-    hold(sampling_inputs, "uniform", lambda seed, position: uniform(seed, position + is_active()))
+    uniforms = sampling_inputs.uniforms
+
+    def faulty(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+        return uniforms(seeds, [position + is_active() for position in positions])
+
+    hold(sampling_inputs, "uniforms", faulty)
 
 
 def grammar_not_replayed(parts: NodeParts, is_active: IsActive) -> None:

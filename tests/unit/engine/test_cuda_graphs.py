@@ -127,8 +127,9 @@ def test_extends_and_mixed_batches_at_every_edge(folder: Path, shape: BlockShape
     """One token less than the bucket has, as many, and one more; with a prefix, and beside a decode step."""
     eager, graphed = Engine(folder), Engine.captured(folder)
     largest = SHAPES[-1].num_tokens
-    for num_tokens in (shape.num_tokens - 1, shape.num_tokens, shape.num_tokens + 1):
-        for num_decodes in range(min(shape.num_sequences, num_tokens)):
+    for num_tokens in range(max(shape.num_tokens - 1, 1), shape.num_tokens + 2):
+        most_decodes = min(shape.num_sequences, num_tokens) - 1
+        for num_decodes in {0, min(1, most_decodes), most_decodes}:
             prompts = {row: (0, random_prompt(6 + row, seed=row)) for row in range(1, 1 + num_decodes)}
             if prompts:
                 check_same(eager, graphed, batch_of(prompts, {}))
