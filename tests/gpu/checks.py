@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
 from tests.gpu.pytest_rows import run_tests
 from tests.gpu.steps import Place, Report
 
@@ -18,7 +21,19 @@ CHECKS = {
 }
 
 
+MOST_WORKERS = 8
+
+
 def run(place: Place, report: Report, argument: str) -> None:
     """Run the tests of a check."""
     words = list(CHECKS[argument])
+    if argument == "kernels" and not place.is_dry:
+        words += workers()
     run_tests(place, report, words)
+
+
+def workers() -> list[str]:
+    """Each case compiles kernels for seconds: where pytest-xdist is installed, several do so at once."""
+    if importlib.util.find_spec("xdist") is None:
+        return []
+    return ["-n", str(max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2)))]
