@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.cli import add_node_flags, make_parser, node_config
+from shared.cli import add_fleet_flags, add_log_flags, add_net_flags, add_node_flags, make_parser, node_config
 from shared.config import NodeConfig
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from tests.bench.devices import Device
@@ -154,9 +154,13 @@ class Bench:
     def _config(self, max_batch: int, context: int, max_prompt: int) -> NodeConfig:
         tokens = max(max_batch * (context + 16), max_prompt + 16, max(IDLE_BATCHES) * 1024)
         parser = make_parser("engine", "")
+        add_net_flags(parser, 0)
         add_node_flags(parser)
+        add_fleet_flags(parser)
+        add_log_flags(parser)
         flags = [*self.model.flags, *MODES[self.mode], "--device", self.place.device]
         flags += ["--mem-fraction-static", "0.9"]
+        flags += ["--chunked-prefill-size", str(max_prompt)]
         flags += ["--max-total-tokens", str(tokens), "--max-running-requests", str(max(max_batch, 64))]
         return node_config(parser.parse_args(flags))
 

@@ -51,7 +51,7 @@ TINY = {
     "num_kv_heads": 2,
     "head_dim": 64,
     "intermediate_size": 96,
-    "vocab_size": 512,
+    "vocab_size": 4096,
     "context_length": 1024,
 }
 
