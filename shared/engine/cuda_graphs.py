@@ -17,9 +17,9 @@ import torch
 from shared import log
 from shared.engine.input_block import BlockShape
 
-MAX_EXTEND_TOKENS = 256
-"""Extends of more tokens are bound by arithmetic, not by launches."""
-MAX_EXTEND_SEQUENCES = 32
+EXTEND_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+"""Larger extends are bound by arithmetic, not by launches. From 256 tokens on, padding costs what tokens cost."""
+MAX_EXTEND_SEQUENCES = 64
 """A graph computes logits for every sequence of its shape, wanted or not."""
 
 
@@ -75,15 +75,12 @@ class CudaGraphPool:
 def graph_shapes(max_bs: int) -> tuple[BlockShape, ...]:
     """The shapes that are captured, in ascending order.
 
-    Decode steps of 1, 2, 4, 8, 16, 24 .. `max_bs` sequences, and extends of up to `MAX_EXTEND_TOKENS` tokens. The
-    two differ in nothing but their shapes: an extend may run in the graph of a decode step, and the reverse.
+    Decode steps of 1, 2, 4, 8, 16, 24 .. `max_bs` sequences, and extends of `EXTEND_TOKENS`. The two differ in
+    nothing but their shapes: an extend may run in the graph of a decode step, and the reverse.
     """
     sizes = {size for size in (1, 2, 4, *range(8, max_bs, 8)) if size < max_bs} | {max_bs}
     shapes = {BlockShape(size, size) for size in sizes}
-    num_tokens = 16
-    while num_tokens <= MAX_EXTEND_TOKENS:
-        shapes.add(BlockShape(num_tokens, min(num_tokens, MAX_EXTEND_SEQUENCES, max_bs)))
-        num_tokens *= 2
+    shapes |= {BlockShape(size, min(size, MAX_EXTEND_SEQUENCES, max_bs)) for size in EXTEND_TOKENS}
     return tuple(sorted(shapes))
 
 

@@ -277,7 +277,7 @@ def test_the_loop_of_a_node_serves_the_same_tokens(folder: Path, overlap: bool) 
 
 
 class TestShapes:
-    def test_decode_steps_by_eights_and_extends_by_doubling(self) -> None:
+    def test_decode_steps_by_eights_and_extends_beside_them(self) -> None:
         shapes = graph_shapes(40)
         assert [s.num_tokens for s in shapes if s.num_tokens == s.num_sequences] == [
             1,
@@ -289,8 +289,9 @@ class TestShapes:
             32,
             40,
         ]
-        extends = [BlockShape(64, 32), BlockShape(128, 32), BlockShape(256, 32)]
-        assert {*extends} == {s for s in shapes if s.num_tokens != s.num_sequences}
+        extends = [s for s in shapes if s.num_tokens != s.num_sequences]
+        assert [s.num_tokens for s in extends] == [64, 128, 192, 256, 320, 384, 448, 512]
+        assert {s.num_sequences for s in extends} == {40}
         assert list(shapes) == sorted(shapes)
 
     @pytest.mark.parametrize("max_bs", [1, 2, 3, 5, 8, 13, 256])
