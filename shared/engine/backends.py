@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from shared import log
-from shared.engine.attention import AttentionBackend, TorchAttention
 from shared.engine.cuda_graphs import CudaGraphPool, Graphs, graph_shapes
 from shared.engine.input_block import ForwardLimits
 from shared.engine.model_runner import ModelBackend
 from shared.engine.native_backend import NativeBackend
 from shared.engine.progress import Progress
 from shared.engine.start.share import OnProgress
-from shared.engine.torch_backend import TorchBackend
+from shared.engine.torch_backend import Kernels, TorchBackend
+from shared.engine.torch_ops import torch_kernels
 from shared.errors import ConfigError
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import Team, load_library
@@ -25,9 +26,6 @@ from shared.model.config import ModelConfig
 from shared.model.decoder import Decoder
 from shared.model.packed_weights import PackedWeights, load_packed_weights, native_obstacle
 from shared.model.weights import WeightSource
-
-ATTENTION_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchAttention}
-"""Those of the decoder in Python. `native` is none of them: its decoder computes attention itself (ADR 14)."""
 
 
 class LoadedModel(Protocol):
@@ -43,28 +41,24 @@ class LoadedModel(Protocol):
 
 @dataclass(frozen=True)
 class TorchModel:
-    """Weights for the decoder in Python, and the attention backend that it will use."""
+    """Weights for the decoder in Python, and what will compute with them."""
 
     decoder: Decoder
-    attention_backend: str
+    make_kernels: Callable[[TokenToKVPool], Kernels]
     cuda_graph_max_bs: int | None
     """Most sequences of a forward that is replayed from a CUDA graph; None: no graphs."""
 
     def bind(self, pool: TokenToKVPool, progress: Progress, limits: ForwardLimits) -> TorchBackend:
         """A TorchBackend, with graphs on a GPU if its attention can be captured."""
-        attention = ATTENTION_BACKENDS[self.attention_backend]()
+        kernels = self.make_kernels(pool)
         graphs = None
         if pool.device.type == "cuda" and self.cuda_graph_max_bs is not None:
-            if attention.capturable:
+            if kernels.attention.capturable:
                 max_bs = min(self.cuda_graph_max_bs, limits.num_rows)
                 graphs = Graphs(CudaGraphPool(pool.device), graph_shapes(max_bs))
             else:
-                log.event(
-                    "no_cuda_graphs", reason=f"--attention-backend {self.attention_backend} allows none"
-                )
-        return TorchBackend(
-            self.attention_backend, self.decoder, attention, pool, progress, limits, graphs=graphs
-        )
+                log.event("no_cuda_graphs", reason=f"--attention-backend {kernels.name} allows none")
+        return TorchBackend(kernels, self.decoder, pool, progress, limits, graphs=graphs)
 
 
 @dataclass(frozen=True)
@@ -90,22 +84,25 @@ def load_model(
     cores: Sequence[int],
     on_progress: OnProgress,
     cuda_graph_max_bs: int | None = None,
+    exact: bool = False,
 ) -> LoadedModel:
     """Load a model for `attention_backend`, or for the fastest that can be had where that is `auto`.
 
     `cores` are those of the native backend's threads, of which the first is the forward stream's own; below 0: any.
-    Raises ConfigError when `native` is asked for and cannot be had, and ModelError for what is wrong with `source`.
+    Raises ConfigError when a backend or `exact` is asked for and cannot be had, and ModelError for what is wrong with
+    `source`.
     """
     team = _native_team(attention_backend, config, dtype, device, cores, on_progress)
 
     def loading(fraction: float) -> None:
         on_progress("loading weights", fraction)
 
-    loading(0.0)
     if team is None:
+        make_kernels = _make_kernels(attention_backend, exact, config, dtype, device)
+        loading(0.0)
         decoder = Decoder.load(source, config, dtype=dtype, device=device, on_progress=loading)
-        name = "torch" if attention_backend == "auto" else attention_backend
-        return TorchModel(decoder, name, cuda_graph_max_bs)
+        return TorchModel(decoder, make_kernels, cuda_graph_max_bs)
+    loading(0.0)
     try:
         return NativeModel(config, load_packed_weights(source, config, team, on_progress=loading), team)
     except BaseException:
@@ -123,7 +120,7 @@ def _native_team(
 ) -> Team | None:
     """The threads of the native backend; None where the decoder in Python computes."""
     try:
-        if attention_backend in ATTENTION_BACKENDS:
+        if attention_backend not in ("auto", "native"):
             raise NativeUnavailable(f"--attention-backend {attention_backend}")
         if device.type != "cpu":
             raise NativeUnavailable(f"they are for CPUs, and this is {device}")
@@ -140,3 +137,39 @@ def _native_team(
         if device.type == "cpu":
             log.event("no_native_kernels", reason=str(reason))
         return None
+
+
+def _make_kernels(
+    attention_backend: str, exact: bool, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Callable[[TokenToKVPool], Kernels]:
+    """What computes the decoder in Python over a pool. Triton is imported where it is chosen."""
+    obstacle = _triton_obstacle(attention_backend, config, dtype, device)
+    if obstacle is None:
+        from shared.engine.triton_ops import triton_kernels
+
+        return partial(triton_kernels, config, exact)
+    if attention_backend == "triton":
+        raise ConfigError(f"--attention-backend triton: {obstacle}")
+    if exact:
+        raise ConfigError(
+            f"--exact: torch's operations are not exact, and Triton's cannot be had: {obstacle}"
+        )
+    return lambda pool: torch_kernels(pool.device)
+
+
+def _triton_obstacle(
+    attention_backend: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    if attention_backend == "torch":
+        return "--attention-backend torch"
+    if device.type != "cuda":
+        return f"its kernels are for GPUs, and this is {device}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    if config.head_dim * dtype.itemsize % 16:
+        return f"a head of {config.head_dim} elements is not a multiple of 16 bytes"
+    try:
+        import triton  # noqa: F401  it takes a second, and CPUs do without it
+    except ImportError as error:
+        return str(error)
+    return None

@@ -16,7 +16,7 @@ import torch
 from shared.engine.future_map import FutureMap
 from shared.engine.logprobs import GatheredLogprobs, RawLogprobs, prompt_logprobs
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.engine.penalties import PenaltyTable
+from shared.engine.penalties import Penalize, PenaltyTable
 from shared.engine.profiler import Span
 from shared.engine.sampling_inputs import HostSampling, SamplingInputs, VocabMask
 from shared.engine.uploads import Uploads, start_copy_to
@@ -71,6 +71,7 @@ class ModelBackend(Protocol):
     has_threads: bool
     """True for threads of its own, of which the forward stream's is the first; torch starts its own by itself."""
     vocab_size: int
+    penalize: Penalize
 
     def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
         """Compute `batch`. What it returns is good until the next forward."""
@@ -111,7 +112,7 @@ class ModelRunner:
     ) -> None:
         self._backend = backend
         self._future_map = FutureMap(num_rows, device)
-        self._penalties = PenaltyTable(backend.vocab_size, device)
+        self._penalties = PenaltyTable(backend.vocab_size, device, backend.penalize)
         self._uploads = Uploads(device, start_copy_to(device))
         self._span = span
         self.device = device

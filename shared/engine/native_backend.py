@@ -12,6 +12,7 @@ import torch
 from shared.engine.future_map import FutureMap
 from shared.engine.model_runner import Forwarded
 from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.penalties import penalize
 from shared.engine.progress import Progress
 from shared.engine.sampler import adjust_logits
 from shared.engine.sampling_inputs import DrawInputs, SamplingInputs
@@ -29,6 +30,7 @@ class NativeBackend:
     name = "native"
     is_exact = True
     has_threads = True
+    penalize = staticmethod(penalize)
 
     def __init__(
         self,

@@ -10,9 +10,14 @@ in this order, as in transformers and vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from shared.engine.sampling_inputs import BiasInputs, KnownTokens, PenaltyInputs
+
+Penalize = Callable[[torch.Tensor, PenaltyInputs[torch.Tensor], torch.Tensor, torch.Tensor], None]
+"""(logits [S, V], penalties, how often each slot's output has a token, whether a slot has a token), in place."""
 
 
 class PenaltyTable:
@@ -22,7 +27,8 @@ class PenaltyTable:
     vocabulary entry, and no memory before the first one.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, penalize: Penalize) -> None:
+        self._penalize = penalize
         self._num_output_NV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._is_known_NV = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
 
@@ -31,13 +37,7 @@ class PenaltyTable:
         self._grow(inputs.num_slots)
         if inputs.anew is not None:
             self._count_anew(inputs.anew)
-        x_PV = logits_SV[inputs.entries_P]
-        repetition_P1 = inputs.repetition_P[:, None]
-        repeated_PV = torch.where(x_PV > 0, x_PV / repetition_P1, x_PV * repetition_P1)
-        x_PV = torch.where(self._is_known_NV[inputs.slots_P], repeated_PV, x_PV)
-        num_output_PV = self._num_output_NV[inputs.slots_P]
-        for_each_PV = inputs.frequency_P[:, None] * num_output_PV
-        logits_SV[inputs.entries_P] = x_PV - for_each_PV - inputs.presence_P[:, None] * (num_output_PV > 0)
+        self._penalize(logits_SV, inputs, self._num_output_NV, self._is_known_NV)
 
     def count(self, token_ids_S: torch.Tensor, inputs: PenaltyInputs[torch.Tensor]) -> None:
         """Count the tokens that the sequences of `inputs` have sampled."""
@@ -58,6 +58,22 @@ class PenaltyTable:
         at = known.token_slots_N, known.token_ids_N
         self._num_output_NV.index_put_(at, known.in_output_N, accumulate=True)
         self._is_known_NV[at] = True
+
+
+def penalize(
+    logits_SV: torch.Tensor,
+    inputs: PenaltyInputs[torch.Tensor],
+    num_output_NV: torch.Tensor,
+    is_known_NV: torch.Tensor,
+) -> None:
+    """Penalize by torch operations, on any device."""
+    x_PV = logits_SV[inputs.entries_P]
+    repetition_P1 = inputs.repetition_P[:, None]
+    repeated_PV = torch.where(x_PV > 0, x_PV / repetition_P1, x_PV * repetition_P1)
+    x_PV = torch.where(is_known_NV[inputs.slots_P], repeated_PV, x_PV)
+    num_output_PV = num_output_NV[inputs.slots_P]
+    for_each_PV = inputs.frequency_P[:, None] * num_output_PV
+    logits_SV[inputs.entries_P] = x_PV - for_each_PV - inputs.presence_P[:, None] * (num_output_PV > 0)
 
 
 def add_biases(logits_SV: torch.Tensor, inputs: BiasInputs[torch.Tensor]) -> None:

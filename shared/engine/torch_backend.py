@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,9 +18,7 @@ from shared.engine.input_block import BlockShape, ForwardLimits, InputBlock, pad
 from shared.engine.model_runner import Forwarded
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.progress import Progress
-from shared.engine.sampler import sample
-from shared.engine.sampling_inputs import SamplingInputs
-from shared.engine.torch_ops import TorchOps
+from shared.engine.sampling_inputs import PenaltyInputs, SamplingInputs
 from shared.engine.uploads import StartCopy, start_copy_to
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.decoder import Decoder
@@ -29,34 +28,71 @@ MakeOps = Callable[[ForwardBatch, AttentionPlan, Sequence[tuple[torch.Tensor, to
 """(forward, its attention, K and V pages of each layer)"""
 
 
+class TokenOps(Protocol):
+    """What happens to tokens on the device before and behind the layers."""
+
+    def resolve(self, batch: ForwardBatch, future_map: FutureMap) -> torch.Tensor:
+        """Enter into the FutureMap what the batch brings, then return the input ids, int64 [T]."""
+        ...
+
+    def penalize(
+        self,
+        logits_SV: torch.Tensor,
+        inputs: PenaltyInputs[torch.Tensor],
+        num_output_NV: torch.Tensor,
+        is_known_NV: torch.Tensor,
+    ) -> None:
+        """A `Penalize`."""
+        ...
+
+    def draw(
+        self,
+        logits_SV: torch.Tensor,
+        inputs: SamplingInputs[torch.Tensor],
+        rows_S: torch.Tensor,
+        future_map: FutureMap,
+    ) -> torch.Tensor:
+        """The next token of each row, int64 [S], which enters the FutureMap. The logits may be overwritten."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """What computes a decoder in Python on one device."""
+
+    name: str
+    """Of --attention-backend."""
+    numerics: str
+    attention: AttentionBackend
+    make_ops: MakeOps
+    tokens: TokenOps
+
+
 class TorchBackend:
-    """A ModelBackend made of the decoder, operations for it and an attention backend."""
+    """A ModelBackend made of the decoder and the kernels that compute it."""
 
     is_exact = False
     has_threads = False
 
     def __init__(
         self,
-        name: str,
+        kernels: Kernels,
         decoder: Decoder,
-        attention: AttentionBackend,
         pool: TokenToKVPool,
         progress: Progress,
         limits: ForwardLimits,
         *,
         graphs: Graphs | None = None,
-        make_ops: MakeOps = TorchOps,
         start_copy: StartCopy | None = None,
     ) -> None:
-        self.name = name
-        self.numerics = f"{name}-{torch.__version__}/{_processor(pool.device)}"
+        self.name, self.numerics = kernels.name, kernels.numerics
+        self.penalize, self.draw = kernels.tokens.penalize, kernels.tokens.draw
         self.vocab_size = decoder.config.vocab_size
         self._decoder = decoder
-        self._attention = attention
+        self._attention, self._make_ops, self._tokens = kernels.attention, kernels.make_ops, kernels.tokens
         self._pool = pool
         self._kv_NKSD = [pool.layer_kv(layer) for layer in range(pool.num_layers)]
         self._layers_queued = _layer_counter(progress, pool.device)
-        self._make_ops = make_ops
         self._ops: Ops | None = None
         """Of the latest forward that was not replayed."""
         self._graphs = graphs
@@ -64,7 +100,7 @@ class TorchBackend:
         self._captured: dict[BlockShape, ForwardBatch] = {}
         """What graphs were captured with. Its tensors are those of every forward that is filled for the shape."""
         self._inputs = InputBlock(
-            _block_nbytes(attention, pool.page_size, limits, () if graphs is None else graphs.shapes),
+            _block_nbytes(kernels.attention, pool.page_size, limits, () if graphs is None else graphs.shapes),
             limits.num_rows,
             pool.page_size,
             pool.device,
@@ -100,18 +136,6 @@ class TorchBackend:
         assert self._ops is not None, "there was a forward"
         return self._decoder.logits(hidden_ND, self._ops)
 
-    def draw(
-        self,
-        logits_SV: torch.Tensor,
-        inputs: SamplingInputs[torch.Tensor],
-        rows_S: torch.Tensor,
-        future_map: FutureMap,
-    ) -> torch.Tensor:
-        """Draw by torch operations."""
-        token_ids_S = sample(logits_SV, inputs)
-        future_map.store(rows_S, token_ids_S)
-        return token_ids_S
-
     def measure_graphs(self, future_map: FutureMap) -> int:
         """Capture the largest ones over this pool, and drop them."""
         return 0 if self._graphs is None else self._graphs.measure(partial(self._forward_of, future_map))
@@ -134,7 +158,7 @@ class TorchBackend:
         hidden_TD = None if results is None else results.hidden_TD[: fb.shape.num_tokens]
         logits_SV = None if results is None else results.logits_SV[: fb.shape.num_sequences]
         self._ops = ops = self._make_ops(fb, plan, self._kv_NKSD)
-        input_ids_T = future_map.resolve(fb.input_ids_T, fb.future_rows_B, fb.future_tokens_B)
+        input_ids_T = self._tokens.resolve(fb, future_map)
         hidden_TD = self._decoder.forward(input_ids_T, fb.positions_T, ops, hidden_TD)
         if not len(fb.last_token_S):
             return hidden_TD, None
@@ -219,10 +243,3 @@ def _block_nbytes(
         shape.nbytes(table_words + attention.max_work_words(shape, limits.context_length))
         for shape in (largest, *shapes)
     )
-
-
-def _processor(device: torch.device) -> str:
-    """The GPU's name, or the instruction set that torch computes with on this CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return torch.backends.cpu.get_cpu_capability()

@@ -1,4 +1,4 @@
-"""The operations of a decoder in torch, over the KV pages of one forward."""
+"""What a decoder and its sampling call, in torch, on any device and in any type."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import embedding, linear
 
-from shared.engine.attention import AttentionPlan
+from shared.engine.attention import AttentionPlan, TorchAttention
 from shared.engine.forward_batch import ForwardBatch
+from shared.engine.future_map import FutureMap
+from shared.engine.penalties import penalize
+from shared.engine.sampler import sample
+from shared.engine.sampling_inputs import PenaltyInputs, SamplingInputs
+from shared.engine.torch_backend import Kernels
 from shared.kernels.reference import write_kv
 from shared.model.layers import apply_rotary, rms_norm, rotary_cos_sin, silu_mul
 from shared.model.ops import Rotary
@@ -70,3 +75,48 @@ class TorchOps:
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         """SwiGLU's product."""
         return silu_mul(gate_up_TG)
+
+
+class TorchTokens:
+    """The `TokenOps` of torch."""
+
+    def resolve(self, batch: ForwardBatch, future_map: FutureMap) -> torch.Tensor:
+        """As the FutureMap does it."""
+        return future_map.resolve(batch.input_ids_T, batch.future_rows_B, batch.future_tokens_B)
+
+    def penalize(
+        self,
+        logits_SV: torch.Tensor,
+        inputs: PenaltyInputs[torch.Tensor],
+        num_output_NV: torch.Tensor,
+        is_known_NV: torch.Tensor,
+    ) -> None:
+        """The function of that name."""
+        penalize(logits_SV, inputs, num_output_NV, is_known_NV)
+
+    def draw(
+        self,
+        logits_SV: torch.Tensor,
+        inputs: SamplingInputs[torch.Tensor],
+        rows_S: torch.Tensor,
+        future_map: FutureMap,
+    ) -> torch.Tensor:
+        """Sample, then store."""
+        token_ids_S = sample(logits_SV, inputs)
+        future_map.store(rows_S, token_ids_S)
+        return token_ids_S
+
+
+def torch_kernels(device: torch.device) -> Kernels:
+    """Torch's, whose numerics name its version, and the GPU or the instruction set that torch uses on this CPU."""
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+    else:
+        processor = torch.backends.cpu.get_cpu_capability()
+    return Kernels(
+        name="torch",
+        numerics=f"torch-{torch.__version__}/{processor}",
+        attention=TorchAttention(),
+        make_ops=TorchOps,
+        tokens=TorchTokens(),
+    )

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from shared.config import NodeConfig
-from shared.engine.attention import TorchAttention
 from shared.engine.build import Engine
 from shared.engine.forward_stream import make_forward_stream
 from shared.engine.input_block import ForwardLimits
 from shared.engine.model_runner import ModelRunner
 from shared.engine.progress import Progress
 from shared.engine.torch_backend import TorchBackend
+from shared.engine.torch_ops import torch_kernels
 from shared.kvcache.pools import ReqToTokenPool
 from shared.kvtransfer.layout import PageStore
 from shared.model.checkpoint import Checkpoint
@@ -162,7 +162,7 @@ def test_rotary_positions_off_by_one_on_the_decode_node(zoo: Zoo, config: NodeCo
         )
         num_rows = config.schedule.max_running_requests
         limits = ForwardLimits(num_rows=num_rows, context_length=512, max_tokens=512)
-        backend = TorchBackend("torch", decoder, TorchAttention(), engine.pool, Progress(), limits)
+        backend = TorchBackend(torch_kernels(engine.pool.device), decoder, engine.pool, Progress(), limits)
         runner = ModelRunner(backend, num_rows, engine.pool.device)
         return replace(engine, stream=make_forward_stream(runner))
 

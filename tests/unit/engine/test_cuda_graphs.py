@@ -23,6 +23,7 @@ from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare, SamplingInputs
 from shared.engine.torch_backend import TorchBackend
+from shared.engine.torch_ops import torch_kernels
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
@@ -60,14 +61,12 @@ class Engine:
         self.graph_pool, self.progress = FakeGraphPool(), Progress()
         self.future_map = FutureMap(NUM_ROWS, CPU)
         self.backend = TorchBackend(
-            "torch",
+            replace(torch_kernels(CPU), attention=BlockAttention(), make_ops=RowwiseOps.make),
             self.decoder,
-            BlockAttention(),
             self.pool,
             self.progress,
             LIMITS,
             graphs=Graphs(self.graph_pool, shapes) if shapes else None,
-            make_ops=RowwiseOps.make,
             start_copy=copy_to_spoiled_block,
         )
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared.engine.attention import TorchAttention
 from shared.engine.model_runner import ModelRunner
 from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare, VocabMask
 from shared.engine.torch_backend import TorchBackend
+from shared.engine.torch_ops import torch_kernels
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
@@ -56,9 +56,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
         device=META,
     )
     decoder = Decoder.load(Checkpoint(folder), config, dtype=torch.float32, device=META)
-    return ModelRunner(
-        TorchBackend("torch", decoder, TorchAttention(), pool, Progress(), LIMITS), NUM_ROWS, META
-    )
+    backend = TorchBackend(torch_kernels(META), decoder, pool, Progress(), LIMITS)
+    return ModelRunner(backend, NUM_ROWS, META)
 
 
 PROMPTS = {0: (0, [5, 6, 7]), 3: (2, [8, 9])}

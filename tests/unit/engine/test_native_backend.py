@@ -28,7 +28,7 @@ from shared.engine.sampling_inputs import (
     SamplingInputs,
     VocabMask,
 )
-from shared.engine.torch_backend import TorchBackend
+from shared.engine.torch_ops import TorchTokens
 from shared.errors import ConfigError
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import load_library
@@ -176,9 +176,10 @@ class SameLogits:
     name = "torch"
     numerics = ""
     has_threads = False
-    draw = TorchBackend.draw
 
     def __init__(self, logits_SV: torch.Tensor) -> None:
+        tokens = TorchTokens()
+        self.penalize, self.draw = tokens.penalize, tokens.draw
         self.vocab_size = logits_SV.shape[1]
         self._logits_SV = logits_SV
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
 from shared.engine.model_worker_batch import snapshot
-from shared.engine.penalties import PenaltyTable
+from shared.engine.penalties import PenaltyTable, penalize
 from shared.engine.sampler import sample
 from shared.engine.sampling_inputs import CountedRows, HostSampling
 from shared.protocol.messages import ReqKey, Role, Work
@@ -56,7 +56,7 @@ class World:
         self.rng = random.Random(self.seed)
         self.generator = torch.Generator().manual_seed(self.seed)
         self.ledger = make_ledger(200, CacheOptions(page_size=16), NUM_ROWS, 512)
-        self.table = PenaltyTable(V, torch.device("cpu"))
+        self.table = PenaltyTable(V, torch.device("cpu"), penalize)
         self.counted_rows = CountedRows()
         self.sampled: dict[str, list[int]] = {}
         self.in_flight: list[tuple[ScheduledReq, int]] = []
