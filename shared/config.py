@@ -66,9 +66,14 @@ class ModelOptions:
     )
     attention_backend: str = flag(
         "auto",
-        "what computes attention, and with it the model: native (C++ for CPUs with AVX-512, in bfloat16, built at "
-        "the first start) or torch; auto: native where it is available",
-        choices=("auto", "native", "torch"),
+        "what computes attention, and with it the model: triton (kernels for NVIDIA GPUs), native (C++ for CPUs with "
+        "AVX-512, in bfloat16, built at the first start) or torch; auto: triton or native where it is available",
+        choices=("auto", "native", "torch", "triton"),
+    )
+    exact: bool = flag(
+        False,
+        "GPUs: the KV and logits of a token are the same bits from a decode step and from a prefill, in any batch; "
+        "products are slower; native kernels for CPUs are always exact",
     )
     cuda_graph_max_bs: int = flag(
         256,

@@ -145,7 +145,7 @@ def _make_kernels(
     """What computes the decoder in Python over a pool. Triton is imported where it is chosen."""
     obstacle = _triton_obstacle(attention_backend, config, dtype, device)
     if obstacle is None:
-        from shared.engine.triton_ops import triton_kernels
+        from shared.engine.triton_kernels import triton_kernels
 
         return partial(triton_kernels, config, exact)
     if attention_backend == "triton":

@@ -118,6 +118,7 @@ def build_engine(
                     device=device,
                     cores=cpu_cores.team,
                     on_progress=on_progress,
+                    exact=config.model.exact,
                     cuda_graph_max_bs=None
                     if config.model.disable_cuda_graph
                     else config.model.cuda_graph_max_bs,

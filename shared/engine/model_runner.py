@@ -71,7 +71,6 @@ class ModelBackend(Protocol):
     has_threads: bool
     """True for threads of its own, of which the forward stream's is the first; torch starts its own by itself."""
     vocab_size: int
-    penalize: Penalize
 
     def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
         """Compute `batch`. What it returns is good until the next forward."""
@@ -79,6 +78,11 @@ class ModelBackend(Protocol):
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """The logits of hidden states that a forward returned, float32 [N, V]."""
+        ...
+
+    @property
+    def penalize(self) -> Penalize:
+        """What penalizes logits by counted tokens."""
         ...
 
     def draw(

@@ -63,6 +63,7 @@ class Kernels:
     name: str
     """Of --attention-backend."""
     numerics: str
+    is_exact: bool
     attention: AttentionBackend
     make_ops: MakeOps
     tokens: TokenOps
@@ -71,7 +72,6 @@ class Kernels:
 class TorchBackend:
     """A ModelBackend made of the decoder and the kernels that compute it."""
 
-    is_exact = False
     has_threads = False
 
     def __init__(
@@ -85,7 +85,7 @@ class TorchBackend:
         graphs: Graphs | None = None,
         start_copy: StartCopy | None = None,
     ) -> None:
-        self.name, self.numerics = kernels.name, kernels.numerics
+        self.name, self.numerics, self.is_exact = kernels.name, kernels.numerics, kernels.is_exact
         self.penalize, self.draw = kernels.tokens.penalize, kernels.tokens.draw
         self.vocab_size = decoder.config.vocab_size
         self._decoder = decoder

@@ -116,6 +116,7 @@ def torch_kernels(device: torch.device) -> Kernels:
     return Kernels(
         name="torch",
         numerics=f"torch-{torch.__version__}/{processor}",
+        is_exact=False,
         attention=TorchAttention(),
         make_ops=TorchOps,
         tokens=TorchTokens(),

@@ -40,6 +40,7 @@ def new_engine(folder: Path) -> Engine:
         device=device(),
         cores=(-1,),
         on_progress=lambda what, fraction: None,
+        exact=ON_A_GPU,
     )
     return Engine(config, model, 16, device())
 

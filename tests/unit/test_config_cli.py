@@ -34,7 +34,8 @@ FLAGS = """\
 --dtype {auto,float32,bfloat16,float16} = auto
 --context-length TOKENS
 --cpu-cores LIST
---attention-backend {auto,native,torch} = auto
+--attention-backend {auto,native,torch,triton} = auto
+--exact
 --cuda-graph-max-bs N = 256
 --disable-cuda-graph
 --page-size TOKENS = 16
@@ -89,6 +90,7 @@ VALUES = {
     "--context-length": "777",
     "--cpu-cores": "any:1",
     "--attention-backend": "torch",
+    "--exact": None,
     "--cuda-graph-max-bs": "48",
     "--disable-cuda-graph": None,
     "--page-size": "32",

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from shared.config import CacheOptions, ScheduleOptions
-from shared.engine.attention import TorchAttention
 from shared.engine.model_runner import ModelRunner, SampledTensors
 from shared.engine.progress import Progress
 from shared.engine.start.batches import EVERYTHING, GREEDY, Extend, StartBatches
 from shared.engine.start.shape import EngineShape
 from shared.engine.torch_backend import TorchBackend
+from shared.engine.torch_ops import torch_kernels
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import ModelConfig
 from shared.model.decoder import Decoder
@@ -59,7 +59,7 @@ class Rig:
             device=META,
         )
         weights = decoder.load(DummyWeights(0, META), model, dtype=shape.dtype, device=META)
-        backend = TorchBackend("torch", weights, TorchAttention(), pool, Progress(), shape.forward_limits)
+        backend = TorchBackend(torch_kernels(pool.device), weights, pool, Progress(), shape.forward_limits)
         self.runner = ModelRunner(backend, NUM_ROWS, META)
         self.batches = StartBatches(shape)
 

@@ -12,7 +12,6 @@ import torch
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import CpuCores
-from shared.engine.attention import TorchAttention
 from shared.engine.build import build_engine
 from shared.engine.forward_stream import make_forward_stream
 from shared.engine.model_runner import ModelRunner
@@ -24,6 +23,7 @@ from shared.engine.start.self_test import self_test
 from shared.engine.start.shape import EngineShape
 from shared.engine.start.share import BoundModel, DeviceShare, OnProgress
 from shared.engine.torch_backend import TorchBackend
+from shared.engine.torch_ops import torch_kernels
 from shared.errors import ConfigError
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
@@ -133,7 +133,7 @@ class SelfTestRig:
         )
         pool = kv_pool(model, 101, page_size, dtype)
         made = decoder.load(DummyWeights(0, CPU), model, dtype=dtype, device=CPU)
-        backend = TorchBackend("torch", made, TorchAttention(), pool, Progress(), self.shape.forward_limits)
+        backend = TorchBackend(torch_kernels(pool.device), made, pool, Progress(), self.shape.forward_limits)
         runner = ModelRunner(backend, 4, CPU)
         self.bound = BoundModel(pool, backend, runner, make_forward_stream(runner))
 

@@ -1,0 +1,125 @@
+"""What a decoder and its sampling call, by Triton kernels. Imported on a GPU alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import embedding
+
+from shared.engine.attention import AttentionPlan
+from shared.engine.forward_batch import ForwardBatch
+from shared.engine.future_map import FutureMap
+from shared.engine.sampling_inputs import PenaltyInputs, SamplingInputs
+from shared.kernels.triton import adjust, norm, rope, sampling
+from shared.kernels.triton.resolve import resolve
+from shared.kernels.triton.silu_mul import silu_mul
+from shared.model.ops import Rotary
+
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TritonOps:
+    """The `Ops` of one forward; `attention` was planned for `batch`."""
+
+    batch: ForwardBatch
+    attention: AttentionPlan
+    kv_NKSD: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """The K and V pages of each layer."""
+    product: Linear
+    """x W^T + bias: cuBLAS's, or one whose sums have one order for any number of rows."""
+
+    def embed(self, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding table."""
+        return embedding(input_ids_T, table_VD)
+
+    def rotary(self, positions_T: torch.Tensor, frequencies_R: torch.Tensor, dtype: torch.dtype) -> Rotary:
+        """Cosine and sine, [T, D / 2]."""
+        return rope.rotary(positions_T, frequencies_R, dtype)
+
+    def add_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One kernel, which puts the sum into the memory of the residual."""
+        return norm.add_norm(x_TD, residual_TD, weight_D, eps)
+
+    def linear(
+        self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One matmul."""
+        return self.product(x_TK, weight_NK, bias_N)
+
+    def norm_rope_write(
+        self,
+        layer: int,
+        qkv_TND: torch.Tensor,
+        num_kv_heads: int,
+        qk_norm_ND: torch.Tensor | None,
+        eps: float,
+        rotary: Rotary,
+    ) -> torch.Tensor:
+        """One kernel from the projection to pages and queries."""
+        to = self.batch.out_pages_T, self.batch.out_offsets_T, *self.kv_NKSD[layer]
+        return rope.norm_rope_write(qkv_TND, num_kv_heads, qk_norm_ND, eps, *rotary, *to)
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        """Attention by the plan of this forward."""
+        return self.attention.run(q_THD, *self.kv_NKSD[layer])
+
+    def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
+        """SwiGLU's product."""
+        return silu_mul(gate_up_TG)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonTokens:
+    """What a batch does with tokens before and behind the layers, in at most four kernels.
+
+    What is drawn depends on a row's logits and parameters alone. `block` and `few` decide about time, not results.
+    """
+
+    block: int = sampling.BLOCK
+    few: int = sampling.FEW
+
+    def resolve(self, batch: ForwardBatch, future_map: FutureMap) -> torch.Tensor:
+        """One kernel."""
+        writes = batch.future_rows_B, batch.future_tokens_B
+        return resolve(batch.input_ids_T, *writes, future_map.last_token_R)
+
+    def penalize(
+        self,
+        logits_SV: torch.Tensor,
+        inputs: PenaltyInputs[torch.Tensor],
+        num_output_NV: torch.Tensor,
+        is_known_NV: torch.Tensor,
+    ) -> None:
+        """One kernel."""
+        of_rows = inputs.entries_P, inputs.slots_P
+        params = inputs.frequency_P, inputs.presence_P, inputs.repetition_P
+        adjust.penalize(logits_SV, *of_rows, *params, num_output_NV, is_known_NV)
+
+    def draw(
+        self,
+        logits_SV: torch.Tensor,
+        inputs: SamplingInputs[torch.Tensor],
+        rows_S: torch.Tensor,
+        future_map: FutureMap,
+    ) -> torch.Tensor:
+        """Biases and vocab masks where a row has one, then one kernel that draws and stores."""
+        biases, masked, mask = inputs.biases, inputs.masked, inputs.vocab_mask
+        if biases is not None or masked is not None:
+            adjust.add_biases(
+                logits_SV,
+                None if biases is None else (biases.entries_N, biases.token_ids_N, biases.values_N),
+                None if masked is None else (masked.entries_N, masked.token_ids_N),
+            )
+        if mask is not None:
+            adjust.apply_vocab_mask(logits_SV, mask.entries_G, mask.allowed_GW, self.block)
+        params, draws = None, inputs.draws
+        if draws is not None:
+            filters = (draws.top_ks_S, draws.top_ps_S, draws.min_ps_S) if draws.needs_filter else None
+            params = sampling.Params(draws.temperatures_S, draws.uniforms_S, filters)
+        to = rows_S, future_map.last_token_R
+        return sampling.sample(logits_SV, params, *to, self.block, self.few)

@@ -1,0 +1,106 @@
+"""The whole forward and sampling by Triton kernels beside torch's operations, and what `--exact` promises.
+
+In float32: the interpreter's products of bfloat16 are wrong. `make test-gpu` has more of exactness.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from shared.engine.future_map import FutureMap
+from shared.engine.progress import Progress
+from shared.engine.sampling_inputs import SamplingInputs
+from shared.engine.torch_backend import TorchBackend
+from shared.engine.torch_ops import torch_kernels
+from shared.engine.triton_kernels import make_triton_kernels
+from shared.engine.triton_ops import Linear
+from shared.kernels.triton.linear import MEDIUM, ExactLinear
+from shared.kvcache.pools import TokenToKVPool
+from shared.model.checkpoint import Checkpoint
+from shared.model.config import load_model_config
+from shared.model.decoder import Decoder
+from tests.backend_rig import LIMITS, NUM_ROWS, PAGE_SIZE, PAGES_A_ROW, Rig, kv_pool
+from tests.device import device
+from tests.kernels.cpu.test_sampling import inputs_of
+from tests.modelzoo import make_model, random_prompt
+
+EXACT = ExactLinear(num_programs=3, wide=MEDIUM)
+SIZES = {"num_hidden_layers": 2, "vocab_size": 300, "head_dim": 64}
+
+
+def decoder_of(folder: Path, architecture: str) -> Decoder:
+    make_model(folder, architecture, **SIZES)
+    config = load_model_config(folder)
+    return Decoder.load(Checkpoint(folder), config, dtype=torch.float32, device=device())
+
+
+def rig_of(decoder: Decoder, product: Linear | None) -> tuple[Rig, TokenToKVPool]:
+    """By Triton's kernels with these products, or by torch."""
+    pool = kv_pool(decoder.config, 1 + NUM_ROWS * PAGES_A_ROW, PAGE_SIZE, torch.float32, device())
+    kernels = torch_kernels(device())
+    if product is not None:
+        kernels = make_triton_kernels(decoder.config, pool, product, "interpreted")
+    progress = Progress()
+    rig = Rig(TorchBackend(kernels, decoder, pool, progress, LIMITS), progress)
+    rig.future_map = FutureMap(NUM_ROWS, device())
+    return rig, pool
+
+
+def generated(
+    rig: Rig, prompts: list[list[int]], num_steps: int
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Tokens of each row and logits, by step: the first prompt in two chunks, then all of them together."""
+    draws = inputs_of(["greedy", "all", "plain"], 300)
+    draws.uniforms_S.copy_(torch.tensor([0.1, 0.4, 0.7]))
+    inputs = SamplingInputs(draws=draws.map(lambda x: x.to(device())))
+    rows, tokens, logits = torch.arange(len(prompts)), [], []
+    rig.extend({0: (0, prompts[0][:9])})
+    extends = {i: (9 if i == 0 else 0, ids[9 if i == 0 else 0 :]) for i, ids in enumerate(prompts)}
+    for step in range(num_steps):
+        decodes = {i: len(ids) + step - 1 for i, ids in enumerate(prompts)} if step else {}
+        logits.append(rig.forward({} if step else extends, decodes))
+        drawn = rig.backend.draw(logits[-1].clone(), inputs, rows, rig.future_map)
+        tokens.append(drawn.tolist())
+    return tokens, logits
+
+
+@pytest.mark.parametrize(
+    ("architecture", "product"), [("llama", linear), ("qwen2", EXACT), ("qwen3", EXACT)], ids=str
+)
+def test_tokens_are_those_of_torch(architecture: str, product: Linear, tmp_path: Path) -> None:
+    """Heads in groups; Qwen2 has biases and Qwen3 QK-norm. One row is greedy, and the others draw."""
+    decoder = decoder_of(tmp_path, architecture)
+    prompts = [random_prompt(length, seed=length, vocab_size=300) for length in (21, 5, 12)]
+    expected_tokens, expected_logits = generated(rig_of(decoder, None)[0], prompts, 3)
+    rig, _ = rig_of(decoder, product)
+    tokens, logits = generated(rig, prompts, 3)
+    assert tokens == expected_tokens
+    for found, expected in zip(logits, expected_logits, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert rig.progress.count == 4 * 2, "every layer of every forward is counted"
+
+
+def test_decode_steps_have_the_bits_of_an_extend(tmp_path: Path) -> None:
+    """KV and logits, alone and beside other sequences."""
+    decoder, ids = decoder_of(tmp_path, "qwen3"), random_prompt(40, seed=3, vocab_size=300)
+    whole, whole_pool = rig_of(decoder, EXACT)
+    expected = whole.extend({0: (0, ids)})
+    stepped, stepped_pool = rig_of(decoder, EXACT)
+    stepped.extend({0: (0, ids[:35])})
+    stepped.extend({1: (0, ids[:13]), 2: (0, ids[:20])})
+    for start in range(35, 40):
+        others = {1: 13, 2: 20} if start % 2 else {}
+        for row, at in ({0: start} | others).items():
+            stepped.future_map.last_token_R[row] = ids[at]
+        logits = stepped.forward({}, others | {0: start})[-1]
+    assert torch.equal(logits, expected[0])
+    pages = torch.arange(
+        PAGES_A_ROW, PAGES_A_ROW - 10, -1
+    )  # those of row 0: `batch_of` lays them out backwards
+    whole_kv, stepped_kv = (pool.buffer_LSNHPD[:, :, pages] for pool in (whole_pool, stepped_pool))
+    assert torch.equal(whole_kv, stepped_kv)
+    assert whole_kv.any()
