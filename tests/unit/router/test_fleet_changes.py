@@ -21,6 +21,7 @@ from shared.protocol.messages import (
     Cancel,
     Decode,
     Join,
+    LinkReport,
     Load,
     Loading,
     NodeRef,
@@ -66,7 +67,8 @@ def wait_before_story(node: FakeNode) -> asyncio.Event:
 def test_the_fleet_is_listed_with_its_load(model_folder: Path) -> None:
     async def run() -> None:
         async with serving(model_folder) as (prefill, decode, client):
-            decode.load = Load(num_running=3)
+            link = LinkReport("prefill-0#1", True, "gloo", 2.5, 0.3, {"shm": "the nodes are not on one host"})
+            decode.load = Load(num_running=3, num_links=1, links=(link,))
             nodes = (await client.get("/fleet")).json()["nodes"]
             assert [(node["node_id"], node["role"], node["state"]) for node in nodes] == [
                 ("prefill-0", "prefill", "alive"),
@@ -74,6 +76,16 @@ def test_the_fleet_is_listed_with_its_load(model_folder: Path) -> None:
             ]
             assert nodes[1]["incarnation"] == decode.ref.incarnation
             assert nodes[1]["load"]["num_running"] == 3, "asked for now, not remembered"
+            assert nodes[1]["load"]["links"] == [
+                {
+                    "peer": "prefill-0#1",
+                    "incoming": True,
+                    "transport": "gloo",
+                    "gb_s": 2.5,
+                    "latency_ms": 0.3,
+                    "passed_over": {"shm": "the nodes are not on one host"},
+                }
+            ]
             assert nodes[0]["address"] == prefill.address and nodes[0]["pinned"] is True
 
     asyncio.run(run())
