@@ -86,7 +86,7 @@ class NativeBackend:
             torch.from_numpy(logits_SV) if len(logits_SV) else None,
             torch.from_numpy(batch.rows_B[batch.sampled_B]),
             batch.sampling,
-            torch.from_numpy(hidden_ND),
+            None if wanted is None else torch.from_numpy(hidden_ND),
         )
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
