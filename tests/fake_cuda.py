@@ -21,10 +21,14 @@ _NAME = "baton-kv-slot-fake"
 
 
 class FakeRuntime:
-    """The calls of one process, which counts what is there. `without_ipc` is a container that forbids it."""
+    """The calls of one process, which counts what is there.
 
-    def __init__(self, *, without_ipc: bool = False) -> None:
+    `without_ipc` is a container that forbids it. `pins_read_only` is False for drivers that pin no read-only memory.
+    """
+
+    def __init__(self, *, without_ipc: bool = False, pins_read_only: bool = True) -> None:
         self._without_ipc = without_ipc
+        self._pins_read_only = pins_read_only
         self._memory: dict[int, _Memory] = {}
         """Allocated or mapped, by address."""
         self.registered: set[int] = set()
@@ -71,6 +75,8 @@ class FakeRuntime:
         return torch.frombuffer(self._memory[address].area, dtype=torch.uint8)[:nbytes]
 
     def register(self, memory: torch.Tensor, *, read_only: bool) -> None:
+        if read_only and not self._pins_read_only:
+            raise LinkError("cudaHostRegister: operation not supported")
         if not read_only:
             memory[0] = 0  # what CUDA pins for writing can be written
         assert memory.data_ptr() not in self.registered

@@ -74,6 +74,7 @@ class LinkWorker:
         self._report_dead = report_dead
         self._link: Link | None = None
         self._driver: Driver | None = None
+        self._peer_gone: str | None = None
 
     @property
     def live(self) -> bool:
@@ -130,8 +131,15 @@ class LinkWorker:
             self.rate = self._rehearse(self._link, self._spec)
         self.loop.attach(self._link)
         self.live_at = self._clock()
+        if self._peer_gone is not None:
+            raise LinkError(self._peer_gone)
         log.event("link_up", link=self.name, transport=self.transport, rate=self.rate)
         return True
 
     def _on_peer_gone(self, reason: str) -> None:
-        self._report_dead(self, reason)
+        self._peer_gone = reason  # before the look at `live_at`, as the other thread writes before it looks
+        if self.live_at is None:
+            # The thread that builds the link reports why it failed, which may be why the peer is gone.
+            self.store.abort(reason)
+        else:
+            self._report_dead(self, reason)

@@ -173,9 +173,12 @@ class _Lane:
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._done = torch.cuda.Event() if self._is_cuda else None
-        self._on_host = self._host(_IDS_AT)
-        self._block = self._on_device(_IDS_AT, torch.int64)
-        self._staging = self._on_device(0, torch.uint8)
+        with (
+            self._on_stream()
+        ):  # torch's allocator gives a stream memory that has no work of other streams left
+            self._on_host = self._host(_IDS_AT)
+            self._block = self._on_device(_IDS_AT, torch.int64)
+            self._staging = self._on_device(0, torch.uint8)
 
     def copy(
         self,

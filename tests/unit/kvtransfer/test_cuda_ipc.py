@@ -169,6 +169,23 @@ def test_a_container_that_forbids_ipc_gives_way_to_shm() -> None:
     until(lambda: p_runtime.num_areas == d_runtime.num_areas == 0)
 
 
+def test_shared_memory_works_where_the_receiver_cannot_pin_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    options = real("shm")
+    honest = transports(options)
+    runtimes = FakeRuntime(), FakeRuntime(pins_read_only=False)
+    p, d = (replace(honest, factories={"shm": ShmLinkFactory(options, CPU, runtime)}) for runtime in runtimes)
+    pair = LinkPair(options, p_transports=p, d_transports=d)
+    try:
+        pair.transfer(0, [1, 2, 3], [4, 5, 6])
+        pair.until_received(0)
+        assert isinstance(pair.received[key(0)], Received)
+        assert runtimes[0].registered and not runtimes[1].registered
+        assert "shm_slot_not_pinned" in caplog.text
+    finally:
+        pair.close()
+
+
 def test_a_copy_that_never_ends_fails_its_transfer_and_the_next_link_works() -> None:
     runtime = FakeRuntime()
     options = replace(real("cuda-ipc"), op_timeout_s=1.0)
