@@ -42,6 +42,7 @@ class TritonAttention:
             batch.lengths_B,
             group=self.kernels.group,
             num_kv_heads=self.kernels.num_kv_heads,
+            block_m=self.kernels.block_m,
             num_programs=self.kernels.num_programs,
             workspace_rows=self.kernels.workspace_rows,
         ).words()
@@ -52,6 +53,7 @@ class TritonAttention:
             shape.num_tokens,
             shape.num_sequences,
             group=self.kernels.group,
+            block_m=self.kernels.block_m,
             context_length=context_length,
             workspace_rows=self.kernels.workspace_rows,
         )

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from shared.kernels.triton import attention_work as work
-from shared.kernels.triton.attention_work import BLOCK_M, MERGE_ROWS, SPLIT
+from shared.kernels.triton.attention_work import MERGE_ROWS, SPLIT
 
 HEADER_WORDS: tl.constexpr = tl.constexpr(work.HEADER_WORDS)
 ITEM_WORDS: tl.constexpr = tl.constexpr(work.ITEM_WORDS)
@@ -252,12 +252,13 @@ class PagedAttention:
         )
         self.num_kv_heads, self.group, self.head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
         self._constants = attention_constants(num_heads, num_kv_heads, head_dim, page_size, dtype)
+        self.block_m = self._constants["BLOCK_M"]
         num_processors, capability = _processors(device)
-        self._options = attention_options(capability, head_dim)
+        self._options = attention_options(capability, self._constants, dtype)
         self._num_merge_programs = 4 * num_processors
         self.num_programs = num_programs or num_processors * 8 // self._options["num_warps"]
         self.workspace_rows = workspace_nbytes // (num_kv_heads * (head_dim + 2) * 4)
-        num_rows = num_kv_heads * self.workspace_rows + self.num_programs * BLOCK_M
+        num_rows = num_kv_heads * self.workspace_rows + self.num_programs * self.block_m
         self._states_RD = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)
         self._totals_R2 = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
 
@@ -297,7 +298,10 @@ MERGE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 def attention_constants(
     num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
 ) -> dict[str, int]:
-    """Return the constexprs of `attention_kernel`. They decide about bits."""
+    """Return the constexprs of `attention_kernel`. They decide about bits.
+
+    Decode steps have the tiles of a prefill, and with them its matrix instructions and its bits.
+    """
     block_d = max(16, triton.next_power_of_2(head_dim))
     return {
         "NUM_KV_HEADS": num_kv_heads,
@@ -305,7 +309,7 @@ def attention_constants(
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
         "PAGE_SIZE": page_size,
-        "BLOCK_M": BLOCK_M,
+        "BLOCK_M": 64 if block_d <= 128 else 32,
         "TILE": max(16, min(64, 16384 // (block_d * dtype.itemsize))),
         "SPLIT": SPLIT,
     }
@@ -317,14 +321,13 @@ def merge_constants(attention: dict[str, int]) -> dict[str, int]:
     return {**shared, "MERGE_ROWS": MERGE_ROWS}
 
 
-def attention_options(capability: int, head_dim: int) -> dict[str, Any]:
+def attention_options(capability: int, constants: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
     """Return the launch options of `attention_kernel` on a GPU of compute capability 80, 90, ..
 
-    Four warps leave room for two programs on a multiprocessor. On sm_100 and sm_120, and with heads of 256, their
-    registers do not suffice.
+    Four warps leave room for two programs on a multiprocessor, where their registers suffice (`make test-cubins`).
     """
-    num_warps = 4 if capability <= 90 and head_dim <= 128 else 8
-    return {"num_warps": num_warps, "num_stages": 3, "enable_fp_fusion": False}
+    fits = capability <= 90 and constants["HEAD_DIM"] == constants["BLOCK_D"] and dtype.itemsize == 2
+    return {"num_warps": 4 if fits else 8, "num_stages": 3, "enable_fp_fusion": False}
 
 
 def _processors(device: torch.device) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The work list of paged attention: which rows attend to which keys, as numbers that the kernels read.
 
 A *row* is one query head of one new token. The rows of the query heads that share a KV head lie side by side, token
-by token, and are cut into tiles of BLOCK_M. The keys of a sequence are cut into splits of SPLIT keys, counted from
+by token, and are cut into tiles of `block_m`. The keys of a sequence are cut into splits of SPLIT keys, counted from
 position 0, so the keys of a split depend neither on the length of the sequence nor on its cut into forwards. The
 state of a row over a split is the same however work is shared out, and the states of its splits are merged in order.
 So the list decides about time and never about bits.
@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BLOCK_M = 64
-"""Rows of a tile, in a decode step too: with the same matrix instructions it gives the bits of a prefill."""
 SPLIT = 512
 MERGE_ROWS = 16
 
@@ -56,6 +54,7 @@ def attention_work(
     *,
     group: int,
     num_kv_heads: int,
+    block_m: int,
     num_programs: int,
     workspace_rows: int,
 ) -> AttentionWork:
@@ -65,10 +64,10 @@ def attention_work(
     on average, the longest tiles first while `workspace_rows` suffice.
     """
     rows_B = lengths_B * group
-    tiles_B = -(-rows_B // BLOCK_M)
+    tiles_B = -(-rows_B // block_m)
     sequence_L = np.repeat(np.arange(len(rows_B)), tiles_B)
-    first_rows_L = BLOCK_M * _index_within(tiles_B)
-    num_rows_L = np.minimum(rows_B[sequence_L] - first_rows_L, BLOCK_M)
+    first_rows_L = block_m * _index_within(tiles_B)
+    num_rows_L = np.minimum(rows_B[sequence_L] - first_rows_L, block_m)
     ends_L = starts_B[sequence_L] + (first_rows_L + num_rows_L - 1) // group + 1
     splits_L = -(-ends_L // SPLIT)
 
@@ -108,12 +107,12 @@ def block_words(page_table_BP: np.ndarray, work: np.ndarray) -> np.ndarray:
 
 
 def most_words(
-    num_tokens: int, num_sequences: int, *, group: int, context_length: int, workspace_rows: int
+    num_tokens: int, num_sequences: int, *, group: int, block_m: int, context_length: int, workspace_rows: int
 ) -> int:
     """Return a bound on the words of the work for any batch of that many tokens and sequences."""
-    num_tiles = num_sequences + num_tokens * group // BLOCK_M
+    num_tiles = num_sequences + num_tokens * group // block_m
     num_items = num_tiles + min(num_tiles * -(-context_length // SPLIT), workspace_rows)
-    num_merges = min(num_tiles * (BLOCK_M // MERGE_ROWS), workspace_rows)
+    num_merges = min(num_tiles * (block_m // MERGE_ROWS), workspace_rows)
     return HEADER_WORDS + num_items * ITEM_WORDS + num_merges * MERGE_WORDS
 
 

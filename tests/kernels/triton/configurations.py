@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from shared.kernels.triton import attention, pages
-from tests.kernels.triton.cubins import Configuration, pointers, same_everywhere
+from shared.kernels.triton import (
+    adjust,
+    attention,
+    linear,
+    norm,
+    pages,
+    resolve,
+    rope,
+    sampling,
+    silu_mul,
+)
+from tests.kernels.triton.cubins import SHARED_NBYTES, Configuration, pointers, same_everywhere
 
 ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -16,7 +26,7 @@ def attention_configuration(
     """`attention_kernel` for one shape of heads."""
     dtype = ELEMENTS[element]
     constants = attention.attention_constants(num_heads, num_kv_heads, head_dim, page_size, dtype)
-    num_threads = 32 * attention.attention_options(100, head_dim)["num_warps"]
+    num_threads = 32 * attention.attention_options(100, constants, dtype)["num_warps"]
     tile_nbytes = constants["TILE"] * constants["BLOCK_D"] * dtype.itemsize
     return Configuration(
         name=f"attention-H{num_heads}-K{num_kv_heads}-D{head_dim}-page{page_size}-{element}",
@@ -31,7 +41,7 @@ def attention_configuration(
         },
         constants=constants,
         divisible=("q_stride",),
-        options=lambda arch: attention.attention_options(arch, head_dim),
+        options=lambda arch: attention.attention_options(arch, constants, dtype),
         has_products=element != "fp32",
         min_wide_loads=2 * tile_nbytes // 16 // num_threads,
     )
@@ -71,6 +81,147 @@ def pages_configuration(*, scatter: bool) -> Configuration:
     )
 
 
+def norm_configuration(size: int, has_residual: bool) -> Configuration:
+    """`add_norm_kernel`; the first norm of a forward has no residual."""
+    block = max(16, 1 << (size - 1).bit_length())
+    return Configuration(
+        name=f"add-norm-{size}{'' if has_residual else '-first'}",
+        kernel=norm.add_norm_kernel,
+        types=pointers("bf16", "x", "weight", "out", *["residual"] * has_residual) | {"eps": "fp32"},
+        constants={"D": size, "BLOCK": block, "HAS_RESIDUAL": has_residual}
+        | ({} if has_residual else {"residual": None}),
+        options=same_everywhere(num_warps=min(max(block // 512, 1), 16), enable_fp_fusion=False),
+    )
+
+
+def rope_configuration(num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool) -> Configuration:
+    """`norm_rope_write_kernel`."""
+    half = 1 << (head_dim // 2 - 1).bit_length()
+    return Configuration(
+        name=f"norm-rope-write-H{num_heads}-K{num_kv_heads}-D{head_dim}{'-norm' if has_norm else ''}",
+        kernel=rope.norm_rope_write_kernel,
+        types={
+            **pointers("bf16", "qkv", "cos", "sin", "q", "k_pages", "v_pages", *["weight"] * has_norm),
+            **pointers("i64", "pages", "offsets"),
+            "eps": "fp32",
+        },
+        constants={
+            "H": num_heads,
+            "K": num_kv_heads,
+            "D": head_dim,
+            "S": 16,
+            "HEADS": rope.HEADS,
+            "HALF": half,
+        }
+        | {"HAS_NORM": has_norm}
+        | ({} if has_norm else {"weight": None}),
+        options=same_everywhere(num_warps=2, enable_fp_fusion=False),
+    )
+
+
+def linear_configuration(tile: linear.Tile, has_bias: bool = False) -> Configuration:
+    """`linear_kernel`. Which of the larger tiles is used depends on the GPU."""
+    large = [arch for arch in SHARED_NBYTES if divmod(arch, 10) in linear._LARGE]
+    small = [arch for arch in SHARED_NBYTES if arch not in large]
+    return Configuration(
+        name=f"linear-{tile.m}x{tile.n}{'-bias' if has_bias else ''}",
+        kernel=linear.linear_kernel,
+        types=pointers("bf16", "x", "weight", "out", *["bias"] * has_bias) | dict.fromkeys("MNK", "i32"),
+        divisible=("N", "K"),
+        constants={"BM": tile.m, "BN": tile.n, "BK": linear.K_CHUNK, "GROUP": linear.GROUP}
+        | {"HAS_BIAS": has_bias, "EVEN_K": True}
+        | ({} if has_bias else {"bias": None}),
+        archs={linear.WIDE: large, linear.MEDIUM: small}.get(tile, [*SHARED_NBYTES]),
+        options=same_everywhere(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False),
+        has_products=True,
+    )
+
+
+def sample_configuration(name: str, all_greedy: bool, needs_filter: bool) -> Configuration:
+    """`sample_kernel` over 151936 tokens."""
+    drawn = {**pointers("fp32", "temperatures"), **pointers("fp64", "uniforms")}
+    filters = {**pointers("i64", "top_ks"), **pointers("fp32", "top_ps", "min_ps", "scratch")}
+    given = {**({} if all_greedy else drawn), **(filters if needs_filter else {})}
+    return Configuration(
+        name=f"sample-{name}",
+        kernel=sampling.sample_kernel,
+        types={
+            **pointers("fp32", "logits"),
+            **pointers("i64", "rows", "last_tokens", "token_ids"),
+            **given,
+            "V": "i32",
+        },
+        divisible=("V",),
+        constants={"ALL_GREEDY": all_greedy, "NEEDS_FILTER": needs_filter, "NUM_BLOCKS": 32}
+        | {"BLOCK": sampling.BLOCK, "FEW": sampling.FEW}
+        | dict.fromkeys({*drawn, *filters} - {*given}),
+        options=same_everywhere(num_warps=16, enable_fp_fusion=False),
+    )
+
+
+OTHERS = [
+    Configuration(
+        name="silu-mul",
+        kernel=silu_mul.silu_mul_kernel,
+        types=pointers("bf16", "gate_up", "out"),
+        constants={"F": 14336, "BLOCK": silu_mul.BLOCK},
+        options=same_everywhere(num_warps=4, enable_fp_fusion=False),
+    ),
+    Configuration(
+        name="rotary",
+        kernel=rope.rotary_kernel,
+        types=pointers("i64", "positions") | pointers("fp32", "frequencies") | pointers("bf16", "cos", "sin"),
+        constants={"R": 64, "BLOCK": 64},
+        options=same_everywhere(num_warps=1, enable_fp_fusion=False),
+        min_wide_loads=0,
+    ),
+    Configuration(
+        name="resolve",
+        kernel=resolve.resolve_kernel,
+        types=pointers("i64", "input_ids", "write_rows", "write_tokens", "last_tokens", "out")
+        | dict.fromkeys("TW", "i32"),
+        constants={"BLOCK": resolve.BLOCK},
+        options=same_everywhere(num_warps=8, enable_fp_fusion=False),
+        min_wide_loads=0,
+    ),
+    Configuration(
+        name="penalize",
+        kernel=adjust.penalize_kernel,
+        types={
+            **pointers("fp32", "logits", "frequency", "presence", "repetition"),
+            **pointers("i64", "entries", "slots"),
+            **pointers("i32", "num_output"),
+            **pointers("u8", "is_known"),
+            "V": "i32",
+        },
+        divisible=("V",),
+        constants={"BLOCK": 1024},
+        options=same_everywhere(num_warps=4, enable_fp_fusion=False),
+    ),
+    Configuration(
+        name="bias",
+        kernel=adjust.bias_kernel,
+        types={
+            **pointers("fp32", "logits", "bias_values"),
+            **pointers("i64", "bias_entries", "bias_ids", "masked_entries", "masked_ids"),
+            **dict.fromkeys(("num_biases", "num_masked", "V"), "i32"),
+        },
+        divisible=("V",),
+        constants={"HAS_BIASES": True, "HAS_MASKED": True, "LIST": adjust.LIST},
+        options=same_everywhere(num_warps=8, enable_fp_fusion=False),
+        min_wide_loads=0,
+    ),
+    Configuration(
+        name="vocab-mask",
+        kernel=adjust.vocab_mask_kernel,
+        types=pointers("fp32", "logits") | pointers("i64", "entries") | pointers("i32", "allowed")
+        | dict.fromkeys("VW", "i32"),
+        divisible=("V",),
+        constants={"BLOCK": adjust.BLOCK},
+        options=same_everywhere(num_warps=16, enable_fp_fusion=False),
+    ),
+]  # fmt: skip
+
 CONFIGURATIONS = [
     attention_configuration(32, 8, 128),
     attention_configuration(12, 12, 64),
@@ -87,6 +238,21 @@ CONFIGURATIONS = [
     merge_configuration(9, 3, 64),
     merge_configuration(32, 32, 96),
     merge_configuration(16, 2, 256),
+    norm_configuration(4096, has_residual=True),
+    norm_configuration(4096, has_residual=False),
+    norm_configuration(1000, has_residual=True),
+    rope_configuration(32, 8, 128, has_norm=False),
+    rope_configuration(16, 8, 128, has_norm=True),
+    rope_configuration(32, 32, 96, has_norm=False),
+    rope_configuration(16, 2, 256, has_norm=True),
+    linear_configuration(linear.NARROW),
+    linear_configuration(linear.NARROW, has_bias=True),
+    linear_configuration(linear.WIDE),
+    linear_configuration(linear.MEDIUM),
+    sample_configuration("greedy", all_greedy=True, needs_filter=False),
+    sample_configuration("drawn", all_greedy=False, needs_filter=False),
+    sample_configuration("filtered", all_greedy=False, needs_filter=True),
     pages_configuration(scatter=False),
     pages_configuration(scatter=True),
+    *OTHERS,
 ]

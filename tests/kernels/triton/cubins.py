@@ -48,6 +48,7 @@ class Configuration:
     has_products: bool = False
     min_wide_loads: int = 1
     """Loads of 16 bytes that the code must have, for what is read most."""
+    archs: Sequence[int] = tuple(SHARED_NBYTES)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def chosen(names: Sequence[str], first: bool) -> list[tuple[int, int]]:
         (i, arch)
         for i, configuration in enumerate(CONFIGURATIONS)
         if not names or any(name in configuration.name for name in names)
-        for arch in ((90,) if first else SHARED_NBYTES)
+        for arch in ((90,) if first else configuration.archs)
         if not first or kernels.index(configuration.kernel) == i
     ]
 

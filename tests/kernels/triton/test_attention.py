@@ -76,6 +76,7 @@ class PagedKV:
             np.array(lengths),
             group=kernels.group,
             num_kv_heads=kernels.num_kv_heads,
+            block_m=kernels.block_m,
             num_programs=kernels.num_programs,
             workspace_rows=kernels.workspace_rows,
         )

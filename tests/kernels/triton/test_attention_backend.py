@@ -6,6 +6,7 @@ Products are those of RowwiseOps, whose bits do not depend on the number of rows
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,11 @@ from shared.engine.future_map import FutureMap
 from shared.engine.input_block import BlockShape, ForwardLimits, Header
 from shared.engine.progress import Progress
 from shared.engine.torch_backend import TorchBackend
+from shared.engine.torch_ops import torch_kernels
 from shared.engine.triton_attention import TritonAttention
 from shared.kernels.triton import attention_work
 from shared.kernels.triton.attention import PagedAttention
+from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
 from tests.backend_rig import CPU, batch_over, kv_pool
@@ -70,14 +73,12 @@ class Engine:
             attention = TritonAttention(kernels)
         self.graph_pool = FakeGraphPool()
         self.backend = TorchBackend(
-            "triton",
-            Decoder.load(folder, config, dtype=torch.float32, device=CPU),
-            attention,
+            replace(torch_kernels(CPU), attention=attention, make_ops=RowwiseOps.make),
+            Decoder.load(Checkpoint(folder), config, dtype=torch.float32, device=CPU),
             self.pool,
             Progress(),
             LIMITS,
             graphs=Graphs(self.graph_pool, shapes) if shapes else None,
-            make_ops=RowwiseOps.make,
             start_copy=copy_to_spoiled_block,
         )
         with torch.inference_mode():

@@ -9,7 +9,6 @@ import numpy as np
 from hypothesis import given
 
 from shared.kernels.triton.attention_work import (
-    BLOCK_M,
     MERGE_ROWS,
     SPLIT,
     AttentionWork,
@@ -17,6 +16,8 @@ from shared.kernels.triton.attention_work import (
     block_words,
     most_words,
 )
+
+BLOCK_M = 64
 
 starts = st.one_of(st.sampled_from([0, SPLIT - 1, SPLIT, 2 * SPLIT]), st.integers(0, 3000))
 lengths = st.one_of(st.just(1), st.integers(1, 200))
@@ -32,6 +33,7 @@ def work_of(
         lengths_B,
         group=group,
         num_kv_heads=2,
+        block_m=BLOCK_M,
         num_programs=num_programs,
         workspace_rows=workspace_rows,
     )
@@ -83,7 +85,9 @@ def test_every_row_is_computed_once(
                 assert seen[sequence, row, split] == 1
     assert not outputs
     total = sum(length for _, length in batch)
-    bound = most_words(total, len(batch), group=group, context_length=3200, workspace_rows=workspace_rows)
+    bound = most_words(
+        total, len(batch), group=group, block_m=BLOCK_M, context_length=3200, workspace_rows=workspace_rows
+    )
     assert len(work.words()) <= bound
 
 
