@@ -327,7 +327,8 @@ def attention_options(capability: int, constants: dict[str, int], dtype: torch.d
     Four warps leave room for two programs on a multiprocessor, where their registers suffice (`make test-cubins`).
     """
     fits = capability <= 90 and constants["HEAD_DIM"] == constants["BLOCK_D"] and dtype.itemsize == 2
-    return {"num_warps": 4 if fits else 8, "num_stages": 3, "enable_fp_fusion": False}
+    num_stages = 3 if dtype.itemsize == 2 else 2
+    return {"num_warps": 4 if fits else 8, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
 def _processors(device: torch.device) -> tuple[int, int]:

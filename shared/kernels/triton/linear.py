@@ -33,9 +33,9 @@ NARROW = Tile(64, 32, num_warps=4, num_stages=6)
 """For few rows: the weights are read once, by as many programs as a GPU has multiprocessors."""
 WIDE = Tile(128, 256, num_warps=8, num_stages=3)
 MEDIUM = Tile(128, 128, num_warps=8, num_stages=3)
-"""Takes the place of WIDE on chips with 100 KiB of shared memory for a program."""
-_LARGE = ((8, 0), (9, 0), (10, 0), (10, 3))
-"""Compute capabilities with 163 KiB and more."""
+"""Takes the place of WIDE where a program has 100 KiB of shared memory, or too few registers (sm_80)."""
+_LARGE = ((9, 0), (10, 0), (10, 3))
+"""Compute capabilities for WIDE."""
 
 
 @triton.jit(do_not_specialize=["M"])

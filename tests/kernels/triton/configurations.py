@@ -115,7 +115,7 @@ def rope_configuration(num_heads: int, num_kv_heads: int, head_dim: int, has_nor
         }
         | {"HAS_NORM": has_norm}
         | ({} if has_norm else {"weight": None}),
-        options=same_everywhere(num_warps=2, enable_fp_fusion=False),
+        options=same_everywhere(num_warps=rope.num_warps(head_dim), enable_fp_fusion=False),
     )
 
 
@@ -152,7 +152,7 @@ def sample_configuration(name: str, all_greedy: bool, needs_filter: bool) -> Con
             "V": "i32",
         },
         divisible=("V",),
-        constants={"ALL_GREEDY": all_greedy, "NEEDS_FILTER": needs_filter, "NUM_BLOCKS": 32}
+        constants={"ALL_GREEDY": all_greedy, "NEEDS_FILTER": needs_filter, "NUM_BLOCKS": 64}
         | {"BLOCK": sampling.BLOCK, "FEW": sampling.FEW}
         | dict.fromkeys({*drawn, *filters} - {*given}),
         options=same_everywhere(num_warps=16, enable_fp_fusion=False),

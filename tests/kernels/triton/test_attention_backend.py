@@ -27,8 +27,11 @@ from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
 from tests.backend_rig import CPU, batch_over, kv_pool
+from tests.device import device
 from tests.fake_graphs import FakeGraphPool, RowwiseOps, copy_to_spoiled_block
 from tests.modelzoo import make_model, random_prompt
+
+pytestmark = pytest.mark.skipif(device().type != "cpu", reason="fake graphs are on a CPU")
 
 LENGTH, NUM_ROWS, PAGE_SIZE = attention_work.SPLIT + 48, 4, 16
 IDS = random_prompt(LENGTH, seed=1)
