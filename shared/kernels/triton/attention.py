@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shared.errors import ConfigError
 from shared.kernels.triton import attention_work as work
 from shared.kernels.triton.attention_work import MERGE_ROWS, SPLIT
 
@@ -242,14 +243,17 @@ class PagedAttention:
         workspace_nbytes: int = WORKSPACE_NBYTES,
         num_programs: int | None = None,
     ) -> None:
-        """Take memory for at most `workspace_nbytes` of states, and BLOCK_M more for each program.
+        """Raise ConfigError for a head size that cannot be loaded 16 bytes at a time.
+
+        Takes memory for at most `workspace_nbytes` of states, and BLOCK_M more for each program.
 
         `num_programs` is by default as many as the device runs at once.
         """
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-        assert head_dim * dtype.itemsize % 16 == 0, (
-            f"rows of {head_dim} elements cannot be loaded 16 bytes at a time"
-        )
+        if head_dim * dtype.itemsize % 16:
+            raise ConfigError(
+                f"Triton's attention loads 16 bytes at a time, and heads have {head_dim} elements"
+            )
         self.num_kv_heads, self.group, self.head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
         self._constants = attention_constants(num_heads, num_kv_heads, head_dim, page_size, dtype)
         self.block_m = self._constants["BLOCK_M"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from shared.errors import ConfigError
 from shared.kernels.reference import extend_attention
 from shared.kernels.triton.attention import PagedAttention
 from shared.kernels.triton.attention_work import SPLIT, attention_work, block_words
@@ -130,6 +131,11 @@ def test_q_may_be_a_part_of_the_projection() -> None:
     qkv = torch.randn(20, heads.H + 2 * heads.K, heads.D)
     out = kv.attention(heads.kernels(), qkv[:, : heads.H], [0], [20])
     assert torch.equal(out, kv.attention(heads.kernels(), qkv[:, : heads.H].contiguous(), [0], [20]))
+
+
+def test_heads_that_cannot_be_loaded_are_refused() -> None:
+    with pytest.raises(ConfigError, match="20 elements"):
+        Heads(1, 1, 20, dtype=torch.float16).kernels()
 
 
 def test_pages_beyond_two_billion_elements() -> None:
