@@ -55,7 +55,7 @@ class TorchModel:
         if pool.device.type == "cuda" and self.cuda_graph_max_bs is not None:
             if kernels.attention.capturable:
                 max_bs = min(self.cuda_graph_max_bs, limits.num_rows)
-                graphs = Graphs(CudaGraphPool(pool.device), graph_shapes(max_bs))
+                graphs = Graphs(CudaGraphPool(pool.device), graph_shapes(max_bs, limits.max_tokens))
             else:
                 log.event("no_cuda_graphs", reason=f"--attention-backend {kernels.name} allows none")
         return TorchBackend(kernels, self.decoder, pool, progress, limits, graphs=graphs)

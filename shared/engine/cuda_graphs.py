@@ -72,15 +72,18 @@ class CudaGraphPool:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
 
-def graph_shapes(max_bs: int) -> tuple[BlockShape, ...]:
+def graph_shapes(max_bs: int, max_tokens: int) -> tuple[BlockShape, ...]:
     """The shapes that are captured, in ascending order.
 
-    Decode steps of 1, 2, 4, 8, 16, 24 .. `max_bs` sequences, and extends of `EXTEND_TOKENS`. The two differ in
-    nothing but their shapes: an extend may run in the graph of a decode step, and the reverse.
+    Decode steps of 1, 2, 4, 8, 16, 24 .. `max_bs` sequences, and extends of `EXTEND_TOKENS` until one holds
+    `max_tokens`. The two differ in nothing but their shapes: an extend may run in the graph of a decode step, and the
+    reverse.
     """
     sizes = {size for size in (1, 2, 4, *range(8, max_bs, 8)) if size < max_bs} | {max_bs}
     shapes = {BlockShape(size, size) for size in sizes}
-    shapes |= {BlockShape(size, min(size, MAX_EXTEND_SEQUENCES, max_bs)) for size in EXTEND_TOKENS}
+    for smaller, size in zip((0, *EXTEND_TOKENS), EXTEND_TOKENS, strict=False):
+        if smaller < max_tokens:
+            shapes.add(BlockShape(size, min(size, MAX_EXTEND_SEQUENCES, max_bs)))
     return tuple(sorted(shapes))
 
 

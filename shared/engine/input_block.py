@@ -200,17 +200,18 @@ def _even(length: int) -> int:
     return length + length % 2
 
 
-def padding_batch(shape: BlockShape, row: int, page_size: int) -> ModelWorkerBatch:
-    """A batch of exactly `shape` that reads and writes nothing but `row` of the FutureMap and page 0.
+def padding_batch(shape: BlockShape, row: int, page_size: int, context_length: int) -> ModelWorkerBatch:
+    """A batch that fills `shape`, and reads and writes nothing but `row` of the FutureMap and page 0.
 
     Kernels are tried on it before a graph of the shape is captured.
     """
     num = shape.num_sequences
-    lengths_B = np.ones(num, dtype=np.int64)
-    lengths_B[0] = shape.num_tokens - num + 1
+    lengths_B = np.full(num, shape.num_tokens // num)
+    lengths_B[: shape.num_tokens % num] += 1
+    lengths_B = np.minimum(lengths_B, context_length)
     return ModelWorkerBatch(
         num_decodes=0,
-        input_ids=np.zeros(shape.num_tokens, dtype=np.int64),
+        input_ids=np.zeros(int(lengths_B.sum()), dtype=np.int64),
         rows_B=np.full(num, row, dtype=np.int64),
         starts_B=np.zeros(num, dtype=np.int64),
         lengths_B=lengths_B,

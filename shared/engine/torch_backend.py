@@ -90,7 +90,7 @@ class TorchBackend:
         self.vocab_size = decoder.config.vocab_size
         self._decoder = decoder
         self._attention, self._make_ops, self._tokens = kernels.attention, kernels.make_ops, kernels.tokens
-        self._pool = pool
+        self._pool, self._context_length = pool, limits.context_length
         self._kv_NKSD = [pool.layer_kv(layer) for layer in range(pool.num_layers)]
         self._layers_queued = _layer_counter(progress, pool.device)
         self._ops: Ops | None = None
@@ -166,7 +166,8 @@ class TorchBackend:
 
     def _forward_of(self, future_map: FutureMap, shape: BlockShape) -> Callable[[], None]:
         """What is captured for `shape`. The input block holds a padding batch, for kernels to be tried on."""
-        batch = padding_batch(shape, future_map.padding_row, self._pool.page_size)
+        row, page_size = future_map.padding_row, self._pool.page_size
+        batch = padding_batch(shape, row, page_size, self._context_length)
         work = self._attention.work(batch)
         assert self._inputs.has_room(batch, shape, work), "a graph knows one block"
         fb = self._captured[shape] = self._forward_batch(batch, shape, work)

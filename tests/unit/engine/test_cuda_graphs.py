@@ -15,7 +15,7 @@ from shared.engine.attention import TorchAttention
 from shared.engine.build import make_ledger
 from shared.engine.cuda_graphs import Graphs, graph_shapes
 from shared.engine.forward_stream import CpuForwardStream
-from shared.engine.input_block import BlockShape
+from shared.engine.input_block import BlockShape, padding_batch
 from shared.engine.launcher import Launcher
 from shared.engine.model_runner import ModelRunner
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare, SamplingInputs
@@ -25,7 +25,7 @@ from shared.protocol.sampling_params import SamplingParams, TokenBias
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
 from shared.timeline import Timeline
-from tests.backend_rig import CPU, LIMITS, NUM_ROWS, PAGE_SIZE, batch_of
+from tests.backend_rig import CPU, LIMITS, NUM_ROWS, PAGE_SIZE, PAGES_A_ROW, batch_of
 from tests.fake_graphs import (
     FakeGraphPool,
 )
@@ -205,9 +205,23 @@ def test_the_loop_of_a_node_serves_the_same_tokens(folder: Path, overlap: bool) 
     assert {graph.num_replays > 0 for graph in graphed.graph_pool.graphs[-4:]} == {True}, "several buckets"
 
 
+@pytest.mark.parametrize("shape", [(512, 1), (512, 8), (7, 3), (1, 1)], ids=str)
+def test_what_a_graph_is_tried_on_is_no_longer_than_a_sequence_can_be(shape: tuple[int, int]) -> None:
+    batch = padding_batch(BlockShape(*shape), 8, PAGE_SIZE, LIMITS.context_length)
+    assert BlockShape(*shape).holds(BlockShape.of(batch))
+    assert batch.lengths_B.max() <= LIMITS.context_length
+    assert batch.page_table_BP.shape[1] <= PAGES_A_ROW
+
+
+def test_graphs_of_more_tokens_than_fit_into_the_context_are_captured(folder: Path) -> None:
+    eager, graphed = Engine(folder), Engine.captured(folder, [BlockShape(512, 1)])
+    check_same(eager, graphed, batch_of({0: (0, random_prompt(PAGE_SIZE * PAGES_A_ROW))}, {}))
+    assert graphed.num_replays == 1
+
+
 class TestShapes:
     def test_decode_steps_by_eights_and_extends_beside_them(self) -> None:
-        shapes = graph_shapes(40)
+        shapes = graph_shapes(40, 552)
         assert [s.num_tokens for s in shapes if s.num_tokens == s.num_sequences] == [
             1,
             2,
@@ -223,9 +237,15 @@ class TestShapes:
         assert {s.num_sequences for s in extends} == {40}
         assert list(shapes) == sorted(shapes)
 
+    @pytest.mark.parametrize(
+        ("max_tokens", "largest"), [(1, 16), (16, 16), (17, 32), (100, 128), (9999, 512)]
+    )
+    def test_no_extend_is_larger_than_any_forward_padded(self, max_tokens: int, largest: int) -> None:
+        assert max(s.num_tokens for s in graph_shapes(1, max_tokens)) == largest
+
     @pytest.mark.parametrize("max_bs", [1, 2, 3, 5, 8, 13, 256])
     def test_the_largest_step_is_the_one_that_was_asked_for(self, max_bs: int) -> None:
-        assert max(s.num_sequences for s in graph_shapes(max_bs)) == max_bs
+        assert max(s.num_sequences for s in graph_shapes(max_bs, 1)) == max_bs
 
     @pytest.mark.parametrize(
         ("needed", "expected"),
