@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -23,21 +24,51 @@ from shared.protocol.transfer_messages import Place
 from tests.fake_network import FakeNetwork
 
 
+class LinkMemory(Protocol):
+    """Where staging slots lie."""
+
+    def new_slot(self, nbytes: int) -> Slot:
+        """Memory that ops may use at once."""
+        ...
+
+    def address_of(self, buffer: torch.Tensor) -> Any:
+        """What an op reads and writes, whatever becomes of `buffer`: `buffer` itself, or what works like it."""
+        ...
+
+
+class HostMemory:
+    """Slots that a test can look into."""
+
+    def new_slot(self, nbytes: int) -> Slot:
+        return Slot(torch.zeros(nbytes, dtype=torch.uint8))
+
+    def address_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer
+
+
 def fake_transports(network: FakeNetwork, party: str, options: TransferOptions) -> Transports:
     """The data links of a party that has joined."""
     slot_nbytes = options.slot_nbytes or HOST_SLOT_NBYTES
-    factory = FakeLinkFactory(network, party, options, slot_nbytes)
+    factory = FakeLinkFactory(network, party, options, slot_nbytes, HostMemory())
     return Transports({"fake": factory}, slot_nbytes=slot_nbytes, rehearse=None)
 
 
 class FakeLinkFactory:
     """Links of one party; the network steps their loops."""
 
-    def __init__(self, network: FakeNetwork, party: str, options: TransferOptions, slot_nbytes: int) -> None:
+    def __init__(
+        self,
+        network: FakeNetwork,
+        party: str,
+        options: TransferOptions,
+        slot_nbytes: int,
+        memory: LinkMemory,
+    ) -> None:
         self._network = network
         self._party = party
         self._options = options
         self._slot_nbytes = slot_nbytes
+        self._memory = memory
 
     def obstacle(self, ours: Place, theirs: Place) -> str | None:
         return None
@@ -50,7 +81,7 @@ class FakeLinkFactory:
         return _InlineCopier()
 
     def new_slot(self, nbytes: int) -> Slot:
-        return Slot(torch.zeros(nbytes, dtype=torch.uint8))
+        return self._memory.new_slot(nbytes)
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         """Both ends meet through the store, so lost control messages delay or prevent it."""
@@ -69,7 +100,7 @@ class FakeLinkFactory:
             if wire.secrets[0] != wire.secrets[1]:
                 raise LinkError(f"the peer of link {spec.name} failed the challenge")
             ring = SlotRing(self._options.num_slots, self._slot_nbytes, self.new_slot)
-            link = FakeLink(wire, self._party, spec.rank, ring, on_dead)
+            link = FakeLink(wire, self._party, spec.rank, ring, self._memory, on_dead)
             wire.ends[spec.rank] = link
             return link
         if now >= deadline:
@@ -109,16 +140,24 @@ class FakeLink:
     """One end."""
 
     def __init__(
-        self, wire: Wire, party: str, rank: int, ring: SlotRing, on_dead: Callable[[str], None]
+        self,
+        wire: Wire,
+        party: str,
+        rank: int,
+        ring: SlotRing,
+        memory: LinkMemory,
+        on_dead: Callable[[str], None],
     ) -> None:
         self.wire = wire
         self.party = party
         self.receives: dict[int, FakeOp] = {}
         self._rank = rank
         self._ring = ring
+        self._memory = memory
         self.max_arrivals = ring.num_slots
         self._on_dead = on_dead
         self._ops: list[FakeOp] = []
+        self._aborted = False
         self._closed = False
 
     def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> FakeOp:
@@ -136,8 +175,12 @@ class FakeLink:
         return receive_into(self._ring, lambda slot: self._receive(slot.payload(nbytes), seq))
 
     def abort(self) -> None:
+        network = self.wire.network
         for op in self._ops:
-            op.leave("aborted", at=self.wire.network.clock.now)
+            if network.faults.outlive_timeout and not self._aborted and not op.done:
+                op.buffer.fill_(0xEE)
+            op.leave("aborted", at=network.clock.now)
+        self._aborted = True
         self.wire.break_off("closed by the peer", but_not=self.party)
 
     def close(self) -> None:
@@ -146,6 +189,7 @@ class FakeLink:
         self.abort()
         self._ops.clear()
         self.receives.clear()
+        self._ring.close()
 
     def peer_gone(self, reason: str) -> None:
         """The other end is dead: the canary notices soon, an op perhaps only at its timeout."""
@@ -173,9 +217,9 @@ class FakeLink:
         if self.wire.broken:
             raise LinkError("connection reset")
         network = self.wire.network
-        op = FakeOp(network, buffer, network.clock.now + self.wire.op_timeout_s)
+        op = FakeOp(network, self._memory.address_of(buffer), network.clock.now + self.wire.op_timeout_s)
         network.schedule_for(self.party, op.deadline, _nothing, counts=False)
-        self._ops = [op for op in self._ops if not op.left]
+        self._ops = [op for op in self._ops if not op.done]
         self._ops.append(op)
         return op
 
@@ -205,7 +249,7 @@ class FakeOp:
     """A send or receive: under way until it is done, or until the time comes when it leaves with a failure."""
 
     network: FakeNetwork
-    buffer: torch.Tensor
+    buffer: Any
     deadline: float
     done: bool = False
     header: bytes = b""

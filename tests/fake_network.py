@@ -66,7 +66,9 @@ class Faults:
     notice_s: tuple[float, float] = (0.005, 0.05)
     """After a death: until control connections report it, and until canaries do."""
     stuck_op: float = 0.5
-    """Of an op on a dead link leaving only at its own timeout, and writing garbage before."""
+    """Of an op leaving only at its own timeout after its peer has died, and writing garbage before."""
+    outlive_timeout: bool = False
+    """Ops that have timed out use their memory until their link is aborted, as kernels of NCCL do."""
     silent_kill: bool = False
     """Deaths are not reported by the control connection; only pings tell."""
 

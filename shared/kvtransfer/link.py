@@ -103,7 +103,11 @@ class Link(Protocol):
         ...
 
     def abort(self) -> None:
-        """Make pending ops fail within milliseconds. Any thread; blocks for about as long."""
+        """Make pending ops fail within milliseconds, and later ones at once. Any thread; blocks for about as long.
+
+        An op that failed for the host, by its timeout, may use its memory until the link is aborted. A dead link is
+        aborted before that memory is freed. May be called again.
+        """
         ...
 
     def close(self) -> None:

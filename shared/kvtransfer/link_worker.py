@@ -3,9 +3,10 @@
     BUILDING ──▶ LIVE ──▶ dead: DRAINING ──▶ finished
        └──────────────────────▲
 
-A link's death is decided in one place (`Links.fail`), which calls `stop`; the worker itself only reports. It
-then stays until every op under way has left, which may take the op's timeout: until then those ops own their
-staging slots, while the next incarnation is already being built beside it.
+A link's death is decided in one place (`Links.fail`), which calls `stop`; the worker itself only reports. It then
+aborts the link and stays until every op under way has left. Until then those ops own their staging slots, while the
+next incarnation is already being built beside it. The abort comes before the loop lets go of a slot: an op that has
+timed out for the host may still read or write the slot on a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class LinkLoop(Protocol):
         ...
 
     def drain(self, *, block: bool) -> bool:
-        """Wait for ops of a dead link to leave; True when none is left, nor anything else of the link."""
+        """Wait for the ops of a link that was aborted to leave; True when none is left, nor anything else of it."""
         ...
 
 
@@ -73,6 +74,7 @@ class LinkWorker:
         self._clock = clock
         self._report_dead = report_dead
         self._link: Link | None = None
+        self._aborted = False
         self._driver: Driver | None = None
         self._peer_gone: str | None = None
 
@@ -93,7 +95,7 @@ class LinkWorker:
         self.loop.kick()
 
     def abort_ops(self) -> None:
-        """Free the worker from an op it waits for, instead of waiting for the op's timeout. Blocks briefly."""
+        """Free the worker from an op that it waits for. Any thread; blocks briefly."""
         if (link := self._link) is not None:
             link.abort()
 
@@ -102,7 +104,7 @@ class LinkWorker:
         return self._driver is None or self._driver.join(timeout_s)
 
     def step(self, *, block: bool) -> bool:
-        """One piece of work: build, move a chunk, or wait for the ops of a dead link to leave."""
+        """Do one piece of work: build, move a chunk, or abort a dead link and wait for its ops to leave."""
         try:
             if self.death is None:
                 if self._link is None:
@@ -115,6 +117,9 @@ class LinkWorker:
             log.crash("link_defect", link=self.name)
             self._report_dead(self, f"{type(error).__name__}: {error}")
             return True
+        if self._link is not None and not self._aborted:
+            self._aborted = True
+            self._link.abort()
         if not self.loop.drain(block=block):
             return False
         if self._link is not None:

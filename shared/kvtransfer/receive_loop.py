@@ -109,7 +109,7 @@ class ReceiveLoop:
         return granted
 
     def drain(self, *, block: bool) -> bool:
-        """Drop what still arrives over a dead link, whose transfers have failed; True when nothing more can."""
+        """Drop what has arrived over an aborted link, whose transfers have failed; True when no receive is left."""
         while self._granted:
             arrival = self._granted[0].arrival
             with suppress(LinkError):  # expected of a dead link; what matters is that the op has left

@@ -89,7 +89,7 @@ class SendLoop:
         return False
 
     def drain(self, *, block: bool) -> bool:
-        """Wait for the sends of a dead link to leave their slots; True when none is left."""
+        """Wait for the sends of an aborted link to leave their slots, then free the ring. True when that is done."""
         with self._lock:
             self._due.clear()
         self._copier.shutdown(wait=block)

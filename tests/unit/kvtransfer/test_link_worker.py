@@ -1,0 +1,172 @@
+"""The end of a link over a communicator whose kernels outlive the host's patience, as those of NCCL do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from shared.errors import LinkError
+from shared.kvtransfer.layout import Chunk
+from shared.kvtransfer.link import RECEIVER, SENDER, Copier, Driver, Link, LinkSpec, Stepped
+from shared.kvtransfer.link_store import LinkStore
+from shared.kvtransfer.link_worker import LinkLoop, LinkWorker
+from shared.kvtransfer.receive_loop import ReceiveLoop
+from shared.kvtransfer.send_loop import SendLoop
+from shared.kvtransfer.staging import Slot, SlotRing
+from shared.kvtransfer.transports.common import thread_copier
+from shared.protocol.messages import ReqKey
+from shared.protocol.transfer_messages import Grant, GrantedChunk, Place
+from tests.unit.kvtransfer.looks import slots_out
+
+KEY = ReqKey("router", "a", 0)
+PAGE_NBYTES = 8
+
+
+class TimedOut:
+    """A send or receive of which the host has given up, while its kernel uses the slot."""
+
+    slot = header = None
+
+    def __init__(self, release: Callable[[], None] = lambda: None) -> None:
+        self.release = release
+
+    def wait(self, *, block: bool) -> bool:
+        raise LinkError("timed out")
+
+
+@dataclass
+class StuckLink:
+    """A communicator whose peer says nothing. Kernels use their slots until the first abort."""
+
+    slots_out: Callable[[], int]
+    max_arrivals: int = 2
+    num_kernels: int = 0
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    """Each with the number of slots that were out."""
+
+    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> Any:
+        self.num_kernels += 1
+        return TimedOut()
+
+    def recv(self, nbytes: int, seq: int) -> Any:
+        self.num_kernels += 1
+        return TimedOut()
+
+    def abort(self) -> None:
+        self.calls.append(("abort", self.slots_out()))
+
+    def close(self) -> None:
+        self.calls.append(("close", self.slots_out()))
+
+
+@dataclass
+class Factory:
+    """Builds `link`, which the test steps."""
+
+    link: StuckLink
+
+    def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link:
+        return self.link
+
+    def obstacle(self, ours: Place, theirs: Place) -> str | None:
+        return None
+
+    def drive(self, name: str, loop: Stepped) -> Driver:
+        return Undriven()
+
+    def new_copier(self, name: str) -> Copier:
+        raise AssertionError("the loop has one")
+
+    def new_slot(self, nbytes: int) -> Slot:
+        raise AssertionError("the ring makes them")
+
+
+class Undriven:
+    def join(self, timeout_s: float) -> bool:
+        return True
+
+
+class Pages:
+    """One layer. It sends and wants whatever is asked of it."""
+
+    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
+        return num_pages * num_layers * PAGE_NBYTES
+
+    def gather(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
+    ) -> int:
+        return 0
+
+    def scatter(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
+    ) -> int:
+        raise AssertionError("nothing arrives")
+
+    def begin_gather(self, key: ReqKey, chunk: Chunk) -> list[int]:
+        return [chunk.first_page]
+
+    def end_gather(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None: ...
+
+    def wants(self, key: ReqKey) -> bool:
+        return True
+
+    def is_hurried(self) -> bool:
+        return False
+
+    def begin_scatter(self, key: ReqKey, chunk: Chunk) -> None: ...
+
+    def end_scatter(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None: ...
+
+    def refused(self, key: ReqKey, reason: str, *, by_peer: bool = False, corrupt: bool = False) -> None: ...
+
+
+def new_ring() -> SlotRing:
+    return SlotRing(2, PAGE_NBYTES, lambda nbytes: Slot(torch.zeros(nbytes, dtype=torch.uint8)))
+
+
+def sending() -> SendLoop:
+    loop = SendLoop(ring=new_ring(), pages=Pages(), num_layers=1, gate=Pages(), copier=thread_copier("test"))
+    loop.accept(Grant("l", 0, (GrantedChunk(KEY, 0, 1, 0, 1, PAGE_NBYTES),)))
+    return loop
+
+
+def receiving() -> ReceiveLoop:
+    loop = ReceiveLoop(name="l", pages=Pages(), gate=Pages(), send_grant=lambda grant: None)
+    loop.enqueue(KEY, [Chunk(0, 1, 0, 1)], bulk=False)
+    return loop
+
+
+@pytest.mark.parametrize(("rank", "new_loop"), [(SENDER, sending), (RECEIVER, receiving)])
+def test_a_link_that_timed_out_is_aborted_before_its_slots_are_free(
+    rank: int, new_loop: Callable[[], LinkLoop]
+) -> None:
+    loop = new_loop()
+    link = StuckLink(lambda: slots_out(loop))
+    worker = LinkWorker(
+        spec=LinkSpec(
+            name="l",
+            rank=rank,
+            secret=b"",
+            slot_nbytes=PAGE_NBYTES,
+            store=LinkStore(lambda name, value: None, 1.0),
+        ),
+        peer_id="p",
+        transport="nccl",
+        loop=loop,
+        factory=Factory(link),
+        rehearse=None,
+        passed_over={},
+        clock=time.monotonic,
+        report_dead=lambda worker, reason: worker.stop(reason),
+    )
+    while not worker.finished:
+        worker.step(block=True)
+    assert worker.death is not None
+    assert worker.death.startswith("timed out")
+    assert link.num_kernels == 1
+    assert link.calls == [("abort", 1), ("close", 0)]
