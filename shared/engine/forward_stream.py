@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from shared import log
+from shared.device_streams import CudaStreams, DeviceStreams, StreamEvent
 from shared.engine.model_runner import Forwarded, ModelRunner, SampledTensors
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import VocabMask
@@ -183,7 +184,7 @@ class CudaResult:
     """A forward that samples on the CUDA stream; `copy_done` follows the copy to the host."""
 
     on_host: SampledTensors
-    copy_done: torch.cuda.Event
+    copy_done: StreamEvent
 
     def wait(self) -> Sampled:
         """Block until `copy_done`."""
@@ -195,20 +196,20 @@ class CudaResult:
 class CudaCopyResult:
     """A copy between two events of the CUDA stream."""
 
-    started: torch.cuda.Event
-    done: torch.cuda.Event
+    started: StreamEvent
+    done: StreamEvent
 
     def wait(self) -> float:
         """Block until the copy is done, and return its seconds."""
         self.done.synchronize()
-        return float(self.started.elapsed_time(self.done)) / 1000
+        return self.done.seconds_since(self.started)
 
 
 @dataclass(frozen=True, slots=True)
 class CudaFence:
     """An event of the CUDA stream."""
 
-    reached: torch.cuda.Event
+    reached: StreamEvent
 
     def wait(self) -> None:
         """Block until the stream has come to the event."""
@@ -218,40 +219,33 @@ class CudaFence:
 class CudaForwardStream:
     """A CUDA stream: kernels are queued from the calling thread, which goes on before they have run."""
 
-    def __init__(self, runner: ModelRunner, host_pool: HostKVPool | None = None) -> None:
+    def __init__(self, runner: ModelRunner, host_pool: HostKVPool | None, streams: DeviceStreams) -> None:
         self._runner = runner
         self._host_pool = host_pool
-        self._stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
+        self._stream = streams.new()
 
     def submit(self, batch: ModelWorkerBatch) -> Forwarded:
         """Queue the kernels of a forward."""
-        with torch.cuda.stream(self._stream):
+        with self._stream.use():
             return self._runner.forward(batch)
 
     def sample(self, forwarded: Forwarded, vocab_mask: VocabMask[np.ndarray] | None = None) -> CudaResult:
         """Queue the kernels of its sampling, and the copy of what they draw to pinned memory."""
-        with torch.cuda.stream(self._stream):
+        with self._stream.use():
             on_host = self._runner.sample(forwarded, vocab_mask).map(_start_copy_to_host)
-            copy_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copy_done.record(self._stream)
-        return CudaResult(on_host, copy_done)
+        return CudaResult(on_host, self._stream.record())
 
     def copy(self, pages: PageCopy) -> CudaCopyResult:
         """Queue a copy between two events."""
         assert self._host_pool is not None, "no host pages, no copies"
-        started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            started.record(self._stream)
+        started = self._stream.record(timed=True)
+        with self._stream.use():
             self._host_pool.copy(pages)
-            done.record(self._stream)
-        return CudaCopyResult(started, done)
+        return CudaCopyResult(started, self._stream.record(timed=True))
 
     def fence(self) -> CudaFence:
         """An event recorded now."""
-        reached = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        reached.record(self._stream)
-        return CudaFence(reached)
+        return CudaFence(self._stream.record())
 
     def close(self) -> None:
         """Wait for the stream, and close the runner."""
@@ -272,5 +266,5 @@ def make_forward_stream(
     On a CPU it runs on `cores`, or anywhere if there are none.
     """
     if runner.device.type == "cuda":
-        return CudaForwardStream(runner, host_pool)
+        return CudaForwardStream(runner, host_pool, CudaStreams(runner.device))
     return CpuForwardStream(runner, host_pool, cores)

@@ -19,7 +19,7 @@ from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.penalties import Penalize, PenaltyTable
 from shared.engine.profiler import Span
 from shared.engine.sampling_inputs import HostSampling, SamplingInputs, VocabMask
-from shared.engine.uploads import Uploads, start_copy_to
+from shared.engine.uploads import StartCopy, Uploads, start_copy_to
 from shared.scheduling.commit import Sampled
 
 
@@ -112,12 +112,17 @@ class ModelRunner:
     """Owns the FutureMap and the PenaltyTable. It knows rows, not requests."""
 
     def __init__(
-        self, backend: ModelBackend, num_rows: int, device: torch.device, span: Span = nullcontext
+        self,
+        backend: ModelBackend,
+        num_rows: int,
+        device: torch.device,
+        span: Span = nullcontext,
+        start_copy: StartCopy | None = None,
     ) -> None:
         self._backend = backend
         self._future_map = FutureMap(num_rows, device)
         self._penalties = PenaltyTable(backend.vocab_size, device, backend.penalize)
-        self._uploads = Uploads(device, start_copy_to(device))
+        self._uploads = Uploads(device, start_copy or start_copy_to(device))
         self._span = span
         self.device = device
 

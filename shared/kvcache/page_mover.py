@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from shared.device_streams import DeviceStreams
 from shared.kvcache.page_digest import chunk_digest
 
 
@@ -17,7 +19,8 @@ class PageMover(Protocol):
 
     `pages_RPN` is a pool, uint8: R rows (K or V of one layer) of P pages of N bytes. The other tensor of a copy is
     contiguous uint8 [len(rows), len(page_ids), N], viewed in any shape. With a `seed`, a copy returns the
-    `chunk_digest` of the bytes that it copied, in slices of N bytes; without one, 0.
+    `chunk_digest` of the bytes that it copied, in slices of N bytes; without one, 0. A copy that has returned or
+    raised touches no memory any more.
     """
 
     @property
@@ -91,9 +94,16 @@ class NumpyPageMover:
 
 
 class TorchPageMover:
-    """For pages in device memory. The other tensor of a copy is on the same device, or in pinned host memory."""
+    """For pages in device memory. The other tensor of a copy is on the same device, or in pinned host memory.
+
+    A copy runs on the stream of the calling thread, which waits for it, also when the copy raises half-way: then its
+    pages and its slot go to others. Without `streams`, pages are in host memory.
+    """
 
     name = "torch"
+
+    def __init__(self, streams: DeviceStreams | None = None) -> None:
+        self._streams = streams
 
     def gather(
         self,
@@ -104,10 +114,11 @@ class TorchPageMover:
         seed: int | None = None,
     ) -> int:
         """Copy pages into the contiguous `out`. The digest is of the pages, not of what `out` holds."""
-        pages_RPW = _as_words(pages_RPN)[rows.start : rows.stop]
-        picked = pages_RPW.index_select(1, _ids(page_ids, pages_RPN)).view(torch.uint8)
-        out.view(-1).copy_(picked.view(-1))
-        return _finish(picked, pages_RPN, seed)
+        with self._waiting():
+            pages_RPW = _as_words(pages_RPN)[rows.start : rows.stop]
+            picked = pages_RPW.index_select(1, _ids(page_ids, pages_RPN)).view(torch.uint8)
+            out.view(-1).copy_(picked.view(-1))
+            return 0 if seed is None else chunk_digest(picked, pages_RPN.shape[2], seed)
 
     def scatter(
         self,
@@ -118,21 +129,23 @@ class TorchPageMover:
         seed: int | None = None,
     ) -> int:
         """Copy the contiguous `src` into pages. The digest is of the pages after that, not of `src`."""
-        pages_RPW, ids = _as_words(pages_RPN)[rows.start : rows.stop], _ids(page_ids, pages_RPN)
-        arrived = src.to(pages_RPN.device).view(-1).view(pages_RPW.dtype)
-        pages_RPW.index_copy_(1, ids, arrived.view(len(rows), len(ids), pages_RPW.shape[2]))
-        written = None if seed is None else pages_RPW.index_select(1, ids).view(torch.uint8)
-        return _finish(written, pages_RPN, seed)
+        with self._waiting():
+            pages_RPW, ids = _as_words(pages_RPN)[rows.start : rows.stop], _ids(page_ids, pages_RPN)
+            arrived = src.to(pages_RPN.device).view(-1).view(pages_RPW.dtype)
+            pages_RPW.index_copy_(1, ids, arrived.view(len(rows), len(ids), pages_RPW.shape[2]))
+            if seed is None:
+                return 0
+            written = pages_RPW.index_select(1, ids).view(torch.uint8)
+            return chunk_digest(written, pages_RPN.shape[2], seed)
 
-
-def _finish(copied: torch.Tensor | None, pages_RPN: torch.Tensor, seed: int | None) -> int:
-    """The digest of `copied`, once every copy of the current stream is done."""
-    digest = 0
-    if copied is not None and seed is not None:
-        digest = chunk_digest(copied, pages_RPN.shape[2], seed)
-    if pages_RPN.is_cuda:
-        torch.cuda.current_stream(pages_RPN.device).synchronize()
-    return digest
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """At the end of the `with` block nothing that it queued is left to run."""
+        try:
+            yield
+        finally:
+            if self._streams is not None:
+                self._streams.current().synchronize()
 
 
 def _as_words(pages_RPN: torch.Tensor) -> torch.Tensor:
@@ -142,7 +155,7 @@ def _as_words(pages_RPN: torch.Tensor) -> torch.Tensor:
 
 def _ids(page_ids: Sequence[int], pages_RPN: torch.Tensor) -> torch.Tensor:
     _check(page_ids, pages_RPN.shape[1])
-    return torch.tensor(page_ids, dtype=torch.int64, device=pages_RPN.device)
+    return torch.tensor(page_ids, dtype=torch.int64).to(pages_RPN.device)
 
 
 def _check(page_ids: Sequence[int], num_pages: int) -> None:

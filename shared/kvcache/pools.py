@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from shared.device_streams import CudaStreams
 from shared.host_memory import new_host_buffer
 from shared.kvcache.page_mover import NumpyPageMover, PageMover, TorchPageMover
 
@@ -82,7 +83,9 @@ class TokenToKVPool:
             self.buffer_LSNHPD = torch.zeros(shape, dtype=dtype, device=device)
         self.page_nbytes = num_kv_heads * page_size * head_dim * dtype.itemsize
         """Bytes of one page of one layer, of K or of V alone."""
-        self.mover = mover or (NumpyPageMover() if device.type == "cpu" else TorchPageMover())
+        if mover is None:
+            mover = NumpyPageMover() if device.type == "cpu" else TorchPageMover(CudaStreams(device))
+        self.mover = mover
         self._pages_RPN = self.buffer_LSNHPD.view(-1).view(torch.uint8).view(num_layers * 2, num_pages, -1)
         """The buffer as bytes: [layers * 2, pages, page_nbytes]."""
 

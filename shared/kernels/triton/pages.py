@@ -10,12 +10,14 @@ The slow twin is a copy by indexing with `chunk_digest`. The interfaces are Bato
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import triton
 import triton.language as tl
+
+from shared.device_streams import CudaStreams, DeviceStreams
 
 WORD_NBYTES = 8
 _LANES = tl.constexpr(8)
@@ -119,14 +121,22 @@ class TritonPageMover:
     """A PageMover for pages in the memory of `device`, in multiples of 8 bytes.
 
     The other tensor of a copy is on the same device, or in host memory, pinned if the copy is to be fast. A copy runs
-    on a stream of its own, and blocks until an event of that stream, once. What wrote the pages or the slot
-    before has ended when a copy is asked for.
+    on a stream of its own, behind what the calling thread has queued. It blocks until that stream is done, once, also
+    when it raises half-way: then its pages and its slot go to others.
     """
 
     name = "triton"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        streams: DeviceStreams | None = None,
+        kernel: Callable[..., None] = copy_pages,
+    ) -> None:
+        """Take `streams` where CUDA's are not meant, and a `kernel` that stands for `copy_pages`."""
         self._device = device
+        self._streams = streams or (CudaStreams(device) if device.type == "cuda" else None)
+        self._kernel = kernel
         self._lock = threading.Lock()
         self._idle: list[_Lane] = []
         """As many as copies have run at the same time."""
@@ -159,23 +169,25 @@ class TritonPageMover:
     def _lane(self) -> Iterator[_Lane]:
         with self._lock:
             lane = self._idle.pop() if self._idle else None
-        lane = lane or _Lane(self._device)
-        yield lane
-        with self._lock:  # a lane whose copy has failed may still be in use, and is dropped
-            self._idle.append(lane)
+        lane = lane or _Lane(self._device, self._streams, self._kernel)
+        try:
+            yield lane
+        finally:
+            with self._lock:
+                self._idle.append(lane)
 
 
 class _Lane:
     """What one copy at a time needs: a stream, and memory on both sides for page ids and digest."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, streams: DeviceStreams | None, kernel: Callable[..., None]
+    ) -> None:
         self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
-        self._done = torch.cuda.Event() if self._is_cuda else None
-        with (
-            self._on_stream()
-        ):  # torch's allocator gives a stream memory that has no work of other streams left
+        self._streams = streams
+        self._stream = None if streams is None else streams.new()
+        self._kernel = kernel
+        with self._on_stream():  # so that no other stream has work left on this memory
             self._on_host = self._host(_IDS_AT)
             self._block = self._on_device(_IDS_AT, torch.int64)
             self._staging = self._on_device(0, torch.uint8)
@@ -197,14 +209,10 @@ class _Lane:
             staged = slot if slot.device == pages_RPN.device else self._stage(slot.nbytes)
             if scatter and staged is not slot:
                 staged.copy_(slot.view(-1), non_blocking=True)
-            copy_pages(pages_RPN, rows, staged, block, scatter=scatter)
+            self._kernel(pages_RPN, rows, staged, block, scatter=scatter)
             if not scatter and staged is not slot:
                 slot.view(-1).copy_(staged, non_blocking=True)
             self._on_host[:1].copy_(block[:1], non_blocking=True)
-            if self._done is not None:
-                self._done.record(self._stream)
-        if self._done is not None:
-            self._done.synchronize()
         return 0 if seed is None else int(self._on_host[0]) % (1 << 64)
 
     def _bring(self, page_ids: Sequence[int], seed: int) -> torch.Tensor:
@@ -224,10 +232,20 @@ class _Lane:
         return self._staging[:nbytes]
 
     def _host(self, num_words: int) -> torch.Tensor:
-        return torch.empty(num_words, dtype=torch.int64, pin_memory=self._is_cuda)
+        return torch.empty(num_words, dtype=torch.int64, pin_memory=self._device.type == "cuda")
 
     def _on_device(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(length, dtype=dtype, device=self._device)
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """At the end of the `with` block all that it queued is done."""
+        if self._streams is None or self._stream is None:
+            yield
+            return
+        self._stream.wait(self._streams.current().record())
+        try:
+            with self._stream.use():
+                yield
+        finally:
+            self._stream.synchronize()
