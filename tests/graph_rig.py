@@ -21,7 +21,7 @@ from shared.model.checkpoint import Checkpoint
 from shared.model.config import ModelConfig, load_model_config
 from shared.model.decoder import Decoder
 from tests.backend_rig import CPU, LIMITS, NUM_ROWS, PAGE_SIZE, PAGES_A_ROW, kv_pool
-from tests.fake_graphs import BlockAttention, FakeGraphPool, RowwiseOps, copy_to_spoiled_block, spoil
+from tests.fake_graphs import BlockAttention, Copied, FakeGraphPool, RowwiseOps, copy_to_spoiled_block, spoil
 
 SHAPES = tuple(BlockShape(*shape) for shape in [(1, 1), (2, 2), (4, 4), (8, 8), (16, 4), (32, 8)])
 MakeKernels = Callable[[ModelConfig, TokenToKVPool], Kernels]
@@ -46,6 +46,8 @@ class Engine:
         self.pool = kv_pool(config, 1 + NUM_ROWS * PAGES_A_ROW, PAGE_SIZE, torch.float32)
         self.graph_pool, self.progress = FakeGraphPool(), Progress()
         self.future_map = FutureMap(NUM_ROWS, CPU)
+        self.num_copies = 0
+        """To the device."""
         self.backend = TorchBackend(
             make_kernels(config, self.pool),
             self.decoder,
@@ -53,7 +55,7 @@ class Engine:
             self.progress,
             LIMITS,
             graphs=Graphs(self.graph_pool, shapes) if shapes else None,
-            start_copy=copy_to_spoiled_block,
+            start_copy=self._start_copy,
         )
 
     @property
@@ -84,6 +86,10 @@ class Engine:
             if forwarded.logits_SV is not None:
                 self.future_map.store(forwarded.rows_S, forwarded.logits_SV.argmax(dim=1))
         return forwarded
+
+    def _start_copy(self, to: torch.Tensor, source: torch.Tensor) -> Copied:
+        self.num_copies += 1
+        return copy_to_spoiled_block(to, source)
 
 
 def check_same(eager: Engine, graphed: Engine, batch: ModelWorkerBatch) -> None:

@@ -137,12 +137,13 @@ def test_a_plan_that_keeps_numbers_of_the_host_is_found_out(folder: Path) -> Non
         check_same(eager, graphed, batch_of({0: (0, [5, 6, 7])}, {}))
 
 
-def test_a_replay_counts_its_layers(folder: Path) -> None:
+def test_a_replay_is_one_copy_and_counts_its_layers(folder: Path) -> None:
     graphed = Engine.captured(folder)
-    before = graphed.progress.count
+    num_layers, num_copies = graphed.progress.count, graphed.num_copies
     graphed.forward(batch_of({0: (0, [5, 6, 7])}, {}))
     assert graphed.num_replays == 1
-    assert graphed.progress.count - before == graphed.pool.num_layers
+    assert graphed.num_copies - num_copies == 1
+    assert graphed.progress.count - num_layers == graphed.pool.num_layers
 
 
 REQUESTS = {
