@@ -1,5 +1,7 @@
 """In bf16 with --exact, the KV and logits of a token have the same bits on a GPU however they are computed.
 
+That is, in any batch, cut into extends and decode steps anywhere, launched kernel by kernel or replayed from graphs.
+
 The property is that of tests/prop/test_exact_continuation.py, which is about the native kernels of a CPU.
 """
 
@@ -30,7 +32,7 @@ if not ON_A_GPU:
 NUM_CUTS = 40 if ON_A_GPU else 3
 
 
-def new_engine(folder: Path) -> Engine:
+def new_engine(folder: Path, cuda_graph_max_bs: int | None = None) -> Engine:
     config = load_model_config(folder)
     model = load_model(
         "triton" if ON_A_GPU else "native",
@@ -41,6 +43,7 @@ def new_engine(folder: Path) -> Engine:
         cores=(-1,),
         on_progress=lambda what, fraction: None,
         exact=ON_A_GPU,
+        cuda_graph_max_bs=cuda_graph_max_bs,
     )
     return Engine(config, model, 16, device())
 
@@ -62,3 +65,20 @@ def expected(folder: Path) -> Iterator[Expected]:
 def test_every_cut_gives_the_same_bits(folder: Path, expected: Expected, cut: list[Piece]) -> None:
     with closing(new_engine(folder)) as engine:
         assert_same_bits(engine, expected, cut)
+
+
+@pytest.fixture(scope="module")
+def replaying(folder: Path) -> Iterator[Engine]:
+    with closing(new_engine(folder, cuda_graph_max_bs=8)) as engine:
+        with torch.inference_mode():
+            engine.backend.capture_graphs(engine.future_map)
+        yield engine
+
+
+@given(cut=cuts)
+@settings(max_examples=max(NUM_CUTS // 4, 1))
+def test_replayed_forwards_give_the_same_bits(
+    replaying: Engine, expected: Expected, cut: list[Piece]
+) -> None:
+    replaying.pool.buffer_LSNHPD.zero_()
+    assert_same_bits(replaying, expected, cut)
