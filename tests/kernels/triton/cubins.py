@@ -50,6 +50,14 @@ class Configuration:
     """Loads of 16 bytes that the code must have, for what is read most."""
     archs: Sequence[int] = tuple(SHARED_NBYTES)
 
+    def aligned(self) -> set[str]:
+        """The arguments that Triton knows to be multiples of 16."""
+        specialized = {
+            p.name for p in self.kernel.params if not p.do_not_specialize | p.do_not_specialize_on_alignment
+        }
+        names = {*self.divisible, *(name for name, kind in self.types.items() if kind[0] == "*")}
+        return names & specialized
+
 
 @dataclass(frozen=True)
 class Cubin:
@@ -81,10 +89,7 @@ def build(configuration: Configuration, arch: int) -> Cubin:
     names = configuration.kernel.arg_names
     constants = configuration.constants
     assert {*configuration.types, *constants} == {*names}, f"{configuration.name}: its parameters are {names}"
-    parameters = configuration.kernel.params
-    unaligned = {p.name for p in parameters if p.do_not_specialize or p.do_not_specialize_on_alignment}
-    aligned = {*configuration.divisible, *(n for n, kind in configuration.types.items() if kind[0] == "*")}
-    aligned -= unaligned
+    aligned = configuration.aligned()
     source = ASTSource(
         fn=configuration.kernel,
         signature={name: configuration.types.get(name, "constexpr") for name in names},

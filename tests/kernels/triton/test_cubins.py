@@ -15,10 +15,10 @@ from tests.patience import PATIENCE_S
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_one_configuration_of_each_kernel_passes_the_gates() -> None:
-    """In a process of its own, since kernels of this one are interpreted."""
+def compiling(module: str, *arguments: str) -> str:
+    """What a process prints whose kernels are not interpreted, as those of this one are."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.kernels.triton.cubins", "--first"],
+        [sys.executable, "-W", "error", "-m", f"tests.kernels.triton.{module}", *arguments],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(ROOT / "build" / "triton")},
         capture_output=True,
@@ -26,7 +26,15 @@ def test_one_configuration_of_each_kernel_passes_the_gates() -> None:
         timeout=20 * PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " 0 at fault" in done.stdout
+    return done.stdout
+
+
+def test_one_configuration_of_each_kernel_passes_the_gates() -> None:
+    assert " 0 at fault" in compiling("cubins", "--first")
+
+
+def test_launchers_compile_what_the_configurations_say() -> None:
+    assert "38 launches, 0 that" in compiling("launches")
 
 
 GOOD = Cubin(
