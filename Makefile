@@ -18,7 +18,7 @@ INSTALLED := $(VENV)/.installed
 # Where the two commands for GPUs run: in the venv, or with WHEELS=FOLDER beside the packages of PYTHON.
 ifdef WHEELS
 GPU_READY := .gpu/.installed
-GPU_PYTHON := PYTHONPATH=.gpu/site $(PYTHON)
+GPU_PYTHON := PYTHONPATH=$(CURDIR)/.gpu/site $(PYTHON)
 else
 GPU_READY := $(INSTALLED)
 GPU_PYTHON := $(BIN)/python
