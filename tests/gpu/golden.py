@@ -23,7 +23,6 @@ from tests.modelzoo import random_prompt, reference_greedy, reference_logits
 
 BACKENDS = ("torch", "triton") if device().type == "cuda" else ("torch",)
 EXACT_BACKEND = "triton" if device().type == "cuda" else "native"
-EXACT = {"exact": True} if device().type == "cuda" else {}
 EXACT_MODELS = ("qwen3", "llama")
 NUM_PROMPTS = 12
 PARAMS = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
@@ -44,7 +43,7 @@ def config_of(folder: Path, backend: str, dtype: str = "float32", **options: obj
 
 def exact_config(folder: Path, **options: object) -> NodeConfig:
     config = config_of(folder, EXACT_BACKEND, "bfloat16", **options)
-    return replace(config, model=replace(config.model, **EXACT))
+    return replace(config, model=replace(config.model, exact=device().type == "cuda"))
 
 
 @pytest.fixture(scope="session")

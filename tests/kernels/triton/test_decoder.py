@@ -57,7 +57,7 @@ def generated(
     draws = inputs_of(["greedy", "all", "plain"], 300)
     draws.uniforms_S.copy_(torch.tensor([0.1, 0.4, 0.7]))
     inputs = SamplingInputs(draws=draws.map(lambda x: x.to(device())))
-    rows, tokens, logits = torch.arange(len(prompts)), [], []
+    rows, tokens, logits = torch.arange(len(prompts), device=device()), [], []
     rig.extend({0: (0, prompts[0][:9])})
     extends = {i: (9 if i == 0 else 0, ids[9 if i == 0 else 0 :]) for i, ids in enumerate(prompts)}
     for step in range(num_steps):
@@ -98,9 +98,8 @@ def test_decode_steps_have_the_bits_of_an_extend(tmp_path: Path) -> None:
             stepped.future_map.last_token_R[row] = ids[at]
         logits = stepped.forward({}, others | {0: start})[-1]
     assert torch.equal(logits, expected[0])
-    pages = torch.arange(
-        PAGES_A_ROW, PAGES_A_ROW - 10, -1
-    )  # those of row 0: `batch_of` lays them out backwards
+    # Those of row 0: `batch_of` lays them out backwards.
+    pages = torch.arange(PAGES_A_ROW, PAGES_A_ROW - 10, -1, device=device())
     whole_kv, stepped_kv = (pool.buffer_LSNHPD[:, :, pages] for pool in (whole_pool, stepped_pool))
     assert torch.equal(whole_kv, stepped_kv)
     assert whole_kv.any()

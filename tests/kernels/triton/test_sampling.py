@@ -24,6 +24,8 @@ from shared.kernels.triton import adjust
 from tests.device import device
 from tests.kernels.cpu.test_sampling import KINDS, PARAMS, inputs_of, logits_of
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SMALL = TritonTokens(block=64, few=16)
 """With small blocks a few hundred tokens take every branch of the search."""
 Inputs = SamplingInputs[torch.Tensor]
