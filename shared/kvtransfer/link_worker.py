@@ -77,6 +77,7 @@ class LinkWorker:
         self._aborted = False
         self._driver: Driver | None = None
         self._peer_gone: str | None = None
+        """What the link itself has noticed of its peer's end."""
 
     @property
     def live(self) -> bool:
@@ -138,7 +139,8 @@ class LinkWorker:
         self.live_at = self._clock()
         if self._peer_gone is not None:
             raise LinkError(self._peer_gone)
-        log.event("link_up", link=self.name, transport=self.transport, rate=self.rate)
+        gb_s = None if self.rate is None else round(self.rate.gb_s, 2)
+        log.event("link_up", link=self.name, transport=self.transport, gb_s=gb_s)
         return True
 
     def _on_peer_gone(self, reason: str) -> None:
