@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from tests.backend_rig import batch_over
 from tests.gpu.limits import measured
 from tests.gpu.rows import figure
 from tests.gpu.steps import Place, Report
@@ -115,8 +116,9 @@ def pairs(tensors: Tensors) -> Iterator[Pair]:
 
 def attention(tensors: Tensors, of: Attended) -> Pair:
     """One layer's attention over pages in random order, against torch's over K and V that lie together."""
+    from shared.engine.triton_attention import TritonAttention
     from shared.kernels.triton.attention import PagedAttention
-    from shared.kernels.triton.attention_work import attention_work, block_words
+    from shared.kernels.triton.attention_work import block_words
 
     small, place = tensors.place.is_dry, tensors.place
     sequences, heads = (2, 4) if small and of.sequences > 1 else (of.sequences, 4 if small else HEADS)
@@ -135,15 +137,12 @@ def attention(tensors: Tensors, of: Attended) -> Pair:
     table_BP = (
         np.random.default_rng(0).permutation(sequences * pages).astype(np.int32).reshape(sequences, pages)
     )
-    work = attention_work(
-        np.full(sequences, start),
-        np.full(sequences, length),
-        group=heads // kv_heads,
-        num_kv_heads=kv_heads,
-        num_programs=kernel.num_programs,
-        workspace_rows=kernel.workspace_rows,
-    )
-    words = torch.from_numpy(block_words(table_BP, work.words())).to(place.device)
+    new = [0] * length
+    extends = {} if length == 1 else dict.fromkeys(range(sequences), (start, new))
+    decodes = dict.fromkeys(range(sequences), start) if length == 1 else {}
+    batch = batch_over(table_BP, PAGE_SIZE, extends, decodes)
+    work = TritonAttention(kernel).work(batch)
+    words = torch.from_numpy(block_words(batch.page_table_BP, work)).to(place.device)
     k_pages, v_pages = (tensors.one(sequences * pages, kv_heads, PAGE_SIZE, HEAD_DIM) for _ in range(2))
     q = tensors.one(sequences * length, heads, HEAD_DIM)
     q_BHLD = tensors.one(sequences, heads, length, HEAD_DIM)
