@@ -24,7 +24,6 @@ GPU = Computing(
 CUT = (
     (Fault.NONE, Stage.STREAMING),
     (Fault.PREFILL_KILLED, Stage.TRANSFERRING),
-    (Fault.DECODE_KILLED, Stage.TRANSFERRING),
     (Fault.DECODE_KILLED, Stage.STREAMING),
     (Fault.DECODE_KILLED, Stage.MOVING),
     (Fault.PREFILL_STOPPED, Stage.TRANSFERRING),
