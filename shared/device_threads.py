@@ -12,40 +12,47 @@ import torch
 
 
 def _nothing() -> None:
-    """A CPU needs no preparation."""
+    """A CPU has no current device, and no streams."""
 
 
 @dataclass(frozen=True)
 class DeviceThreads:
-    """Every thread that it makes calls `enter` first, and so does the thread that loads the model and schedules.
+    """Every thread that it makes calls `enter` first. The thread that loads the model and schedules calls it too.
 
-    CUDA has a current device for each thread, at first device 0. A thread of a node with `--device cuda:1` that does
+    CUDA has a current device for each thread, at first device 0. A thread of a node with `--device cuda:1` that did
     not enter would launch kernels on the wrong GPU, and take memory there.
     """
 
     enter: Callable[[], None] = _nothing
+    use_own_stream: Callable[[], None] = _nothing
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceThreads:
         """Threads whose current device is `device`."""
-        return cls(partial(torch.cuda.set_device, device)) if device.type == "cuda" else cls()
+        if device.type != "cuda":
+            return cls()
+        return cls(partial(torch.cuda.set_device, device), partial(_use_own_stream, device))
 
-    def start(self, name: str, run: Callable[[], None]) -> threading.Thread:
-        """Start a daemon thread that runs `run`."""
+    def start(self, name: str, run: Callable[[], object], *, own_stream: bool = False) -> threading.Thread:
+        """Start a daemon thread that runs `run`, on a stream of its own or on the default stream."""
 
         def entered() -> None:
-            self.enter()
+            self._enter(own_stream)
             run()
 
         thread = threading.Thread(target=entered, name=name, daemon=True)
         thread.start()
         return thread
 
-    def executor(self, name: str, then: Callable[[], None] = _nothing) -> ThreadPoolExecutor:
-        """An executor of one thread, which the first call starts. The thread calls `then` once it has entered."""
+    def executor(self, name: str, *, own_stream: bool = False) -> ThreadPoolExecutor:
+        """An executor with one thread, which the first call starts."""
+        return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=self._enter, initargs=(own_stream,))
 
-        def entered() -> None:
-            self.enter()
-            then()
+    def _enter(self, own_stream: bool) -> None:
+        self.enter()
+        if own_stream:
+            self.use_own_stream()
 
-        return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=entered)
+
+def _use_own_stream(device: torch.device) -> None:
+    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

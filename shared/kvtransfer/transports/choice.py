@@ -18,6 +18,7 @@ import torch
 
 from shared import log
 from shared.config import TransferOptions
+from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError, LinkError, TransportMismatch
 from shared.kvtransfer.link import Link, LinkFactory, LinkRate, LinkSpec
 from shared.kvtransfer.transports.cuda_runtime import CudaRuntime, Runtime
@@ -102,12 +103,16 @@ def host_identity() -> str:
 
 
 def make_transports(
-    options: TransferOptions, device: torch.device, place_of: Callable[[torch.device], Place] = place_of
+    options: TransferOptions,
+    device: torch.device,
+    place_of: Callable[[torch.device], Place] = place_of,
+    threads: DeviceThreads | None = None,
 ) -> Transports:
     """What `--kv-transfer` offers for KV pages on `device`. ConfigError: it cannot work here.
 
-    Each backend is imported only when it is offered.
+    Each backend is imported only when it is offered. Links run on `threads`, which are those of `device` by default.
     """
+    threads = threads or DeviceThreads.of(device)
     slot_nbytes = options.slot_nbytes or (GPU_SLOT_NBYTES if device.type == "cuda" else HOST_SLOT_NBYTES)
     names: tuple[str, ...] = (options.backend,)
     if options.backend == "auto":
@@ -116,7 +121,7 @@ def make_transports(
     unavailable: dict[str, str] = {}
     for name in names:
         try:
-            factories[name] = _new_factory(name, options, device, slot_nbytes)
+            factories[name] = _new_factory(name, options, device, slot_nbytes, threads)
         except ConfigError as error:
             if options.backend != "auto":
                 raise
@@ -125,7 +130,9 @@ def make_transports(
     return Transports(factories, place_of(device), slot_nbytes, unavailable)
 
 
-def _new_factory(name: str, options: TransferOptions, device: torch.device, slot_nbytes: int) -> LinkFactory:
+def _new_factory(
+    name: str, options: TransferOptions, device: torch.device, slot_nbytes: int, threads: DeviceThreads
+) -> LinkFactory:
     if name in ("shm", "cuda-ipc") and sys.platform != "linux":
         raise ConfigError(
             f"--kv-transfer {name} needs Linux: descriptors, and sockets without names in files"
@@ -134,21 +141,21 @@ def _new_factory(name: str, options: TransferOptions, device: torch.device, slot
         case "cuda-ipc":
             from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory
 
-            return CudaIpcLinkFactory(options, device, _cuda_runtime(name, device))
+            return CudaIpcLinkFactory(options, _cuda_runtime(name, device), threads)
         case "shm":
             from shared.kvtransfer.transports.shm import ShmLinkFactory
 
             return ShmLinkFactory(
-                options, device, None if device.type == "cpu" else _cuda_runtime(name, device)
+                options, threads, None if device.type == "cpu" else _cuda_runtime(name, device)
             )
         case "nccl":
             from shared.kvtransfer.transports.nccl import NcclLinkFactory, nccl_groups
 
-            return NcclLinkFactory(options, device, slot_nbytes, nccl_groups(options, device))
+            return NcclLinkFactory(options, device, slot_nbytes, nccl_groups(options, device), threads)
         case "gloo":
             from shared.kvtransfer.transports.gloo import GlooLinkFactory
 
-            return GlooLinkFactory(options, device, slot_nbytes)
+            return GlooLinkFactory(options, device, slot_nbytes, threads)
         case _:
             raise ConfigError(f"unknown transfer backend {name!r}: use auto, cuda-ipc, shm, nccl or gloo")
 

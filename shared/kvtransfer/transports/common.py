@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-import torch
-
+from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.link import Copier, LinkSpec, Op, Stepped
 from shared.kvtransfer.staging import Slot, SlotRing
@@ -85,14 +82,11 @@ def receive_into(ring: SlotRing, start: Callable[[Slot], Receive]) -> RingArriva
 class ThreadDriver:
     """Steps a loop on a daemon thread, so that an op that is stuck in a dead peer never keeps the process alive."""
 
-    def __init__(self, name: str, loop: Stepped, on_start: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, name: str, loop: Stepped, threads: DeviceThreads) -> None:
         self._loop = loop
-        self._on_start = on_start
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = threads.start(name, self._run, own_stream=True)
 
     def _run(self) -> None:
-        self._on_start()
         while not self._loop.finished:
             self._loop.step(block=True)
 
@@ -101,9 +95,9 @@ class ThreadDriver:
         return not self._thread.is_alive()
 
 
-def thread_copier(name: str, on_start: Callable[[], None] | None = None) -> Copier:
-    """A copier with a thread of its own, which the first copy starts and which calls `on_start` first."""
-    return ThreadPoolExecutor(1, thread_name_prefix=f"copier {name}", initializer=on_start)
+def thread_copier(name: str, threads: DeviceThreads) -> Copier:
+    """A copier with a thread of its own, which the first copy starts."""
+    return threads.executor(f"copier {name}", own_stream=True)
 
 
 def not_one_host(ours: Place, theirs: Place) -> str | None:
@@ -111,10 +105,3 @@ def not_one_host(ours: Place, theirs: Place) -> str | None:
     if ours.host and ours.host == theirs.host:
         return None
     return f"the nodes are not on one host: the receiver is on {ours.host!r}, the sender on {theirs.host!r}"
-
-
-def use_own_stream(device: torch.device) -> None:
-    """Have this thread work on `device`, on a stream of its own. On a CPU there is nothing to do."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import os
 import select
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
-import torch
 
 from shared import log
 from shared.config import TransferOptions
+from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.staging import Slot
-from shared.kvtransfer.transports.common import ThreadDriver, not_one_host, thread_copier, use_own_stream
+from shared.kvtransfer.transports.common import ThreadDriver, not_one_host, thread_copier
 from shared.kvtransfer.transports.cuda_runtime import DeviceEvent, Runtime
 from shared.kvtransfer.transports.unix_link import build_unix_link
 from shared.protocol.transfer_messages import Place
@@ -34,29 +33,29 @@ _POLL_S = 20e-6
 
 
 class CudaIpcLinkFactory:
-    """Builds links between processes of this host that have their pages on GPUs; `device` is this process's."""
+    """Builds links between processes of this host that have their pages on GPUs."""
 
-    def __init__(self, options: TransferOptions, device: torch.device, runtime: Runtime) -> None:
+    def __init__(self, options: TransferOptions, runtime: Runtime, threads: DeviceThreads) -> None:
         self._options = options
-        self._device = device
         self._runtime = runtime
+        self._threads = threads
 
     def obstacle(self, ours: Place, theirs: Place) -> str | None:
         return not_one_host(ours, theirs) or (None if theirs.gpu else "the sending node has no GPU")
 
     def drive(self, name: str, loop: Stepped) -> Driver:
-        return ThreadDriver(name, loop, partial(use_own_stream, self._device))
+        return ThreadDriver(name, loop, self._threads)
 
     def new_copier(self, name: str) -> Copier:
-        return thread_copier(name, partial(use_own_stream, self._device))
+        return thread_copier(name, self._threads)
 
     def new_slot(self, nbytes: int) -> Slot:
         return IpcSlot(self._runtime, nbytes)
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         assert block, "a socket is waited for by blocking"
-        sharing = IpcSharing(self._runtime, self._options.op_timeout_s)
-        return build_unix_link(spec, self._options, sharing, on_dead)
+        sharing = IpcSharing(self._runtime, self._options.op_timeout_s, self._threads)
+        return build_unix_link(spec, self._options, sharing, on_dead, self._threads)
 
 
 class IpcSlot(Slot):
@@ -84,8 +83,9 @@ _decoder = msgspec.msgpack.Decoder(_Shown)
 class IpcSharing:
     """One end: the slots that were shown and their witnesses, or the mappings of the slots that were seen."""
 
-    def __init__(self, runtime: Runtime, timeout_s: float) -> None:
+    def __init__(self, runtime: Runtime, timeout_s: float, threads: DeviceThreads) -> None:
         self._runtime = runtime
+        self._threads = threads
         self._timeout_s = timeout_s
         self._shown: dict[IpcSlot, int] = {}
         """Slots, and the ends of pipes that hang up when the peer has let go of them."""
@@ -137,7 +137,7 @@ class IpcSharing:
         if not self._let_go(self._timeout_s):
             # The peer is stopped, not dead. Its kernels may read these slots, however long that takes.
             log.warn("kv_slots_held_by_peer", num_slots=len(self._shown))
-            threading.Thread(target=self._let_go, args=(None,), name="kv slots", daemon=True).start()
+            self._threads.start("kv slots", partial(self._let_go, None))
 
     def _let_go(self, timeout_s: float | None) -> bool:
         """Drop each slot that was shown when its witness hangs up. False: some did not in time."""

@@ -15,11 +15,9 @@ What gloo does that shapes this file (measured on torch 2.13):
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +25,7 @@ from torch.distributed import ProcessGroupGloo, Work
 
 from shared import log
 from shared.config import TransferOptions
+from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.host_memory import new_host_buffer
 from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
@@ -38,7 +37,6 @@ from shared.kvtransfer.transports.common import (
     challenge,
     receive_into,
     thread_copier,
-    use_own_stream,
 )
 from shared.kvtransfer.transports.listener_filter import drop_connections
 from shared.protocol.transfer_messages import Place
@@ -62,19 +60,22 @@ class _Group(Protocol):
 class GlooLinkFactory:
     """Builds links that bind `options.bind_host`; each is stepped by a thread of its own."""
 
-    def __init__(self, options: TransferOptions, device: torch.device, slot_nbytes: int) -> None:
+    def __init__(
+        self, options: TransferOptions, device: torch.device, slot_nbytes: int, threads: DeviceThreads
+    ) -> None:
         self._options = options
         self._device = device
         self._slot_nbytes = slot_nbytes
+        self._threads = threads
 
     def obstacle(self, ours: Place, theirs: Place) -> str | None:
         return None
 
     def drive(self, name: str, loop: Stepped) -> Driver:
-        return ThreadDriver(name, loop, partial(use_own_stream, self._device))
+        return ThreadDriver(name, loop, self._threads)
 
     def new_copier(self, name: str) -> Copier:
-        return thread_copier(name, partial(use_own_stream, self._device))
+        return thread_copier(name, self._threads)
 
     def new_slot(self, nbytes: int) -> HeadedSlot:
         """Pinned when the KV pages are on a GPU."""
@@ -89,7 +90,7 @@ class GlooLinkFactory:
             spec.store.set(f"gloo/{spec.rank}", b"here")
             spec.store.wait([f"gloo/{1 - spec.rank}"])
             ring = SlotRing(self._options.num_slots, self._slot_nbytes, self.new_slot)
-            return GlooLink(spec, self._group(spec), ring, on_dead)
+            return GlooLink(spec, self._group(spec), ring, on_dead, self._threads)
         except RuntimeError as error:
             raise LinkError(f"building link {spec.name}: {_first_line(error)}") from None
 
@@ -131,18 +132,24 @@ class HeadedSlot(Slot):
 class GlooLink:
     """One pair group, a thread that starts sends, and a canary thread that notices when the peer is gone."""
 
-    def __init__(self, spec: LinkSpec, group: _Group, ring: SlotRing, on_dead: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        spec: LinkSpec,
+        group: _Group,
+        ring: SlotRing,
+        on_dead: Callable[[str], None],
+        threads: DeviceThreads,
+    ) -> None:
         self._peer = 1 - spec.rank
         self._group = group
         self._ring = ring
         self.max_arrivals = ring.num_slots
         self._on_dead = on_dead
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix=f"sender {spec.name}")
+        self._starter = threads.executor(f"sender {spec.name}")
         challenge(spec, self._exchange)
         _close_port(spec)
         self._canary = group.recv([torch.zeros(1, dtype=torch.uint8)], self._peer, _CANARY_TAG)
-        self._canary_thread = threading.Thread(target=self._watch, name=f"canary {spec.name}", daemon=True)
-        self._canary_thread.start()
+        self._canary_thread = threads.start(f"canary {spec.name}", self._watch)
 
     def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> GlooSend:
         assert isinstance(slot, HeadedSlot)

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +29,7 @@ from torch.distributed import DistStoreError, Work
 
 from shared import log
 from shared.config import TransferOptions
+from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError, LinkError
 from shared.kvtransfer.link import RECEIVER, Copier, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.link_store import LinkStore
@@ -41,7 +41,6 @@ from shared.kvtransfer.transports.common import (
     challenge,
     receive_into,
     thread_copier,
-    use_own_stream,
 )
 from shared.protocol.transfer_messages import Place
 
@@ -118,12 +117,18 @@ class NcclLinkFactory:
     """Builds links between `device` and another GPU. The thread of each works on a stream of its own."""
 
     def __init__(
-        self, options: TransferOptions, device: torch.device, slot_nbytes: int, new_group: NewGroup
+        self,
+        options: TransferOptions,
+        device: torch.device,
+        slot_nbytes: int,
+        new_group: NewGroup,
+        threads: DeviceThreads,
     ) -> None:
         self._options = options
         self._device = device
         self._slot_nbytes = slot_nbytes
         self._new_group = new_group
+        self._threads = threads
 
     def obstacle(self, ours: Place, theirs: Place) -> str | None:
         if not theirs.gpu:
@@ -131,10 +136,10 @@ class NcclLinkFactory:
         return "NCCL refuses two ranks on one GPU" if ours.gpu == theirs.gpu else None
 
     def drive(self, name: str, loop: Stepped) -> Driver:
-        return ThreadDriver(name, loop, partial(use_own_stream, self._device))
+        return ThreadDriver(name, loop, self._threads)
 
     def new_copier(self, name: str) -> Copier:
-        return thread_copier(name, partial(use_own_stream, self._device))
+        return thread_copier(name, self._threads)
 
     def new_slot(self, nbytes: int) -> Slot:
         return Slot(torch.zeros(nbytes, dtype=torch.uint8, device=self._device))
@@ -146,7 +151,7 @@ class NcclLinkFactory:
             group = self._new_group(spec.store, spec.rank)
         except RuntimeError as error:
             raise LinkError(f"building link {spec.name}: {error}") from None
-        supervisor = Supervisor(spec, group, self._options.build_timeout_s)
+        supervisor = Supervisor(spec, group, self._options.build_timeout_s, self._threads)
         ring = SlotRing(self._options.num_slots, self._slot_nbytes, self.new_slot)
         link = NcclLink(spec, group, supervisor, ring, self._device, self._options.op_timeout_s)
         try:
@@ -162,15 +167,16 @@ class NcclLinkFactory:
 class Supervisor:
     """Aborts the group of a link once: when the link is given up, or when it is not built in time."""
 
-    def __init__(self, spec: LinkSpec, group: NcclGroup, build_timeout_s: float) -> None:
+    def __init__(
+        self, spec: LinkSpec, group: NcclGroup, build_timeout_s: float, threads: DeviceThreads
+    ) -> None:
         self._store = spec.store
         self._name = spec.name
         self._group = group
         self._timer = threading.Timer(build_timeout_s, spec.store.abort, ("it took too long to build",))
         self._timer.daemon = True
         self._timer.start()
-        self._thread = threading.Thread(target=self._run, name=f"supervisor {spec.name}", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(f"supervisor {spec.name}", self._run)
 
     @property
     def given_up(self) -> str | None:

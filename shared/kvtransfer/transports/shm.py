@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from shared import log
 from shared.config import TransferOptions
+from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError, LinkError
 from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.staging import Slot
-from shared.kvtransfer.transports.common import ThreadDriver, not_one_host, thread_copier, use_own_stream
+from shared.kvtransfer.transports.common import ThreadDriver, not_one_host, thread_copier
 from shared.kvtransfer.transports.cuda_runtime import Runtime
 from shared.kvtransfer.transports.shared_memory import SharedSlot, map_read_only
 from shared.kvtransfer.transports.unix_link import build_unix_link
@@ -28,24 +28,24 @@ class ShmLinkFactory:
     """Builds links to processes of this host; each is stepped by a thread of its own. On a GPU it has a `runtime`."""
 
     def __init__(
-        self, options: TransferOptions, device: torch.device, runtime: Runtime | None = None
+        self, options: TransferOptions, threads: DeviceThreads, runtime: Runtime | None = None
     ) -> None:
         try:
             SharedSlot(1)
         except LinkError as error:
             raise ConfigError(f"--kv-transfer shm: {error}") from None
         self._options = options
-        self._device = device
+        self._threads = threads
         self._runtime = runtime
 
     def obstacle(self, ours: Place, theirs: Place) -> str | None:
         return not_one_host(ours, theirs)
 
     def drive(self, name: str, loop: Stepped) -> Driver:
-        return ThreadDriver(name, loop, partial(use_own_stream, self._device))
+        return ThreadDriver(name, loop, self._threads)
 
     def new_copier(self, name: str) -> Copier:
-        return thread_copier(name, partial(use_own_stream, self._device))
+        return thread_copier(name, self._threads)
 
     def new_slot(self, nbytes: int) -> Slot:
         slot, runtime = SharedSlot(nbytes), self._runtime
@@ -56,7 +56,7 @@ class ShmLinkFactory:
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         assert block, "a socket is waited for by blocking"
-        return build_unix_link(spec, self._options, MemfdSharing(self._runtime), on_dead)
+        return build_unix_link(spec, self._options, MemfdSharing(self._runtime), on_dead, self._threads)
 
 
 class MemfdSharing:

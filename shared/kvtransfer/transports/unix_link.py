@@ -16,7 +16,6 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 from torch.distributed import DistStoreError
 
 from shared.config import TransferOptions
+from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, LinkSpec
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
@@ -65,6 +65,7 @@ def build_unix_link(
     options: TransferOptions,
     sharing: SlotSharing,
     on_dead: Callable[[str], None],
+    threads: DeviceThreads,
 ) -> UnixLink:
     """Connect with the peer that builds the same link. LinkError: it did not come, or failed the challenge."""
     try:
@@ -73,7 +74,7 @@ def build_unix_link(
         raise LinkError(f"building link {spec.name}: {error}") from None
     sock.settimeout(options.op_timeout_s)
     try:
-        return UnixLink(spec, sock, sharing, options.num_slots, on_dead)
+        return UnixLink(spec, sock, sharing, options.num_slots, on_dead, threads)
     except BaseException:
         sock.close()
         raise
@@ -89,6 +90,7 @@ class UnixLink:
         sharing: SlotSharing,
         num_slots: int,
         on_dead: Callable[[str], None],
+        threads: DeviceThreads,
     ) -> None:
         # Arrivals hold no memory of this side, so more are granted than the sender has slots: what to gather next is
         # known there when a slot comes home, and one Grant is for many chunks.
@@ -101,8 +103,7 @@ class UnixLink:
         self._seen: dict[int, Slot] = {}
         """RECEIVER: the slots of the peer, by number."""
         challenge(spec, self._exchange)
-        self._canary_thread = threading.Thread(target=self._watch, name=f"canary {spec.name}", daemon=True)
-        self._canary_thread.start()
+        self._canary_thread = threads.start(f"canary {spec.name}", self._watch)
 
     def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> UnixSend:
         self._sharing.written(slot)

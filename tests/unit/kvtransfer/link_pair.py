@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from shared.config import TransferOptions
+from shared.device_threads import DeviceThreads
 from shared.kvcache.page_mover import PageMover
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.layout import PageStore
@@ -35,6 +36,7 @@ from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.looks import num_live
 
 CPU = torch.device("cpu")
+ON_A_CPU = DeviceThreads()
 LAYOUT = KVLayout("f00d", "float32", 16, 4, 2, 32)
 BACKENDS = ("gloo", "shm", "cuda-ipc")
 """cuda-ipc runs over a fake of the CUDA runtime."""
@@ -58,24 +60,26 @@ def real(backend: str) -> TransferOptions:
     return dataclasses.replace(REAL, backend=backend)
 
 
-def transports(options: TransferOptions) -> Transports:
+def transports(options: TransferOptions, threads: DeviceThreads = ON_A_CPU) -> Transports:
     if options.backend == "cuda-ipc":
-        return over_fake_cuda(options, FakeRuntime())
+        return over_fake_cuda(options, FakeRuntime(), threads)
     if options.backend == "nccl":
-        return over_fake_nccl(options, NCCL)
-    return make_transports(options, CPU)
+        return over_fake_nccl(options, NCCL, threads)
+    return make_transports(options, CPU, threads=threads)
 
 
-def over_fake_nccl(options: TransferOptions, nccl: FakeNccl) -> Transports:
+def over_fake_nccl(options: TransferOptions, nccl: FakeNccl, threads: DeviceThreads = ON_A_CPU) -> Transports:
     """Each node is on a GPU of its own."""
     assert options.slot_nbytes is not None
-    factory = NcclLinkFactory(options, CPU, options.slot_nbytes, nccl.new_group)
+    factory = NcclLinkFactory(options, CPU, options.slot_nbytes, nccl.new_group, threads)
     return Transports({"nccl": factory}, Place(gpu=secrets.token_hex(4)), options.slot_nbytes)
 
 
-def over_fake_cuda(options: TransferOptions, runtime: FakeRuntime) -> Transports:
+def over_fake_cuda(
+    options: TransferOptions, runtime: FakeRuntime, threads: DeviceThreads = ON_A_CPU
+) -> Transports:
     assert options.slot_nbytes is not None
-    factory = CudaIpcLinkFactory(options, CPU, runtime)
+    factory = CudaIpcLinkFactory(options, runtime, threads)
     return Transports({"cuda-ipc": factory}, Place(host_identity(), "GPU-0"), options.slot_nbytes)
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
 from shared.kvtransfer.states import Received, ReceiveFailed
@@ -23,7 +24,6 @@ from shared.kvtransfer.transports.shm import ShmLinkFactory
 from tests.fake_cuda import FakeRuntime
 from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.link_pair import (
-    CPU,
     LinkPair,
     key,
     num_descriptors,
@@ -41,7 +41,9 @@ class Sharing:
 
     def __init__(self, timeout_s: float = PATIENCE_S) -> None:
         self.at_p, self.at_d = FakeRuntime(), FakeRuntime()
-        self.sender, self.receiver = IpcSharing(self.at_p, timeout_s), IpcSharing(self.at_d, timeout_s)
+        threads = DeviceThreads()
+        self.sender = IpcSharing(self.at_p, timeout_s, threads)
+        self.receiver = IpcSharing(self.at_d, timeout_s, threads)
         self.slot: IpcSlot | None = IpcSlot(self.at_p, 4096)
 
     def show(self) -> Slot:
@@ -148,7 +150,7 @@ def test_a_container_that_forbids_ipc_gives_way_to_shm() -> None:
     both = []
     for runtime in (FakeRuntime(), FakeRuntime(without_ipc=True)):
         ipc = over_fake_cuda(options, runtime)
-        factories = {**ipc.factories, "shm": ShmLinkFactory(options, CPU, runtime)}
+        factories = {**ipc.factories, "shm": ShmLinkFactory(options, DeviceThreads(), runtime)}
         both.append((runtime, replace(ipc, factories=factories)))
     (p_runtime, p), (d_runtime, d) = both
     pair = LinkPair(options, p_transports=p, d_transports=d)
@@ -174,7 +176,8 @@ def test_shared_memory_works_where_the_receiver_cannot_pin_it(caplog: pytest.Log
     options = real("shm")
     honest = transports(options)
     runtimes = FakeRuntime(), FakeRuntime(pins_read_only=False)
-    p, d = (replace(honest, factories={"shm": ShmLinkFactory(options, CPU, runtime)}) for runtime in runtimes)
+    factories = [ShmLinkFactory(options, DeviceThreads(), runtime) for runtime in runtimes]
+    p, d = (replace(honest, factories={"shm": factory}) for factory in factories)
     pair = LinkPair(options, p_transports=p, d_transports=d)
     try:
         pair.transfer(0, [1, 2, 3], [4, 5, 6])

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from shared.config import TransferOptions
+from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError, LinkError
 from shared.kvtransfer.link import RECEIVER, SENDER, Link, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
@@ -97,7 +98,7 @@ class Ends:
             self.stores[rank] = LinkStore(
                 lambda name, value, to=1 - rank: self._pass(to, name, value), PATIENCE_S
             )  # type: ignore[misc]
-        self.factory = NcclLinkFactory(options, CPU, 4096, nccl.new_group)
+        self.factory = NcclLinkFactory(options, CPU, 4096, nccl.new_group, DeviceThreads())
         self.links: dict[int, Link] = {}
         self.failures: dict[int, str] = {}
         threads = [threading.Thread(target=self._build, args=(rank,)) for rank in self.stores]
@@ -248,7 +249,7 @@ def test_memory_of_a_dead_link_is_freed_after_its_abort(nccl: FakeNccl) -> None:
             return slot
 
     def watched(rank: int) -> NcclLinkFactory:
-        factory = WatchedFactory(options, CPU, 256 << 10, nccl.new_group)
+        factory = WatchedFactory(options, CPU, 256 << 10, nccl.new_group, DeviceThreads())
         factory.rank = rank
         return factory
 

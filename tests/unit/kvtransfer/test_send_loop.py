@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link import Arrival, Driver, Link, LinkSpec, Stepped
@@ -84,7 +85,9 @@ class RecordingLink:
 
 def new_loop(pages: Pages, num_slots: int = 2) -> SendLoop:
     ring = SlotRing(num_slots, PAGE_NBYTES, lambda nbytes: Slot(torch.zeros(nbytes, dtype=torch.uint8)))
-    return SendLoop(ring=ring, pages=pages, num_layers=1, gate=Gate(), copier=thread_copier("test"))
+    return SendLoop(
+        ring=ring, pages=pages, num_layers=1, gate=Gate(), copier=thread_copier("test", DeviceThreads())
+    )
 
 
 def grant(seq: int, num_chunks: int = 1) -> Grant:
@@ -150,7 +153,9 @@ def test_a_slot_that_cannot_be_had_ends_the_link() -> None:
         raise LinkError("no shared memory")
 
     ring = SlotRing(2, PAGE_NBYTES, no_memory)
-    loop = SendLoop(ring=ring, pages=Pages(), num_layers=1, gate=Gate(), copier=thread_copier("test"))
+    loop = SendLoop(
+        ring=ring, pages=Pages(), num_layers=1, gate=Gate(), copier=thread_copier("test", DeviceThreads())
+    )
     loop.attach(RecordingLink())
     loop.accept(grant(0))
     with pytest.raises(LinkError, match="no shared memory"):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from shared.config import TransferOptions
+from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, SENDER, Link, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
@@ -72,7 +73,7 @@ class Ends:
                 lambda name, value, to=1 - rank: stores[to].feed(name, value),  # type: ignore[misc]
                 PATIENCE_S,
             )
-        self.factory = ShmLinkFactory(options, torch.device("cpu"))
+        self.factory = ShmLinkFactory(options, DeviceThreads())
         self.links: dict[int, Link] = {}
         self.died = {rank: threading.Event() for rank in (RECEIVER, SENDER)}
         threads = [threading.Thread(target=self._build, args=(rank, stores[rank])) for rank in stores]
@@ -221,7 +222,7 @@ def test_a_link_is_not_built_with_another_users_process() -> None:
     store = LinkStore(tell, 5.0)
     store.feed("unix/connected", b"")
     spec = LinkSpec(name="l", rank=RECEIVER, secret=b"s", store=store, slot_nbytes=4096)
-    factory = ShmLinkFactory(TransferOptions(op_timeout_s=2.0, build_timeout_s=5.0), torch.device("cpu"))
+    factory = ShmLinkFactory(TransferOptions(op_timeout_s=2.0, build_timeout_s=5.0), DeviceThreads())
     with pytest.raises(LinkError, match=r"timed out$"):
         factory.build(spec, lambda reason: None, block=True)
     assert strangers[0].wait() == 0, "it connected, and was hung up on"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
@@ -142,7 +143,7 @@ def test_nothing_listens_before_both_ends_are_there() -> None:
 
     def build() -> None:
         with pytest.raises(LinkError, match="given up"):
-            GlooLinkFactory(real("gloo"), torch.device("cpu"), 4096).build(
+            GlooLinkFactory(real("gloo"), torch.device("cpu"), 4096, DeviceThreads()).build(
                 spec, lambda reason: None, block=True
             )
         failed.set()

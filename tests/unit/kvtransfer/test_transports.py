@@ -12,6 +12,7 @@ import torch
 from msgspec import Struct
 
 from shared.config import TransferOptions
+from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError, LinkError, TransportMismatch
 from shared.kvtransfer.link import Arrival, Link, LinkSpec, Op
 from shared.kvtransfer.staging import Slot
@@ -84,7 +85,7 @@ def test_shared_memory_that_cannot_be_set_up_gives_way_to_gloo(
     unbuildable: str, new_pair: Callable[[Transports, Transports], LinkPair]
 ) -> None:
     good = transports(real("auto"))
-    bad = replace(good, factories={**good.factories, "shm": Unbuildable(real("auto"), CPU)})
+    bad = replace(good, factories={**good.factories, "shm": Unbuildable(real("auto"), DeviceThreads())})
     pair = new_pair(bad if unbuildable == "p" else good, bad if unbuildable == "d" else good)
     pair.until(pair.linked)
     assert transports_of(pair.p) == transports_of(pair.d) == ["gloo"]
@@ -129,7 +130,7 @@ def test_a_link_that_fails_its_rehearsal_gives_way_to_the_next_transport(
     new_pair: Callable[[Transports, Transports], LinkPair],
 ) -> None:
     good = transports(real("auto"))
-    bad = replace(good, factories={**good.factories, "shm": DamagingFactory(real("auto"), CPU)})
+    bad = replace(good, factories={**good.factories, "shm": DamagingFactory(real("auto"), DeviceThreads())})
     pair = new_pair(bad, good)
     pair.until(pair.linked)
     assert transports_of(pair.p) == transports_of(pair.d) == ["gloo"]
@@ -244,11 +245,11 @@ def test_what_cannot_work_on_a_gpu_is_not_offered_and_says_why() -> None:
     ],
 )
 def test_what_two_places_can_use(theirs: Place, usable: list[str]) -> None:
-    options, runtime = real("auto"), FakeRuntime()
+    options, runtime, threads = real("auto"), FakeRuntime(), DeviceThreads()
     factories = {
-        "cuda-ipc": CudaIpcLinkFactory(options, CPU, runtime),
-        "shm": ShmLinkFactory(options, CPU, runtime),
-        "nccl": NcclLinkFactory(options, CPU, 4096, FakeNccl().new_group),
+        "cuda-ipc": CudaIpcLinkFactory(options, runtime, threads),
+        "shm": ShmLinkFactory(options, threads, runtime),
+        "nccl": NcclLinkFactory(options, CPU, 4096, FakeNccl().new_group, threads),
     }
     ours = Place("here", "GPU-0")
     assert [name for name, made in factories.items() if made.obstacle(ours, theirs) is None] == usable

@@ -12,9 +12,10 @@ import torch
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import CpuCores
+from shared.engine.backends import load_model
 from shared.engine.build import build_engine
 from shared.engine.forward_stream import make_forward_stream
-from shared.engine.model_runner import ModelRunner
+from shared.engine.model_runner import ModelBackend, ModelRunner
 from shared.engine.progress import Progress
 from shared.engine.start.batches import StartBatches
 from shared.engine.start.gpu_claims import GpuClaim
@@ -118,7 +119,10 @@ class NotANumber(Decoder):
 class SelfTestRig:
     """An engine's parts, put together around a decoder."""
 
-    def __init__(self, folder: Path, decoder: type[Decoder], dtype: torch.dtype, page_size: int) -> None:
+    def __init__(
+        self, folder: Path, decoder: type[Decoder] | None, dtype: torch.dtype, page_size: int
+    ) -> None:
+        """Without a decoder the native kernels compute. Raises ConfigError where there are none."""
         model = load_model_config(folder)
         config = node_config(folder)
         self.shape = EngineShape(
@@ -132,8 +136,22 @@ class SelfTestRig:
             decodes=True,
         )
         pool = kv_pool(model, 101, page_size, dtype)
-        made = decoder.load(DummyWeights(0, CPU), model, dtype=dtype, device=CPU)
-        backend = TorchBackend(torch_kernels(pool.device), made, pool, Progress(), self.shape.forward_limits)
+        weights, limits = DummyWeights(0, CPU), self.shape.forward_limits
+        backend: ModelBackend
+        if decoder is None:
+            native = load_model(
+                "native",
+                weights,
+                model,
+                dtype=dtype,
+                device=CPU,
+                cores=(-1,),
+                on_progress=lambda what, fraction: None,
+            )
+            backend = native.bind(pool, Progress(), limits)
+        else:
+            made = decoder.load(weights, model, dtype=dtype, device=CPU)
+            backend = TorchBackend(torch_kernels(pool.device), made, pool, Progress(), limits)
         runner = ModelRunner(backend, 4, CPU)
         self.bound = BoundModel(pool, backend, runner, make_forward_stream(runner))
 
@@ -179,3 +197,12 @@ def test_a_backend_that_promises_equal_bits_is_held_to_it(folder: Path, rigs: li
     rigs[0].bound.backend.is_exact = True
     with pytest.raises(ConfigError, match="gave different bits, which this backend promises not to do"):
         rigs[0].run()
+
+
+def test_the_native_kernels_keep_their_promise_of_equal_bits(folder: Path, rigs: list[SelfTestRig]) -> None:
+    try:
+        rigs.append(SelfTestRig(folder, None, torch.bfloat16, 16))
+    except ConfigError as unavailable:
+        pytest.skip(str(unavailable))
+    assert rigs[0].bound.backend.is_exact
+    rigs[0].run()
