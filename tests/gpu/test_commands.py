@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -11,8 +12,11 @@ import psutil
 import pytest
 
 from tests.gpu.__main__ import LEAST_S, ROOT, run_step
+from tests.gpu.checks import CHECKS
+from tests.gpu.engine import MODES
 from tests.gpu.rows import Row, Target, Verdict, figure, table
-from tests.gpu.steps import Step
+from tests.gpu.shapes import GPU_SHAPES
+from tests.gpu.steps import COMMANDS, Step
 
 
 def planted(how: str, out: Path) -> list[Row]:
@@ -20,6 +24,15 @@ def planted(how: str, out: Path) -> list[Row]:
     command = [sys.executable, "-m", "tests.gpu.planted", how, str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return [Row.from_json(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(("command", "name"), [(c, name) for c, steps in COMMANDS.items() for name in steps])
+def test_every_step_can_run_and_is_described(command: str, name: str) -> None:
+    step = COMMANDS[command][name]
+    module = importlib.import_module(f"tests.gpu.{step.module}")
+    known = {"checks": CHECKS, "engine": [f"{model}/{mode}" for model in GPU_SHAPES for mode in MODES]}
+    assert callable(module.run) and (step.argument or None) in known.get(step.module, [None])
+    assert name == "machine" or f"`{name}`" in (ROOT / "docs" / "gpu.md").read_text()
 
 
 @pytest.mark.parametrize(
