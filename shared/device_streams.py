@@ -77,12 +77,14 @@ class CudaStream:
     """A stream of CUDA."""
 
     stream: torch.cuda.Stream
+    sleeps: bool = False
+    """True if a thread that waits for an event sleeps; else it spins, which takes a core and 20 to 50 us less."""
 
     def use(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream)
 
     def record(self, *, timed: bool = False) -> CudaEvent:
-        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=timed, blocking=self.sleeps)  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return CudaEvent(event)
 
@@ -99,9 +101,11 @@ class CudaStreams:
     """The streams of one GPU."""
 
     device: torch.device
+    sleeps: bool = False
+    """How threads wait for events of these streams: see `CudaStream`."""
 
     def new(self) -> CudaStream:
-        return CudaStream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        return CudaStream(torch.cuda.Stream(self.device), self.sleeps)  # type: ignore[no-untyped-call]
 
     def current(self) -> CudaStream:
-        return CudaStream(torch.cuda.current_stream(self.device))
+        return CudaStream(torch.cuda.current_stream(self.device), self.sleeps)

@@ -23,9 +23,6 @@ from shared.engine.progress import Progress
 from shared.engine.resolve import (
     dtype_name,
     fingerprint,
-    resolve_context_length,
-    resolve_device,
-    resolve_dtype,
     resolve_num_host_pages,
 )
 from shared.engine.start.device_memory import synchronize
@@ -51,6 +48,8 @@ from shared.model.files import resolve_model
 from shared.protocol.messages import KVLayout, NodeLimits
 from shared.timeline import Clock
 
+MIN_CORES_TO_SPIN = 4
+"""With fewer cores, a scheduler that spins until the GPU is done would take the core that data threads need."""
 ShareOf = Callable[[EngineShape, OnProgress], DeviceShare]
 
 
@@ -95,7 +94,7 @@ def build_engine(
     `decodes` is False for a node that never runs a decode step. Raises ConfigError (ModelError for the folder).
     """
     folder = resolve_model(config.model.model, with_weights=False)
-    shape = _shape(config, load_model_config(folder), decodes)
+    shape = EngineShape.of(config, load_model_config(folder), decodes)
     device = shape.device
     DeviceThreads.of(device).enter()
     cpu_cores = config.model.cpu_cores or own_cores()
@@ -137,7 +136,9 @@ def build_engine(
                     )  # what is left to torch between two native calls is not worth more
                 runner = ModelRunner(backend, shape.num_rows, device, profiler.span)
                 synchronize(device)  # the forward stream does not wait for the stream that made all this
-                return BoundModel(pool, backend, runner, make_forward_stream(runner, host_pool, cores))
+                sleeps = cpu_cores.num_threads < MIN_CORES_TO_SPIN
+                stream = make_forward_stream(runner, host_pool, cores, sleeps=sleeps)
+                return BoundModel(pool, backend, runner, stream)
 
             share.measure(bind)
             on_progress("allocating KV pages", 1.0)
@@ -196,20 +197,6 @@ def build_engine(
         share=share,
         grammars=CompilePool(make_grammar_backend(config.schedule.grammar_backend, folder, shape.model)),
         eos_token_ids=frozenset(shape.model.eos_token_ids),
-    )
-
-
-def _shape(config: NodeConfig, model: ModelConfig, decodes: bool) -> EngineShape:
-    device = resolve_device(config.model.device)
-    return EngineShape(
-        name=config.model.model,
-        model=model,
-        dtype=resolve_dtype(config.model, model, device),
-        device=device,
-        cache=config.cache,
-        schedule=config.schedule,
-        context_length=resolve_context_length(config.model, model),
-        decodes=decodes,
     )
 
 

@@ -259,12 +259,17 @@ def _start_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_forward_stream(
-    runner: ModelRunner, host_pool: HostKVPool | None = None, cores: Sequence[int] = ()
+    runner: ModelRunner,
+    host_pool: HostKVPool | None = None,
+    cores: Sequence[int] = (),
+    *,
+    sleeps: bool = False,
 ) -> CpuForwardStream | CudaForwardStream:
     """The stream for the runner's device; `host_pool` is what it copies KV pages to, if anything.
 
-    On a CPU it runs on `cores`, or anywhere if there are none.
+    On a CPU it runs on `cores`, or anywhere if there are none. On a GPU a thread that waits for it spins unless it
+    `sleeps`.
     """
     if runner.device.type == "cuda":
-        return CudaForwardStream(runner, host_pool, CudaStreams(runner.device))
+        return CudaForwardStream(runner, host_pool, CudaStreams(runner.device, sleeps))
     return CpuForwardStream(runner, host_pool, cores)

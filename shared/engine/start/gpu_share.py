@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 from shared.timeline import Clock
 
 GPU_FRACTION = 0.9
-"""Of the GPU's memory, for all nodes on it together. The rest is for CUDA contexts and fragmentation."""
+"""Of the GPU's memory, for all nodes on it together. The rest is for CUDA contexts, links and fragmentation."""
 SETTLE_S = 5.0
 """Nodes that start within this time of each other know of each other before one of them takes its share."""
 POLL_S = 0.2

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.config import CacheOptions, ScheduleOptions
+from shared.config import CacheOptions, NodeConfig, ScheduleOptions
 from shared.engine.input_block import ForwardLimits
+from shared.engine.resolve import resolve_context_length, resolve_device, resolve_dtype
 from shared.errors import ConfigError
 from shared.model.config import ModelConfig
 from shared.model.weights import tensor_shapes
@@ -30,6 +31,21 @@ class EngineShape:
     context_length: int
     decodes: bool
     """False for a prefill node whose role is fixed: it runs no decode step."""
+
+    @classmethod
+    def of(cls, config: NodeConfig, model: ModelConfig, decodes: bool) -> EngineShape:
+        """The sizes that follow from a node's options. Raises ConfigError."""
+        device = resolve_device(config.model.device)
+        return cls(
+            name=config.model.model,
+            model=model,
+            dtype=resolve_dtype(config.model, model, device),
+            device=device,
+            cache=config.cache,
+            schedule=config.schedule,
+            context_length=resolve_context_length(config.model, model),
+            decodes=decodes,
+        )
 
     @property
     def weights_nbytes(self) -> int:
