@@ -119,7 +119,8 @@ class TritonTokens:
             adjust.apply_vocab_mask(logits_SV, mask.entries_G, mask.allowed_GW, self.block)
         params, draws = None, inputs.draws
         if draws is not None:
-            filters = (draws.top_ks_S, draws.top_ps_S, draws.min_ps_S) if draws.needs_filter else None
-            params = sampling.Params(draws.temperatures_S, draws.uniforms_S, filters)
+            params = sampling.Params(
+                draws.temperatures_S, draws.top_ks_S, draws.top_ps_S, draws.min_ps_S, draws.uniforms_S
+            )
         to = rows_S, future_map.last_token_R
         return sampling.sample(logits_SV, params, *to, self.block, self.few)

@@ -32,7 +32,8 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the RMSNorm of x + residual, and x + residual, which is the new residual stream.
 
-        Without a residual (None) the residual stream begins with `x_TD`.
+        Without a residual (None) the residual stream begins with `x_TD`. The sum may be in the memory of
+        `residual_TD`.
         """
         ...
 

@@ -239,12 +239,10 @@ def sampling(tensors: Tensors, rows: int) -> Pair:
     device = tensors.place.device
     params = Params(
         temperatures_S=torch.full((rows,), 0.8, device=device),
+        top_ks_S=torch.full((rows,), 50, device=device),
+        top_ps_S=torch.full((rows,), 0.9, device=device),
+        min_ps_S=torch.zeros(rows, device=device),
         uniforms_S=torch.rand(rows, dtype=torch.float64, device=device),
-        filters=(
-            torch.full((rows,), 50, device=device),
-            torch.full((rows,), 0.9, device=device),
-            torch.zeros(rows, device=device),
-        ),
     )
     ids = torch.arange(rows, device=device)
     last = torch.zeros(rows, dtype=torch.int64, device=device)

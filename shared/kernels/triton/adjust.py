@@ -56,26 +56,22 @@ def bias_kernel(
     masked_ids,
     num_masked,
     V,
-    HAS_BIASES: tl.constexpr,
-    HAS_MASKED: tl.constexpr,
     LIST: tl.constexpr,
 ):
     """One program, whose barrier keeps a masked token from getting a bias again."""
     i = tl.arange(0, LIST)
-    if HAS_BIASES:
-        for first in range(0, num_biases, LIST):
-            inside = first + i < num_biases
-            entry = tl.load(bias_entries + first + i, mask=inside, other=0)
-            at = logits + entry * V + tl.load(bias_ids + first + i, mask=inside, other=0)
-            value = tl.load(bias_values + first + i, mask=inside, other=0.0)
-            tl.store(at, tl.load(at, mask=inside, other=0.0) + value, mask=inside)
-    if HAS_MASKED:
-        tl.debug_barrier()
-        for first in range(0, num_masked, LIST):
-            inside = first + i < num_masked
-            entry = tl.load(masked_entries + first + i, mask=inside, other=0)
-            at = logits + entry * V + tl.load(masked_ids + first + i, mask=inside, other=0)
-            tl.store(at, tl.full((LIST,), -float("inf"), tl.float32), mask=inside)
+    for first in range(0, num_biases, LIST):
+        inside = first + i < num_biases
+        entry = tl.load(bias_entries + first + i, mask=inside, other=0)
+        at = logits + entry * V + tl.load(bias_ids + first + i, mask=inside, other=0)
+        value = tl.load(bias_values + first + i, mask=inside, other=0.0)
+        tl.store(at, tl.load(at, mask=inside, other=0.0) + value, mask=inside)
+    tl.debug_barrier()
+    for first in range(0, num_masked, LIST):
+        inside = first + i < num_masked
+        entry = tl.load(masked_entries + first + i, mask=inside, other=0)
+        at = logits + entry * V + tl.load(masked_ids + first + i, mask=inside, other=0)
+        tl.store(at, tl.full((LIST,), -float("inf"), tl.float32), mask=inside)
 
 
 @triton.jit
@@ -142,15 +138,15 @@ def add_biases(
 
     Rows and ids are int64, values float32.
     """
+    ids = torch.empty(0, dtype=torch.int64, device=logits_SV.device)
+    biases, masked = biases or (ids, ids, logits_SV.new_empty(0)), masked or (ids, ids)
     bias_kernel[(1,)](
         logits_SV,
-        *(biases or (None, None, None)),
-        len(biases[0]) if biases else 0,
-        *(masked or (None, None)),
-        len(masked[0]) if masked else 0,
+        *biases,
+        len(biases[0]),
+        *masked,
+        len(masked[0]),
         logits_SV.shape[1],
-        HAS_BIASES=biases is not None,
-        HAS_MASKED=masked is not None,
         LIST=size,
         num_warps=8,
         enable_fp_fusion=False,

@@ -7,7 +7,7 @@ scaled so that the likeliest is 1, and added up as integers, multiples of 2 ** -
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -162,7 +162,6 @@ def sample_kernel(
     token_ids,
     V,
     ALL_GREEDY: tl.constexpr,
-    NEEDS_FILTER: tl.constexpr,
     BLOCK: tl.constexpr,
     FEW: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
@@ -182,27 +181,32 @@ def sample_kernel(
     if not ALL_GREEDY:
         temperature = tl.load(temperatures + row)
         if temperature > 0:
-            lowest = 0.0
-            if NEEDS_FILTER:
-                top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
-                min_p = tl.load(min_ps + row)
-                lowest = _threshold(
-                    logits, V, top, temperature, scratch + row * FEW, top_k, top_p, min_p, BLOCK, FEW
-                )
+            lowest = _threshold(
+                logits,
+                V,
+                top,
+                temperature,
+                scratch + row * FEW,
+                tl.load(top_ks + row),
+                tl.load(top_ps + row),
+                tl.load(min_ps + row),
+                BLOCK,
+                FEW,
+            )
             uniform = tl.load(uniforms + row)
             token = _draw(logits, V, top, temperature, lowest, uniform, token, BLOCK, NUM_BLOCKS)
     tl.store(token_ids + row, token.to(tl.int64))
     tl.store(last_tokens + tl.load(rows + row), token.to(tl.int64))
 
 
-@dataclass(frozen=True, slots=True)
-class Params:
-    """Parameters of S rows on the device: float32 temperatures, 0 where a row is greedy, and float64 uniforms."""
+class Params(NamedTuple):
+    """Of S rows, on the device: int64 top-k, float64 uniforms, and float32. A greedy row has temperature 0."""
 
     temperatures_S: torch.Tensor
+    top_ks_S: torch.Tensor
+    top_ps_S: torch.Tensor
+    min_ps_S: torch.Tensor
     uniforms_S: torch.Tensor
-    filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    """top-k (int64), top-p and min-p (float32); None where no row has one."""
 
 
 def sample(
@@ -220,19 +224,15 @@ def sample(
     """
     num_rows, vocab_size = logits_SV.shape
     token_ids_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
-    filters = params.filters if params is not None else None
     sample_kernel[(num_rows,)](
         logits_SV,
-        params.temperatures_S if params is not None else None,
-        *(filters or (None, None, None)),
-        params.uniforms_S if params is not None else None,
-        logits_SV.new_empty((num_rows, few)) if filters else None,
+        *(params or [None] * 5),
+        None if params is None else logits_SV.new_empty((num_rows, few)),
         rows_S,
         last_token_R,
         token_ids_S,
         vocab_size,
         ALL_GREEDY=params is None,
-        NEEDS_FILTER=filters is not None,
         BLOCK=block,
         FEW=few,
         NUM_BLOCKS=triton.next_power_of_2(triton.cdiv(vocab_size, block)),

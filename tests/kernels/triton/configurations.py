@@ -137,24 +137,25 @@ def linear_configuration(tile: linear.Tile, has_bias: bool = False) -> Configura
     )
 
 
-def sample_configuration(name: str, all_greedy: bool, needs_filter: bool) -> Configuration:
+def sample_configuration(name: str, all_greedy: bool) -> Configuration:
     """`sample_kernel` over 151936 tokens."""
-    drawn = {**pointers("fp32", "temperatures"), **pointers("fp64", "uniforms")}
-    filters = {**pointers("i64", "top_ks"), **pointers("fp32", "top_ps", "min_ps", "scratch")}
-    given = {**({} if all_greedy else drawn), **(filters if needs_filter else {})}
+    drawn = {
+        **pointers("fp32", "temperatures", "top_ps", "min_ps", "scratch"),
+        **pointers("i64", "top_ks"),
+        **pointers("fp64", "uniforms"),
+    }
     return Configuration(
         name=f"sample-{name}",
         kernel=sampling.sample_kernel,
         types={
             **pointers("fp32", "logits"),
             **pointers("i64", "rows", "last_tokens", "token_ids"),
-            **given,
+            **({} if all_greedy else drawn),
             "V": "i32",
         },
         divisible=("V",),
-        constants={"ALL_GREEDY": all_greedy, "NEEDS_FILTER": needs_filter, "NUM_BLOCKS": 64}
-        | {"BLOCK": sampling.BLOCK, "FEW": sampling.FEW}
-        | dict.fromkeys({*drawn, *filters} - {*given}),
+        constants={"ALL_GREEDY": all_greedy, "NUM_BLOCKS": 32, "BLOCK": sampling.BLOCK, "FEW": sampling.FEW}
+        | (dict.fromkeys(drawn) if all_greedy else {}),
         options=same_everywhere(num_warps=16, enable_fp_fusion=False),
     )
 
@@ -208,7 +209,7 @@ OTHERS = [
             **dict.fromkeys(("num_biases", "num_masked", "V"), "i32"),
         },
         divisible=("V",),
-        constants={"HAS_BIASES": True, "HAS_MASKED": True, "LIST": adjust.LIST},
+        constants={"LIST": adjust.LIST},
         options=same_everywhere(num_warps=8, enable_fp_fusion=False),
         min_wide_loads=0,
     ),
@@ -250,9 +251,8 @@ CONFIGURATIONS = [
     linear_configuration(linear.NARROW, has_bias=True),
     linear_configuration(linear.WIDE),
     linear_configuration(linear.MEDIUM),
-    sample_configuration("greedy", all_greedy=True, needs_filter=False),
-    sample_configuration("drawn", all_greedy=False, needs_filter=False),
-    sample_configuration("filtered", all_greedy=False, needs_filter=True),
+    sample_configuration("drawn", all_greedy=False),
+    sample_configuration("greedy", all_greedy=True),
     pages_configuration(scatter=False),
     pages_configuration(scatter=True),
     *OTHERS,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from shared.engine.backends import load_model
 from shared.engine.future_map import FutureMap
 from shared.engine.logprobs import GatheredLogprobs, prompt_logprobs
 from shared.engine.model_runner import Forwarded, ModelRunner
@@ -32,6 +33,7 @@ from shared.engine.torch_ops import TorchTokens
 from shared.errors import ConfigError
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import load_library
+from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.packed_weights import native_obstacle
 from tests.backend_rig import NUM_ROWS, Rig, batch_of, rig
@@ -279,6 +281,30 @@ class TestChoice:
             assert path.backend.name == "native"
         with rig(folder_of("llama"), "auto", torch.float32) as path:
             assert path.backend.name == "torch"
+
+    @pytest.mark.parametrize(
+        ("kernels", "exact", "reason"),
+        [
+            ("triton", False, "--attention-backend triton: its kernels are for GPUs, and this is cpu"),
+            ("torch", True, "--exact: torch's operations are not exact"),
+            ("auto", True, "--exact: torch's operations are not exact"),
+        ],
+    )
+    def test_triton_and_exact_say_why_they_cannot(
+        self, folder_of: Callable[[str], Path], kernels: str, exact: bool, reason: str
+    ) -> None:
+        folder = folder_of("llama")
+        with pytest.raises(ConfigError, match=reason):
+            load_model(
+                kernels,
+                Checkpoint(folder),
+                load_model_config(folder),
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                cores=(-1,),
+                on_progress=lambda what, fraction: None,
+                exact=exact,
+            )
 
     def test_native_says_why_it_cannot(self, folder_of: Callable[[str], Path]) -> None:
         with (
