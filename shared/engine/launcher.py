@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared import log
+from shared.engine.collect_sampling import CountedRows
 from shared.engine.debug_checks import LaunchChecks
 from shared.engine.forward_stream import (
     ForwardStream,
@@ -19,7 +20,6 @@ from shared.engine.forward_stream import (
 from shared.engine.kv_copies import KVCopies
 from shared.engine.model_worker_batch import snapshot
 from shared.engine.profiler import Span
-from shared.engine.sampling_inputs import CountedRows
 from shared.engine.vocab_mask import fill_vocab_mask, must_wait_for_commit
 from shared.errors import RequestError
 from shared.kvcache.ledger import KVLedger

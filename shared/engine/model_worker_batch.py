@@ -7,12 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.engine.sampling_inputs import (
-    CountedRows,
-    HostSampling,
-    input_logprobs,
-    sampling_inputs,
-)
+from shared.engine.collect_sampling import CountedRows, input_logprobs, sampling_inputs
+from shared.engine.sampling_inputs import HostSampling
 from shared.kvcache.pools import ReqToTokenPool
 from shared.scheduling.plan import ScheduleBatch
 

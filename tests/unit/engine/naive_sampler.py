@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from shared.engine.sampling_inputs import uniform
+from shared.engine.collect_sampling import uniform
 from shared.protocol.sampling_params import SamplingParams
 
 

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
+from shared.engine.collect_sampling import CountedRows
 from shared.engine.model_worker_batch import snapshot
 from shared.engine.penalties import PenaltyTable, penalize
 from shared.engine.sampler import sample
-from shared.engine.sampling_inputs import CountedRows, HostSampling
+from shared.engine.sampling_inputs import HostSampling
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams, TokenBias
 from shared.scheduling.plan import ScheduleBatch, ScheduledReq, schedule

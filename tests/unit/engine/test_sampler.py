@@ -10,9 +10,10 @@ import torch
 
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
+from shared.engine.collect_sampling import uniform
 from shared.engine.model_worker_batch import snapshot
 from shared.engine.sampler import _filter, sample
-from shared.engine.sampling_inputs import SamplingInputs, uniform
+from shared.engine.sampling_inputs import SamplingInputs
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.plan import ScheduleBatch, schedule
