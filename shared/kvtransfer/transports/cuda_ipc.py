@@ -107,10 +107,10 @@ class IpcSharing:
             decoded = _decoder.decode(shown)
             event = self._runtime.open_event(decoded.event)
             address = self._runtime.open(decoded.memory)
+            slot = Slot(self._runtime.tensor(address, decoded.nbytes))
         except (LinkError, msgspec.MsgspecError) as error:
             os.close(descriptor)
             raise LinkError(f"the peer's slot cannot be mapped: {error}") from None
-        slot = Slot(self._runtime.tensor(address, decoded.nbytes))
         self._seen[slot] = address, event, descriptor
         return slot
 

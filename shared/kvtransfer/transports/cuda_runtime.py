@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -82,10 +82,12 @@ class Runtime(Protocol):
 class CudaRuntime:
     """The runtime that torch has loaded, by ctypes. HAS NOT RUN ON A GPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, library: Any = None) -> None:
+        """Take another `library` where torch's is not meant. LinkError: torch has loaded none."""
         self._device = device
-        library = _loaded_library()
+        library = library or _loaded_library()
         address, size = ctypes.c_void_p, ctypes.c_size_t
+        self._forget_error = library.cudaGetLastError
         self._error_string = library.cudaGetErrorString
         self._error_string.restype, self._error_string.argtypes = ctypes.c_char_p, (ctypes.c_int,)
         self._malloc = library.cudaMalloc
@@ -141,7 +143,10 @@ class CudaRuntime:
         return event
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        return torch.as_tensor(_DeviceArray(address, nbytes), device=self._device)
+        tensor = torch.as_tensor(_DeviceArray(address, nbytes), device=self._device)
+        if tensor.data_ptr() != address:  # torch copies what it takes for memory of another GPU
+            raise LinkError(f"torch sees no memory of {self._device} at {address:#x}")
+        return tensor
 
     def register(self, memory: torch.Tensor, *, read_only: bool) -> None:
         flags = _REGISTER_READ_ONLY if read_only else 0
@@ -153,6 +158,7 @@ class CudaRuntime:
 
     def _check(self, error: int, call: str) -> None:
         if error:
+            self._forget_error()  # or torch raises it when this thread next launches a kernel
             raise LinkError(f"{call}: {self._error_string(error).decode()}")
 
 
