@@ -124,10 +124,14 @@ class GpuShare:
         return num_pages
 
     def warm_up(self, bound: BoundModel) -> None:
-        """Capture graphs, and run each shape of forward over the scratch page, for kernels to be compiled."""
+        """Capture graphs, run each shape of forward over the scratch page, and move that: kernels are compiled."""
         self._on_progress("warming up", 0.0)
         bound.runner.capture_graphs()
         self._run(bound, [*self._batches.largest(), *self._batches.usual()])
+        pool = bound.pool
+        page = torch.empty(pool.gather_nbytes(1, 1), dtype=torch.uint8, device=pool.device)
+        pool.gather([0], 0, 1, page, seed=0)
+        pool.scatter([0], 0, 1, page, seed=0)
         self._on_progress("testing", 0.0)
         self_test(bound, self._shape, self._batches)
 

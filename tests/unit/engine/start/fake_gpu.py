@@ -11,6 +11,7 @@ import torch
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.start.shape import EngineShape
 from shared.engine.start.share import BoundModel
+from shared.kvcache.page_mover import NumpyPageMover
 from shared.kvcache.pools import TokenToKVPool
 from shared.protocol.logprobs import Logprobs
 from shared.scheduling.commit import Sampled
@@ -75,6 +76,21 @@ class FakeBackend:
     has_threads = False
 
 
+class CountingMover(NumpyPageMover):
+    """Counts gathers and scatters."""
+
+    def __init__(self) -> None:
+        self.num_gathers = self.num_scatters = 0
+
+    def gather(self, *args: Any, **kwargs: Any) -> int:
+        self.num_gathers += 1
+        return super().gather(*args, **kwargs)
+
+    def scatter(self, *args: Any, **kwargs: Any) -> int:
+        self.num_scatters += 1
+        return super().scatter(*args, **kwargs)
+
+
 @dataclass
 class FakeModel:
     """Takes `per_token` bytes for each token of a forward while it runs, and `context` bytes at the first one."""
@@ -87,6 +103,7 @@ class FakeModel:
     """Bytes that capturing takes."""
     bound: list[int] = field(default_factory=list)
     forwards: list[ModelWorkerBatch] = field(default_factory=list)
+    mover: CountingMover = field(default_factory=CountingMover)
 
     def load(self) -> None:
         self.memory.alloc(self.shape.weights_nbytes)
@@ -104,6 +121,7 @@ class FakeModel:
             head_dim=model.head_dim,
             dtype=self.shape.dtype,
             device=torch.device("cpu"),
+            mover=self.mover,
         )
         backend: Any = FakeBackend()
         runner: Any = FakeRunner(self)

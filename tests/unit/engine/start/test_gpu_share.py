@@ -268,3 +268,9 @@ def test_a_prefill_node_whose_role_is_fixed_runs_no_decode_step(host: Host, deco
     node = host.node(replace(SHAPE, decodes=decodes))
     node.start()
     assert any(batch.num_decodes for batch in node.model.forwards) is decodes
+
+
+def test_pages_are_moved_once_in_each_direction_before_a_peer_waits_for_it(host: Host) -> None:
+    node = host.node()
+    node.start()
+    assert (node.model.mover.num_gathers, node.model.mover.num_scatters) == (1, 1)
