@@ -154,7 +154,7 @@ def sample_configuration(name: str, all_greedy: bool) -> Configuration:
             "V": "i32",
         },
         divisible=("V",),
-        constants={"ALL_GREEDY": all_greedy, "NUM_BLOCKS": 32, "BLOCK": sampling.BLOCK, "FEW": sampling.FEW}
+        constants={"ALL_GREEDY": all_greedy, "NUM_BLOCKS": 64, "BLOCK": sampling.BLOCK, "FEW": sampling.FEW}
         | (dict.fromkeys(drawn) if all_greedy else {}),
         options=same_everywhere(num_warps=16, enable_fp_fusion=False),
     )

@@ -94,9 +94,10 @@ def launch_all(T: int) -> None:
     linear.linear(x, torch.zeros(64, 4096, **bf16), torch.zeros(64, **bf16), linear.NARROW, 4)
     resolve.resolve(ids, ids.clone(), ids.clone(), ids.clone())
     logits = torch.zeros(T, 151936)
-    filters = ids.clone(), floats.clone(), floats.clone()
-    drawn = sampling.Params(floats, torch.zeros(T, dtype=torch.float64), None)
-    for params in (None, drawn, sampling.Params(drawn.temperatures_S, drawn.uniforms_S, filters)):
+    drawn = sampling.Params(
+        floats, ids.clone(), floats.clone(), floats.clone(), torch.zeros(T, dtype=torch.float64)
+    )
+    for params in (None, drawn):
         sampling.sample(logits, params, ids, ids.clone())
     counts = torch.zeros(4, 151936, dtype=torch.int32)
     adjust.penalize(logits, ids, ids, floats, floats, floats, counts, counts.bool())
