@@ -143,9 +143,7 @@ def build_engine(
             share.measure(bind)
             on_progress("allocating KV pages", 1.0)
             num_pages = share.num_pages()
-            num_host_pages = resolve_num_host_pages(
-                config, num_pages, shape.page_nbytes, device, shape.decodes
-            )
+            num_host_pages = resolve_num_host_pages(config, num_pages, shape.page_nbytes, device)
             bound = bind(num_pages, num_host_pages)
             share.warm_up(bound)
         undo.pop_all()

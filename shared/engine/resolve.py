@@ -61,14 +61,11 @@ def resolve_context_length(options: ModelOptions, model: ModelConfig) -> int:
     return options.context_length
 
 
-def resolve_num_host_pages(
-    config: NodeConfig, num_pages: int, page_nbytes: int, device: torch.device, decodes: bool
-) -> int:
+def resolve_num_host_pages(config: NodeConfig, num_pages: int, page_nbytes: int, device: torch.device) -> int:
     """Pages of the host pool: from --host-kv-tokens, or as many as the KV pool has, within a cap.
 
     On a CPU the KV pool is in host memory already, and a larger one serves better than a second one: there it is
-    none by itself. So it is on a node that never `decodes`, since it retracts nothing. Raises ConfigError when
-    --retract-policy host is left without a page.
+    none by itself. Raises ConfigError when --retract-policy host is left without a page.
     """
     policy, tokens = config.schedule.retract_policy, config.cache.host_kv_tokens
     if policy == "recompute":
@@ -78,7 +75,7 @@ def resolve_num_host_pages(
             )
         return 0
     if tokens is None:
-        by_itself = decodes and (device.type == "cuda" or policy == "host")
+        by_itself = device.type == "cuda" or policy == "host"
         return min(num_pages, max(HOST_KV_CAP_BYTES // page_nbytes, 1)) if by_itself else 0
     if policy == "host" and tokens < config.cache.page_size:
         raise ConfigError(

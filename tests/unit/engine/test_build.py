@@ -21,7 +21,6 @@ from shared.engine.resolve import (
     resolve_context_length,
     resolve_device,
     resolve_dtype,
-    resolve_num_host_pages,
 )
 from shared.engine.start.shape import EngineShape
 from shared.engine.start.share import CPU_KV_CAP_BYTES, HostShare
@@ -159,12 +158,6 @@ class TestNumPages:
             ConfigError, match=r"the weights of the model take \d+\.\d\d GiB, and this machine has"
         ):
             HostShare(shape).await_room()
-
-
-@pytest.mark.parametrize(("decodes", "num_pages"), [(True, 100), (False, 0)])
-def test_a_gpu_has_host_pages_where_requests_can_be_retracted(decodes: bool, num_pages: int) -> None:
-    config = NodeConfig(model=ModelOptions(model="any"))
-    assert resolve_num_host_pages(config, 100, 1 << 20, torch.device("cuda", 0), decodes) == num_pages
 
 
 def test_the_ledger_has_the_sizes_that_were_asked_for() -> None:
