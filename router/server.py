@@ -54,6 +54,7 @@ ABORTED = "aborted by /abort_request"
 STOPPING = "the router is shutting down"
 _WAIT_FOR_PREFILL_S = 5.0
 _DRAIN_POLL_S = 0.05
+_PROOF_IDS = [0] * 8
 
 
 class Router:
@@ -177,10 +178,10 @@ class Router:
             await self._membership.changed()
 
     async def prove(self, text: str, max_new_tokens: int) -> str:
-        """Complete a prompt greedily, through both fleets. Raises RequestError."""
+        """Complete `text`, or token ids without a tokenizer, greedily, through both fleets. Raises RequestError."""
         model = self.model.get()
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
-        input_ids = (await model.tokenizer.encode([text]))[0]
+        input_ids = (await model.tokenizer.encode([text]))[0] if model.tokenizer.has_text else _PROOF_IDS
         work = Work(tuple(input_ids), params)
         prompt = Prompt(rid=f"proof-{secrets.token_hex(4)}", work=work, split=True)
         with self._generator.claim() as claim:

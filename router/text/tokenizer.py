@@ -21,7 +21,8 @@ class Tokenizer:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer | None, workers: TextWorkers | None = None) -> None:
         """None is for a router with --skip-tokenizer-init: no token has a text, and a text is refused."""
-        self._has_text = tokenizer is not None
+        self.has_text = tokenizer is not None
+        """False where no token has a text."""
         tokenizer = tokenizer or tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -65,7 +66,7 @@ class Tokenizer:
 
     def require_text(self, what: str, instead: str) -> None:
         """Raise RequestError for `what` of a request where there is no tokenizer."""
-        if not self._has_text:
+        if not self.has_text:
             raise RequestError(f"{what} needs a tokenizer (--skip-tokenizer-init): give {instead}")
 
     def special_text(self, token_id: int) -> str:
