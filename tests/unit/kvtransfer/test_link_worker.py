@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link import RECEIVER, SENDER, Copier, Driver, Link, LinkSpec, Stepped
@@ -130,7 +131,8 @@ def new_ring() -> SlotRing:
 
 
 def sending() -> SendLoop:
-    loop = SendLoop(ring=new_ring(), pages=Pages(), num_layers=1, gate=Pages(), copier=thread_copier("test"))
+    copier = thread_copier("test", DeviceThreads())
+    loop = SendLoop(ring=new_ring(), pages=Pages(), num_layers=1, gate=Pages(), copier=copier)
     loop.accept(Grant("l", 0, (GrantedChunk(KEY, 0, 1, 0, 1, PAGE_NBYTES),)))
     return loop
 
