@@ -76,6 +76,7 @@ def test_a_node_finishes_what_it_has_and_comes_back_in_the_other_role(model_fold
             assert (changed["node"]["role"], changed["node"]["state"]) == ("prefill", "alive")
             assert changed["node"]["incarnation"] == decode.ref.incarnation != before.incarnation
             assert changed["node"]["address"] == before.address
+            await decode.wait_for(Peers)
             assert decode.all(Peers)[-1] == Peers((other.ref,))
             assert prefill.all(Peers)[-1].decode_nodes == (other.ref,)
             info = {n["node_id"]: n for n in (await client.get("/server_info")).json()["nodes"]}
