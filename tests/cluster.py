@@ -19,6 +19,7 @@ from shared.kvcache.audit import audit, audit_idle
 from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
+from shared.kvtransfer.transports.choice import Transports
 from shared.protocol.logprobs import TokenLogprobs
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
@@ -53,6 +54,7 @@ from tests.fake_network import CorruptingPages, FakeNetwork, Faults
 
 ROUTER = "router"
 MakeEngine = Callable[[NodeConfig], Engine]
+MakeTransports = Callable[[FakeNetwork, str, TransferOptions], Transports]
 
 
 def sender_of(name: str) -> str:
@@ -296,7 +298,9 @@ class Node:
         engine: Engine,
         config: NodeConfig,
         options: TransferOptions,
+        make_transports: MakeTransports,
     ) -> None:
+        self._make_transports = make_transports
         self.name, self.role, self.engine = name, role, engine
         self.alive = True
         wake = threading.Event()
@@ -314,7 +318,7 @@ class Node:
             layout=engine.layout,
             pages=CorruptingPages(engine.pool, network),
             outbox=outbox,
-            transports=fake_transports(network, name, options),
+            transports=make_transports(network, name, options),
             clock=network.clock,
             options=options,
             wake=wake.set,
@@ -344,7 +348,7 @@ class Node:
             on_connected=lambda peer: self.sender.on_connected(peer),
             on_disconnected=self._on_target_lost,
         )
-        transports = fake_transports(network, name, own.options)
+        transports = self._make_transports(network, name, own.options)
         return KVSender(replace(own, node=ref(name), outbox=outbox, transports=transports))
 
     def _on_target_lost(self, peer: str, reason: str) -> None:
@@ -377,7 +381,9 @@ class Cluster:
         seed: int = 0,
         faults: Faults | None = None,
         options: TransferOptions | None = None,
+        make_transports: MakeTransports = fake_transports,
     ) -> None:
+        self._make_transports = make_transports
         self.network = FakeNetwork(seed=seed, faults=faults)
         self.options = options or TransferOptions()
         self.router = ScriptedRouter(self.network)
@@ -392,7 +398,7 @@ class Cluster:
     def start(self, name: str, role: Role, engine: Engine | None = None) -> None:
         config = self._configs[role]
         engine = engine or self._make_engine(config)
-        self.nodes[name] = Node(self.network, name, role, engine, config, self.options)
+        self.nodes[name] = Node(self.network, name, role, engine, config, self.options, self._make_transports)
 
     def kill(self, name: str) -> None:
         self.nodes[name].alive = False

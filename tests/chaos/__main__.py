@@ -12,7 +12,7 @@ import json
 import sys
 import traceback
 
-PARTS = ("corruption", "matrix", "planted", "churn", "abort_storm", "soak")
+PARTS = ("corruption", "races", "matrix", "planted", "churn", "abort_storm", "soak")
 
 
 def main() -> int:

@@ -1,0 +1,190 @@
+"""Parts with one step left out: the races that the simulator must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.device_streams import DeviceStreams, StreamEvent
+from shared.engine.forward_stream import (
+    CudaCopyResult,
+    CudaFence,
+    CudaForwardStream,
+    CudaResult,
+)
+from shared.engine.input_block import InputBlock
+from shared.engine.model_runner import Forwarded, ModelRunner
+from shared.engine.sampling_inputs import VocabMask
+from shared.engine.uploads import StartCopy
+from shared.kernels.triton.pages import TritonPageMover
+from shared.kvcache.allocator import PageAllocator
+from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.host_pool import HostKVPool
+from shared.kvcache.page_digest import chunk_digest
+from shared.kvcache.page_mover import TorchPageMover
+from shared.kvtransfer.link import Arrival, Link, LinkSpec, Op
+from shared.kvtransfer.staging import Slot
+from tests.sim.streams.device import FakeGpu, FakeStream
+from tests.sim.streams.engine import copy_pages
+from tests.sim.streams.links import GpuLinkFactory
+from tests.sim.streams.tensors import DEVICE, FakeTorch
+
+
+class Passed:
+    """An event of the past."""
+
+    def synchronize(self) -> None: ...
+
+    def seconds_since(self, earlier: StreamEvent) -> float:
+        return 0.0
+
+
+class FenceThatIsOpen(CudaForwardStream):
+    """What a launch had queued before it raised is not waited for: its epoch retires too early."""
+
+    def fence(self) -> CudaFence:
+        return CudaFence(Passed())
+
+
+class AllocatorWithoutEpochs(PageAllocator):
+    """A freed page goes to an arrival at once, while a forward may use it."""
+
+    def free(self, page_ids: Iterable[int]) -> None:
+        self._free.extend(page_ids)
+
+
+class ChunksWithoutEvent(CudaForwardStream):
+    """A forward that samples nothing counts as done when it is launched, so its pages are gathered too early."""
+
+    def sample(self, forwarded: Forwarded, vocab_mask: VocabMask[np.ndarray] | None = None) -> CudaResult:
+        result = super().sample(forwarded, vocab_mask)
+        return result if forwarded.logits_SV is not None else replace(result, copy_done=Passed())
+
+
+class OneHostBlock(InputBlock):
+    """All forwards are packed into one host block, which is filled again before its copy is done."""
+
+    def __init__(
+        self, nbytes: int, num_rows: int, page_size: int, device: torch.device, start_copy: StartCopy
+    ) -> None:
+        def copy(to: torch.Tensor, source: torch.Tensor) -> Passed:
+            start_copy(to, source)
+            return Passed()
+
+        super().__init__(nbytes, num_rows, page_size, device, copy)
+        del self._ring._hosts[1:], self._ring._copied[1:]
+
+
+class ScatterWithoutEvent(TritonPageMover):
+    """A scatter counts as done when it is launched, and no later forward waits for it."""
+
+    def __init__(self, gpu: FakeGpu, torch_mode: FakeTorch) -> None:
+        super().__init__(DEVICE, gpu, partial(copy_pages, torch_mode))
+        self._gpu = gpu
+        self._copy = partial(copy_pages, torch_mode)
+
+    def scatter(
+        self,
+        pages_RPN: torch.Tensor,
+        rows: range,
+        page_ids: Sequence[int],
+        src: torch.Tensor,
+        seed: int | None = None,
+    ) -> int:
+        assert seed is not None
+        words = torch.tensor([0, seed - (1 << 64) if seed >> 63 else seed, *page_ids]).to(DEVICE)
+        arrived = src.view(-1).clone()
+        self._gpu.current().synchronize()
+        with self._gpu.new().use():
+            self._copy(pages_RPN, rows, arrived, words, scatter=True)
+        return chunk_digest(src, pages_RPN.shape[2], seed)
+
+
+class MoverWithoutOrder(TritonPageMover):
+    """A copy does not wait for what the calling thread has queued, such as the zeros of a new slot."""
+
+    @contextmanager
+    def _lane(self) -> Iterator[Any]:
+        with super()._lane() as lane:
+            lane._streams = Unordered(lane._stream)
+            yield lane
+
+
+@dataclass(frozen=True)
+class Unordered:
+    """Streams of which the current one has nothing to wait for."""
+
+    stream: FakeStream
+
+    def new(self) -> FakeStream:
+        return self.stream
+
+    def current(self) -> FakeStream:
+        return self.stream
+
+
+class MoverThatRunsOn(TorchPageMover):
+    """A copy that raises half-way leaves what it has queued to run."""
+
+    def __init__(self, gpu: FakeGpu, torch_mode: FakeTorch) -> None:
+        super().__init__(None)
+
+
+class CopiesOnDefaultStream(CudaForwardStream):
+    """The KV of retracted requests is copied on the stream of the calling thread, which is the default stream."""
+
+    def copy(self, pages: PageCopy) -> CudaCopyResult:
+        assert self._host_pool is not None
+        started = self._stream.record(timed=True)
+        self._host_pool.copy(pages)
+        return CudaCopyResult(started, self._stream.record(timed=True))
+
+
+class ResultsOnSideStream(CudaForwardStream):
+    """Tokens go to the host on a second stream, behind an event, and their memory is freed before that has run."""
+
+    def __init__(self, runner: ModelRunner, host_pool: HostKVPool | None, streams: DeviceStreams) -> None:
+        super().__init__(runner, host_pool, streams)
+        self._side = streams.new()
+
+    def sample(self, forwarded: Forwarded, vocab_mask: VocabMask[np.ndarray] | None = None) -> CudaResult:
+        with self._stream.use():
+            sampled = self._runner.sample(forwarded, vocab_mask)
+        self._side.wait(self._stream.record())
+        with self._side.use():
+            on_host = sampled.map(lambda tensor: tensor.to("cpu", non_blocking=True))
+        return CudaResult(on_host, self._side.record())
+
+
+class LinksAbortedLate(GpuLinkFactory):
+    """A link whose abort has no effect before it is closed, which is after its ring is free."""
+
+    def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
+        link = super().build(spec, on_dead, block=block)
+        return None if link is None else LinkAbortedLate(link)
+
+
+@dataclass(frozen=True)
+class LinkAbortedLate:
+    link: Link
+
+    @property
+    def max_arrivals(self) -> int:
+        return self.link.max_arrivals
+
+    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> Op:
+        return self.link.send(slot, nbytes, seq, header)
+
+    def recv(self, nbytes: int, seq: int) -> Arrival:
+        return self.link.recv(nbytes, seq)
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None:
+        self.link.close()

@@ -1,0 +1,106 @@
+"""Hypothesis draws the order in which streams run; whatever it draws, no page and no slot is used by two."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.kvcache.page_mover import TorchPageMover
+from tests.sim.streams.device import FakeGpu, Schedule
+from tests.sim.streams.engine import NewMover, copy_pages, triton_mover
+from tests.sim.streams.fleet import Happening, Parts, Scenario, run
+from tests.sim.streams.plants import (
+    AllocatorWithoutEpochs,
+    ChunksWithoutEvent,
+    CopiesOnDefaultStream,
+    FenceThatIsOpen,
+    LinksAbortedLate,
+    MoverThatRunsOn,
+    MoverWithoutOrder,
+    OneHostBlock,
+    ResultsOnSideStream,
+    ScatterWithoutEvent,
+)
+from tests.sim.streams.scenarios import first_of, happenings, scenarios
+from tests.sim.streams.tensors import DEVICE, FakeTorch
+
+torch.set_num_threads(1)
+
+
+@settings(max_examples=40)
+@given(scenarios())
+def test_no_order_that_events_allow_is_a_race(scenario: Scenario) -> None:
+    assert run(scenario) == []
+
+
+SENDS_TIME_OUT = st.tuples(st.builds(Happening, st.integers(2, 16), st.just("time out"), st.just(0)))
+
+PLANTED = {
+    "an epoch retired before what a launch had queued": (
+        Parts(make_stream=FenceThatIsOpen),
+        {"happenings": happenings("no memory")},
+        "free for arrivals",
+    ),
+    "pages that do not cool": (
+        Parts(new_allocator=AllocatorWithoutEpochs),
+        {"num_reqs": st.just(5), "overlap": st.just(True)},
+        "free for arrivals",
+    ),
+    "no event between a forward and a gather": (Parts(make_stream=ChunksWithoutEvent), {}, ""),
+    "no event between a scatter and a forward": (Parts(new_mover=ScatterWithoutEvent), {}, ""),
+    "a scatter that raises and runs on": (
+        Parts(new_mover=MoverThatRunsOn),
+        {"happenings": happenings("no memory"), "schedule": st.builds(Schedule, st.integers(0, 2**16))},
+        "",
+    ),
+    "a copy that is not behind the making of its slot": (
+        Parts(new_mover=lambda gpu, mode: MoverWithoutOrder(DEVICE, gpu, partial(copy_pages, mode))),
+        {},
+        "",
+    ),
+    "a host block of inputs filled before its copy": (
+        Parts(new_inputs=OneHostBlock),
+        {"overlap": st.just(True)},
+        "",
+    ),
+    "a copy on the default stream": (
+        Parts(make_stream=CopiesOnDefaultStream),
+        {"retract_every": st.just(5)},
+        "",
+    ),
+    "memory freed while another stream reads it": (Parts(make_stream=ResultsOnSideStream), {}, "freed"),
+    "a ring freed before its abort": (
+        Parts(links=LinksAbortedLate),
+        {"happenings": SENDS_TIME_OUT},
+        "slot",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_race_that_was_planted_is_found(name: str) -> None:
+    parts, fixed, shows_as = PLANTED[name]
+    scenario = first_of(scenarios(**fixed), lambda drawn: any(shows_as in race for race in run(drawn, parts)))
+    assert run(scenario) == []
+
+
+@pytest.mark.parametrize(
+    "of", [triton_mover, lambda gpu, torch_mode: TorchPageMover(gpu)], ids=["triton", "torch"]
+)
+def test_a_copy_that_raises_half_way_leaves_nothing_to_run(of: NewMover) -> None:
+    """Its pages and its slot have other owners as soon as it has raised."""
+    gpu = FakeGpu()
+    with torch.inference_mode(), FakeTorch(gpu) as torch_mode:
+        pages_RPN = torch.zeros((2, 4, 32), dtype=torch.uint8, device=DEVICE)
+        slot = torch.zeros((2, 2, 32), dtype=torch.uint8)
+        mover = of(gpu, torch_mode)
+        for copy in (mover.gather, mover.scatter):
+            gpu.num_allocations_left = 1
+            with pytest.raises(torch.OutOfMemoryError):
+                copy(pages_RPN, range(2), [1, 3], slot, seed=7)
+            assert not gpu.queued
+    gpu.close()
