@@ -80,9 +80,10 @@ def _receive_some(link: Link, spec: LinkSpec, numbers: Sequence[int], nbytes: in
             for arrival in arrivals:
                 arrival.wait(block=True)
             seconds = time.perf_counter() - start
-            for number, arrival in zip(numbers, arrivals, strict=True):
-                if _envelope(number).open(arrival.header) != _digest(arrival.slot.payload(nbytes)):
-                    raise LinkError(f"message {number} arrived corrupt")
+        # Every op has left. The link is aborted once its end was reported, so that the peer is given the reason.
+        for number, arrival in zip(numbers, arrivals, strict=True):
+            if _envelope(number).open(arrival.header) != _digest(arrival.slot.payload(nbytes)):
+                raise LinkError(f"message {number} arrived corrupt")
     finally:
         for arrival in arrivals:
             with suppress(LinkError):  # a link that has died meanwhile says so at its next op

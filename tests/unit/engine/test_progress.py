@@ -1,4 +1,4 @@
-"""Layers count when they are computed, in launch order, whoever asks."""
+"""Layers count when they are computed, in launch order, on whichever thread they are counted."""
 
 from __future__ import annotations
 

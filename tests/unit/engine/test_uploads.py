@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Stream:
-    """Copies that run when they are told to, or when somebody waits for them."""
+    """Copies that run when a test says so, or when they are waited for."""
 
     queued: list[Copy] = field(default_factory=list)
     num_waits: int = 0

@@ -187,7 +187,7 @@ def test_a_replacement_waits_for_the_memory_of_its_predecessor(host: Host) -> No
 
 
 def test_a_replacement_gives_up_when_the_memory_does_not_come(host: Host) -> None:
-    host.gpu.taken["somebody"] = 80 * MIB
+    host.gpu.taken["stranger"] = 80 * MIB
     began = host.time.now
     with pytest.raises(
         ConfigError, match=r"tiny needs 0\.09 GiB of cuda:0, which has 0\.02 GiB free.*waited 60"
@@ -258,7 +258,7 @@ def test_max_total_tokens_says_how_much_a_node_takes(host: Host) -> None:
 
 def test_memory_that_others_took_meanwhile_makes_the_pool_smaller(host: Host) -> None:
     node = host.node()
-    host.time.at.append((0.0, lambda: host.gpu.taken.update(somebody=40 * MIB)))
+    host.time.at.append((0.0, lambda: host.gpu.taken.update(stranger=40 * MIB)))
     node.start()
     assert 59 * MIB - 2 * PAGE < node.nbytes <= 60 * MIB
 
