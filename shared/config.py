@@ -102,7 +102,7 @@ class CacheOptions:
     )
     gpu_memory_timeout_s: float = flag(
         60.0,
-        "how long a node that starts waits for GPU memory that another process still holds",
+        "how long a node that starts waits for GPU memory that another process still holds, before it takes less",
         fraction(0.0, 3600),
     )
     disable_radix_cache: bool = flag(False, "do not keep prefixes for later requests")
@@ -224,7 +224,13 @@ class NetOptions:
         (), "router to join; may repeat", metavar="HOST[:PORT]", names=("--router",), repeats=True
     )
     exit_with_parent: bool = flag(False, "stop when standard input closes")
-    fleet_key: str | None = flag(None, "shared secret of the fleet; needed beyond loopback", metavar="FILE")
+    fleet_key: tuple[str, ...] = flag(
+        (),
+        "shared secret of the fleet; needed beyond loopback; repeats while it is being replaced: the first is this "
+        "process's own, and all are accepted",
+        metavar="FILE",
+        repeats=True,
+    )
     insecure: bool = flag(False, "listen beyond loopback without --fleet-key")
     drain_timeout_s: float = flag(
         30.0, "after SIGTERM, how long requests may take to leave for other nodes", _seconds

@@ -103,9 +103,12 @@ class CudaStreams:
     device: torch.device
     sleeps: bool = False
     """How threads wait for events of these streams: see `CudaStream`."""
+    priority: int = 0
+    """Of new streams. torch hands out the 32 streams of each priority in turn, so the 33rd is the first one again."""
 
     def new(self) -> CudaStream:
-        return CudaStream(torch.cuda.Stream(self.device), self.sleeps)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self.device, self.priority)  # type: ignore[no-untyped-call]
+        return CudaStream(stream, self.sleeps)
 
     def current(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self.device), self.sleeps)

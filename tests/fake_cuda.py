@@ -48,12 +48,12 @@ class FakeRuntime:
     def ipc_handle(self, address: int) -> bytes:
         return _place(self._memory[address].descriptor)
 
-    def open(self, handle: bytes) -> int:
+    def open(self, handle: bytes) -> torch.Tensor:
         if self._without_ipc:
             raise LinkError("cudaIpcOpenMemHandle: invalid device context")
         memory = _Memory(_open(handle), is_own=False)
         self._memory[memory.address] = memory
-        return memory.address
+        return self.tensor(memory.address, len(memory.area))
 
     def close(self, address: int) -> None:
         memory = self._memory.pop(address)
@@ -72,7 +72,9 @@ class FakeRuntime:
         return FakeEvent(_open(handle))
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        return torch.frombuffer(self._memory[address].area, dtype=torch.uint8)[:nbytes]
+        area = self._memory[address].area
+        assert nbytes <= len(area), "a tensor is larger than its memory: a GPU would read or write beyond it"
+        return torch.frombuffer(area, dtype=torch.uint8)[:nbytes]
 
     def register(self, memory: torch.Tensor, *, read_only: bool) -> None:
         if read_only and not self._pins_read_only:

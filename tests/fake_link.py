@@ -50,7 +50,7 @@ def fake_transports(network: FakeNetwork, party: str, options: TransferOptions) 
     """The data links of a party that has joined."""
     slot_nbytes = options.slot_nbytes or HOST_SLOT_NBYTES
     factory = FakeLinkFactory(network, party, options, slot_nbytes, HostMemory())
-    return Transports({"fake": factory}, slot_nbytes=slot_nbytes, rehearse=None)
+    return Transports({"fake": factory}, slot_nbytes=slot_nbytes)
 
 
 class FakeLinkFactory:

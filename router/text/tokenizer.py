@@ -74,8 +74,8 @@ class Tokenizer:
         return self._vocabulary.special_text(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself, special or not."""
-        return self._vocabulary.token_text(token_id)
+        """The text of one token by itself, special or not; where no token has one, its id as vLLM writes it."""
+        return self._vocabulary.token_text(token_id) if self.has_text else f"token_id:{token_id}"
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token by itself, also those of a part of a character."""

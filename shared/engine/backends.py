@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
 
 from shared import log
-from shared.engine.cuda_graphs import CudaGraphPool, Graphs, graph_shapes
+from shared.engine.cuda_graphs import CudaGraphPool, GraphPool, Graphs, graph_shapes
 from shared.engine.input_block import ForwardLimits
 from shared.engine.model_runner import ModelBackend
 from shared.engine.native_backend import NativeBackend
@@ -51,14 +50,24 @@ class TorchModel:
     def bind(self, pool: TokenToKVPool, progress: Progress, limits: ForwardLimits) -> TorchBackend:
         """A TorchBackend, with graphs on a GPU if its attention can be captured."""
         kernels = self.make_kernels(pool)
-        graphs = None
-        if pool.device.type == "cuda" and self.cuda_graph_max_bs is not None:
-            if kernels.attention.capturable:
-                max_bs = min(self.cuda_graph_max_bs, limits.num_rows)
-                graphs = Graphs(CudaGraphPool(pool.device), graph_shapes(max_bs, limits.max_tokens))
-            else:
-                log.event("no_cuda_graphs", reason=f"--attention-backend {kernels.name} allows none")
+        graphs = choose_graphs(kernels, self.cuda_graph_max_bs, pool.device, limits)
         return TorchBackend(kernels, self.decoder, pool, progress, limits, graphs=graphs)
+
+
+def choose_graphs(
+    kernels: Kernels,
+    max_bs: int | None,
+    device: torch.device,
+    limits: ForwardLimits,
+    new_pool: Callable[[torch.device], GraphPool] = CudaGraphPool,
+) -> Graphs | None:
+    """The graphs of forwards of at most `max_bs` sequences; None where there are none."""
+    if device.type != "cuda" or max_bs is None:
+        return None
+    if not kernels.attention.capturable:
+        log.event("no_cuda_graphs", reason=f"--attention-backend {kernels.name} allows none")
+        return None
+    return Graphs(new_pool(device), graph_shapes(min(max_bs, limits.num_rows), limits.max_tokens))
 
 
 @dataclass(frozen=True)
@@ -147,7 +156,7 @@ def _make_kernels(
     if obstacle is None:
         from shared.engine.triton_kernels import triton_kernels
 
-        return partial(triton_kernels, config, exact)
+        return triton_kernels(config, dtype, device, exact=exact)
     if attention_backend == "triton":
         raise ConfigError(f"--attention-backend triton: {obstacle}")
     if exact:

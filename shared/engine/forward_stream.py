@@ -26,7 +26,10 @@ from shared.kvcache.host_pool import HostKVPool
 from shared.scheduling.commit import Sampled
 
 _CUDA_ERROR_MEMORY_ALLOCATION = 2
-
+_TRITON_ERROR = "Triton Error [CUDA]: "
+"""How Triton begins the text of a driver's error. It raises a plain RuntimeError."""
+FORWARD_PRIORITY = -1
+"""No other stream has it, so no link is ever handed the forward stream. Its kernels go first on a busy GPU."""
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -68,6 +71,8 @@ def is_device_lost(error: Exception) -> bool:
 
     An allocation that fails, on the device or of pinned memory, leaves the context intact.
     """
+    if str(error).startswith(_TRITON_ERROR):
+        return str(error) != f"{_TRITON_ERROR}out of memory"
     return isinstance(error, torch.AcceleratorError) and (
         getattr(error, "error_code", None) != _CUDA_ERROR_MEMORY_ALLOCATION
     )
@@ -271,5 +276,5 @@ def make_forward_stream(
     `sleeps`.
     """
     if runner.device.type == "cuda":
-        return CudaForwardStream(runner, host_pool, CudaStreams(runner.device, sleeps))
+        return CudaForwardStream(runner, host_pool, CudaStreams(runner.device, sleeps, FORWARD_PRIORITY))
     return CpuForwardStream(runner, host_pool, cores)

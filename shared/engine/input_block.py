@@ -36,7 +36,6 @@ class Header(IntEnum):
     PAGE_TABLE = 3
     TABLE_STRIDE = 4
     WORK = 5
-    NUM_WORK_WORDS = 6
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -145,7 +144,6 @@ class InputBlock:
             table,
             table_BP.shape[1],
             end_of_table,
-            len(work),
         )
         self._fill_numbers(host[HEADER_NBYTES : shape.table_at].view(np.int64), batch, shape)
         words[table:end_of_table] = table_BP.reshape(-1)

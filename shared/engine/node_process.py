@@ -45,6 +45,12 @@ SWITCH_INTERVAL_S = 1e-4
 A native forward that has ended needs the GIL to say so, while the scheduler plans the next step: at 5 ms nothing of
 that planning was hidden behind forwards of a few ms, at 0.1 ms nine tenths of it (2 cores, AVX-512, llama-160m).
 """
+CUDA_QUEUES = "32"
+"""CUDA_DEVICE_MAX_CONNECTIONS, where the operator has not set it. CUDA reads it once, when it is initialized.
+
+Streams share hardware queues when there are more of them than queues, 8 by default: a receive of NCCL that spins for
+a slow peer would stand before forwards.
+"""
 ANY_HOST = ("0.0.0.0", "::", "*")
 
 
@@ -109,7 +115,7 @@ def _serve(role: Role, config: NodeConfig, builder_of: Callable[[Role], BuildRol
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     raise_open_files_limit()  # each peer has several sockets, and gloo aborts a process that has no file left
     net = config.net
-    fleet_key = FleetKey.load(net.fleet_key) if net.fleet_key else None
+    fleet_key = FleetKey.load(net.fleet_key)
     require_key_beyond_loopback("--host", net.host, has_key=fleet_key is not None, insecure=net.insecure)
     advertised = net.advertise_host or net.host
     if advertised in ANY_HOST:
@@ -176,6 +182,7 @@ class _Loaded:
 
 
 def _load(config: NodeConfig, presence: _Presence) -> _Loaded:
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", CUDA_QUEUES)
     try:
         # Options are checked first, since a model takes minutes to load.
         transports = make_transports(config.transfer, resolve_device(config.model.device))

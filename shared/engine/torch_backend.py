@@ -17,8 +17,9 @@ from shared.engine.future_map import FutureMap
 from shared.engine.input_block import BlockShape, ForwardLimits, InputBlock, padding_batch
 from shared.engine.model_runner import Forwarded
 from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.penalties import Penalize
 from shared.engine.progress import Progress
-from shared.engine.sampling_inputs import PenaltyInputs, SamplingInputs
+from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.uploads import StartCopy, start_copy_to
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.decoder import Decoder
@@ -35,14 +36,9 @@ class TokenOps(Protocol):
         """Enter into the FutureMap what the batch brings, then return the input ids, int64 [T]."""
         ...
 
-    def penalize(
-        self,
-        logits_SV: torch.Tensor,
-        inputs: PenaltyInputs[torch.Tensor],
-        num_output_NV: torch.Tensor,
-        is_known_NV: torch.Tensor,
-    ) -> None:
-        """A `Penalize`."""
+    @property
+    def penalize(self) -> Penalize:
+        """What penalizes logits by counted tokens."""
         ...
 
     def draw(

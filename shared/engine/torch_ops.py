@@ -13,7 +13,7 @@ from shared.engine.forward_batch import ForwardBatch
 from shared.engine.future_map import FutureMap
 from shared.engine.penalties import penalize
 from shared.engine.sampler import sample
-from shared.engine.sampling_inputs import PenaltyInputs, SamplingInputs
+from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.torch_backend import Kernels
 from shared.kernels.reference import write_kv
 from shared.model.layers import apply_rotary, rms_norm, rotary_cos_sin, silu_mul
@@ -80,19 +80,11 @@ class TorchOps:
 class TorchTokens:
     """The `TokenOps` of torch."""
 
+    penalize = staticmethod(penalize)
+
     def resolve(self, batch: ForwardBatch, future_map: FutureMap) -> torch.Tensor:
         """As the FutureMap does it."""
         return future_map.resolve(batch.input_ids_T, batch.future_rows_B, batch.future_tokens_B)
-
-    def penalize(
-        self,
-        logits_SV: torch.Tensor,
-        inputs: PenaltyInputs[torch.Tensor],
-        num_output_NV: torch.Tensor,
-        is_known_NV: torch.Tensor,
-    ) -> None:
-        """The function of that name."""
-        penalize(logits_SV, inputs, num_output_NV, is_known_NV)
 
     def draw(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -21,19 +22,29 @@ SUMS = 1
 """Raised by every change of a kernel that gives other bits for the same inputs."""
 
 
-def triton_kernels(config: ModelConfig, exact: bool, pool: TokenToKVPool) -> Kernels:
-    """Those for a pool on a GPU. Raises ConfigError where the GPU's products cannot be exact.
+def triton_kernels(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, exact: bool
+) -> Callable[[TokenToKVPool], Kernels]:
+    """What makes those for a pool on a GPU. Raises ConfigError where the GPU's products cannot be exact.
 
     Their numerics name SUMS, Triton's version, the GPU, and the products: exact, or cuBLAS's of a version of torch.
     """
-    gpu = torch.cuda.get_device_name(pool.device)
-    numerics = f"triton-{SUMS}-{triton.__version__}/{gpu}"
+    numerics = f"triton-{SUMS}-{triton.__version__}/{torch.cuda.get_device_name(device)}"
     if not exact:
-        return make_triton_kernels(config, pool, linear, f"{numerics}/cublas-{torch.__version__}")
-    product = ExactLinear.of(pool.device)
-    if not product.same_bits(pool.dtype, pool.device):
-        raise ConfigError(f"--exact: on {gpu} products of few rows have other bits than those of many")
-    return make_triton_kernels(config, pool, product, f"{numerics}/exact", is_exact=True)
+        numerics = f"{numerics}/cublas-{torch.__version__}"
+        return partial(make_triton_kernels, config, product=linear, numerics=numerics)
+    product = ExactLinear.of(device)
+    require_exact(product, config, dtype, device)
+    return partial(make_triton_kernels, config, product=product, numerics=f"{numerics}/exact", is_exact=True)
+
+
+def require_exact(
+    product: ExactLinear, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ConfigError unless products of the model's shapes have the same bits by every tile."""
+    depths = {config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size}
+    if not product.same_bits(sorted(depths), dtype, device):
+        raise ConfigError(f"--exact: on {device} products of few rows have other bits than those of many")
 
 
 def make_triton_kernels(

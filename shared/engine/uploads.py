@@ -60,6 +60,9 @@ class BlockRing:
     The device's block is written and read on one stream, so a copy waits for the kernels that read the block before.
     A host block is filled again once its own copy is done. At most one forward is in flight when the next one is
     launched, so the copy that `fill` waits for belongs to a forward whose result the scheduler has seen.
+
+    torch's allocator of pinned memory holds a block back that was freed, until the copies from it are done: a ring
+    may be dropped behind `send`. It does not keep the host from writing to a block that lives, so `fill` waits.
     """
 
     def __init__(self, nbytes: int, device: torch.device, start_copy: StartCopy | None) -> None:

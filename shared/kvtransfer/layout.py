@@ -93,7 +93,8 @@ class ChunkPlan:
         layers = min(num_layers, slot_nbytes // unit_nbytes)
         if layers == 0:
             raise ConfigError(
-                f"one page of one layer takes {unit_nbytes} bytes and does not fit a staging slot of {slot_nbytes}"
+                f"one page of one layer takes {unit_nbytes} bytes and does not fit a staging slot of {slot_nbytes}; "
+                "raise --kv-slot-bytes or lower --page-size"
             )
         num_parts = -(-num_layers // layers)
         layers = -(-num_layers // num_parts)  # parts of equal size, so that no part is a small remainder

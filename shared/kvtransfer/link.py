@@ -115,6 +115,10 @@ class Link(Protocol):
         ...
 
 
+Rehearse = Callable[[Link, LinkSpec, Callable[[str], None]], LinkRate]
+"""Tries a link that was just built. LinkError: it fails. The callback takes the reason before a link is aborted."""
+
+
 class Stepped(Protocol):
     """A loop in steps: a thread calls `step(block=True)` until `finished`, the fake network `step(block=False)`."""
 

@@ -12,11 +12,12 @@ timed out for the host may still read or write the slot on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from shared import log
 from shared.errors import LinkError
-from shared.kvtransfer.link import Driver, Link, LinkFactory, LinkRate, LinkSpec
+from shared.kvtransfer.link import Driver, Link, LinkFactory, LinkRate, LinkSpec, Rehearse
 
 
 class LinkLoop(Protocol):
@@ -50,7 +51,7 @@ class LinkWorker:
         transport: str,
         loop: LinkLoop,
         factory: LinkFactory,
-        rehearse: Callable[[Link, LinkSpec], LinkRate] | None,
+        rehearse: Rehearse | None,
         passed_over: dict[str, str],
         clock: Callable[[], float],
         report_dead: Callable[[LinkWorker, str], None],
@@ -134,7 +135,7 @@ class LinkWorker:
         if self._link is None:
             return False
         if self._rehearse is not None:
-            self.rate = self._rehearse(self._link, self._spec)
+            self.rate = self._rehearse(self._link, self._spec, partial(self._report_dead, self))
         self.loop.attach(self._link)
         self.live_at = self._clock()
         if self._peer_gone is not None:

@@ -49,9 +49,9 @@ class Path:
 PATHS = {
     "shm": Path("shm", NativePageMover),
     "gloo": Path("gloo", NativePageMover),
-    "device": Path("gloo", TorchPageMover),
+    "cuda-ipc": Path("cuda-ipc", TorchPageMover),
 }
-"""`device`: the code that copies and digests pages of a GPU, on tensors of a CPU."""
+"""`cuda-ipc`: over a fake of the CUDA runtime, with the code that copies and digests pages of a GPU in torch."""
 
 
 class Fault(StrEnum):

@@ -36,6 +36,7 @@ def test_a_split_fleet_of_random_weights_moves_pages_and_answers_in_token_ids(tm
     flags = ("--model", str(model), "--load-format", "dummy", "--skip-tokenizer-init", *NODE_FLAGS)
     with Router(tmp_path, "--local", "1P1D", "--max-total-tokens", "4096", *flags) as router:
         router.wait_ready()
+        assert '-d \'{"input_ids": [1, 2, 3]' in router.log, "the example is one that this router answers"
         split = router.generate(PROMPT, 20, return_timeline=True)
         assert len(set(split.tokens())) > 10, "logits are sane"
         assert split.last["meta_info"]["kv_pages_transferred"] > 0, "fingerprints and numerics agree"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,6 @@ from shared.kvtransfer.layout import PageStore
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
-from shared.model.ops import Ops
 from tests.golden.references import Zoo
 from tests.golden.serving import Client, node_config, real_engine, split
 
@@ -86,14 +86,8 @@ class ShiftedDecoder(Decoder):
     between the keys of one node and the queries of another that the shift shows.
     """
 
-    def forward(
-        self,
-        input_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        ops: Ops,
-        out_TD: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return super().forward(input_ids_T, positions_T + 1, ops, out_TD)
+    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, *to: Any) -> torch.Tensor:
+        return super().forward(input_ids_T, positions_T + 1, *to)
 
 
 class SecondEngine:

@@ -216,10 +216,10 @@ def torch_silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def product(tensors: Tensors, tokens: int) -> Pair:
     """The largest product of --exact against cuBLAS's."""
-    from shared.kernels.triton.linear import MEDIUM, ExactLinear
+    from shared.kernels.triton.linear import ExactLinear
 
     place = tensors.place
-    exact = ExactLinear(3, MEDIUM) if place.is_dry else ExactLinear.of(torch.device(place.device))
+    exact = ExactLinear(3) if place.is_dry else ExactLinear.of(torch.device(place.device))
     n, k = tensors.size(2 * FFN), tensors.size(HIDDEN)
     x, weights = tensors.one(tokens, k), tensors.sets(n, k)
     return Pair(

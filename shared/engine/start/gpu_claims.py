@@ -1,7 +1,8 @@
 """The nodes of this host that share one GPU. Each has a file, which it keeps locked while it lives.
 
 The kernel unlocks the files of a process that dies, so the claim of a dead node counts no more. Nodes see each other
-where they are processes of one user and share a temporary folder; containers usually share none.
+where they are processes of one user and share a temporary folder; containers usually share none. Every user may write
+to a temporary folder, so what another user has made there is not read: a FIFO would stop a node that opens it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from shared.errors import ConfigError
 
 _CLAIMS, _LOADING = "node-*", "loading"
 _DIGITS = 20
@@ -36,7 +40,9 @@ class GpuClaim:
     """The place of one node among the nodes on a GPU, until `close` or the end of the process."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        """Raises ConfigError where `folder` or the folder that it is in is not this user's alone to write."""
+        _make_private(folder.parent)
+        _make_private(folder)
         self._folder = folder
         self._path = folder / f"node-{os.getpid()}-{secrets.token_hex(4)}"
         unlocked = folder / f".{self._path.name}"
@@ -90,3 +96,19 @@ class GpuClaim:
             return None
         finally:
             os.close(file)
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        problem = error.strerror
+    else:
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            return
+        problem = "another user may write to it"
+    raise ConfigError(
+        f"{folder}, where the nodes on a GPU have their files, cannot be used ({problem}); remove it, or set TMPDIR "
+        "to a folder of your own, the same for all nodes"
+    )

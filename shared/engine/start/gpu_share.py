@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 from shared.timeline import Clock
 
 GPU_FRACTION = 0.9
-"""Of the GPU's memory, for all nodes on it together. The rest is for CUDA contexts, links and fragmentation."""
+"""Of the GPU's memory, for all nodes on it together. The rest is for CUDA contexts, more links and fragmentation."""
 SETTLE_S = 5.0
 """Nodes that start within this time of each other know of each other before one of them takes its share."""
 POLL_S = 0.2
@@ -52,7 +52,7 @@ class GpuShare:
         self._sleep = sleep
         self._claimed_at = clock()
         self._batches = StartBatches(shape)
-        self._needs = {"weights": shape.weights_nbytes}
+        self._needs = {"weights": shape.weights_nbytes, "links": shape.links_nbytes}
         """Bytes of everything but the KV pool: of what is known by now."""
         self._free_at_first = 0
         fraction = shape.cache.mem_fraction_static
@@ -81,12 +81,25 @@ class GpuShare:
             self._claim.done_alone()
 
     def await_room(self) -> None:
-        """Wait until the memory of the share is free, which a process that has just ended may still hold."""
+        """Wait until the memory of the share is free, which a process that has just ended may still hold.
+
+        After --gpu-memory-timeout-s the node goes on with less, where the model fits into that.
+        """
         timeout_s = self._shape.cache.gpu_memory_timeout_s
         give_up_at = self._clock() + timeout_s
-        while (problem := self._lack_of_room()) is not None:
+        least = sum(self._needs.values()) + self._least_kv_nbytes()
+        while True:
+            free, share = self._memory.free(), self._share()
+            can_load = least <= min(free, share)
+            if can_load and (self._is_given or share <= free):
+                break
             if self._clock() >= give_up_at:
-                raise ConfigError(f"{problem}; waited {timeout_s:g} s (--gpu-memory-timeout-s)")
+                if not can_load:
+                    raise ConfigError(
+                        f"{self._lack_of_room(least, free, share)}; waited {timeout_s:g} s (--gpu-memory-timeout-s)"
+                    )
+                log.event("gpu_share_not_free", device=self._shape.device, share=gib(share), free=gib(free))
+                break
             self._on_progress("waiting for GPU memory", 0.0)
             self._sleep(POLL_S)
         self._memory.reset()
@@ -166,18 +179,13 @@ class GpuShare:
         num_pages = self._shape.given_pages(self._memory.total()) or MIN_PAGES
         return (num_pages + 1) * self._shape.page_nbytes
 
-    def _lack_of_room(self) -> str | None:
-        """Why the model cannot be loaded now. None when it can."""
-        least, share = sum(self._needs.values()) + self._least_kv_nbytes(), self._share()
-        free, total = self._memory.free(), self._memory.total()
-        wanted = least if self._is_given else max(least, share)
-        if free >= wanted and share >= least:
-            return None
-        others = self._claim.others()
+    def _lack_of_room(self, least: int, free: int, share: int) -> str:
+        """Why the model cannot be loaded now."""
         return (
-            f"{self._shape.name} needs {gib(wanted)} of {self._shape.device}, which has {gib(free)} free of "
-            f"{gib(total)} ({gib(others.nbytes)} belong to other nodes; nodes that share a GPU start within "
-            f"{SETTLE_S:g} s of each other, or have --mem-fraction-static)"
+            f"{self._shape.name} needs {gib(least)} of {self._shape.device}, which has {gib(free)} free of "
+            f"{gib(self._memory.total())} (this node may take {gib(share)}, and {gib(self._claim.others().nbytes)} "
+            f"belong to other nodes; nodes that share a GPU start within {SETTLE_S:g} s of each other, or have "
+            "--mem-fraction-static)"
         )
 
     def _require(self, may_take: int) -> None:

@@ -11,6 +11,7 @@ from shared.config import CacheOptions, NodeConfig, ScheduleOptions
 from shared.engine.input_block import ForwardLimits
 from shared.engine.resolve import resolve_context_length, resolve_device, resolve_dtype
 from shared.errors import ConfigError
+from shared.kvtransfer.transports.choice import links_nbytes
 from shared.model.config import ModelConfig
 from shared.model.weights import tensor_shapes
 
@@ -31,6 +32,8 @@ class EngineShape:
     context_length: int
     decodes: bool
     """False for a prefill node whose role is fixed: it runs no decode step."""
+    links_nbytes: int = 0
+    """Device memory that is left free for links."""
 
     @classmethod
     def of(cls, config: NodeConfig, model: ModelConfig, decodes: bool) -> EngineShape:
@@ -45,6 +48,7 @@ class EngineShape:
             schedule=config.schedule,
             context_length=resolve_context_length(config.model, model),
             decodes=decodes,
+            links_nbytes=links_nbytes(config.transfer, device),
         )
 
     @property
@@ -79,8 +83,8 @@ class EngineShape:
         )
 
     def useful_pages(self, budget_nbytes: int) -> int:
-        """How many pages fit into a budget, and no more than all requests together can use."""
-        most = -(-self.num_rows * self.context_length // self.cache.page_size)
+        """How many pages fit into a budget, and no more than all requests together can use, but two if they fit."""
+        most = max(-(-self.num_rows * self.context_length // self.cache.page_size), MIN_PAGES)
         return min(budget_nbytes // self.page_nbytes, most)
 
     def given_pages(self, total_nbytes: int) -> int | None:

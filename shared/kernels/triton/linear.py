@@ -2,11 +2,12 @@
 
 The slow twin is torch's `linear`. cuBLAS chooses among kernels, and with them the order of sums over K, by the number
 of rows. Here each element of the result is one accumulator, to which chunks of K are added in their order, whatever
-the shape of the tile is. `same_bits` shows on the GPU itself that the two tiles agree.
+the shape of the tile is. `same_bits` shows on the GPU itself that all tiles agree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -28,14 +29,23 @@ class Tile:
     num_stages: int
     """Chunks of K in shared memory, of elements of two bytes; half as many of four."""
 
+    @property
+    def cost(self) -> int:
+        """Time of one program: its products, or the elements that it reads from the L2 cache.
+
+        A multiprocessor of an H100 reads one element in the time of 64 products in bfloat16.
+        """
+        return max(self.m * self.n, 64 * (self.m + self.n))
+
 
 NARROW = Tile(64, 32, num_warps=4, num_stages=6)
 """For few rows: the weights are read once, by as many programs as a GPU has multiprocessors."""
-WIDE = Tile(128, 256, num_warps=8, num_stages=3)
 MEDIUM = Tile(128, 128, num_warps=8, num_stages=3)
-"""Takes the place of WIDE where a program has 100 KiB of shared memory, or too few registers (sm_80)."""
+WIDE = Tile(128, 256, num_warps=8, num_stages=3)
+TILES = (WIDE, MEDIUM, NARROW)
+"""The largest first: of two that take the same time it reads less."""
 _LARGE = ((9, 0), (10, 0), (10, 3))
-"""Compute capabilities for WIDE."""
+"""Compute capabilities for WIDE. Others have 100 KiB of shared memory for a program, or too few registers (sm_80)."""
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -110,33 +120,47 @@ def linear(
 
 @dataclass(frozen=True, slots=True)
 class ExactLinear:
-    """Chooses the tile by the number of rows."""
+    """Chooses the tile by the number of rows and columns."""
 
     num_programs: int
     """The number of multiprocessors."""
-    wide: Tile
+    tiles: tuple[Tile, ...] = TILES
 
     @classmethod
     def of(cls, device: torch.device) -> ExactLinear:
         """The tiles for a GPU."""
         num_programs = torch.cuda.get_device_properties(device).multi_processor_count
-        return cls(num_programs, WIDE if torch.cuda.get_device_capability(device) in _LARGE else MEDIUM)
+        return cls(num_programs, TILES if torch.cuda.get_device_capability(device) in _LARGE else TILES[1:])
 
     def __call__(
         self, x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return x W^T + bias."""
-        tile = NARROW if len(x_MK) <= NARROW.m else self.wide
-        return linear(x_MK, weight_NK, bias_N, tile, self.num_programs)
+        return linear(x_MK, weight_NK, bias_N, self.tile_for(len(x_MK), len(weight_NK)), self.num_programs)
 
-    def same_bits(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether both tiles give the same bits on this GPU, for rows at every place of a tile."""
+    def tile_for(self, M: int, N: int) -> Tile:
+        """The tile with which the busiest multiprocessor is done first. Few large tiles leave many without work."""
+        if NARROW.m >= M:
+            return NARROW
+
+        def time(tile: Tile) -> int:
+            num_tiles = -(-M // tile.m) * -(-N // tile.n)
+            return -(-num_tiles // self.num_programs) * tile.cost
+
+        return min(self.tiles, key=time)
+
+    def same_bits(self, depths: Iterable[int], dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether all tiles give the same bits on this GPU, for each K of `depths`, wherever a row is in its tile."""
+        return all(self._same_bits(K, dtype, device) for K in depths)
+
+    def _same_bits(self, K: int, dtype: torch.dtype, device: torch.device) -> bool:
         generator = torch.Generator().manual_seed(0)
         x_MK, weight_NK = (
-            torch.randn(size, generator=generator).to(device, dtype) for size in ((160, 1024), (512, 1024))
+            torch.randn(size, generator=generator).to(device, dtype) for size in ((160, K), (288, K))
         )
-        wide_MN = linear(x_MK, weight_NK, None, self.wide, self.num_programs)
+        expected_MN = linear(x_MK, weight_NK, None, NARROW, self.num_programs)
         return all(
-            torch.equal(linear(x_MK[first:], weight_NK, None, NARROW, self.num_programs), wide_MN[first:])
+            torch.equal(linear(x_MK[first:], weight_NK, None, tile, self.num_programs), expected_MN[first:])
+            for tile in self.tiles
             for first in range(0, 160, 37)
         )

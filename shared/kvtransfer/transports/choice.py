@@ -18,11 +18,12 @@ import torch
 
 from shared import log
 from shared.config import TransferOptions
+from shared.device_streams import CudaStreams
 from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError, LinkError, TransportMismatch
-from shared.kvtransfer.link import Link, LinkFactory, LinkRate, LinkSpec
+from shared.kvtransfer.link import LinkFactory, Rehearse
 from shared.kvtransfer.transports.cuda_runtime import CudaRuntime, Runtime
-from shared.kvtransfer.transports.rehearsal import rehearse
+from shared.kvtransfer.transports.rehearsal import Rehearsal
 from shared.protocol.transfer_messages import Place
 
 HOST_SLOT_NBYTES = 4 << 20
@@ -31,6 +32,8 @@ GPU_SLOT_NBYTES = 32 << 20
 BEST_FIRST = ("cuda-ipc", "shm", "nccl", "gloo")
 ON_A_CPU = ("shm", "gloo")
 """What `--kv-transfer auto` tries, the best first."""
+NUM_LINKS_WITH_MEMORY = 4
+"""Links for which a node on a GPU sets memory aside: how many there will be is not known when it starts."""
 NOWHERE = Place()
 
 
@@ -44,7 +47,7 @@ class Transports:
     """The size of a staging slot of this node: the most bytes of pages in one chunk."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Transports that cannot work here, and why."""
-    rehearse: Callable[[Link, LinkSpec], LinkRate] | None = rehearse
+    rehearse: Rehearse | None = None
     """Tries a link that was built; None where links only step without blocking."""
 
     def in_common(self, theirs: Sequence[str], their_place: Place) -> tuple[list[str], dict[str, str]]:
@@ -77,6 +80,22 @@ def better_than(transport: str, passed_over: Mapping[str, str]) -> dict[str, str
     """Of the transports that were passed over, those that are better than `transport`, and why."""
     better = takewhile(lambda name: name != transport, BEST_FIRST)
     return {name: passed_over[name] for name in better if name in passed_over}
+
+
+def slot_nbytes(options: TransferOptions, device: torch.device) -> int:
+    """The size of a staging slot of a node whose KV pages are on `device`."""
+    return options.slot_nbytes or (GPU_SLOT_NBYTES if device.type == "cuda" else HOST_SLOT_NBYTES)
+
+
+def links_nbytes(options: TransferOptions, device: torch.device) -> int:
+    """Device memory that a node sets aside for its links.
+
+    A link has its slots there (cuda-ipc, nccl), and what one copy takes: pages on their way to a slot in host memory
+    (shm, gloo), or the target of the rehearsal.
+    """
+    if device.type == "cpu":
+        return 0
+    return NUM_LINKS_WITH_MEMORY * (options.num_slots + 1) * slot_nbytes(options, device)
 
 
 def place_of(device: torch.device) -> Place:
@@ -113,7 +132,6 @@ def make_transports(
     Each backend is imported only when it is offered. Links run on `threads`, which are those of `device` by default.
     """
     threads = threads or DeviceThreads.of(device)
-    slot_nbytes = options.slot_nbytes or (GPU_SLOT_NBYTES if device.type == "cuda" else HOST_SLOT_NBYTES)
     names: tuple[str, ...] = (options.backend,)
     if options.backend == "auto":
         names = BEST_FIRST if device.type == "cuda" else ON_A_CPU
@@ -121,17 +139,18 @@ def make_transports(
     unavailable: dict[str, str] = {}
     for name in names:
         try:
-            factories[name] = _new_factory(name, options, device, slot_nbytes, threads)
+            factories[name] = _new_factory(name, options, device, threads)
         except ConfigError as error:
             if options.backend != "auto":
                 raise
             log.event("transport_unavailable", transport=name, reason=error)
             unavailable[name] = str(error)
-    return Transports(factories, place_of(device), slot_nbytes, unavailable)
+    rehearsal = Rehearsal(device, CudaStreams(device) if device.type == "cuda" else None)
+    return Transports(factories, place_of(device), slot_nbytes(options, device), unavailable, rehearsal)
 
 
 def _new_factory(
-    name: str, options: TransferOptions, device: torch.device, slot_nbytes: int, threads: DeviceThreads
+    name: str, options: TransferOptions, device: torch.device, threads: DeviceThreads
 ) -> LinkFactory:
     if name in ("shm", "cuda-ipc") and sys.platform != "linux":
         raise ConfigError(
@@ -141,29 +160,30 @@ def _new_factory(
         case "cuda-ipc":
             from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory
 
-            return CudaIpcLinkFactory(options, _cuda_runtime(name, device), threads)
+            return CudaIpcLinkFactory(options, _cuda_runtime(name, device, threads), threads)
         case "shm":
             from shared.kvtransfer.transports.shm import ShmLinkFactory
 
-            return ShmLinkFactory(
-                options, threads, None if device.type == "cpu" else _cuda_runtime(name, device)
-            )
+            runtime = None if device.type == "cpu" else _cuda_runtime(name, device, threads)
+            return ShmLinkFactory(options, threads, runtime)
         case "nccl":
             from shared.kvtransfer.transports.nccl import NcclLinkFactory, nccl_groups
 
-            return NcclLinkFactory(options, device, slot_nbytes, nccl_groups(options, device), threads)
+            return NcclLinkFactory(
+                options, device, slot_nbytes(options, device), nccl_groups(options, device), threads
+            )
         case "gloo":
             from shared.kvtransfer.transports.gloo import GlooLinkFactory
 
-            return GlooLinkFactory(options, device, slot_nbytes, threads)
+            return GlooLinkFactory(options, device, slot_nbytes(options, device), threads)
         case _:
             raise ConfigError(f"unknown transfer backend {name!r}: use auto, cuda-ipc, shm, nccl or gloo")
 
 
-def _cuda_runtime(name: str, device: torch.device) -> Runtime:
+def _cuda_runtime(name: str, device: torch.device, threads: DeviceThreads) -> Runtime:
     if device.type != "cuda":
         raise ConfigError(f"--kv-transfer {name} is for KV pages on a GPU; they are on {device}")
     try:
-        return CudaRuntime(device)
+        return CudaRuntime(device, threads)
     except (LinkError, AttributeError) as error:
         raise ConfigError(f"--kv-transfer {name}: {error}") from None

@@ -72,7 +72,6 @@ class IpcSlot(Slot):
 class _Shown(msgspec.Struct, frozen=True, array_like=True):
     """What makes a slot visible to another process."""
 
-    nbytes: int
     memory: bytes
     event: bytes
 
@@ -91,12 +90,12 @@ class IpcSharing:
         """Slots, and the ends of pipes that hang up when the peer has let go of them."""
         self._passed: list[int] = []
         """Of the newest slot the other end, which this process holds until the record has been sent."""
-        self._seen: dict[Slot, tuple[int, DeviceEvent, int]] = {}
-        """Slots: their address, their event, and the witness to close when they are unmapped."""
+        self._seen: dict[Slot, tuple[DeviceEvent, int]] = {}
+        """Slots: their event, and the witness to close when they are unmapped."""
 
     def show(self, slot: Slot) -> tuple[bytes, int]:
         assert isinstance(slot, IpcSlot)
-        shown = _Shown(slot.buffer.numel(), self._runtime.ipc_handle(slot.address), slot.event.ipc_handle())
+        shown = _Shown(self._runtime.ipc_handle(slot.address), slot.event.ipc_handle())
         self._close_passed()
         self._shown[slot], witness = os.pipe()
         self._passed.append(witness)
@@ -106,12 +105,11 @@ class IpcSharing:
         try:
             decoded = _decoder.decode(shown)
             event = self._runtime.open_event(decoded.event)
-            address = self._runtime.open(decoded.memory)
-            slot = Slot(self._runtime.tensor(address, decoded.nbytes))
-        except (LinkError, msgspec.MsgspecError) as error:
+            slot = Slot(self._runtime.open(decoded.memory))
+        except (LinkError, RuntimeError, msgspec.MsgspecError) as error:  # RuntimeError: of torch
             os.close(descriptor)
             raise LinkError(f"the peer's slot cannot be mapped: {error}") from None
-        self._seen[slot] = address, event, descriptor
+        self._seen[slot] = event, descriptor
         return slot
 
     def written(self, slot: Slot) -> None:
@@ -119,7 +117,7 @@ class IpcSharing:
         slot.event.record()
 
     def wait_written(self, slot: Slot) -> None:
-        event, deadline = self._seen[slot][1], time.monotonic() + self._timeout_s
+        event, deadline = self._seen[slot][0], time.monotonic() + self._timeout_s
         while not event.query():
             if time.monotonic() >= deadline:
                 raise LinkError(f"the peer's copy was not done after {self._timeout_s:g} s")
@@ -127,9 +125,9 @@ class IpcSharing:
 
     def close(self) -> None:
         seen, self._seen = self._seen, {}
-        for address, _, witness in seen.values():
+        for slot, (_, witness) in seen.items():
             try:
-                self._runtime.close(address)
+                self._runtime.close(slot.buffer.data_ptr())
             except LinkError as error:  # the device is lost, and with it this process
                 log.warn("kv_slot_stays_mapped", reason=error)
             os.close(witness)

@@ -7,16 +7,20 @@ plain cudaMalloc. Tests run whole links over a fake of `Runtime`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 
 _HANDLE_NBYTES = 64
 _LAZY_PEER_ACCESS = 1
 _REGISTER_READ_ONLY = 8
+_RANGE_SIZE = 12
+"""CU_POINTER_ATTRIBUTE_RANGE_SIZE: how many bytes are mapped around an address. The runtime cannot tell."""
 
 
 class DeviceEvent(Protocol):
@@ -36,7 +40,7 @@ class DeviceEvent(Protocol):
 
 
 class Runtime(Protocol):
-    """The calls for one device. Each raises LinkError. The device is the current one of the calling thread."""
+    """The calls for one device. Each raises LinkError. Any thread."""
 
     def malloc(self, nbytes: int) -> int:
         """Address of new device memory that other processes can map."""
@@ -50,12 +54,12 @@ class Runtime(Protocol):
         """What another process maps the memory with."""
         ...
 
-    def open(self, handle: bytes) -> int:
-        """Map another process's memory. Returns its address here."""
+    def open(self, handle: bytes) -> torch.Tensor:
+        """Map another process's memory, all of it, as uint8. So its size is no word of the peer's."""
         ...
 
     def close(self, address: int) -> None:
-        """Unmap what `open` mapped."""
+        """Unmap what `open` mapped at this address."""
         ...
 
     def new_event(self) -> DeviceEvent:
@@ -80,12 +84,19 @@ class Runtime(Protocol):
 
 
 class CudaRuntime:
-    """The runtime that torch has loaded, by ctypes. HAS NOT RUN ON A GPU."""
+    """The runtime that torch has loaded, and the driver below it, by ctypes. HAS NOT RUN ON A GPU.
 
-    def __init__(self, device: torch.device, library: Any = None) -> None:
-        """Take another `library` where torch's is not meant. LinkError: torch has loaded none."""
+    Each call makes the device current first: a slot is freed on the thread that drops its last reference, which may
+    touch no device otherwise.
+    """
+
+    def __init__(
+        self, device: torch.device, threads: DeviceThreads, library: Any = None, driver: Any = None
+    ) -> None:
+        """Take another `library` and `driver` where this process's are not meant. LinkError: there are none."""
         self._device = device
-        library = library or _loaded_library()
+        self._enter = threads.enter
+        library, driver = library or _loaded_library(), driver or _driver()
         address, size = ctypes.c_void_p, ctypes.c_size_t
         self._forget_error = library.cudaGetLastError
         self._error_string = library.cudaGetErrorString
@@ -104,32 +115,40 @@ class CudaRuntime:
         self._register.argtypes = (address, size, ctypes.c_uint)
         self._unregister = library.cudaHostUnregister
         self._unregister.argtypes = (address,)
+        self._get_attribute = driver.cuPointerGetAttribute
+        self._get_attribute.argtypes = (ctypes.POINTER(size), ctypes.c_int, address)
 
     def malloc(self, nbytes: int) -> int:
         address = ctypes.c_void_p()
-        self._check(self._malloc(ctypes.byref(address), nbytes), f"cudaMalloc of {nbytes} bytes")
+        self._call(f"cudaMalloc of {nbytes} bytes", self._malloc, ctypes.byref(address), nbytes)
         assert address.value is not None
         return address.value
 
     def free(self, address: int) -> None:
-        self._check(self._free(address), "cudaFree")
+        self._call("cudaFree", self._free, address)
 
     def ipc_handle(self, address: int) -> bytes:
         handle = _Handle()
-        self._check(self._get_handle(ctypes.byref(handle), address), "cudaIpcGetMemHandle")
+        self._call("cudaIpcGetMemHandle", self._get_handle, ctypes.byref(handle), address)
         return bytes(handle)
 
-    def open(self, handle: bytes) -> int:
+    def open(self, handle: bytes) -> torch.Tensor:
         if len(handle) != _HANDLE_NBYTES:
             raise LinkError(f"the peer sent an IPC handle of {len(handle)} bytes")
-        address = ctypes.c_void_p()
-        opened = self._open_handle(ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
-        self._check(opened, "cudaIpcOpenMemHandle")
+        address, nbytes = ctypes.c_void_p(), ctypes.c_size_t()
+        what = _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
+        self._call("cudaIpcOpenMemHandle", self._open_handle, ctypes.byref(address), *what)
         assert address.value is not None
-        return address.value
+        try:
+            attribute = ctypes.byref(nbytes), _RANGE_SIZE, address
+            self._call("cuPointerGetAttribute", self._get_attribute, *attribute)
+            return self.tensor(address.value, nbytes.value)
+        except BaseException:
+            self.close(address.value)
+            raise
 
     def close(self, address: int) -> None:
-        self._check(self._close_handle(address), "cudaIpcCloseMemHandle")
+        self._call("cudaIpcCloseMemHandle", self._close_handle, address)
 
     def new_event(self) -> DeviceEvent:
         event: DeviceEvent = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
@@ -149,17 +168,17 @@ class CudaRuntime:
         return tensor
 
     def register(self, memory: torch.Tensor, *, read_only: bool) -> None:
-        flags = _REGISTER_READ_ONLY if read_only else 0
-        registered = self._register(memory.data_ptr(), memory.nbytes, flags)
-        self._check(registered, f"cudaHostRegister of {memory.nbytes} bytes")
+        what = memory.data_ptr(), memory.nbytes, _REGISTER_READ_ONLY if read_only else 0
+        self._call(f"cudaHostRegister of {memory.nbytes} bytes", self._register, *what)
 
     def unregister(self, memory: torch.Tensor) -> None:
-        self._check(self._unregister(memory.data_ptr()), "cudaHostUnregister")
+        self._call("cudaHostUnregister", self._unregister, memory.data_ptr())
 
-    def _check(self, error: int, call: str) -> None:
-        if error:
+    def _call(self, name: str, function: Callable[..., int], *arguments: Any) -> None:
+        self._enter()
+        if error := function(*arguments):
             self._forget_error()  # or torch raises it when this thread next launches a kernel
-            raise LinkError(f"{call}: {self._error_string(error).decode()}")
+            raise LinkError(f"{name}: {self._error_string(error).decode()}")
 
 
 class _Handle(ctypes.Structure):
@@ -188,3 +207,11 @@ def _loaded_library() -> ctypes.CDLL:
         if "/libcudart.so" in path:
             return ctypes.CDLL(path)
     raise LinkError("torch has loaded no libcudart")
+
+
+def _driver() -> ctypes.CDLL:
+    """The libcuda of this process. LinkError: there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise LinkError(str(error)) from None

@@ -76,9 +76,6 @@ def nccl_environment(options: TransferOptions) -> dict[str, str]:
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         # Building may wedge when the peer dies during it; the default is 30 minutes.
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, round(options.build_timeout_s))),
-        # Streams share hardware queues when there are more of them than queues, 8 by default: a receive that spins
-        # for a slow peer would stand before forwards.
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     }
 
 

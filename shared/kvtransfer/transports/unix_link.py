@@ -70,7 +70,7 @@ def build_unix_link(
     """Connect with the peer that builds the same link. LinkError: it did not come, or failed the challenge."""
     try:
         sock = _accept(spec, options.op_timeout_s) if spec.rank == RECEIVER else _connect(spec, options)
-    except (OSError, DistStoreError) as error:
+    except (OSError, ValueError, DistStoreError) as error:  # ValueError: what the peer gave is no address
         raise LinkError(f"building link {spec.name}: {error}") from None
     sock.settimeout(options.op_timeout_s)
     try:
@@ -140,10 +140,15 @@ class UnixLink:
         got_seq, number, got_nbytes, header = _MESSAGE.unpack_from(record)
         if descriptor is not None:
             self._seen[number] = self._sharing.see(record[_MESSAGE.size :], descriptor)
-        slot = self._seen.get(number)
-        if (got_seq, got_nbytes) != (seq, nbytes) or slot is None or slot.buffer.numel() < nbytes:
+        if (got_seq, got_nbytes) != (seq, nbytes):
             raise LinkError(
                 f"message {got_seq} of {got_nbytes} bytes came where {seq} of {nbytes} was granted"
+            )
+        slot = self._seen.get(number)
+        if slot is None or slot.buffer.numel() < nbytes:
+            slot_is = "was never shown" if slot is None else f"has {slot.buffer.numel()} bytes"
+            raise LinkError(
+                f"corrupt peer: message {seq} of {nbytes} bytes in slot {number}, which {slot_is}"
             )
         self._sharing.wait_written(slot)
         return header, slot

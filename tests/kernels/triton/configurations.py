@@ -120,9 +120,8 @@ def rope_configuration(num_heads: int, num_kv_heads: int, head_dim: int, has_nor
 
 
 def linear_configuration(tile: linear.Tile, has_bias: bool = False) -> Configuration:
-    """`linear_kernel`. Which of the larger tiles is used depends on the GPU."""
+    """`linear_kernel`. Some GPUs are too small for the largest tile."""
     large = [arch for arch in SHARED_NBYTES if divmod(arch, 10) in linear._LARGE]
-    small = [arch for arch in SHARED_NBYTES if arch not in large]
     return Configuration(
         name=f"linear-{tile.m}x{tile.n}{'-bias' if has_bias else ''}",
         kernel=linear.linear_kernel,
@@ -131,7 +130,7 @@ def linear_configuration(tile: linear.Tile, has_bias: bool = False) -> Configura
         constants={"BM": tile.m, "BN": tile.n, "BK": linear.K_CHUNK, "GROUP": linear.GROUP}
         | {"HAS_BIAS": has_bias, "EVEN_K": True}
         | ({} if has_bias else {"bias": None}),
-        archs={linear.WIDE: large, linear.MEDIUM: small}.get(tile, [*SHARED_NBYTES]),
+        archs=large if tile is linear.WIDE else [*SHARED_NBYTES],
         options=same_everywhere(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False),
         has_products=True,
     )

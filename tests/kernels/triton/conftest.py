@@ -10,9 +10,28 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.device import device
+
+
+@pytest.fixture(scope="module", autouse=True)
+def products_in_order() -> Iterator[None]:
+    """The interpreter's products add up over K in its order, as a matrix instruction does in any row and any tile.
+
+    numpy's BLAS has another order for other shapes and other rows, on some CPUs.
+    """
+
+    def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        product: np.ndarray = np.einsum(
+            "mk,kn->mn", np.ascontiguousarray(a, dtype), np.ascontiguousarray(b, dtype)
+        )
+        return product
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "matmul", matmul)
+        yield
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def launch_all(T: int) -> None:
     cos, sin = rope.rotary(ids, torch.zeros(64), torch.bfloat16)
     rope.norm_rope_write(qkv, 8, None, 1e-5, cos, sin, ids, ids.clone(), kv, kv.clone())
     silu_mul.silu_mul(torch.zeros(T, 2 * 14336, **bf16))
-    for tile in (linear.NARROW, linear.WIDE):
+    for tile in linear.TILES:
         linear.linear(x, torch.zeros(64, 4096, **bf16), None, tile, 4)
     linear.linear(x, torch.zeros(64, 4096, **bf16), torch.zeros(64, **bf16), linear.NARROW, 4)
     resolve.resolve(ids, ids.clone(), ids.clone(), ids.clone())

@@ -153,6 +153,16 @@ def test_pages_beyond_two_billion_elements() -> None:
     assert torch.equal(kv.attention(heads.kernels(), q_THD, [0], [20]), expected)
 
 
+def test_a_mean_that_underflows_is_plus_zero() -> None:
+    """Another way of the same row may have +0 there."""
+    heads = Heads(1, 1, 16)
+    kv = PagedKV(heads, [4], seed=1)
+    kv.pages[1][kv.table_BP[0, 0], :, :4] = 0.0
+    kv.pages[1][kv.table_BP[0, 0], :, 2] = -torch.finfo(torch.float32).smallest_normal * 2**-23
+    out = kv.attention(heads.kernels(), torch.zeros(4, 1, 16), [0], [4])
+    assert not bits(out[3]).any()
+
+
 LENGTH = 2 * SPLIT + 130
 EXACT = Heads(3, 1, 16, dtype=torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
 """Three query heads of a token: tiles begin in the middle of one."""

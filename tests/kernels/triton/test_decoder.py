@@ -18,7 +18,7 @@ from shared.engine.torch_backend import TorchBackend
 from shared.engine.torch_ops import torch_kernels
 from shared.engine.triton_kernels import make_triton_kernels
 from shared.engine.triton_ops import Linear
-from shared.kernels.triton.linear import MEDIUM, ExactLinear
+from shared.kernels.triton.linear import ExactLinear
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
@@ -28,7 +28,7 @@ from tests.device import device
 from tests.kernels.cpu.test_sampling import inputs_of
 from tests.modelzoo import make_model, random_prompt
 
-EXACT = ExactLinear(num_programs=3, wide=MEDIUM)
+EXACT = ExactLinear(num_programs=3)
 SIZES = {"num_hidden_layers": 2, "vocab_size": 300, "head_dim": 64}
 
 

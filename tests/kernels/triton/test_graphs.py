@@ -9,7 +9,7 @@ import pytest
 from shared.engine.input_block import BlockShape
 from shared.engine.torch_backend import Kernels
 from shared.engine.triton_kernels import make_triton_kernels
-from shared.kernels.triton.linear import MEDIUM, ExactLinear
+from shared.kernels.triton.linear import ExactLinear
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import ModelConfig
 from tests.backend_rig import NUM_ROWS, batch_of
@@ -26,7 +26,7 @@ SHAPES = [BlockShape(4, 4), BlockShape(12, 4)]
 
 def exact_kernels(config: ModelConfig, pool: TokenToKVPool) -> Kernels:
     """Interpreted."""
-    return make_triton_kernels(config, pool, ExactLinear(num_programs=3, wide=MEDIUM), "interpreted")
+    return make_triton_kernels(config, pool, ExactLinear(num_programs=3), "interpreted")
 
 
 @pytest.fixture(scope="module")

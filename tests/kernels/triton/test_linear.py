@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import linear as torch_linear
 
-from shared.kernels.triton.linear import MEDIUM, NARROW, WIDE, ExactLinear, Tile, linear
+from shared.engine.triton_kernels import require_exact
+from shared.errors import ConfigError
+from shared.kernels.triton import linear as module
+from shared.kernels.triton.linear import MEDIUM, NARROW, TILES, WIDE, ExactLinear, Tile, linear
 from tests.device import device
+from tests.token_engine import token_model_config
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
-TILES = {"narrow": NARROW, "medium": MEDIUM, "wide": WIDE}
+tiles = pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.m}x{tile.n}")
 SHAPES = [(1, 1, 1), (3, 70, 40), (65, 33, 64), (129, 300, 200), (64, 256, 128)]
 
 
@@ -28,7 +34,7 @@ def operands(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 
 @dtypes
-@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@tiles
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "plain"])
 @pytest.mark.parametrize(("M", "N", "K"), SHAPES)
 def test_linear(M: int, N: int, K: int, has_bias: bool, tile: Tile, dtype: torch.dtype) -> None:
@@ -40,16 +46,47 @@ def test_linear(M: int, N: int, K: int, has_bias: bool, tile: Tile, dtype: torch
 
 
 @dtypes
-@pytest.mark.parametrize("wide", [MEDIUM, WIDE], ids=["medium", "wide"])
-def test_a_row_has_the_same_bits_among_any_number_of_others(wide: Tile, dtype: torch.dtype) -> None:
+@tiles
+def test_a_row_has_the_same_bits_among_any_number_of_others(tile: Tile, dtype: torch.dtype) -> None:
     x, weight, bias = operands(200, 70, 136, dtype)
-    product = ExactLinear(num_programs=3, wide=wide)
-    together = product(x, weight, bias)
+    together = linear(x, weight, bias, tile, 3)
     for first, num in ((0, 1), (199, 1), (70, 63), (70, 64), (70, 65), (7, 150)):
         rows = slice(first, first + num)
-        assert torch.equal(product(x[rows], weight, bias), together[rows]), (first, num)
+        assert torch.equal(ExactLinear(3)(x[rows], weight, bias), together[rows]), (first, num)
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "tile"),
+    [
+        (1, 151936, NARROW),
+        (64, 4096, NARROW),
+        (128, 4096, NARROW),
+        (256, 4096, MEDIUM),
+        (128, 28672, WIDE),
+        (2048, 4096, WIDE),
+    ],
+)
+def test_no_tile_leaves_most_multiprocessors_idle(M: int, N: int, tile: Tile) -> None:
+    """Of the 132 of an H100."""
+    assert ExactLinear(132).tile_for(M, N) is tile
+
+
+DEPTHS = [40, 128]
 
 
 @dtypes
 def test_the_tiles_are_compared_on_the_device_itself(dtype: torch.dtype) -> None:
-    assert ExactLinear(num_programs=7, wide=MEDIUM).same_bits(dtype, device())
+    assert ExactLinear(7).same_bits([72], dtype, device())
+
+
+@tiles
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_tile_with_other_bits_is_refused(depth: int, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(x: torch.Tensor, weight: torch.Tensor, bias: None, used: Tile, num: int) -> torch.Tensor:
+        out = torch_linear(x, weight)
+        return out * 1.01 if used is tile and x.shape[1] == depth else out
+
+    monkeypatch.setattr(module, "linear", broken)
+    config = replace(token_model_config(), hidden_size=DEPTHS[0], intermediate_size=DEPTHS[1])
+    with pytest.raises(ConfigError, match=r"--exact: on .* products of few rows have other bits"):
+        require_exact(ExactLinear(7), config, torch.float32, device())

@@ -177,7 +177,7 @@ class Fleet:
 
     def _transports(self, network: FakeNetwork, party: str, options: TransferOptions) -> Transports:
         links = self._parts.links(network, party, options, self._gpu)
-        return Transports({"fake": links}, slot_nbytes=SLOT_NBYTES, rehearse=None)
+        return Transports({"fake": links}, slot_nbytes=SLOT_NBYTES)
 
     # ------------------------------------------------------------------------------------------- requests
     def _submit(self, number: int) -> None:

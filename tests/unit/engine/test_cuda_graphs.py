@@ -12,6 +12,7 @@ import torch
 
 from shared.config import CacheOptions, ScheduleOptions
 from shared.engine.attention import TorchAttention
+from shared.engine.backends import choose_graphs
 from shared.engine.build import make_ledger
 from shared.engine.cuda_graphs import Graphs, graph_shapes
 from shared.engine.forward_stream import CpuForwardStream
@@ -19,6 +20,7 @@ from shared.engine.input_block import BlockShape, padding_batch
 from shared.engine.launcher import Launcher
 from shared.engine.model_runner import ModelRunner
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare, SamplingInputs
+from shared.engine.torch_ops import torch_kernels
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams, TokenBias
@@ -26,9 +28,7 @@ from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
 from shared.timeline import Timeline
 from tests.backend_rig import CPU, LIMITS, NUM_ROWS, PAGE_SIZE, PAGES_A_ROW, batch_of
-from tests.fake_graphs import (
-    FakeGraphPool,
-)
+from tests.fake_graphs import BlockAttention, FakeGraphPool
 from tests.graph_rig import SHAPES, Engine, check_same
 from tests.modelzoo import make_model, random_prompt
 
@@ -282,3 +282,28 @@ class TestShapes:
         assert Graphs(pool, SHAPES).measure(lambda shape: lambda: None) == 100 + 5 * 7
         pool = FakeGraphPool(nbytes_of=[100])
         assert Graphs(pool, SHAPES[:1]).measure(lambda shape: lambda: None) == 100
+
+
+GPU = torch.device("cuda", 0)
+CAPTURABLE = replace(torch_kernels(CPU), attention=BlockAttention())
+"""Kernels of which nothing is run."""
+
+
+@pytest.mark.parametrize(("max_bs", "largest"), [(3, 3), (NUM_ROWS, NUM_ROWS), (256, NUM_ROWS)])
+def test_a_gpu_has_graphs_for_as_many_rows_as_are_wanted_and_can_be(max_bs: int, largest: int) -> None:
+    graphs = choose_graphs(CAPTURABLE, max_bs, GPU, LIMITS, lambda device: FakeGraphPool())
+    assert graphs is not None
+    assert graphs.shapes == graph_shapes(largest, LIMITS.max_tokens)
+
+
+def test_no_graphs_where_none_are_wanted_or_can_be(caplog: pytest.LogCaptureFixture) -> None:
+    def no_pool(device: torch.device) -> FakeGraphPool:
+        raise AssertionError("no graphs are made")
+
+    caplog.set_level("INFO")
+    assert choose_graphs(CAPTURABLE, 8, CPU, LIMITS, no_pool) is None
+    assert choose_graphs(CAPTURABLE, None, GPU, LIMITS, no_pool) is None
+    assert choose_graphs(torch_kernels(CPU), None, GPU, LIMITS, no_pool) is None
+    assert not caplog.text, "the operator has disabled them"
+    assert choose_graphs(torch_kernels(CPU), 8, GPU, LIMITS, no_pool) is None
+    assert "no_cuda_graphs" in caplog.text and "--attention-backend torch allows none" in caplog.text

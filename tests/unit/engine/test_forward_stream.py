@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from shared.cpu_cores import allowed_cores, can_pin
-from shared.engine.forward_stream import CpuForwardStream, make_forward_stream
+from shared.device_streams import CudaStreams
+from shared.engine.forward_stream import CpuForwardStream, CudaForwardStream, make_forward_stream
 from shared.engine.model_runner import SampledTensors
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import SamplingInputs
@@ -143,3 +145,23 @@ def test_a_cpu_runner_gets_a_cpu_stream(runner: GatedRunner) -> None:
     stream = make_forward_stream(runner)  # type: ignore[arg-type]
     assert isinstance(stream, CpuForwardStream)
     stream.close()
+
+
+@dataclass
+class PooledStreams:
+    """As torch hands out CUDA's streams: 32 of each priority, in turn."""
+
+    num_made: Counter[int] = field(default_factory=Counter)
+
+    def __call__(self, device: torch.device, priority: int = 0) -> tuple[int, int]:
+        self.num_made[priority] += 1
+        return priority, self.num_made[priority] % 32
+
+
+def test_no_link_is_handed_the_forward_stream(runner: GatedRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", PooledStreams())
+    runner.device = torch.device("cuda", 0)
+    forwards = make_forward_stream(runner)  # type: ignore[arg-type]
+    assert isinstance(forwards, CudaForwardStream)
+    links = CudaStreams(runner.device)
+    assert forwards._stream not in [links.new() for _ in range(40)]

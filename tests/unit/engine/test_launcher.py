@@ -326,9 +326,21 @@ def test_a_copy_that_loses_the_device_ends_the_node() -> None:
         copies.settle_latest(Outcome())
 
 
-def test_an_allocation_that_fails_ends_its_requests_alone() -> None:
+def test_a_launch_of_triton_on_a_lost_device_ends_the_node() -> None:
+    """Triton raises a RuntimeError for every error of the driver."""
+    lost = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    world = World(overlap=False, stream=LateStream(raising={"submit": lost}))
+    world.add("a", None)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        world.turn()
+
+
+@pytest.mark.parametrize(
+    "error", [NoPinnedMemory("out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")], ids=repr
+)
+def test_an_allocation_that_fails_ends_its_requests_alone(error: Exception) -> None:
     """Pinned memory that cannot be had comes as an error of CUDA, and leaves the device intact."""
-    world = World(overlap=False, stream=LateStream(raising={"submit": NoPinnedMemory("out of memory")}))
+    world = World(overlap=False, stream=LateStream(raising={"submit": error}))
     req = world.add("a", None)
     assert list(world.turn().failed) == [req]
     world.add("b", None)

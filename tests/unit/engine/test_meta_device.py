@@ -7,6 +7,7 @@ at the first kind, and fail at the second.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import ModelConfig
 from shared.model.decoder import Decoder
 from shared.model.dummy_weights import DummyWeights
-from shared.model.ops import Ops
 from shared.protocol.sampling_params import SamplingParams
 from tests.token_engine import token_model_config
 
@@ -118,26 +118,14 @@ def test_nothing_waits_for_a_value_and_nothing_mixes_devices(
 
 
 class LooksAtAValue(Decoder):
-    def forward(
-        self,
-        input_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        ops: Ops,
-        out_TD: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, *to: Any) -> torch.Tensor:
         assert int(positions_T.max()) < 100
-        return super().forward(input_ids_T, positions_T, ops, out_TD)
+        return super().forward(input_ids_T, positions_T, *to)
 
 
 class MixesDevices(Decoder):
-    def forward(
-        self,
-        input_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        ops: Ops,
-        out_TD: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return super().forward(input_ids_T, positions_T + torch.zeros(len(positions_T)).long(), ops, out_TD)
+    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, *to: Any) -> torch.Tensor:
+        return super().forward(input_ids_T, positions_T + torch.zeros(len(positions_T)).long(), *to)
 
 
 @pytest.mark.parametrize("decoder", [LooksAtAValue, MixesDevices])

@@ -23,6 +23,7 @@ from tests.patience import PATIENCE_S
 from tests.unit.protocol.conftest import Party
 
 KEY = ReqKey("router", "r")
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class StopsAtOnce:
@@ -117,6 +118,24 @@ def change_roles_and_stop(role: Role, folder: Path) -> None:
 def test_a_node(role: Role, scenario: Callable[[Role, Path], None], tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen2", num_hidden_layers=2)
     node = multiprocessing.get_context("spawn").Process(target=scenario, args=(role, folder))
+    node.start()
+    node.join(PATIENCE_S)
+    assert node.exitcode == 0
+
+
+def load_without_a_gpu(value: str | None) -> None:
+    """CUDA reads the variable when it is initialized, and looking for GPUs may do that."""
+    os.environ.pop(QUEUES, None)
+    if value is not None:
+        os.environ[QUEUES] = value
+    config = NodeConfig(model=ModelOptions(model="none", device="cuda:99"))
+    assert run_node(Role.PREFILL, config) == 2
+    assert os.environ[QUEUES] == (value or "32")
+
+
+@pytest.mark.parametrize("value", [None, "8"])
+def test_hardware_queues_are_set_before_a_gpu_is_looked_for(value: str | None) -> None:
+    node = multiprocessing.get_context("spawn").Process(target=load_without_a_gpu, args=(value,))
     node.start()
     node.join(PATIENCE_S)
     assert node.exitcode == 0

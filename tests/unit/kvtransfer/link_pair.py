@@ -28,6 +28,7 @@ from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.kvtransfer.transports.choice import Transports, host_identity, make_transports
 from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory
 from shared.kvtransfer.transports.nccl import NcclLinkFactory
+from shared.kvtransfer.transports.rehearsal import Rehearsal
 from shared.protocol.messages import KVLayout, NodeRef, ReqKey, Struct
 from shared.protocol.transfer_messages import Handoff, Place, Ready, ReceiverToSender, SenderToReceiver
 from tests.fake_cuda import FakeRuntime
@@ -72,7 +73,9 @@ def over_fake_nccl(options: TransferOptions, nccl: FakeNccl, threads: DeviceThre
     """Each node is on a GPU of its own."""
     assert options.slot_nbytes is not None
     factory = NcclLinkFactory(options, CPU, options.slot_nbytes, nccl.new_group, threads)
-    return Transports({"nccl": factory}, Place(gpu=secrets.token_hex(4)), options.slot_nbytes)
+    return Transports(
+        {"nccl": factory}, Place(gpu=secrets.token_hex(4)), options.slot_nbytes, rehearse=Rehearsal(CPU)
+    )
 
 
 def over_fake_cuda(
@@ -80,7 +83,9 @@ def over_fake_cuda(
 ) -> Transports:
     assert options.slot_nbytes is not None
     factory = CudaIpcLinkFactory(options, runtime, threads)
-    return Transports({"cuda-ipc": factory}, Place(host_identity(), "GPU-0"), options.slot_nbytes)
+    return Transports(
+        {"cuda-ipc": factory}, Place(host_identity(), "GPU-0"), options.slot_nbytes, rehearse=Rehearsal(CPU)
+    )
 
 
 def new_pool(num_pages: int, mover: PageMover | None = None) -> TokenToKVPool:

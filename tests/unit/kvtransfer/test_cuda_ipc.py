@@ -19,7 +19,8 @@ from shared.errors import LinkError
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.kvtransfer.transports.choice import Transports
-from shared.kvtransfer.transports.cuda_ipc import IpcSharing, IpcSlot
+from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory, IpcSharing, IpcSlot
+from shared.kvtransfer.transports.shared_memory import SharedSlot
 from shared.kvtransfer.transports.shm import ShmLinkFactory
 from tests.fake_cuda import FakeRuntime
 from tests.patience import PATIENCE_S, until
@@ -143,6 +144,59 @@ def test_what_no_slot_is_shown_as_ends_the_link_and_leaks_no_descriptor(
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(write)
     os.close(read)
+
+
+class Refusing(FakeRuntime):
+    """Maps memory that torch does not take."""
+
+    def open(self, handle: bytes) -> torch.Tensor:
+        raise RuntimeError("CUDA error: invalid argument")
+
+
+def test_a_slot_that_torch_does_not_take_is_let_go_of(sharing: Sharing) -> None:
+    sharing.receiver = IpcSharing(Refusing(), PATIENCE_S, DeviceThreads())
+    with pytest.raises(LinkError, match="cannot be mapped: CUDA error"):
+        sharing.show()
+    sharing.drop()
+    sharing.sender.close()
+    assert sharing.at_p.num_areas == 0, "the sender has seen that its witness is closed"
+
+
+class SmallIpc(CudaIpcLinkFactory):
+    """Its slots are gathered into elsewhere: the memory that the peer is shown has 4096 bytes."""
+
+    def new_slot(self, nbytes: int) -> Slot:
+        slot = IpcSlot(self._runtime, 4096)
+        slot.buffer = torch.zeros(nbytes, dtype=torch.uint8)
+        return slot
+
+
+class SmallShm(ShmLinkFactory):
+    """The same in host memory."""
+
+    def new_slot(self, nbytes: int) -> Slot:
+        slot = SharedSlot(4096)
+        slot.buffer = torch.zeros(nbytes, dtype=torch.uint8)
+        return slot
+
+
+@pytest.mark.parametrize("backend", ["cuda-ipc", "shm"])
+def test_a_message_that_is_larger_than_its_slot_is_refused(backend: str) -> None:
+    options, runtime, threads = real(backend), FakeRuntime(), DeviceThreads()
+    corrupt = (
+        SmallIpc(options, runtime, threads) if backend == "cuda-ipc" else SmallShm(options, threads, runtime)
+    )
+    honest = replace(transports(options), rehearse=None)
+    pair = LinkPair(options, p_transports=replace(honest, factories={backend: corrupt}), d_transports=honest)
+    try:
+        pair.transfer(0, [1, 2, 3], [4, 5, 6])
+        pair.until_received(0)
+        failed = pair.received[key(0)]
+        assert isinstance(failed, ReceiveFailed)
+        assert "corrupt peer" in failed.reason and "which has 4096 bytes" in failed.reason
+        assert not pair.d_pool.buffer_LSNHPD[:, :, 4:7].any()
+    finally:
+        pair.close()
 
 
 def test_a_container_that_forbids_ipc_gives_way_to_shm() -> None:

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.transports.cuda_runtime import CudaRuntime
 
+GPU = torch.device("cuda", 1)
+ADDRESS, MAPPED_NBYTES = 0x7F00_0000_0000, 4096
 NOT_SUPPORTED = 801
 
 
 class Library:
-    """A libcudart whose calls all fail. The last error stays until it is asked for, as in CUDA."""
+    """A libcudart and a libcuda, of which some calls fail. The last error stays until it is asked for, as in CUDA."""
 
-    def __init__(self) -> None:
+    def __init__(self, *failing: str) -> None:
         self.last_error = 0
+        self.calls: list[str] = []
+        self._failing = failing
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        def fail(*arguments: object) -> int:
-            self.last_error = NOT_SUPPORTED
-            return NOT_SUPPORTED
+        def call(*arguments: object) -> int:
+            self.calls.append(name)
+            if name in self._failing:
+                self.last_error = NOT_SUPPORTED
+                return NOT_SUPPORTED
+            value = {
+                "cudaMalloc": ADDRESS,
+                "cudaIpcOpenMemHandle": ADDRESS,
+                "cuPointerGetAttribute": MAPPED_NBYTES,
+            }
+            if name in value:
+                arguments[0]._obj.value = value[name]  # type: ignore[attr-defined]
+            return 0
 
         def get_last_error() -> int:
             error, self.last_error = self.last_error, 0
@@ -31,20 +47,64 @@ class Library:
         def get_error_string(error: int) -> bytes:
             return b"operation not supported"
 
-        return {"cudaGetLastError": get_last_error, "cudaGetErrorString": get_error_string}.get(name, fail)
+        return {"cudaGetLastError": get_last_error, "cudaGetErrorString": get_error_string}.get(name, call)
+
+    def entered(self) -> None:
+        """The calling thread has made its device current."""
+        self.calls.append(f"{threading.current_thread().name} enters")
+
+
+def new_runtime(library: Library) -> CudaRuntime:
+    return CudaRuntime(GPU, DeviceThreads(library.entered), library, library)
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("failing", "call"),
     [
-        lambda runtime: runtime.malloc(1 << 20),
-        lambda runtime: runtime.open(bytes(64)),
-        lambda runtime: runtime.register(torch.zeros(8), read_only=True),
+        ("cudaMalloc", lambda runtime: runtime.malloc(1 << 20)),
+        ("cudaIpcOpenMemHandle", lambda runtime: runtime.open(bytes(64))),
+        ("cudaHostRegister", lambda runtime: runtime.register(torch.zeros(8), read_only=True)),
     ],
-    ids=["malloc", "open", "register"],
 )
-def test_a_call_that_fails_leaves_no_error_for_torch(call: Callable[[CudaRuntime], object]) -> None:
-    library = Library()
-    with pytest.raises(LinkError, match="operation not supported"):
-        call(CudaRuntime(torch.device("cuda", 0), library))
+def test_a_call_that_fails_leaves_no_error_for_torch(
+    failing: str, call: Callable[[CudaRuntime], object]
+) -> None:
+    library = Library(failing)
+    with pytest.raises(LinkError, match=f"{failing}.*operation not supported"):
+        call(new_runtime(library))
     assert library.last_error == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("cudaFree", lambda runtime: runtime.free(ADDRESS)),
+        ("cudaHostUnregister", lambda runtime: runtime.unregister(torch.zeros(8))),
+    ],
+)
+def test_a_slot_that_ends_on_any_thread_is_freed_on_its_device(
+    name: str, call: Callable[[CudaRuntime], object]
+) -> None:
+    library = Library()
+    stranger = threading.Thread(target=call, args=(new_runtime(library),), name="stranger")
+    stranger.start()
+    stranger.join()
+    assert library.calls == ["stranger enters", name]
+
+
+@pytest.mark.parametrize("failing", ["cuPointerGetAttribute", "torch"])
+def test_memory_that_was_mapped_in_vain_is_unmapped(failing: str) -> None:
+    """torch takes no address of a GPU that is not there."""
+    library = Library(failing)
+    with pytest.raises((LinkError, RuntimeError, AssertionError)):
+        new_runtime(library).open(bytes(64))
+    assert library.calls[-1] == "cudaIpcCloseMemHandle"
+
+
+def test_memory_of_another_gpu_is_refused_and_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch copies what it takes for memory of another GPU, and a slot would be a copy that no peer writes to."""
+    monkeypatch.setattr(torch, "as_tensor", lambda array, device: torch.zeros(MAPPED_NBYTES))
+    library = Library()
+    with pytest.raises(LinkError, match="torch sees no memory of cuda:1 at 0x7f0000000000"):
+        new_runtime(library).open(bytes(64))
+    assert library.calls[-1] == "cudaIpcCloseMemHandle"

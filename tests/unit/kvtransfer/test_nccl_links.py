@@ -64,13 +64,12 @@ def test_torch_has_the_options_that_are_set() -> None:
     assert hasattr(ProcessGroupNCCL, "eager_connect_single_device")
 
 
-def test_the_environment_keeps_the_process_alive_and_streams_apart() -> None:
+def test_the_environment_keeps_the_process_alive() -> None:
     environment = nccl_environment(TransferOptions(build_timeout_s=12.4))
     assert environment == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": "12",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     }
 
 

@@ -134,7 +134,7 @@ def test_a_message_of_another_length_than_was_granted_ends_the_link(ends: Ends) 
 
 def test_a_record_that_points_outside_its_slot_ends_the_link(ends: Ends) -> None:
     ends.sender.send(ends.factory.new_slot(100), 1 << 30, 0, HEADER)
-    with pytest.raises(LinkError, match="came where"):
+    with pytest.raises(LinkError, match="in slot 0, which has 100 bytes"):
         ends.receiver.recv(1 << 30, 0).wait(block=True)
 
 

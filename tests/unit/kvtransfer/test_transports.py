@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from msgspec import Struct
@@ -17,12 +18,12 @@ from shared.errors import ConfigError, LinkError, TransportMismatch
 from shared.kvtransfer.link import Arrival, Link, LinkSpec, Op
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.states import Received, ReceiveFailed
-from shared.kvtransfer.transports.choice import Transports, host_identity, make_transports
+from shared.kvtransfer.transports.choice import Transports, host_identity, links_nbytes, make_transports
 from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory
 from shared.kvtransfer.transports.nccl import NcclLinkFactory
 from shared.kvtransfer.transports.shm import ShmLinkFactory
 from shared.protocol.messages import Ping
-from shared.protocol.transfer_messages import LinkOpen, Place
+from shared.protocol.transfer_messages import LinkOpen, Place, StoreSet
 from tests.fake_cuda import FakeRuntime
 from tests.fake_nccl import FakeNccl
 from tests.unit.kvtransfer.link_pair import LinkPair, key, real, transports
@@ -143,6 +144,41 @@ def test_a_link_that_fails_its_rehearsal_gives_way_to_the_next_transport(
     assert isinstance(pair.received[key(0)], Received)
 
 
+@pytest.mark.parametrize(
+    ("entry", "value", "reason"),
+    [
+        ("rehearsal/agreed", {"num_messages": 0, "nbytes": 4096}, "rehearsal: Expected `int` >= 1"),
+        ("rehearsal/agreed", {"num_messages": 1, "nbytes": -4096}, "rehearsal: Expected `int` >= 4096"),
+        ("rehearsal/agreed", {"num_messages": 1, "nbytes": 4097}, "rehearsal: the peer asks for"),
+        ("rehearsal/agreed", {"num_messages": 1 << 40, "nbytes": 4096}, "rehearsal: the peer asks for"),
+        ("unix/address", b"\xff", "building link"),
+    ],
+)
+def test_absurd_answers_of_a_peer_give_way_to_the_next_transport(
+    entry: str, value: object, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first: list[str] = []
+
+    def tamper(message: Struct) -> Struct:
+        if isinstance(message, StoreSet) and message.link == (first or [message.link])[0]:
+            first[:] = [message.link]
+            if message.name == entry:
+                encoded = value if isinstance(value, bytes) else msgspec.msgpack.encode(value)
+                return msgspec.structs.replace(message, value=encoded)
+        return message
+
+    pair = LinkPair(real("auto"), tamper=tamper)
+    try:
+        pair.until(pair.linked)
+        assert transports_of(pair.p) == transports_of(pair.d) == ["gloo"]
+        (report,) = pair.p.link_reports
+        assert reason in report.passed_over["shm"]
+        assert "link_defect" not in caplog.text
+        assert num_slots_out(pair.p) == num_slots_out(pair.d) == 0
+    finally:
+        pair.close()
+
+
 def test_both_ends_tell_what_the_rehearsal_measured(
     new_pair: Callable[[Transports, Transports], LinkPair],
 ) -> None:
@@ -218,6 +254,13 @@ def test_what_the_flag_offers() -> None:
     assert list(make_transports(TransferOptions(), CPU).factories) == ["shm", "gloo"]
     assert make_transports(TransferOptions(), CPU).slot_nbytes == 4 << 20
     assert make_transports(TransferOptions(slot_nbytes=4096), CPU).slot_nbytes == 4096
+
+
+def test_device_memory_of_links_is_slots_of_four_links_and_a_copy_of_each() -> None:
+    gpu = torch.device("cuda")
+    assert links_nbytes(TransferOptions(), gpu) == 4 * (4 + 1) * (32 << 20)
+    assert links_nbytes(TransferOptions(num_slots=2, slot_nbytes=1 << 20), gpu) == 4 * (2 + 1) * (1 << 20)
+    assert links_nbytes(TransferOptions(), CPU) == 0
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="THIS BUILD OF TORCH HAS CUDA")

@@ -30,6 +30,11 @@ def test_the_flag_is_named_where_the_tokenizer_is_missing(bare_folder: Path) -> 
         Tokenizer.load(bare_folder)
 
 
+def test_logprobs_name_tokens_by_their_ids() -> None:
+    """The top logprobs of a completion have texts as keys, so equal texts would hide all but one."""
+    assert Tokenizer(None).token_text(7) == "token_id:7"
+
+
 def test_token_ids_are_answered_with_token_ids(bare_folder: Path) -> None:
     async def run() -> None:
         async with (

@@ -12,7 +12,7 @@ import torch
 from shared.config import CacheOptions, ScheduleOptions
 from shared.engine.start.gpu_claims import GpuClaim, OtherNodes
 from shared.engine.start.gpu_share import SETTLE_S, GpuShare
-from shared.engine.start.shape import EngineShape
+from shared.engine.start.shape import MIN_PAGES, EngineShape
 from shared.errors import ConfigError
 from tests.token_engine import token_model_config
 from tests.unit.engine.start.fake_gpu import FakeGpu, FakeMemory, FakeModel
@@ -114,6 +114,15 @@ def test_one_node_takes_nine_tenths_in_all(host: Host) -> None:
     assert host.progress == ["measuring memory", "warming up", "testing"]
 
 
+def test_memory_for_links_is_left_free_within_the_share(host: Host) -> None:
+    node = host.node(replace(SHAPE, links_nbytes=20 * MIB))
+    node.start()
+    assert 70 * MIB - 2 * PAGE < node.nbytes <= 70 * MIB
+    assert node.share.memory_mib["links_mib"] == 20
+    with pytest.raises(ConfigError, match=r"links 0\.09 GiB"):
+        host.node(replace(SHAPE, links_nbytes=90 * MIB))
+
+
 def test_graphs_are_measured_before_the_pool_is_sized(host: Host) -> None:
     node = host.node()
     node.model.graphs = 20 * MIB
@@ -125,6 +134,13 @@ def test_graphs_are_measured_before_the_pool_is_sized(host: Host) -> None:
 
 def test_no_more_pages_than_all_requests_can_use(host: Host) -> None:
     assert host.node(replace(SHAPE, context_length=160)).start() == 8 * 10
+
+
+def test_a_context_of_less_than_a_page_has_two_pages(host: Host) -> None:
+    tiny = replace(
+        SHAPE, context_length=8, schedule=replace(SHAPE.schedule, max_running_requests=1), cache=SHAPE.cache
+    )
+    assert host.node(tiny).start() == MIN_PAGES
 
 
 def test_nodes_that_start_at_the_same_moment_share(host: Host) -> None:
@@ -186,13 +202,23 @@ def test_a_replacement_waits_for_the_memory_of_its_predecessor(host: Host) -> No
     assert "waiting for GPU memory" in host.progress
 
 
-def test_a_replacement_gives_up_when_the_memory_does_not_come(host: Host) -> None:
+def test_a_node_beside_a_process_that_keeps_its_memory_takes_what_is_left(host: Host) -> None:
+    host.gpu.taken["stranger"] = 80 * MIB
+    node = host.node()
+    began = host.time.now
+    assert node.start() > 0
+    assert 19 * MIB < node.nbytes <= 20 * MIB
+    assert 60 <= host.time.now - began < 61, "the process might have been a dying one"
+
+
+def test_a_node_gives_up_where_the_model_does_not_fit_into_what_is_free(host: Host) -> None:
     host.gpu.taken["stranger"] = 80 * MIB
     began = host.time.now
     with pytest.raises(
-        ConfigError, match=r"tiny needs 0\.09 GiB of cuda:0, which has 0\.02 GiB free.*waited 60"
+        ConfigError,
+        match=r"tiny needs 0\.03 GiB of cuda:0, which has 0\.02 GiB free of 0\.10 GiB .*may take 0\.10.*waited 60",
     ):
-        host.node().start()
+        host.node(with_cache(max_total_tokens=30 * MIB // PAGE * 16)).start()
     assert 60 <= host.time.now - began < 61
 
 
@@ -207,6 +233,23 @@ def test_a_dead_node_counts_no_more(host: Host) -> None:
     other.close()
     assert claim.others() == OtherNodes(0, 0)
     claim.close()
+
+
+def test_a_folder_that_is_not_of_this_user_alone_is_refused(tmp_path: Path) -> None:
+    own, folder = tmp_path / "baton", tmp_path / "baton" / "uuid"
+    GpuClaim(folder).close()
+    assert own.stat().st_mode & 0o777 == 0o700
+    for shared in (own, folder):
+        shared.chmod(0o777)
+        with pytest.raises(ConfigError, match=r"another user may write to it.*set TMPDIR"):
+            GpuClaim(folder)
+        shared.chmod(0o700)
+    linked = tmp_path / "linked"
+    linked.symlink_to(own)
+    with pytest.raises(ConfigError, match="another user"):
+        GpuClaim(linked / "uuid")
+    with pytest.raises(ConfigError, match="File exists"):
+        GpuClaim(next(folder.glob("loading")) / "uuid")
 
 
 def test_one_node_loads_at_a_time(tmp_path: Path) -> None:
