@@ -29,6 +29,7 @@ _HTTP_FLAGS = (
     *("host", "port", "router_workers", "prometheus_port"),
     *("log_requests", "served_model_name", "chat_template", "skip_tokenizer_init"),
 )
+_DISCOVERY_FLAGS = ("discovery", "discovery_namespace", "prefill_selector", "decode_selector")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,11 +58,11 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
     from router.http.api_keys import keys_from_environment
 
     join = (*((Role.PREFILL, address) for address in args.prefill), *((Role.DECODE, a) for a in args.decode))
-    if join and args.local is not None:
+    if (join or args.discovery) and args.local is not None:
         raise ConfigError(
-            "--local starts nodes, --prefill and --decode join running ones: give one or the other"
+            "--local starts nodes; --prefill, --decode and --discovery join running ones: give one or the other"
         )
-    local = LocalTopology(0, 0) if join else args.local or LocalTopology(1, 1)
+    local = LocalTopology(0, 0) if join or args.discovery else args.local or LocalTopology(1, 1)
     starts_nodes = bool(local.node_ids())
     if not starts_nodes and (stray := [flag for flag in _node_flags(args) if flag.startswith("--")]):
         raise ConfigError(
@@ -72,9 +73,11 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
         fleet=FleetOptions(
             local=local,
             join=join,
+            discovery=tuple(args.discovery),
+            **{name: getattr(args, name) for name in _DISCOVERY_FLAGS[1:]},
             control_host=args.control_host,
             control_port=_control_port(args, starts_nodes),
-            fleet_key=args.fleet_key,
+            fleet_key=tuple(args.fleet_key),
             insecure=args.insecure,
             node_argv=_node_argv(args) if starts_nodes else (),
             cpu_cores=args.cpu_cores,
@@ -112,7 +115,7 @@ def _node_flags(args: argparse.Namespace, **changed: object) -> list[str]:
 
 def _node_argv(args: argparse.Namespace) -> tuple[str, ...]:
     model = ["--model", args.model] if args.model else []
-    fleet_key = ["--fleet-key", args.fleet_key] if args.fleet_key else []
+    fleet_key = [word for path in args.fleet_key for word in ("--fleet-key", path)]
     return (
         *_node_flags(args, cpu_cores=None),  # each node gets its share of them
         *model,
@@ -140,6 +143,7 @@ def _add_topology_flags(parser: argparse.ArgumentParser) -> None:
             metavar="HOST[:PORT]",
             help=f"join a running {role} node; may repeat",
         )
+    add_flags(parser, "discovery of nodes", FleetOptions, *_DISCOVERY_FLAGS)
     add_flags(parser, "control port", FleetOptions, "control_host", "control_port")
 
 

@@ -166,6 +166,10 @@ class Router:
         """Take a node's announcement (a `join_socket.JoinListener`)."""
         self._membership.on_announcement(message)
 
+    def on_listing(self, listed: Sequence[tuple[Role, str]]) -> None:
+        """Take in what discoveries list now: role and address of each node."""
+        self._membership.on_listing(listed)
+
     def node_exited(self, node_id: str, role: Role, reason: str, *, crashed: bool) -> None:
         """Note that a node of this machine has ended. It announces itself when it has been started again."""
         self._membership.node_exited(node_id, role, reason, crashed=crashed)
@@ -199,7 +203,7 @@ class Router:
     # ------------------------------------------------------------------------------------------ inside
     async def _build(self, exits: contextlib.AsyncExitStack) -> None:
         config, options = self._config, self._config.dispatch
-        fleet_key = FleetKey.load(config.fleet.fleet_key) if config.fleet.fleet_key else None
+        fleet_key = FleetKey.load(config.fleet.fleet_key)
         context = zmq.asyncio.Context()
         context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         exits.callback(context.destroy)

@@ -87,6 +87,8 @@ class Process:
         self.name = name
         self.argv = [sys.executable, "-X", "faulthandler", "-m", module, *argv]
         self.log_path = folder / f"{name}.log"
+        self.environment: dict[str, str] = {}
+        """Beside that of the tests."""
         self._popen: Child | None = None
         self._family: dict[int, psutil.Process] = {}
 
@@ -97,6 +99,7 @@ class Process:
 
     def _spawn(self) -> Child:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "error::ResourceWarning"}
+        environment |= self.environment
         with self.log_path.open("ab") as log:
             return subprocess.Popen(
                 self.argv,
@@ -391,7 +394,7 @@ def is_home(load: dict[str, Any]) -> bool:
 
 
 class Node(Process):
-    """`prefill-node` or `decode-node`, started by hand. Its process is forked."""
+    """`prefill-node` or `decode-node`, started by hand. Its process is forked, unless it has an `environment`."""
 
     def __init__(self, folder: Path, role: str, name: str, *flags: str) -> None:
         self.role = role
@@ -401,6 +404,8 @@ class Node(Process):
         super().__init__(name, f"{role}_node", argv, folder)
 
     def _spawn(self) -> Child:
+        if self.environment:
+            return super()._spawn()
         return Forked(self.log_path, run_module, f"{self.role}_node", self.argv[5:])
 
 

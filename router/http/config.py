@@ -104,7 +104,23 @@ class FleetOptions:
         f"that port; 0: a free one; None: a free one if nodes are started here, else {DEFAULT_CONTROL_PORT}",
         whole(0, 65535),
     )
-    fleet_key: str | None = None
+    discovery: tuple[str, ...] = flag(
+        (),
+        "where nodes are found: dns:NAME[:PORT] (every address of a name, such as a headless service; PORT: 7200) or "
+        "k8s (pods, by the selectors; needs baton-serve[k8s]); may repeat",
+        metavar="SOURCE",
+        repeats=True,
+    )
+    discovery_namespace: str | None = flag(
+        None, "of --discovery k8s; None: the router's own", metavar="NAMESPACE"
+    )
+    prefill_selector: str = flag(
+        "app.kubernetes.io/component=prefill-node", "labels of the pods of prefill nodes", metavar="LABELS"
+    )
+    decode_selector: str = flag(
+        "app.kubernetes.io/component=decode-node", "labels of the pods of decode nodes", metavar="LABELS"
+    )
+    fleet_key: tuple[str, ...] = ()
     insecure: bool = False
     node_argv: tuple[str, ...] = ()
     cpu_cores: CpuCores | None = None
@@ -156,7 +172,7 @@ class RouterConfig:
         """Raise ConfigError for a control port beyond loopback without a key."""
         fleet = self.fleet
         require_key_beyond_loopback(
-            "--control-host", fleet.control_host, has_key=fleet.fleet_key is not None, insecure=fleet.insecure
+            "--control-host", fleet.control_host, has_key=bool(fleet.fleet_key), insecure=fleet.insecure
         )
 
     def shown(self) -> dict[str, object]:

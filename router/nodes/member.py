@@ -23,7 +23,10 @@ class MemberState(StrEnum):
 
 @dataclass(eq=False)
 class Member:
-    """An address that is dialled. The operator named `pinned` members, which are never forgotten by themselves.
+    """An address that is dialled.
+
+    The operator named `pinned` members, which are never forgotten by themselves; nor are those that are `listed` by a
+    discovery.
 
     `node` is set while the member is connected: alive or draining. A member is not dialled again if it is `leaving`,
     or if its process has ended with the reason `exited`. While the operator adds it, `resume` is set: then a drained
@@ -39,6 +42,7 @@ class Member:
     node_id: str = ""
     incarnation: str = ""
     node: LiveNode | None = None
+    listed: bool = False
     leaving: bool = False
     resume: bool = False
     since: float = 0.0

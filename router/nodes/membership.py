@@ -10,6 +10,10 @@ A node that announced itself (`Join`) and is lost for long is forgotten, since i
 that the operator named is dialled for ever. A node that was restarted, or has changed its role, is a new incarnation,
 and so a new node. The role in its hello counts, not the one in which it was dialled. Announcements of an incarnation
 that the operator removed are ignored; those of the next incarnation are not.
+
+A discovery says which addresses there are. One that it newly lists is dialled, and dialled again when it is lost; one
+that it lists no more stays as long as it answers. An address that the operator removed is dialled again when it has
+been off the list.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import zmq.asyncio
@@ -90,6 +94,7 @@ class Membership:
         self._listeners: tuple[NodeEvents, FleetEvents] | None = None
         self._loading: dict[str, tuple[float, Loading]] = {}
         self._members: list[Member] = []
+        self._listed: frozenset[tuple[Role, str]] = frozenset()
         self._removed: dict[str, None] = {}
         """Incarnations that the operator removed, the oldest first: their announcements are ignored."""
         self._dials = itertools.count(1)
@@ -160,6 +165,18 @@ class Membership:
         self._members.append(member)
         self._begin(member)
         return member
+
+    def on_listing(self, listed: Collection[tuple[Role, str]]) -> None:
+        """Take in what discoveries list now: role and address of each node."""
+        before, self._listed = self._listed, frozenset(listed)
+        for role, address in sorted(self._listed - before):
+            member = self.dial(address, role, pinned=False)
+            if member is not None:
+                member.listed = True
+        gone = {address for _, address in before} - {address for _, address in self._listed}
+        for member in self._members:
+            if member.address in gone:
+                member.listed = False
 
     def redial(self, member: Member) -> None:
         """Dial a member that is not connected at once, without its pause."""
@@ -318,7 +335,7 @@ class Membership:
                 return
             if member.leaving:
                 return
-            if not member.pinned and self._is_stale(member):
+            if not (member.pinned or member.listed) and self._is_stale(member):
                 self._forget(member)
                 return
             await asyncio.sleep(pause_s)

@@ -19,7 +19,7 @@ from router.dispatch.failover import Loss
 from router.dispatch.prefix_index import PrefixIndex
 from router.nodes.liveness import Liveness
 from shared.errors import LinkError
-from shared.protocol.dial_socket import LOST, DialSocket, from_frames, to_frames
+from shared.protocol.dial_socket import DialSocket, from_frames, to_frames
 from shared.protocol.messages import (
     FRAME_ERRORS,
     PROTOCOL_VERSION,
@@ -113,8 +113,8 @@ class NodeLink:
         while True:
             match await self.receive():
                 case NodeHello(version=version) as hello:
-                    if version != PROTOCOL_VERSION:
-                        raise Refusal(other_version("node", version))
+                    if why := other_version("node", version):
+                        raise Refusal(why)
                     return hello
                 case Refused(reason):
                     raise Refusal(f"the node refused: {reason}")
@@ -136,7 +136,7 @@ class NodeLink:
     async def _watch(self) -> None:
         while True:
             seen = await recv_monitor_message(self._sockets.monitor)
-            reason = LOST.get(seen["event"])
+            reason = self._sockets.seen(seen["event"])
             if reason is not None:
                 self.lose(reason, None if seen["event"] == zmq.EVENT_DISCONNECTED else Loss.BROKEN)
                 return

@@ -1,7 +1,7 @@
 """The supervisor's messages to a router, on the router's standard input, each behind its length.
 
-The supervisor owns the control port and starts the nodes of this machine. It passes all announcements and the ends of
-its nodes to every router. Nothing is answered.
+The supervisor owns the control port, starts the nodes of this machine, and runs discoveries. It passes all
+announcements, the ends of its nodes, and what is discovered to every router. Nothing is answered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ class ReloadKeys(Struct, frozen=True):
     """Read the files with API keys again. It is a message, since a signal would end a router that is starting."""
 
 
-ToRouter = Announcement | NodeExited | ReloadKeys
+class Listed(Struct, frozen=True):
+    """What discoveries list now: role and address of each node."""
+
+    nodes: tuple[tuple[Role, str], ...]
+
+
+ToRouter = Announcement | NodeExited | ReloadKeys | Listed
 
 _LENGTH_NBYTES = 4
 _encoder = msgspec.msgpack.Encoder()

@@ -21,7 +21,7 @@ from router.garbage import collect_rarely
 from router.http.config import RouterConfig
 from router.http.http_socket import bind_http, listen_http, start_listening
 from router.processes.child_process import HEARTBEAT, HEARTBEAT_S, LOADED, READY
-from router.processes.feed import FeedThread, NodeExited, ReloadKeys, ToRouter
+from router.processes.feed import FeedThread, Listed, NodeExited, ReloadKeys, ToRouter
 from router.processes.stopping import stop_on_signals, unless
 from router.server import Router, load_model
 from shared import log
@@ -34,9 +34,15 @@ def fibonacci(n):
         return n
     return'''
 PROOF_TOKENS = 24
-EXAMPLE_BODY = (
-    r'{"prompt": "def read_lines(path):\n    with open(path) as f:\n", "max_tokens": 64, "stream": true}'
+EXAMPLE = (
+    "/v1/completions",
+    r'{"prompt": "def read_lines(path):\n    with open(path) as f:\n", "max_tokens": 64, "stream": true}',
 )
+EXAMPLE_OF_IDS = (
+    "/generate",
+    '{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 64}, "stream": true}',
+)
+"""For a router without a tokenizer."""
 
 _STDIN = 0
 _CAN_SERVE_S = 5.0
@@ -124,12 +130,13 @@ async def _prove(router: Router, *, owns_nodes: bool) -> None:
             raise
         log.warn("first_generation_failed", reason=e.message)
     key = " -H 'Authorization: Bearer KEY'" if router.needs_key else ""
+    path, body = EXAMPLE if router.model.get().tokenizer.has_text else EXAMPLE_OF_IDS
     if proof:
         print(f"\n{PROOF_PROMPT}{proof}")
     print(
         f"\nServing {router.model.name()} at {router.url}: open it in a browser, or try:\n\n"
-        f"  curl -N {router.url}/v1/completions -H 'Content-Type: application/json'{key} \\\n"
-        f"    -d '{EXAMPLE_BODY}'\n",
+        f"  curl -N {router.url}{path} -H 'Content-Type: application/json'{key} \\\n"
+        f"    -d '{body}'\n",
         flush=True,
     )
 
@@ -142,6 +149,8 @@ async def _pass_on(messages: asyncio.Queue[ToRouter], router: Router) -> None:
                 router.node_exited(node_id, role, reason, crashed=crashed)
             case ReloadKeys():
                 router.keys.reload()
+            case Listed(nodes):
+                router.on_listing(nodes)
             case message:
                 router.on_announcement(message)
 

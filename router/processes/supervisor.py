@@ -1,6 +1,6 @@
 """`router`: the process that owns all others. It loads no model and serves no request.
 
-supervisor              the HTTP port's reservation, the port where nodes announce themselves
+supervisor              the HTTP port's reservation, the port where nodes announce themselves, discoveries
 ├─ router 0 .. N - 1    HTTP, tokenizer, connections to all nodes; all listen on one port (SO_REUSEPORT)
 └─ nodes of this machine (--local)
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from types import TracebackType
@@ -24,11 +25,12 @@ from rich.console import Console
 
 from router.http.config import RouterConfig
 from router.http.http_socket import reserve_http
+from router.nodes.discovery import Discovery, Listing, make_discovery
 from router.nodes.join_socket import JoinSocket
 from router.nodes.load_progress import LoadProgress
 from router.processes import feed
 from router.processes.child_process import ChildFailed, ChildProcess, stop_all
-from router.processes.feed import NodeExited, ReloadKeys, ToRouter
+from router.processes.feed import Listed, NodeExited, ReloadKeys, ToRouter
 from shared.cpu_cores import split_cores
 from shared.errors import ConfigError
 from shared.log import event
@@ -67,7 +69,10 @@ class Supervisor:
         self._failures: dict[str, str] = {}
         """Why nodes could not load, as they announced it."""
         self._progress: LoadProgress | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._sources: list[asyncio.Task[None]] = []
+        """What listens on the control port, and the discoveries."""
+        self._listings: dict[int, Listing] = {}
+        """What each discovery has listed last."""
         self._exits = contextlib.AsyncExitStack()
         self.http_port = 0
         self.control_port = 0
@@ -90,6 +95,7 @@ class Supervisor:
         reserved = reserve_http(config.http.host, config.http.port)
         self._exits.callback(reserved.close)
         self.http_port = reserved.getsockname()[1]
+        discoveries = list(self._discoveries())
         join_socket = self._open_join_socket()
         grace_s = config.dispatch.stop_timeout_s
         self._nodes = dict(self._local_nodes())
@@ -100,8 +106,9 @@ class Supervisor:
         first, *others = self._routers
         first.start()
         await self._unless_failed(first.loaded.wait())  # a wrong flag must not start nodes first
-        self._listening = asyncio.create_task(join_socket.listen(self._on_announcement), name="join")
-        self._exits.callback(self._listening.cancel)
+        self._listen(join_socket.listen(self._on_announcement), "join")
+        for index, discovery in enumerate(discoveries):
+            self._listen(discovery.run(functools.partial(self._on_listing, index)), "discovery")
         for child in (*others, *self._nodes.values()):
             child.start()
         with self._show_progress():
@@ -128,7 +135,7 @@ class Supervisor:
             return ["-m", "router.processes.router_process", *begin, *self._flags]
 
         def greet() -> None:
-            for message in self._still_true(time.monotonic()):
+            for message in (*self._still_true(time.monotonic()), self._listed):
                 router.send(feed.encode(message))
 
         router = ChildProcess(
@@ -163,7 +170,7 @@ class Supervisor:
     async def _unless_failed(self, work: Coroutine[Any, Any, object]) -> None:
         """Wait for `work`. Raises the error of a child or of the control port that fails meanwhile."""
         keepers = {child.keeper for child in (*self._routers, *self._nodes.values()) if child.keeper}
-        waited = [asyncio.create_task(work), *keepers, *([self._listening] if self._listening else [])]
+        waited = [asyncio.create_task(work), *keepers, *self._sources]
         try:
             done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -183,7 +190,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------ what nodes announce
     def _open_join_socket(self) -> JoinSocket:
         fleet = self._config.fleet
-        fleet_key = FleetKey.load(fleet.fleet_key) if fleet.fleet_key else None
+        fleet_key = FleetKey.load(fleet.fleet_key)
         context = zmq.asyncio.Context()
         self._exits.callback(context.destroy)
         if fleet_key is not None:
@@ -206,6 +213,27 @@ class Supervisor:
         if self._progress is not None:
             self._progress.on_announcement(message)
         self._remember(node_id, message)
+
+    def _discoveries(self) -> Iterator[Discovery]:
+        fleet = self._config.fleet
+        selectors = {Role.PREFILL: fleet.prefill_selector, Role.DECODE: fleet.decode_selector}
+        for source in fleet.discovery:
+            yield make_discovery(source, fleet.discovery_namespace, selectors)
+
+    def _listen(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._sources.append(task)
+        self._exits.callback(task.cancel)
+
+    def _on_listing(self, index: int, listing: Listing) -> None:
+        if listing != self._listings.get(index, frozenset()):
+            self._listings[index] = listing
+            event("nodes_discovered", num_nodes=len(listing))
+            self._send_to_routers(self._listed)
+
+    @property
+    def _listed(self) -> Listed:
+        return Listed(tuple(sorted(frozenset().union(*self._listings.values()))))
 
     def _remember(self, node_id: str, message: Announcement | NodeExited) -> None:
         """Send a message to every router, now and when one is started again."""

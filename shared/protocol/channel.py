@@ -28,7 +28,6 @@ from shared import log
 from shared.errors import ConfigError, LinkError
 from shared.protocol.dial_socket import (
     CONNECT_TIMEOUT_S,
-    LOST,
     MAX_SOCKETS,
     DialSocket,
     bound_strangers,
@@ -233,7 +232,7 @@ class ControlThread:
                 if dialled.sockets is not None and dialled.sockets.socket in ready:
                     self._receive_dialled(dialled, dialled.sockets.socket)
                 if dialled.sockets is not None and dialled.sockets.monitor in ready:
-                    self._watch(dialled, dialled.sockets.monitor)
+                    self._watch(dialled, dialled.sockets)
                 if not dialled.connected and time.monotonic() >= dialled.connected_by:
                     self._give_up(dialled)
 
@@ -366,12 +365,12 @@ class ControlThread:
         except Exception:
             log.crash("control_error")
 
-    def _watch(self, dialled: _Dialled, monitor: zmq.Socket[bytes]) -> None:
+    def _watch(self, dialled: _Dialled, sockets: DialSocket[zmq.Socket[bytes]]) -> None:
         if self._dialled.get(dialled.peer) is not dialled:
             return  # a handler hung up
-        event = parse_monitor_message(monitor.recv_multipart())["event"]
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        reason = sockets.seen(parse_monitor_message(sockets.monitor.recv_multipart())["event"])
+        if reason is None:
             dialled.connected = True
             self._guarded(lambda: dialled.on_connected(dialled.peer))
         else:
-            self._lose(dialled, LOST[event])
+            self._lose(dialled, reason)

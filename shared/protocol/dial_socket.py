@@ -34,6 +34,11 @@ LOST: Mapping[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "handshake failed: not the same --fleet-key",
 }
 """Events of a dialled socket's monitor after which it will never be connected (again), and what they mean."""
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+)
 
 S = TypeVar("S", bound=zmq.Socket[Any])
 
@@ -66,6 +71,8 @@ class DialSocket(Generic[S]):
         *,
         max_queued_messages: int,
     ) -> None:
+        self._address = address
+        self._fleet_key = fleet_key
         with contextlib.ExitStack() as undo:
             self.socket = undo.enter_context(contextlib.closing(context.socket(zmq.DEALER)))
             self.socket.linger = 0
@@ -76,11 +83,17 @@ class DialSocket(Generic[S]):
             self.socket.sndhwm = self.socket.rcvhwm = max_queued_messages
             bound_strangers(self.socket)
             if fleet_key is not None:
-                fleet_key.secure_client(self.socket)
+                fleet_key.secure_client(self.socket, address)
             self.monitor = self.socket.get_monitor_socket(sum(LOST) | zmq.EVENT_HANDSHAKE_SUCCEEDED)
             undo.callback(self._close_monitor)
             self.socket.connect(address)
             undo.pop_all()
+
+    def seen(self, event: int) -> str | None:
+        """Take an event of the monitor. Returns why the socket will never be connected (again); None: it is now."""
+        if self._fleet_key is not None and event in _HANDSHAKE_FAILED:
+            self._fleet_key.refused(self._address)
+        return LOST.get(event)
 
     def close(self, linger_ms: int) -> None:
         """Close both sockets; what is queued has `linger_ms` to leave."""

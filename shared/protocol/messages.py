@@ -20,9 +20,11 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import Role as Role
 from shared.timeline import Stamp as Stamp
 
-PROTOCOL_VERSION = 8
-"""Raised by every change of a message, which a peer of the version before would misread or drop. A router and a node
-of different versions refuse each other; nodes only meet through a router, so they have the same version."""
+PROTOCOL_VERSION = 9
+"""Raised by every release that changes a message. A process works with those of the version before and after its own,
+so a fleet is upgraded one process after the other. Therefore a field is only ever added at the end of a message, with
+a default: decoders fill in a tail that is missing, and skip one that they do not know. A message of a new type is
+sent only where the hello had a version that knows it. Versions up to 8 refuse every other one."""
 
 FRAME_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a frame may raise: no such message, a string that is not UTF-8, arrays nested without end."""
@@ -33,10 +35,12 @@ MAX_RELAYED_CHARS = 2048
 
 
 def other_version(sender: str, version: int) -> str:
-    """Why the hello of a `sender` is refused."""
+    """Why the hello of a `sender` is refused; empty if their version can be spoken here."""
+    if abs(version - PROTOCOL_VERSION) <= 1:
+        return ""
     return (
-        f"protocol: the {sender} speaks version {version or 1}, and this end version {PROTOCOL_VERSION}; "
-        "upgrade routers and nodes together"
+        f"protocol: the {sender} speaks version {version or 1}, and this end version {PROTOCOL_VERSION}, which works "
+        f"with {PROTOCOL_VERSION - 1} to {PROTOCOL_VERSION + 1}; upgrade release by release"
     )
 
 

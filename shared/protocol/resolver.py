@@ -33,17 +33,31 @@ class Resolver:
     def __init__(self, look_up: LookUp = socket.getaddrinfo) -> None:
         self._look_up = look_up
         self._lock = threading.Lock()
-        self._running: dict[str, Future[str]] = {}
+        self._running: dict[str, Future[tuple[str, ...]]] = {}
 
     def resolve(self, address: str) -> Future[str]:
         """The same address with a number for a host; fails with LinkError. An IPv4 address is preferred."""
         answer: Future[str] = Future()
+        answer.set_running_or_notify_cancel()
+
+        def first(found: Future[tuple[str, ...]]) -> None:
+            if (error := found.exception()) is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(found.result()[0])
+
+        self.resolve_all(address).add_done_callback(first)
+        return answer
+
+    def resolve_all(self, address: str) -> Future[tuple[str, ...]]:
+        """The address with each number that the host has, at least one, IPv4 first; fails with LinkError."""
+        answer: Future[tuple[str, ...]] = Future()
         answer.set_running_or_notify_cancel()  # several callers may share it, so none of them can cancel it
         host, port = split_address(address)
         if not host or port is None:
             answer.set_exception(LinkError(f"{address} is not tcp://HOST:PORT"))
         elif _is_number(host):
-            answer.set_result(address)
+            answer.set_result((address,))
         else:
             with self._lock:
                 if address in self._running:
@@ -60,11 +74,12 @@ class Resolver:
             thread.start()
         return answer
 
-    def _run(self, address: str, host: str, port: int, answer: Future[str]) -> None:
-        number, error = "", None
+    def _run(self, address: str, host: str, port: int, answer: Future[tuple[str, ...]]) -> None:
+        numbers: list[str] = []
+        error = None
         try:
             found = self._look_up(host, port, type=socket.SOCK_STREAM)
-            number = min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0]
+            numbers = [entry[4][0] for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)]
         except (OSError, ValueError) as failure:
             error = does_not_resolve(address, getattr(failure, "strerror", None) or str(failure))
         with self._lock:
@@ -72,7 +87,8 @@ class Resolver:
         if error is not None:
             answer.set_exception(error)
         else:
-            answer.set_result(f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}")
+            hosts = [f"[{number}]" if ":" in number else number for number in dict.fromkeys(numbers)]
+            answer.set_result(tuple(f"tcp://{host}:{port}" for host in hosts))
 
 
 def warn_unless_resolved(host: str, resolver: Resolver) -> None:

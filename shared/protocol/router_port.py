@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from shared import log
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import (
-    PROTOCOL_VERSION,
     Answered,
     CacheEvents,
     Decode,
@@ -273,7 +272,7 @@ def _why_refused(router: str, hello: RouterHello) -> str:
     """Why this node does not work with a router; empty when it does."""
     if hello.router != router:
         return f"router: {hello.router!r} dialled as {router!r}"
-    return other_version("router", hello.version) if hello.version != PROTOCOL_VERSION else ""
+    return other_version("router", hello.version)
 
 
 def _parts(entries: list[TokenEntry]) -> Iterator[tuple[TokenEntry, ...]]:

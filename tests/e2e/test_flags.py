@@ -41,7 +41,9 @@ REFUSALS = {
         "--port 0 --device cpu --kv-transfer nccl --model /no/such/folder",
         "--kv-transfer nccl",
     ),
-    "slot too small": Refusal("decode_node", "--port 0 --page-size 64 --kv-slot-bytes 4096", "staging slot"),
+    "slot too small": Refusal(
+        "decode_node", "--port 0 --page-size 64 --kv-slot-bytes 4096", "raise --kv-slot-bytes"
+    ),
     "node port taken": Refusal("decode_node", "--port TAKEN", "TAKEN"),
     "HTTP port taken": Refusal("router", "--port TAKEN --control-port 0", "TAKEN"),
     "control port taken": Refusal("router", "--port 0 --control-port TAKEN", "TAKEN"),

@@ -123,6 +123,31 @@ def test_nodes_join_leave_and_come_back(tmp_path: Path) -> None:
                 node.close()
 
 
+def test_nodes_are_discovered_by_name(tmp_path: Path) -> None:
+    """Of a router that is started again after its nodes, each worker is told what was discovered before it lived."""
+    nodes = [Node(tmp_path, role, f"{role[0]}0", *SMALL) for role in ("prefill", "decode")]
+    names = (f"dns:localhost:{node.port}" for node in nodes)
+    flags = [part for name in names for part in ("--discovery", name)]
+    with Router(tmp_path, *flags, "--router-workers", "2", "--local-prefill-tokens", "0") as router:
+        try:
+            for node in nodes:
+                node.start()
+            router.wait_ready(nodes=nodes)
+            expected = check_split(router)
+            worker = next(p for p in router.family() if "router.processes.router_process" in p.cmdline())
+            worker.kill()
+            until(lambda: router.log.count("router_listening") == 3, "it is started again")
+            router.wait_ready(nodes=nodes)
+            assert all(router.generate(PROMPT, 12).tokens() == expected for _ in range(4))
+            assert router.stop(signal.SIGTERM) == 0
+            assert [node.stop(signal.SIGTERM) for node in nodes] == [0, 0]
+            for node in nodes:
+                node.assert_clean_log()
+        finally:
+            for node in nodes:
+                node.close()
+
+
 def check_split(router: Router) -> list[int]:
     """One request, through both fleets."""
     assert router.get("/health_generate")[0] == 200

@@ -77,7 +77,7 @@ FLAGS = """\
 --router-timeout-s ROUTER_TIMEOUT_S = 10.0
 --fixed-role
 --profile-dir DIR = baton-profiles
---fleet-key FILE
+--fleet-key FILE +
 --insecure
 --log-level {debug,info,warning,error} = info
 """
@@ -223,7 +223,7 @@ def test_all_node_flags_together_make_the_round_trip() -> None:
         (["--node-id", "p7"], {"net.node_id": "p7"}),
         (["--router", "a", "--router", "b:9"], {"net.routers": ("a", "b:9")}),
         (["--exit-with-parent"], {"net.exit_with_parent": True}),
-        (["--fleet-key", "file"], {"net.fleet_key": "file"}),
+        (["--fleet-key", "new", "--fleet-key", "old"], {"net.fleet_key": ("new", "old")}),
         (["--insecure"], {"net.insecure": True}),
         (["--log-level", "debug"], {"log_level": "debug"}),
         (["--model-path", "x"], {"model.model": "x"}),

@@ -99,8 +99,8 @@ def test_a_greeting_reaches_the_scheduler_too_since_it_ends_what_came_before(rig
     assert rig.wake.is_set()
 
 
-@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
-def test_a_router_of_another_version_is_refused(rig: Rig, version: int) -> None:
+@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION - 2, PROTOCOL_VERSION + 2])
+def test_a_router_of_a_version_that_is_not_spoken_is_refused(rig: Rig, version: int) -> None:
     rig.port.on_message("one", RouterHello("one", version))
     ((to, refused),) = rig.outbox.take()
     assert to == "one"
@@ -111,10 +111,16 @@ def test_a_router_of_another_version_is_refused(rig: Rig, version: int) -> None:
     assert rig.port.take() == []
 
 
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+def test_a_router_of_the_version_before_or_after_is_greeted(rig: Rig, version: int) -> None:
+    rig.port.on_message("one", RouterHello("one", version))
+    assert rig.outbox.take() == [("one", HELLO)]
+
+
 def test_nothing_of_a_refused_router_counts_until_it_is_greeted(rig: Rig) -> None:
     """A change of the node's role would wait for it else."""
     rig.port.on_message("good", RouterHello("good", PROTOCOL_VERSION))
-    rig.port.on_message("one", RouterHello("one", PROTOCOL_VERSION - 1))
+    rig.port.on_message("one", RouterHello("one", PROTOCOL_VERSION - 2))
     rig.port.on_message("one", SetRole(1, Role.DECODE, 0.0))
     assert not rig.port.is_draining
     rig.port.on_message("good", SetRole(2, Role.DECODE, 0.0))
@@ -128,7 +134,7 @@ def test_nothing_of_a_refused_router_counts_until_it_is_greeted(rig: Rig) -> Non
 
 def test_the_oldest_of_many_refused_routers_is_forgotten(rig: Rig) -> None:
     for number in range(MAX_REMEMBERED_ROUTERS + 1):
-        rig.port.on_message(f"r{number}", RouterHello(f"r{number}", PROTOCOL_VERSION - 1))
+        rig.port.on_message(f"r{number}", RouterHello(f"r{number}", PROTOCOL_VERSION - 2))
     rig.outbox.take()
     for router in ("r0", "r1", f"r{MAX_REMEMBERED_ROUTERS}"):
         rig.port.on_message(router, Ping(1))

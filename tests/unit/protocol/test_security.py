@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 from pathlib import Path
 
@@ -13,8 +14,15 @@ from shared.errors import ConfigError
 from shared.protocol.loopback import is_loopback, require_key_beyond_loopback
 from shared.protocol.messages import Load, Ping, Pong
 from shared.protocol.security import MIN_KEY_BYTES, FleetKey
-from tests.unit.protocol.conftest import MakeParty
+from tests.patience import until
+from tests.unit.protocol.conftest import MakeParty, Party
 
+OLD, NEW = FleetKey(b"the secret until now"), FleetKey(b"the secret from now on")
+BOTH, BOTH_THE_NEW_FIRST = (
+    FleetKey(b"the secret until now", b"the secret from now on"),
+    FleetKey(b"the secret from now on", b"the secret until now"),
+)
+ROTATION = (OLD, BOTH, BOTH_THE_NEW_FIRST, NEW)
 RIGHT, WRONG = FleetKey(b"the secret of this fleet"), FleetKey(b"the secret of another one")
 
 
@@ -52,7 +60,7 @@ def test_the_server_s_public_key_alone_opens_nothing(party: MakeParty) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
         raw.linger = 0
         raw.identity = b"router|intruder|1"
-        RIGHT.secure_client(raw)
+        RIGHT.secure_client(raw, address)
         raw.curve_publickey, raw.curve_secretkey = zmq.curve_keypair()
         raw.connect(address)
         raw.send(msgspec.msgpack.encode(Ping(1)))
@@ -73,10 +81,47 @@ def test_a_client_with_a_key_talks_to_no_server_without_it(party: MakeParty) -> 
     assert all(impostor.heard.empty() for impostor in impostors)
 
 
+@pytest.mark.parametrize(
+    ("server", "client"),
+    list(itertools.pairwise(ROTATION)) + [(later, sooner) for sooner, later in itertools.pairwise(ROTATION)],
+)
+def test_while_a_key_is_replaced_neighbours_in_the_order_connect(
+    party: MakeParty, server: FleetKey, client: FleetKey
+) -> None:
+    """After one refusal at the most, which is forgotten for no other address."""
+    node, router = party("node", server), party("router-1", client).start()
+    address = node.listen()
+    router.dial("n", address)
+    if not connects(router):
+        router.dial("n", address)
+        assert connects(router)
+    router.control.hang_up("n")
+    router.dial("n", address)
+    assert connects(router), "it knows the key of the address now"
+
+
+def connects(router: Party) -> bool:
+    """Whether the dial under way ends well."""
+    until(lambda: not (router.connected.empty() and router.disconnected.empty()), "the dial has ended")
+    if router.connected.empty():
+        assert "handshake failed" in router.disconnected.get()[1]
+        return False
+    assert router.connected.get() == "n"
+    return True
+
+
+def test_a_key_that_was_replaced_lets_nobody_in(party: MakeParty) -> None:
+    node, router = party("node", NEW), party("router-1", OLD).start()
+    address = node.listen()
+    for _ in range(3):
+        router.dial("n", address)
+        assert not connects(router)
+
+
 def test_a_key_is_read_from_its_file(party: MakeParty, tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("  the secret of this fleet\n")
-    node, router = party("node", FleetKey.load(str(path))), party("router-1", RIGHT).start()
+    node, router = party("node", FleetKey.load([str(path)])), party("router-1", RIGHT).start()
     router.dialled("n", node.listen())
 
 
@@ -85,18 +130,18 @@ def test_a_short_key_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "key"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=f"--fleet-key {path}: {len(content.strip())} bytes, at least 16"):
-        FleetKey.load(str(path))
+        FleetKey.load([str(path)])
 
 
 def test_the_shortest_key(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_bytes(b"x" * MIN_KEY_BYTES)
-    FleetKey.load(str(path))
+    FleetKey.load([str(path)])
 
 
 def test_a_missing_key_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--fleet-key {tmp_path / 'none'}: No such file"):
-        FleetKey.load(str(tmp_path / "none"))
+        FleetKey.load([str(tmp_path / "none")])
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.1", "::1"])

@@ -160,7 +160,7 @@ def test_ports_in_use_and_keys_that_are_not_there() -> None:
         ):
             config = RouterConfig(
                 model=None,
-                fleet=FleetOptions(local=none, control_port=control_port, fleet_key=key),
+                fleet=FleetOptions(local=none, control_port=control_port, fleet_key=(key,) if key else ()),
                 http=HttpOptions(port=http_port),
             )
             with pytest.raises(ConfigError, match=message):

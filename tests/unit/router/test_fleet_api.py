@@ -209,11 +209,11 @@ async def say(socket: zmq.asyncio.Socket, message: Announcement) -> None:
     await socket.send(msgspec.msgpack.encode(message))
 
 
-def waiting(model_folder: Path | None, fleet_key: str | None = None) -> RouterConfig:
+def waiting(model_folder: Path | None, fleet_key: str = "") -> RouterConfig:
     """Of a router that nodes join by themselves."""
     return RouterConfig(
         model=str(model_folder) if model_folder else None,
-        fleet=FleetOptions(local=LocalTopology(0, 0), fleet_key=fleet_key),
+        fleet=FleetOptions(local=LocalTopology(0, 0), fleet_key=(fleet_key,) if fleet_key else ()),
         http=HttpOptions(port=0, served_model_name="tiny"),
     )
 
@@ -295,7 +295,7 @@ def test_more_nodes_than_zmq_has_sockets_by_default_can_be_dialled() -> None:
 def test_with_a_fleet_key_strangers_stay_outside(model_folder: Path, tmp_path: Path) -> None:
     key_file = tmp_path / "fleet.key"
     key_file.write_text("a secret of the whole fleet")
-    ours, other = FleetKey.load(str(key_file)), FleetKey(b"another secret, also long enough")
+    ours, other = FleetKey.load([str(key_file)]), FleetKey(b"another secret, also long enough")
 
     async def run() -> None:
         context = zmq.asyncio.Context.instance()
@@ -313,7 +313,7 @@ def test_with_a_fleet_key_strangers_stay_outside(model_folder: Path, tmp_path: P
                     caller = exits.enter_context(context.socket(zmq.DEALER))
                     caller.linger = 0
                     if key is not None:
-                        key.secure_client(caller)
+                        key.secure_client(caller, "")
                     caller.connect(f"tcp://127.0.0.1:{control_port}")
                     await say(caller, Loading(name, Role.DECODE, "weights", 0.1))
                 await eventually(names)

@@ -1,0 +1,110 @@
+"""A fleet goes over to the next version, process by process, while it serves: no stream is lost or changed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from shared.protocol.messages import PROTOCOL_VERSION
+from tests.fault.slow_model import SlowModel
+from tests.patience import until
+from tests.processes import Call, Fleet, Process, Router
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_NEW = 30
+NEXT = """
+    # Python imports this before everything else: the messages as the next version has them.
+    import shared.protocol.messages as messages
+
+    messages.PROTOCOL_VERSION += 1
+
+    class Load(messages.Load, frozen=True):
+        of_the_next: int = 7
+
+    class Work(messages.Work, frozen=True):
+        of_the_next: str = "new"
+
+    class TokenEntry(messages.TokenEntry, frozen=True):
+        of_the_next: tuple[int, ...] = (1, 2, 3)
+
+    messages.Load, messages.Work, messages.TokenEntry = Load, Work, TokenEntry
+"""
+
+
+def version(folder: Path, ahead: int = 1) -> dict[str, str]:
+    """The environment of a process that is so many versions `ahead`."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(NEXT).replace("+= 1", f"+= {ahead}"))
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+def test_every_process_is_replaced_under_streams(slow_model: SlowModel, tmp_path: Path) -> None:
+    """Two routers share the nodes, as they do where requests must not wait for a router to start."""
+    next_version = version(tmp_path / "next")
+    flags = ("--page-size", "4", "--max-total-tokens", "8192")
+    streams: list[tuple[list[int], Call]] = []
+
+    def begin(*routers: Router) -> None:
+        for router in routers:
+            prompt = slow_model.fresh_prompt(40)
+            streams.append((prompt, router.generate(prompt, NUM_NEW, stream=True)))
+            streams[-1][1].wait_tokens(2)
+
+    with Fleet(tmp_path, slow_model.folder, "1P2D", flags=flags) as fleet:
+        old = fleet.router
+        new = Router(tmp_path, *old.argv[old.argv.index("--prefill") :], name="router-2")
+        try:
+            begin(old)
+            _start_next(new, next_version)
+            new.wait_ready(nodes=list(fleet.nodes.values()))
+            for node in fleet.nodes.values():
+                begin(old, new)
+                assert node.stop() == 0
+                _start_next(node, next_version)
+                for router in (old, new):
+                    router.wait_ready(nodes=list(fleet.nodes.values()))
+            begin(old, new)
+            old.send(signal.SIGTERM)
+            until(lambda: old.get("/health")[0] in (0, 503), "it is not ready")
+            begin(new)
+            assert old.wait() == 0
+            _start_next(old, next_version)
+            fleet.wait_ready()
+            begin(old, new)
+            assert {load["of_the_next"] for load in new.loads().values()} == {7}
+            for prompt, call in streams:
+                assert call.tokens() == slow_model.greedy(prompt, NUM_NEW)
+            assert new.stop() == 0
+            new.assert_clean_log()
+        finally:
+            new.close()
+        fleet.stop()
+
+
+def test_a_version_that_is_two_ahead_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    with Fleet(tmp_path, tiny_model, "0P1D") as fleet:
+        router = Router(tmp_path, "--decode", fleet.nodes["d0"].address, name="router-2")
+        router.environment = version(tmp_path / "after-next", ahead=2)
+        router.start()
+        try:
+
+            def says_why() -> bool:
+                status, health = router.get("/health")
+                both = f"version {PROTOCOL_VERSION + 2}", f"version {PROTOCOL_VERSION}"
+                return status == 503 and all(words in health["reason"] for words in both)
+
+            until(says_why, "/health names both versions")
+        finally:
+            router.close()
+        fleet.stop()
+
+
+def _start_next(process: Process, next_version: dict[str, str]) -> None:
+    process.environment = next_version
+    process.start()
