@@ -69,6 +69,11 @@ class Namespaces:
     ) -> None:
         self._delete()
 
+    @property
+    def own_address(self) -> str:
+        """The IP address of the test, and of its router."""
+        return f"{self._net}.1"
+
     def address(self, name: str) -> str:
         """The IP address of a node."""
         return f"{self._net}.{self._names.index(name) + 2}"
@@ -86,6 +91,11 @@ class Namespaces:
         for name in names:
             _ip("link", "set", f"{self._bridge}{name}", "type", "bridge_slave", "isolated", "on")
 
+    def throttle(self, name: str, rate: str) -> None:
+        """What a node sends leaves at this rate, as `tc` names it (`80mbit`)."""
+        limit = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "500ms")
+        _run("tc", "-n", self.name_of(name), "qdisc", "replace", "dev", "eth0", *limit)
+
     def heal(self) -> None:
         """Everything is connected again."""
         for name in self._names:
@@ -95,7 +105,7 @@ class Namespaces:
 
     def _make(self) -> None:
         _ip("link", "add", self._bridge, "type", "bridge")
-        _ip("address", "add", f"{self._net}.1/24", "dev", self._bridge)
+        _ip("address", "add", f"{self.own_address}/24", "dev", self._bridge)
         _ip("link", "set", self._bridge, "up")
         for name in self._names:
             namespace, port = self.name_of(name), f"{self._bridge}{name}"
@@ -112,9 +122,13 @@ class Namespaces:
 
 
 def _ip(*argv: str) -> None:
-    done = subprocess.run(["ip", *argv], capture_output=True, text=True, check=False)
+    _run("ip", *argv)
+
+
+def _run(*argv: str) -> None:
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise OSError(f"ip {' '.join(argv)}: {done.stderr.strip()}")
+        raise OSError(f"{' '.join(argv)}: {done.stderr.strip()}")
 
 
 @functools.cache
