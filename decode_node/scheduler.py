@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from decode_node.cache_announcer import CacheAnnouncer
 from decode_node.moves import Moves
 from decode_node.prealloc_queue import PreallocQueue
 from decode_node.trial import HANDED_BACK, Trial
@@ -39,7 +38,7 @@ from shared.kvtransfer.queues import evict_corrupt, take_over
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
-from shared.protocol.messages import CacheResync, Cancel, Decode, Move, NodeRef, ReqKey, RouterHello
+from shared.protocol.messages import Cancel, Decode, Move, NodeRef, ReqKey
 from shared.protocol.router_port import RouterPort
 from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
@@ -73,7 +72,6 @@ class DecodeScheduler:
         self._launcher = new_launcher(engine, options)
         self.grammar_queue = new_grammar_queue(engine, options, wake)
         self.batcher = Batcher(engine.ledger, options)
-        self._announcer = CacheAnnouncer(engine.ledger, router_port)
         self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options, self.batcher.in_order)
         self.transfer_queue: dict[ReqKey, Req] = {}
         """SGLang's DecodeTransferQueue. The receiver owns the pages of its requests until their transfers end."""
@@ -98,8 +96,6 @@ class DecodeScheduler:
     def _hear(self) -> None:
         for heard in self._desk.hear():
             match heard.message:
-                case RouterHello() | CacheResync():
-                    self._announcer.tell_all(heard.router)
                 case Decode():
                     self._start(heard.message)
                 case Move(key):
@@ -276,7 +272,6 @@ class DecodeScheduler:
             unreachable=self._receiver.unreachable | self._sender.unreachable | self._peering.unreachable,
         )
         self.moves.advance()  # all tokens have been told
-        self._announcer.tell_changes()
 
     def close(self, reason: str) -> None:
         """Fail every request, end every transfer and wait for what is in flight: then every page is home."""
@@ -285,4 +280,3 @@ class DecodeScheduler:
         self._sender.close()
         self._hear_transfers()
         self._launcher.close()
-        self._announcer.close()

@@ -72,7 +72,12 @@ async def _run(config: RouterConfig, index: int, http_port: int, *, first: bool)
     stop = stop_on_signals(lambda: os._exit(1))
     messages: asyncio.Queue[ToRouter] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    FeedThread(_STDIN, lambda message: loop.call_soon_threadsafe(messages.put_nowait, message)).start()
+
+    def take(message: ToRouter) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: this process is about to exit
+            loop.call_soon_threadsafe(messages.put_nowait, message)
+
+    FeedThread(_STDIN, take).start()
     model = load_model(config.model, config) if config.model is not None else None
     collect_rarely()
     http = config.http

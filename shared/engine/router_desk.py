@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 from shared import log
 from shared.engine.build import Engine
+from shared.engine.cache_announcer import CacheAnnouncer
 from shared.engine.req_table import ReqTable
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError
 from shared.protocol.messages import (
+    CacheResync,
     Cancel,
     Decode,
     Flush,
@@ -51,12 +53,10 @@ class RouterDesk:
         self._router_port = router_port
         self._vitals = vitals
         self._router_timeout_s = router_timeout_s
+        self._announcer = CacheAnnouncer(engine.ledger, router_port)
 
     def hear(self) -> Iterator[FromRouter]:
-        """Act on the messages that both roles treat alike, and yield the others to the role, in order.
-
-        A RouterHello is yielded too: the requests that this router sent over an earlier connection have failed.
-        """
+        """Act on the messages that both roles treat alike, and yield the others to the role, in order."""
         self._engine.progress.turns += 1
         for heard in self._router_port.take():
             match heard.message:
@@ -71,7 +71,9 @@ class RouterDesk:
                     self._router_port.answer(heard.router, call_id, *done)
                 case RouterHello():
                     self._reqs.fail_all(heard.router, "the router connected anew")
-                    yield heard
+                    self._announcer.tell_all(heard.router)
+                case CacheResync():
+                    self._announcer.tell_all(heard.router)
                 case Leaving():
                     log.event("router_left", router=heard.router)
                     self._router_port.forget(heard.router)
@@ -137,7 +139,7 @@ class RouterDesk:
         links: tuple[LinkReport, ...],
         unreachable: dict[str, str],
     ) -> None:
-        """End a turn: send its tokens, publish the node's load, count the step of a profile."""
+        """End a turn: send its tokens and cache changes, publish the node's load, count the step of a profile."""
         self._router_port.flush()
         self._vitals.publish(
             idle=not self._reqs and not worked,
@@ -151,6 +153,7 @@ class RouterDesk:
             schedule_policy=self._batcher.schedule_policy,
         )
         self._router_port.tell_unreachable()
+        self._announcer.tell_changes()
         self._engine.profiler.step_done(worked)
 
     def close(self, reason: str) -> None:

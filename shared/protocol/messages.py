@@ -383,7 +383,7 @@ class Pong(Struct, frozen=True):
 
 
 class CacheEvents(Struct, frozen=True):
-    """What a decode node's RadixCache gained and lost, by block hash (see `block_hash`); `seq` has no gaps.
+    """What a node's RadixCache gained and lost, by block hash (see `block_hash`); `seq` has no gaps.
 
     With `reset`, `stored` is all it holds: sent after RouterHello and CacheResync.
     """

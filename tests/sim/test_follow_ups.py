@@ -1,4 +1,4 @@
-"""What a decode node tells of its prefixes, and what it does with a request that counts on one."""
+"""What nodes tell of their prefixes, and what a decode node does with a request that counts on one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def follower_is_exact(cluster: Cluster, name: str) -> None:
 @contextmanager
 def pair_that_has_met(**options: int) -> Iterator[Cluster]:
     with Cluster(1, 1, token_engine, config(page_size=PAGE, **options)) as cluster:
-        cluster.router.outbox.send("d0", RouterHello(ROUTER, PROTOCOL_VERSION))
+        for name in ("p0", "d0"):
+            cluster.router.outbox.send(name, RouterHello(ROUTER, PROTOCOL_VERSION))
         cluster.step()
         cluster.step()
         yield cluster
@@ -53,6 +54,7 @@ def test_a_follow_up_is_prefilled_beside_its_conversation() -> None:
     with pair_that_has_met() as cluster:
         first = served(cluster, "a", PROMPT, "p0")
         assert cluster.tokens(first) == reference_tokens(PROMPT, 12)
+        follower_is_exact(cluster, "p0")
         follower_is_exact(cluster, "d0")
         longer = [*PROMPT, *cluster.tokens(first), 7, 8, 9]
         known = cluster.router.prefixes["d0"].num_blocks(list(block_hashes(longer, PAGE)))
@@ -84,7 +86,8 @@ def test_a_router_that_comes_later_is_told_everything() -> None:
     with Cluster(1, 1, token_engine, config(page_size=PAGE)) as cluster:
         served(cluster, "a", PROMPT, "p0")
         cluster.router.prefixes.clear()
-        cluster.router.outbox.send("d0", RouterHello(ROUTER, PROTOCOL_VERSION))
+        for name in ("p0", "d0"):
+            cluster.router.outbox.send(name, RouterHello(ROUTER, PROTOCOL_VERSION))
         cluster.step()
         follower_is_exact(cluster, "d0")
         assert len(cluster.router.prefixes["d0"]) > 0

@@ -92,6 +92,5 @@ def test_the_other_role_opens_over_the_engine_of_a_closed_scheduler(
         else:
             cluster.start("p2", Role.PREFILL, engine)
             check_service(cluster, "after", "p2", "d0")
-            assert engine.ledger.radix_cache.changes is None, "nothing takes them on a prefill node"
             cluster.start("d2", Role.DECODE, cluster.stop("p2"))
             check_service(cluster, "again", "p0", "d2")

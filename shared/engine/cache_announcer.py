@@ -1,4 +1,4 @@
-"""Tells routers which prefixes this node caches, so that they can send the next turn of a conversation here."""
+"""Tells routers which prefixes this node caches, so that they can send requests that begin with them here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,3 @@ class CacheAnnouncer:
         """Send all hashes to a router that is new or has missed a change; `tell_changes` includes it from now on."""
         self.tell_changes()  # else the router would get these changes twice
         self._router_port.tell(router, CacheEvents(self._seq, tuple(self._cache.hashes()), (), reset=True))
-
-    def close(self) -> None:
-        """Stop the RadixCache from recording changes, which a scheduler without an announcer would never take."""
-        self._cache.changes = None
