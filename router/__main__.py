@@ -46,8 +46,8 @@ async def _run(config: RouterConfig, flags: Sequence[str]) -> int:
 
     supervisor = Supervisor(config, flags, Console(stderr=True))
     stop = stop_on_signals(supervisor.kill)
-    if config.http.has_key_files:  # else SIGHUP ends the process, as it should when its terminal is closed
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervisor.reload_keys)
+    if config.http.has_files:  # else SIGHUP ends the process, as it should when its terminal is closed
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervisor.reload_files)
     code = 0
     async with supervisor:
         try:

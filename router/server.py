@@ -31,6 +31,7 @@ from router.dispatch.policy import POLICIES
 from router.http.api_keys import api_keys, warn_if_open
 from router.http.config import RouterConfig
 from router.http.http_server import HttpServer, http_server
+from router.http.tls import Tls
 from router.nodes.conversation import Timing
 from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
@@ -71,6 +72,7 @@ class Router:
         self._background: list[asyncio.Task[None]] = []
         self._server: HttpServer | None = None
         self.keys = api_keys(config.http)
+        self.tls = Tls(config.http.tls)
         self.model = ModelSlot(model)
         self.incarnation = secrets.token_hex(6)
         self.http_port = 0
@@ -88,6 +90,11 @@ class Router:
     ) -> None:
         """Close every connection to a node."""
         await self._exits.aclose()
+
+    def reload_files(self) -> None:
+        """Read the files of API keys and of the certificate again."""
+        self.keys.reload()
+        self.tls.reload()
 
     @property
     def needs_key(self) -> bool:
@@ -124,7 +131,9 @@ class Router:
                 flags=self._flags(),
             )
         )
-        self._server = http_server(app, self._config.connections, log_requests=http.log_requests)
+        self._server = http_server(
+            app, self._config.connections, log_requests=http.log_requests, tls=self.tls.context
+        )
         self._watch_http(self._server)
         self._spawn(self._server.serve(sockets=sockets), "http")
         self._spawn(self._live.run(), "live state")

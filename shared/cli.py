@@ -58,7 +58,7 @@ def node_argv(args: argparse.Namespace) -> list[str]:
 def add_net_flags(parser: argparse.ArgumentParser, default_port: int) -> None:
     """Add the flags that only a node that is started by hand needs."""
     by_hand = ("host", "port", "advertise_host", "node_id", "routers", "exit_with_parent", "drain_timeout_s")
-    add_flags(parser, "network", NetOptions, *by_hand)
+    add_flags(parser, "network", NetOptions, *by_hand, "http_port", "http_host")
     parser.set_defaults(port=default_port)
 
 

@@ -232,6 +232,13 @@ class NetOptions:
         repeats=True,
     )
     insecure: bool = flag(False, "listen beyond loopback without --fleet-key")
+    http_port: int | None = flag(
+        None,
+        "port of /live, /ready and /metrics, which need no key; 0: a free one; None: there is no such port",
+        whole(0, 65535),
+        "PORT",
+    )
+    http_host: str = flag("127.0.0.1", "interface of --http-port", metavar="HOST")
     drain_timeout_s: float = flag(
         30.0, "after SIGTERM, how long requests may take to leave for other nodes", _seconds
     )

@@ -13,15 +13,13 @@ from http import HTTPStatus
 from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from router.dispatch.failover import Cause
 from router.dispatch.loop_histogram import LoopHistogram
 from router.dispatch.recent_traffic import RecentTraffic
 from router.dispatch.running_req import Aborted, Node, RunningReq
-from shared.protocol.messages import Load, Role, Stamp
+from shared.protocol.load_metrics import LoadCollector
+from shared.protocol.messages import Role, Stamp
 from shared.timeline import ReqStage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,8 +30,6 @@ _E2E_BUCKETS = (0.1, 0.2, 0.4, 0.8, 1, 2, 5, 10, 20, 40, 60, 100, 200, 400, 800)
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
 F = TypeVar("F", Counter, Gauge, Histogram)
-NodeFigure = tuple[str, str, str | Callable[[Load], float]]
-"""Name, help text, and the field of a Load or a function of it."""
 
 
 class Metrics:
@@ -106,7 +102,11 @@ class Metrics:
 
     def watch(self, nodes: Callable[[], Iterable[Node]]) -> None:
         """Export the load of these nodes from now on."""
-        self._registry.register(_NodeCollector(nodes, self._model_name))
+        self._registry.register(
+            LoadCollector(
+                self._model_name, lambda: [(node.role, node.ref.node_id, node.load) for node in nodes()]
+            )
+        )
 
     def watch_own(self, name: str, description: str, value: Callable[[], float]) -> None:
         """Export a gauge of this router from now on."""
@@ -199,22 +199,6 @@ class Metrics:
         return cast("F", child)
 
 
-class _NodeCollector(Collector):
-    def __init__(self, nodes: Callable[[], Iterable[Node]], model_name: Callable[[], str]) -> None:
-        self._nodes = nodes
-        self._model_name = model_name
-
-    def collect(self) -> Iterable[Metric]:
-        nodes = list(self._nodes())
-        for kind, figures in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for name, description, figure in figures:
-                family = kind(name, description, labels=("model_name", "role", "node"))
-                for node in nodes:
-                    value = getattr(node.load, figure) if isinstance(figure, str) else figure(node.load)
-                    family.add_metric((self._model_name(), node.role.value, node.ref.node_id), value)
-                yield family
-
-
 def stage_durations(stamps: Sequence[Stamp]) -> list[tuple[str, str, float]]:
     """Role, stage, and seconds in that stage. Clocks of two nodes are never compared."""
     durations: list[tuple[str, str, float]] = []
@@ -224,59 +208,3 @@ def stage_durations(stamps: Sequence[Stamp]) -> list[tuple[str, str, float]]:
     for own in of_role.values():
         durations += [(a.role, a.stage, max(0.0, b.time - a.time)) for a, b in itertools.pairwise(own)]
     return durations
-
-
-def _usage(load: Load) -> float:
-    return 1 - (load.num_free_pages + load.num_evictable_pages) / load.num_pages if load.num_pages else 0.0
-
-
-def _hit_rate(load: Load) -> float:
-    return load.num_cached_tokens / load.num_prompt_tokens if load.num_prompt_tokens else 0.0
-
-
-_GAUGES: Sequence[NodeFigure] = (
-    ("sglang:num_running_reqs", "Requests in the running batch.", "num_running"),
-    ("sglang:num_queue_reqs", "Requests in the waiting queue.", "num_waiting"),
-    ("sglang:token_usage", "Share of KV pages that running requests hold.", _usage),
-    ("sglang:cache_hit_rate", "Share of prompt tokens found in the RadixCache.", _hit_rate),
-    ("sglang:gen_throughput", "Output tokens a second.", "gen_throughput"),
-    ("baton:num_transferring_reqs", "Requests whose KV is moving.", "num_transferring"),
-    (
-        "baton:num_bootstrapping_reqs",
-        "Requests that wait for the other node of their pair.",
-        "num_bootstrapping",
-    ),
-    ("baton:num_pages", "KV pages of the pool.", "num_pages"),
-    ("baton:num_free_pages", "KV pages that are free.", "num_free_pages"),
-    ("baton:num_evictable_pages", "KV pages only the RadixCache holds.", "num_evictable_pages"),
-    ("baton:num_held_pages", "KV pages held for a transfer.", "num_held_pages"),
-    ("baton:num_retracted_reqs", "Requests that gave their KV back and wait.", "num_retracted"),
-    ("baton:num_host_pages", "Pages of host memory for the KV of retracted requests.", "num_host_pages"),
-    ("baton:num_free_host_pages", "Host pages that are free.", "num_free_host_pages"),
-    ("baton:links_up", "Links to peers that can move KV.", "num_links"),
-)
-_COUNTERS: Sequence[NodeFigure] = (
-    ("baton:retractions", "Requests that gave their KV back.", "num_retractions"),
-    (
-        "baton:retractions_host",
-        "Retracted requests whose KV was copied to host memory.",
-        "num_retractions_host",
-    ),
-    (
-        "baton:retractions_recompute",
-        "Retracted requests whose KV was dropped, to be prefilled again.",
-        "num_retractions_recompute",
-    ),
-    (
-        "baton:jump_forward_tokens",
-        "Output tokens that a grammar forced, so that they were not sampled.",
-        "num_jumped_tokens",
-    ),
-    (
-        "baton:retraction_waits",
-        "Decode steps that a request sat out, keeping its KV.",
-        "num_retraction_waits",
-    ),
-    ("baton:kv_transfer_bytes", "KV moved over links.", "kv_bytes_transferred"),
-    ("baton:kv_transfer_busy_seconds", "Time in which KV was moving.", "kv_transfer_s"),
-)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import socket
+import ssl
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
@@ -44,8 +45,10 @@ class HttpServer(uvicorn.Server):
         self.accepting.set()
 
 
-def http_server(app: ASGIApp, options: ConnectionOptions, *, log_requests: bool) -> HttpServer:
-    """A server for `app`, to be run on a socket of `http_socket` that listens."""
+def http_server(
+    app: ASGIApp, options: ConnectionOptions, *, log_requests: bool, tls: ssl.SSLContext | None = None
+) -> HttpServer:
+    """A server for `app`, to be run on a socket of `http_socket` that listens. `tls` makes it HTTPS."""
     options = replace(options, max_connections=room_for(options.max_connections))
     connections = Connections(options, log_requests=log_requests)
     protocol = functools.partial(Connection, connections=connections)
@@ -60,5 +63,6 @@ def http_server(app: ASGIApp, options: ConnectionOptions, *, log_requests: bool)
         server_header=False,
         timeout_keep_alive=options.keep_alive_timeout_s,
         timeout_graceful_shutdown=_DRAIN_S,
+        ssl_context_factory=None if tls is None else lambda _config, _default: tls,
     )
     return HttpServer(config, connections)

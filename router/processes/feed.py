@@ -25,8 +25,11 @@ class NodeExited(Struct, frozen=True):
     crashed: bool
 
 
-class ReloadKeys(Struct, frozen=True):
-    """Read the files with API keys again. It is a message, since a signal would end a router that is starting."""
+class ReloadFiles(Struct, frozen=True):
+    """Read the files of API keys and of the certificate again.
+
+    It is a message, since a signal would end a router that is starting.
+    """
 
 
 class Listed(Struct, frozen=True):
@@ -35,7 +38,7 @@ class Listed(Struct, frozen=True):
     nodes: tuple[tuple[Role, str], ...]
 
 
-ToRouter = Announcement | NodeExited | ReloadKeys | Listed
+ToRouter = Announcement | NodeExited | ReloadFiles | Listed
 
 _LENGTH_NBYTES = 4
 _encoder = msgspec.msgpack.Encoder()

@@ -21,7 +21,7 @@ from router.garbage import collect_rarely
 from router.http.config import RouterConfig
 from router.http.http_socket import bind_http, listen_http, start_listening
 from router.processes.child_process import HEARTBEAT, HEARTBEAT_S, LOADED, READY
-from router.processes.feed import FeedThread, Listed, NodeExited, ReloadKeys, ToRouter
+from router.processes.feed import FeedThread, Listed, NodeExited, ReloadFiles, ToRouter
 from router.processes.stopping import stop_on_signals, unless
 from router.server import Router, load_model
 from shared import log
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
     Returns 0, or a code of `child_process.GAVE_UP`: 2 for a wrong flag or model, 3 for a failed first generation.
     """
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor's business; it sends ReloadKeys
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor's business; it sends ReloadFiles
     index, http_port, life, *flags = argv
     args = build_parser().parse_args(flags)
     log.setup(args.log_level, f"router-{index}")
@@ -152,8 +152,8 @@ async def _pass_on(messages: asyncio.Queue[ToRouter], router: Router) -> None:
         match await messages.get():
             case NodeExited(node_id, role, reason, crashed):
                 router.node_exited(node_id, role, reason, crashed=crashed)
-            case ReloadKeys():
-                router.keys.reload()
+            case ReloadFiles():
+                router.reload_files()
             case Listed(nodes):
                 router.on_listing(nodes)
             case message:

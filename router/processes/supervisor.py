@@ -30,7 +30,7 @@ from router.nodes.join_socket import JoinSocket
 from router.nodes.load_progress import LoadProgress
 from router.processes import feed
 from router.processes.child_process import ChildFailed, ChildProcess, stop_all
-from router.processes.feed import Listed, NodeExited, ReloadKeys, ToRouter
+from router.processes.feed import Listed, NodeExited, ReloadFiles, ToRouter
 from shared.cpu_cores import split_cores
 from shared.errors import ConfigError
 from shared.log import event
@@ -124,9 +124,9 @@ class Supervisor:
         for child in (*self._routers, *self._nodes.values()):
             child.kill("second signal to stop")
 
-    def reload_keys(self) -> None:
-        """Have every router read the files with API keys again."""
-        self._send_to_routers(ReloadKeys())
+    def reload_files(self) -> None:
+        """Have every router read the files of API keys and of its certificate again."""
+        self._send_to_routers(ReloadFiles())
 
     # --------------------------------------------------------------------------------------- children
     def _router(self, index: int, stdout: int | None) -> ChildProcess:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from types import FrameType
@@ -24,6 +24,7 @@ import msgspec
 from shared import log
 from shared.config import NodeConfig
 from shared.engine.build import Engine, build_engine
+from shared.engine.node_http import InRole, NodeHttp, NodeStatus
 from shared.engine.resolve import resolve_device
 from shared.engine.vitals import Vitals
 from shared.errors import ConfigError
@@ -126,18 +127,19 @@ def _serve(role: Role, config: NodeConfig, builder_of: Callable[[Role], BuildRol
     config = replace(config, transfer=replace(config.transfer, bind_host=advertised))
     loaded: _Loaded | None = None
     next_role: Role | None = role
-    try:
+    status = NodeStatus(config.model.model, time.monotonic)
+    with ExitStack() as exits:
+        if net.http_port is not None:
+            exits.enter_context(NodeHttp(net.http_host, net.http_port, status))
         while next_role is not None:
             with _presence(next_role, config, advertised, fleet_key) as presence:
                 if loaded is None:
                     loaded = _load(config, presence)
+                    exits.callback(loaded.engine.close)
                     # The node keeps its name and its port in the other role.
                     own = replace(net, node_id=presence.node.node_id, port=presence.port)
                     config = replace(config, net=own)
-                next_role = _serve_in_role(presence, config, loaded, builder_of(next_role), stop)
-    finally:
-        if loaded is not None:
-            loaded.engine.close()
+                next_role = _serve_in_role(presence, config, loaded, builder_of(next_role), stop, status)
     return 0
 
 
@@ -195,7 +197,12 @@ def _load(config: NodeConfig, presence: _Presence) -> _Loaded:
 
 
 def _serve_in_role(
-    presence: _Presence, config: NodeConfig, loaded: _Loaded, build_role: BuildRole, stop: StopRequest
+    presence: _Presence,
+    config: NodeConfig,
+    loaded: _Loaded,
+    build_role: BuildRole,
+    stop: StopRequest,
+    status: NodeStatus,
 ) -> Role | None:
     """Serve until told to stop, or to take the role that is returned."""
     role, node = presence.role, presence.node
@@ -204,6 +211,14 @@ def _serve_in_role(
     routers = Handlers(msgspec.msgpack.Decoder(RouterToNode), parts.router_port.on_message)
     presence.control.admit({"router": routers, **handlers})
     presence.announcer.start()
+    status.serves(
+        InRole(
+            role=role,
+            node_id=node.node_id,
+            load=parts.vitals.load,
+            is_draining=lambda: parts.router_port.is_draining,
+        )
+    )
     log.event("listening", role=role, node=node.incarnation, address=node.address)
     stop.loaded()
     loaded.engine.grammars.warm_up()
@@ -218,6 +233,7 @@ def _serve_in_role(
         parts.router_port.leave(reason, crashed=True)  # routers note it with the requests that are here
         raise
     finally:
+        status.serves_not(reason)
         presence.announcer.stop()
         scheduler.close(reason)
         parts.transfer.close()

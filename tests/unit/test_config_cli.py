@@ -27,6 +27,8 @@ FLAGS = """\
 --node-id NODE_ID
 --router HOST[:PORT] +
 --exit-with-parent
+--http-port PORT
+--http-host HOST = 127.0.0.1
 --drain-timeout-s DRAIN_TIMEOUT_S = 30.0
 --model --model-path DIR_OR_HUB_ID = builtin
 --load-format {auto,dummy} = auto

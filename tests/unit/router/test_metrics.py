@@ -33,6 +33,9 @@ OF_NODES: Mapping[str, tuple[str, ...]] = {
         "baton:num_free_host_pages",
     ),
     "counter": (
+        "baton:node_prompt_tokens",
+        "baton:node_cached_tokens",
+        "baton:node_generated_tokens",
         "baton:kv_transfer_bytes",
         "baton:kv_transfer_busy_seconds",
         "baton:retractions",
