@@ -22,7 +22,8 @@ from shared.timeline import Clock
 GPU_FRACTION = 0.9
 """Of the GPU's memory, for all nodes on it together. The rest is for CUDA contexts, more links and fragmentation."""
 SETTLE_S = 5.0
-"""Nodes that start within this time of each other know of each other before one of them takes its share."""
+"""Nodes that start within this time of each other know of each other before one of them takes its share. A node whose
+share was given waits for none."""
 POLL_S = 0.2
 NUM_SCRATCH_PAGES = 4
 
@@ -125,8 +126,9 @@ class GpuShare:
 
     def num_pages(self) -> int:
         """From --max-total-tokens, or from what the share leaves beside everything that was measured."""
-        self._sleep(max(self._claimed_at + SETTLE_S - self._clock(), 0.0))
         shape = self._shape
+        if shape.cache.mem_fraction_static is None and not self._is_given:  # the share depends on other nodes
+            self._sleep(max(self._claimed_at + SETTLE_S - self._clock(), 0.0))
         may_take = min(self._share(), self._memory.free() + self._needs["weights"] + self._needs["other"])
         self._require(may_take)
         given = shape.given_pages(self._memory.total())

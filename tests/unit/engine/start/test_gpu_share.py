@@ -181,6 +181,18 @@ def test_given_fractions_are_kept_in_any_order(host: Host) -> None:
     assert 29 * MIB < second.nbytes <= 30 * MIB
 
 
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [({}, True), ({"mem_fraction_static": 0.3}, False), ({"max_total_tokens": 64}, False)],
+    ids=["by itself", "fraction", "tokens"],
+)
+def test_only_a_share_that_depends_on_other_nodes_waits_for_them(
+    host: Host, options: dict[str, float], waits: bool
+) -> None:
+    host.node(with_cache(**options)).start()
+    assert host.time.now == (SETTLE_S if waits else 0)
+
+
 def test_a_node_that_comes_too_late_is_refused_with_the_numbers(host: Host) -> None:
     host.node().start()
     late = host.node(with_cache(gpu_memory_timeout_s=7.0))
