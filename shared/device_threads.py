@@ -28,9 +28,10 @@ class DeviceThreads:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceThreads:
-        """Threads whose current device is `device`."""
+        """Threads whose current device is `device`. A GPU has its index."""
         if device.type != "cuda":
             return cls()
+        assert device.index is not None, "torch makes no current device of a GPU without its index"
         return cls(partial(torch.cuda.set_device, device), partial(_use_own_stream, device))
 
     def start(self, name: str, run: Callable[[], object], *, own_stream: bool = False) -> threading.Thread:

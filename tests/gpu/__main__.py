@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -36,31 +37,100 @@ DRY_LIMITS = 6.0
 """A dry run is not for measuring, and may be on a slow machine: its boxes are so many times as long."""
 
 
+class RunOne(Protocol):
+    """`run_step`, or a fake of it."""
+
+    def __call__(self, name: str, step: Step, limit_s: float, out: Path, *, dry: bool) -> list[Row]: ...
+
+
 def main() -> int:
     options = _options()
     leave_on_signals()
     adopt_orphans()
     steps = COMMANDS[options.command]
-    names = options.names or list(steps)
-    out: Path = options.out
-    out.mkdir(parents=True, exist_ok=True)
-    begun, longer = time.monotonic(), DRY_LIMITS if options.dry_run else 1.0
-    rows: list[tuple[str, Row]] = []
-    for name in names:
-        left_s = LIMIT_S * longer - (time.monotonic() - begun)
-        limit_s = min(steps[name].limit_s * longer, left_s)
-        print(f"{name}: {steps[name].asks}", file=sys.stderr, flush=True)
-        rows += [(name, row) for row in run_step(name, steps[name], limit_s, out, dry=options.dry_run)]
-    seconds = time.monotonic() - begun
-    failed = list(dict.fromkeys(step for step, row in rows if row.verdict is Verdict.FAIL))
-    for name in failed:
-        print(f"---------- {name}: {out / name}.log\n{log_tail(out / f'{name}.log')}")
-    print(f"\n{table(rows)}\n")
-    path = out / f"{options.command}.json"
-    _write(path, options.command, rows, seconds, dry=options.dry_run)
-    dry = "DRY RUN on a CPU: no figure means anything. " if options.dry_run else ""
-    print(f"{dry}{len(names)} steps in {seconds:.0f} s, {len(failed)} with failures; {path}")
-    return 1 if failed else 0
+    chosen = {name: steps[name] for name in options.names or steps}
+    return Run(options.command, chosen, options.out, dry=options.dry_run).to_its_end()
+
+
+class Run:
+    """A command and what it has found so far. Its JSON is written after each step, so little is lost with it."""
+
+    def __init__(
+        self,
+        command: str,
+        steps: Mapping[str, Step],
+        out: Path,
+        *,
+        dry: bool,
+        run_one: RunOne | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._command, self._steps, self._out, self._dry = command, steps, out, dry
+        self._run_one, self._clock = run_one or run_step, clock
+        self._rows: list[tuple[str, Row]] = []
+        self._begun = clock()
+
+    def to_its_end(self) -> int:
+        """Run all steps, print the table. Returns the exit code, also after a signal that has told it to leave."""
+        self._out.mkdir(parents=True, exist_ok=True)
+        left, name, code = list(self._steps), "", 0
+        try:
+            while left:
+                self._write(left)
+                name = left.pop(0)
+                self._run(name, left)
+        except SystemExit as leaving:  # of `leave_on_signals`
+            code = int(str(leaving.code))
+            note = f"ended by signal {code - 128}; the rows above are what it has found"
+            ended = [*rows_of(self._out, name), Row(what=name, verdict=Verdict.FAIL, note=note)]
+            self._rows = [pair for pair in self._rows if pair[0] != name] + [(name, row) for row in ended]
+            note = "did not begin before the command was ended"
+            self._rows += [(step, Row(what=step, verdict=Verdict.SKIP, note=note)) for step in left]
+        self._write([])
+        failed = self._print()
+        return code or failed
+
+    def _run(self, name: str, later: Sequence[str]) -> None:
+        """Give a step the time that is left beside the boxes of the `later` ones."""
+        step, longer = self._steps[name], DRY_LIMITS if self._dry else 1.0
+        reserved_s = sum(self._steps[other].limit_s for other in later)
+        limit_s = longer * (LIMIT_S - reserved_s) - self._seconds
+        print(f"{name}: {step.asks} (at most {limit_s:.0f} s)", file=sys.stderr, flush=True)
+        rows = self._run_one(name, step, limit_s, self._out, dry=self._dry)
+        self._rows += [(name, row) for row in rows]
+
+    def _print(self) -> int:
+        failed = list(dict.fromkeys(step for step, row in self._rows if row.verdict is Verdict.FAIL))
+        for name in failed:
+            path = self._out / f"{name}.log"
+            print(f"---------- {name}: {path}\n{log_tail(path)}")
+        print(f"\n{table(self._rows)}\n")
+        dry = "DRY RUN on a CPU: no figure means anything. " if self._dry else ""
+        counted = f"{len(self._steps)} steps in {self._seconds:.0f} s, {len(failed)} with failures"
+        print(f"{dry}{counted}; {self._path}", flush=True)
+        return 1 if failed else 0
+
+    @property
+    def _path(self) -> Path:
+        return self._out / f"{self._command}.json"
+
+    @property
+    def _seconds(self) -> float:
+        return self._clock() - self._begun
+
+    def _write(self, left: Sequence[str]) -> None:
+        """Replace the JSON as a whole. `left` names the steps that have not ended."""
+        result: Mapping[str, object] = {
+            "command": self._command,
+            "dry_run": self._dry,
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "seconds": round(self._seconds),
+            "left": left,
+            "rows": [{"step": step, **json.loads(row.as_json())} for step, row in self._rows],
+        }
+        scratch = self._path.with_suffix(".partial")
+        scratch.write_text(json.dumps(result, indent=1) + "\n")
+        scratch.rename(self._path)
 
 
 def within(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
@@ -101,7 +171,7 @@ def run_step(
             code = wait(process, limit_s)
         finally:
             end_step(process)
-    rows = [Row.from_json(line) for line in rows_path.read_text().splitlines()]
+    rows = rows_of(out, name)
     seconds = round(time.monotonic() - begun, 1)
     if code is None:
         note = f"not done within {limit_s:.0f} s; the rows above are what it has found"
@@ -112,6 +182,12 @@ def run_step(
     elif not rows:
         rows.append(Row(what=name, verdict=Verdict.FAIL, note="reported nothing", seconds=seconds))
     return rows
+
+
+def rows_of(out: Path, name: str) -> list[Row]:
+    """What a step has reported so far."""
+    path = out / f"{name}.rows"
+    return [Row.from_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def end_step(process: subprocess.Popen[bytes]) -> None:
@@ -147,24 +223,15 @@ def log_tail(path: Path) -> str:
     return "\n".join(path.read_text(errors="replace").rstrip().splitlines()[-LOG_TAIL_LINES:])
 
 
-def _write(path: Path, command: str, rows: Sequence[tuple[str, Row]], seconds: float, *, dry: bool) -> None:
-    result: Mapping[str, object] = {
-        "command": command,
-        "dry_run": dry,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "seconds": round(seconds),
-        "rows": [{"step": step, **json.loads(row.as_json())} for step, row in rows],
-    }
-    path.write_text(json.dumps(result, indent=1) + "\n")
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("names", nargs="*", metavar="STEP", help="some of the steps (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, with tiny shapes")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", metavar="DIR")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="for JSON and logs (default: build/gpu)")
     options = parser.parse_args()
+    # A dry run leaves limits and times too, which are no measure of a GPU.
+    options.out = options.out or ROOT / "build" / ("gpu-dry-run" if options.dry_run else "gpu")
     steps = COMMANDS[options.command]
     if unknown := [name for name in options.names if name not in steps]:
         parser.error(f"no step {', '.join(unknown)}; there are {', '.join(steps)}")

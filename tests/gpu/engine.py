@@ -62,6 +62,8 @@ class Bench:
 
     def run(self) -> None:
         """Build the engine, measure everything, and leave the times for the modes that follow."""
+        times_path = self.place.out / f"{self.model.name}.{self.mode}.json"
+        times_path.unlink(missing_ok=True)  # of an earlier run
         batches, context = (DRY_BATCHES, DRY_CONTEXT) if self.place.is_dry else (BATCHES, CONTEXT)
         prompts = DRY_PROMPTS if self.place.is_dry else PROMPTS
         fitting = [batch for batch in batches if self._fits(batch, context)]
@@ -80,7 +82,7 @@ class Bench:
         if self.mode != EXACT:
             self._idle(forwards, [batch for batch in IDLE_BATCHES if batch <= max(fitting)])
         forwards.close()
-        (self.place.out / f"{self.model.name}.{self.mode}.json").write_text(json.dumps(times))
+        times_path.write_text(json.dumps(times))
         if self.mode == EXACT:
             self._cost(times)
 
@@ -146,7 +148,10 @@ class Bench:
         """Of exact mode, against the times that another step has left."""
         path = self.place.out / f"{self.model.name}.{GRAPHS}.json"
         base: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
-        for what in times.keys() & base.keys():
+        if not base:
+            note = f"run the step `{self.model.name}` before"
+            self.report(Row(what="cost of --exact", verdict=Verdict.SKIP, note=note))
+        for what in (what for what in times if what in base):
             name = f"{self.model.name}: cost of --exact, {what}"
             target = None if self.place.is_dry else EXACT_TARGET
             self.report(figure(name, times[what] / base[what], "x", target=target))

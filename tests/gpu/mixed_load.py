@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -48,16 +49,26 @@ def run(place: Place, report: Report) -> None:
     flags = [*model.flags, "--device", place.device, "--max-total-tokens", str(pool)]
     flags += ["--mem-fraction-static", SHARE, "--chunked-prefill-size", CHUNK]
     rng, rounds = random.Random(0), {name: list[Seen]() for name in NAMES}
-    with servers({name: [*flags, *FLEETS[name]] for name in NAMES}) as urls:
-        for i in range(1 if place.is_dry else ROUNDS):
-            for name in NAMES if i % 2 == 0 else NAMES[::-1]:
-                rounds[name].append(asyncio.run(play(urls[name], rng, mix)))
-    for name, seen in rounds.items():
-        beside = sorted(gap for one in seen for gap in one.beside)
-        quiet = sorted(gap for one in seen for gap in one.quiet)
-        ttfts = sorted(ttft for one in seen for ttft in one.ttfts)
-        note = (
-            f"p50 {percentile(beside, 50):.2f}, most {beside[-1]:.1f}; quiet p50 {percentile(quiet, 50):.2f}"
+    try:
+        with servers({name: [*flags, *FLEETS[name]] for name in NAMES}) as urls:
+            for i in range(1 if place.is_dry else ROUNDS):
+                for name in NAMES if i % 2 == 0 else NAMES[::-1]:
+                    rounds[name].append(asyncio.run(play(urls[name], rng, mix)))
+    finally:  # a step whose time is over reports the rounds that it has seen
+        for name, seen in rounds.items():
+            if seen:
+                report_rounds(report, name, seen, mix)
+
+
+def report_rounds(report: Report, name: str, rounds: Sequence[Seen], mix: Mix) -> None:
+    """Two rows for a fleet."""
+    beside = sorted(gap for one in rounds for gap in one.beside)
+    quiet = sorted(gap for one in rounds for gap in one.quiet)
+    ttfts = sorted(ttft for one in rounds for ttft in one.ttfts)
+    note = f"p50 {percentile(beside, 50):.2f}, most {beside[-1]:.1f}; quiet p50 {percentile(quiet, 50):.2f}"
+    report(
+        figure(
+            f"{name}: ITL p99 beside a prefill", percentile(beside, 99), "ms", note=note, rounds=len(rounds)
         )
-        report(figure(f"{name}: ITL p99 beside a prefill", percentile(beside, 99), "ms", note=note))
-        report(figure(f"{name}: TTFT of {mix.long_prompt_tokens} tokens", percentile(ttfts, 50), "ms"))
+    )
+    report(figure(f"{name}: TTFT of {mix.long_prompt_tokens} tokens", percentile(ttfts, 50), "ms"))

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tests.device import VARIABLE
@@ -15,11 +16,24 @@ from tests.gpu.rows import Row, Verdict
 from tests.gpu.steps import Place, Report, Skipped
 
 TOOLS = ("memcheck", "racecheck")
-SMALL = (
-    "(slow_twin and split-edges and D128) or (add_norm and 3-1024) or (silu_mul and 3-70) or (rotary and 12)"
-    " or (norm_rope_write and H5) or (test_linear and 65-33) or writes_enter or (sampl and 64) or pages"
-)
-"""Cases of tests/kernels/triton: each takes a hundred times as long."""
+SMALL = {
+    "attention_kernel": "test_against_the_slow_twin and split-edges and D128",
+    "merge_kernel": "test_against_the_slow_twin and split-edges and D128",
+    "add_norm_kernel": "test_add_norm and 3-1024",
+    "silu_mul_kernel": "test_silu_mul and 3-70",
+    "rotary_kernel": "test_rotary and 12",
+    "norm_rope_write_kernel": "test_norm_rope_write and H5",
+    "linear_kernel": "test_linear and 65-33",
+    "resolve_kernel": "test_writes_enter_before_the_map_is_read and 11-3",
+    "sample_kernel": "test_every_row_equals_the_twin and normal",
+    "bias_kernel": "test_biases_masked_tokens_and_a_vocab_mask",
+    "vocab_mask_kernel": "test_biases_masked_tokens_and_a_vocab_mask",
+    "penalize_kernel": "test_penalties and V300",
+    "copy_pages_kernel": "test_the_mover_copies_and_digests and scattered",
+}
+"""For each kernel, words of pytest's -k: the cases of tests/kernels/triton that run it on a small shape. Each takes a
+hundred times as long."""
+WORDS = " or ".join(f"({words})" for words in dict.fromkeys(SMALL.values()))
 FOUND = 99
 CUDA_BIN = Path("/usr/local/cuda/bin")
 
@@ -36,12 +50,17 @@ def run(place: Place, report: Report) -> None:
         VARIABLE: place.device,
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # so that every tensor is an allocation of its own
     }
-    pytest = [sys.executable, "-m", "pytest", *KERNELS, "-k", SMALL, "-q", "-o", "filterwarnings=default"]
-    for tool in TOOLS:
-        command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *pytest]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    pytest = [sys.executable, "-m", "pytest", *KERNELS, "-k", WORDS, "-q", "-o", "filterwarnings=default"]
+    commands = {tool: [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *pytest] for tool in TOOLS}
+
+    def run_tool(tool: str) -> Row:
+        done = subprocess.run(commands[tool], cwd=ROOT, env=environment, capture_output=True, text=True)
         print(done.stdout, done.stderr)
-        report(row(tool, done.returncode, done.stdout))
+        return row(tool, done.returncode, done.stdout)
+
+    with ThreadPoolExecutor(len(TOOLS)) as pool:  # at once: most of their time is the host's
+        for done in as_completed([pool.submit(run_tool, tool) for tool in TOOLS]):
+            report(done.result())
 
 
 def row(tool: str, code: int, output: str) -> Row:

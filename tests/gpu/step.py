@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.bench.leaving import leave_on_signals
 from tests.gpu.rows import Row, Verdict
-from tests.gpu.steps import Place, Skipped
+from tests.gpu.steps import GPU, Place, Skipped
 
 
 def main(name: str, out: Path, module: str, arguments: Sequence[str], *, dry: bool) -> None:
@@ -38,7 +38,7 @@ def main(name: str, out: Path, module: str, arguments: Sequence[str], *, dry: bo
         try:
             if not dry:
                 _need_a_gpu()
-            place = Place(device="cpu" if dry else "cuda", out=out, scratch=Path(scratch))
+            place = Place(device="cpu" if dry else GPU, out=out, scratch=Path(scratch))
             importlib.import_module(f"tests.gpu.{module}").run(place, report, *arguments)
         except Skipped as reason:
             report(Row(what=name, verdict=Verdict.SKIP, note=str(reason)))

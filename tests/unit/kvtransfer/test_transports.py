@@ -257,7 +257,7 @@ def test_what_the_flag_offers() -> None:
 
 
 def test_device_memory_of_links_is_slots_of_four_links_and_a_copy_of_each() -> None:
-    gpu = torch.device("cuda")
+    gpu = torch.device("cuda", 0)
     assert links_nbytes(TransferOptions(), gpu) == 4 * (4 + 1) * (32 << 20)
     assert links_nbytes(TransferOptions(num_slots=2, slot_nbytes=1 << 20), gpu) == 4 * (2 + 1) * (1 << 20)
     assert links_nbytes(TransferOptions(), CPU) == 0
@@ -266,7 +266,7 @@ def test_device_memory_of_links_is_slots_of_four_links_and_a_copy_of_each() -> N
 @pytest.mark.skipif(torch.version.cuda is not None, reason="THIS BUILD OF TORCH HAS CUDA")
 def test_what_cannot_work_on_a_gpu_is_not_offered_and_says_why() -> None:
     there = Place("here", "GPU-0")
-    on_gpu = make_transports(TransferOptions(), torch.device("cuda"), lambda device: there)
+    on_gpu = make_transports(TransferOptions(), torch.device("cuda", 0), lambda device: there)
     assert list(on_gpu.factories) == ["gloo"]
     assert on_gpu.slot_nbytes == 32 << 20
     usable, passed_over = on_gpu.in_common(("cuda-ipc", "shm", "nccl", "gloo"), there)
@@ -274,7 +274,7 @@ def test_what_cannot_work_on_a_gpu_is_not_offered_and_says_why() -> None:
     for name, reason in {"cuda-ipc": "no libcudart", "shm": "no libcudart", "nccl": "has no NCCL"}.items():
         assert reason in passed_over[name]
         with pytest.raises(ConfigError, match=reason):
-            make_transports(TransferOptions(backend=name), torch.device("cuda"), lambda device: there)
+            make_transports(TransferOptions(backend=name), torch.device("cuda", 0), lambda device: there)
 
 
 @pytest.mark.parametrize(
