@@ -61,9 +61,10 @@ class Timeline:
     role: Role
     stage: ReqStage = ReqStage.QUEUED
     stamps: list[Stamp] = field(default_factory=list)
+    clock: Clock = time.time
 
     def __post_init__(self) -> None:
-        self.stamps.append(Stamp(self.role, self.stage, time.time()))
+        self.stamps.append(Stamp(self.role, self.stage, self.clock()))
 
     @property
     def left_prefilling(self) -> bool:
@@ -74,4 +75,4 @@ class Timeline:
         """Enter `stage`. A move that is not in ALLOWED_MOVES is a bug."""
         assert stage in ALLOWED_MOVES[self.stage], f"{self.stage} -> {stage}"
         self.stage = stage
-        self.stamps.append(Stamp(self.role, stage, time.time()))
+        self.stamps.append(Stamp(self.role, stage, self.clock()))

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from router.api.generate_bodies import GenerateBody
 from router.api.generate_requests import GenerateRequest, read_generate
 from router.api.logprobs import NativeLogprobs
-from router.api.native_answers import GenerateAnswer, MetaInfo, StampAnswer
+from router.api.native_answers import FirstTokenAnswer, GenerateAnswer, MetaInfo, StampAnswer
 from router.api.request_log import note_group
 from router.http.json_bodies import JsonRoute
 from router.http.limits import HttpLimits
@@ -66,8 +66,10 @@ def meta_info(generation: Generation, *, with_timeline: bool, logprobs: Mapping[
 
 def timeline_fields(generation: Generation) -> dict[str, Any]:
     """The stages known so far, in order of time. A node sends its stages with its first token and with its last."""
+    start = generation.req.start
     return {
         "timeline": [StampAnswer.of(stamp) for stamp in generation.timeline],
+        "first_token": FirstTokenAnswer.of(start) if start is not None else UNSET,
         "kv_pages_transferred": generation.req.kv_pages_transferred,
         "kv_bytes_transferred": generation.req.kv_bytes_transferred,
     }

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
+from router.dispatch.verdict import Start, StartStage
 from router.http.answer import Answer
 from router.request.finish_reason import FinishReason
 from shared.protocol.messages import Stamp
@@ -36,10 +37,52 @@ class StampAnswer(Answer, kw_only=True, frozen=True):
         return cls(role=stamp.role, stage=stamp.stage, time=stamp.time)
 
 
+class StageTimeAnswer(Answer, kw_only=True, frozen=True):
+    """How long one stage of a start took. Times of one stage are by the clock of one machine."""
+
+    stage: StartStage
+    node: Annotated[str, Field(description="Empty for a stage of the router.")]
+    seconds: float
+    usual_s: Annotated[float | None, Field(description="Null while too few requests like it are known.")]
+
+
+class FirstTokenAnswer(Answer, kw_only=True, frozen=True):
+    """What the time to the first token went to; `transfer` is the wait for the second token."""
+
+    ttft_s: float
+    usual_s: Annotated[float | None, Field(description="On free nodes; null while a stage's is unknown.")]
+    stages: list[StageTimeAnswer]
+    verdict: Annotated[str | None, Field(description="Why it was slow; null if it was not.")]
+    causes: Annotated[list[StartStage], Field(description="The stages of the verdict, the worst first.")]
+    without_s: Annotated[float | None, Field(description="The time to the first token without the causes.")]
+
+    @classmethod
+    def of(cls, start: Start) -> FirstTokenAnswer:
+        """The answer for a start that has been measured."""
+        verdict = start.verdict
+        return cls(
+            ttft_s=start.ttft_s,
+            usual_s=start.usual_s,
+            stages=[
+                StageTimeAnswer(
+                    stage=stage.stage, node=stage.node_names, seconds=stage.seconds, usual_s=stage.usual_s
+                )
+                for stage in start.stages
+            ],
+            verdict=verdict.text if verdict is not None else None,
+            causes=[cause.stage for cause in verdict.causes] if verdict is not None else [],
+            without_s=verdict.without_s if verdict is not None else None,
+        )
+
+
 class TimelineFields(Answer, frozen=True):
-    """The fields that `return_timeline` adds. In a stream they grow with each event."""
+    """The fields that `return_timeline` adds. In a stream they grow with each event.
+
+    `first_token` is there once the nodes have reported every stage up to the second token.
+    """
 
     timeline: list[StampAnswer] | UnsetType = UNSET
+    first_token: FirstTokenAnswer | UnsetType = UNSET
     kv_pages_transferred: int | UnsetType = UNSET
     kv_bytes_transferred: int | UnsetType = UNSET
 

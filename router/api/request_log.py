@@ -2,6 +2,7 @@
 
 request rid=a request_id=b route="POST /generate" status=200 sequences=1 prompt_tokens=5 completion_tokens=16
         cached_tokens=0 ttft_s=0.02 queue_s=0.001 e2e_s=0.2 finish=stop nodes=decode-0,prefill-0
+        slow="212 ms waiting for pages on decode-0, ...", only if the first or second token was slow: `verdict`
 """
 
 from __future__ import annotations
@@ -94,6 +95,9 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
     generations = [generation for generation in group.generations if generation.started]
     reqs = [generation.req for generation in generations]
     prompts = [generation.req for generation in generations if generation.choice == 0]
+    starts = [req.start for req in reqs if req.start is not None]
+    slowest = max(starts, key=lambda start: start.ttft_s, default=None)
+    verdict = slowest.verdict if slowest is not None else None
     first = min((req.first_token_at for req in reqs if req.first_token_at is not None), default=None)
     return {
         "rid": group.prompts[0].rid,
@@ -107,6 +111,7 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
         "nodes": _joined(
             node.ref.node_id for req in reqs for attempt in req.attempts for node in attempt.nodes
         ),
+        "slow": verdict.text if verdict is not None else None,
     }
 
 

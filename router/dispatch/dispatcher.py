@@ -24,6 +24,7 @@ from router.dispatch.node_counts import NodeCounts
 from router.dispatch.placement import Fleet, Placement, Route
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.running_req import Aborted, Node, RunningReq
+from router.dispatch.verdict import Starts
 from shared.errors import RequestError
 from shared.log import event
 from shared.protocol.messages import (
@@ -91,6 +92,7 @@ class Dispatcher:
         self._later = later
         self._clock = clock
         self.queue = FirstTokenQueue(clock)
+        self._starts = Starts()
         self._rids = itertools.count(1)
         self._running: dict[str, RunningReq] = {}
         self._closed: str | None = None
@@ -102,18 +104,25 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------- towards clients
     def start(
-        self, work: Work, wake: Callable[[], None], *, split: bool = False, rid: str = ""
+        self,
+        work: Work,
+        wake: Callable[[], None],
+        *,
+        split: bool = False,
+        rid: str = "",
+        waited_s: float = 0.0,
     ) -> RunningReq:
         """Send a sequence to its nodes. Raises RequestError when none can take it.
 
         `rid` is the client's name of its request. With `split` the sequence goes through both fleets, however short
-        the prompt.
+        the prompt. It has waited for nodes for `waited_s`.
         """
         if self._closed is not None:
             raise RequestError(self._closed, status=503)
         route = self._placement.route(work, split=split)
         work = _clipped(work, route.max_new_tokens)
-        req = RunningReq(self._next_key(), work, wake=wake, now=self._clock(), rid=rid)
+        now = self._clock()
+        req = RunningReq(self._next_key(), work, wake=wake, now=now, rid=rid, waited_s=waited_s)
         self._running[req.key.rid] = req
         self.queue.join(req.key.rid)
         self._metrics.started(req)
@@ -206,6 +215,8 @@ class Dispatcher:
             self._metrics.tokens(req, num_new, since, now)
             if since is None and num_new:
                 self.queue.leave(req.key.rid, served=True)
+            if entry.report is not None and req.start is None:
+                req.start = self._starts.measure(req, now)
             if req.ended:
                 self._forget(req, Cancel(req.key))
             elif req in self._quarantine and req.failover.is_past_crashes(len(req.output_ids)):
@@ -315,6 +326,7 @@ class Dispatcher:
             lost = Cause.PREFILL_NODE_LOST if node.role is Role.PREFILL else Cause.DECODE_NODE_LOST
             self._fail_over(req, node, lost, error, was_tried=was_tried)
         self._counts.lost(node)
+        self._starts.forget(node)
 
     # ---------------------------------------------------------------------------- removing a node
     def num_held(self, node: Node) -> int:
@@ -349,7 +361,7 @@ class Dispatcher:
         return ReqKey(self._incarnation, str(next(self._rids)))
 
     def _send(self, req: RunningReq, work: Work, route: Route) -> None:
-        req.begin(route.nodes)
+        req.begin(route.nodes, self._clock())
         for node in route.nodes:
             self._breakers.sent(node)
         if route.decode is not None:

@@ -11,6 +11,7 @@ import msgspec
 from router.dispatch.failover import Failover, Numerics
 from router.dispatch.prefix_index import PrefixIndex
 from router.dispatch.token_order import TokenOrder
+from router.dispatch.verdict import Start
 from shared.errors import RequestError
 from shared.protocol.logprobs import Logprobs, TokenLogprobs
 from shared.protocol.messages import (
@@ -90,6 +91,9 @@ class Attempt:
     nodes: tuple[Node, ...] = ()
     holders: list[Node] = field(default_factory=list)
     finished_by: Node | None = None
+    sent_at: float = 0.0
+    loads: dict[Role, Load] = field(default_factory=dict)
+    """What its nodes had told of themselves when it was sent."""
     reports: dict[Role, ReqReport] = field(default_factory=dict)
 
 
@@ -101,11 +105,19 @@ class RunningReq:
     what it has been through. `moving` is the next attempt while a move is under way, and `left` the one that ended
     with the last move, of which tokens before the position `left_until` may still come. `wake` is called when there
     are new tokens, or the end. `rid` is the client's name of the request, for the log; `numerics` is what its output
-    so far was computed with.
+    so far was computed with. It had waited for nodes for `waited_s` before. `start` is known once the nodes have
+    reported every stage up to the second token.
     """
 
     def __init__(
-        self, key: ReqKey, work: Work, *, wake: Callable[[], None], now: float, rid: str = ""
+        self,
+        key: ReqKey,
+        work: Work,
+        *,
+        wake: Callable[[], None],
+        now: float,
+        rid: str = "",
+        waited_s: float = 0.0,
     ) -> None:
         self.rid = rid or key.rid
         self.numerics: Numerics | None = None
@@ -123,6 +135,8 @@ class RunningReq:
         self.finish: Finish | Aborted | None = None
         self.error: RequestError | None = None
         self.started_at = now
+        self.waited_s = waited_s
+        self.start: Start | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.ended_at: float | None = None
@@ -214,9 +228,11 @@ class RunningReq:
     def _moved(self, count: Callable[[ReqReport], int]) -> int:
         return sum(max(map(count, attempt.reports.values()), default=0) for attempt in self.attempts)
 
-    def begin(self, nodes: tuple[Node, ...]) -> None:
+    def begin(self, nodes: tuple[Node, ...], now: float) -> None:
         """Note that the latest attempt was sent to `nodes`."""
         self.attempt.nodes = nodes
+        self.attempt.sent_at = now
+        self.attempt.loads = {node.role: node.load for node in nodes}
         self.attempt.holders = list(nodes)
 
     def next_attempt(self) -> None:

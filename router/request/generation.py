@@ -211,14 +211,18 @@ class GenerationGroup:
         """Send a sequence as soon as there is a decode node."""
         prompt = generation.prompt
         work, wake = prompt.work_of(generation.choice), partial(self._wake, generation)
-        give_up_at = time.monotonic() + self._patience_s
+        began = time.monotonic()
+        give_up_at = began + self._patience_s
         while True:
             abort_message = self._claim.abort_message(prompt.rid)
             try:
                 if abort_message is not None:
                     req = self._dispatcher.abort_unsent(work, wake, abort_message)
                 else:
-                    req = self._dispatcher.start(work, wake, split=prompt.split, rid=prompt.rid)
+                    waited_s = time.monotonic() - began
+                    req = self._dispatcher.start(
+                        work, wake, split=prompt.split, rid=prompt.rid, waited_s=waited_s
+                    )
                 break
             except RequestError as e:
                 if e.code != "no_node" or time.monotonic() >= give_up_at:

@@ -74,6 +74,8 @@ class Engine:
     grammars: CompilePool = field(default_factory=lambda: CompilePool(no_grammars))
     clock: Clock = time.monotonic
     """Of deadlines and measurements. No decision reads it."""
+    stamp_clock: Clock = time.time
+    """Of the stages of requests, which routers and clients are told."""
     cpu_clock: Clock = time.thread_time
     """CPU time of the calling thread: of the measurements that bound what following a grammar may cost."""
 

@@ -98,7 +98,8 @@ class RouterDesk:
     def accept(self, message: Prefill | Decode) -> Req | None:
         """The request that a message describes. None when it can never be served here; its router has been told."""
         try:
-            return accept(message, self._engine.limits, self._engine.model_config.vocab_size)
+            engine = self._engine
+            return accept(message, engine.limits, engine.model_config.vocab_size, engine.stamp_clock)
         except RequestError as error:
             self._router_port.fail(message.key, error.status, error.message, error.param)
             return None

@@ -11,6 +11,7 @@ has ended.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -179,6 +180,16 @@ class Finish(Record, frozen=True):
     matched: int | None = None
 
 
+class WaitedFor(StrEnum):
+    """Why a decode node had a request wait before it reserved pages for it."""
+
+    PAGES = "pages"
+    ROWS = "rows"
+    """It ran as many requests as it may."""
+    ORDER = "order"
+    """Requests that had given up their KV go first."""
+
+
 class ReqReport(Record, frozen=True):
     """What a node knows of a request: sent with its first token and with its finish."""
 
@@ -187,6 +198,8 @@ class ReqReport(Record, frozen=True):
     kv_pages_transferred: int = 0
     kv_bytes_transferred: int = 0
     num_retractions: int = 0
+    waited_for: str = ""
+    """A WaitedFor, or that of a later version; empty if it waited for nothing."""
 
 
 class TokenEntry(Record, frozen=True):

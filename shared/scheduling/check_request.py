@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from shared.errors import RequestError
 from shared.protocol.logprobs import (
     MAX_INPUT_LOGPROBS,
@@ -13,22 +15,24 @@ from shared.protocol.logprobs import (
 from shared.protocol.messages import Decode, NodeLimits, Prefill, Work
 from shared.protocol.sampling_params import MAX_LOGIT_BIAS, MAX_PENALTY, SamplingParams
 from shared.scheduling.req import Req
-from shared.timeline import Role, Timeline
+from shared.timeline import Clock, Role, Timeline
 
 MAX_TOP_K = 2**31 - 1
 
 
-def accept(message: Prefill | Decode, limits: NodeLimits, vocab_size: int) -> Req:
+def accept(
+    message: Prefill | Decode, limits: NodeLimits, vocab_size: int, stamp_clock: Clock = time.time
+) -> Req:
     """The request that a router's message describes. Raises RequestError when it can never be served here.
 
-    A prefill node samples one token of it, a decode node all that are wanted.
+    A prefill node samples one token of it, a decode node all that are wanted. `stamp_clock` times its stages.
     """
     is_prefill = isinstance(message, Prefill)
     work = message.work
     wanted = work.params.max_new_tokens
     max_output_len = min(wanted, len(work.output_ids) + 1) if is_prefill else wanted
     check_request(work, max_output_len, limits, vocab_size)
-    timeline = Timeline(Role.PREFILL if is_prefill else Role.DECODE)
+    timeline = Timeline(Role.PREFILL if is_prefill else Role.DECODE, clock=stamp_clock)
     return Req(message.key, work, timeline, max_output_len)
 
 

@@ -46,6 +46,8 @@ class Req:
     """How many of the last tokens were not sampled but jumped over, behind the one that was: see `jump_forward`."""
     cached_tokens: int = 0
     num_retractions: int = 0
+    waited_for: str = ""
+    """A WaitedFor, if its pages were not reserved at once."""
     host_pages: list[int] = field(default_factory=list)
     """Where its KV is in host memory: while it is retracted, and until the copy back has landed."""
     stalled_since: int = 0
@@ -141,6 +143,7 @@ class Req:
             kv_pages_transferred=self.kv_pages_transferred,
             kv_bytes_transferred=self.kv_bytes_transferred,
             num_retractions=self.num_retractions,
+            waited_for=self.waited_for,
         )
 
     def drop_results_in_flight(self) -> None:

@@ -147,6 +147,7 @@ class SimNode:
             pool=None,  # type: ignore[arg-type]
             stream=self.stream,
             clock=self.clock,
+            stamp_clock=self.clock,
             eos_token_ids=frozenset({EOS}),
         )
         self.ledger, self.limits = engine.ledger, engine.limits
