@@ -232,7 +232,8 @@ def _why_not_reserved(req: RunningReq, decode: Node, attempt: Attempt) -> str:
     waited_for = report.waited_for if report is not None else ""
     if waited_for == WaitedFor.PAGES:
         free, needed = _free_pages(load), -(-req.prompt_len // decode.page_size)
-        return f"which is full ({free:,} of {load.num_pages:,} pages were free for a prompt of {needed:,})"
+        seen = f" ({free:,} of {load.num_pages:,} pages were free for a prompt of {needed:,})"
+        return f"which is full{seen if free < needed and load.num_pages else ''}"
     if waited_for == WaitedFor.ROWS:
         return f"which runs {decode.limits.max_running_requests:,} requests at most"
     if waited_for == WaitedFor.ORDER:

@@ -179,7 +179,13 @@ class IdleDispatcher(Dispatcher):
         self.num_turns = 0
 
     def start(
-        self, work: Work, wake: Callable[[], None], *, split: bool = False, rid: str = ""
+        self,
+        work: Work,
+        wake: Callable[[], None],
+        *,
+        split: bool = False,
+        rid: str = "",
+        waited_s: float = 0.0,
     ) -> RunningReq:
         self.turns.append(self.num_turns)
         key = ReqKey("router", str(len(self.turns)))
