@@ -10,5 +10,5 @@ VARIABLE = "BATON_TEST_DEVICE"
 
 
 def device() -> torch.device:
-    """The GPU of `make test-gpu`; without it the CPU."""
-    return torch.device(os.environ.get(VARIABLE, "cpu"))
+    """The GPU of `make test-gpu`; without it the CPU, by the name that `PretendGpu` knows it by."""
+    return torch.device(os.environ.get(VARIABLE, "cpu:0"))

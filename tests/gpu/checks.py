@@ -16,7 +16,10 @@ CHECKS = {
         "tests/unit/engine/test_vocab_mask.py::test_logits_of_other_tokens_are_gone",
     ),
     "exactness": ("tests/gpu/exactness.py",),
-    "fleet": ("tests/gpu/fleet.py",),
+    "fleet": (
+        "tests/gpu/fleet.py",
+        "tests/unit/kvtransfer/test_nccl_links.py::test_torch_has_the_options_that_are_set",
+    ),
     "matrix": ("tests/gpu/kill_matrix.py",),
 }
 

@@ -15,6 +15,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from shared.engine.future_map import FutureMap
+from shared.engine.penalties import penalize
+from shared.engine.sampling_inputs import PenaltyInputs
+from shared.kernels.reference import write_kv
+from shared.model import layers
 from tests.backend_rig import batch_over
 from tests.gpu.limits import measured
 from tests.gpu.rows import figure
@@ -107,11 +112,15 @@ def pairs(tensors: Tensors) -> Iterator[Pair]:
     for tokens in (64, tensors.size(8192)):
         yield norm(tensors, tokens)
         yield silu(tensors, tokens)
+        yield rope_write(tensors, tokens)
+        yield resolving(tensors, tokens)
     for tokens in (1, 64, tensors.size(256), tensors.size(2048)):
         yield product(tensors, tokens)
     for rows in (1, tensors.size(256)):
+        yield penalties(tensors, rows)
         yield sampling(tensors, rows)
-    yield gather(tensors)
+    for scatter in (False, True):
+        yield page_copy(tensors, scatter=scatter)
 
 
 def attention(tensors: Tensors, of: Attended) -> Pair:
@@ -161,22 +170,102 @@ def attention(tensors: Tensors, of: Attended) -> Pair:
     )
 
 
-def gather(tensors: Tensors) -> Pair:
-    """A chunk of 16 pages of all layers into a slot with its digest, against torch's copy without one."""
+def page_copy(tensors: Tensors, *, scatter: bool) -> Pair:
+    """A chunk of 16 pages of all layers into a slot or out of it, with its digest; torch's copy has none."""
     from shared.kernels.triton.pages import copy_pages
 
-    device, layers, num_pages = tensors.place.device, 2 if tensors.place.is_dry else 32, tensors.size(4096)
+    device, num_pages = tensors.place.device, tensors.size(4096)
+    rows = 4 if tensors.place.is_dry else 64
     page_nbytes = tensors.size(8 * PAGE_SIZE * HEAD_DIM * 2)
-    pages = torch.randint(0, 255, (2 * layers, num_pages, page_nbytes), dtype=torch.uint8, device=device)
+    pages = torch.randint(0, 255, (rows, num_pages, page_nbytes), dtype=torch.uint8, device=device)
     ids = torch.randperm(num_pages, device=device)[:16]
     block = torch.cat([torch.zeros(2, dtype=torch.int64, device=device), ids])
-    slot = torch.empty(2 * layers, 16, page_nbytes, dtype=torch.uint8, device=device)
-    words = pages.view(torch.int64)
+    slot = torch.zeros(rows, 16, page_nbytes, dtype=torch.uint8, device=device)
+    pages_RPW, slot_RPW = pages.view(torch.int64), slot.view(torch.int64)
     return Pair(
-        what="gather of 16 pages, with a digest",
-        ours=lambda i: copy_pages(pages, range(2 * layers), slot, block, scatter=False),
-        theirs=lambda i: torch.index_select(words, 1, ids),
+        what=f"{'scatter' if scatter else 'gather'} of 16 pages, with a digest",
+        ours=lambda i: copy_pages(pages, range(rows), slot, block, scatter=scatter),
+        theirs=lambda i: (
+            pages_RPW.index_copy_(1, ids, slot_RPW)
+            if scatter
+            else torch.index_select(pages_RPW, 1, ids, out=slot_RPW)
+        ),
         nbytes=2 * slot.nbytes,
+    )
+
+
+def rope_write(tensors: Tensors, tokens: int) -> Pair:
+    """Norm of q and k, rotation, and the write of k and v to their pages, behind the projection of a layer."""
+    from shared.kernels.triton.rope import norm_rope_write
+
+    heads, kv_heads = (8, 2) if tensors.place.is_dry else (HEADS, HEADS // 4)
+    qkvs, num_pages = tensors.sets(tokens, heads + 2 * kv_heads, HEAD_DIM), -(-tokens // PAGE_SIZE)
+    weight = tensors.one(heads + kv_heads, HEAD_DIM)
+    k_pages, v_pages = (tensors.one(num_pages, kv_heads, PAGE_SIZE, HEAD_DIM) for _ in range(2))
+    positions = torch.arange(tokens, device=tensors.place.device)
+    at = torch.randperm(num_pages, device=positions.device)[positions // PAGE_SIZE], positions % PAGE_SIZE
+    frequencies = 10_000.0 ** -(torch.arange(0, HEAD_DIM, 2, device=positions.device) / HEAD_DIM)
+    cos, sin = layers.rotary_cos_sin(positions, frequencies, tensors.dtype)
+    halves = tuple(one[:, 0, : HEAD_DIM // 2].contiguous() for one in (cos, sin))
+
+    def by_torch(qkv: torch.Tensor) -> None:
+        qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
+        _, k = torch.split(
+            layers.apply_rotary(layers.rms_norm(qk, weight, 1e-5), cos, sin), [heads, kv_heads], dim=1
+        )
+        write_kv(k_pages, v_pages, k, v, *at)
+
+    return Pair(
+        what=f"QK-norm + RoPE + KV write, {tokens} tokens",
+        ours=lambda i: norm_rope_write(
+            qkvs[i % len(qkvs)], kv_heads, weight, 1e-5, *halves, *at, k_pages, v_pages
+        ),
+        theirs=lambda i: by_torch(qkvs[i % len(qkvs)]),
+        nbytes=2 * qkvs[0].nbytes,
+    )
+
+
+def resolving(tensors: Tensors, tokens: int) -> Pair:
+    """The input ids of a forward of which every second token is the last one of a row."""
+    from shared.kernels.triton.resolve import resolve
+
+    rows, device = 256, tensors.place.device
+    future_map = FutureMap(rows, torch.device(device))
+    ids = torch.arange(tokens, device=device)
+    ids[::2] = -1 - ids[::2] % rows
+    writes = torch.arange(0, rows, 4, device=device), torch.arange(0, rows, 4, device=device)
+    return Pair(
+        what=f"FutureMap resolve, {tokens} tokens",
+        ours=lambda i: resolve(ids, *writes, future_map.last_token_R),
+        theirs=lambda i: future_map.resolve(ids, *writes),
+        nbytes=2.5 * ids.nbytes + 3 * writes[0].nbytes,
+    )
+
+
+def penalties(tensors: Tensors, rows: int) -> Pair:
+    """All three penalties on every row."""
+    from shared.kernels.triton import adjust
+
+    vocab_size, device = tensors.size(VOCAB), tensors.place.device
+    logits = tensors.sets(rows, vocab_size, dtype=torch.float32)
+    counts = torch.randint(-2, 3, (rows, vocab_size), dtype=torch.int32, device=device).clamp_(min=0)
+    is_known, entries = counts > 0, torch.arange(rows, device=device)
+    ones = torch.ones(rows, device=device)
+    inputs = PenaltyInputs(
+        entries_P=entries,
+        slots_P=entries,
+        frequency_P=0.1 * ones,
+        presence_P=0.1 * ones,
+        repetition_P=1.1 * ones,
+        num_slots=rows,
+        anew=None,
+    )
+    of_rows = inputs.entries_P, inputs.slots_P, inputs.frequency_P, inputs.presence_P, inputs.repetition_P
+    return Pair(
+        what=f"penalties of {rows} rows",
+        ours=lambda i: adjust.penalize(logits[i % len(logits)], *of_rows, counts, is_known),
+        theirs=lambda i: penalize(logits[i % len(logits)], inputs, counts, is_known),
+        nbytes=2 * logits[0].nbytes + counts.nbytes + is_known.nbytes,
     )
 
 

@@ -10,11 +10,12 @@ import shutil
 import torch
 
 from tests.bench.machine import cpu_model
-from tests.gpu.rows import figure
+from tests.gpu.rows import Row, Verdict, figure
 from tests.gpu.steps import Place, Report
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "pyzmq", "fastapi", "xgrammar")
-TOOLS = ("compute-sanitizer", "nvidia-smi", "ncu")
+TOOLS = ("make", "cc", "compute-sanitizer", "nvidia-smi", "ncu")
+"""Triton builds its launcher with `cc` (or what $CC names), and needs the headers of Python for that."""
 
 
 def run(place: Place, report: Report) -> None:
@@ -38,6 +39,19 @@ def run(place: Place, report: Report) -> None:
         )
     )
     report(figure("GPU memory", free / 2**30, "GiB free", note=f"of {total / 2**30:.1f} GiB"))
+    report(_triton(place))
+
+
+def _triton(place: Place) -> Row:
+    """Whether a kernel can be compiled and launched here at all."""
+    try:
+        from tests.gpu.tile_kernel import tile_product
+
+        ones = torch.ones(64, 64, dtype=torch.bfloat16, device=place.device)
+        works = bool((tile_product(ones, ones, num_warps=4) == 64).all())
+    except Exception as error:  # whatever it is, no kernel runs here
+        return Row(what="Triton", verdict=Verdict.FAIL, note=f"{type(error).__name__}: {error}")
+    return Row(what="Triton", verdict=Verdict.PASS if works else Verdict.FAIL, note="a product of ones")
 
 
 def _version(package: str) -> str:

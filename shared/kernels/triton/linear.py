@@ -156,7 +156,8 @@ class ExactLinear:
     def _same_bits(self, K: int, dtype: torch.dtype, device: torch.device) -> bool:
         generator = torch.Generator().manual_seed(0)
         x_MK, weight_NK = (
-            torch.randn(size, generator=generator).to(device, dtype) for size in ((160, K), (288, K))
+            torch.randn(size, generator=generator, device="cpu").to(device, dtype)
+            for size in ((160, K), (288, K))
         )
         expected_MN = linear(x_MK, weight_NK, None, NARROW, self.num_programs)
         return all(

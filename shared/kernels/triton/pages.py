@@ -232,7 +232,8 @@ class _Lane:
         return self._staging[:nbytes]
 
     def _host(self, num_words: int) -> torch.Tensor:
-        return torch.empty(num_words, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        is_pinned = self._device.type == "cuda"
+        return torch.empty(num_words, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
 
     def _on_device(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(length, dtype=dtype, device=self._device)

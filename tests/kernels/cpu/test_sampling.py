@@ -57,7 +57,7 @@ def inputs_of(names: list[str], vocab_size: int) -> DrawInputs[torch.Tensor]:
         top_ks_S=np.array([vocab_size - 1 if k < 0 else k for k in top_ks], dtype=np.int64),
         top_ps_S=np.array(top_ps, dtype=np.float32),
         min_ps_S=np.array(min_ps, dtype=np.float32),
-        uniforms_S=torch.rand(len(names), dtype=torch.float64).numpy(),
+        uniforms_S=torch.rand(len(names), dtype=torch.float64, device="cpu").numpy(),
         needs_filter=True,
     ).map(torch.from_numpy)
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.device import device
+from tests.pretend_gpu import GPU, HOST, PretendGenerator, PretendGpu, is_on_gpu
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +41,31 @@ def products_in_order() -> Iterator[None]:
 @pytest.fixture
 def on_device() -> Iterator[None]:
     """Tensors that a test makes are on the device. A generator has to be told: `torch.Generator(device())`."""
-    with device():
+    with device() if device().type == "cuda" else pretended(GPU):
+        yield
+
+
+@pytest.fixture(scope="module")
+def beside_device() -> Iterator[None]:
+    """Tensors that a test makes are on the host unless it says `device()`."""
+    with nullcontext() if device().type == "cuda" else pretended(HOST):
+        yield
+
+
+@contextmanager
+def pretended(default: torch.device) -> Iterator[None]:
+    """A GPU on a CPU, which refuses what a real one does. A kernel has pointers to its memory alone."""
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+
+    def launch_on_gpu(self: Any, *args: Any, **kwargs: Any) -> None:
+        assert all(is_on_gpu(one) for one in args if isinstance(one, torch.Tensor)), "a pointer to the host"
+        launch(self, *args, **kwargs)
+
+    with PretendGpu(default), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "Generator", PretendGenerator)
+        patch.setattr(interpreter.GridExecutor, "__call__", launch_on_gpu)
         yield
 
 

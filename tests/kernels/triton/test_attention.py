@@ -20,6 +20,8 @@ from shared.kernels.triton.attention import PagedAttention
 from shared.kernels.triton.attention_work import SPLIT, attention_work, block_words
 from tests.device import device
 
+pytestmark = pytest.mark.usefixtures("beside_device")
+
 DEVICE = device()
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
