@@ -13,6 +13,7 @@ from router.http.answer import Answer
 SAMPLE_INTERVAL_S = 1.0
 MAX_SAMPLES = 600
 PERCENTILES = (0.5, 0.9, 0.99)
+NO_BOTTLENECK = "no bottleneck"
 
 
 class RouterNow(Answer, frozen=True, kw_only=True):
@@ -38,7 +39,9 @@ class NodeNow(Answer, frozen=True, kw_only=True):
 
     Held pages belong to requests and transfers. Cached pages belong only to the RadixCache, which evicts them when
     they are needed. `prompt_tokens_per_s` counts computed tokens without cached ones, `tokens_per_s` generated ones.
-    `links` counts `num_links` by transport: cuda-ipc, shm, nccl or gloo.
+    `links` counts `num_links` by transport: cuda-ipc, shm, nccl or gloo. `prefill_busy` is the share of time in which
+    it computed prompts, and a forward counts when it ends. `kv_under_way` is the average number of transfers whose
+    pages a decode node waited for.
     """
 
     node_id: str
@@ -61,6 +64,8 @@ class NodeNow(Answer, frozen=True, kw_only=True):
     prompt_tokens_per_s: float = 0.0
     tokens_per_s: float = 0.0
     kv_bytes_per_s: float = 0.0
+    prefill_busy: float = 0.0
+    kv_under_way: float = 0.0
 
 
 class FleetSample(Answer, frozen=True, kw_only=True):
@@ -76,6 +81,9 @@ class FleetSample(Answer, frozen=True, kw_only=True):
     num_free_pages: int
     num_cached_pages: int
     num_held_pages: int
+    num_bootstrapping_reqs: int = 0
+    prefill_busy: float = 0.0
+    kv_under_way: float = 0.0
 
 
 class Sample(Answer, frozen=True, kw_only=True):
@@ -98,8 +106,9 @@ class Sample(Answer, frozen=True, kw_only=True):
 
 
 class LiveEvent(Answer, frozen=True, kw_only=True):
-    """One event of the feed."""
+    """One event of the feed. `verdict` is one sentence: which part of the fleets is the bottleneck."""
 
     router: RouterNow
     nodes: list[NodeNow]
     samples: list[Sample]
+    verdict: str = ""

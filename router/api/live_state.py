@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from router.api.fleet_verdict import WINDOW, fleet_verdict
 from router.api.live_feed import (
     MAX_SAMPLES,
     PERCENTILES,
@@ -49,10 +50,10 @@ class _Counters:
     """Counters of a node or of this router, which only grow, and their rates between two readings."""
 
     at: float
-    totals: tuple[int, ...]
-    per_s: tuple[float, ...] = (0.0, 0.0, 0.0)
+    totals: tuple[float, ...]
+    per_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def update(self, at: float, totals: tuple[int, ...]) -> None:
+    def update(self, at: float, totals: tuple[float, ...]) -> None:
         """Take a reading. One that follows the last too soon for a rate is ignored."""
         elapsed = at - self.at
         if elapsed < _SHORTEST_RATE_S:
@@ -88,6 +89,7 @@ class LiveState:
         self._nodes_counters: dict[str, _Counters] = {}
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._num_sampled = 0
+        self._verdict = ""
         self._sampled = asyncio.Event()
         self._closed = asyncio.Event()
 
@@ -108,7 +110,7 @@ class LiveState:
         traffic.roll()
         self._own.update(now, (traffic.num_tokens, traffic.num_reqs, traffic.num_rejected))
         self._read_counters()
-        tokens_per_s, reqs_per_s, rejected_per_s = self._own.per_s
+        tokens_per_s, reqs_per_s, rejected_per_s = self._own.per_s[:3]
         num_queued = len(self._dispatcher.queue)
         self._samples.append(
             Sample(
@@ -125,6 +127,7 @@ class LiveState:
             )
         )
         self._num_sampled += 1
+        self._verdict = fleet_verdict(list(self._samples)[-WINDOW:])
         self._wake()
 
     async def feed(self) -> AsyncGenerator[LiveEvent, None]:
@@ -146,6 +149,7 @@ class LiveState:
             router=self._router(),
             nodes=self._nodes(),
             samples=[self._samples[at] for at in range(first, len(self._samples))],
+            verdict=self._verdict,
         )
 
     def close(self) -> None:
@@ -165,7 +169,10 @@ class LiveState:
                 continue  # no pong yet
             load = node.load
             computed = load.num_prompt_tokens - load.num_cached_tokens
-            totals = computed, load.num_generated_tokens, load.kv_bytes_transferred
+            totals = (
+                *(computed, load.num_generated_tokens, load.kv_bytes_transferred),
+                *(load.prefill_busy_s, load.kv_transfer_s),
+            )
             counters = known.get(node.ref.incarnation) or _Counters(node.load_at, totals)
             counters.update(node.load_at, totals)
             self._nodes_counters[node.ref.incarnation] = counters
@@ -218,7 +225,8 @@ class LiveState:
         if node is None:
             return now
         load, counters = node.load, self._nodes_counters.get(node.ref.incarnation)
-        prompt_tokens_per_s, tokens_per_s, kv_bytes_per_s = counters.per_s if counters else (0.0, 0.0, 0.0)
+        per_s = counters.per_s if counters else (0.0,) * 5
+        prompt_tokens_per_s, tokens_per_s, kv_bytes_per_s, prefill_busy, kv_under_way = per_s
         return msgspec.structs.replace(
             now,
             node_id=node.ref.node_id,
@@ -237,6 +245,8 @@ class LiveState:
             prompt_tokens_per_s=prompt_tokens_per_s,
             tokens_per_s=tokens_per_s,
             kv_bytes_per_s=kv_bytes_per_s,
+            prefill_busy=prefill_busy,
+            kv_under_way=kv_under_way if member.role is Role.DECODE else 0.0,
         )
 
 

@@ -113,7 +113,7 @@ class Start:
         if not causes:
             return None
         causes.sort(key=lambda stage: -stage.excess_s)
-        without_s = self.ttft_s - sum(s.excess_s for s in causes if s in before)
+        without_s = max(0.0, self.ttft_s - sum(s.excess_s for s in causes if s in before))
         return Verdict(tuple(causes), without_s, _in_words(causes, without_s))
 
     @property

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.api.live_feed import PERCENTILES, LiveEvent, NodeNow, Sample
+from router.api.live_feed import NO_BOTTLENECK, PERCENTILES, LiveEvent, NodeNow, Sample
 from router.terminal.client import ClientError, RouterClient, printable
 from shared.flags import FlagParser
 
@@ -126,6 +126,8 @@ def live_view(event: LiveEvent, url: str, trouble: str = "") -> RenderableType:
         parts.append(Text(f"{printable(trouble)}; trying again, this is the last that was heard", "bold red"))
     elif router.reason:
         parts.append(Text(printable(router.reason), "yellow"))
+    if event.verdict:
+        parts.append(Text(printable(event.verdict), "dim" if event.verdict == NO_BOTTLENECK else "yellow"))
     if event.samples:
         parts += [Text(), _traffic(event.samples[-1], router.percentile_window_s)]
     parts += [Text(), _nodes(event.nodes)]

@@ -36,6 +36,7 @@ class Vitals:
         self.num_jumped_tokens = 0
         self.kv_bytes_transferred = 0
         self.kv_transfer_s = 0.0
+        self.prefill_busy_s = 0.0
 
     def count_prompt(self, num_tokens: int, num_cached: int) -> None:
         """Count a prompt, of which `num_cached` tokens came from the RadixCache."""
@@ -47,6 +48,10 @@ class Vitals:
         self.num_generated_tokens += num_sampled + num_jumped
         self.num_jumped_tokens += num_jumped
         self._window_tokens += num_sampled + num_jumped
+
+    def count_prefill(self, seconds: float) -> None:
+        """Count the time of a forward that had prompt tokens."""
+        self.prefill_busy_s += seconds
 
     def count_transfer(self, nbytes: int, seconds: float) -> None:
         """Count a transfer that has ended."""
@@ -101,6 +106,7 @@ class Vitals:
             num_retraction_waits=retraction.num_waits,
             num_host_pages=host.num_pages,
             num_free_host_pages=host.num_free,
+            prefill_busy_s=self.prefill_busy_s,
         )
         if not idle:
             self._audited = False

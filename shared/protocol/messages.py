@@ -171,6 +171,8 @@ class Load(Record, frozen=True):
     link may still be on its way."""
     leak: str = ""
     """What an idle audit of the KV pages found. Such a node is to be drained."""
+    prefill_busy_s: float = 0.0
+    """How long forwards with prompt tokens have run here, in all."""
 
 
 class Finish(Record, frozen=True):

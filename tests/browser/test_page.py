@@ -60,6 +60,7 @@ def test_it_loads_alone_and_shows_both_fleets(run: Run, browser: Browser, model_
                     *("20", "30", "50")
                 ]
                 await site.page.locator("#chart-list path.line[d^=M]").first.wait_for(state="attached")
+                await site.shows("#fleet-verdict", "no bottleneck")
                 label = await site.page.locator("#chart-list svg").first.get_attribute("aria-label")
                 assert label is not None and label.startswith("Output tokens in tokens/s: all 0")
                 assert site.complaints == []
@@ -75,12 +76,14 @@ def test_the_timeline_is_drawn_as_it_happens(run: Run, browser: Browser, model_f
         go_on = asyncio.Event()
 
         async def prefill_part(node: FakeNode, message: Prefill | Decode) -> None:
-            report = ReqReport(stamps=stamps("prefill", "queued", "prefilling", "transferring"))
+            queued = Stamp("prefill", "queued", time.time() - 2)
+            report = ReqReport(stamps=(queued, *stamps("prefill", "prefilling", "transferring")))
             node.tokens(message.key, 0, node.story[:1], report=report)
 
         async def decode_part(node: FakeNode, message: Prefill | Decode) -> None:
             await go_on.wait()
-            arrived = stamps("decode", "queued", "transferring", "decoding")
+            queued = Stamp("decode", "queued", time.time() - 2)
+            arrived = (queued, *stamps("decode", "transferring", "decoding"))
             node.tokens(message.key, 0, node.story[:1], report=ReqReport(stamps=arrived))
             node.tokens(message.key, 1, node.story[1:2])
             go_on.clear()
@@ -115,6 +118,7 @@ def test_the_timeline_is_drawn_as_it_happens(run: Run, browser: Browser, model_f
                 *("queued", "transferring", "decoding"),
             ]
             await site.shows("#timeline-words", "3 KV pages moved, 3.0 kB")
+            assert "Slow: 2.00 s waiting for pages on decode-0" in await site.text("#timeline-words")
             assert await site.text("#figure-tokens") == "9"
             assert (await site.text("#figure-ttft")).endswith("s")
             await site.page.click("summary")

@@ -62,11 +62,15 @@ NODES = [
 
 
 def screen(
-    *samples: Sample, nodes: list[NodeNow] = NODES, trouble: str = "", width: int = 140
+    *samples: Sample,
+    nodes: list[NodeNow] = NODES,
+    trouble: str = "",
+    width: int = 140,
+    verdict: str = "",
 ) -> dict[str, str]:
     """Its lines by their first words."""
     console = Console(width=width, highlight=False, color_system=None)
-    event = LiveEvent(router=ROUTER, nodes=nodes, samples=list(samples))
+    event = LiveEvent(router=ROUTER, nodes=nodes, samples=list(samples), verdict=verdict)
     with console.capture() as capture:
         console.print(live_view(event, "host:8000", trouble))
     return {line.split("  ")[0]: line for line in capture.get().splitlines() if line.strip()}
@@ -95,6 +99,13 @@ def test_a_narrow_terminal_still_has_names_and_states() -> None:
     text = "\n".join(lines.values())
     for words in ("prefill-0", "prefill-1", "decode-0", "gone", "loading 50%", "live"):
         assert words in text, text
+
+
+def test_the_verdict_on_the_fleets() -> None:
+    assert "prefill is the bottleneck: 84 % busy" in screen(
+        SAMPLE, verdict="prefill is the bottleneck: 84 % busy"
+    )
+    assert "no bottleneck" in screen(SAMPLE, verdict="no bottleneck")
 
 
 def test_nothing_yet() -> None:

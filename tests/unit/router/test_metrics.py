@@ -36,6 +36,7 @@ OF_NODES: Mapping[str, tuple[str, ...]] = {
         "baton:node_prompt_tokens",
         "baton:node_cached_tokens",
         "baton:node_generated_tokens",
+        "baton:prefill_busy_seconds",
         "baton:kv_transfer_bytes",
         "baton:kv_transfer_busy_seconds",
         "baton:retractions",
