@@ -258,10 +258,25 @@ class TransferOptions:
         "auto",
         "how pages travel: cuda-ipc (GPU memory that processes of one host share), shm (host memory that they "
         "share), nccl (between GPUs) or gloo (host memory and sockets); auto: the first of these that both nodes can "
-        "use and whose rehearsal passes",
+        "use and whose rehearsal passes; tcp: one port, for networks that are not trusted",
         names=("--kv-transfer",),
-        choices=("auto", "cuda-ipc", "shm", "nccl", "gloo"),
+        choices=("auto", "cuda-ipc", "shm", "nccl", "gloo", "tcp"),
     )
+    kv_port: int = flag(
+        0, "with --kv-transfer tcp: where this node takes pages in; 0: any free port", whole(0, 65535), "PORT"
+    )
+    kv_tls: bool = flag(
+        False,
+        "with --kv-transfer tcp: mutual TLS 1.3, with nodes that have this flag too; certificates that the processes "
+        "make for themselves are told over control connections, so it needs --fleet-key",
+    )
+    kv_tls_cert: str | None = flag(
+        None, "this node's certificate for --kv-tls, with its chain, in PEM", metavar="FILE"
+    )
+    kv_tls_key: str | None = flag(
+        None, "the key of --kv-tls-cert, in PEM, without a password", metavar="FILE"
+    )
+    kv_tls_ca: str | None = flag(None, "the CA of all nodes' --kv-tls-cert, in PEM", metavar="FILE")
     allow_mixed_numerics: bool = flag(
         False,
         "take KV pages of nodes whose kernels, instruction set or type differ: a stream may then part from what it "

@@ -9,11 +9,11 @@ The owner of the memory of a message:
 
 | | sending: a slot of the sender's ring | receiving |
 | --- | --- | --- |
-| gloo, nccl, fake | the op, until it has left | a slot of the link's own ring, the arrival's until `release` |
+| gloo, tcp, nccl, fake | the op, until it has left | a slot of the link's own ring, the arrival's until `release` |
 | shm, cuda-ipc | the op, until the receiver has released it | the same slot, mapped: readable until `release` |
 
-How the header of a message travels: on gloo before the payload, in one message; on shm and cuda-ipc in the record on
-the link's socket; on nccl over the control connection.
+How the header of a message travels: on gloo and tcp before the payload, in one message; on shm and cuda-ipc in the
+record on the link's socket; on nccl over the control connection.
 
 The links of `transports` drive the loops with threads; the fake network of the tests steps them under a virtual
 clock.

@@ -48,6 +48,9 @@ REFUSALS = {
     "HTTP port taken": Refusal("router", "--port TAKEN --control-port 0", "TAKEN"),
     "control port taken": Refusal("router", "--port 0 --control-port TAKEN", "TAKEN"),
     "node without a key": Refusal("prefill_node", "--host 0.0.0.0 --port 0", "--fleet-key"),
+    "TLS without a key": Refusal(
+        "decode_node", "--port 0 --kv-transfer tcp --kv-tls", "give every process the same --fleet-key"
+    ),
     "router without a key": Refusal(
         "router", "--control-host 0.0.0.0 --port 0 --control-port 0", "--fleet-key"
     ),

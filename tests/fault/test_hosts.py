@@ -21,7 +21,11 @@ from tests.processes import NODE_FLAGS, Call, Child, Process, Router
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 NUM_NEW = 24
-LINK_FLAGS = {"gloo": ("--kv-transfer", "gloo")}
+LINK_FLAGS = {
+    "gloo": ("--kv-transfer", "gloo"),
+    "tcp": ("--kv-transfer", "tcp", "--kv-port", "7300"),
+    "tls": ("--kv-transfer", "tcp", "--kv-port", "7300", "--kv-tls"),
+}
 """What the nodes are told, by transport."""
 
 

@@ -67,7 +67,12 @@ FLAGS = """\
 --enable-jump-forward
 --debug-checks
 --retract-every STEPS = 0
---kv-transfer {auto,cuda-ipc,shm,nccl,gloo} = auto
+--kv-transfer {auto,cuda-ipc,shm,nccl,gloo,tcp} = auto
+--kv-port PORT = 0
+--kv-tls
+--kv-tls-cert FILE
+--kv-tls-key FILE
+--kv-tls-ca FILE
 --allow-mixed-numerics
 --kv-slot-bytes BYTES
 --kv-slots N = 4
@@ -123,6 +128,11 @@ VALUES = {
     "--debug-checks": None,
     "--retract-every": "5",
     "--kv-transfer": "nccl",
+    "--kv-port": "7300",
+    "--kv-tls": None,
+    "--kv-tls-cert": "cert.pem",
+    "--kv-tls-key": "key.pem",
+    "--kv-tls-ca": "ca.pem",
     "--allow-mixed-numerics": None,
     "--kv-slot-bytes": "65536",
     "--kv-slots": "2",
@@ -266,6 +276,7 @@ def test_the_other_flags_reach_theirs(argv: list[str], changes: dict[str, object
         ("--kv-transfer", "nixl", "invalid choice"),
         ("--kv-slot-bytes", "4095", "not between"),
         ("--kv-slots", "65", "not between"),
+        ("--kv-port", "65536", "not between"),
         ("--ready-timeout-s", "0", "not between"),
         ("--transfer-timeout-s", "inf", "not between"),
         ("--lease-s", "0.4", "not between"),

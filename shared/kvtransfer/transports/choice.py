@@ -69,6 +69,8 @@ class Transports:
                 usable.append(name)
         if not usable:
             why = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
+            if {"tcp", "tls"} <= {*self.factories, *theirs}:
+                why += "; --kv-transfer tcp needs --kv-tls on both nodes or on neither"
             offers = (
                 f"the receiving node offers {'/'.join(self.factories)}, the sending node {'/'.join(theirs)}"
             )
@@ -132,9 +134,12 @@ def make_transports(
     Each backend is imported only when it is offered. Links run on `threads`, which are those of `device` by default.
     """
     threads = threads or DeviceThreads.of(device)
+    _check_tcp_flags(options)
     names: tuple[str, ...] = (options.backend,)
     if options.backend == "auto":
         names = BEST_FIRST if device.type == "cuda" else ON_A_CPU
+    elif options.kv_tls:
+        names = ("tls",)
     factories: dict[str, LinkFactory] = {}
     unavailable: dict[str, str] = {}
     for name in names:
@@ -152,10 +157,8 @@ def make_transports(
 def _new_factory(
     name: str, options: TransferOptions, device: torch.device, threads: DeviceThreads
 ) -> LinkFactory:
-    if name in ("shm", "cuda-ipc") and sys.platform != "linux":
-        raise ConfigError(
-            f"--kv-transfer {name} needs Linux: descriptors, and sockets without names in files"
-        )
+    if name not in ("nccl", "gloo") and sys.platform != "linux":
+        raise ConfigError(f"--kv-transfer {name} needs Linux: what its sockets can do")
     match name:
         case "cuda-ipc":
             from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory
@@ -176,8 +179,26 @@ def _new_factory(
             from shared.kvtransfer.transports.gloo import GlooLinkFactory
 
             return GlooLinkFactory(options, device, slot_nbytes(options, device), threads)
+        case "tcp" | "tls":
+            from shared.kvtransfer.transports.tcp import TcpLinkFactory
+
+            return TcpLinkFactory(options, device, slot_nbytes(options, device), threads)
         case _:
-            raise ConfigError(f"unknown transfer backend {name!r}: use auto, cuda-ipc, shm, nccl or gloo")
+            raise ConfigError(
+                f"unknown transfer backend {name!r}: use auto, cuda-ipc, shm, nccl, gloo or tcp"
+            )
+
+
+def _check_tcp_flags(options: TransferOptions) -> None:
+    """ConfigError: a flag is given that would have no effect."""
+    files = (options.kv_tls_cert, options.kv_tls_key, options.kv_tls_ca)
+    if options.backend != "tcp" and (options.kv_tls or options.kv_port):
+        raise ConfigError(
+            f"--kv-port and --kv-tls are for --kv-transfer tcp, and it is {options.backend}: "
+            "no other transport has one port or is encrypted"
+        )
+    if any(files) and not options.kv_tls:
+        raise ConfigError("--kv-tls-cert, --kv-tls-key and --kv-tls-ca are for --kv-tls, which is not given")
 
 
 def _cuda_runtime(name: str, device: torch.device, threads: DeviceThreads) -> Runtime:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable
+import select
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
+
+import torch
 
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
+from shared.host_memory import new_host_buffer
 from shared.kvtransfer.link import Copier, LinkSpec, Op, Stepped
-from shared.kvtransfer.staging import Slot, SlotRing
+from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
 from shared.protocol.transfer_messages import Place
 
 NONCE_NBYTES = 32
@@ -79,6 +85,53 @@ def receive_into(ring: SlotRing, start: Callable[[Slot], Receive]) -> RingArriva
     return RingArrival(op, slot, ring)
 
 
+class HeadedSlot(Slot):
+    """A slot in host memory with room for a header before its payload, so that both are one message."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__(memory[HEADER_NBYTES:])
+        self._memory = memory
+        self._header = memory[:HEADER_NBYTES].numpy()
+        self._message = memory[:0]
+
+    @classmethod
+    def new(cls, nbytes: int, device: torch.device) -> HeadedSlot:
+        """Room for a payload of `nbytes`; pinned when the KV pages, on `device`, are on a GPU."""
+        if device.type == "cuda":
+            return cls(torch.zeros(HEADER_NBYTES + nbytes, dtype=torch.uint8, pin_memory=True))
+        return cls(new_host_buffer(HEADER_NBYTES + nbytes))
+
+    def message(self, nbytes: int) -> torch.Tensor:
+        """The header and a payload of `nbytes`."""
+        if self._message.numel() != HEADER_NBYTES + nbytes:
+            self._message = self._memory[: HEADER_NBYTES + nbytes]
+        return self._message
+
+    @property
+    def header(self) -> bytes:
+        """The header of the message that lies here."""
+        return self._header.tobytes()
+
+    @header.setter
+    def header(self, header: bytes) -> None:
+        self._header.data[:] = header
+
+
+class HeadedReceive:
+    """A receive into a slot, header first."""
+
+    def __init__(self, op: Op, slot: HeadedSlot) -> None:
+        self._op = op
+        self._slot = slot
+
+    @property
+    def header(self) -> bytes:
+        return self._slot.header
+
+    def wait(self, *, block: bool) -> bool:
+        return self._op.wait(block=block)
+
+
 class ThreadDriver:
     """Steps a loop on a daemon thread, so that an op that is stuck in a dead peer never keeps the process alive."""
 
@@ -98,6 +151,24 @@ class ThreadDriver:
 def thread_copier(name: str, threads: DeviceThreads) -> Copier:
     """A copier with a thread of its own, which the first copy starts."""
     return threads.executor(f"copier {name}", own_stream=True)
+
+
+@contextmanager
+def peer_answers(sock: socket.socket) -> Iterator[None]:
+    """Pass on what `sock` raises in the block as a LinkError."""
+    try:
+        yield
+    except TimeoutError:
+        raise LinkError(f"timed out after {sock.gettimeout():g} s") from None
+    except OSError as error:
+        raise LinkError(f"the peer is gone: {error}") from None
+
+
+def wait_for_hang_up(sock: socket.socket) -> None:
+    """Block until the peer has closed its end of `sock`, is dead, or `sock` is shut down here."""
+    hang_up = select.poll()
+    hang_up.register(sock, select.POLLRDHUP)
+    hang_up.poll()
 
 
 def not_one_host(ours: Place, theirs: Place) -> str | None:

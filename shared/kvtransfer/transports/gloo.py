@@ -27,11 +27,12 @@ from shared import log
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
-from shared.host_memory import new_host_buffer
 from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
+from shared.kvtransfer.staging import Slot, SlotRing
 from shared.kvtransfer.transports.common import (
     NONCE_NBYTES,
+    HeadedReceive,
+    HeadedSlot,
     RingArrival,
     ThreadDriver,
     challenge,
@@ -78,10 +79,7 @@ class GlooLinkFactory:
         return thread_copier(name, self._threads)
 
     def new_slot(self, nbytes: int) -> HeadedSlot:
-        """Pinned when the KV pages are on a GPU."""
-        if self._device.type == "cuda":
-            return HeadedSlot(torch.zeros(HEADER_NBYTES + nbytes, dtype=torch.uint8, pin_memory=True))
-        return HeadedSlot(new_host_buffer(HEADER_NBYTES + nbytes))
+        return HeadedSlot.new(nbytes, self._device)
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         assert block, "gloo builds by blocking"
@@ -102,31 +100,6 @@ class GlooLinkFactory:
         options._devices = [gloo.create_device(hostname=self._options.bind_host)]
         group: _Group = gloo(spec.store, spec.rank, 2, options)
         return group
-
-
-class HeadedSlot(Slot):
-    """A slot with room for a header before its payload, so that both are one message of gloo."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        super().__init__(memory[HEADER_NBYTES:])
-        self._memory = memory
-        self._header = memory[:HEADER_NBYTES].numpy()
-        self._message = memory[:0]
-
-    def message(self, nbytes: int) -> torch.Tensor:
-        """The header and a payload of `nbytes`."""
-        if self._message.numel() != HEADER_NBYTES + nbytes:
-            self._message = self._memory[: HEADER_NBYTES + nbytes]
-        return self._message
-
-    @property
-    def header(self) -> bytes:
-        """The header of the message that lies here."""
-        return self._header.tobytes()
-
-    @header.setter
-    def header(self, header: bytes) -> None:
-        self._header.data[:] = header
 
 
 class GlooLink:
@@ -158,9 +131,9 @@ class GlooLink:
         return GlooSend(self._starter.submit(self._start, self._group.send, message, tag))
 
     def recv(self, nbytes: int, seq: int) -> RingArrival:
-        def start(slot: Slot) -> GlooReceive:
+        def start(slot: Slot) -> HeadedReceive:
             assert isinstance(slot, HeadedSlot)
-            return GlooReceive(self._start(self._group.recv, slot.message(nbytes), _data_tag(seq)), slot)
+            return HeadedReceive(self._start(self._group.recv, slot.message(nbytes), _data_tag(seq)), slot)
 
         return receive_into(self._ring, start)
 
@@ -220,21 +193,6 @@ class GlooOp:
         if self._failure is not None:
             raise LinkError(self._failure)
         return True
-
-
-class GlooReceive:
-    """A receive into a slot, header first."""
-
-    def __init__(self, op: GlooOp, slot: HeadedSlot) -> None:
-        self._op = op
-        self._slot = slot
-
-    @property
-    def header(self) -> bytes:
-        return self._slot.header
-
-    def wait(self, *, block: bool) -> bool:
-        return self._op.wait(block=block)
 
 
 class GlooSend:

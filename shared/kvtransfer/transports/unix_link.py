@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch.distributed import DistStoreError
@@ -28,7 +26,7 @@ from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, LinkSpec
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
-from shared.kvtransfer.transports.common import NONCE_NBYTES, challenge
+from shared.kvtransfer.transports.common import NONCE_NBYTES, challenge, peer_answers, wait_for_hang_up
 
 _MESSAGE = struct.Struct(f"<QIQ{HEADER_NBYTES}s")  # seq, slot, nbytes, header
 _MAX_SHOWN_NBYTES = 1024
@@ -178,7 +176,7 @@ class UnixLink:
 
     def _read(self, nbytes: int) -> bytes:
         # The kernel closes descriptors that come with a record that is read like this.
-        with self._reading():
+        with peer_answers(self._socket):
             record = self._socket.recv(nbytes + 1)
         if len(record) != nbytes:
             raise _malformed(record)
@@ -187,7 +185,7 @@ class UnixLink:
     def _read_with_descriptor(self) -> tuple[bytes, int | None]:
         """The record of a message, and the descriptor that comes with the first record of a slot."""
         most = _MESSAGE.size + _MAX_SHOWN_NBYTES
-        with self._reading():
+        with peer_answers(self._socket):
             record, descriptors, _, _ = socket.recv_fds(self._socket, most + 1, 1, socket.MSG_CMSG_CLOEXEC)
         descriptor = descriptors[0] if descriptors else None
         if _MESSAGE.size <= len(record) <= (_MESSAGE.size if descriptor is None else most):
@@ -196,19 +194,8 @@ class UnixLink:
             os.close(descriptor)
         raise _malformed(record)
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError:
-            raise LinkError(f"timed out after {self._socket.gettimeout():g} s") from None
-        except OSError as error:
-            raise LinkError(f"the peer is gone: {error}") from None
-
     def _watch(self) -> None:
-        hang_up = select.poll()
-        hang_up.register(self._socket, select.POLLRDHUP)
-        hang_up.poll()
+        wait_for_hang_up(self._socket)
         self._on_dead("the peer is gone")
 
 

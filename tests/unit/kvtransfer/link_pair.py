@@ -39,8 +39,8 @@ from tests.unit.kvtransfer.looks import num_live
 CPU = torch.device("cpu")
 ON_A_CPU = DeviceThreads()
 LAYOUT = KVLayout("f00d", "float32", 16, 4, 2, 32)
-BACKENDS = ("gloo", "shm", "cuda-ipc")
-"""cuda-ipc runs over a fake of the CUDA runtime."""
+BACKENDS = ("gloo", "shm", "cuda-ipc", "tcp", "tls")
+"""cuda-ipc runs over a fake of the CUDA runtime, and tls is tcp with TLS."""
 NCCL = FakeNccl()
 BACKENDS_IN_ONE_PROCESS = (*BACKENDS, "nccl")
 """nccl runs over a fake whose groups find each other in memory."""
@@ -58,6 +58,8 @@ REAL = TransferOptions(
 
 
 def real(backend: str) -> TransferOptions:
+    if backend == "tls":
+        return dataclasses.replace(REAL, backend="tcp", kv_tls=True)
     return dataclasses.replace(REAL, backend=backend)
 
 

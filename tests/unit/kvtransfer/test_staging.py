@@ -6,7 +6,7 @@ import torch
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Slot, SlotRing
-from shared.kvtransfer.transports.gloo import HeadedSlot
+from shared.kvtransfer.transports.common import HeadedSlot
 from shared.protocol.messages import ReqKey
 
 ENVELOPE = Envelope(ReqKey("router", "a", 0), Chunk(3, 2, 0, 4), 17)

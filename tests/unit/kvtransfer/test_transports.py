@@ -61,6 +61,8 @@ class Unbuildable(ShmLinkFactory):
         ("gloo", "auto", "gloo"),
         ("auto", "shm", "shm"),
         ("shm", "auto", "shm"),
+        ("tcp", "tcp", "tcp"),
+        ("tls", "tls", "tls"),
     ],
 )
 def test_a_pair_takes_the_best_that_both_offer(
@@ -179,6 +181,34 @@ def test_absurd_answers_of_a_peer_give_way_to_the_next_transport(
         pair.close()
 
 
+@pytest.mark.parametrize(
+    ("backend", "entry", "value"),
+    [
+        ("tcp", "tcp/address", b"\xff"),
+        ("tcp", "tcp/address", b"127.0.0.1 99999"),
+        ("tcp", "tcp/address", b"127.0.0.1"),
+        ("tls", "tls/0", b""),
+        ("tls", "tls/0", b"no certificate"),
+    ],
+)
+def test_absurd_addresses_and_certificates_fail_the_link_alone(
+    backend: str, entry: str, value: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    def tamper(message: Struct) -> Struct:
+        if isinstance(message, StoreSet) and message.name == entry and message.link.endswith("#1"):
+            return msgspec.structs.replace(message, value=value)
+        return message
+
+    caplog.set_level(logging.INFO)
+    pair = LinkPair(real(backend), tamper=tamper)
+    try:
+        pair.until(pair.linked)
+        assert pair.d.peers.num_links_opened == 2
+        assert "building link" in caplog.text and "link_defect" not in caplog.text
+    finally:
+        pair.close()
+
+
 def test_both_ends_tell_what_the_rehearsal_measured(
     new_pair: Callable[[Transports, Transports], LinkPair],
 ) -> None:
@@ -219,6 +249,9 @@ def test_a_node_that_goes_while_a_link_is_built_is_no_reason_for_another_transpo
         ("gloo", "here", "shm", "kv_transfer: the receiving node offers shm, the sending node gloo"),
         ("shm", "there", "auto", "shm: the nodes are not on one host"),
         ("shm", "", "shm", "shm: the nodes are not on one host"),
+        ("tls", "here", "tcp", "--kv-transfer tcp needs --kv-tls on both nodes or on neither"),
+        ("tcp", "here", "tls", "the receiving node offers tls, the sending node tcp"),
+        ("tcp", "here", "auto", "the receiving node offers shm/gloo, the sending node tcp"),
     ],
 )
 def test_a_pair_with_nothing_in_common_is_refused_by_name(
