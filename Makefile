@@ -92,6 +92,7 @@ gpu-wheels: $(INSTALLED)
 	@$(BIN)/python -m tests.gpu.wheels $(ARGS)
 
 .gpu/.installed: $(wildcard $(WHEELS)/*.whl)
+	@test -n "$^" || { echo "no wheels in $(WHEELS): make gpu-wheels fills gpu-wheels/ where there is an index"; exit 1; }
 	@rm -rf .gpu
 	@$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --target .gpu/site $^
 	@touch $@

@@ -15,6 +15,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -86,7 +87,7 @@ def resolve(requirements: Iterable[Requirement], python: str, has: set[str]) -> 
         lines = [f"{name}{','.join(asked[name])}" for name in asked]
         metadata = _metadata(lines, python)
         found = {canonicalize_name(one["name"]): one for one in metadata}
-        new = [need for name in names for need in _needs(found[name], python)]
+        new = [need for name in names for need in needs(found[name].get("requires_dist", []), python)]
     return [f"{name}=={one['version']}" for name, one in sorted(found.items())]
 
 
@@ -104,7 +105,8 @@ def _add(asked: dict[str, list[str]], new: Iterable[Requirement], has: set[str])
     return added
 
 
-def _needs(metadata: dict[str, object], python: str) -> Iterator[Requirement]:
+def needs(lines: Iterable[str], python: str) -> Iterator[Requirement]:
+    """The requirements of a package's metadata that hold on the machine."""
     environment = {
         "python_version": python,
         "python_full_version": f"{python}.0",
@@ -113,14 +115,12 @@ def _needs(metadata: dict[str, object], python: str) -> Iterator[Requirement]:
         "sys_platform": "linux",
         "extra": "",
     }
-    lines = metadata.get("requires_dist", [])
-    assert isinstance(lines, list)
     for requirement in map(Requirement, lines):
         if requirement.marker is None or requirement.marker.evaluate(environment):
             yield requirement
 
 
-def _metadata(lines: list[str], python: str) -> list[dict[str, object]]:
+def _metadata(lines: list[str], python: str) -> list[dict[str, Any]]:
     """What pip would install for exactly these requirements."""
     with tempfile.TemporaryDirectory(prefix="baton-wheels-") as scratch:
         report = Path(scratch) / "report.json"
