@@ -92,6 +92,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "speedup",
     ),
     "transfer": ("backend", "slots", "batch_mib", "whole_path_gb_s", "limit", "limit_gb_s", "ratio"),
+    "sockets": ("transport", "batch_mib", "whole_path_gb_s", "raw_tcp_gb_s", "ratio"),
     "scheduling": (
         "policy",
         "num_waiting",

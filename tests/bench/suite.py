@@ -67,6 +67,11 @@ BENCHES: dict[str, Bench] = {
         module="simulation", question="What is each scheduling policy worth on a trace?", only_by_name=True
     ),
     "digests": Bench(module="digests", question="What do digests of KV pages cost?", only_by_name=True),
+    "sockets": Bench(
+        module="sockets",
+        question="How fast do KV pages move over gloo, TCP and TLS, against raw TCP?",
+        only_by_name=True,
+    ),
     "fleet": Bench(
         module="fleet",
         question="How long does it take to simulate a fleet of 1,000 nodes?",
