@@ -24,7 +24,7 @@ GPU_READY := $(INSTALLED)
 GPU_PYTHON := $(BIN)/python
 endif
 
-.PHONY: serve demo test test-torch test-cubins test-clients test-gpu chaos check bench bench-peers bench-page bench-gpu \
+.PHONY: serve demo test test-torch test-cubins test-clients test-deploy test-gpu chaos check bench bench-peers bench-page bench-gpu \
   gpu-wheels format clean
 .DEFAULT_GOAL := serve
 
@@ -73,6 +73,10 @@ test-cubins: $(INSTALLED)
 # Real clients and load generators, each in a venv of its own; writes docs/clients.md. ARGS name some of them.
 test-clients: $(INSTALLED)
 	@$(BIN)/python -m tests.clients $(ARGS)
+
+# The steps of deploy/Dockerfile as a script in a fresh folder, and what they make at work. ARGS are --build-arg NAME=VALUE.
+test-deploy: $(INSTALLED)
+	@$(BIN)/python -m tests.deploy.image $(ARGS)
 
 # Long runs of what may go wrong. ARGS name some of the parts: corruption, matrix, planted, churn,
 # abort_storm, soak.

@@ -1,0 +1,242 @@
+"""The manifests render, are valid for Kubernetes and its restricted security, and name what Baton has."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes import client
+
+from router.http.config import FleetOptions
+from router.http.topology import LocalTopology
+from router.nodes.k8s_discovery import CONTROL_PORT_NAME, address_of_pod
+from shared.protocol.messages import Role
+from tests.deploy.folder import DEPLOY, HTTP_PORT_OF_NODES, parse
+
+pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the manifests")
+
+Manifest = dict[str, Any]
+RESOURCES = ("base", "overlays/gpu", "autoscaling")
+OPERATORS = ("monitoring.coreos.com/v1",)
+"""Whose kinds have no schema here."""
+NODES = ("prefill-node", "decode-node")
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Manifest]]:
+    folder = tmp_path_factory.mktemp("kubernetes") / "kubernetes"
+    shutil.copytree(DEPLOY / "kubernetes", folder)
+    (folder / "base" / "fleet.key").write_text("0123456789abcdef")
+
+    def render(name: str) -> list[Manifest]:
+        argv = ["kubectl", "kustomize", str(folder / name)]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert not done.returncode and not done.stderr, done.stderr
+        return [*yaml.safe_load_all(done.stdout)]
+
+    return {name: render(name) for name in RESOURCES}
+
+
+def deployments(manifests: list[Manifest]) -> dict[str, Manifest]:
+    return {m["metadata"]["name"]: m for m in manifests if m["kind"] == "Deployment"}
+
+
+def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    (found,) = [m for m in manifests if m["kind"] == kind and m["metadata"]["name"] == name]
+    return found
+
+
+def labels(deployment: Manifest) -> dict[str, str]:
+    found: dict[str, str] = deployment["spec"]["template"]["metadata"]["labels"]
+    return found
+
+
+def container_of(deployment: Manifest) -> Manifest:
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+def command_of(deployment: Manifest) -> list[str]:
+    """With what Kubernetes puts in for $(NAME)."""
+    container = container_of(deployment)
+    names = {entry["name"] for entry in container.get("env", ())}
+    referred = {name for word in container["args"] for name in re.findall(r"\$\((\w+)\)", word)}
+    assert referred <= names
+    return [
+        re.sub(r"\$\(POD_IP\)", "10.1.2.3", word).replace("$(POD_NAME)", "pod") for word in container["args"]
+    ]
+
+
+def selects(selector: Manifest, of: Mapping[str, str]) -> bool:
+    matches = selector.get("matchLabels", {})
+    expressions = selector.get("matchExpressions", ())
+    assert all(e["operator"] == "In" for e in expressions)
+    return all(of.get(key) == value for key, value in matches.items()) and all(
+        of.get(e["key"]) in e["values"] for e in expressions
+    )
+
+
+@pytest.mark.parametrize("name", RESOURCES)
+def test_each_is_valid_for_kubernetes(name: str, rendered: Mapping[str, list[Manifest]]) -> None:
+    for manifest in rendered[name]:
+        assert manifest["kind"] == "Namespace" or manifest["metadata"]["namespace"] == "baton"
+        if manifest["apiVersion"] not in OPERATORS:
+            kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("name", ["base", "overlays/gpu"])
+def test_pods_are_as_the_namespace_enforces(name: str, rendered: Mapping[str, list[Manifest]]) -> None:
+    for deployment in deployments(rendered[name]).values():
+        pod = deployment["spec"]["template"]["spec"]["securityContext"]
+        assert pod["runAsNonRoot"] and pod["seccompProfile"]["type"] == "RuntimeDefault"
+        container = container_of(deployment)["securityContext"]
+        assert container["allowPrivilegeEscalation"] is False
+        assert container["capabilities"]["drop"] == ["ALL"]
+
+
+@pytest.mark.parametrize("name", ["base", "overlays/gpu"])
+def test_commands_ports_and_probes(name: str, rendered: Mapping[str, list[Manifest]]) -> None:
+    of = deployments(rendered[name])
+    assert set(of) == {"router", *NODES}
+    for deployment in of.values():
+        container, spec = container_of(deployment), deployment["spec"]["template"]["spec"]
+        flags = parse(command_of(deployment))
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        probes = [probe for key, probe in container.items() if key.endswith("Probe")]
+        assert len(probes) >= 2
+        for probe in probes:
+            assert (probe.get("httpGet") or probe["tcpSocket"])["port"] in ports
+        (key,) = flags.fleet_key
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert set(mounts.values()) == set(volumes)
+        secret = volumes[mounts[str(Path(key).parent)]]["secret"]["secretName"]
+        assert Path(key).name in one(rendered[name], "Secret", secret)["data"]
+        stop_s = getattr(flags, "stop_timeout_s", 0) + 5 * ("lifecycle" in container)
+        assert spec["terminationGracePeriodSeconds"] > flags.drain_timeout_s + stop_s
+        if container["args"][0] == "router":
+            assert ports["http"] == flags.port
+        else:
+            assert ports["http"] == flags.http_port == HTTP_PORT_OF_NODES
+            assert flags.http_host == flags.host == "10.1.2.3" and flags.node_id == "pod"
+            assert flags.fixed_role
+
+
+def test_the_router_finds_the_nodes(rendered: Mapping[str, list[Manifest]]) -> None:
+    of = deployments(rendered["base"])
+    options = FleetOptions(local=LocalTopology(0, 0))
+    for role, selector in (
+        (Role.PREFILL, options.prefill_selector),
+        (Role.DECODE, options.decode_selector),
+    ):
+        key, _, value = selector.partition("=")
+        (found,) = [name for name, deployment in of.items() if labels(deployment).get(key) == value]
+        container = container_of(of[found])
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        port = client.V1ContainerPort(name=CONTROL_PORT_NAME, container_port=ports[CONTROL_PORT_NAME])
+        pod = client.V1Pod(
+            metadata=client.V1ObjectMeta(),
+            status=client.V1PodStatus(pod_ip="10.1.2.3", phase="Running"),
+            spec=client.V1PodSpec(containers=[client.V1Container(name="node", ports=[port])]),
+        )
+        prefix, _, listens_at = (address_of_pod(pod, role) or "").rpartition(":")
+        command = [*command_of(of[found])]
+        default_port = {Role.PREFILL: 7100, Role.DECODE: 7200}[role]
+        assert (prefix, int(listens_at)) == ("tcp://10.1.2.3", default_port)
+        assert not any(word.startswith("--port") for word in command), "the default of the program"
+        assert command[0] == f"{role}-node"
+    role_of = one(rendered["base"], "Role", "router")
+    assert role_of["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    binding = one(rendered["base"], "RoleBinding", "router")
+    (subject,) = binding["subjects"]
+    pod_of_router = of["router"]["spec"]["template"]["spec"]
+    assert subject["name"] == pod_of_router["serviceAccountName"] and subject["namespace"] == "baton"
+    assert binding["roleRef"]["name"] == role_of["metadata"]["name"]
+
+
+def test_every_selector_selects_its_pods_alone(rendered: Mapping[str, list[Manifest]]) -> None:
+    manifests = rendered["base"]
+    of = deployments(manifests)
+    for manifest in manifests:
+        spec, name = manifest.get("spec", {}), manifest["metadata"]["name"]
+        match manifest["kind"]:
+            case "Service":
+                selector = {"matchLabels": spec["selector"]}
+                (port,) = spec["ports"]
+                ports = {p["name"]: p["containerPort"] for p in container_of(of[name])["ports"]}
+                assert ports[port["targetPort"]] == port["port"]
+            case "PodDisruptionBudget" | "Deployment":
+                selector = spec["selector"]
+            case "NetworkPolicy":
+                selected = {
+                    n for n, deployment in of.items() if selects(spec["podSelector"], labels(deployment))
+                }
+                assert selected == ({"router"} if name == "router" else {*NODES})
+                continue
+            case _:
+                continue
+        assert [n for n, deployment in of.items() if selects(selector, labels(deployment))] == [name]
+    kinds = [m["kind"] for m in manifests]
+    assert kinds.count("PodDisruptionBudget") == kinds.count("Service") == 3
+
+
+def test_the_network_lets_in_what_is_used(rendered: Mapping[str, list[Manifest]]) -> None:
+    of = deployments(rendered["base"])
+    to_nodes, from_router, from_prometheus = one(rendered["base"], "NetworkPolicy", "nodes")["spec"][
+        "ingress"
+    ]
+    (peers,) = to_nodes["from"]
+    assert "ports" not in to_nodes, "a gloo link has any port"
+    assert all(selects(peers["podSelector"], labels(of[name])) for name in NODES)
+    assert not selects(peers["podSelector"], labels(of["router"]))
+    (routers,) = from_router["from"]
+    assert selects(routers["podSelector"], labels(of["router"]))
+    control = {
+        port["containerPort"]
+        for n in NODES
+        for port in container_of(of[n])["ports"]
+        if port["name"] == "control"
+    }
+    assert {port["port"] for port in from_router["ports"]} == control
+    assert [port["port"] for port in from_prometheus["ports"]] == [HTTP_PORT_OF_NODES]
+
+
+def test_each_fleet_scales_by_a_metric_that_the_adapter_serves(
+    rendered: Mapping[str, list[Manifest]],
+) -> None:
+    adapter = yaml.safe_load((DEPLOY / "kubernetes/autoscaling/prometheus-adapter.yaml").read_text())
+    served = {rule["name"]["as"] for rule in adapter["rules"]["custom"]}
+    scaled: dict[str, str] = {}
+    for manifest in rendered["autoscaling"]:
+        match manifest["kind"]:
+            case "HorizontalPodAutoscaler":
+                (metric,) = manifest["spec"]["metrics"]
+                scaled[manifest["spec"]["scaleTargetRef"]["name"]] = metric["pods"]["metric"]["name"]
+            case "PodMonitor":
+                selector = manifest["spec"]["selector"]
+                for deployment in deployments(rendered["base"]).values():
+                    if selects(selector, labels(deployment)):
+                        (endpoint,) = manifest["spec"]["podMetricsEndpoints"]
+                        assert endpoint["port"] in {p["name"] for p in container_of(deployment)["ports"]}
+                        assert endpoint["honorLabels"], "`node` is a label of Baton's"
+            case kind:
+                raise AssertionError(kind)
+    assert set(scaled) == {*NODES} and len(set(scaled.values())) == 2 and set(scaled.values()) == served
+
+
+def test_gpus_are_asked_for_and_used(rendered: Mapping[str, list[Manifest]]) -> None:
+    of = deployments(rendered["overlays/gpu"])
+    for name in NODES:
+        assert container_of(of[name])["resources"]["limits"]["nvidia.com/gpu"] == "1"
+        flags = parse(command_of(of[name]))
+        assert flags.device == "cuda" and flags.model == "/models/model"
+    assert all(container_of(d)["image"] == "baton:cuda" for d in of.values())
+    assert all(container_of(d)["image"] == "baton:cpu" for d in deployments(rendered["base"]).values())
