@@ -61,7 +61,14 @@ class Build:
         self._arguments = arguments
         self._stages = stages((DEPLOY / "Dockerfile").read_text())
         self._done: set[str] = set()
-        self.environment = {"PATH": os.environ["PATH"], "HOME": str(root / "home/baton"), "LANG": "C.UTF-8"}
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
+            "PIP_CONFIG_FILE": os.environ.get("PIP_CONFIG_FILE", str(Path.home() / ".config/pip/pip.conf")),
+            "PATH": os.environ["PATH"],
+            "HOME": str(root / "home/baton"),
+            "LANG": "C.UTF-8",
+        }
+        """Of the steps: nothing of this process but where pip looks for packages."""
         self.folder = root
         self.command: list[str] = []
         self.health_check: list[str] = []

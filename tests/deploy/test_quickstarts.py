@@ -1,0 +1,49 @@
+"""The commands of the quickstarts are those of the programs, and the files that they name are here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.folder import ROOT, parse
+
+QUICKSTARTS = sorted((ROOT / "docs").glob("quickstart-*.md"))
+PROGRAMS = ("router", "prefill-node", "decode-node")
+MADE = ("deploy/.env", "deploy/kubernetes/base/fleet.key")
+"""Files that a reader makes."""
+
+
+def commands(text: str) -> list[list[str]]:
+    """The lines of the code blocks, as a shell would split them."""
+    blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines() if line]
+
+
+@pytest.mark.parametrize("page", QUICKSTARTS, ids=lambda page: page.stem)
+def test_a_page(page: Path) -> None:
+    text = page.read_text()
+    for command in commands(text):
+        program = Path(command[0]).name
+        if program in PROGRAMS:
+            assert command[0] == f".venv/bin/{program}"
+            parse([program, *command[1:]])
+    for found in re.findall(r"\bdeploy/[\w./-]*\w", text):
+        assert found in MADE or (ROOT / found).exists(), found
+    assert f"docs/{page.name}" in (ROOT / "README.md").read_text()
+
+
+def test_there_are_three() -> None:
+    assert [page.stem.removeprefix("quickstart-") for page in QUICKSTARTS] == [
+        "kubernetes",
+        "one-machine",
+        "two-machines",
+    ]
+
+
+def test_flags_of_systemd_in_the_page() -> None:
+    page = (ROOT / "docs/quickstart-two-machines.md").read_text()
+    (flags,) = re.findall(r'"NODE_FLAGS=(.*?)"', page)
+    parse(["decode-node", *flags.split()])
