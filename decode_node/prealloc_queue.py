@@ -12,7 +12,7 @@ from shared.kvtransfer.receiver import KVReceiver
 from shared.protocol.messages import NodeRef, WaitedFor
 from shared.scheduling.priority import Arrival
 from shared.scheduling.req import Req
-from shared.timeline import ReqStage
+from shared.timeline import Clock, ReqStage
 
 MOVE_MARGIN = 4
 """A moved request gets room for so many times the tokens that are kept for each running request: it runs on at the
@@ -51,14 +51,16 @@ class PreallocQueue:
         receiver: KVReceiver,
         options: ScheduleOptions,
         in_order: Callable[[Sequence[Req]], Sequence[Req]],
+        clock: Clock,
     ) -> None:
         self._ledger = ledger
         self._receiver = receiver
         self._in_order = in_order
+        self._clock = clock
         self._headroom = options.num_reserved_decode_tokens
         self._move_margin = MOVE_MARGIN * max(self._headroom, ledger.page_size)
-        self._queue: dict[Req, NodeRef] = {}
-        """In order of arrival."""
+        self._queue: dict[Req, tuple[NodeRef, float]] = {}
+        """The prefill node of each, and when it came, in that order."""
         self._moving: dict[Req, _Moving] = {}
         self._stopped_at: Req | None = None
         self._stopped_for = ""
@@ -71,7 +73,7 @@ class PreallocQueue:
 
     def add(self, req: Req, prefill: NodeRef) -> None:
         """Queue a request that the node `prefill` will prefill, once there is room for it here."""
-        self._queue[req] = prefill
+        self._queue[req] = prefill, self._clock()
 
     def add_moving(self, req: Req, source: NodeRef) -> None:
         """Have the next `reserve` find room for a request that runs on the decode node `source`, or refuse it."""
@@ -101,7 +103,7 @@ class PreallocQueue:
                 self._stopped_for = self._lacks() if is_open else WaitedFor.ORDER
                 break
             req.waited_for = waited_for
-            self._open(req, self._queue.pop(req))
+            self._open(req, self._queue.pop(req)[0])
             reserved.append(req)
         refused: list[Req] = []
         for req, moving in list(self._moving.items()):
@@ -127,6 +129,11 @@ class PreallocQueue:
         pages = self._ledger.rows.read(req.kv.row, prefix_pages, req.kv.num_pages)
         req.timeline.move_to(ReqStage.TRANSFERRING)
         self._receiver.open(req.key, source.incarnation, pages, prefix_pages, num_known)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long the request has waited that came first; 0 if none waits."""
+        return self._clock() - next(iter(self._queue.values()))[1] if self._queue else 0.0
 
     @property
     def first(self) -> Arrival | None:

@@ -44,6 +44,7 @@ from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
 from shared.scheduling.plan import Plan
+from shared.scheduling.queued_tokens import QueuedTokens
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 
@@ -72,11 +73,14 @@ class DecodeScheduler:
         self._launcher = new_launcher(engine, options)
         self.grammar_queue = new_grammar_queue(engine, options, wake)
         self.batcher = Batcher(engine.ledger, options)
-        self.prealloc_queue = PreallocQueue(engine.ledger, receiver, options, self.batcher.in_order)
+        self.prealloc_queue = PreallocQueue(
+            engine.ledger, receiver, options, self.batcher.in_order, engine.clock
+        )
         self.transfer_queue: dict[ReqKey, Req] = {}
         """SGLang's DecodeTransferQueue. The receiver owns the pages of its requests until their transfers end."""
         self.moves = Moves(engine.ledger, sender, peering, self.batcher, router_port)
-        queues = (self.grammar_queue, self.prealloc_queue, self.batcher)
+        self.queued_tokens = QueuedTokens(engine.ledger)
+        queues = (self.grammar_queue, self.prealloc_queue, self.batcher, self.queued_tokens)
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
         self._trial = Trial(self.reqs, router_port, engine.clock)
         self._desk = RouterDesk(
@@ -147,6 +151,7 @@ class DecodeScheduler:
 
     def _enqueue(self, req: Req, source: NodeRef | None, moving: bool) -> None:
         if source is None:
+            self.queued_tokens.add(req)
             self.batcher.add(req)
             return
         self.batcher.arrived(req)
@@ -230,6 +235,7 @@ class DecodeScheduler:
     # ---------------------------------------------------------------------------------------- account
     def _account(self, plan: Plan, outcome: Outcome) -> None:
         self.batcher.observe(outcome)
+        self.queued_tokens.computed(outcome.computed)
         for req in outcome.computed:
             assert req.kv is not None
             if req not in self.moves:
@@ -266,10 +272,12 @@ class DecodeScheduler:
     # ------------------------------------------------------------------------------------------ speak
     def _speak(self, outcome: Outcome) -> None:
         self._desk.speak(
-            outcome.worked,
+            outcome,
             num_running=len(self.batcher.running_batch),
             num_transferring=len(self.transfer_queue) + len(self.moves),
             num_bootstrapping=len(self.prealloc_queue),
+            num_queued_tokens=self.queued_tokens.total,
+            reserve_wait_s=self.prealloc_queue.longest_wait_s,
             links=self._receiver.link_reports + self._sender.link_reports,
             unreachable=self._receiver.unreachable | self._sender.unreachable | self._peering.unreachable,
         )

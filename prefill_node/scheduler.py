@@ -35,6 +35,7 @@ from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
 from shared.scheduling.plan import Plan
+from shared.scheduling.queued_tokens import QueuedTokens
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 
@@ -66,7 +67,8 @@ class PrefillScheduler:
         self._opened: dict[ReqKey, str] = {}
         """Requests whose transfer has not ended, with the incarnation of their decode node; their KV is not released
         before it has."""
-        queues = (self.bootstrap_queue, self.grammar_queue, self.batcher)
+        self.queued_tokens = QueuedTokens(engine.ledger)
+        queues = (self.bootstrap_queue, self.grammar_queue, self.batcher, self.queued_tokens)
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
         self._desk = RouterDesk(
             engine, self.reqs, self.grammar_queue, self.batcher, router_port, vitals, router_timeout_s
@@ -113,6 +115,7 @@ class PrefillScheduler:
         if req is None:
             return
         self.reqs.add(req)
+        self.queued_tokens.add(req)
         if message.decode is not None:
             self._peering.ensure(message.decode)
             self._opened[req.key] = message.decode.incarnation
@@ -145,6 +148,7 @@ class PrefillScheduler:
 
     # ---------------------------------------------------------------------------------------- account
     def _account(self, plan: Plan, outcome: Outcome) -> None:
+        self.queued_tokens.computed(outcome.computed)
         for req in outcome.computed:
             if req.finish is None and req.key in self.inflight_queue:
                 self.inflight_queue.offer_computed(req.key)
@@ -196,10 +200,11 @@ class PrefillScheduler:
     def _speak(self, outcome: Outcome) -> None:
         in_flight = self._launcher.in_flight
         self._desk.speak(
-            outcome.worked,
+            outcome,
             num_running=len(in_flight.batch.items) if in_flight is not None else 0,
             num_transferring=len(self.inflight_queue),
             num_bootstrapping=len(self.bootstrap_queue),
+            num_queued_tokens=self.queued_tokens.total,
             links=self._sender.link_reports,
             unreachable=self._sender.unreachable | self._peering.unreachable,
         )

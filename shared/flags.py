@@ -106,6 +106,11 @@ def fraction(minimum: float, maximum: float) -> Callable[[str], float]:
     return _bounded(float, "a number", minimum, maximum)
 
 
+def or_auto(parse: Callable[[str], N]) -> Callable[[str], N | None]:
+    """An argparse type: what `parse` takes, or `auto`, which is None."""
+    return lambda text: None if text == "auto" else parse(text)
+
+
 def _bounded(number: Callable[[str], N], kind: str, minimum: N, maximum: N) -> Callable[[str], N]:
     def parse(text: str) -> N:
         try:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 
 import msgspec
 
@@ -70,7 +71,7 @@ class Dispatcher:
         incarnation: str,
         policies: Mapping[Role, RoutingPolicy],
         deadlines: Deadlines,
-        local_prefill_tokens: int,
+        local_prefill_tokens: int | None,
         metrics: Metrics,
         later: Callable[[float, Callable[[], None]], object],
         clock: Clock = time.monotonic,
@@ -85,6 +86,7 @@ class Dispatcher:
             local_prefill_tokens=local_prefill_tokens,
             counts=self._counts,
             shuns=lambda node: self._quarantine.has(node) or self._breakers.is_open(node),
+            random=Random(incarnation),
         )
         self._moves = Moves(self._placement, self._counts, metrics, clock)
         self._deadlines = deadlines
@@ -195,6 +197,8 @@ class Dispatcher:
                 continue
             if entry.report is not None:
                 attempt.reports[node.role] = entry.report
+            if entry.token_ids:
+                self._counts.computed(attempt)
             if attempt is req.moving:
                 entry = self._moves.arrived(req, entry)
             if node.role is Role.DECODE and attempt is req.attempt:
@@ -361,12 +365,12 @@ class Dispatcher:
         return ReqKey(self._incarnation, str(next(self._rids)))
 
     def _send(self, req: RunningReq, work: Work, route: Route) -> None:
-        req.begin(route.nodes, self._clock())
+        req.begin(route.nodes, self._clock(), route.num_queued_tokens, route.num_pages)
+        self._counts.sent(req.attempt)
         for node in route.nodes:
             self._breakers.sent(node)
         if route.decode is not None:
             source = route.prefill.ref if route.prefill else None
-            self._counts.sent(route.decode)
             alone_tokens = TRIAL_TOKENS if req in self._quarantine else 0
             route.decode.send(
                 Decode(req.key, work, source, route.local_prefill_limit, alone_tokens=alone_tokens)
@@ -521,9 +525,8 @@ class Dispatcher:
         for node in req.attempt.holders:
             if node is not req.attempt.finished_by:
                 node.send(message)
-        for node in req.attempt.nodes:
-            if node.role is Role.DECODE:
-                self._counts.ended(node)
+        if req.attempt.nodes:
+            self._counts.ended(req.attempt)
         req.attempt.holders = []
 
 

@@ -10,6 +10,8 @@ A source that is lost before the move has ended makes a failover, as any lost ho
 
 from __future__ import annotations
 
+from math import ceil
+
 import msgspec
 
 from router.dispatch.metrics import Metrics
@@ -50,8 +52,9 @@ class Moves:
             target = self._placement.target(work, source)
         except RequestError:
             return False
-        req.moving = Attempt(req.next_key(), (target,), [target])
-        self._counts.sent(target)
+        num_pages = ceil((len(work.input_ids) + len(work.output_ids)) / target.page_size)
+        req.moving = Attempt(req.next_key(), (target,), num_pages=num_pages, holders=[target])
+        self._counts.sent(req.moving)
         target.send(Decode(req.moving.key, work, source.ref, moving=True))
         source.send(Move(req.key, req.moving.key, target.ref))
         event("move", rid=req.rid, source=source.ref.node_id, target=target.ref.node_id)
@@ -82,8 +85,7 @@ class Moves:
         for other in (*req.attempt.holders, *moving.holders):
             if other is not node:
                 other.send(Cancel(moving.key))
-        for target in moving.nodes:
-            self._counts.ended(target)
+        self._counts.ended(moving)
         self._metrics.move_ended(done=False)
 
     def _switch(self, req: RunningReq, *, awaited: int) -> None:
@@ -92,9 +94,7 @@ class Moves:
         assert moving is not None
         for node in source.holders:
             node.send(Cancel(source.key))
-        for node in source.nodes:
-            if node.role is Role.DECODE:
-                self._counts.ended(node)
+        self._counts.ended(source)
         source.holders = []
         req.attempts.append(moving)
         req.moving, req.left, req.left_until, req.num_failed_moves = None, source, awaited, 0

@@ -1,56 +1,101 @@
-"""How many sequences each node has now: those of its latest Pong, and those that this router has sent since."""
+"""What each node has to do now: as its latest Pong says, and what this router has sent to it since."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.dispatch.running_req import Node
-from shared.protocol.messages import Load
+from router.dispatch.running_req import Attempt, Node
+from shared.protocol.messages import Load, Role
 
 
 @dataclass(slots=True)
-class _Count:
-    """This router's sequences on one node (`num_live`), and the change of that number since `load` arrived."""
+class _Own:
+    """This router's part of an amount on one node, and the change of that part since `load` arrived."""
 
     load: Load
-    num_live: int = 0
-    num_since: int = 0
+    live: int = 0
+    since: int = 0
+
+
+class Amounts:
+    """An amount of each node. What is sent counts at once, so a burst is seen before a Pong."""
+
+    def __init__(self, in_pong: Callable[[Load], int]) -> None:
+        self._in_pong = in_pong
+        self._own: dict[str, _Own] = {}
+
+    def change(self, node: Node, by: int) -> None:
+        """Note that this router has sent `by` more to `node`, or so many fewer are there now."""
+        load = node.load
+        own = self._own.get(node.ref.incarnation)
+        if own is None:
+            own = self._own[node.ref.incarnation] = _Own(load)
+        if own.load is not load:
+            own.load, own.since = load, 0
+        own.live += by
+        own.since += by
+
+    def lost(self, node: Node) -> None:
+        """Forget `node`."""
+        self._own.pop(node.ref.incarnation, None)
+
+    def of(self, node: Node) -> int:
+        """What all routers have on `node`; the part of others as of its latest Pong."""
+        load = node.load
+        in_pong = self._in_pong(load)
+        own = self._own.get(node.ref.incarnation)
+        if own is None:
+            return in_pong
+        # A Pong does not count what was on its way when it was sent. `live` counts this router's.
+        return max(own.live, in_pong + own.since if own.load is load else in_pong)
 
 
 class NodeCounts:
-    """Counts the sequences of each node. Sequences count when they are sent, so a burst is seen before a Pong."""
+    """The sequences of each node, the prompt tokens that it has still to compute, and its KV pages in use.
+
+    A sequence counts on its prefill node until its prompt is computed. Evictable pages are not in use.
+    """
 
     def __init__(self) -> None:
-        self._counts: dict[str, _Count] = {}
+        self.seqs = Amounts(_seqs_in_pong)
+        self.queued_tokens = Amounts(lambda load: load.num_queued_tokens)
+        self.used_pages = Amounts(
+            lambda load: load.num_pages - load.num_free_pages - load.num_evictable_pages
+        )
 
-    def sent(self, node: Node) -> None:
-        """Count a sequence that is sent to `node`."""
-        self._change(node, 1)
+    def sent(self, attempt: Attempt) -> None:
+        """Count an attempt that is sent to its nodes."""
+        attempt.is_computing = True
+        self.queued_tokens.change(attempt.nodes[0], attempt.num_queued_tokens)
+        for node in attempt.nodes:
+            self._change(attempt, node, 1)
 
-    def ended(self, node: Node) -> None:
-        """Count a sequence off that has left `node`."""
-        self._change(node, -1)
+    def computed(self, attempt: Attempt) -> None:
+        """Note that the prompt of an attempt is computed. No-op from the second time on."""
+        if attempt.is_computing:
+            attempt.is_computing = False
+            first = attempt.nodes[0]
+            self.queued_tokens.change(first, -attempt.num_queued_tokens)
+            if first.role is Role.PREFILL:
+                self._change(attempt, first, -1)
+
+    def ended(self, attempt: Attempt) -> None:
+        """Count an attempt off that has left its nodes."""
+        self.computed(attempt)
+        for node in attempt.nodes:
+            if node.role is Role.DECODE:
+                self._change(attempt, node, -1)
 
     def lost(self, node: Node) -> None:
         """Forget `node`, whose sequences have all ended."""
-        self._counts.pop(node.ref.incarnation, None)
+        for amounts in (self.seqs, self.queued_tokens, self.used_pages):
+            amounts.lost(node)
 
-    def num_seqs(self, node: Node) -> int:
-        """The sequences of all routers on `node`; those of others as of its latest Pong."""
-        load = node.load
-        in_pong = load.num_running + load.num_waiting + load.num_transferring + load.num_bootstrapping
-        own = self._counts.get(node.ref.incarnation)
-        if own is None:
-            return in_pong
-        # A Pong does not count sequences that were on their way when it was sent. `num_live` counts this router's.
-        return max(own.num_live, in_pong + own.num_since if own.load is load else in_pong)
+    def _change(self, attempt: Attempt, node: Node, sign: int) -> None:
+        self.seqs.change(node, sign)
+        self.used_pages.change(node, sign * attempt.num_pages)
 
-    def _change(self, node: Node, by: int) -> None:
-        load = node.load
-        count = self._counts.get(node.ref.incarnation)
-        if count is None:
-            count = self._counts[node.ref.incarnation] = _Count(load)
-        if count.load is not load:
-            count.load, count.num_since = load, 0
-        count.num_live += by
-        count.num_since += by
+
+def _seqs_in_pong(load: Load) -> int:
+    return load.num_running + load.num_waiting + load.num_transferring + load.num_bootstrapping

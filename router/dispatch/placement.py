@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, inf
+from random import Random
 from typing import Protocol
 
+from router.dispatch.estimate import RequestEstimates
 from router.dispatch.failover import Numerics
 from router.dispatch.node_counts import NodeCounts
 from router.dispatch.policy import Candidates, RoutingPolicy
@@ -22,6 +25,9 @@ from router.dispatch.running_req import Node
 from router.http.wording import maximum_context
 from shared.errors import RequestError
 from shared.protocol.messages import Role, Work
+
+ALWAYS_LOCAL_TOKENS = 16
+"""A prompt of so many tokens takes one short forward anywhere: no transfer is worth it."""
 
 
 class Fleet(Protocol):
@@ -41,12 +47,15 @@ class Route:
     """The nodes of one attempt, and the `max_new_tokens` that they have room for.
 
     A decode node that was chosen for a cached prefix gets a `local_prefill_limit`. If it would have to compute more
-    tokens, it answers NotCached.
+    tokens, it answers NotCached. The first of the nodes computes the prompt, of which it is expected to lack
+    `num_queued_tokens`. Each node needs `num_pages` for what is known of the sequence.
     """
 
     max_new_tokens: int
     prefill: Node | None
     decode: Node | None
+    num_queued_tokens: int
+    num_pages: int
     local_prefill_limit: int | None = None
 
     @property
@@ -66,9 +75,10 @@ class Route:
 
 
 class Placement:
-    """Finds the route of each request. `policies` has one for each role.
+    """Finds the route of each request. `policies` has one for each role; they draw from `random`.
 
-    A node that `shuns` is true of is chosen when its role has no other.
+    A decode node prefills by itself what has at most `local_prefill_tokens`; None: what it computes sooner than a
+    prefill node would, if it holds the beginning. A node that `shuns` is true of is chosen when there is no other.
     """
 
     def __init__(
@@ -76,15 +86,17 @@ class Placement:
         fleet: Fleet,
         *,
         policies: Mapping[Role, RoutingPolicy],
-        local_prefill_tokens: int,
+        local_prefill_tokens: int | None,
         counts: NodeCounts,
         shuns: Callable[[Node], bool],
+        random: Random,
     ) -> None:
         self._fleet = fleet
         self._policies = policies
         self._local_prefill_tokens = local_prefill_tokens
         self._counts = counts
         self._shuns = shuns
+        self._random = random
         self._last = dict.fromkeys(policies, "")
 
     def route(
@@ -111,31 +123,31 @@ class Placement:
             if prefill.ref.incarnation not in avoid
         ]
         decodes = self._with_room(Role.DECODE, num_known + (wanted if again else min(wanted, 1)))
+        request = self._estimates(work)
         if wanted <= 1:
             exact = [p for p in prefills if like in (None, Numerics(p.numerics, p.numerics))]
             if last := exact or (prefills if not decodes else []):
-                return Route(work.params.max_new_tokens, self._choose(work, Role.PREFILL, last)[0], None)
+                return self._route(request, work.params.max_new_tokens, self._choose(request, last), None)
             prefills = []  # a decode node computes the last token
         if not decodes:
             raise self._refusal(work, again=again)
+        prefills = [prefill for prefill in prefills if like is None or prefill.numerics == like.prompt]
+        prefill = self._choose(request, prefills) if prefills else None
         decodes = _preferred(decodes, avoid, like)
-        decode, candidates = self._choose(work, Role.DECODE, decodes)
+        decode = self._choose(request, decodes, request.prefill_s(prefill) if prefill is not None else inf)
         wanted = min(wanted, _room(decode) - num_known)
         max_new_tokens = num_outputs + wanted
-        num_cached = candidates.num_cached_tokens(decode)
-        prefills = [
-            prefill
-            for prefill in prefills
-            if why_unlinked(prefill, decode) is None
-            and decode.ref.incarnation not in avoid
-            and (like is None or prefill.numerics == like.prompt)
-        ]
-        if not prefills:
-            return Route(max_new_tokens, None, decode)
-        if not split and num_known - num_cached <= self._local_prefill_tokens:
-            return Route(max_new_tokens, None, decode, self._local_prefill_tokens if num_cached else None)
-        prefill, _ = self._choose(work, Role.PREFILL, prefills)
-        return Route(max_new_tokens, prefill, decode if wanted > 1 else None)
+        if decode.ref.incarnation in avoid:
+            prefill = None
+        elif prefill is not None and why_unlinked(prefill, decode) is not None:
+            prefills = [prefill for prefill in prefills if why_unlinked(prefill, decode) is None]
+            prefill = self._choose(request, prefills) if prefills else None
+        if prefill is None:
+            return self._route(request, max_new_tokens, None, decode)
+        if not split and (limit := self._local_limit(request, prefill, decode)) is not None:
+            limit = limit if request.num_cached_pages(decode) else None
+            return self._route(request, max_new_tokens, None, decode, limit)
+        return self._route(request, max_new_tokens, prefill, decode if wanted > 1 else None)
 
     def route_alone(self, work: Work, *, avoid: Collection[str], like: Numerics | None) -> Route:
         """The decode node with the fewest sequences alone. Raises RequestError if there is none.
@@ -147,7 +159,8 @@ class Placement:
         if not decodes:
             raise self._refusal(work, again=True)
         decodes = _preferred(decodes, avoid, like)
-        return Route(work.params.max_new_tokens, None, min(decodes, key=self._counts.num_seqs))
+        least = min(decodes, key=self._counts.seqs.of)
+        return self._route(self._estimates(work), work.params.max_new_tokens, None, least)
 
     @property
     def max_trials(self) -> int:
@@ -170,13 +183,49 @@ class Placement:
         ]
         if not targets:
             raise self._refusal(work, again=True)
-        return self._choose(work, Role.DECODE, targets)[0]
+        target = self._choose(self._estimates(work), targets)
+        self._last[Role.DECODE] = target.ref.node_id
+        return target
 
-    def _choose(self, work: Work, role: Role, nodes: Sequence[Node]) -> tuple[Node, Candidates]:
-        candidates = Candidates(work, nodes, self._counts, self._last[role])
-        chosen = self._policies[role](candidates)
-        self._last[role] = chosen.ref.node_id
-        return chosen, candidates
+    def _estimates(self, work: Work) -> RequestEstimates:
+        fleet = [*self._fleet.live(Role.PREFILL), *self._fleet.live(Role.DECODE)]
+        return RequestEstimates(work, fleet, self._counts)
+
+    def _choose(self, request: RequestEstimates, nodes: Sequence[Node], prefill_s: float = inf) -> Node:
+        """What the policy of their role chooses among `nodes`. Whether it takes part is decided later."""
+        role = nodes[0].role
+        last, local = self._last[role], self._local_prefill_tokens
+        return self._policies[role](Candidates(request, nodes, last, self._random, prefill_s, local))
+
+    def _local_limit(self, request: RequestEstimates, prefill: Node, decode: Node) -> int | None:
+        """Most tokens of the prompt that the decode node computes by itself; None: `prefill` computes it."""
+        most, num_missing = self._local_prefill_tokens, request.num_missing_tokens(decode)
+        if most is not None:
+            return most if num_missing <= most else None
+        if num_missing <= ALWAYS_LOCAL_TOKENS:
+            return ALWAYS_LOCAL_TOKENS
+        elsewhere_s = max(request.prefill_s(prefill), request.transfer_s(decode))
+        if request.num_cached_pages(decode) and request.local_prefill_s(decode) < elsewhere_s:
+            return 2 * num_missing  # it may have evicted a little meanwhile
+        return None
+
+    def _route(
+        self,
+        request: RequestEstimates,
+        max_new_tokens: int,
+        prefill: Node | None,
+        decode: Node | None,
+        local_prefill_limit: int | None = None,
+    ) -> Route:
+        """The route over the nodes that take part, at least one: the turn of each is over."""
+        first = prefill or decode
+        assert first is not None
+        for node in (prefill, decode):
+            if node is not None:
+                self._last[node.role] = node.ref.node_id
+        num_pages = ceil(request.num_tokens / first.page_size)
+        num_queued_tokens = request.num_missing_tokens(first)
+        return Route(max_new_tokens, prefill, decode, num_queued_tokens, num_pages, local_prefill_limit)
 
     def _with_room(self, role: Role, num_tokens: int) -> list[Node]:
         roomy = [node for node in self._fleet.live(role) if _room(node) >= num_tokens]

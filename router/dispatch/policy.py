@@ -7,13 +7,13 @@ only. Policies keep nothing between requests: `Candidates` has everything that a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from math import ceil
+from dataclasses import dataclass
+from math import ceil, inf
+from random import Random
 
-from router.dispatch.node_counts import NodeCounts
+from router.dispatch.estimate import RequestEstimates
 from router.dispatch.running_req import Node
-from shared.protocol.block_hash import BlockHashes
-from shared.protocol.messages import NodeRef, Work
+from shared.protocol.messages import Role
 
 MAX_IMBALANCE = 16
 """A node's cached prefix does not count if the node has more than so many sequences beyond the idlest node's."""
@@ -23,45 +23,35 @@ MIN_SAVED_TOKENS = 1024
 """A cached prefix counts if it has this share of the tokens, or so many tokens. A shorter one saves little, and one
 such as the chat template's, with which all prompts begin, would draw all requests to its node."""
 
+NEARLY = 0.05
+NEARLY_S = 0.001
+"""Estimates within this share and so many seconds of the best are as good."""
 
+
+@dataclass(frozen=True)
 class Candidates:
-    """The input of a policy: a request, the nodes that could serve it, and what the router knows of each node.
+    """The input of a policy: the nodes that could serve a request, and what the router knows of it and of them.
 
-    `nodes` is not empty; they are live and have room for the request. `last` is the node_id of the node that was
-    chosen for the request before, in the same role.
+    `nodes` is not empty; they are live, of one role, and have room for the request. `last` is the node_id of the node
+    that was chosen for the request before, in the same role. Where decode nodes are chosen from, `prefill_s` is how
+    long the prefill fleet would take to compute the prompt: infinite if it cannot. One that lacks at most
+    `local_prefill_tokens` of it may compute them itself; None: one that holds the beginning.
     """
 
-    def __init__(self, work: Work, nodes: Sequence[Node], counts: NodeCounts, last: str) -> None:
-        self.work = work
-        self.nodes = nodes
-        self.last = last
-        self._counts = counts
-        self._num_cached_pages: dict[NodeRef, int] = {}
-
-    def num_seqs(self, node: Node) -> int:
-        """The number of sequences on `node`. Those of other routers are as of its latest Pong."""
-        return self._counts.num_seqs(node)
-
-    @cached_property
-    def page_hashes(self) -> Sequence[int]:
-        """The block hashes of the pages whose KV could come from a cache. Each is computed when it is first read."""
-        return BlockHashes(_matchable_ids(self.work), self.nodes[0].page_size, self.work.extra_key)
-
-    def num_cached_pages(self, node: Node, at_least: int = 0) -> int:
-        """Pages of the sequence that `node` holds; 0 if they are fewer than `at_least`, which is one lookup."""
-        known = self._num_cached_pages.get(node.ref)
-        if known is None:
-            known = node.prefixes.num_blocks(self.page_hashes, at_least) if len(node.prefixes) else 0
-            if known or not at_least:
-                self._num_cached_pages[node.ref] = known
-        return known
-
-    def num_cached_tokens(self, node: Node) -> int:
-        """Tokens of the sequence whose KV `node` holds."""
-        return self.num_cached_pages(node) * node.page_size
+    request: RequestEstimates
+    nodes: Sequence[Node]
+    last: str
+    random: Random
+    prefill_s: float = inf
+    local_prefill_tokens: int | None = None
 
 
 RoutingPolicy = Callable[[Candidates], Node]
+
+
+def random(candidates: Candidates) -> Node:
+    """Any node."""
+    return candidates.random.choice(candidates.nodes)
 
 
 def round_robin(candidates: Candidates) -> Node:
@@ -69,12 +59,65 @@ def round_robin(candidates: Candidates) -> Node:
     return _next_in_turn(candidates.nodes, candidates.last)
 
 
+def power_of_two(candidates: Candidates) -> Node:
+    """The less loaded of two nodes drawn at random (Mitzenmacher 2001)."""
+    nodes = candidates.nodes
+    return min(candidates.random.sample(nodes, min(2, len(nodes))), key=candidates.request.load)
+
+
+def least_load(candidates: Candidates) -> Node:
+    """The node with the least load; those with equal loads take turns."""
+    return _next_of_least(candidates, list(map(candidates.request.load, candidates.nodes)), margin=0)
+
+
 def cache_aware(candidates: Candidates) -> Node:
     """The nodes that hold most of the sequence take turns; all nodes do if that saves little or those are busy."""
     return _next_in_turn(_holding_most(candidates) or candidates.nodes, candidates.last)
 
 
-POLICIES: dict[str, RoutingPolicy] = {"cache_aware": cache_aware, "round_robin": round_robin}
+def ttft(candidates: Candidates) -> Node:
+    """The node with the smallest estimated time to first token, as Mooncake's Conductor chooses (Qin et al. 2024).
+
+    prefill node    computing what waits there, then what it does not hold
+    decode node     the cheaper of computing there what it does not hold, and of waiting for the prefill fleet and the
+                    transfer; and what the place there costs
+
+    Nodes about as good as the best take turns: estimates are rough, and several routers must not all choose one node.
+    """
+    costs_s = _decode_s if candidates.nodes[0].role is Role.DECODE else _prefill_s
+    costs = [costs_s(candidates, node) for node in candidates.nodes]
+    return _next_of_least(candidates, costs, margin=NEARLY_S + NEARLY * min(costs))
+
+
+POLICIES: dict[str, RoutingPolicy] = {
+    "ttft": ttft,
+    "cache-aware": cache_aware,
+    "least-load": least_load,
+    "power-of-two": power_of_two,
+    "round-robin": round_robin,
+    "random": random,
+}
+
+
+def _prefill_s(candidates: Candidates, node: Node) -> float:
+    return candidates.request.prefill_s(node)
+
+
+def _decode_s(candidates: Candidates, node: Node) -> float:
+    request, most = candidates.request, candidates.local_prefill_tokens
+    first_token_s = max(candidates.prefill_s, request.transfer_s(node))
+    is_local = (
+        bool(request.num_cached_pages(node)) if most is None else request.num_missing_tokens(node) <= most
+    )
+    if is_local or candidates.prefill_s == inf:
+        first_token_s = min(first_token_s, request.local_prefill_s(node))
+    return first_token_s + request.place_s(node)
+
+
+def _next_of_least(candidates: Candidates, costs: Sequence[float], margin: float) -> Node:
+    most = min(costs) + margin
+    least = [node for node, cost in zip(candidates.nodes, costs, strict=True) if cost <= most]
+    return _next_in_turn(least, candidates.last)
 
 
 def _next_in_turn(nodes: Sequence[Node], last: str) -> Node:
@@ -87,35 +130,23 @@ def _holding_most(candidates: Candidates) -> Sequence[Node]:
 
     A node that does not hold enough pages costs one lookup.
     """
-    nodes = candidates.nodes
+    nodes, request = candidates.nodes, candidates.request
     if not any(len(node.prefixes) for node in nodes):
         return ()
-    num_tokens = len(candidates.work.input_ids) + len(candidates.work.output_ids)
-    most_pages = ceil(min(MIN_SAVED_SHARE * num_tokens, MIN_SAVED_TOKENS) / nodes[0].page_size)
-    if most_pages > len(candidates.page_hashes):
+    most_pages = ceil(min(MIN_SAVED_SHARE * request.num_tokens, MIN_SAVED_TOKENS) / nodes[0].page_size)
+    if most_pages > len(request.page_hashes):
         return ()
-    holders = [node for node in nodes if candidates.page_hashes[most_pages - 1] in node.prefixes]
+    holders = [node for node in nodes if request.page_hashes[most_pages - 1] in node.prefixes]
     if not holders:
         return ()
-    most_seqs = min(map(candidates.num_seqs, nodes)) + MAX_IMBALANCE
+    most_seqs = min(map(request.num_seqs, nodes)) + MAX_IMBALANCE
     best: list[Node] = []
     for node in holders:
-        if candidates.num_seqs(node) > most_seqs:
+        if request.num_seqs(node) > most_seqs:
             continue
-        num_pages = candidates.num_cached_pages(node, most_pages)
+        num_pages = request.num_cached_pages(node, most_pages)
         if num_pages > most_pages:
             most_pages, best = num_pages, []
         if num_pages == most_pages:
             best.append(node)
     return best
-
-
-def _matchable_ids(work: Work) -> tuple[int, ...]:
-    """The tokens whose KV may come from a cache: all but the last, which is computed for the next token.
-
-    Prompt tokens whose logprobs are wanted are computed, until those have come with output position 0.
-    """
-    ids = work.input_ids + work.output_ids
-    if work.params.logprobs is None or work.output_ids:
-        return ids[:-1]
-    return ids[: work.params.logprobs.num_matchable(len(ids))]

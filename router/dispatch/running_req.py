@@ -63,6 +63,11 @@ class Node(Protocol):
         ...
 
     @property
+    def kv_nbytes_per_token(self) -> int:
+        """Bytes of KV of one token in all layers."""
+        ...
+
+    @property
     def prefixes(self) -> PrefixIndex:
         """The prefixes that its RadixCache holds."""
         ...
@@ -84,11 +89,15 @@ class Attempt:
     """One sending of a sequence to `nodes`, which may send tokens for its `key`.
 
     `holders` are those of them that may hold pages or a slot: the attempt fails when one is lost, and each gets a
-    message when it ends, but for `finished_by`, which has announced the end.
+    message when it ends, but for `finished_by`, which has announced the end. The first of the nodes computes the
+    prompt, of which it is expected to hold all but `num_queued_tokens`; each needs `num_pages` for what is known.
     """
 
     key: ReqKey
     nodes: tuple[Node, ...] = ()
+    num_queued_tokens: int = 0
+    num_pages: int = 0
+    is_computing: bool = False
     holders: list[Node] = field(default_factory=list)
     finished_by: Node | None = None
     sent_at: float = 0.0
@@ -228,12 +237,13 @@ class RunningReq:
     def _moved(self, count: Callable[[ReqReport], int]) -> int:
         return sum(max(map(count, attempt.reports.values()), default=0) for attempt in self.attempts)
 
-    def begin(self, nodes: tuple[Node, ...], now: float) -> None:
+    def begin(self, nodes: tuple[Node, ...], now: float, num_queued_tokens: int, num_pages: int) -> None:
         """Note that the latest attempt was sent to `nodes`."""
-        self.attempt.nodes = nodes
-        self.attempt.sent_at = now
-        self.attempt.loads = {node.role: node.load for node in nodes}
-        self.attempt.holders = list(nodes)
+        attempt = self.attempt
+        attempt.nodes, attempt.num_queued_tokens, attempt.num_pages = nodes, num_queued_tokens, num_pages
+        attempt.sent_at = now
+        attempt.loads = {node.role: node.load for node in nodes}
+        attempt.holders = list(nodes)
 
     def next_attempt(self) -> None:
         """Begin anew behind `output_ids`. Tokens behind a gap, and an announced finish, will be sent again."""

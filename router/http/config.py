@@ -10,7 +10,7 @@ from router.http.tls import Tls, TlsOptions
 from router.http.topology import LocalTopology
 from shared.config import DEFAULT_CONTROL_PORT
 from shared.cpu_cores import CpuCores
-from shared.flags import flag, fraction, whole
+from shared.flags import flag, fraction, or_auto, whole
 from shared.protocol.loopback import require_key_beyond_loopback
 from shared.protocol.messages import Role
 
@@ -135,10 +135,14 @@ class FleetOptions:
 class DispatchOptions:
     """How requests are placed, and timeouts in seconds."""
 
-    prefill_policy: str = flag("round_robin", "which prefill node gets a request")
-    decode_policy: str = flag("cache_aware", "which decode node gets a request")
-    local_prefill_tokens: int = flag(
-        16, "prompts of at most this length are prefilled on their decode node", whole(0), "TOKENS"
+    prefill_policy: str = flag("ttft", "which prefill node gets a request")
+    decode_policy: str = flag("ttft", "which decode node gets a request")
+    local_prefill_tokens: int | None = flag(
+        None,
+        "a decode node prefills by itself what has at most so many tokens that it does not hold; auto, the default: "
+        "what it would compute sooner than a prefill node, its other streams considered",
+        or_auto(whole(0)),
+        "TOKENS",
     )
     max_queued_requests: int = flag(
         4096,

@@ -186,6 +186,11 @@ class LiveNode:
         """Tokens in a KV page."""
         return self.hello.layout.page_size
 
+    @property
+    def kv_nbytes_per_token(self) -> int:
+        """Bytes of KV of one token in all layers."""
+        return self.hello.layout.nbytes_per_token
+
     def send(self, message: RouterToNode) -> None:
         """Queue a message for the node. Dropped when the link is lost."""
         self.link.send(message)

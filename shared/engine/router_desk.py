@@ -132,22 +132,28 @@ class RouterDesk:
 
     def speak(
         self,
-        worked: bool,
+        outcome: Outcome,
         *,
         num_running: int,
         num_transferring: int,
         num_bootstrapping: int,
+        num_queued_tokens: int,
+        reserve_wait_s: float = 0.0,
         links: tuple[LinkReport, ...],
         unreachable: dict[str, str],
     ) -> None:
         """End a turn: send its tokens and cache changes, publish the node's load, count the step of a profile."""
         self._router_port.flush()
+        if outcome.prefilled is not None:
+            self._vitals.measure_prefill(*outcome.prefilled)
         self._vitals.publish(
-            idle=not self._reqs and not worked,
+            idle=not self._reqs and not outcome.worked,
             num_running=num_running,
             num_waiting=len(self._grammar_queue) + self._batcher.num_waiting,
             num_transferring=num_transferring,
             num_bootstrapping=num_bootstrapping,
+            num_queued_tokens=num_queued_tokens,
+            reserve_wait_s=reserve_wait_s,
             retraction=self._batcher.retraction.count,
             links=links,
             unreachable=unreachable,
@@ -155,7 +161,7 @@ class RouterDesk:
         )
         self._router_port.tell_unreachable()
         self._announcer.tell_changes()
-        self._engine.profiler.step_done(worked)
+        self._engine.profiler.step_done(outcome.worked)
 
     def close(self, reason: str) -> None:
         """Fail every request and tell the routers that this node goes away. Transfers may still be ending."""

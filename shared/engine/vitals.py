@@ -10,9 +10,12 @@ from shared.kvcache.audit import LeakError, audit_idle
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import LinkReport, Load
 from shared.scheduling.retraction import RetractionCounts
+from shared.scheduling.victims import PRIOR_PREFILL_TOKENS_PER_S, MovingRate
 from shared.timeline import Clock
 
 THROUGHPUT_WINDOW_S = 1.0
+MIN_MEASURED_TOKENS = 64
+"""A shorter prefill takes as long as its launch, and tells nothing of a long one."""
 MAX_LEAK_CHARS = 300
 """Of the audit's finding, which every Pong repeats; the log has all of it."""
 
@@ -37,6 +40,7 @@ class Vitals:
         self.kv_bytes_transferred = 0
         self.kv_transfer_s = 0.0
         self.prefill_busy_s = 0.0
+        self._prefill_rate = MovingRate(PRIOR_PREFILL_TOKENS_PER_S)
 
     def count_prompt(self, num_tokens: int, num_cached: int) -> None:
         """Count a prompt, of which `num_cached` tokens came from the RadixCache."""
@@ -58,6 +62,11 @@ class Vitals:
         self.kv_bytes_transferred += nbytes
         self.kv_transfer_s += seconds
 
+    def measure_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Take in how long the forward of a prefill took."""
+        if num_tokens >= MIN_MEASURED_TOKENS:
+            self._prefill_rate.observe(num_tokens, seconds)
+
     def publish(
         self,
         *,
@@ -66,6 +75,8 @@ class Vitals:
         num_waiting: int,
         num_transferring: int,
         num_bootstrapping: int,
+        num_queued_tokens: int,
+        reserve_wait_s: float,
         links: tuple[LinkReport, ...],
         unreachable: dict[str, str],
         schedule_policy: str,
@@ -107,6 +118,9 @@ class Vitals:
             num_host_pages=host.num_pages,
             num_free_host_pages=host.num_free,
             prefill_busy_s=self.prefill_busy_s,
+            num_queued_tokens=num_queued_tokens,
+            prefill_tokens_per_s=self._prefill_rate.per_second if self._prefill_rate.is_measured else 0.0,
+            reserve_wait_s=reserve_wait_s,
         )
         if not idle:
             self._audited = False

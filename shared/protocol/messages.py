@@ -107,6 +107,12 @@ class KVLayout(Record, frozen=True):
     head_dim: int
     numerics: str = ""
 
+    @property
+    def nbytes_per_token(self) -> int:
+        """Bytes of one token's KV in all layers."""
+        itemsize = 4 if self.dtype == "float32" else 2
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
 
 class NodeLimits(Record, frozen=True):
     """Bounds that the router checks before it dispatches, in tokens or requests."""
@@ -173,6 +179,12 @@ class Load(Record, frozen=True):
     """What an idle audit of the KV pages found. Such a node is to be drained."""
     prefill_busy_s: float = 0.0
     """How long forwards with prompt tokens have run here, in all."""
+    num_queued_tokens: int = 0
+    """Prompt tokens of the requests here that are to be computed here, and are not yet."""
+    prefill_tokens_per_s: float = 0.0
+    """What prefills usually reach here; 0 until one was measured."""
+    reserve_wait_s: float = 0.0
+    """How long the request that came first of those without a reservation has waited for it."""
 
 
 class Finish(Record, frozen=True):

@@ -50,6 +50,7 @@ class MovingRate:
     def __init__(self, prior: float) -> None:
         self._work = prior * PRIOR_WEIGHT_S
         self._seconds = PRIOR_WEIGHT_S
+        self.is_measured = False
 
     @property
     def per_second(self) -> float:
@@ -60,6 +61,7 @@ class MovingRate:
         """`work` took `seconds`. A measurement of no time or no work is ignored."""
         if work <= 0 or seconds <= 0:
             return
+        self.is_measured = True
         self._work = self._work * DECAY + work
         self._seconds = self._seconds * DECAY + seconds
 

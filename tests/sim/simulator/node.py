@@ -122,6 +122,7 @@ class SimNode:
         self._loop = loop
         self._transport = transport
         self.page_size = shape.page_size
+        self.kv_nbytes_per_token = shape.kv_bytes_per_token
         self.numerics = "sim"
         self.prefixes = PrefixIndex()
         self._pong_at = -PONG_S

@@ -17,6 +17,8 @@ def publish(vitals: Vitals, *, idle: bool) -> Load:
         num_waiting=0,
         num_transferring=0,
         num_bootstrapping=0,
+        num_queued_tokens=0,
+        reserve_wait_s=0.0,
         links=(),
         unreachable={},
         schedule_policy="fcfs",

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from router.dispatch.dispatcher import Deadlines, Dispatcher
+from router.dispatch.estimate import RequestEstimates
 from router.dispatch.metrics import Metrics
 from router.dispatch.node_counts import NodeCounts
-from router.dispatch.policy import cache_aware, round_robin
+from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
 from router.dispatch.prefix_index import PrefixIndex
 from router.dispatch.running_req import RunningReq
 from shared.protocol.block_hash import block_hashes
@@ -28,6 +29,7 @@ class FakeNode:
         self.limits = NodeLimits(65_536, 65_536, 64)
         self.load = Load()
         self.page_size = PAGE
+        self.kv_nbytes_per_token = 1024
         self.numerics = "native"
         self.prefixes = PrefixIndex()
         self.sent: list[RouterToNode] = []
@@ -43,15 +45,24 @@ class FakeNode:
 class Fleet:
     """A prefill node, some decode nodes, and a dispatcher of its own."""
 
-    def __init__(self, num_decode: int, local_prefill_tokens: int = PAGE) -> None:
+    def __init__(
+        self,
+        num_decode: int,
+        local_prefill_tokens: int | None = PAGE,
+        *,
+        num_prefill: int = 1,
+        prefill: RoutingPolicy = round_robin,
+        decode: RoutingPolicy = cache_aware,
+        incarnation: str = "router",
+    ) -> None:
         self.decodes = [FakeNode(f"d{i:03}", Role.DECODE) for i in range(num_decode)]
-        self.prefills = [FakeNode("p0", Role.PREFILL)]
+        self.prefills = [FakeNode(f"p{i}", Role.PREFILL) for i in range(num_prefill)]
         self.now = 1000.0
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.dispatcher = Dispatcher(
             self,
-            incarnation="router",
-            policies={Role.PREFILL: round_robin, Role.DECODE: cache_aware},
+            incarnation=incarnation,
+            policies={Role.PREFILL: prefill, Role.DECODE: decode},
             deadlines=Deadlines(first_token_s=60, stall_s=60, failover_s=30),
             local_prefill_tokens=local_prefill_tokens,
             metrics=Metrics(lambda: "tiny"),
@@ -62,6 +73,9 @@ class Fleet:
     @property
     def counts(self) -> NodeCounts:
         return self.dispatcher._counts
+
+    def estimates(self, work: Work) -> RequestEstimates:
+        return RequestEstimates(work, [*self.prefills, *self.decodes], self.counts)
 
     def wait(self, seconds: float) -> None:
         """Let time pass, and everything happen that was to happen in it."""

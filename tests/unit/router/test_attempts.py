@@ -127,7 +127,7 @@ def test_without_such_a_node_the_request_ends_after_its_time() -> None:
     assert resent.req.error is not None
     assert (resent.req.error.status, resent.req.error.code) == (503, "no_node")
     assert f"room for {len(IDS) + 50} tokens; the largest has {len(IDS) + 49}" in resent.req.error.message
-    assert resent.fleet.counts.num_seqs(resent.first) == 0
+    assert resent.fleet.counts.seqs.of(resent.first) == 0
 
 
 def test_logprobs_ahead_of_a_gap_are_told_again() -> None:

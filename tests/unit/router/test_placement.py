@@ -1,8 +1,9 @@
-"""Which decode node gets a prompt, with nodes whose pongs and caches the test decides."""
+"""Which nodes get a prompt, with nodes whose pongs and caches the test decides."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 
@@ -137,23 +138,23 @@ class TestCounts:
         (node,) = fleet.decodes
         node.holds(4)
         reqs = [fleet.start() for _ in range(6)]
-        assert fleet.counts.num_seqs(node) == 6
+        assert fleet.counts.seqs.of(node) == 6
         dispatcher = fleet.dispatcher
         dispatcher.on_tokens(node, [TokenEntry(reqs[0].key, 0, (1,), Finish("length"))])
-        assert fleet.counts.num_seqs(node) == 5
+        assert fleet.counts.seqs.of(node) == 5
         dispatcher.on_failed(node, Failed(reqs[1].key, 400, "x"))
         dispatcher.release(reqs[2])
         dispatcher.release(reqs[2])
-        assert fleet.counts.num_seqs(node) == 3
+        assert fleet.counts.seqs.of(node) == 3
         dispatcher.on_not_cached(node, reqs[3].key)
         assert reqs[3].key.attempt == 1
-        assert fleet.counts.num_seqs(node) == 3, "sent to it once more"
+        assert fleet.counts.seqs.of(node) == 3, "sent to it once more"
         dispatcher.on_not_cached(fleet.prefills[0], reqs[3].key)
         fleet.wait(1)
-        assert fleet.counts.num_seqs(node) == 3
+        assert fleet.counts.seqs.of(node) == 3
         for req in reqs[3:]:
             dispatcher.release(req)
-        assert fleet.counts.num_seqs(node) == 0
+        assert fleet.counts.seqs.of(node) == 0
 
     def test_a_sequence_that_moves_leaves_the_node_it_was_on(self) -> None:
         fleet = Fleet(2)
@@ -163,7 +164,7 @@ class TestCounts:
         one.prefixes = PrefixIndex()
         fleet.dispatcher.on_not_cached(one, req.key)
         assert req.nodes[-1] is two
-        assert [fleet.counts.num_seqs(node) for node in (one, two)] == [0, 1]
+        assert [fleet.counts.seqs.of(node) for node in (one, two)] == [0, 1]
 
     def test_a_lost_node_is_forgotten(self) -> None:
         fleet = Fleet(1)
@@ -171,27 +172,28 @@ class TestCounts:
         fleet.start()
         fleet.decodes.remove(node)
         fleet.dispatcher.on_node_lost(node, "killed", Loss.CRASHED)
-        assert fleet.counts.num_seqs(node) == 0
-        assert fleet.counts._counts == {}
+        fleet.dispatcher.on_node_lost(fleet.prefills[0], "killed", Loss.CRASHED)
+        assert fleet.counts.seqs.of(node) == 0
+        assert not fleet.counts.seqs._own and not fleet.counts.used_pages._own
 
     def test_other_routers_sequences_are_added(self) -> None:
         fleet = Fleet(1)
         (node,) = fleet.decodes
         node.load = Load(num_running=90, num_waiting=5, num_transferring=3, num_bootstrapping=2)
         reqs = [fleet.start() for _ in range(10)]
-        assert fleet.counts.num_seqs(node) == 110
+        assert fleet.counts.seqs.of(node) == 110
         node.load = Load(num_running=108)  # it has heard of 8 of the ten
-        assert fleet.counts.num_seqs(node) == 108
+        assert fleet.counts.seqs.of(node) == 108
         for req in reqs[:4]:
             fleet.dispatcher.release(req)
-        assert fleet.counts.num_seqs(node) == 104
+        assert fleet.counts.seqs.of(node) == 104
 
     def test_what_was_sent_counts_when_the_node_has_not_heard_of_it(self) -> None:
         fleet = Fleet(1)
         (node,) = fleet.decodes
         fleet.burst(10)
         node.load = Load()  # of a Ping that overtook them all
-        assert fleet.counts.num_seqs(node) == 10
+        assert fleet.counts.seqs.of(node) == 10
 
 
 class CountingIndex(PrefixIndex):
@@ -226,8 +228,9 @@ def test_every_policy_chooses_among_the_candidates(policy: str) -> None:
     for num_pages, node in enumerate(fleet.decodes):
         node.holds(num_pages)
     for last in ("", "d000", "d002", "gone"):
-        candidates = Candidates(Work(IDS, SamplingParams()), fleet.decodes, fleet.counts, last)
-        assert POLICIES[policy](candidates) in fleet.decodes
+        for nodes in (fleet.decodes, fleet.prefills):
+            request = fleet.estimates(Work(IDS, SamplingParams()))
+            assert POLICIES[policy](Candidates(request, nodes, last, Random(1))) in nodes
 
 
 def test_a_policy_sees_what_a_resumed_request_has_said() -> None:
@@ -235,5 +238,4 @@ def test_a_policy_sees_what_a_resumed_request_has_said() -> None:
     fleet.decodes[0].holds(5)
     params = SamplingParams(logprobs=LogprobParams(start_len=0))  # told with output position 0, so long ago
     work = Work(IDS[: 4 * PAGE], params, output_ids=IDS[4 * PAGE :] + (7,))
-    candidates = Candidates(work, fleet.decodes, fleet.counts, "")
-    assert candidates.num_cached_tokens(fleet.decodes[0]) == 5 * PAGE
+    assert fleet.estimates(work).num_cached_pages(fleet.decodes[0]) == 5

@@ -49,7 +49,7 @@ class NotedTransfers:
 def make_queue(ledger: KVLedger, *, num_reserved_decode_tokens: int = 0) -> tuple[PreallocQueue, Batcher]:
     options = ScheduleOptions(num_reserved_decode_tokens=num_reserved_decode_tokens)
     batcher = Batcher(ledger, options)
-    return PreallocQueue(ledger, NotedTransfers(), options, batcher.in_order), batcher  # type: ignore[arg-type]
+    return PreallocQueue(ledger, NotedTransfers(), options, batcher.in_order, lambda: 0.0), batcher  # type: ignore[arg-type]
 
 
 def enqueue(queue: PreallocQueue, batcher: Batcher, *reqs: Req) -> None:

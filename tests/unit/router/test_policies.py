@@ -1,0 +1,195 @@
+"""The policies of both fleets, over nodes whose pongs and caches the test decides."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from router.dispatch.estimate import PRIOR_PREFILL_TOKENS_PER_S, TOKENS_AHEAD
+from router.dispatch.policy import POLICIES, RoutingPolicy, random, round_robin, ttft
+from shared.protocol.messages import Decode, Finish, Load, Prefill, Role, TokenEntry, Work
+from shared.protocol.sampling_params import SamplingParams
+from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
+
+WORK = Work(IDS, SamplingParams(max_new_tokens=8))
+
+
+def by_cost(
+    num_prefill: int = 3, num_decode: int = 3, local: int | None = 0, **policies: RoutingPolicy
+) -> Fleet:
+    chosen = {"prefill": ttft, "decode": ttft, **policies}
+    return Fleet(num_decode, local, num_prefill=num_prefill, **chosen)
+
+
+def names(fleet: Fleet, role: Role, count: int, ids: tuple[int, ...] = IDS) -> list[str]:
+    """The nodes of a role that get the next requests."""
+    sent = [fleet.start(ids).nodes for _ in range(count)]
+    return [node.ref.node_id for nodes in sent for node in nodes if node.role is role]
+
+
+class TestPrefillNodes:
+    """What `ttft` weighs there: the queue, the rate, and what a node holds."""
+
+    def test_equal_nodes_take_turns(self) -> None:
+        assert names(by_cost(), Role.PREFILL, 6) == ["p0", "p1", "p2"] * 2
+
+    def test_a_queue_is_avoided_by_its_tokens(self) -> None:
+        """One long prompt is more work than three short ones."""
+        fleet = by_cost(2)
+        fleet.prefills[0].load = Load(num_waiting=1, num_queued_tokens=40 * len(IDS))
+        fleet.prefills[1].load = Load(num_waiting=3, num_queued_tokens=3 * len(IDS))
+        assert names(fleet, Role.PREFILL, 30) == ["p1"] * 30
+
+    def test_a_burst_between_two_pongs_is_shared(self) -> None:
+        fleet = by_cost()
+        assert set(Counter(names(fleet, Role.PREFILL, 90)).values()) == {30}
+
+    def test_what_a_node_holds_need_not_be_computed(self) -> None:
+        fleet = by_cost()
+        fleet.prefills[1].holds(4)
+        assert names(fleet, Role.PREFILL, 1) == ["p1"]
+
+    def test_a_hot_prefix_is_copied_to_a_second_node_when_the_first_is_busy(self) -> None:
+        fleet = by_cost(2)
+        fleet.prefills[0].holds(4)
+        assert Counter(names(fleet, Role.PREFILL, 12)) == {"p0": 10, "p1": 2}  # 16 tokens each there, else 80
+
+    def test_a_fast_node_gets_more(self) -> None:
+        fleet = by_cost(2)
+        for node, rate in zip(fleet.prefills, (3000.0, 1000.0), strict=True):
+            node.load = Load(prefill_tokens_per_s=rate)
+        assert Counter(names(fleet, Role.PREFILL, 40)) == {"p0": 30, "p1": 10}
+
+    def test_a_node_that_has_measured_nothing_is_as_fast_as_the_others(self) -> None:
+        fleet = by_cost()
+        for node in fleet.prefills[:2]:
+            node.load = Load(prefill_tokens_per_s=50 * PRIOR_PREFILL_TOKENS_PER_S)
+        assert set(Counter(names(fleet, Role.PREFILL, 30)).values()) == {10}
+
+    def test_a_prompt_leaves_the_queue_when_its_first_token_comes(self) -> None:
+        fleet = by_cost(1)
+        node = fleet.prefills[0]
+        reqs = [fleet.start() for _ in range(3)]
+        assert fleet.counts.queued_tokens.of(node) == 3 * len(IDS)
+        fleet.dispatcher.on_tokens(node, [TokenEntry(reqs[0].key, 0, (1,))])
+        assert (fleet.counts.queued_tokens.of(node), fleet.counts.seqs.of(node)) == (2 * len(IDS), 2)
+        fleet.dispatcher.on_tokens(reqs[0].nodes[1], [TokenEntry(reqs[0].key, 1, (2,), Finish("length"))])
+        fleet.dispatcher.release(reqs[1])
+        assert (fleet.counts.queued_tokens.of(node), fleet.counts.seqs.of(node)) == (len(IDS), 1)
+        node.load = Load(num_queued_tokens=7 * len(IDS), num_waiting=7)  # six of other routers
+        assert fleet.counts.queued_tokens.of(node) == 7 * len(IDS)
+        fleet.dispatcher.release(reqs[2])
+        assert fleet.counts.queued_tokens.of(node) == 6 * len(IDS)
+
+
+class TestDecodeNodes:
+    """What `ttft` weighs there: places, pages, and what a node holds."""
+
+    def test_equal_nodes_take_turns(self) -> None:
+        assert names(by_cost(), Role.DECODE, 6) == ["d000", "d001", "d002"] * 2
+
+    def test_a_node_that_has_just_joined_gets_no_more_than_the_others_have(self) -> None:
+        fleet = by_cost(1, 3)
+        for node in fleet.decodes[:2]:
+            node.load = Load(num_running=20, num_pages=4096, num_free_pages=4096)
+        fleet.decodes[2].load = Load(num_pages=4096, num_free_pages=4096)
+        assert names(fleet, Role.DECODE, 15) == ["d002"] * 15
+        later = Counter(names(fleet, Role.DECODE, 45))
+        assert all(32 <= later[name] + had <= 34 for name, had in (("d000", 20), ("d001", 20), ("d002", 15)))
+
+    def test_a_held_prefix_draws_until_places_cost_more(self) -> None:
+        fleet = by_cost(1, 2, local=None)
+        fleet.prefills[0].load = Load(prefill_tokens_per_s=100.0)
+        for node in fleet.decodes:
+            node.load = Load(
+                num_pages=4096, num_free_pages=4096, gen_throughput=1000.0, prefill_tokens_per_s=100.0
+            )
+        fleet.decodes[0].holds(4)
+        got = names(fleet, Role.DECODE, 4)
+        assert got[0] == "d000" and "d001" in got
+
+    def test_a_full_node_is_the_last_choice(self) -> None:
+        fleet = by_cost(1, 2)
+        full, roomy = fleet.decodes
+        full.load = Load(num_running=4, num_pages=100, num_free_pages=2, gen_throughput=100.0)
+        roomy.load = Load(num_running=7, num_pages=100, num_free_pages=90, gen_throughput=100.0)
+        assert names(fleet, Role.DECODE, 1) == ["d001"]
+        full.load = Load(
+            num_running=4, num_pages=100, num_free_pages=0, num_evictable_pages=90, gen_throughput=100.0
+        )
+        assert names(fleet, Role.DECODE, 1) == ["d000"]
+
+    def test_the_one_that_waits_for_pages_longest_is_the_last_of_the_full(self) -> None:
+        fleet = by_cost(1, 2)
+        for node, wait in zip(fleet.decodes, (9.0, 1.0), strict=True):
+            node.load = Load(num_running=4, num_pages=8, reserve_wait_s=wait)
+        assert names(fleet, Role.DECODE, 1) == ["d001"]
+
+
+class TestWhoComputes:
+    """`--local-prefill-tokens auto`: the decode node that holds a conversation, or a prefill node."""
+
+    @staticmethod
+    def sent(fleet: Fleet, ids: tuple[int, ...] = IDS) -> Decode:
+        fleet.start(ids)
+        messages = [message for node in fleet.decodes for message in node.sent if isinstance(message, Decode)]
+        return messages[-1]
+
+    def test_a_follow_up_stays_where_its_conversation_is(self) -> None:
+        fleet = by_cost(1, 2, local=None)
+        fleet.decodes[1].holds(3)
+        sent = self.sent(fleet)
+        assert sent.prefill is None and sent.local_prefill_limit == 2 * (len(IDS) - 3 * PAGE)
+        assert not fleet.prefills[0].sent and fleet.decodes[1].sent == [sent]
+
+    def test_many_streams_there_are_not_stalled(self) -> None:
+        fleet = by_cost(1, 1, local=None)
+        fleet.decodes[0].holds(3)
+        fleet.decodes[0].load = Load(num_running=30, num_pages=4096, num_free_pages=4096)
+        assert self.sent(fleet).prefill == fleet.prefills[0].ref
+        (message,) = fleet.prefills[0].sent
+        assert isinstance(message, Prefill)
+
+    def test_they_are_when_the_prefill_fleet_is_busy(self) -> None:
+        fleet = by_cost(1, 1, local=None)
+        fleet.decodes[0].holds(3)
+        fleet.decodes[0].load = Load(num_running=30, num_pages=4096, num_free_pages=4096)
+        fleet.prefills[0].load = Load(num_queued_tokens=100_000)
+        assert self.sent(fleet).prefill is None
+
+    def test_a_prompt_of_which_it_holds_nothing_is_computed_elsewhere(self) -> None:
+        fleet = by_cost(1, 1, local=None)
+        assert self.sent(fleet).prefill == fleet.prefills[0].ref
+        short = self.sent(fleet, IDS[:PAGE])
+        assert short.prefill is None and short.local_prefill_limit is None
+
+
+@pytest.mark.parametrize("name", ["least-load", "power-of-two"])
+def test_the_idle_node_of_two_gets_the_request(name: str) -> None:
+    fleet = Fleet(2, 0, num_prefill=2, prefill=POLICIES[name], decode=POLICIES[name])
+    fleet.prefills[0].load = Load(num_queued_tokens=100_000)
+    fleet.decodes[1].load = Load(num_running=50)
+    nodes = [fleet.start().nodes for _ in range(10)]
+    assert {tuple(node.ref.node_id for node in pair) for pair in nodes} == {("p1", "d000")}
+
+
+def test_two_routers_draw_differently() -> None:
+    """`random` and `power-of-two` would lead all routers to the same nodes at once, else."""
+    one, other = (Fleet(1, 0, num_prefill=50, prefill=random, incarnation=name) for name in ("r1", "r2"))
+    assert names(one, Role.PREFILL, 10) != names(other, Role.PREFILL, 10)
+
+
+def test_turns_are_those_of_the_nodes_that_took_part() -> None:
+    """A request that its decode node prefills has used up no turn of the prefill nodes."""
+    fleet = Fleet(1, PAGE, num_prefill=2, prefill=round_robin, decode=round_robin)
+    fleet.start()
+    fleet.start(IDS[:PAGE])
+    assert names(fleet, Role.PREFILL, 1) == ["p1"]
+
+
+def test_a_place_costs_the_next_tokens_of_its_neighbours() -> None:
+    fleet = by_cost(1, 1)
+    node: FakeNode = fleet.decodes[0]
+    node.load = Load(num_running=5, num_pages=4096, num_free_pages=4096, gen_throughput=500.0)
+    assert fleet.estimates(WORK).place_s(node) == TOKENS_AHEAD * 5 / 500.0
