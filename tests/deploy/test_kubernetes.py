@@ -128,6 +128,7 @@ def test_commands_ports_and_probes(name: str, rendered: Mapping[str, list[Manife
             assert ports["http"] == flags.http_port == HTTP_PORT_OF_NODES
             assert flags.http_host == flags.host == "10.1.2.3" and flags.node_id == "pod"
             assert flags.fixed_role
+            assert ports.get("kv") == (flags.kv_port if flags.backend == "tcp" else None)
 
 
 def test_the_router_finds_the_nodes(rendered: Mapping[str, list[Manifest]]) -> None:
@@ -194,7 +195,12 @@ def test_the_network_lets_in_what_is_used(rendered: Mapping[str, list[Manifest]]
         "ingress"
     ]
     (peers,) = to_nodes["from"]
-    assert "ports" not in to_nodes, "a gloo link has any port"
+    listens_at = {p["containerPort"] for n in NODES for p in container_of(of[n])["ports"]} - {
+        HTTP_PORT_OF_NODES
+    }
+    assert {port["port"] for port in to_nodes["ports"]} == listens_at
+    any_port, *_ = one(rendered["overlays/gpu"], "NetworkPolicy", "nodes")["spec"]["ingress"]
+    assert "ports" not in any_port and any_port["from"] == to_nodes["from"]
     assert all(selects(peers["podSelector"], labels(of[name])) for name in NODES)
     assert not selects(peers["podSelector"], labels(of["router"]))
     (routers,) = from_router["from"]
@@ -237,6 +243,6 @@ def test_gpus_are_asked_for_and_used(rendered: Mapping[str, list[Manifest]]) -> 
     for name in NODES:
         assert container_of(of[name])["resources"]["limits"]["nvidia.com/gpu"] == "1"
         flags = parse(command_of(of[name]))
-        assert flags.device == "cuda" and flags.model == "/models/model"
+        assert (flags.device, flags.model, flags.backend) == ("cuda", "/models/model", "auto")
     assert all(container_of(d)["image"] == "baton:cuda" for d in of.values())
     assert all(container_of(d)["image"] == "baton:cpu" for d in deployments(rendered["base"]).values())
