@@ -2,6 +2,7 @@
 
     RequestIds          gives every answer its id
     RequestLog          logs the answers of all others (--log-requests)
+    TraceRequests       sends the traces of sequences (--otlp-traces-endpoint)
     SpareConnectionGate answers only probes on a connection beyond --max-connections
     HostCheck           refuses a request without a Host, or with two
     CORSMiddleware      answers preflights, which have no key, and adds its headers to refusals (--allowed-origins)
@@ -18,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -57,6 +59,9 @@ from router.text.served_model import ModelSlot
 from shared.errors import RequestError
 from shared.log import crash
 
+if TYPE_CHECKING:
+    from router.api.traces import Traces
+
 _QUEUED = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 """The routes whose requests wait for a first token."""
 
@@ -78,6 +83,7 @@ class Service:
     http: HttpOptions
     max_queued_requests: int
     keys: ApiKeys
+    traces: Traces | None
     flags: Mapping[str, object]
 
 
@@ -101,6 +107,8 @@ def create_app(service: Service) -> ASGIApp:
             expose_headers=[HEADER, "retry-after"],
         )
     app = SpareConnectionGate(HostCheck(app))
+    if service.traces is not None:
+        app = service.traces.around(app)
     if service.http.log_requests:
         app = RequestLog(app)
     return RequestIds(app)

@@ -28,7 +28,7 @@ from shared.protocol.messages import Role
 
 _HTTP_FLAGS = (
     *("host", "port", "router_workers", "prometheus_port"),
-    *("log_requests", "served_model_name", "chat_template", "skip_tokenizer_init"),
+    *("log_requests", "otlp_traces_endpoint", "served_model_name", "chat_template", "skip_tokenizer_init"),
 )
 _DISCOVERY_FLAGS = ("discovery", "discovery_namespace", "prefill_selector", "decode_selector")
 

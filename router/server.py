@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import socket
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 import zmq.asyncio
@@ -43,13 +44,16 @@ from router.request.generation import Generator
 from router.request.prompt import Prompt
 from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import ConfigError
-from shared.log import event
+from shared.log import event, warn
 from shared.model.files import resolve_model
 from shared.protocol.dial_socket import MAX_SOCKETS
 from shared.protocol.messages import Announcement, Role, Work
 from shared.protocol.resolver import Resolver
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
+
+if TYPE_CHECKING:
+    from router.api.traces import Traces
 
 ABORTED = "aborted by /abort_request"
 STOPPING = "the router is shutting down"
@@ -128,6 +132,7 @@ class Router:
                 http=http,
                 max_queued_requests=self._config.dispatch.max_queued_requests,
                 keys=self.keys,
+                traces=self._traces,
                 flags=self._flags(),
             )
         )
@@ -242,6 +247,9 @@ class Router:
             metrics=self._metrics,
             later=asyncio.get_running_loop().call_later,
         )
+        self._traces = open_traces(config.http.otlp_traces_endpoint)
+        if self._traces is not None:
+            exits.push_async_callback(asyncio.to_thread, self._traces.close)
         self._generator = Generator(self._dispatcher, LiveRids(), patience_s=options.failover_timeout_s)
         self._news = SharedNews(self._membership.all_live, self.incarnation)
         self._changes = FleetChanges(self._membership, self._dispatcher, self._news, self._abort)
@@ -319,6 +327,27 @@ class Router:
     def _close_model(self) -> None:
         if self.model.known:
             self.model.get().tokenizer.close()
+
+
+def open_traces(endpoint: str | None, environment: Mapping[str, str] = os.environ) -> Traces | None:
+    """Where traces go, if the flag or OpenTelemetry's variables name a collector. Raises ConfigError."""
+    variables = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    disabled = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if disabled or environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return None
+    variable = next(filter(environment.get, variables), None)
+    if endpoint is None and variable is None:
+        return None
+    try:
+        from router.api.traces import Traces
+    except ModuleNotFoundError as error:
+        if endpoint is None:  # a variable may be meant for all processes of a cluster
+            warn("no_traces", reason=f"{variable} is set, but {error.name} is missing: baton-serve[otel]")
+            return None
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs the package {error.name}: pip install baton-serve[otel]"
+        ) from None
+    return Traces(endpoint)
 
 
 def load_model(name: str, config: RouterConfig) -> ServedModel:

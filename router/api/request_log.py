@@ -70,9 +70,15 @@ def note_group(request: Request, group: GenerationGroup) -> None:
     setattr(request.state, _GROUP, group)
 
 
+def group_of(scope: Scope) -> GenerationGroup | None:
+    """The sequences of a request, if it is one that has any."""
+    group: GenerationGroup | None = scope["state"].get(_GROUP)
+    return group
+
+
 def _log(scope: Scope, status: int | None, disconnected: bool, began: float) -> None:
     state = scope["state"]
-    group: GenerationGroup | None = state.get(_GROUP)
+    group = group_of(scope)
     error: RequestError | None = state.get(ERROR)
     route = getattr(scope.get("route"), "path", None) or scope["path"][:100]
     fields: dict[str, Any] = {

@@ -197,6 +197,7 @@ class Dispatcher:
                 continue
             if entry.report is not None:
                 attempt.reports[node.role] = entry.report
+                attempt.heard_at[node.role] = now
             if entry.token_ids:
                 self._counts.computed(attempt)
             if attempt is req.moving:

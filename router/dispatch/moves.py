@@ -53,7 +53,9 @@ class Moves:
         except RequestError:
             return False
         num_pages = ceil((len(work.input_ids) + len(work.output_ids)) / target.page_size)
-        req.moving = Attempt(req.next_key(), (target,), num_pages=num_pages, holders=[target])
+        req.moving = Attempt(
+            req.next_key(), (target,), num_pages=num_pages, holders=[target], sent_at=self._clock()
+        )
         self._counts.sent(req.moving)
         target.send(Decode(req.moving.key, work, source.ref, moving=True))
         source.send(Move(req.key, req.moving.key, target.ref))

@@ -104,6 +104,8 @@ class Attempt:
     loads: dict[Role, Load] = field(default_factory=dict)
     """What its nodes had told of themselves when it was sent."""
     reports: dict[Role, ReqReport] = field(default_factory=dict)
+    heard_at: dict[Role, float] = field(default_factory=dict)
+    """When they came."""
 
 
 class RunningReq:

@@ -40,6 +40,12 @@ class HttpOptions:
     log_requests: bool = flag(
         False, "log an event for each request, when it has ended: ids, counts and times, never text"
     )
+    otlp_traces_endpoint: str | None = flag(
+        None,
+        "send a trace of each sequence there, by OTLP over HTTP, such as http://HOST:4318/v1/traces (needs "
+        "baton-serve[otel]); None: where OTEL_EXPORTER_OTLP_ENDPOINT says, if it is set",
+        metavar="URL",
+    )
     served_model_name: str | None = flag(
         None, "what clients call the model; None: as --model", metavar="NAME"
     )
