@@ -52,6 +52,17 @@ def _hit_rate(load: Load) -> float:
 _GAUGES: Sequence[_Figure] = (
     ("sglang:num_running_reqs", "Requests in the running batch.", "num_running"),
     ("sglang:num_queue_reqs", "Requests in the waiting queue.", "num_waiting"),
+    (
+        "baton:num_queued_tokens",
+        "Prompt tokens that the node is to compute, and has not yet.",
+        "num_queued_tokens",
+    ),
+    ("baton:prefill_tokens_per_second", "What prefills usually reach.", "prefill_tokens_per_s"),
+    (
+        "baton:reserve_wait_seconds",
+        "How long the oldest request without a reservation of pages has waited.",
+        "reserve_wait_s",
+    ),
     ("sglang:token_usage", "Share of KV pages that running requests hold.", _usage),
     ("sglang:cache_hit_rate", "Share of prompt tokens found in the RadixCache.", _hit_rate),
     ("sglang:gen_throughput", "Output tokens a second.", "gen_throughput"),
@@ -92,6 +103,7 @@ _COUNTERS: Sequence[_Figure] = (
         "Decode steps that a request sat out, keeping its KV.",
         "num_retraction_waits",
     ),
+    ("baton:prefill_busy_seconds", "Time of forwards that had prompt tokens.", "prefill_busy_s"),
     ("baton:node_prompt_tokens", "Tokens of the prompts that the node has begun.", "num_prompt_tokens"),
     ("baton:node_cached_tokens", "Those of them that were in its RadixCache.", "num_cached_tokens"),
     ("baton:node_generated_tokens", "Output tokens that the node has generated.", "num_generated_tokens"),

@@ -21,6 +21,9 @@ OF_NODES: Mapping[str, tuple[str, ...]] = {
         "sglang:token_usage",
         "sglang:cache_hit_rate",
         "sglang:gen_throughput",
+        "baton:num_queued_tokens",
+        "baton:prefill_tokens_per_second",
+        "baton:reserve_wait_seconds",
         "baton:num_bootstrapping_reqs",
         "baton:num_transferring_reqs",
         "baton:num_retracted_reqs",
@@ -33,6 +36,7 @@ OF_NODES: Mapping[str, tuple[str, ...]] = {
         "baton:num_free_host_pages",
     ),
     "counter": (
+        "baton:prefill_busy_seconds",
         "baton:node_prompt_tokens",
         "baton:node_cached_tokens",
         "baton:node_generated_tokens",
