@@ -10,7 +10,7 @@ from typing import Any
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.failover import Loss
 from router.dispatch.metrics import Metrics
-from router.dispatch.policy import cache_aware, round_robin
+from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
 from router.dispatch.running_req import Aborted, RunningReq
 from shared.errors import RequestError
 from shared.protocol.messages import (
@@ -98,7 +98,9 @@ class FleetShape:
     prefill: NodeShape = field(default_factory=NodeShape)
     decode: NodeShape = field(default_factory=NodeShape)
     network: NetworkModel = field(default_factory=NetworkModel)
-    local_prefill_tokens: int = 0
+    local_prefill_tokens: int | None = 0
+    prefill_policy: RoutingPolicy = round_robin
+    decode_policy: RoutingPolicy = cache_aware
     failover_s: float = 30.0
 
 
@@ -132,7 +134,7 @@ class SimFleet:
         self.dispatcher = Dispatcher(
             self._live,
             incarnation="router",
-            policies={Role.PREFILL: round_robin, Role.DECODE: cache_aware},
+            policies={Role.PREFILL: shape.prefill_policy, Role.DECODE: shape.decode_policy},
             deadlines=Deadlines(first_token_s=1e9, stall_s=1e9, failover_s=shape.failover_s),
             local_prefill_tokens=shape.local_prefill_tokens,
             metrics=_QuietMetrics(lambda: "sim"),

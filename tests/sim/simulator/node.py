@@ -15,9 +15,11 @@ from shared.engine.vitals import Vitals
 from shared.kvcache.audit import audit_idle
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
+    Decode,
     Load,
     NodeHello,
     NodeRef,
+    Prefill,
     Role,
     RouterHello,
     RouterToNode,
@@ -119,6 +121,8 @@ class SimNode:
         self.alive = True
         self.clock = NodeClock(loop)
         self.num_steps = 0
+        self.rids: set[str] = set()
+        """Of the requests that were sent to it."""
         self._loop = loop
         self._transport = transport
         self.page_size = shape.page_size
@@ -225,6 +229,8 @@ class SimNode:
 
     def send(self, message: RouterToNode) -> None:
         """Queue a message of the router."""
+        if isinstance(message, Prefill | Decode):
+            self.rids.add(message.key.rid)
         self._transport.deliver(self._loop.now, ROUTER, self.ref.node_id, self._hear, message)
 
     def say(self, message: Any) -> None:

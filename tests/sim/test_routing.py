@@ -1,0 +1,108 @@
+"""What routing by `ttft` does to a whole fleet: nobody is overrun, and nothing is sent to and fro.
+
+`make bench ARGS=routing` compares the policies, and runs a fleet of 1,000 nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from router.dispatch.policy import POLICIES, RoutingPolicy, ttft
+from shared.config import ScheduleOptions
+from shared.protocol.messages import Role
+from tests.sim.simulator.cost_model import load_cost_model
+from tests.sim.simulator.fleet import FleetShape, SimFleet
+from tests.sim.simulator.node import NodeShape
+from tests.sim.simulator.trace import SimRequest, load_trace, scaled
+from tests.sim.simulator.workloads import chats
+
+BLOCK = 32
+
+
+def fleet(num_each: int, policy: RoutingPolicy = ttft, seed: int = 0, pool_tokens: int = 32_768) -> SimFleet:
+    node = NodeShape(pool_tokens=pool_tokens, schedule=ScheduleOptions(max_running_requests=64))
+    shape = FleetShape(
+        num_prefill=num_each,
+        num_decode=num_each,
+        prefill=node,
+        decode=node,
+        local_prefill_tokens=None,
+        prefill_policy=policy,
+        decode_policy=policy,
+    )
+    return SimFleet(shape, load_cost_model(), seed=seed)
+
+
+def requests_by_node(fleet: SimFleet, role: Role) -> dict[str, int]:
+    """How many requests each node has had."""
+    return {name: len(node.rids) for name, node in fleet.nodes.items() if node.role is role}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_ends_once_while_nodes_come_and_go(policy: str) -> None:
+    rng = random.Random(1)
+    simulated = fleet(6, POLICIES[policy])
+    simulated.submit(chats(rng, 300, gap_s=0.02, block_tokens=BLOCK, num_prompts=6, output_len=(4, 40)))
+    for i in range(8):
+        role = (Role.PREFILL, Role.DECODE)[i % 2]
+        simulated.run(until=0.6 * (i + 1))
+        simulated.kill(rng.choice([name for name, node in simulated.nodes.items() if node.role is role]))
+        simulated.start(f"{role[0]}-new-{i}", role)
+    simulated.run()
+    assert len(simulated.outcomes) == 300
+    assert all(outcome.num_ends == 1 and outcome.ok for outcome in simulated.outcomes.values())
+
+
+def test_a_joining_node_gets_its_share_and_no_more() -> None:
+    simulated = fleet(5)
+    simulated.submit(
+        chats(random.Random(2), 900, gap_s=0.01, block_tokens=BLOCK, num_prompts=40, output_len=(20, 60))
+    )
+    simulated.run(until=3.0)
+    before = {role: requests_by_node(simulated, role) for role in Role}
+    new = {role: simulated.start(f"{role[0]}-new", role) for role in Role}
+    simulated.run()
+    for role, node in new.items():
+        got = requests_by_node(simulated, role)
+        others = [got[name] - before[role][name] for name in before[role]]
+        assert 0.5 * max(others) <= len(node.rids) <= 1.6 * max(others), (role, got)
+
+
+def test_work_is_balanced_by_its_tokens() -> None:
+    """Recorded prompts differ much in length: no prefill node has many more tokens to compute than another."""
+    trace = list(itertools.islice(scaled(load_trace(), rate=8.0), 700))
+
+    def imbalance(policy: RoutingPolicy) -> float:
+        simulated = fleet(4, policy, pool_tokens=65_536)
+        simulated.submit(trace)
+        simulated.run()
+        computed = [
+            node.vitals.num_prompt_tokens - node.vitals.num_cached_tokens
+            for node in simulated.nodes.values()
+            if node.role is Role.PREFILL
+        ]
+        return max(computed) / min(computed)
+
+    assert imbalance(ttft) < 1.25
+
+
+def test_a_conversation_is_not_sent_to_and_fro() -> None:
+    """While the fleet has time, every turn goes where the turns before it went."""
+    simulated = fleet(4)
+    rng = random.Random(3)
+    homes = defaultdict(list)
+    for turn in range(6):
+        for chat in range(8):
+            blocks = tuple(1000 * chat + block for block in range(4 * (turn + 1)))
+            request = SimRequest(0.0, BLOCK * len(blocks), rng.randint(2, 6), blocks, BLOCK)
+            sent = simulated.send(request)
+            assert sent is not None and sent.req is not None
+            homes[chat].append(sent.req.nodes[-1].ref.node_id)
+            simulated.run()
+    changes = sum(a != b for turns in homes.values() for a, b in itertools.pairwise(turns))
+    assert changes == 0, homes
+    assert set(Counter(turns[0] for turns in homes.values()).values()) == {2}, "and they are spread"
