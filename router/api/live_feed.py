@@ -39,7 +39,8 @@ class NodeNow(Answer, frozen=True, kw_only=True):
 
     Held pages belong to requests and transfers. Cached pages belong only to the RadixCache, which evicts them when
     they are needed. `prompt_tokens_per_s` counts computed tokens without cached ones, `tokens_per_s` generated ones.
-    `links` counts `num_links` by transport: cuda-ipc, shm, nccl or gloo. `prefill_busy` is the share of time in which
+    `links` counts `num_links` by transport, and `links_words` says what they measured and why none is better.
+    `prefill_busy` is the share of time in which
     it computed prompts, and a forward counts when it ends. `kv_under_way` is the average number of transfers whose
     pages a decode node waited for.
     """
@@ -61,6 +62,7 @@ class NodeNow(Answer, frozen=True, kw_only=True):
     num_held_pages: int = 0
     num_links: int = 0
     links: dict[str, int] = msgspec.field(default_factory=dict)
+    links_words: list[str] = msgspec.field(default_factory=list)
     prompt_tokens_per_s: float = 0.0
     tokens_per_s: float = 0.0
     kv_bytes_per_s: float = 0.0

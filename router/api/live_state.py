@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from router.api.fleet_verdict import WINDOW, fleet_verdict
+from router.api.links_words import links_words
 from router.api.live_feed import (
     MAX_SAMPLES,
     PERCENTILES,
@@ -242,6 +243,7 @@ class LiveState:
             num_held_pages=load.num_held_pages,
             num_links=load.num_links,
             links=dict(sorted(Counter(link.transport for link in load.links).items())),
+            links_words=links_words(load.links),
             prompt_tokens_per_s=prompt_tokens_per_s,
             tokens_per_s=tokens_per_s,
             kv_bytes_per_s=kv_bytes_per_s,

@@ -115,7 +115,8 @@ class Card {
     this.parts = ["held", "cached", "free"].map((kind) => this.bar.appendChild(el("span", kind)));
     this.pagesWords = el("p", "pages-words");
     this.speed = el("p", "speed");
-    this.body.append(this.queues, this.bar, this.pagesWords, this.speed);
+    this.links = el("p", "links-words");
+    this.body.append(this.queues, this.bar, this.pagesWords, this.speed, this.links);
     this.item.append(head, this.reason, this.body);
     this.role = role;
   }
@@ -147,5 +148,6 @@ class Card {
     const retracted = node.num_retracted_reqs ? [`${count(node.num_retracted_reqs)} retracted`] : [];
     const tokens = this.role === "decode" ? `${rate(node.tokens_per_s)} tokens/s` : `${rate(node.prompt_tokens_per_s)} prompt tokens/s`;
     setText(this.speed, [tokens, moved, links, ...retracted].join(" · "));
+    setText(this.links, node.links_words.join(" · "));
   }
 }

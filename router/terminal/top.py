@@ -171,7 +171,12 @@ def _nodes(nodes: Sequence[NodeNow]) -> RenderableType:
     for node in nodes:
         state = node.state if node.loaded is None else f"{node.state} {100 * node.loaded:.0f}%"
         table.add_row(_name(node), node.role, Text(state, _STYLES.get(node.state, "yellow")), *_load(node))
-    return table
+    return Group(table, *(_links(node) for node in nodes if node.links_words))
+
+
+def _links(node: NodeNow) -> Text:
+    words = printable(" · ".join(node.links_words))
+    return Text(f"{_name(node)} links: {words}", "dim", no_wrap=True, overflow="ellipsis")
 
 
 def _load(node: NodeNow) -> Sequence[str]:

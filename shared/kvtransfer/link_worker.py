@@ -18,13 +18,14 @@ from typing import Protocol
 from shared import log
 from shared.errors import LinkError
 from shared.kvtransfer.link import Driver, Link, LinkFactory, LinkRate, LinkSpec, Rehearse
+from shared.kvtransfer.pace import Pace
 
 
 class LinkLoop(Protocol):
     """What a link is for: `SendLoop` or `ReceiveLoop`. All but `kick` belong to the thread that steps it."""
 
-    def attach(self, link: Link) -> None:
-        """Take the link, which is built. Called once, before the first `step`."""
+    def attach(self, link: Link, pace: Pace | None) -> None:
+        """Take the link, which is built, and its `pace` if it was rehearsed. Called once, before the first `step`."""
         ...
 
     def kick(self) -> None:
@@ -63,6 +64,7 @@ class LinkWorker:
         """Better transports, and why the link does not use them."""
         self.rate: LinkRate | None = None
         """What its rehearsal has measured."""
+        self.pace: Pace | None = None
         self.store = spec.store
         self.loop = loop
         self.death: str | None = None
@@ -136,12 +138,15 @@ class LinkWorker:
             return False
         if self._rehearse is not None:
             self.rate = self._rehearse(self._link, self._spec, partial(self._report_dead, self))
-        self.loop.attach(self._link)
+            self.pace = Pace(self.name, self.transport, self.rate, self._clock)
+        self.loop.attach(self._link, self.pace)
         self.live_at = self._clock()
         if self._peer_gone is not None:
             raise LinkError(self._peer_gone)
-        gb_s = None if self.rate is None else round(self.rate.gb_s, 2)
-        log.event("link_up", link=self.name, transport=self.transport, gb_s=gb_s)
+        fields: dict[str, object] = {"link": self.name, "transport": self.transport}
+        if self.rate is not None:
+            fields |= {"gb_s": round(self.rate.gb_s, 3), "latency_ms": round(self.rate.latency_ms, 3)}
+        log.event("link_up", **fields, **{f"not_{name}": why for name, why in self.passed_over.items()})  # type: ignore[arg-type]
         return True
 
     def _on_peer_gone(self, reason: str) -> None:

@@ -192,6 +192,7 @@ class Links(Generic[Loop]):
             round(rate.gb_s, 2),
             round(rate.latency_ms, 3),
             worker.passed_over,
+            round(worker.pace.slow_gb_s, 4) if worker.pace else 0.0,
         )
 
     def _reported_dead(self, worker: LinkWorker, reason: str) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk, PageStore
 from shared.kvtransfer.link import Arrival, Link
+from shared.kvtransfer.pace import Pace
 from shared.kvtransfer.staging import Envelope
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Grant, GrantedChunk
@@ -68,6 +69,7 @@ class ReceiveLoop:
         self._gate = gate
         self._send_grant = send_grant
         self._link: Link | None = None
+        self._pace: Pace | None = None
         self._queue: deque[tuple[ReqKey, Chunk]] = deque()
         self._bulk: deque[tuple[ReqKey, Chunk]] = deque()
         self._lock = threading.Lock()
@@ -76,9 +78,10 @@ class ReceiveLoop:
         self._kicked = threading.Event()
         self._granted: deque[_Granted] = deque()
 
-    def attach(self, link: Link) -> None:
-        """Take the link, which is built."""
+    def attach(self, link: Link, pace: Pace | None = None) -> None:
+        """Take the link, which is built, and its `pace` if it was rehearsed."""
         self._link = link
+        self._pace = pace
 
     def enqueue(self, key: ReqKey, chunks: Iterable[Chunk], *, bulk: bool) -> None:
         """Queue chunks that the peer has computed and holds. Any thread."""
@@ -125,12 +128,14 @@ class ReceiveLoop:
         # A Grant of many chunks costs hardly more than a Grant of one, so the next one waits until half are taken in.
         if len(self._granted) > link.max_arrivals // 2:
             return False
-        seq, chunks = self._next_seq, []
+        seq, chunks, was_idle = self._next_seq, [], not self._granted
         while len(self._granted) < link.max_arrivals and (wanted := self._next_wanted()) is not None:
             chunks.append(self._post_receive(link, *wanted))
         if chunks:
             # Behind the receives: a chunk that arrived before its receive is posted would take another chunk's place.
             self._send_grant(Grant(self._name, seq, tuple(chunks)))
+            if was_idle and self._pace is not None:
+                self._pace.begins()
         return bool(chunks)
 
     def _next_wanted(self) -> tuple[ReqKey, Chunk] | None:
@@ -164,6 +169,8 @@ class ReceiveLoop:
         finally:
             self._granted.popleft()
             granted.arrival.release()
+        if self._pace is not None:
+            self._pace.moved(granted.nbytes)
         return True
 
     def _scatter(self, granted: _Granted) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk, PageStore
 from shared.kvtransfer.link import Copier, Link, Op
+from shared.kvtransfer.pace import Pace
 from shared.kvtransfer.staging import Envelope, Slot, SlotRing
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Grant, GrantedChunk
@@ -54,8 +55,8 @@ class SendLoop:
         self._lock = threading.Lock()
         """Guards the ring and what is due: the copier takes it, other threads bring it."""
 
-    def attach(self, link: Link) -> None:
-        """Take the link, which is built. Grants may be waiting already."""
+    def attach(self, link: Link, pace: Pace | None = None) -> None:
+        """Take the link, which is built. Grants may be waiting already. The receiver watches the `pace`."""
         with self._lock:
             self._link = link
         self._wake_copier()

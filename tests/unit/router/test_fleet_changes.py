@@ -84,6 +84,7 @@ def test_the_fleet_is_listed_with_its_load(model_folder: Path) -> None:
                     "gb_s": 2.5,
                     "latency_ms": 0.3,
                     "passed_over": {"shm": "the nodes are not on one host"},
+                    "slow_gb_s": 0.0,
                 }
             ]
             assert nodes[0]["address"] == prefill.address and nodes[0]["pinned"] is True

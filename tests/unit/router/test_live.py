@@ -123,7 +123,7 @@ def test_nodes_are_told_as_their_pongs_say(model_folder: Path) -> None:
                 num_evictable_pages=30,
                 num_held_pages=20,
                 num_links=1,
-                links=(LinkReport("prefill-0#1", True, "shm"),),
+                links=(LinkReport("prefill-0#1", True, "shm", 7.5, 0.25),),
             )
             node = await node_with(client, "decode-0", num_running_reqs=3)
             assert (node.role, node.state, node.reason) == ("decode", "live", "")
@@ -131,6 +131,7 @@ def test_nodes_are_told_as_their_pongs_say(model_folder: Path) -> None:
             pages = (node.num_pages, node.num_free_pages, node.num_cached_pages, node.num_held_pages)
             assert pages == (100, 50, 30, 20)
             assert (node.num_links, node.links) == (1, {"shm": 1})
+            assert node.links_words == ["1 shm, 7.5 GB/s, 0.25 ms"]
             assert [n.node_id for n in (await state(client)).nodes] == ["prefill-0", "decode-0"]
 
     asyncio.run(run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from rich.console import Console
 
 from router.api.live_feed import FleetSample, LiveEvent, NodeNow, RouterNow, Sample
@@ -116,3 +117,12 @@ def test_nothing_yet() -> None:
 
 def test_what_is_old_says_so() -> None:
     assert any("trying again" in line for line in screen(SAMPLE, trouble="the router has stopped").values())
+
+
+def test_links_are_told_in_a_line_of_their_own() -> None:
+    words = ["1 gloo, 2 GB/s, 0.3 ms; not shm: \x1b[2J" + 200 * "x"]
+    for width in (80, 140):
+        lines = screen(SAMPLE, nodes=[msgspec.structs.replace(NODES[2], links_words=words)], width=width)
+        (line,) = [line for line in lines.values() if "gloo" in line]
+        assert line.startswith("decode-0 links: 1 gloo, 2 GB/s, 0.3 ms; not shm: ")
+        assert line.endswith("…") and "\x1b" not in line
