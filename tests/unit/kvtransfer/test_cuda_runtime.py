@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +25,15 @@ class Library:
     def __init__(self, *failing: str) -> None:
         self.last_error = 0
         self.calls: list[str] = []
+        self.given: dict[str, tuple[object, ...]] = {}
+        """The arguments of the latest call of each function."""
+        self.functions: dict[str, Any] = {}
         self._failing = failing
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         def call(*arguments: object) -> int:
             self.calls.append(name)
+            self.given[name] = arguments
             if name in self._failing:
                 self.last_error = NOT_SUPPORTED
                 return NOT_SUPPORTED
@@ -47,7 +53,8 @@ class Library:
         def get_error_string(error: int) -> bytes:
             return b"operation not supported"
 
-        return {"cudaGetLastError": get_last_error, "cudaGetErrorString": get_error_string}.get(name, call)
+        known = {"cudaGetLastError": get_last_error, "cudaGetErrorString": get_error_string}
+        return self.functions.setdefault(name, known.get(name, call))
 
     def entered(self) -> None:
         """The calling thread has made its device current."""
@@ -56,6 +63,40 @@ class Library:
 
 def new_runtime(library: Library) -> CudaRuntime:
     return CudaRuntime(GPU, DeviceThreads(library.entered), library, library)
+
+
+def test_no_address_or_size_is_passed_as_an_int_of_four_bytes() -> None:
+    """Which ctypes does where it is not told the types."""
+    library = Library()
+    new_runtime(library)
+    wide = {
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.c_size_t,
+        ctypes.POINTER(ctypes.c_size_t),
+    }
+    types = {name: getattr(one, "argtypes", ()) for name, one in library.functions.items()}
+    of_numbers = types.keys() - {"cudaGetLastError", "cudaGetErrorString"}
+    assert len(of_numbers) == 8
+    assert [name for name in of_numbers if not wide & {*types[name]}] == []
+    assert ctypes.c_size_t in types["cudaMalloc"] and ctypes.c_size_t in types["cudaHostRegister"]
+    assert library.functions["cudaGetErrorString"].restype is ctypes.c_char_p
+
+
+def test_cuda_is_asked_by_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of cuda.h and cuda_runtime_api.h: a fake knows no others."""
+    at_address = torch.zeros(MAPPED_NBYTES, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "as_tensor", lambda array, device: at_address)
+    monkeypatch.setattr(f"{__name__}.ADDRESS", at_address.data_ptr())
+    library = Library()
+    runtime = new_runtime(library)
+    assert runtime.open(bytes(64)) is at_address
+    assert library.given["cudaIpcOpenMemHandle"][2] == 1, "cudaIpcMemLazyEnablePeerAccess"
+    assert library.given["cuPointerGetAttribute"][1] == 12, "CU_POINTER_ATTRIBUTE_RANGE_SIZE"
+    memory = torch.zeros(24, dtype=torch.uint8)
+    for read_only, flags in ((True, 8), (False, 0)):  # cudaHostRegisterReadOnly, cudaHostRegisterDefault
+        runtime.register(memory, read_only=read_only)
+        assert library.given["cudaHostRegister"] == (memory.data_ptr(), 24, flags)
 
 
 @pytest.mark.parametrize(
