@@ -10,5 +10,6 @@ VARIABLE = "BATON_TEST_DEVICE"
 
 
 def device() -> torch.device:
-    """The GPU of `make test-gpu`; without it the CPU, by the name that `PretendGpu` knows it by."""
-    return torch.device(os.environ.get(VARIABLE, "cpu:0"))
+    """The GPU of `make test-gpu`; without it the CPU. Both have their index: `PretendGpu` knows the CPU by that."""
+    where = torch.device(os.environ.get(VARIABLE, "cpu"))
+    return torch.device(where.type, where.index or 0)

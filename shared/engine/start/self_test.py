@@ -49,7 +49,7 @@ def self_test(bound: BoundModel, shape: EngineShape, batches: StartBatches) -> N
         all_ids = ids + [token for token, _ in sampled[:-1]]
         again = _sample(bound, batches.forward([Extend(0, 0, all_ids)], params=PARAMS))
         kv = _kv_of(bound, first, num_tokens), _kv_of(bound, second, num_tokens)
-        problem = _problem(bound.backend.is_exact, *kv, sampled[-1], again)
+        problem = problem_with(bound.backend.is_exact, *kv, sampled[-1], again)
     finally:
         bound.pool.buffer_LSNHPD[:, :, 1 : 1 + 2 * pages_each] = 0
         synchronize(bound.pool.device)
@@ -72,7 +72,7 @@ def _kv_of(bound: BoundModel, pages: Sequence[int], num_tokens: int) -> torch.Te
     return kv_LSPHTD.transpose(2, 3).flatten(3, 4)[:, :, :, :num_tokens]
 
 
-def _problem(
+def problem_with(
     is_exact: bool,
     decoded: torch.Tensor,
     extended: torch.Tensor,

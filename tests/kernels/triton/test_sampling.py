@@ -142,6 +142,10 @@ def test_biases_masked_tokens_and_a_vocab_mask() -> None:
     assert tokens[5] in (33, 34)
     without = replace(inputs, draws=None, masked=None, vocab_mask=None)
     assert sample(logits, without) == expected(logits, without)
+    likeliest = logits[1].argmax()
+    masked = MaskedInputs(entries_N=torch.tensor([1]), token_ids_N=likeliest[None])
+    alone = sample(logits, SamplingInputs(masked=masked))
+    assert alone == expected(logits, SamplingInputs(masked=masked)) and alone[1] != likeliest
 
 
 def test_biases_in_several_rounds() -> None:

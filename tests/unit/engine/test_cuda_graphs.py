@@ -238,6 +238,9 @@ class TestShapes:
         assert {s.num_sequences for s in extends} == {40}
         assert list(shapes) == sorted(shapes)
 
+    def test_an_extend_pays_for_the_logits_of_64_sequences_at_most(self) -> None:
+        assert {s.num_sequences for s in graph_shapes(256, 1024) if s.num_tokens > 256} == {64}
+
     @pytest.mark.parametrize(
         ("max_tokens", "largest"), [(1, 16), (16, 16), (17, 32), (100, 128), (9999, 512)]
     )

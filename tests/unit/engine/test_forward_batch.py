@@ -175,6 +175,24 @@ def test_the_forward_batch_is_frozen() -> None:
         fb.positions_T = fb.input_ids_T  # type: ignore[misc]
 
 
+def test_padding_touches_no_page_and_no_row_of_a_request() -> None:
+    world = World()
+    world.snapshot((0, 10, True), (1, 7, True))
+    world.future_map.store(torch.arange(8), 50 + torch.arange(8))
+    batch = world.snapshot(decodes=[0, 1], writes=((world.row(0), 77),))
+    block = world.block.fill(batch, BlockShape(5, 4), np.empty(0, dtype=np.int32))
+    fb = ForwardBatch.from_model_worker_batch(batch, block)
+    padding = world.future_map.padding_row
+    assert fb.future_rows_B.tolist() == [world.row(0), *[padding] * 3]
+    assert block.per_sequence()[3].tolist() == [world.row(0), world.row(1), padding, padding]
+    of_padding = fb.input_ids_T, fb.positions_T, fb.out_pages_T, fb.out_offsets_T
+    assert [values_T[2:].tolist() for values_T in of_padding] == [[0] * 3] * 4
+    ids = world.future_map.resolve(fb.input_ids_T, fb.future_rows_B, fb.future_tokens_B)
+    assert ids.tolist() == [77, 50 + world.row(1), 0, 0, 0]
+    others = sorted({*range(8)} - {world.row(0)})
+    assert world.future_map.last_token_R[others].tolist() == [50 + row for row in others]
+
+
 def test_the_future_map_keeps_one_token_for_each_row() -> None:
     future_map = FutureMap(4, CPU)
     future_map.store(torch.tensor([2, 0]), torch.tensor([5, 6]))

@@ -7,6 +7,8 @@ which one is killed.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -266,3 +268,31 @@ def test_a_copy_that_never_ends_fails_its_transfer_and_the_next_link_works() -> 
     finally:
         pair.close()
     until(lambda: runtime.num_areas == 0)
+
+
+AT_EXIT = """
+from shared.config import TransferOptions
+from shared.device_threads import DeviceThreads
+from shared.kvtransfer.transports.cuda_ipc import IpcSlot
+from shared.kvtransfer.transports.shm import ShmLinkFactory
+from tests.fake_cuda import FakeRuntime
+
+class Runtime(FakeRuntime):
+    def free(self, address):
+        print("freed")
+
+    def unregister(self, memory):
+        print("unregistered")
+
+runtime = Runtime()
+shm = ShmLinkFactory(TransferOptions(), DeviceThreads(), runtime)
+dropped, kept = ([IpcSlot(runtime, 4096), shm.new_slot(4096)] for _ in range(2))
+dropped.clear()
+print("exit")
+"""
+
+
+def test_a_process_that_ends_leaves_its_slots_to_the_driver() -> None:
+    """Which may have shut down before finalizers run."""
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == ["exit", "freed", "unregistered"], done.stderr

@@ -114,6 +114,28 @@ def test_one_node_takes_nine_tenths_in_all(host: Host) -> None:
     assert host.progress == ["measuring memory", "warming up", "testing"]
 
 
+@pytest.mark.parametrize("decodes", [True, False])
+def test_the_largest_forwards_are_measured_with_everything(host: Host, decodes: bool) -> None:
+    shape = replace(SHAPE, decodes=decodes)
+    node = host.node(shape)
+    node.share.measure(node.model.bind)
+    extend, *steps = node.model.forwards
+    assert int(extend.lengths_B.sum()) == shape.max_extend_tokens
+    assert [(step.num_decodes, len(step.rows_B)) for step in steps] == [(8, 8)] * decodes
+    for batch in (extend, *steps):
+        asked = batch.sampling
+        assert None not in (asked.draws, asked.penalties, asked.biases, asked.masked, asked.logprobs)
+    assert shape.forward_limits.max_tokens == shape.max_extend_tokens + 8, "a chunk beside a decode step"
+
+
+def test_what_the_process_has_taken_before_is_no_part_of_what_cuda_takes(host: Host) -> None:
+    """A second engine of one process, as in tests."""
+    node = host.node()
+    node.model.memory.alloc(5 * MIB)
+    node.start()
+    assert node.share.memory_mib["other_mib"] == 1
+
+
 def test_memory_for_links_is_left_free_within_the_share(host: Host) -> None:
     node = host.node(replace(SHAPE, links_nbytes=20 * MIB))
     node.start()
@@ -189,6 +211,7 @@ def test_given_fractions_are_kept_in_any_order(host: Host) -> None:
 def test_only_a_share_that_depends_on_other_nodes_waits_for_them(
     host: Host, options: dict[str, float], waits: bool
 ) -> None:
+    host.gpu.taken["stranger"] = MIB
     host.node(with_cache(**options)).start()
     assert host.time.now == (SETTLE_S if waits else 0)
 

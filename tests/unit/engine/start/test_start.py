@@ -21,7 +21,7 @@ from shared.engine.progress import Progress
 from shared.engine.start.batches import StartBatches
 from shared.engine.start.gpu_claims import GpuClaim
 from shared.engine.start.gpu_share import GpuShare
-from shared.engine.start.self_test import self_test
+from shared.engine.start.self_test import problem_with, self_test
 from shared.engine.start.shape import EngineShape
 from shared.engine.start.share import BoundModel, DeviceShare, OnProgress
 from shared.engine.torch_backend import TorchBackend
@@ -193,6 +193,14 @@ def test_a_backend_that_promises_equal_bits_is_held_to_it(folder: Path, rigs: li
     rigs[0].bound.backend.is_exact = True
     with pytest.raises(ConfigError, match="gave different bits, which this backend promises not to do"):
         rigs[0].run()
+
+
+@pytest.mark.parametrize("again", [(7, -1.0), (8, -1.5)], ids=["token", "logprob"])
+def test_equal_bits_are_those_of_the_sample_too(again: tuple[int, float]) -> None:
+    kv = torch.ones(2, 2, 1, 3, 4)
+    assert problem_with(True, kv, kv, (8, -1.0), (8, -1.0)) is None
+    assert "different bits" in str(problem_with(True, kv, kv, (8, -1.0), again))
+    assert problem_with(False, kv, kv, (8, -1.0), again) is None
 
 
 def test_the_native_kernels_keep_their_promise_of_equal_bits(folder: Path, rigs: list[SelfTestRig]) -> None:
