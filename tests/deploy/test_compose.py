@@ -49,6 +49,13 @@ def test_what_is_published_is_for_this_machine_alone() -> None:
     assert SERVICES["router"]["environment"]["BATON_HEALTH_URL"] == "http://127.0.0.1:8000/health"
 
 
+def test_every_process_is_of_the_image_that_is_built() -> None:
+    for service in OURS.values():
+        build = service["build"]
+        assert (DEPLOY / build["context"] / build["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
+        assert service["image"] == f"baton:{build['target']}"
+
+
 def test_files_that_are_mounted_are_here() -> None:
     mounted = [volume.split(":") for service in SERVICES.values() for volume in service.get("volumes", ())]
     folders = [source for source, *_ in mounted if source.startswith(".")]
