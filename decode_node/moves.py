@@ -85,7 +85,7 @@ class Moves:
         self._batcher.hold(req)
         self._peering.ensure(message.target)
         self._sender.open(message.to_key, target)
-        log.event("move", key=req.key, to_key=message.to_key, target=target, output_len=req.output_len)
+        log.event("move", **req.fields, to_key=message.to_key, target=target, output_len=req.output_len)
 
     def ready(self, ready: Ready) -> None:
         """The target has reserved pages: offer what is computed."""
@@ -137,7 +137,7 @@ class Moves:
         self._batcher.let_go(req)
         if not (ended.ok or ended.handed_off or ended.corrupt):  # else the target tells the router
             self._router_port.fail(ended.key, 503, ended.reason)
-        log.event("move_ended", key=req.key, to_key=ended.key, ok=ended.ok, reason=ended.reason)
+        log.event("move_ended", **req.fields, to_key=ended.key, ok=ended.ok, reason=ended.reason)
         if req.finish is None and not ended.ok:
             assert req.kv is not None
             self._ledger.release_superseded(req.kv)

@@ -44,7 +44,7 @@ class Trial:
         self._empty_by = self._clock() + EMPTY_S
         others = self._others(req)
         self._router_port.want_moved(other.key for other in others)
-        log.event("trial", key=req.key, num_others=len(others))
+        log.event("trial", **req.fields, num_others=len(others))
 
     def advance(self) -> None:
         """Let the request begin once this node holds no other."""

@@ -16,13 +16,21 @@ _LOGGER = logging.getLogger("baton")
 def setup(level: str, process: str = "") -> None:
     """Log events of `level` and above on stderr. Each line begins with `process` (a node id, or "router")."""
     handler = logging.StreamHandler(sys.stderr)
-    name = f"[{process}] " if process else ""
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s.%(msecs)03d %(levelname)-7s {name}%(message)s", datefmt="%H:%M:%S")
-    )
+    handler.setFormatter(_formatter(process))
     _LOGGER.handlers[:] = [handler]
     _LOGGER.propagate = False
     _LOGGER.setLevel(level.upper())
+
+
+def rename(process: str) -> None:
+    """Begin each line with `process` from now on. No-op before `setup`."""
+    for handler in _LOGGER.handlers:
+        handler.setFormatter(_formatter(process))
+
+
+def _formatter(process: str) -> logging.Formatter:
+    name = f"[{process}] " if process else ""
+    return logging.Formatter(f"%(asctime)s.%(msecs)03d %(levelname)-7s {name}%(message)s", datefmt="%H:%M:%S")
 
 
 def event(name: str, *, level: int = logging.INFO, **fields: object) -> None:

@@ -1,8 +1,10 @@
 """--log-requests: one event for each request, when it has ended, without prompts, answers and keys.
 
-request rid=a request_id=b route="POST /generate" status=200 sequences=1 prompt_tokens=5 completion_tokens=16
-        cached_tokens=0 ttft_s=0.02 queue_s=0.001 e2e_s=0.2 finish=stop nodes=decode-0,prefill-0
-        slow="212 ms waiting for pages on decode-0, ...", only if the first or second token was slow: `verdict`
+request request_id=b route="POST /generate" status=200 rid=a req=17 attempt=0 router=4f21 sequences=1
+        prompt_tokens=5 completion_tokens=16 cached_tokens=0 ttft_s=0.02 queue_s=0.001 finish=stop
+        nodes=decode-0,prefill-0 slow="212 ms waiting for pages on decode-0, ..." e2e_s=0.2
+
+`slow` is there if the first or the second token was slow: the verdict.
 """
 
 from __future__ import annotations
@@ -107,6 +109,9 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
     first = min((req.first_token_at for req in reqs if req.first_token_at is not None), default=None)
     return {
         "rid": group.prompts[0].rid,
+        "req": _joined(req.key.rid for req in reqs),
+        "attempt": max((req.key.attempt for req in reqs), default=None),
+        "router": reqs[0].key.router if reqs else None,
         "sequences": sum(prompt.options.n for prompt in group.prompts),
         "prompt_tokens": sum(req.prompt_len for req in prompts),
         "completion_tokens": sum(len(generation.output_ids) for generation in generations),

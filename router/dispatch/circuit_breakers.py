@@ -44,7 +44,7 @@ class CircuitBreakers:
         breaker.failed_at = now
         if breaker.num_failures >= FAILURES_TO_OPEN and now >= breaker.open_until:
             breaker.open_until = now + OPEN_S
-            event("circuit_open", node=node.ref.node_id, failures=breaker.num_failures, for_s=OPEN_S)
+            event("circuit_open", node=node.ref.incarnation, failures=breaker.num_failures, for_s=OPEN_S)
 
     def sent(self, node: Node) -> None:
         """Let no other request follow one that is sent to a node whose breaker was open."""

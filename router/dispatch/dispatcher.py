@@ -8,6 +8,7 @@ start ── Prefill ─▶ P ┐                       a node that finishes the
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ class Dispatcher:
         if self._closed is not None:
             raise RequestError(self._closed, status=503)
         route = self._placement.route(work, split=split)
-        work = _clipped(work, route.max_new_tokens)
+        work = _clipped(work, route.max_new_tokens, rid)
         now = self._clock()
         req = RunningReq(self._next_key(), work, wake=wake, now=now, rid=rid, waited_s=waited_s)
         self._running[req.key.rid] = req
@@ -183,7 +184,7 @@ class Dispatcher:
             message = f"no further token within {self._deadlines.stall_s:g} s from {waiting}"
         if req.failover.error is not None:
             message += f"; {req.failover.error.message}"
-        event("deadline", rid=req.rid, nodes=waiting)
+        event("deadline", **req.fields, nodes=waiting)
         self._end(req, error=RequestError(message, status=408, code="deadline"))
 
     # --------------------------------------------------------------------------------- from the nodes
@@ -237,7 +238,7 @@ class Dispatcher:
         req = self._running.get(failed.key.rid)
         if req is not None and req.moving is not None and req.moving.key == failed.key:
             if node in (*req.attempt.holders, *req.moving.nodes):
-                event("move_failed", rid=req.rid, node=node.ref.node_id, reason=failed.message)
+                event("move_failed", **req.fields, node=node.ref.incarnation, reason=failed.message)
                 self._moves.failed(req, node)
             return
         if req is not None and req.key == failed.key and req.left is not None and node in req.left.nodes:
@@ -368,6 +369,12 @@ class Dispatcher:
     def _send(self, req: RunningReq, work: Work, route: Route) -> None:
         req.begin(route.nodes, self._clock(), route.num_queued_tokens, route.num_pages)
         self._counts.sent(req.attempt)
+        event(
+            "dispatched",
+            level=logging.DEBUG,
+            **req.fields,
+            nodes=",".join(n.ref.incarnation for n in route.nodes),
+        )
         for node in route.nodes:
             self._breakers.sent(node)
         if route.decode is not None:
@@ -415,10 +422,9 @@ class Dispatcher:
             failover.avoid.add(avoid)
         event(
             "failover",
-            rid=req.rid,
-            attempt=req.key.attempt,
+            **req.fields,
             cause=cause.value,
-            node=node.ref.node_id,
+            node=node.ref.incarnation,
             position=len(req.output_ids),
             reason=error.message,
         )
@@ -459,7 +465,7 @@ class Dispatcher:
             self._metrics.failed_over(failover.cause)
         failover.since = failover.cause = None
         if req.numerics is not None and not route.continues(req.numerics):
-            event("inexact_continuation", rid=req.rid, numerics=req.numerics, now=route.numerics)
+            event("inexact_continuation", **req.fields, numerics=req.numerics, now=route.numerics)
             self._metrics.continued_inexactly()
         self._send(req, work, route)
 
@@ -480,7 +486,7 @@ class Dispatcher:
         return route
 
     def _give_up(self, req: RunningReq, error: RequestError) -> None:
-        event("failover_given_up", rid=req.rid, failures=req.failover.num_failures, reason=error.message)
+        event("failover_given_up", **req.fields, failures=req.failover.num_failures, reason=error.message)
         self._end(req, error=error)
 
     def _judge(self, req: RunningReq, key: ReqKey, node: Node) -> None:
@@ -491,7 +497,7 @@ class Dispatcher:
             self._resend(req, key)
             return
         num_crashes = len(req.failover.crashed)
-        event("request_convicted", rid=req.rid, node=node.ref.node_id, crashes=num_crashes)
+        event("request_convicted", **req.fields, node=node.ref.incarnation, crashes=num_crashes)
         self._metrics.convicted()
         message = (
             f"{num_crashes} nodes crashed while they worked on this request, the last on nothing else; "
@@ -518,6 +524,7 @@ class Dispatcher:
         del self._running[req.key.rid]
         self.queue.leave(req.key.rid, served=isinstance(req.finish, Finish))
         self._metrics.ended(req)
+        event("sequence_ended", level=logging.DEBUG, **req.fields, tokens=len(req.output_ids))
 
     def _leave_nodes(self, req: RunningReq, message: Cancel | Stop) -> None:
         """Take the latest attempt from its nodes. Holders get `message`, but for the node that finished."""
@@ -531,8 +538,8 @@ class Dispatcher:
         req.attempt.holders = []
 
 
-def _clipped(work: Work, max_new_tokens: int) -> Work:
-    """The work with at most `max_new_tokens`."""
+def _clipped(work: Work, max_new_tokens: int, rid: str) -> Work:
+    """The work of the request `rid` with at most `max_new_tokens`."""
     least = min(work.params.min_new_tokens, max_new_tokens)
     params = msgspec.structs.replace(work.params, max_new_tokens=max_new_tokens, min_new_tokens=least)
-    return msgspec.structs.replace(work, params=params)
+    return msgspec.structs.replace(work, params=params, rid=rid)

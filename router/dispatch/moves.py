@@ -59,7 +59,7 @@ class Moves:
         self._counts.sent(req.moving)
         target.send(Decode(req.moving.key, work, source.ref, moving=True))
         source.send(Move(req.key, req.moving.key, target.ref))
-        event("move", rid=req.rid, source=source.ref.node_id, target=target.ref.node_id)
+        event("move", **req.fields, source=source.ref.incarnation, target=target.ref.incarnation)
         return True
 
     def arrived(self, req: RunningReq, entry: TokenEntry) -> TokenEntry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -156,6 +156,11 @@ class RunningReq:
         self._logprobs: dict[int, TokenLogprobs] = {}
         self.input_logprobs: Logprobs | None = None
         self._wake = wake
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The client's name of the request and the key of the latest attempt, for log events."""
+        return {"rid": self.rid, **self.key.fields}
 
     @property
     def attempt(self) -> Attempt:

@@ -58,7 +58,7 @@ class KVCopies:
             except Exception as error:
                 if is_device_lost(error):
                     raise
-                log.crash("kv_copy_failed", key=copy.req.key, to_host=copy.pages.to_host)
+                log.crash("kv_copy_failed", **copy.req.fields, to_host=copy.pages.to_host)
                 if copy.req.finish is None and copy.req not in outcome.failed:
                     copy.req.drop_results_in_flight()
                     failure = RequestError(

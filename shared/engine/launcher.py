@@ -154,7 +154,8 @@ class Launcher:
             self._num_failed += 1
             if is_device_lost(error) or self._num_failed == MAX_FAILED_IN_A_ROW:
                 raise
-            log.crash("forward_failed", requests=len(due.batch.items), extend=due.batch.is_extend)
+            keys = ",".join(str(item.req.key) for item in due.batch.items)
+            log.crash("forward_failed", keys=keys, extend=due.batch.is_extend)
             failure = RequestError("the forward of this request failed", status=500)
             outcome.failed |= {item.req: failure for item in due.batch.items if not item.is_stale}
             return

@@ -224,6 +224,7 @@ def _serve_in_role(
             is_draining=lambda: parts.router_port.is_draining,
         )
     )
+    log.rename(node.incarnation)
     log.event("listening", role=role, node=node.incarnation, address=node.address)
     stop.loaded()
     loaded.engine.grammars.warm_up()

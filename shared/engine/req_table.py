@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from shared import log
 from shared.errors import RequestError
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import Finish, ReqKey
@@ -53,6 +55,7 @@ class ReqTable(Mapping[ReqKey, Req]):
     def add(self, req: Req) -> None:
         """Enter a request that this node has accepted."""
         self._reqs[req.key] = req
+        log.event("req_began", level=logging.DEBUG, **req.fields, tokens=len(req.ids))
 
     def fail(self, req: Req, error: RequestError, *, blames: str = "") -> None:
         """Tell the router of `req` why it fails, and end it. No-op when it has ended.
@@ -86,3 +89,10 @@ class ReqTable(Mapping[ReqKey, Req]):
             self._ledger.cache_finished_req(req.kv, req.ids)
             req.kv = None
         del self._reqs[req.key]
+        log.event(
+            "req_ended",
+            level=logging.DEBUG,
+            **req.fields,
+            tokens=len(req.ids),
+            finish=req.finish.type if req.finish is not None else None,
+        )

@@ -121,7 +121,7 @@ def evict_corrupt(req: Req, ended: SendEnded, ledger: KVLedger) -> None:
     The pages may be wrong in this node's memory. What is computed again is right.
     """
     num_pages = ledger.evict_behind(req.ids, ended.prefix_pages, req.extra_key)
-    log.warn("corrupt_pages_evicted", key=req.key, pages=num_pages)
+    log.warn("corrupt_pages_evicted", **req.fields, pages=num_pages)
 
 
 def take_over(req: Req, received: Received, ledger: KVLedger) -> None:

@@ -211,7 +211,7 @@ class KVReceiver:
             transfer = self.transfers.get(key)
             if transfer is not None:
                 if corrupt:
-                    log.warn("corrupt_pages", key=key, sent_by=transfer.peer_id, reason=reason)
+                    log.warn("corrupt_pages", **key.fields, sent_by=transfer.peer_id, reason=reason)
                 done = Done(key, False, reason, corrupt)
                 self._fail(transfer, reason, tell=done, by_peer=by_peer, corrupt=corrupt)
 

@@ -12,7 +12,7 @@ has ended.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -63,13 +63,19 @@ class ReqKey(Record, frozen=True):
     def __str__(self) -> str:
         return f"{self.router}/{self.rid}/{self.attempt}"
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Its parts, as every log event about the attempt has them."""
+        return {"req": self.rid, "attempt": self.attempt, "router": self.router}
+
 
 class Work(Record, frozen=True):
     """What is asked of the nodes that work on one sequence: the same for all of them, and for every attempt.
 
     `output_ids` are the tokens already forwarded to the client; sampling starts at position len(output_ids).
     Sequences with different `extra_key` share no cached prefix. Higher `priority` is served first, and those with
-    one `routing_key` are grouped, on nodes whose flags ask for it.
+    one `routing_key` are grouped, on nodes whose flags ask for it. `rid` is the client's name of the
+    request, for logs.
     """
 
     input_ids: tuple[int, ...]
@@ -78,6 +84,7 @@ class Work(Record, frozen=True):
     extra_key: str = ""
     priority: int = 0
     routing_key: str = ""
+    rid: str = ""
 
 
 class NodeRef(Record, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from shared.grammar.state import GrammarState
 from shared.kvcache.ledger import ReqKV
@@ -66,6 +67,11 @@ class Req:
         self.ids = [*self.work.input_ids, *self.work.output_ids]
         self.num_input_ids = len(self.work.input_ids)
         self.num_sampled = len(self.work.output_ids)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The client's name of the request and its key, as every log event about it has them."""
+        return {"rid": self.work.rid, **self.key.fields}
 
     @property
     def params(self) -> SamplingParams:

@@ -152,7 +152,7 @@ class Retraction:
             req.kv = tentative.keep()
         self._copy_back(req, kv)
         req.timeline.move_to(ReqStage.DECODING)
-        log.event("resume", key=req.key, output_len=req.output_len, cached_pages=kv.num_tree_pages)
+        log.event("resume", **req.fields, output_len=req.output_len, cached_pages=kv.num_tree_pages)
         return True
 
     def _copy_back(self, req: Req, kv: ReqKV) -> None:
@@ -255,7 +255,7 @@ class Retraction:
         self._stall(req)
         self._queue[req] = None
         on_host = len(req.host_pages)
-        log.event("retract", key=req.key, output_len=req.output_len, freed_pages=freed, host_pages=on_host)
+        log.event("retract", **req.fields, output_len=req.output_len, freed_pages=freed, host_pages=on_host)
 
     def remove(self, req: Req) -> None:
         """Forget a request that ended, or that is prefilled again. Its host pages are given back."""

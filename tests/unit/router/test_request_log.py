@@ -48,7 +48,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
 
 def test_what_is_told_of_a_generation(model_folder: Path, told: Told) -> None:
     async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes), http=LOGGED) as (_, client):
+        async with pair() as nodes, joined_router(model_folder, list(nodes), http=LOGGED) as (router, client):
             before = len(told.events)
             await client.post("/generate", json=BODY, headers={"x-request-id": "trace"})
             event = await told.last(before + 1)
@@ -56,11 +56,13 @@ def test_what_is_told_of_a_generation(model_folder: Path, told: Told) -> None:
             assert 0 < times["ttft_s"] <= times["e2e_s"] < 10
             assert times["queue_s"] == 0.5  # as the prefill node has stamped it
             assert event.pop("prompt_tokens") > "0"
+            assert event.pop("router") == router.incarnation and event.pop("req").isdigit()
             assert event == {
                 "request_id": "trace",
                 "route": "POST /generate",
                 "status": "200",
                 "rid": "trace",
+                "attempt": "0",
                 "sequences": "1",
                 "completion_tokens": "5",
                 "cached_tokens": "2",

@@ -1,0 +1,45 @@
+"""Real processes: a request that waits for pages is told so, and its log lines are found on every process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.processes import NODE_FLAGS, Router
+
+pytestmark = pytest.mark.processes
+
+FLAGS = (*NODE_FLAGS, "--max-total-tokens", "512", "--log-level", "debug", "--log-requests")
+
+
+def prompt(first: int) -> list[int]:
+    """So long that two of them do not fit into a node."""
+    return list(range(first, first + 300))
+
+
+def test_waiting_for_pages(tmp_path: Path) -> None:
+    with Router(tmp_path, "--local", "1P1D", *FLAGS) as router:
+        router.wait_ready()
+        holds_pages = router.generate(prompt(20), 190, stream=True)
+        holds_pages.wait_tokens(3)
+        slow = router.generate(prompt(400), 4, return_timeline=True, rid="slow-one").finish()
+        assert len(holds_pages.finish().token_ids) == 190
+        told = slow.last["meta_info"]["first_token"]
+        assert told["causes"][0] == "reservation", told
+        assert re.match(r"\S+ m?s waiting for pages on decode-0, which is full", told["verdict"]), told
+        assert told["without_s"] < told["ttft_s"] / 2
+        waits = [stage for stage in told["stages"] if stage["stage"] == "reservation"]
+        assert [stage["node"] for stage in waits] == ["decode-0"]
+        router.stop()
+        router.assert_clean_log()
+        lines = [line for line in router.log.splitlines() if "rid=slow-one" in line]
+    writers = {re.split(r"[\[\]]", line)[1].split("#")[0] for line in lines}
+    assert writers == {"router-0", "prefill-0", "decode-0"}, lines
+    keys = {tuple(re.findall(r"\b(?:req|attempt|router)=\S+", line)) for line in lines}
+    assert len({frozenset(key) for key in keys}) == 1, lines
+    (request,) = [line for line in lines if " request " in line]
+    assert 'slow="' in request and "waiting for pages on decode-0" in request
+    for line in lines:
+        assert "[router-0]" in line or re.search(r"\[(prefill|decode)-0#\w+\]", line), "with its incarnation"
