@@ -217,12 +217,11 @@ def _why_failed_over(req: RunningReq) -> str:
 
 
 def _why_queued(node: Node, attempt: Attempt) -> str:
-    load = max(
-        (attempt.loads.get(node.role, node.load), node.load),
-        key=lambda load: load.num_waiting + load.num_running,
-    )
-    ahead = load.num_waiting + load.num_running
-    return f"where {_count(ahead, 'request')} waited or ran" if ahead else ""
+    loads = (attempt.loads.get(node.role, node.load), node.load)
+    if num_tokens := max(load.num_queued_tokens for load in loads):
+        return f"where {_count(num_tokens, 'prompt token')} were to be computed"
+    num_reqs = max(load.num_waiting + load.num_running for load in loads)
+    return f"where {_count(num_reqs, 'request')} waited or ran" if num_reqs else ""
 
 
 def _why_not_reserved(req: RunningReq, decode: Node, attempt: Attempt) -> str:

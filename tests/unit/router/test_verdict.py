@@ -162,6 +162,12 @@ def test_the_words_tell_node_cause_and_what_it_would_have_been() -> None:
         "1.50 s waiting in the queue of p0, where 4 requests waited or ran and "
         "212 ms waiting for pages on d000, which runs 64 requests at most; without both 21 ms"
     )
+    fleet.prefills[0].load = Load(num_waiting=3, num_running=1, num_queued_tokens=12_000)
+    verdict = start_of(serve(fleet, replace(USUAL, queue=1.5))).verdict
+    assert verdict is not None
+    assert verdict.text == (
+        "1.50 s waiting in the queue of p0, where 12,000 prompt tokens were to be computed; with a free p0 22 ms"
+    )
     fleet.decodes[0].load = SLOW_LINK
     verdict = start_of(serve(fleet, replace(USUAL, prefill=0.4, transfer=2.0))).verdict
     assert verdict is not None
