@@ -21,6 +21,9 @@ PRIOR_TRANSFER_BYTES_PER_S = 1e9
 PRIOR_DECODE_TOKENS_PER_S = 1_000.0
 """Believed while no node has measured the rate."""
 
+STALL_WEIGHT = 0.5
+"""A second for which a running stream pauses counts for so many seconds of waiting for a first token."""
+
 TOKENS_AHEAD = 64
 """A sequence makes each step of its neighbours longer. So many of their steps count as its costs."""
 
@@ -76,8 +79,8 @@ class RequestEstimates:
         return nbytes / self._rate(node, transfer_rate, PRIOR_TRANSFER_BYTES_PER_S)
 
     def local_prefill_s(self, node: Node) -> float:
-        """As `prefill_s` on a decode node, and as much again for each sequence that is stalled there meanwhile."""
-        return self.prefill_s(node) * (1 + max(self.num_seqs(node), 1))
+        """As `prefill_s` on a decode node, with the pauses of the sequences there."""
+        return self.prefill_s(node) * (1 + STALL_WEIGHT * max(self.num_seqs(node), 1))
 
     def place_s(self, node: Node) -> float:
         """What a place on a decode node costs: its neighbours there, and the wait for pages that are not free."""

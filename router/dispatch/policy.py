@@ -23,7 +23,7 @@ MIN_SAVED_TOKENS = 1024
 """A cached prefix counts if it has this share of the tokens, or so many tokens. A shorter one saves little, and one
 such as the chat template's, with which all prompts begin, would draw all requests to its node."""
 
-NEARLY = 0.05
+NEARLY = 0.1
 NEARLY_S = 0.001
 """Estimates within this share and so many seconds of the best are as good."""
 

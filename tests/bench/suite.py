@@ -72,6 +72,9 @@ BENCHES: dict[str, Bench] = {
         question="How fast do KV pages move over gloo, TCP and TLS, against raw TCP?",
         only_by_name=True,
     ),
+    "routing": Bench(
+        module="routing", question="Which routing policy, and what does a split cost?", only_by_name=True
+    ),
     "fleet": Bench(
         module="fleet",
         question="How long does it take to simulate a fleet of 1,000 nodes?",

@@ -59,7 +59,7 @@ class TestPrefillNodes:
         fleet = by_cost(2)
         for node, rate in zip(fleet.prefills, (3000.0, 1000.0), strict=True):
             node.load = Load(prefill_tokens_per_s=rate)
-        assert Counter(names(fleet, Role.PREFILL, 40)) == {"p0": 30, "p1": 10}
+        assert 28 <= Counter(names(fleet, Role.PREFILL, 40))["p0"] <= 32
 
     def test_a_node_that_has_measured_nothing_is_as_fast_as_the_others(self) -> None:
         fleet = by_cost()
