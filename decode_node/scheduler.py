@@ -257,8 +257,6 @@ class DecodeScheduler:
                 self._desk.say_tokens(req, ())
             self.reqs.end(req.key, "finished")
         self._vitals.count_generated(len(outcome.sampled), sum(req.num_jumped for req in outcome.sampled))
-        if outcome.prefilled is not None:
-            self._vitals.count_prefill(outcome.prefilled[1])
         self._desk.fail(plan, outcome)
         for key in plan.given_up:
             self.moves.cancel_of(key, "its pages are needed for other requests")

@@ -169,8 +169,6 @@ class PrefillScheduler:
         for req in outcome.sampled:
             if req.finish is None and req.key not in self._opened:
                 self.reqs.end(req.key, "no decode node continues this request")
-        if outcome.prefilled is not None:
-            self._vitals.count_prefill(outcome.prefilled[1])
         self._desk.fail(plan, outcome)
 
     def _transfer_ended(self, ended: SendEnded) -> None:

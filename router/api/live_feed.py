@@ -40,9 +40,8 @@ class NodeNow(Answer, frozen=True, kw_only=True):
     Held pages belong to requests and transfers. Cached pages belong only to the RadixCache, which evicts them when
     they are needed. `prompt_tokens_per_s` counts computed tokens without cached ones, `tokens_per_s` generated ones.
     `links` counts `num_links` by transport, and `links_words` says what they measured and why none is better.
-    `prefill_busy` is the share of time in which
-    it computed prompts, and a forward counts when it ends. `kv_under_way` is the average number of transfers whose
-    pages a decode node waited for.
+    `prefill_busy` is the share of time in which the node computed prompts, and a forward counts when it ends.
+    `kv_under_way` is the average number of transfers whose pages a decode node waited for.
     """
 
     node_id: str

@@ -77,7 +77,7 @@ class K8sDiscovery:
         finally:
             self._ended.set()
             for informer in self._informers.values():
-                # It waits for the request under way, which may be stuck, so nobody waits for it.
+                # `stop` waits for the request under way, which may be stuck. The supervisor does not wait for it.
                 threading.Thread(target=informer.stop, name="stop informer", daemon=True).start()
 
     def _on_error(self, error: object) -> None:

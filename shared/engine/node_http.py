@@ -153,14 +153,16 @@ class NodeHttp:
         task = asyncio.current_task()
         assert task is not None
         if len(self._open) >= MAX_CONNECTIONS:
-            next(iter(self._open)).cancel()
+            oldest = next(iter(self._open))
+            del self._open[oldest]  # it ends later, and a burst must not count on it again
+            oldest.cancel()
         self._open[task] = None
         try:
             with contextlib.suppress(OSError, TimeoutError):  # the client is gone, or too slow to be answered
                 async with asyncio.timeout(self._exchange_s):
                     await self._exchange(reader, writer)
         finally:
-            self._open.pop(task)
+            self._open.pop(task, None)
             writer.transport.abort()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -145,7 +145,7 @@ class RouterDesk:
         """End a turn: send its tokens and cache changes, publish the node's load, count the step of a profile."""
         self._router_port.flush()
         if outcome.prefilled is not None:
-            self._vitals.measure_prefill(*outcome.prefilled)
+            self._vitals.count_prefill(*outcome.prefilled)
         self._vitals.publish(
             idle=not self._reqs and not outcome.worked,
             num_running=num_running,

@@ -53,17 +53,14 @@ class Vitals:
         self.num_jumped_tokens += num_jumped
         self._window_tokens += num_sampled + num_jumped
 
-    def count_prefill(self, seconds: float) -> None:
-        """Count the time of a forward that had prompt tokens."""
-        self.prefill_busy_s += seconds
-
     def count_transfer(self, nbytes: int, seconds: float) -> None:
         """Count a transfer that has ended."""
         self.kv_bytes_transferred += nbytes
         self.kv_transfer_s += seconds
 
-    def measure_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Take in how long the forward of a prefill took."""
+    def count_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Count a forward that had `num_tokens` prompt tokens. A long one tells how fast prefills are here."""
+        self.prefill_busy_s += seconds
         if num_tokens >= MIN_MEASURED_TOKENS:
             self._prefill_rate.observe(num_tokens, seconds)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from shared import log
 from shared.errors import LinkError
@@ -143,10 +143,11 @@ class LinkWorker:
         self.live_at = self._clock()
         if self._peer_gone is not None:
             raise LinkError(self._peer_gone)
-        fields: dict[str, object] = {"link": self.name, "transport": self.transport}
+        fields: dict[str, Any] = {"link": self.name, "transport": self.transport}
         if self.rate is not None:
             fields |= {"gb_s": round(self.rate.gb_s, 3), "latency_ms": round(self.rate.latency_ms, 3)}
-        log.event("link_up", **fields, **{f"not_{name}": why for name, why in self.passed_over.items()})  # type: ignore[arg-type]
+        fields |= {f"not_{name}": why for name, why in self.passed_over.items()}
+        log.event("link_up", **fields)
         return True
 
     def _on_peer_gone(self, reason: str) -> None:

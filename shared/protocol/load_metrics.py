@@ -103,7 +103,6 @@ _COUNTERS: Sequence[_Figure] = (
         "Decode steps that a request sat out, keeping its KV.",
         "num_retraction_waits",
     ),
-    ("baton:prefill_busy_seconds", "Time of forwards that had prompt tokens.", "prefill_busy_s"),
     ("baton:node_prompt_tokens", "Tokens of the prompts that the node has begun.", "num_prompt_tokens"),
     ("baton:node_cached_tokens", "Those of them that were in its RadixCache.", "num_cached_tokens"),
     ("baton:node_generated_tokens", "Output tokens that the node has generated.", "num_generated_tokens"),

@@ -1,4 +1,4 @@
-"""What routing by `ttft` does to a whole fleet: nobody is overrun, and nothing is sent to and fro.
+"""What routing by `ttft` does to a whole fleet: no node is overrun, and no conversation is sent to and fro.
 
 `make bench ARGS=routing` compares the policies, and runs a fleet of 1,000 nodes.
 """

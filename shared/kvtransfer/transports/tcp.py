@@ -81,11 +81,7 @@ class TcpLinkFactory:
         with ExitStack() as exits:
             try:
                 sock = self._secured(spec, exits)
-            except (
-                OSError,
-                ValueError,
-                DistStoreError,
-            ) as error:  # ValueError: what the peer told is malformed
+            except (OSError, ValueError, DistStoreError) as error:  # ValueError: the peer told no address
                 raise LinkError(f"building link {spec.name}: {error}") from None
             ring = SlotRing(self._options.num_slots, self._slot_nbytes, self.new_slot)
             link = TcpLink(spec, sock, ring, on_dead, self._threads)

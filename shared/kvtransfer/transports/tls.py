@@ -1,9 +1,9 @@
 """Mutual TLS 1.3 for links of `--kv-tls`.
 
 Each end tells the other over the control connection which certificate it will use, and accepts no other from it. By
-default a process makes its certificate when it starts, and its key is in no file. `--kv-tls-cert`, `--kv-tls-key` and
-`--kv-tls-ca` give it one. Then the peer's must also be signed by that CA. The files are read anew for each link, so a
-certificate can be replaced while the node runs.
+default a process makes its certificate when it starts, and no file with its key outlives a handshake.
+`--kv-tls-cert`, `--kv-tls-key` and `--kv-tls-ca` give it one. Then the peer's must also be signed by that CA. The
+files are read anew for each link, so a certificate can be replaced while the node runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VALID_FOR = datetime.timedelta(days=36500)
 
 
 class Identity(Protocol):
-    """The certificate of this process, and whom it trusts."""
+    """The certificate of this process, and the peers that it trusts."""
 
     @property
     def certificate(self) -> bytes:

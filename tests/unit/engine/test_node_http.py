@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import os
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -164,6 +166,29 @@ def test_clients_that_say_nothing_keep_no_probe_out(node: Node) -> None:
         assert node.get("/live")[0] == 200
         with contextlib.suppress(ConnectionResetError):
             assert oldest.recv(100) == b""
+
+
+def test_a_burst_that_comes_during_an_answer_is_bounded_too(node: Node) -> None:
+    """The loop meets all of these connections in one turn, before an exchange that it has cancelled can end."""
+    looking, go_on = threading.Event(), threading.Event()
+
+    def slow_load() -> Load:
+        looking.set()
+        assert go_on.wait(PATIENCE_S)
+        return node.load
+
+    node.status.serves(dataclasses.replace(node.in_role, load=slow_load))
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as exits:
+        exits.enter_context(node.connect(b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"))
+        assert looking.wait(PATIENCE_S)
+        clients = [exits.enter_context(node.connect(b"GET /")) for _ in range(90)]
+        go_on.set()
+        hung_up = select.poll()
+        for client in clients:
+            hung_up.register(client, select.POLLRDHUP)
+        until(lambda: len(hung_up.poll(0)) >= len(clients) - MAX_CONNECTIONS, "the oldest are closed")
+    until(lambda: len(os.listdir("/proc/self/fd")) == before, "all are closed")
 
 
 def test_a_client_that_is_slow_is_closed() -> None:

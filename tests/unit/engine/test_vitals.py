@@ -5,7 +5,7 @@ from __future__ import annotations
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
 from shared.engine.progress import Progress
-from shared.engine.vitals import MAX_LEAK_CHARS, Vitals
+from shared.engine.vitals import MAX_LEAK_CHARS, MIN_MEASURED_TOKENS, Vitals
 from shared.protocol.messages import Load
 from shared.scheduling.retraction import RetractionCounts
 
@@ -39,3 +39,13 @@ def test_a_leak_that_the_idle_audit_finds_is_in_every_load_from_then_on() -> Non
         leak = publish(vitals, idle=idle).leak
         assert f"with none [{min(lost)}, " in leak
         assert len(leak) <= MAX_LEAK_CHARS
+
+
+def test_a_short_prefill_is_busy_time_and_no_measurement() -> None:
+    vitals = Vitals(make_ledger(500, CacheOptions(), 4, 64), Progress(), lambda: 0.0)
+    vitals.count_prefill(MIN_MEASURED_TOKENS - 1, 2.0)
+    load = publish(vitals, idle=False)
+    assert (load.prefill_busy_s, load.prefill_tokens_per_s) == (2.0, 0.0)
+    vitals.count_prefill(MIN_MEASURED_TOKENS, 1.0)
+    load = publish(vitals, idle=False)
+    assert load.prefill_busy_s == 3.0 and load.prefill_tokens_per_s > 0

@@ -40,7 +40,6 @@ OF_NODES: Mapping[str, tuple[str, ...]] = {
         "baton:node_prompt_tokens",
         "baton:node_cached_tokens",
         "baton:node_generated_tokens",
-        "baton:prefill_busy_seconds",
         "baton:kv_transfer_bytes",
         "baton:kv_transfer_busy_seconds",
         "baton:retractions",
@@ -76,7 +75,10 @@ OF_THE_ROUTER: Mapping[str, tuple[str, ...]] = {
 
 
 def families(text: str) -> dict[str, Metric]:
-    return {family.name: family for family in text_string_to_metric_families(text)}
+    found = list(text_string_to_metric_families(text))
+    by_name = {family.name: family for family in found}
+    assert len(by_name) == len(found), "Prometheus refuses a scrape that has a figure twice"
+    return by_name
 
 
 @pytest.fixture(scope="module")
