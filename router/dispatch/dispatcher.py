@@ -19,7 +19,7 @@ import msgspec
 
 from router.dispatch.circuit_breakers import CircuitBreakers
 from router.dispatch.failover import MAX_FAILURES, TRIAL_TOKENS, Cause, Loss, Numerics, Quarantine
-from router.dispatch.first_token_queue import FirstTokenQueue
+from router.dispatch.first_token_queue import FirstTokenQueue, retry_after_s
 from router.dispatch.metrics import Metrics
 from router.dispatch.moves import Moves
 from router.dispatch.node_counts import NodeCounts
@@ -73,6 +73,7 @@ class Dispatcher:
         policies: Mapping[Role, RoutingPolicy],
         deadlines: Deadlines,
         local_prefill_tokens: int | None,
+        ttft_limit_s: float | None = None,
         metrics: Metrics,
         later: Callable[[float, Callable[[], None]], object],
         clock: Clock = time.monotonic,
@@ -91,6 +92,7 @@ class Dispatcher:
         )
         self._moves = Moves(self._placement, self._counts, metrics, clock)
         self._deadlines = deadlines
+        self._ttft_limit_s = ttft_limit_s
         self._metrics = metrics
         self._later = later
         self._clock = clock
@@ -112,17 +114,21 @@ class Dispatcher:
         wake: Callable[[], None],
         *,
         split: bool = False,
+        in_time: bool = False,
         rid: str = "",
         waited_s: float = 0.0,
     ) -> RunningReq:
         """Send a sequence to its nodes. Raises RequestError when none can take it.
 
         `rid` is the client's name of its request. With `split` the sequence goes through both fleets, however short
-        the prompt. It has waited for nodes for `waited_s`.
+        the prompt. With `in_time` it is refused if its first token would come after `ttft_limit_s`. It has waited
+        for nodes for `waited_s`.
         """
         if self._closed is not None:
             raise RequestError(self._closed, status=503)
         route = self._placement.route(work, split=split)
+        if in_time:
+            self._refuse_late(route)
         work = _clipped(work, route.max_new_tokens, rid)
         now = self._clock()
         req = RunningReq(self._next_key(), work, wake=wake, now=now, rid=rid, waited_s=waited_s)
@@ -363,6 +369,30 @@ class Dispatcher:
         return len(held)
 
     # ------------------------------------------------------------------------------------------ inside
+    def _refuse_late(self, route: Route) -> None:
+        """Raise RequestError if the first token would come too late, and would come sooner without other requests.
+
+        The prefill node goes on with earlier prompts while the decode node has this one wait for pages: the longer
+        of both waits counts.
+        """
+        limit_s, first_token = self._ttft_limit_s, route.first_token
+        if limit_s is None or first_token is None:
+            return
+        wait_s = first_token.wait_s
+        if route.decode is not None and route.decode.load.reserve_wait_s > 0:
+            wait_s = max(wait_s, self.queue.wait_s(len(self.queue)))
+        seconds = wait_s + first_token.compute_s
+        if seconds <= limit_s or not wait_s:
+            return
+        self._metrics.refused_late()
+        raise RequestError(
+            f"the first token would take about {seconds:.1f} s, {wait_s:.1f} s of it behind other requests; "
+            f"more than {limit_s:g} s are refused (--ttft-limit-s); try again later",
+            status=429,
+            code="ttft_limit",
+            retry_after_s=retry_after_s(seconds - limit_s),
+        )
+
     def _next_key(self) -> ReqKey:
         return ReqKey(self._incarnation, str(next(self._rids)))
 

@@ -7,6 +7,7 @@ median of all nodes. Estimates decide between nodes, so a factor that is common 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from statistics import median
@@ -26,6 +27,16 @@ STALL_WEIGHT = 0.5
 
 TOKENS_AHEAD = 64
 """A sequence makes each step of its neighbours longer. So many of their steps count as its costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """When the first token of a request is expected, by measured rates. The wait for pages is not in it."""
+
+    wait_s: float
+    """For the prompts that wait on the node that computes it."""
+    compute_s: float
+    """For what no cache holds of its prompt."""
 
 
 class RequestEstimates:
@@ -90,18 +101,29 @@ class RequestEstimates:
             neighbours_s if num_pages <= node.load.num_pages else 2 * neighbours_s + node.load.reserve_wait_s
         )
 
+    def first_token(self, node: Node) -> FirstToken | None:
+        """When the prompt is computed, if `node` does it. None while no node has measured how fast it prefills."""
+        rate = self._measured(node, prefill_rate)
+        if not rate:
+            return None
+        return FirstToken(self._counts.queued_tokens.of(node) / rate, self.num_missing_tokens(node) / rate)
+
     @cached_property
     def _decode_tokens_per_s(self) -> float:
         """Of the node with the largest batch, where the share of one sequence in the costs of a step shows best."""
         return max(node.load.gen_throughput for node in self._fleet) or PRIOR_DECODE_TOKENS_PER_S
 
     def _rate(self, node: Node, rate: Callable[[Load], float], prior: float) -> float:
+        return self._measured(node, rate) or prior
+
+    def _measured(self, node: Node, rate: Callable[[Load], float]) -> float:
+        """The rate of `node`, or the usual one of other nodes; 0 if no node has measured it."""
         own = rate(node.load)
         if own > 0:
             return own
         if rate not in self._usual:
             known = [other for other in (rate(node.load) for node in self._fleet) if other > 0]
-            self._usual[rate] = median(known) if known else prior
+            self._usual[rate] = median(known) if known else 0.0
         return self._usual[rate]
 
 

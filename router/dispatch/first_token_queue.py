@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -10,6 +11,10 @@ from shared.timeline import Clock
 WINDOW_S = 30.0
 """The rate is measured over so many seconds: longer than a step, and shorter than a change of load."""
 _BUCKET_S = 1.0
+
+MIN_RETRY_AFTER_S = 1
+MAX_RETRY_AFTER_S = 60
+"""OpenAI's clients ignore a longer time, and retry sooner."""
 
 
 @dataclass
@@ -64,3 +69,8 @@ class FirstTokenQueue:
         self._served[-1].num_served += 1
         while now - self._served[0].since > WINDOW_S + _BUCKET_S:
             self._served.popleft()
+
+
+def retry_after_s(wait_s: float) -> int:
+    """Whole seconds, within bounds, after which a request that was refused for a wait of `wait_s` may come again."""
+    return max(math.ceil(min(wait_s, MAX_RETRY_AFTER_S)), MIN_RETRY_AFTER_S)

@@ -69,6 +69,10 @@ class Metrics:
         self._rejected = self._counter(
             "baton:num_rejected_requests", "HTTP requests refused with a 429, since the queue was full."
         )
+        self._refused_late = self._counter(
+            "baton:num_late_requests",
+            "HTTP requests refused with a 429, since their first token would have come after --ttft-limit-s.",
+        )
         self._own_gauges: list[tuple[Gauge, Callable[[], float]]] = []
         self._ttft = self._histogram(
             "sglang:time_to_first_token_seconds", "From dispatch to the first token.", _TTFT_BUCKETS
@@ -89,6 +93,7 @@ class Metrics:
         self._families: tuple[Counter | Histogram, ...] = (
             *(self._prompt_tokens, self._generation_tokens, self._cached_tokens),
             *(self._requests, self._aborted, self._failed, self._convicted, self._rejected),
+            self._refused_late,
             *(self._inexact, self._moves, self._failed_moves),
             *(self._ttft, self._e2e, self._kv_transfer),
         )
@@ -116,6 +121,11 @@ class Metrics:
     def rejected(self) -> None:
         """Count an HTTP request that was refused because the queue was full."""
         self._own(self._rejected).inc()
+        self.traffic.rejected()
+
+    def refused_late(self) -> None:
+        """Count an HTTP request that was refused because its first token would have come too late."""
+        self._own(self._refused_late).inc()
         self.traffic.rejected()
 
     def failed_over(self, cause: Cause) -> None:

@@ -17,7 +17,7 @@ from math import ceil, inf
 from random import Random
 from typing import Protocol
 
-from router.dispatch.estimate import RequestEstimates
+from router.dispatch.estimate import FirstToken, RequestEstimates
 from router.dispatch.failover import Numerics
 from router.dispatch.node_counts import NodeCounts
 from router.dispatch.policy import Candidates, RoutingPolicy
@@ -48,7 +48,8 @@ class Route:
 
     A decode node that was chosen for a cached prefix gets a `local_prefill_limit`. If it would have to compute more
     tokens, it answers NotCached. The first of the nodes computes the prompt, of which it is expected to lack
-    `num_queued_tokens`. Each node needs `num_pages` for what is known of the sequence.
+    `num_queued_tokens`. Each node needs `num_pages` for what is known of the sequence. `first_token` is None while
+    no node has measured how fast it prefills.
     """
 
     max_new_tokens: int
@@ -56,6 +57,7 @@ class Route:
     decode: Node | None
     num_queued_tokens: int
     num_pages: int
+    first_token: FirstToken | None
     local_prefill_limit: int | None = None
 
     @property
@@ -225,7 +227,10 @@ class Placement:
                 self._last[node.role] = node.ref.node_id
         num_pages = ceil(request.num_tokens / first.page_size)
         num_queued_tokens = request.num_missing_tokens(first)
-        return Route(max_new_tokens, prefill, decode, num_queued_tokens, num_pages, local_prefill_limit)
+        first_token = request.first_token(first)
+        return Route(
+            max_new_tokens, prefill, decode, num_queued_tokens, num_pages, first_token, local_prefill_limit
+        )
 
     def _with_room(self, role: Role, num_tokens: int) -> list[Node]:
         roomy = [node for node in self._fleet.live(role) if _room(node) >= num_tokens]

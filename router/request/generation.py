@@ -221,7 +221,12 @@ class GenerationGroup:
                 else:
                     waited_s = time.monotonic() - began
                     req = self._dispatcher.start(
-                        work, wake, split=prompt.split, rid=prompt.rid, waited_s=waited_s
+                        work,
+                        wake,
+                        split=prompt.split,
+                        in_time=self._places is not None and generation is self.generations[0],
+                        rid=prompt.rid,
+                        waited_s=waited_s,
                     )
                 break
             except RequestError as e:

@@ -12,7 +12,6 @@ its sequences or not at all. Each router process has its own bound. Priorities d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Set
 from types import TracebackType
 from typing import Annotated
@@ -20,13 +19,9 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.dispatch.first_token_queue import FirstTokenQueue
+from router.dispatch.first_token_queue import FirstTokenQueue, retry_after_s
 from router.http.responses import refuse
 from shared.errors import RequestError
-
-MIN_RETRY_AFTER_S = 1
-MAX_RETRY_AFTER_S = 60
-"""OpenAI's clients ignore a longer time, and retry sooner."""
 
 _PLACES = "queue_places"
 
@@ -69,7 +64,6 @@ class QueueLimit:
         if num_queued + num_sequences <= self._max_queued:
             return
         self._on_rejected()
-        wait_s = math.ceil(min(self._queue.wait_s(num_queued), MAX_RETRY_AFTER_S))
         num_free = max(self._max_queued - num_queued, 0)
         if num_free == 0:
             why = f"the queue is full: all {self._max_queued} places are taken"
@@ -79,7 +73,7 @@ class QueueLimit:
             f"{why}; try again later",
             status=429,
             code="queue_full",
-            retry_after_s=max(wait_s, MIN_RETRY_AFTER_S),
+            retry_after_s=retry_after_s(self._queue.wait_s(num_queued)),
         )
 
 

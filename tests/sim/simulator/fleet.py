@@ -102,6 +102,7 @@ class FleetShape:
     prefill_policy: RoutingPolicy = round_robin
     decode_policy: RoutingPolicy = cache_aware
     failover_s: float = 30.0
+    ttft_limit_s: float | None = None
 
 
 class SimFleet:
@@ -137,6 +138,7 @@ class SimFleet:
             policies={Role.PREFILL: shape.prefill_policy, Role.DECODE: shape.decode_policy},
             deadlines=Deadlines(first_token_s=1e9, stall_s=1e9, failover_s=shape.failover_s),
             local_prefill_tokens=shape.local_prefill_tokens,
+            ttft_limit_s=shape.ttft_limit_s,
             metrics=_QuietMetrics(lambda: "sim"),
             later=lambda delay, act: self.loop.at(self.loop.now + delay, act),
             clock=self.loop,
@@ -196,7 +198,7 @@ class SimFleet:
         params = SamplingParams(max_new_tokens=2 * request.output_len, temperature=0.0)
         work = Work(request.input_ids(), params, priority=request.priority, routing_key=request.routing_key)
         try:
-            req = self.dispatcher.start(work, lambda: self._take(outcome))
+            req = self.dispatcher.start(work, lambda: self._take(outcome), in_time=True)
         except RequestError:
             self.num_refused += 1
             return None

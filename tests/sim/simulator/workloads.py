@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from tests.sim.simulator.trace import SimRequest
 
@@ -57,4 +58,25 @@ def few_shot(
         blocks = (*range(first, first + shared_blocks), *range(own, own + own_blocks))
         own += own_blocks
         requests.append(SimRequest(at_s, len(blocks) * block_tokens, output_len, blocks, block_tokens))
+    return requests
+
+
+def unrelated(
+    rng: random.Random,
+    num: int,
+    *,
+    gap_s: float,
+    input_lens: Sequence[int],
+    output_len: int = 4,
+    block_tokens: int = 32,
+) -> list[SimRequest]:
+    """`num` requests, on average `gap_s` apart, that share nothing. The length of each is one of `input_lens`."""
+    at_s, own, requests = 0.0, 0, []
+    for _ in range(num):
+        at_s += rng.expovariate(1 / gap_s)
+        input_len = rng.choice(input_lens)
+        num_blocks = -(-input_len // block_tokens)
+        blocks = tuple(range(own, own + num_blocks))
+        own += num_blocks
+        requests.append(SimRequest(at_s, input_len, output_len, blocks, block_tokens))
     return requests

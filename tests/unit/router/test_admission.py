@@ -13,9 +13,9 @@ import httpx
 import openai
 import pytest
 
-from router.dispatch.first_token_queue import WINDOW_S, FirstTokenQueue
+from router.dispatch.first_token_queue import MAX_RETRY_AFTER_S, WINDOW_S, FirstTokenQueue
 from router.http.config import DispatchOptions
-from router.request.queue_limit import MAX_RETRY_AFTER_S, QueueLimit
+from router.request.queue_limit import QueueLimit
 from router.server import Router
 from shared.errors import RequestError
 from shared.protocol.messages import Cancel, Decode, Failed, Finish, NodeLimits, Prefill

@@ -1,0 +1,114 @@
+"""--ttft-limit-s: which requests are refused since their first token would come too late."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from router.dispatch.first_token_queue import MAX_RETRY_AFTER_S
+from router.http.config import DispatchOptions
+from shared.errors import RequestError
+from shared.protocol.messages import Decode, Failed, Load, Prefill, TokenEntry
+from tests.unit.router.dispatched import IDS, FakeNode, Fleet
+from tests.unit.router.fakes import figure, joined_router, pair, say_nothing
+
+LIMIT_S = 2.0
+RATE = 100.0
+"""Prompt tokens a second. IDS has 80."""
+
+
+def limited(**load: float) -> Fleet:
+    """One prefill node, which is as busy as `load` says, and one decode node."""
+    fleet = Fleet(1, 0, ttft_limit_s=LIMIT_S)
+    fleet.prefills[0].load = Load(prefill_tokens_per_s=RATE, **load)  # type: ignore[arg-type]
+    return fleet
+
+
+def refusal(fleet: Fleet) -> RequestError:
+    nodes: list[FakeNode] = [*fleet.prefills, *fleet.decodes]
+    num_sent = [len(node.sent) for node in nodes]
+    with pytest.raises(RequestError) as caught:
+        fleet.start()
+    assert [len(node.sent) for node in nodes] == num_sent
+    assert (caught.value.status, caught.value.code) == (429, "ttft_limit")
+    return caught.value
+
+
+def test_requests_are_taken_up_to_the_limit() -> None:
+    fleet = limited()
+    fleet.start()
+    fleet.start()  # 160 tokens take 1.6 s
+    error = refusal(fleet)
+    assert "take about 2.4 s, 1.6 s of it behind other requests" in error.message
+    assert "more than 2 s are refused (--ttft-limit-s)" in error.message
+    assert error.retry_after_s == 1
+    assert len(fleet.prefills[0].sent) == len(fleet.decodes[0].sent) == 2
+
+
+def test_an_estimate_from_priors_refuses_no_request() -> None:
+    fleet = limited()
+    fleet.prefills[0].load = Load(num_queued_tokens=1_000_000)
+    fleet.start()
+
+
+def test_the_rate_of_other_nodes_counts_while_a_node_has_none() -> None:
+    fleet = limited()
+    fleet.prefills[0].load = Load(num_queued_tokens=1_000_000)
+    fleet.decodes[0].load = Load(prefill_tokens_per_s=RATE)
+    assert refusal(fleet).retry_after_s == MAX_RETRY_AFTER_S
+
+
+def test_a_prompt_that_waits_for_no_other_is_taken() -> None:
+    limited().start(tuple(range(400)))
+
+
+def test_what_the_node_holds_takes_no_time() -> None:
+    fleet = limited(num_queued_tokens=150)
+    fleet.prefills[0].holds(4)
+    fleet.start()
+
+
+def test_a_wait_for_pages_counts_while_there_is_one() -> None:
+    fleet = Fleet(1, 0, ttft_limit_s=LIMIT_S)
+    fleet.prefills[0].load = Load(prefill_tokens_per_s=RATE * len(IDS))
+    for _ in range(8):
+        first = fleet.start()
+    fleet.wait(1)
+    fleet.dispatcher.on_tokens(
+        fleet.prefills[0], [TokenEntry(first.key, 0, (1,))]
+    )  # one a second, and 7 wait
+    fleet.start()
+    fleet.decodes[0].load = Load(reserve_wait_s=0.1)
+    assert "8.0 s of it behind other requests" in refusal(fleet).message
+
+
+def test_another_attempt_is_not_refused() -> None:
+    fleet = limited()
+    req = fleet.start()
+    fleet.prefills[0].load = Load(prefill_tokens_per_s=RATE, num_queued_tokens=1_000_000)
+    fleet.dispatcher.on_failed(fleet.decodes[0], Failed(req.key, 503, "busy"))
+    fleet.wait(10)
+    assert not req.ended
+    assert req.key.attempt > 0
+    assert len(req.attempt.holders) > 0
+
+
+def test_clients_get_a_429(model_folder: Path) -> None:
+    async def run() -> None:
+        dispatch = DispatchOptions(local_prefill_tokens=0, ttft_limit_s=LIMIT_S)
+        async with pair(prefill=say_nothing, decode=say_nothing) as nodes:
+            nodes[0].load = Load(num_queued_tokens=1000, prefill_tokens_per_s=RATE)
+            async with joined_router(model_folder, list(nodes), dispatch=dispatch) as (_, client):
+                for body in ({"text": "a"}, {"text": "a", "stream": True}):
+                    response = await client.post("/generate", json=body)
+                    assert response.status_code == 429, response.text
+                    assert response.headers["retry-after"] == "9"
+                    error = response.json()["error"]
+                    assert (error["type"], error["code"]) == ("rate_limit_error", "ttft_limit")
+                assert await figure(client, "baton:num_late_requests_total") == 2
+                assert not nodes[0].all(Prefill)
+                assert not nodes[1].all(Decode)
+
+    asyncio.run(run())
