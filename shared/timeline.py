@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -20,12 +21,16 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+MAX_STAMP_S = 1e10
+"""In the year 2286. No stamp that comes from another process is later, so that traces can count nanoseconds."""
+
+
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
     """The entry of a request into `stage` on a node of `role`. `time` is seconds since the epoch, on its clock."""
 
     role: str
     stage: str
-    time: float
+    time: Annotated[float, msgspec.Meta(ge=0, le=MAX_STAMP_S)]
 
 
 class ReqStage(StrEnum):

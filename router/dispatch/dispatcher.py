@@ -19,6 +19,7 @@ import msgspec
 
 from router.dispatch.circuit_breakers import CircuitBreakers
 from router.dispatch.failover import MAX_FAILURES, TRIAL_TOKENS, Cause, Loss, Numerics, Quarantine
+from router.dispatch.figures import believed
 from router.dispatch.first_token_queue import FirstTokenQueue, retry_after_s
 from router.dispatch.metrics import Metrics
 from router.dispatch.moves import Moves
@@ -203,7 +204,7 @@ class Dispatcher:
             if req is None or attempt is None or node not in attempt.nodes:
                 continue
             if entry.report is not None:
-                attempt.reports[node.role] = entry.report
+                attempt.reports[node.role], _ = believed(entry.report)
                 attempt.heard_at[node.role] = now
             if entry.token_ids:
                 self._counts.computed(attempt)

@@ -25,6 +25,10 @@ PRIOR_DECODE_TOKENS_PER_S = 1_000.0
 STALL_WEIGHT = 0.5
 """A second for which a running stream pauses counts for so many seconds of waiting for a first token."""
 
+
+MAX_TOKENS_PER_S = 1e7
+"""No hardware is faster. A node that says it is must not get every prompt, however many wait there."""
+
 TOKENS_AHEAD = 64
 """A sequence makes each step of its neighbours longer. So many of their steps count as its costs."""
 
@@ -111,7 +115,8 @@ class RequestEstimates:
     @cached_property
     def _decode_tokens_per_s(self) -> float:
         """Of the node with the largest batch, where the share of one sequence in the costs of a step shows best."""
-        return max(node.load.gen_throughput for node in self._fleet) or PRIOR_DECODE_TOKENS_PER_S
+        most = max(node.load.gen_throughput for node in self._fleet)
+        return min(most, MAX_TOKENS_PER_S) or PRIOR_DECODE_TOKENS_PER_S
 
     def _rate(self, node: Node, rate: Callable[[Load], float], prior: float) -> float:
         return self._measured(node, rate) or prior
@@ -129,7 +134,7 @@ class RequestEstimates:
 
 def prefill_rate(load: Load) -> float:
     """Prompt tokens a second; 0 if the node has not measured it."""
-    return load.prefill_tokens_per_s
+    return min(load.prefill_tokens_per_s, MAX_TOKENS_PER_S)
 
 
 def transfer_rate(load: Load) -> float:

@@ -16,9 +16,11 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from router.dispatch.failover import Loss
+from router.dispatch.figures import believed
 from router.dispatch.prefix_index import PrefixIndex
 from router.nodes.liveness import Liveness
 from shared.errors import LinkError
+from shared.log import LimitedWarning
 from shared.protocol.dial_socket import DialSocket, from_frames, to_frames
 from shared.protocol.messages import (
     FRAME_ERRORS,
@@ -159,6 +161,7 @@ class LiveNode:
         self.load = Load()
         self.load_at = 0.0
         self.prefixes = PrefixIndex()
+        self._wrong_load = LimitedWarning("wrong_load")
         self._pong = asyncio.Event()
 
     @property
@@ -197,8 +200,12 @@ class LiveNode:
 
     def pong(self, pong: Pong, now: float) -> None:
         """Take the load of a Pong, which answers a Ping or reports a change of links."""
-        self.load, self.load_at = pong.load, now
-        self.liveness.pong(now, pong.load)
+        self.load, wrong = believed(pong.load)
+        self.load_at = now
+        if wrong:
+            figures = ", ".join(f"{name}={figure:g}" for name, figure in wrong.items())
+            self._wrong_load(node=self.ref.node_id, figures=figures, taken_as=0)
+        self.liveness.pong(now, self.load)
         if not self.prefixes.compare(pong.cache_seq):
             self.send(CacheResync())
         self._pong.set()
