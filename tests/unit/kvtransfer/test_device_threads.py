@@ -15,6 +15,7 @@ from tests.unit.kvtransfer.link_pair import BACKENDS_IN_ONE_PROCESS, LinkPair, r
 
 ALLOWED = {
     "engine/forward_stream.py": "the worker of a CPU",
+    "engine/node_http.py": "answers probes and scrapes",
     "engine/node_process.py": "waits for the end of standard input",
     "kvtransfer/transports/nccl.py": "a timer, which only marks a link as given up",
 }
