@@ -15,7 +15,10 @@ ELSEWHERE = {"router/api/request_log.py", "router/nodes/shared_news.py"}
 def log_calls() -> Iterator[tuple[str, ast.Call]]:
     for package in ("router", "prefill_node", "decode_node", "shared"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
+            source = path.read_text()
+            if not any(f"{name}(" in source for name in LOGS):
+                continue
+            for node in ast.walk(ast.parse(source)):
                 if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
                     name = (
                         node.func.attr

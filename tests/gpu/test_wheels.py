@@ -15,8 +15,17 @@ from tests.gpu.checks import CHECKS
 from tests.gpu.steps import COMMANDS
 from tests.gpu.wheels import MACHINE_HAS, ROOT, needs, wanted_of_project
 
-OPTIONAL = {"kubernetes", "openai", "playwright", "schemathesis", "matplotlib", "ruff", "mypy"}
-"""Development dependencies that no step takes, and the one that only `--discovery k8s` imports."""
+OPTIONAL = {
+    "cryptography",
+    "kubernetes",
+    "openai",
+    "playwright",
+    "schemathesis",
+    "matplotlib",
+    "ruff",
+    "mypy",
+}
+"""Development dependencies that no step takes, and extras that only `--kv-tls` and `--discovery k8s` import."""
 SERVICE = ("router", "prefill_node", "decode_node", "shared")
 
 
