@@ -94,6 +94,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"model": "builtin", "node": "d0", "after": "idle", "weights_mib": 14, "kv_mib": 100}
         | {"peak_mib": 300, "beyond_mib": 186}
     ],
+    "sockets": [
+        {"transport": "tcp", "batch_mib": 16, "whole_path_gb_s": 1.0, "raw_tcp_gb_s": 3.0, "ratio": 0.36}
+    ],
     "peers_llama_160m": PEERS,
     "peers_qwen3_0_6b": PEERS,
 }
