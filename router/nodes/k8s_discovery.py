@@ -30,9 +30,22 @@ _ENDED = ("Succeeded", "Failed")
 
 
 class K8sDiscovery:
-    """The pods that match the label selector of a role. Each role has a watch, on a thread of its own."""
+    """The pods that match the label selector of a role. Each role has a watch, on a thread of its own.
 
-    def __init__(self, api: client.CoreV1Api, namespace: str, selectors: Mapping[Role, str]) -> None:
+    What the watches know is told every `poll_s`; after an error of the API a watch pauses for `retry_s`.
+    """
+
+    def __init__(
+        self,
+        api: client.CoreV1Api,
+        namespace: str,
+        selectors: Mapping[Role, str],
+        *,
+        poll_s: float = POLL_S,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._poll_s = poll_s
+        self._retry_s = retry_s
         self._informers = {
             role: SharedInformer(
                 api.list_namespaced_pod, namespace, resync_period=RESYNC_S, label_selector=selector
@@ -73,7 +86,7 @@ class K8sDiscovery:
                         if (address := address_of_pod(pod, role)) is not None
                     )
                 )
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(self._poll_s)
         finally:
             self._ended.set()
             for informer in self._informers.values():
@@ -83,7 +96,7 @@ class K8sDiscovery:
     def _on_error(self, error: object) -> None:
         """On the thread of an informer, which goes on afterwards."""
         self._failed(reason=str(error).strip().partition("\n")[0])
-        self._ended.wait(RETRY_S)
+        self._ended.wait(self._retry_s)
 
 
 def address_of_pod(pod: Any, role: Role) -> str | None:

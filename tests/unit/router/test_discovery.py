@@ -17,7 +17,6 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from kubernetes import client
 
-from router.nodes import k8s_discovery
 from router.nodes.discovery import Discovery, DnsDiscovery, Listing, make_discovery
 from router.nodes.k8s_discovery import K8sDiscovery, address_of_pod
 from router.nodes.member import MemberState
@@ -283,9 +282,7 @@ def _matches(pod: dict[str, Any], selector: str) -> bool:
 
 
 @pytest.fixture
-def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    monkeypatch.setattr(k8s_discovery, "POLL_S", 0.01)
-    monkeypatch.setattr(k8s_discovery, "RETRY_S", 0.05)
+def api() -> Iterator[ApiServer]:
     server = ApiServer()
     yield server
     server.close()
@@ -297,12 +294,16 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     )
 
 
+def discovery(api: ApiServer) -> K8sDiscovery:
+    return K8sDiscovery(api.client, "baton", SELECTORS, poll_s=0.01, retry_s=0.05)
+
+
 def test_pods_are_listed_and_watched(api: ApiServer) -> None:
     api.change("ADDED", pod("p0", PREFILL, "10.0.0.2"))
     api.change("ADDED", pod("x", "router", "10.0.0.9"))
 
     async def run() -> None:
-        async with listing_of(K8sDiscovery(api.client, "baton", SELECTORS)) as told:
+        async with listing_of(discovery(api)) as told:
             p0, d0 = (Role.PREFILL, "tcp://10.0.0.2:7100"), (Role.DECODE, "tcp://10.0.0.3:7500")
             await eventually(lambda: told and told[-1] == {p0})
             await eventually(lambda: api.num_watches == 2)
@@ -320,7 +321,7 @@ def test_a_watch_that_is_dropped_or_too_old_is_made_up_for(api: ApiServer, gone:
     api.change("ADDED", pod("d0", DECODE, "10.0.0.3"))
 
     async def run() -> None:
-        async with listing_of(K8sDiscovery(api.client, "baton", SELECTORS)) as told:
+        async with listing_of(discovery(api)) as told:
             d0, d1 = (Role.DECODE, "tcp://10.0.0.3:7200"), (Role.DECODE, "tcp://10.0.0.4:7200")
             await eventually(lambda: told and told[-1] == {d0})
             await eventually(lambda: api.num_watches == 2)
@@ -341,7 +342,7 @@ def test_an_api_that_fails_takes_no_node_away(api: ApiServer, caplog: pytest.Log
     api.change("ADDED", pod("d0", DECODE, "10.0.0.3"))
 
     async def run() -> None:
-        async with listing_of(K8sDiscovery(api.client, "baton", SELECTORS)) as told:
+        async with listing_of(discovery(api)) as told:
             await eventually(lambda: told and len(told[-1]) == 1)
             await eventually(lambda: api.num_watches == 2)
             api.broken = True
