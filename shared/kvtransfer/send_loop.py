@@ -101,7 +101,8 @@ class SendLoop:
             except LinkError:  # expected of a dead link; what matters is that the op has left
                 self._give_back(self._sending.popleft()[1])
         self._ring.close()
-        self._link = None
+        # The traceback of a failure has the copier's slot, and this loop: a cycle that would keep the slot's memory.
+        self._link = self._failure = None
         return True
 
     def _check(self, seq: int, chunk: GrantedChunk) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -83,10 +86,17 @@ class RecordingLink:
         pass
 
 
-def new_loop(pages: Pages, num_slots: int = 2) -> SendLoop:
-    ring = SlotRing(num_slots, PAGE_NBYTES, lambda nbytes: Slot(torch.zeros(nbytes, dtype=torch.uint8)))
+def new_slot(nbytes: int) -> Slot:
+    return Slot(torch.zeros(nbytes, dtype=torch.uint8))
+
+
+def new_loop(pages: Pages, ring: SlotRing | None = None) -> SendLoop:
     return SendLoop(
-        ring=ring, pages=pages, num_layers=1, gate=Gate(), copier=thread_copier("test", DeviceThreads())
+        ring=ring or SlotRing(2, PAGE_NBYTES, new_slot),
+        pages=pages,
+        num_layers=1,
+        gate=Gate(),
+        copier=thread_copier("test", DeviceThreads()),
     )
 
 
@@ -148,14 +158,40 @@ def test_a_send_that_fails_ends_the_link_and_keeps_no_slot() -> None:
     assert slots_out(loop) == 0
 
 
+@pytest.mark.parametrize("steps", [True, False], ids=["reported", "dead-before"])
+def test_a_link_whose_send_failed_frees_its_slots_without_the_garbage_collector(steps: bool) -> None:
+    class GoneLink(RecordingLink):
+        def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> DoneOp:
+            raise LinkError("the peer is gone")
+
+    slots: list[weakref.ref[Slot]] = []
+
+    def seen_slot(nbytes: int) -> Slot:
+        slot = new_slot(nbytes)
+        slots.append(weakref.ref(slot))
+        return slot
+
+    loop = new_loop(Pages(), SlotRing(1, PAGE_NBYTES, seen_slot))
+    gc.disable()
+    try:
+        loop.attach(GoneLink())
+        loop.accept(grant(0))
+        until(lambda: slots)
+        if steps:
+            with suppress(LinkError):
+                step_until_it_fails(loop)
+        assert loop.drain(block=True)
+        assert [slot() for slot in slots] == [None]
+    finally:
+        gc.enable()
+
+
 def test_a_slot_that_cannot_be_had_ends_the_link() -> None:
     def no_memory(nbytes: int) -> Slot:
         raise LinkError("no shared memory")
 
     ring = SlotRing(2, PAGE_NBYTES, no_memory)
-    loop = SendLoop(
-        ring=ring, pages=Pages(), num_layers=1, gate=Gate(), copier=thread_copier("test", DeviceThreads())
-    )
+    loop = new_loop(Pages(), ring)
     loop.attach(RecordingLink())
     loop.accept(grant(0))
     with pytest.raises(LinkError, match="no shared memory"):
