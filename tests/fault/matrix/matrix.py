@@ -49,7 +49,11 @@ NODE_FLAGS = (
     *("--peer-timeout-s", PEER_TIMEOUT_S, "--router-timeout-s", ROUTER_TIMEOUT_S),
 )
 DECODE_FLAGS = ("--host-kv-tokens", "1024", "--retract-policy", "host")
-ROUTER_FLAGS = ("--node-timeout-s", NODE_TIMEOUT_S, "--failover-timeout-s", "60")
+ROUTER_FLAGS = (
+    *("--node-timeout-s", NODE_TIMEOUT_S, "--failover-timeout-s", "60"),
+    # By time to first token, the decode nodes would share the requests, or prefill them.
+    *("--decode-policy", "cache-aware", "--local-prefill-tokens", "16"),
+)
 ABORTED = ("greedy", "n2")
 """The requests that are aborted in cells of that stage."""
 _KILLS = (Fault.PREFILL_KILLED, Fault.DECODE_KILLED, Fault.DECODES_KILLED, Fault.TARGET_KILLED)
