@@ -94,7 +94,7 @@ class RequestEstimates:
         return nbytes / self._rate(node, transfer_rate, PRIOR_TRANSFER_BYTES_PER_S)
 
     def local_prefill_s(self, node: Node) -> float:
-        """As `prefill_s` on a decode node, with the pauses of the sequences there."""
+        """As `prefill_s` on a decode node, with the pauses of the sequences there, of which there is at least one."""
         return self.prefill_s(node) * (1 + STALL_WEIGHT * max(self.num_seqs(node), 1))
 
     def place_s(self, node: Node) -> float:
