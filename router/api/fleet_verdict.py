@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from router.api.live_feed import NO_BOTTLENECK, FleetSample, Sample
 
-WINDOW = 10
+_WINDOW = 10
 """Samples that a verdict is about, one a second."""
 
 _MIN_WAITING = 1.0
@@ -33,7 +33,7 @@ class _Suspect(NamedTuple):
 
 def fleet_verdict(samples: Sequence[Sample]) -> str:
     """The sentence about the latest samples; empty while there are none."""
-    recent = samples[-WINDOW:]
+    recent = samples[-_WINDOW:]
     if not recent:
         return ""
     suspects = [suspect for find in (_prefill, _decode, _transfer) if (suspect := find(recent)) is not None]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from router.api.fleet_verdict import WINDOW, fleet_verdict
+from router.api.fleet_verdict import fleet_verdict
 from router.api.links_words import links_words
 from router.api.live_feed import (
     MAX_SAMPLES,
@@ -128,7 +128,7 @@ class LiveState:
             )
         )
         self._num_sampled += 1
-        self._verdict = fleet_verdict(list(self._samples)[-WINDOW:])
+        self._verdict = fleet_verdict(list(self._samples))
         self._wake()
 
     async def feed(self) -> AsyncGenerator[LiveEvent, None]:
