@@ -211,6 +211,7 @@ def _serve_in_role(
 ) -> Role | None:
     """Serve until told to stop, or to take the role that is returned."""
     role, node = presence.role, presence.node
+    log.rename(node.incarnation)
     parts = _parts(presence, config, loaded, stop.wake)
     scheduler, handlers = build_role(parts)
     routers = Handlers(msgspec.msgpack.Decoder(RouterToNode), parts.router_port.on_message)
@@ -224,7 +225,6 @@ def _serve_in_role(
             is_draining=lambda: parts.router_port.is_draining,
         )
     )
-    log.rename(node.incarnation)
     log.event("listening", role=role, node=node.incarnation, address=node.address)
     stop.loaded()
     loaded.engine.grammars.warm_up()

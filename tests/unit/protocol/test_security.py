@@ -110,7 +110,7 @@ def connects(router: Party) -> bool:
     return True
 
 
-def test_a_key_that_was_replaced_lets_nobody_in(party: MakeParty) -> None:
+def test_a_key_that_was_replaced_admits_no_router(party: MakeParty) -> None:
     node, router = party("node", NEW), party("router-1", OLD).start()
     address = node.listen()
     for _ in range(3):
