@@ -50,10 +50,12 @@ class Connections:
         self.options = options
         self.log_requests = log_requests
         self.open: set[Connection] = set()
+        self.shaking: set[Connection] = set()
+        """Those of HTTPS whose handshake is under way."""
 
     def __len__(self) -> int:
         """The number of clients that are connected, busy or not."""
-        return len(self.open)
+        return len(self.open) + len(self.shaking)
 
     @property
     def num_unsent_bytes(self) -> int:
@@ -109,6 +111,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take a new connection, or drop it if there are too many even with spare ones."""
         self._transport = cast("asyncio.Transport", transport)
+        self._connections.shaking.discard(self)
         self._connections.open.add(self)
         self._write_timer = WriteTimer(
             self._loop, self._transport, self.options.write_timeout_s, self._is_added_to

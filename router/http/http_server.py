@@ -18,6 +18,7 @@ from router.http.config import ConnectionOptions
 from router.http.connection import Connection, Connections
 from router.http.connections import on_connections
 from router.http.open_files import room_for
+from router.http.tls_listener import TlsListener
 
 _DRAIN_S = 5
 
@@ -25,9 +26,13 @@ _DRAIN_S = 5
 class HttpServer(uvicorn.Server):
     """A server without signal handlers. `accepting` is set once clients can connect."""
 
-    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+    def __init__(
+        self, config: uvicorn.Config, connections: Connections, tls: ssl.SSLContext | None = None
+    ) -> None:
         super().__init__(config)
         self.connections = connections
+        self._tls = tls
+        self._tls_listeners: list[TlsListener] = []
         self.accepting = asyncio.Event()
 
     @contextlib.contextmanager
@@ -37,12 +42,29 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start. Raises OSError for a socket that does not listen then, which uvloop only logs."""
-        await super().startup(sockets)
+        await super().startup(sockets if self._tls is None else [])
+        if self._tls is not None:
+            new_connection = functools.partial(
+                Connection,
+                self.config,
+                self.server_state,
+                self.lifespan.state,
+                connections=self.connections,
+            )
+            for given in sockets or ():
+                listener = TlsListener(given, self._tls, new_connection, self.connections)
+                self._tls_listeners.append(listener)
         for given in sockets or ():
             closed = given.fileno() < 0  # as uvloop does when `listen` fails
             if closed or not given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 raise OSError("the HTTP port does not listen: is another router on it?")
         self.accepting.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, and end the connections."""
+        for listener in self._tls_listeners:
+            listener.close()
+        await super().shutdown(sockets)
 
 
 def http_server(
@@ -63,6 +85,5 @@ def http_server(
         server_header=False,
         timeout_keep_alive=options.keep_alive_timeout_s,
         timeout_graceful_shutdown=_DRAIN_S,
-        ssl_context_factory=None if tls is None else lambda _config, _default: tls,
     )
-    return HttpServer(config, connections)
+    return HttpServer(config, connections, tls)

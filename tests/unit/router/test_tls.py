@@ -18,6 +18,7 @@ import uvloop
 
 from router.flags import build_parser, router_config
 from router.http.config import ConnectionOptions, HttpOptions
+from router.http.connection import NUM_SPARE_CONNECTIONS
 from router.http.tls import Tls, TlsOptions
 from router.server import Router
 from router.terminal.client import ClientError, RouterClient
@@ -170,6 +171,55 @@ def test_a_client_that_reads_nothing_is_dropped(model_folder: Path, ours: TlsOpt
 
 async def _has_no_streams(router: Router) -> bool:
     return router._dispatcher.num_running == 0
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half a hello"])
+def test_handshakes_are_counted_and_timed_as_connections_are(
+    model_folder: Path, ours: TlsOptions, said: bytes
+) -> None:
+    bound = 4 + NUM_SPARE_CONNECTIONS
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as exits:
+            options = ConnectionOptions(max_connections=4, header_timeout_s=2 * PATIENCE_S)
+            router, _ = await exits.enter_async_context(
+                joined_router(model_folder, [], http=config_of(ours), connections=options, wait=False)
+            )
+            connections = router._server.connections
+            writers = []
+            for number in range(bound + 3):
+                reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
+                writers.append(writer)
+                if number < bound:
+                    writer.write(said)
+                    await eventually(lambda number=number: len(connections) == number + 1)
+                else:
+                    assert await reader.read() == b"", "closed at once"
+            assert len(connections) == bound
+            connections.options = replace(options, header_timeout_s=0.1)
+            writers[0].close()
+            await eventually(lambda: len(connections) == bound - 1)
+            reader, late = await asyncio.open_connection("127.0.0.1", router.http_port)
+            late.write(said)
+            assert await reader.read() == b"", "it is too slow"
+            writers[1].close()
+            assert await ask(router, trusting(ours)) == 503, "spare, and the fleet is not ready"
+            for writer in (*writers, late):
+                writer.close()
+            await eventually(lambda: len(connections) == 0)
+
+    uvloop.run(run())
+
+
+def test_handshakes_end_with_the_router(model_folder: Path, ours: TlsOptions) -> None:
+    async def run() -> None:
+        async with joined_router(model_folder, [], http=config_of(ours), wait=False) as (router, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
+            await eventually(lambda: len(router._server.connections) == 1)
+        assert await reader.read() == b""
+        writer.close()
+
+    uvloop.run(run())
 
 
 def test_files_of_no_use_are_refused_by_the_name_of_their_flag(folder: Path, ours: TlsOptions) -> None:
