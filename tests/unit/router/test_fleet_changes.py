@@ -273,7 +273,13 @@ def test_adding_a_node(model_folder: Path) -> None:
         ({"layout": {"fingerprint": "another"}}, "is not the model that is served here"),
         ({"role": Role.PREFILL}, "expected a decode node, it is a prefill node"),
         ({"refuses": "router: too many"}, "the node refused: router: too many"),
-        ({"version": 0}, f"protocol: the node speaks version 1, and this end version {PROTOCOL_VERSION}"),
+        *(
+            (
+                {"version": version},
+                f"protocol: the node speaks version {version or 1}, and this end version {PROTOCOL_VERSION}",
+            )
+            for version in (0, PROTOCOL_VERSION - 2, PROTOCOL_VERSION + 2)
+        ),
     ],
 )
 def test_a_node_that_does_not_fit_is_refused_by_name_and_forgotten(
