@@ -122,6 +122,11 @@ class ScheduleOptions:
     chunked_prefill_size: int = flag(
         512, "longest part of a prompt computed in one forward", whole(1), "TOKENS"
     )
+    short_prompt_share: float = flag(
+        0.5,
+        "beside a prompt of several chunks, prompts that fit into this share of the forward's tokens are computed",
+        fraction(0.0, 0.5),
+    )
     max_prefill_tokens: int = flag(16384, "most prompt tokens in one forward", whole(1), "TOKENS")
     max_running_requests: int = flag(64, "requests that hold KV at the same time", whole(1, 65536), "N")
     schedule_policy: str = flag(

@@ -104,11 +104,19 @@ class Batcher:
             result = adder.add_chunked_req(self.chunked_req)
         retracted = set(self.retraction.to_prefill())
         offers = result is AddReqResult.CONTINUE
+        passed: Req | None = None
         for req in self._offered(adder) if offers else ():
+            if self._may_not_pass(req, passed, adder.chunked_req):
+                break
             was_retracted = req.timeline.stage is ReqStage.RETRACTED
             if was_retracted and req not in retracted:
                 continue  # an older one did not fit
             result = adder.add_one_req(req)
+            if result is AddReqResult.TOO_LONG:
+                passed = req
+                if was_retracted:
+                    retracted.clear()
+                continue
             if result is not AddReqResult.CONTINUE and self._preempt_for(req, adder):
                 result = adder.add_one_req(req)
             if result is AddReqResult.NO_TOKEN and was_retracted:
@@ -119,6 +127,7 @@ class Batcher:
             self._lacks_room = result is AddReqResult.NO_TOKEN or adder.lacks_room
         if not adder.can_run:
             return None
+        adder.fill_chunk()
         self.chunked_req = adder.chunked_req
         for req in adder.can_run:
             self.waiting_queue.pop(req, None)
@@ -128,6 +137,15 @@ class Batcher:
         extends = [schedule(r, r.extend_len, samples=r is not self.chunked_req) for r in adder.can_run]
         beside = self._step_beside_prefill()
         return ScheduleBatch((*extends, *beside.extends), beside.decodes, beside.future_writes)
+
+    def _may_not_pass(self, req: Req, passed: Req | None, chunked: Req | None) -> bool:
+        """Whether `req` would be computed beside `chunked`, or before `passed`, which waits, and counts less than it.
+
+        The age of `chunked` does not count: it has its share of each forward.
+        """
+        if passed is not None and self.level(req) < self.level(passed):
+            return True
+        return chunked is not None and self._priority.given(req) < self._priority.given(chunked)
 
     def _step_beside_prefill(self) -> ScheduleBatch:
         """With mixed chunks, a decode step of all running requests, unless that would take a retraction.

@@ -17,6 +17,10 @@ from shared.scheduling.schedule_policy import CachedPrefixes
 MAX_RESERVED_OUTPUT = 4096
 """No request reserves room for more output than this, as in SGLang: longer outputs are rare and may be retracted."""
 
+MAX_LOOKUPS = 32
+"""Of so many long prompts the cached prefix is looked up, to see what is left of them beside a chunk. The others are
+taken for long, since a lookup costs O(prompt length)."""
+
 
 class AddReqResult(Enum):
     """The result of offering a request to the PrefillAdder."""
@@ -25,6 +29,8 @@ class AddReqResult(Enum):
     """It was added; there may be room for another."""
     NO_TOKEN = auto()
     """There is no room for it now: no request slot or too few KV pages, besides those kept for other requests."""
+    TOO_LONG = auto()
+    """It would not fit into this forward as a whole, and another prompt is being computed in chunks."""
     OTHER = auto()
     """The token budget of this forward is used up: chunk tokens, or prefill tokens."""
 
@@ -54,6 +60,8 @@ class PrefillAdder:
         self._known_share = min(options.schedule_conservativeness, 1.0)
         self._running = list(running)
         self._reserved_tokens = sum(self._reserve(req) for req in running)
+        self._short_prompt_share = options.short_prompt_share
+        self._num_lookups = 0
         self._rem_chunk_tokens = _beside(num_decodes, options.chunked_prefill_size)
         self._rem_input_tokens = _beside(num_decodes, options.max_prefill_tokens)
         self._num_kept_rows = self._num_kept_pages = 0
@@ -127,6 +135,8 @@ class PrefillAdder:
         ledger = self._ledger
         if not self._has_tokens:
             return AddReqResult.OTHER
+        if self.chunked_req is not None and not self._fits_whole(req):
+            return AddReqResult.TOO_LONG
         if not self.would_fit(req, ()):
             return AddReqResult.NO_TOKEN
         kv = ledger.admit(ledger.match_prefix(req.matchable_ids, req.extra_key), req.extra_key)
@@ -140,15 +150,37 @@ class PrefillAdder:
 
     def _take(self, req: Req) -> AddReqResult:
         self._reserved_tokens += self._reserve(req)
-        todo = len(req.ids) - req.kv_len
-        req.extend_len = min(todo, self._rem_tokens)
-        self._rem_chunk_tokens -= req.extend_len
-        self._rem_input_tokens -= req.extend_len
+        todo, rem_tokens = len(req.ids) - req.kv_len, self._rem_tokens
         self.can_run.append(req)
-        if req.extend_len < todo:
+        if todo <= rem_tokens:
+            req.extend_len = todo
+        else:
+            req.extend_len = rem_tokens - int(rem_tokens * self._short_prompt_share)
             self.chunked_req = req
-            return AddReqResult.OTHER
-        return AddReqResult.CONTINUE
+        self._spend(req.extend_len)
+        return (
+            AddReqResult.OTHER if req is self.chunked_req and not self._has_tokens else AddReqResult.CONTINUE
+        )
+
+    def fill_chunk(self) -> None:
+        """Give `chunked_req` the tokens that no shorter prompt has taken. It comes last."""
+        if self.chunked_req is not None:
+            self.chunked_req.extend_len += self._rem_tokens
+            self._spend(self._rem_tokens)
+
+    def _spend(self, num_tokens: int) -> None:
+        self._rem_chunk_tokens -= num_tokens
+        self._rem_input_tokens -= num_tokens
+
+    def _fits_whole(self, req: Req) -> bool:
+        """Whether the rest of this forward is enough for what is not cached of `req`."""
+        if len(req.ids) <= self._rem_tokens:
+            return True
+        self._num_lookups += 1
+        return (
+            self._num_lookups <= MAX_LOOKUPS
+            and len(req.ids) - self._cached.num_tokens(req) <= self._rem_tokens
+        )
 
     def _fits(self, req: Req, lock: PrefixLock, num_cached_pages: int, victims: Sequence[Req] = ()) -> bool:
         """Whether there are pages for `req`, of which `num_cached_pages` are cached and held by `lock`.

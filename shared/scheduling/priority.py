@@ -41,8 +41,8 @@ class PriorityRule:
     def level(self, req: Req, step: int) -> int:
         """Higher goes first. `step` is the number of forwards launched so far."""
         if not self._aging_steps or req.arrival_step is None:
-            return self._given(req)
-        return self._given(req) + (step - req.arrival_step) // self._aging_steps
+            return self.given(req)
+        return self.given(req) + (step - req.arrival_step) // self._aging_steps
 
     def rank(self, req: Req, step: int) -> tuple[int, bool, int]:
         """The order between requests of different queues: smaller goes first, and no two are equal.
@@ -60,14 +60,14 @@ class PriorityRule:
 
     def may_preempt(self, waiting: Req, running: Req, step: int) -> bool:
         """Whether `running` may be retracted for `waiting`. Age protects `running` and does not help `waiting`."""
-        return self.enabled and self._given(waiting) - self.level(running, step) > self._threshold
+        return self.enabled and self.given(waiting) - self.level(running, step) > self._threshold
 
     def may_preempt_any(self, waiting: Sequence[Req], running: Sequence[Req], step: int) -> bool:
         """Whether any of `waiting` may have any of `running` retracted."""
         if not (self.enabled and waiting and running):
             return False
         lowest = min(self.level(req, step) for req in running)
-        return max(self._given(req) for req in waiting) - lowest > self._threshold
+        return max(self.given(req) for req in waiting) - lowest > self._threshold
 
     def victims_for(self, waiting: Req, running: Sequence[Req], would_fit: WouldFit, step: int) -> list[Req]:
         """The requests of `running` that are retracted for `waiting`: lowest level first, then those that lose least.
@@ -80,7 +80,8 @@ class PriorityRule:
         )
         return choose_victims(candidates, lambda some: would_fit(waiting, some))
 
-    def _given(self, req: Req) -> int:
+    def given(self, req: Req) -> int:
+        """The priority without what waiting has added to it."""
         return self._sign * req.work.priority if self.enabled else 0
 
 

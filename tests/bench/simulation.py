@@ -1,7 +1,9 @@
-"""What the simulator says: scheduling policies compared on two workloads.
+"""What the simulator says: scheduling policies compared on two workloads, and short prompts beside long ones.
 
 Hit ratio and TTFT of each `--schedule-policy` on one prefill node whose KV pool is small for its traffic: a public
 trace of conversations, which share little, and few-shot prompts, which share much.
+
+TTFT of short and of long prompts on one prefill node, with and without --short-prompt-share.
 
 Everything above the device and the network is the real code; see tests/sim/README.md. Times are virtual seconds of
 the cost model in cost_model.json.
@@ -22,7 +24,7 @@ from tests.sim.simulator.cost_model import CostModel, load_cost_model
 from tests.sim.simulator.fleet import FleetShape, SimFleet
 from tests.sim.simulator.node import NodeShape
 from tests.sim.simulator.trace import MOONCAKE, SimRequest, load_trace, scaled
-from tests.sim.simulator.workloads import few_shot
+from tests.sim.simulator.workloads import few_shot, unrelated
 
 SCALE = 16
 """Lengths of the trace are divided by this: a block of 512 tokens becomes one page of 32."""
@@ -36,6 +38,11 @@ FEW_SHOT_POOL_TOKENS = 8_192
 """A third of what its 24 shared prompts take."""
 DECODE_POOL_TOKENS = 262_144
 """Decode nodes are large here: what is compared is the order of prefill."""
+SHORT_TOKENS, LONG_TOKENS = 64, 8192
+MIX_REQUESTS = 1500
+MIX_LOAD = 0.8
+MIX_COSTS = CostModel(a=0.002, b=1e-4, c=1e-9, d=0.01, e=1e-4, f=0.0)
+"""A node that prefills 10,000 tokens a second: a small GPU."""
 
 
 def run_policy(workload: str, policy: str, costs: CostModel) -> dict[str, Any]:
@@ -66,6 +73,31 @@ def run_policy(workload: str, policy: str, costs: CostModel) -> dict[str, Any]:
     }
 
 
+def run_mix(share: float) -> dict[str, Any]:
+    """Nine short prompts for each long one, with which a prefill node is busy for 0.8 of the time."""
+    schedule = ScheduleOptions(short_prompt_share=share, max_running_requests=256)
+    node = NodeShape(pool_tokens=TRACE_POOL_TOKENS, context_length=2 * LONG_TOKENS, schedule=schedule)
+    decode = NodeShape(pool_tokens=DECODE_POOL_TOKENS, context_length=2 * LONG_TOKENS, schedule=schedule)
+    costs = MIX_COSTS
+    fleet = SimFleet(FleetShape(num_decode=2, prefill=node, decode=decode), costs)
+    chunk = schedule.chunked_prefill_size
+    chunks = [(start, chunk) for start in range(0, LONG_TOKENS, chunk)]
+    busy_s = 0.9 * costs.extend_s([(0, SHORT_TOKENS)]) + 0.1 * sum(costs.extend_s([span]) for span in chunks)
+    lens = [SHORT_TOKENS] * 9 + [LONG_TOKENS]
+    fleet.submit(unrelated(random.Random(0), MIX_REQUESTS, gap_s=busy_s / MIX_LOAD, input_lens=lens))
+    fleet.run()
+    row: dict[str, Any] = {"bench": "short_prompts", "short_prompt_share": share}
+    for name, input_len in (("short", SHORT_TOKENS), ("long", LONG_TOKENS)):
+        outcomes = [o for o in fleet.outcomes.values() if o.request.input_len == input_len]
+        ttfts = sorted(outcome.ttft_s for outcome in outcomes if outcome.ok)
+        row |= {
+            f"{name}_ok": len(ttfts),
+            f"{name}_ttft_p50_s": round(percentile(ttfts, 50), 3),
+            f"{name}_ttft_p99_s": round(percentile(ttfts, 99), 3),
+        }
+    return row
+
+
 def totals(fleet: SimFleet) -> dict[str, Any]:
     """What a workload came to."""
     ttfts = sorted(outcome.ttft_s for outcome in fleet.outcomes.values() if outcome.ok)
@@ -81,17 +113,22 @@ def totals(fleet: SimFleet) -> dict[str, Any]:
 
 
 def main() -> Iterator[dict[str, Any]]:
-    """Every policy on both workloads."""
+    """Every policy on both workloads, and the mix of short and long prompts."""
     costs = load_cost_model()
     for workload in (MOONCAKE, "few_shot"):
         for policy in POLICIES:
             yield run_policy(workload, policy, costs)
+    for share in (0.0, 0.25, 0.5):
+        yield run_mix(share)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """The best policy on each workload, by hit ratio, against `fcfs`."""
     best: dict[str, Any] = {}
     for row in rows:
+        if row["bench"] == "short_prompts":
+            best[f"short_ttft_p99_s_with_share_{row['short_prompt_share']}"] = row["short_ttft_p99_s"]
+            continue
         name = row["workload"]
         if row["policy"] == "fcfs":
             best[f"{name}_fcfs_hit_ratio"] = row["hit_ratio"]

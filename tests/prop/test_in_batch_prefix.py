@@ -86,6 +86,7 @@ def test_first_come_first_served_but_for_those_who_wait_for_a_prefix(seed: int) 
         chunked_prefill_size=rng.choice([5, 16, 64]),
         max_running_requests=rng.choice([3, 64]),
         in_batch_prefix_caching_deprioritize_threshold=worth,
+        short_prompt_share=0.0,
     )
     pending = burst(rng, 14)[::-1]
     in_flight: list[Req] = []

@@ -65,12 +65,13 @@ def flood(rng: random.Random) -> list[SimRequest]:
     return sorted([*favourites, *others], key=lambda request: request.at_s)
 
 
-def serve(policy: str, aging_steps: int) -> tuple[WaitLog, SimFleet]:
+def serve(policy: str, aging_steps: int, short_prompt_share: float = 0.5) -> tuple[WaitLog, SimFleet]:
     schedule = ScheduleOptions(
         schedule_policy=policy,
         chunked_prefill_size=CHUNK,
         max_running_requests=400,
         priority_aging_steps=aging_steps,
+        short_prompt_share=short_prompt_share,
         in_batch_prefix_caching_deprioritize_threshold=8,
     )
     shape = NodeShape(pool_tokens=40_000, page_size=8, context_length=256, schedule=schedule)
@@ -105,7 +106,7 @@ def test_only_those_go_before_who_came_before_one_has_aged(policy: str) -> None:
 
 
 def test_first_come_first_served_needs_no_aging() -> None:
-    log, _ = serve("fcfs", 0)
+    log, _ = serve("fcfs", 0, short_prompt_share=0.0)
     assert worst_excess(log, 1) <= SLACK
 
 

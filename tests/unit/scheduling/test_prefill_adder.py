@@ -21,7 +21,7 @@ def make_adder(
     running: tuple[Req, ...] = (),
     ratio: float = 1.0,
 ) -> PrefillAdder:
-    options = ScheduleOptions(chunked_prefill_size=chunk, max_prefill_tokens=prefill)
+    options = ScheduleOptions(chunked_prefill_size=chunk, max_prefill_tokens=prefill, short_prompt_share=0.0)
     return PrefillAdder(ledger, CachedPrefixes(ledger), options, running, ratio)
 
 
