@@ -95,6 +95,11 @@ def create_app(service: Service) -> ASGIApp:
         "Sequences that wait for their first token, in all queues.",
         lambda: limit.num_queued,
     )
+    service.metrics.watch_own(
+        "baton:num_held_reqs",
+        "Those of them that the router holds until it is their turn among the API keys.",
+        lambda: service.dispatcher.num_without_turn,
+    )
     app: ASGIApp = JsonBodies(create_api(service), service.http.limits.max_body_bytes)
     app = QueueGate(app, limit, _QUEUED)
     app = ApiKeyCheck(app, service.keys)

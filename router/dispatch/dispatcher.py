@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -19,6 +19,7 @@ import msgspec
 
 from router.dispatch.circuit_breakers import CircuitBreakers
 from router.dispatch.failover import MAX_FAILURES, TRIAL_TOKENS, Cause, Loss, Numerics, Quarantine
+from router.dispatch.fair_queue import FairQueue, num_ahead_tokens
 from router.dispatch.figures import believed
 from router.dispatch.first_token_queue import FirstTokenQueue, retry_after_s
 from router.dispatch.metrics import Metrics
@@ -98,6 +99,8 @@ class Dispatcher:
         self._later = later
         self._clock = clock
         self.queue = FirstTokenQueue(clock)
+        self._fleet = fleet
+        self._fair_queue = FairQueue()
         self._starts = Starts()
         self._rids = itertools.count(1)
         self._running: dict[str, RunningReq] = {}
@@ -107,6 +110,11 @@ class Dispatcher:
     def num_running(self) -> int:
         """Sequences that have not ended."""
         return len(self._running)
+
+    @property
+    def num_without_turn(self) -> int:
+        """Sequences that wait for their turn among the API keys."""
+        return len(self._fair_queue)
 
     # ------------------------------------------------------------------------------- towards clients
     def start(
@@ -118,25 +126,37 @@ class Dispatcher:
         in_time: bool = False,
         rid: str = "",
         waited_s: float = 0.0,
+        api_key: int | None = None,
     ) -> RunningReq:
         """Send a sequence to its nodes. Raises RequestError when none can take it.
 
         `rid` is the client's name of its request. With `split` the sequence goes through both fleets, however short
         the prompt. With `in_time` it is refused if its first token would come after `ttft_limit_s`. It has waited
-        for nodes for `waited_s`.
+        for nodes for `waited_s`. With the number of an `api_key` it is sent when it is the turn of that key.
         """
         if self._closed is not None:
             raise RequestError(self._closed, status=503)
         route = self._placement.route(work, split=split)
         if in_time:
-            self._refuse_late(route)
+            self._refuse_late(route, api_key)
         work = _clipped(work, route.max_new_tokens, rid)
         now = self._clock()
-        req = RunningReq(self._next_key(), work, wake=wake, now=now, rid=rid, waited_s=waited_s)
+        req = RunningReq(
+            self._next_key(), work, wake=wake, now=now, rid=rid, waited_s=waited_s, api_key=api_key
+        )
         self._running[req.key.rid] = req
-        self.queue.join(req.key.rid)
+        self.queue.join(req.key.rid, api_key)
         self._metrics.started(req)
-        self._send(req, work, route)
+        if api_key is None:
+            self._send(req, work, route)
+            return req
+        self._fair_queue.join(req, api_key, route.num_queued_tokens)
+        req.failover.split = split
+        for turn in self._take_turns():
+            if turn is req:
+                self._send(req, work, route)
+            else:
+                self._send_held(turn)
         return req
 
     def abort_unsent(self, work: Work, wake: Callable[[], None], message: str) -> RunningReq:
@@ -169,6 +189,7 @@ class Dispatcher:
     def close(self, reason: str) -> None:
         """Fail every running sequence and refuse new ones."""
         self.refuse(reason)
+        self._fair_queue = FairQueue()  # those that wait end too, and take no turns
         for req in list(self._running.values()):
             self._end(req, error=RequestError(reason, status=503))
 
@@ -226,8 +247,11 @@ class Dispatcher:
             num_new = req.arrive(entry.position, entry.token_ids, entry.finish, now)
             num_generated += num_new
             self._metrics.tokens(req, num_new, since, now)
+            if req.api_key is not None:
+                self._fair_queue.count_output(req.api_key, num_new)
             if since is None and num_new:
                 self.queue.leave(req.key.rid, served=True)
+                self._left_queue(req)
             if entry.report is not None and req.start is None:
                 req.start = self._starts.measure(req, now)
             if req.ended:
@@ -370,7 +394,7 @@ class Dispatcher:
         return len(held)
 
     # ------------------------------------------------------------------------------------------ inside
-    def _refuse_late(self, route: Route) -> None:
+    def _refuse_late(self, route: Route, api_key: int | None) -> None:
         """Raise RequestError if the first token would come too late, and would come sooner without other requests.
 
         The prefill node goes on with earlier prompts while the decode node has this one wait for pages: the longer
@@ -382,6 +406,9 @@ class Dispatcher:
         wait_s = first_token.wait_s
         if route.decode is not None and route.decode.load.reserve_wait_s > 0:
             wait_s = max(wait_s, self.queue.wait_s(len(self.queue)))
+        if api_key is not None:
+            rate = sum(node.load.prefill_tokens_per_s for node in self._prefilling)
+            wait_s += self._fair_queue.num_tokens_ahead(api_key) / rate if rate else 0.0
         seconds = wait_s + first_token.compute_s
         if seconds <= limit_s or not wait_s:
             return
@@ -393,6 +420,29 @@ class Dispatcher:
             code="ttft_limit",
             retry_after_s=retry_after_s(seconds - limit_s),
         )
+
+    @property
+    def _prefilling(self) -> Sequence[Node]:
+        return self._fleet.live(Role.PREFILL) or self._fleet.live(Role.DECODE)
+
+    def _take_turns(self) -> Iterator[RunningReq]:
+        """The sequences whose turn it is. Each must be sent before the next is taken."""
+        return self._fair_queue.take(num_ahead_tokens(self._prefilling))
+
+    def _left_queue(self, req: RunningReq) -> None:
+        """Send the sequences whose turn it is, since `req` has its first token or has ended."""
+        if req.api_key is None:
+            return
+        self._fair_queue.leave(req.key.rid)
+        for turn in self._take_turns():
+            self._send_held(turn)
+
+    def _send_held(self, req: RunningReq) -> None:
+        now = self._clock()
+        req.turn_s = now - req.started_at
+        req.failover.since = now
+        req.failover.error = RequestError("its turn among the API keys has come", status=503)
+        self._resend(req, req.key)
 
     def _next_key(self) -> ReqKey:
         return ReqKey(self._incarnation, str(next(self._rids)))
@@ -554,6 +604,7 @@ class Dispatcher:
         self._quarantine.end(req)
         del self._running[req.key.rid]
         self.queue.leave(req.key.rid, served=isinstance(req.finish, Finish))
+        self._left_queue(req)
         self._metrics.ended(req)
         event("sequence_ended", level=logging.DEBUG, **req.fields, tokens=len(req.output_ids))
 

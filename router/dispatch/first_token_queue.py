@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from shared.timeline import Clock
@@ -28,25 +28,35 @@ class FirstTokenQueue:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._waiting: set[str] = set()
+        self._waiting: dict[str, int | None] = {}
+        self._num_of: Counter[int | None] = Counter()
         self._busy_since = 0.0
         self._served: deque[_Bucket] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def join(self, rid: str) -> None:
-        """A sequence was dispatched. The rate is measured anew whenever the queue has been empty."""
+    def num_of(self, api_key: int | None) -> int:
+        """The waiting sequences of one API key."""
+        return self._num_of[api_key]
+
+    def join(self, rid: str, api_key: int | None = None) -> None:
+        """A sequence was dispatched, of the API key with this number if several share the fleet.
+
+        The rate is measured anew whenever the queue has been empty.
+        """
         if not self._waiting:
             self._busy_since = self._clock()
             self._served.clear()
-        self._waiting.add(rid)
+        if rid not in self._waiting:
+            self._waiting[rid] = api_key
+            self._num_of[api_key] += 1
 
     def leave(self, rid: str, *, served: bool) -> None:
         """A sequence has its first token or finished without one (`served`), or it was aborted or has failed."""
         if rid not in self._waiting:
             return
-        self._waiting.remove(rid)
+        self._num_of[self._waiting.pop(rid)] -= 1
         if served:
             self._count(self._clock())
 

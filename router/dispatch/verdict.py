@@ -1,6 +1,7 @@
 """What the time to the first token of a sequence went to, and the verdict on one that was slow.
 
     dispatch       until the router had nodes for it                           expected: no time
+    turn           until it was its turn among the API keys, if several        expected: no time
     failover       attempts that lost their nodes                              expected: no time
     reservation    until the decode node had pages and a row for it            expected: no time
     queue          until the node that prefills began with it                  expected: no time
@@ -42,6 +43,7 @@ class StartStage(StrEnum):
     """A stage of a sequence up to its second token, in this order."""
 
     DISPATCH = "dispatch"
+    TURN = "turn"
     FAILOVER = "failover"
     RESERVATION = "reservation"
     QUEUE = "queue"
@@ -174,7 +176,7 @@ def _stages(
     both = (node, decode) if decode is not None else (node,)
     measured: list[tuple[StartStage, tuple[Node, ...], float, int, str]] = [
         (StartStage.DISPATCH, (), req.waited_s, 0, ""),
-        (StartStage.FAILOVER, (), sent_after_s, 0, _why_failed_over(req)),
+        (StartStage.FAILOVER, (), sent_after_s - req.turn_s, 0, _why_failed_over(req)),
         (StartStage.QUEUE, (node,), queued_s - reserved_s, 0, _why_queued(node, attempt)),
         (StartStage.PREFILL, (node,), prefill_s, num_computed, ""),
         (StartStage.DELIVERY, (node,), max(0.0, told_after_s - queued_s - prefill_s), 0, ""),
@@ -183,6 +185,8 @@ def _stages(
         why = _why_not_reserved(req, decode, attempt)
         measured.insert(2, (StartStage.RESERVATION, (decode,), reserved_s, 0, why))
         measured.append((StartStage.TRANSFER, both, transfer_s, req.kv_bytes_transferred, ""))
+    if req.turn_s:
+        measured.insert(1, (StartStage.TURN, (), req.turn_s, 0, ""))
     return [
         StageTime(stage, nodes, seconds, work, usual_s(stage, nodes, work), why)
         for stage, nodes, seconds, work, why in measured
@@ -247,6 +251,7 @@ def _free_pages(load: Load) -> int:
 # ------------------------------------------------------------------------------------------------ wording
 _WAITS = {
     StartStage.DISPATCH: ("waiting for nodes that could take it", "with nodes at once"),
+    StartStage.TURN: ("waiting for its turn among the API keys", "without other keys"),
     StartStage.FAILOVER: ("lost with an attempt that failed", "without the failover"),
     StartStage.RESERVATION: ("waiting for pages on {}", "with a free decode node"),
     StartStage.QUEUE: ("waiting in the queue of {}", "with a free {}"),

@@ -35,6 +35,7 @@ OPEN_PATHS = frozenset({"/health"}) | PAGE_PATHS
 """Paths that need no key: the probes', and the page, which asks for a key."""
 
 _ACCESS = "access"
+_API_KEY = "api_key"
 
 
 class Access(IntEnum):
@@ -106,6 +107,13 @@ class ApiKeys:
             return
         event("api_keys_read", num_keys=len(self._clients), num_admin_keys=len(self._admins))
 
+    def number(self, authorization: bytes) -> int | None:
+        """The place of the sender's key among all, if clients have several keys; those without a key share one."""
+        if len(self._clients) < 2:
+            return None
+        known, digest = (*self._clients, *self._admins), _digest_of(authorization)
+        return sum(at * hmac.compare_digest(digest, each) for at, each in enumerate(known, 1))
+
     @property
     def needed(self) -> bool:
         """True when clients must send one."""
@@ -113,12 +121,17 @@ class ApiKeys:
 
     def access(self, authorization: bytes) -> Access:
         """What the sender of this header may do. Compares with every key, in the same time for any of them."""
-        scheme, _, token = authorization.partition(b" ")
-        digest = _digest(token.strip() if scheme.lower() == b"bearer" else b"")
+        digest = _digest_of(authorization)
         is_admin, is_client = _is_one_of(digest, self._admins), _is_one_of(digest, self._clients)
         if is_admin or (not self._admins and (is_client or not self._clients)):
             return Access.ADMIN
         return Access.CLIENT if is_client or not self._clients else Access.NOTHING
+
+
+def api_key_of(scope: Scope) -> int | None:
+    """The number of the caller's key, behind an ApiKeyCheck; None if not several keys share the fleet."""
+    number: int | None = scope.get("state", {}).get(_API_KEY)
+    return number
 
 
 def api_keys(http: HttpOptions) -> ApiKeys:
@@ -154,7 +167,7 @@ class ApiKeyCheck:
             if access is Access.NOTHING and scope["path"] not in OPEN_PATHS:
                 await refuse(_refusal("the API key is missing or wrong"), scope, receive, send)
                 return
-            scope.setdefault("state", {})[_ACCESS] = access
+            scope.setdefault("state", {}).update({_ACCESS: access, _API_KEY: self._keys.number(given)})
         await self._app(scope, receive, send)
 
 
@@ -188,6 +201,12 @@ def _is_one_of(digest: bytes, known: Sequence[bytes]) -> bool:
     for each in known:
         found |= hmac.compare_digest(digest, each)
     return found
+
+
+def _digest_of(authorization: bytes) -> bytes:
+    """That of the key in a header; of the empty key if there is none."""
+    scheme, _, token = authorization.partition(b" ")
+    return _digest(token.strip() if scheme.lower() == b"bearer" else b"")
 
 
 def _digest(key: bytes) -> bytes:

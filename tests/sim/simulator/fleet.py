@@ -198,7 +198,9 @@ class SimFleet:
         params = SamplingParams(max_new_tokens=2 * request.output_len, temperature=0.0)
         work = Work(request.input_ids(), params, priority=request.priority, routing_key=request.routing_key)
         try:
-            req = self.dispatcher.start(work, lambda: self._take(outcome), in_time=True)
+            req = self.dispatcher.start(
+                work, lambda: self._take(outcome), in_time=True, api_key=request.api_key
+            )
         except RequestError:
             self.num_refused += 1
             return None

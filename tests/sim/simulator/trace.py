@@ -43,6 +43,7 @@ class SimRequest:
     block_tokens: int
     routing_key: str = ""
     priority: int = 0
+    api_key: int | None = None
 
     def input_ids(self) -> tuple[int, ...]:
         """Its made-up prompt. Built when it is sent: a fleet's prompts would not fit into memory at once."""

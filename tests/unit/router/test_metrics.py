@@ -50,7 +50,12 @@ OF_NODES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 OF_THE_ROUTER: Mapping[str, tuple[str, ...]] = {
-    "gauge": ("baton:num_queued_reqs", "baton:http_connections", "baton:http_unsent_bytes"),
+    "gauge": (
+        "baton:num_queued_reqs",
+        "baton:num_held_reqs",
+        "baton:http_connections",
+        "baton:http_unsent_bytes",
+    ),
     "counter": (
         "sglang:prompt_tokens",
         "sglang:generation_tokens",

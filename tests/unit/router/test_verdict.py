@@ -119,7 +119,9 @@ def test_a_start_as_usual_has_no_verdict() -> None:
     start = start_of(serve(fleet_with_habits()))
     assert start.verdict is None
     assert start.ttft_s == pytest.approx(0.024) and start.usual_s == pytest.approx(0.021)
-    assert [stage.stage for stage in start.stages] == list(StartStage)
+    assert [stage.stage for stage in start.stages] == [
+        stage for stage in StartStage if stage is not StartStage.TURN
+    ]
     assert sum(stage.seconds for stage in start.stages[:-1]) == pytest.approx(start.ttft_s)
 
 
@@ -251,3 +253,20 @@ def test_an_incident_is_not_the_usual_at_once() -> None:
     for at in range(16):
         usual.observe(("prefill", "p"), 1000, 9.0, 3000.0 + at * 20.0)
     assert usual.usual_s(("prefill", "p"), 1000) == pytest.approx(9.0)
+
+
+def test_a_turn_among_the_api_keys_is_named() -> None:
+    fleet = fleet_with_habits()
+    work = Work(IDS, SamplingParams(max_new_tokens=2))
+    greedy = [fleet.dispatcher.start(work, lambda: None, api_key=1) for _ in range(20)]
+    late = fleet.dispatcher.start(work, lambda: None, api_key=2)
+    assert not late.nodes
+    fleet.now += 0.5
+    finish(fleet, greedy[0], USUAL)
+    finish(fleet, late, USUAL)
+    verdict = start_of(late).verdict
+    assert verdict is not None
+    assert [cause.stage for cause in verdict.causes] == [StartStage.TURN]
+    assert re.fullmatch(
+        r"5\d\d ms waiting for its turn among the API keys; without other keys \d\d ms", verdict.text
+    )
