@@ -126,6 +126,7 @@ class ScheduleOptions:
         0.5,
         "beside a prompt of several chunks, prompts that fit into this share of the forward's tokens are computed",
         fraction(0.0, 0.5),
+        "SHARE",
     )
     max_prefill_tokens: int = flag(16384, "most prompt tokens in one forward", whole(1), "TOKENS")
     max_running_requests: int = flag(64, "requests that hold KV at the same time", whole(1, 65536), "N")

@@ -47,6 +47,7 @@ FLAGS = """\
 --disable-radix-cache
 --host-kv-tokens TOKENS
 --chunked-prefill-size TOKENS = 512
+--short-prompt-share SHARE = 0.5
 --max-prefill-tokens TOKENS = 16384
 --max-running-requests N = 64
 --schedule-policy {fcfs,lpm,dfs-weight,lof,random,routing-key} = fcfs
@@ -107,6 +108,7 @@ VALUES = {
     "--disable-radix-cache": None,
     "--host-kv-tokens": "4096",
     "--chunked-prefill-size": "100",
+    "--short-prompt-share": "0.25",
     "--max-prefill-tokens": "2000",
     "--max-running-requests": "9",
     "--schedule-policy": "lpm",
