@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import pytest
 
 from router.dispatch.estimate import PRIOR_PREFILL_TOKENS_PER_S, TOKENS_AHEAD
-from router.dispatch.policy import POLICIES, RoutingPolicy, random, round_robin, ttft
+from router.dispatch.policy import POLICIES, Candidates, RoutingPolicy, random, round_robin, ttft
 from shared.protocol.messages import Decode, Finish, Load, Prefill, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
@@ -67,6 +68,21 @@ class TestPrefillNodes:
             node.load = Load(prefill_tokens_per_s=50 * PRIOR_PREFILL_TOKENS_PER_S)
         assert set(Counter(names(fleet, Role.PREFILL, 30)).values()) == {10}
 
+    def test_it_is_the_median_of_the_others(self) -> None:
+        fleet = by_cost(4, 1)
+        for node, rate in zip(fleet.prefills, (100.0, 200.0, 900.0), strict=False):
+            node.load = Load(prefill_tokens_per_s=rate)
+        assert fleet.estimates(WORK).prefill_s(fleet.prefills[3]) == len(IDS) / 200.0
+
+    @pytest.mark.parametrize("last", ["p0", "p1"])
+    def test_those_about_as_good_as_the_best_take_turns(self, last: str) -> None:
+        """Another router sees the same loads, and must not choose the same node each time."""
+        fleet = by_cost(3, 1)
+        for node, rate in zip(fleet.prefills, (1000.0, 1050.0, 800.0), strict=True):
+            node.load = Load(prefill_tokens_per_s=rate)
+        chosen = ttft(Candidates(fleet.estimates(WORK), fleet.prefills, last, Random(0)))
+        assert {chosen.ref.node_id, last} == {"p0", "p1"}
+
     def test_a_prompt_leaves_the_queue_when_its_first_token_comes(self) -> None:
         fleet = by_cost(1)
         node = fleet.prefills[0]
@@ -108,6 +124,18 @@ class TestDecodeNodes:
         fleet.decodes[0].holds(4)
         got = names(fleet, Role.DECODE, 4)
         assert got[0] == "d000" and "d001" in got
+
+    def test_a_slow_network_is_avoided(self) -> None:
+        fleet = by_cost(1, 2)
+        for node, seconds in zip(fleet.decodes, (10.0, 0.001), strict=True):
+            node.load = Load(kv_bytes_transferred=100_000, kv_transfer_s=seconds)
+        assert names(fleet, Role.DECODE, 5) == ["d001"] * 5
+
+    def test_without_prefill_nodes_the_holder_of_the_prefix_computes(self) -> None:
+        fleet = by_cost(1, 3)
+        fleet.prefills.clear()
+        fleet.decodes[1].holds(4)
+        assert names(fleet, Role.DECODE, 1) == ["d001"]
 
     def test_a_full_node_is_the_last_choice(self) -> None:
         fleet = by_cost(1, 2)
@@ -158,6 +186,13 @@ class TestWhoComputes:
         fleet.prefills[0].load = Load(num_queued_tokens=100_000)
         assert self.sent(fleet).prefill is None
 
+    def test_they_are_when_the_network_is_slow(self) -> None:
+        fleet = by_cost(1, 1, local=None)
+        fleet.decodes[0].holds(3)
+        roomy = {"num_running": 30, "num_pages": 4096, "num_free_pages": 4096}
+        fleet.decodes[0].load = Load(**roomy, kv_bytes_transferred=1000, kv_transfer_s=1.0)
+        assert self.sent(fleet).prefill is None
+
     def test_a_prompt_of_which_it_holds_nothing_is_computed_elsewhere(self) -> None:
         fleet = by_cost(1, 1, local=None)
         assert self.sent(fleet).prefill == fleet.prefills[0].ref
@@ -186,6 +221,12 @@ def test_turns_are_those_of_the_nodes_that_took_part() -> None:
     fleet.start()
     fleet.start(IDS[:PAGE])
     assert names(fleet, Role.PREFILL, 1) == ["p1"]
+
+
+def test_sequences_that_move_take_turns_too() -> None:
+    fleet = Fleet(3, 0, decode=round_robin)
+    targets = [fleet.dispatcher._placement.target(WORK, fleet.decodes[0]) for _ in range(4)]
+    assert [target.ref.node_id for target in targets] == ["d001", "d002"] * 2
 
 
 def test_a_place_costs_the_next_tokens_of_its_neighbours() -> None:

@@ -348,3 +348,19 @@ class TestMovingRequests:
         assert len(queue) == 0
         made = queue.reserve(**OPEN)
         assert (made.reserved, made.refused) == ([], [])
+
+
+def test_the_longest_wait_is_that_of_the_first_to_come(make_kv_ledger: MakeLedger) -> None:
+    ledger, now = make_kv_ledger(16), 10.0
+    options = ScheduleOptions()
+    batcher = Batcher(ledger, options)
+    queue = PreallocQueue(ledger, NotedTransfers(), options, batcher.in_order, lambda: now)  # type: ignore[arg-type]
+    assert queue.longest_wait_s == 0.0
+    first, second = new_req("1", (1, 2, 3)), new_req("2", (1, 2, 3))
+    enqueue(queue, batcher, first)
+    now = 12.0
+    enqueue(queue, batcher, second)
+    now = 15.0
+    assert queue.longest_wait_s == 5.0
+    queue.remove(first)
+    assert queue.longest_wait_s == 3.0
