@@ -159,12 +159,12 @@ def test_delay_and_loss_between_a_router_and_a_node(
     prefill = Host(tmp_path, network, "prefill", "p0", *common)
     decode = Host(tmp_path, network, "decode", "d0", *common)
     target = network.address("d0"), DEFAULT_PORTS[Role.DECODE]
-    with Relay(network.own_address, target, delay_s=0.02, stall_s=0.5, stall_every=5) as relay:
+    with Relay(network.own_address, target, delay_s=0.02, stall_s=0.2, stall_every=5) as relay:
         far = f"{network.own_address}:{relay.port}"
         router = Router(tmp_path, "--prefill", network.address("p0"), "--decode", far, *common)
         with started(prefill, decode, router):
             router.wait_ready(nodes=[prefill, decode])
             until(lambda: links(router, "decode-"), "they are linked")
-            for seed in range(4, 8):
+            for seed in (4, 5):
                 check(router, tiny_model, seed)
             assert relay.num_stalls > 3, relay.num_pieces
