@@ -158,7 +158,7 @@ def test_bytes(node: Node, data: bytes, first_line: bytes) -> None:
     assert node.get("/live")[0] == 200
 
 
-def test_clients_that_say_nothing_keep_no_probe_out(node: Node) -> None:
+def test_clients_that_say_nothing_keep_no_probe_out(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.ExitStack() as exits:
         oldest = exits.enter_context(node.connect(b"GET /"))
         for _ in range(2 * MAX_CONNECTIONS):
@@ -166,6 +166,7 @@ def test_clients_that_say_nothing_keep_no_probe_out(node: Node) -> None:
         assert node.get("/live")[0] == 200
         with contextlib.suppress(ConnectionResetError):
             assert oldest.recv(100) == b""
+    assert not [record for record in caplog.records if record.name == "asyncio"], "strangers fill no log"
 
 
 def test_a_burst_that_comes_during_an_answer_is_bounded_too(node: Node) -> None:
