@@ -158,7 +158,7 @@ class NodeHttp:
             oldest.cancel()
         self._open[task] = None
         try:
-            # The client is gone, or too slow to be answered, or has to go: asyncio would log what a stranger can cause.
+            # The client is gone or slow, or has to go: asyncio would log what a stranger can cause.
             with contextlib.suppress(OSError, TimeoutError, asyncio.CancelledError):
                 async with asyncio.timeout(self._exchange_s):
                     await self._exchange(reader, writer)

@@ -45,7 +45,7 @@ class KvPort:
         try:
             self._listen().close()
         except OSError as error:
-            raise ConfigError(f"--kv-port {port}: {host} cannot be listened on: {error}") from None
+            raise ConfigError(str(error)) from None
 
     @contextmanager
     def opened(self) -> Iterator[Acceptor]:
@@ -64,9 +64,14 @@ class KvPort:
                     self._acceptor = None
 
     def _listen(self) -> socket.socket:
-        found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        return socket.create_server(address, family=family, backlog=_BACKLOG)
+        try:
+            found = socket.getaddrinfo(
+                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            family, _, _, _, address = found[0]
+            return socket.create_server(address, family=family, backlog=_BACKLOG)
+        except OSError as error:  # also at a link, when another node of this host has taken it meanwhile
+            raise OSError(f"--kv-port {self._port}: {self._host} cannot be listened on: {error}") from None
 
 
 @dataclass(eq=False, slots=True)

@@ -28,6 +28,7 @@ from shared.kvtransfer.transports.tls import MadeIdentity, secured
 from shared.protocol.messages import Struct
 from shared.protocol.transfer_messages import StoreSet
 from tests.patience import PATIENCE_S, until
+from tests.processes import free_port
 from tests.unit.kvtransfer.link_pair import (
     CPU,
     REAL,
@@ -148,6 +149,17 @@ def test_a_port_that_is_taken_is_refused() -> None:
         options = replace(real("tcp"), kv_port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match=f"--kv-port {options.kv_port}: .*in use"):
             make_transports(options, CPU)
+
+
+def test_a_port_that_another_node_takes_later_is_named_by_the_link() -> None:
+    port = free_port()
+    decode = transports(replace(real("tcp"), kv_port=port))
+    with socket.create_server(("127.0.0.1", port)):
+        cannot_be_built(LinkPair(real("tcp"), d_transports=decode), f"--kv-port {port}: 127.0.0.1 cannot be")
+    pair = LinkPair(real("tcp"), d_transports=decode)
+    pair.until(pair.linked)
+    assert listening_ports() == [port]
+    pair.close()
 
 
 # ------------------------------------------------------------------------------------------- TLS
