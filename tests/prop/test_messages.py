@@ -25,6 +25,7 @@ from shared.protocol.messages import (
 )
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.transfer_messages import ReceiverToSender, SenderToReceiver
+from shared.timeline import MAX_STAMP_S, Stamp
 
 UNIONS: dict[str, UnionType] = {
     "RouterToNode": RouterToNode,
@@ -76,6 +77,8 @@ def values(annotation: object) -> st.SearchStrategy[object]:
 
 def instances(cls: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
     hints = typing.get_type_hints(cls)
+    if cls is Stamp:
+        return st.builds(Stamp, st.text(max_size=8), st.text(max_size=8), st.floats(0, MAX_STAMP_S))
     return st.builds(cls, **{name: values(hints[name]) for name in cls.__struct_fields__})
 
 

@@ -171,6 +171,10 @@ def posts(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, text[:start] + draw(st.binary(max_size=6)) + text[end:]
 
 
+NO_LOGPROBS = "a node sent tokens without the logprobs that were asked for"
+"""What a client is told of the nodes here, which know none: `best_of` asks for them too."""
+
+
 @dataclass
 class Service:
     """A router that runs between examples too, on a loop that only turns within `run`."""
@@ -185,6 +189,8 @@ class Service:
 
     async def post(self, path: str, body: bytes) -> None:
         answer = await self.client.post(path, content=body)
+        if NO_LOGPROBS in answer.text:
+            return
         assert answer.status_code in (200, 400, 404, 413), (answer.status_code, answer.text)
         if answer.status_code != 200:
             error = answer.json()["error"]
