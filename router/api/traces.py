@@ -35,7 +35,7 @@ from router.request.generation import Generation
 from shared.log import LimitedWarning
 
 CLOSE_S = 3.0
-"""A collector that does not answer holds up the end of the router for so long."""
+"""A collector that does not answer holds up the end of the router for so long, and not for its request's timeout."""
 _SDK_LOGGER = "opentelemetry"
 
 
@@ -58,14 +58,15 @@ class Traces:
         """`app` with the middleware that sends traces."""
         return TraceRequests(app, self)
 
-    def close(self) -> None:
-        """Send what is queued, for at most CLOSE_S, and end the thread."""
-        timer = threading.Timer(CLOSE_S, self._exporter.shutdown)
-        timer.start()
-        self._processor.shutdown()
-        timer.cancel()
-        timer.join()
-        logging.getLogger(_SDK_LOGGER).removeHandler(self._log)
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Send what is queued, and end the thread. One that waits for an answer after `timeout_s` ends by itself."""
+        ending = threading.Thread(target=self._processor.shutdown, name="end of traces", daemon=True)
+        ending.start()
+        ending.join(timeout_s)
+        if ending.is_alive():
+            self._exporter.shutdown()  # no more is sent; a request under way cannot be ended
+        else:
+            logging.getLogger(_SDK_LOGGER).removeHandler(self._log)
 
     def tell(self, generation: Generation, headers: Mapping[str, str]) -> None:
         """Send the spans of a sequence that has ended."""

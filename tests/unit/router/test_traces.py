@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.server
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,12 +18,14 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from router.api.traces import Traces
 from router.dispatch.running_req import Attempt, RunningReq
 from router.dispatch.stage_spans import StageSpan, stage_spans
 from router.http.config import HttpOptions
 from router.server import open_traces
 from shared.protocol.messages import Decode, Finish, Prefill, ReqKey, ReqReport, Role, Stamp, Work
 from shared.protocol.sampling_params import SamplingParams
+from tests.patience import until
 from tests.unit.router.dispatched import FakeNode as DispatchedNode
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
 
@@ -254,3 +257,17 @@ def test_a_clock_that_cannot_be_right_is_corrected_by_the_least(skew: float) -> 
     lengths = [round(ended - began, 3) for *_, began, ended in of_p[:2]]
     assert lengths == [0.9, 1.0]
     assert [row for row in rows if row[0] != "p0"] == MOVED[3:]
+
+
+def test_a_collector_that_never_answers_does_not_hold_up_the_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        traces = Traces(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces")
+        traces._tracer.start_span("one").end()
+        sending = threading.Thread(target=traces._processor.force_flush)
+        sending.start()
+        asked, _ = silent.accept()
+        traces.close(0.1)
+        assert sending.is_alive(), "it has not been waited for"
+        asked.close()
+    sending.join()
+    until(lambda: not [thread for thread in threading.enumerate() if "OtelBatch" in thread.name])
