@@ -101,10 +101,12 @@ class K8sDiscovery:
 
 def address_of_pod(pod: Any, role: Role) -> str | None:
     """The control socket of a pod; None while it has no address, and when it ends."""
+    if pod.metadata is None or pod.spec is None or pod.status is None:  # all three are optional in the API
+        return None
     ip = pod.status.pod_ip
     if not ip or pod.status.phase in _ENDED or pod.metadata.deletion_timestamp is not None:
         return None
-    ports = [port for container in pod.spec.containers for port in container.ports or ()]
+    ports = [port for container in pod.spec.containers or () for port in container.ports or ()]
     named = (port.container_port for port in ports if port.name == CONTROL_PORT_NAME)
     port = next(named, DEFAULT_PORTS[role])
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"

@@ -372,3 +372,11 @@ def test_a_pod_that_ends_is_not_listed(changed: dict[str, str], address: str | N
     assert address_of_pod(model, Role.DECODE) == address
     model.status.phase = "Failed"
     assert address_of_pod(model, Role.DECODE) is None
+
+
+@pytest.mark.parametrize("missing", ["metadata", "spec", "status"])
+def test_a_pod_without_a_part_is_not_listed_and_ends_no_router(missing: str) -> None:
+    described = pod("d0", DECODE, "10.0.0.3")
+    del described[missing]
+    model = client.ApiClient().deserialize(json.dumps(described), "V1Pod", "application/json")
+    assert address_of_pod(model, Role.DECODE) is None
