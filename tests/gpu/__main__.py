@@ -229,7 +229,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="STEP", help="some of the steps (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, with tiny shapes")
     parser.add_argument("--out", type=Path, metavar="DIR", help="for JSON and logs (default: build/gpu)")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     # A dry run leaves limits and times too, which are no measure of a GPU.
     options.out = options.out or ROOT / "build" / ("gpu-dry-run" if options.dry_run else "gpu")
     steps = COMMANDS[options.command]

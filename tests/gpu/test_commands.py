@@ -172,7 +172,7 @@ def test_rows_survive_their_file() -> None:
 @pytest.mark.parametrize("words", [("bench", "limits", "questions")], ids=" ".join)
 def test_a_dry_run(tmp_path: Path, words: tuple[str, ...]) -> None:
     """The quickest steps; `make test-gpu ARGS=--dry-run` and `make bench-gpu ARGS=--dry-run` run all."""
-    command = [sys.executable, "-m", "tests.gpu", *words, "--dry-run", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.gpu", words[0], "--dry-run", *words[1:], "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / f"{words[0]}.json").read_text())
