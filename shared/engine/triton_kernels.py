@@ -35,7 +35,7 @@ def triton_kernels(
         return partial(make_triton_kernels, config, product=linear, numerics=numerics)
     product = ExactLinear.of(device)
     require_exact(product, config, dtype, device)
-    return partial(make_triton_kernels, config, product=product, numerics=f"{numerics}/exact", is_exact=True)
+    return partial(make_triton_kernels, config, product=product, numerics=f"{numerics}/exact")
 
 
 def require_exact(
@@ -47,9 +47,7 @@ def require_exact(
         raise ConfigError(f"--exact: on {device} products of few rows have other bits than those of many")
 
 
-def make_triton_kernels(
-    config: ModelConfig, pool: TokenToKVPool, product: Linear, numerics: str, *, is_exact: bool = False
-) -> Kernels:
+def make_triton_kernels(config: ModelConfig, pool: TokenToKVPool, product: Linear, numerics: str) -> Kernels:
     """Those for a pool on any device that Triton computes for, an interpreted CPU included."""
     attention = PagedAttention(
         num_heads=config.num_heads,
@@ -62,7 +60,7 @@ def make_triton_kernels(
     return Kernels(
         name="triton",
         numerics=numerics,
-        is_exact=is_exact,
+        is_exact=isinstance(product, ExactLinear),
         attention=TritonAttention(attention),
         make_ops=partial(TritonOps, product=product),
         tokens=TritonTokens(),

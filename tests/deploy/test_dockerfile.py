@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -24,21 +25,33 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
+def test_the_base_serves_and_is_asked_for_its_health() -> None:
+    """Targets inherit it."""
+    _, steps = STAGES["base"]
+    assert sum(name == "HEALTHCHECK" for name, _ in steps) == 1
+    (command,) = [rest for name, rest in steps if name == "CMD"]
+    parse([word.strip(' "') for word in command.strip("[]").split(",")])
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_target(target: str) -> None:
     before, steps = STAGES[target]
     assert before == "base"
     assert [rest for name, rest in steps if name == "USER"] == ["10001:10001"], "no root"
-    assert sum(name == "HEALTHCHECK" for name, _ in steps) == 1
     assert ("RUN", "python -m shared.kernels.cpu") in steps
-    (command,) = [rest for name, rest in steps if name == "CMD"]
-    parse([word.strip(' "') for word in command.strip("[]").split(",")])
+    assert not {"HEALTHCHECK", "CMD", "EXPOSE"} & {name for name, _ in steps}
 
 
-def test_both_targets_serve_in_the_same_way() -> None:
-    shared = {"USER", "COPY", "WORKDIR", "EXPOSE", "HEALTHCHECK", "CMD"}
-    cpu, cuda = ([step for step in STAGES[target][1] if step[0] in shared] for target in TARGETS)
-    assert cpu == cuda
+def test_both_targets_have_the_same_of_baton() -> None:
+    installed = ("COPY", "--from=wheel /wheels /wheels")
+    cpu, cuda = (steps[steps.index(installed) :] for _, steps in (STAGES[target] for target in TARGETS))
+    assert cpu == [step for step in cuda if step[0] != "ENV"]
+
+
+def test_every_extra_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = sorted(project["optional-dependencies"].keys() - {"dev"})
+    assert f"[{','.join(extras)}]" in dict(STAGES["wheel"][1])["RUN"]
 
 
 def test_all_that_is_copied_is_let_in() -> None:

@@ -167,7 +167,7 @@ class Bench:
         flags += ["--mem-fraction-static", "0.9"]
         flags += ["--chunked-prefill-size", str(max_prompt)]
         flags += ["--max-total-tokens", str(tokens), "--max-running-requests", str(max(max_batch, 64))]
-        return node_config(parser.parse_args(flags))
+        return node_config(parser, flags)
 
     def _nbytes(self, batch: int, context: int) -> int:
         return self.model.shape.weight_nbytes + batch * context * self.model.shape.kv_nbytes

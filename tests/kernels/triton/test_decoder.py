@@ -79,6 +79,7 @@ def test_tokens_are_those_of_torch(architecture: str, product: Linear, tmp_path:
     prompts = [random_prompt(length, seed=length, vocab_size=300) for length in (21, 5, 12)]
     expected_tokens, expected_logits = generated(rig_of(decoder, None)[0], prompts, 3)
     rig, _ = rig_of(decoder, product)
+    assert rig.backend.is_exact == (product is EXACT), "what the self test of a node that starts holds it to"
     tokens, logits = generated(rig, prompts, 3)
     assert tokens == expected_tokens
     for found, expected in zip(logits, expected_logits, strict=True):
