@@ -342,8 +342,8 @@ class Router(Process):
 
     def loads(self) -> dict[str, dict[str, Any]]:
         """The latest load of each live node, at most about a second old."""
-        _, info = self.get("/get_server_info")
-        return {} if info is None else {load["node_id"]: load for load in info["internal_states"]}
+        code, info = self.get("/get_server_info")
+        return {load["node_id"]: load for load in info["internal_states"]} if code == 200 else {}
 
     def wait_load(self, node_id: str, **values: int) -> None:
         """Until a node's load has these values."""

@@ -1,5 +1,7 @@
 """`make chaos`: long runs of what may go wrong. ARGS name the parts to run; without any, all of them run.
 
+`matrix:tcp,tls` is the part `matrix` over these transports alone.
+
 Each part is a module of this folder with a function `run`, which yields results and raises AssertionError when Baton
 has failed. Results are JSON lines on stdout. The exit code is 1 when a part has failed.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import sys
 import traceback
 
@@ -18,14 +21,15 @@ PARTS = ("corruption", "races", "matrix", "planted", "churn", "abort_storm", "so
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    names = parser.parse_args().parts or PARTS
-    for unknown in set(names) - set(PARTS):
+    words = parser.parse_args().parts or PARTS
+    parts = [re.split("[:,]", word) for word in words]
+    for unknown in {name for name, *_ in parts} - set(PARTS):
         parser.error(f"there is no part {unknown!r}, only {', '.join(PARTS)}")
     failed = []
-    for name in names:
+    for name, *arguments in parts:
         print(f"== {name}", file=sys.stderr)
         try:
-            for result in importlib.import_module(f"tests.chaos.{name}").run():
+            for result in importlib.import_module(f"tests.chaos.{name}").run(*arguments):
                 print(json.dumps({"part": name, **result}), flush=True)
         except AssertionError:
             traceback.print_exc()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.fault.matrix.cells import CELLS, Cell, Fault, Transport
+from tests.fault.matrix.cells import CELLS, PARTITIONS, Cell, Fault, Transport
 from tests.fault.matrix.fleet_nodes import make_matrix_model
 from tests.fault.matrix.holding import Stage
-from tests.fault.matrix.matrix import Matrix
+from tests.fault.matrix.matrix import Matrix, matrix_over
+from tests.fault.matrix.namespaces import why_no_namespaces
 
 pytestmark = pytest.mark.processes
 
@@ -48,6 +50,25 @@ CUT = [
             (Fault.LINK_LOST, Stage.MOVING),
             (Fault.CLIENT_GONE, Stage.TRANSFERRING),
             (Fault.CLIENT_GONE, Stage.HANDED_OFF),
+            (Fault.PREFILL_CUT_OFF, Stage.TRANSFERRING),
+            (Fault.DECODE_CUT_OFF, Stage.STREAMING),
+            (Fault.CUT_APART, Stage.TRANSFERRING),
+        )
+    ),
+    *(
+        Cell(fault, stage, Transport.TCP)
+        for fault, stage in (
+            (Fault.PREFILL_KILLED, Stage.TRANSFERRING),
+            (Fault.LINK_LOST, Stage.MOVING),
+            (Fault.CUT_APART, Stage.TRANSFERRING),
+        )
+    ),
+    *(
+        Cell(fault, stage, Transport.TLS)
+        for fault, stage in (
+            (Fault.LINK_LOST, Stage.TRANSFERRING),
+            (Fault.DECODE_KILLED, Stage.TRANSFERRING),
+            (Fault.DECODE_CUT_OFF, Stage.TRANSFERRING),
         )
     ),
 ]
@@ -59,30 +80,29 @@ def matrix_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shm(matrix_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    with Matrix(tmp_path_factory.mktemp("matrix-shm"), matrix_model, Transport.SHM) as matrix:
-        yield matrix
-        matrix.fleet.stop()
+def over(
+    matrix_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Transport], Matrix]]:
+    """The fleet over a transport. There is one at a time: it ends when the next is asked for."""
+    with contextlib.ExitStack() as running:
+        fleets: dict[Transport, Matrix] = {}
+
+        def fleet(transport: Transport) -> Matrix:
+            if transport not in fleets:
+                fleets.clear()
+                running.close()
+                folder = tmp_path_factory.mktemp(f"matrix-{transport}")
+                fleets[transport] = running.enter_context(matrix_over(transport, folder, matrix_model))
+            return fleets[transport]
+
+        yield fleet
 
 
-@pytest.fixture(scope="module")
-def gloo(matrix_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    with Matrix(tmp_path_factory.mktemp("matrix-gloo"), matrix_model, Transport.GLOO) as matrix:
-        yield matrix
-        matrix.fleet.stop()
-
-
-@pytest.mark.parametrize("cell", [cell for cell in CUT if cell.transport is Transport.SHM], ids=str)
-def test_over_shm(shm: Matrix, cell: Cell) -> None:
-    run_cell(shm, cell)
-
-
-@pytest.mark.parametrize("cell", [cell for cell in CUT if cell.transport is Transport.GLOO], ids=str)
-def test_over_gloo(gloo: Matrix, cell: Cell) -> None:
-    run_cell(gloo, cell)
-
-
-def run_cell(matrix: Matrix, cell: Cell) -> None:
+@pytest.mark.parametrize("cell", CUT, ids=str)
+def test_cell(over: Callable[[Transport], Matrix], cell: Cell) -> None:
     assert cell in CELLS
+    if cell.fault in PARTITIONS and why_no_namespaces():
+        pytest.skip(f"no network namespaces: {why_no_namespaces()}")
+    matrix = over(cell.transport)
     with matrix.mended():
         print(matrix.run(cell))

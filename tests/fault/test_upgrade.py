@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from shared.protocol.messages import PROTOCOL_VERSION
 from tests.fault.slow_model import SlowModel
 from tests.patience import until
 from tests.processes import Call, Fleet, Process, Router
@@ -36,16 +38,23 @@ NEXT = """
 """
 
 
-def next_version_in(folder: Path) -> dict[str, str]:
-    """The environment of a process of the next version."""
+AFTER_NEXT = """
+    import shared.protocol.messages as messages
+
+    messages.PROTOCOL_VERSION += 2
+"""
+
+
+def version_in(folder: Path, source: str) -> dict[str, str]:
+    """The environment of a process of another version."""
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(textwrap.dedent(NEXT))
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(source))
     return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
 
 
 def test_every_process_is_replaced_under_streams(slow_model: SlowModel, tmp_path: Path) -> None:
     """Two routers share the nodes, as they do where requests must not wait for a router to start."""
-    next_version = next_version_in(tmp_path / "next")
+    next_version = version_in(tmp_path / "next", NEXT)
     flags = ("--page-size", "4", "--max-total-tokens", "8192")
     streams: list[tuple[list[int], Call]] = []
 
@@ -84,6 +93,37 @@ def test_every_process_is_replaced_under_streams(slow_model: SlowModel, tmp_path
         finally:
             new.close()
         fleet.stop()
+
+
+def test_versions_too_far_apart_are_named(slow_model: SlowModel, tmp_path: Path) -> None:
+    """A router beside a node, and two nodes of which a router of the version between them serves both."""
+    ours, other = f"version {PROTOCOL_VERSION}", f"version {PROTOCOL_VERSION + 2}"
+    fleet = Fleet(
+        tmp_path, slow_model.folder, "1P1D", flags=("--page-size", "4", "--max-total-tokens", "512")
+    )
+    fleet.nodes["d0"].environment = version_in(tmp_path / "after_next", AFTER_NEXT)
+    between = Router(tmp_path, *fleet.router.argv[fleet.router.argv.index("--prefill") :], name="between")
+    between.environment = version_in(tmp_path / "next", NEXT)
+    try:
+        for process in (*fleet.processes, between):
+            process.start()
+        for router, refused in ((fleet.router, "router"), (between, "sending node")):
+            words = f"the {refused} speaks {ours}, and this end {other},"
+            until(partial(is_told, router, words), partial(router.get, "/health"))
+        prompt = slow_model.fresh_prompt(40)
+        assert between.generate(prompt, 2).tokens() == slow_model.greedy(prompt, 2)
+        assert [process.stop() for process in (between, *fleet.processes)] == [0] * 4
+        for process in (*fleet.processes, between):
+            process.assert_clean_log()
+    finally:
+        between.close()
+        fleet.close()
+
+
+def is_told(router: Router, words: str) -> bool:
+    """Whether /health answers with these words, and does not say ok."""
+    _, health = router.get("/health")
+    return health is not None and health["status"] != "ok" and words in health["reason"]
 
 
 def _start_next(process: Process, next_version: dict[str, str]) -> None:

@@ -35,6 +35,8 @@ class Transport(StrEnum):
 
     SHM = "shm"
     GLOO = "gloo"
+    TCP = "tcp"
+    TLS = "tls"
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,7 @@ LEAVING = (Stage.MOVING, Stage.DRAINING)
 
 NOT_RUN: dict[tuple[Fault, Stage | Transport], str] = {
     **{
-        (fault, Transport.SHM): "over gloo only: no memory is shared between namespaces"
-        for fault in PARTITIONS
+        (fault, Transport.SHM): "not over shm: no memory is shared between namespaces" for fault in PARTITIONS
     },
     (Fault.CLIENT_GONE, Stage.ABORTING): "the two requests that are left are as in `transferring`",
     **{

@@ -18,7 +18,7 @@ from tests.fault.matrix.namespaces import Namespaces
 from tests.forked import Forked
 from tests.modelzoo import make_model
 from tests.patience import until
-from tests.processes import HOST, Child, Node
+from tests.processes import HOST, Child, Node, free_port
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,44 @@ class Computing:
     """0 where a token has the same bits however it is computed."""
 
 
+OVER_HOSTILE_NETWORKS = ("tcp", "tls")
+"""Transports of `--kv-transfer tcp`, whose fleet has a key."""
 NATIVE = Computing(("--dtype", "bfloat16", "--attention-backend", "native"), 0)
 TORCH = Computing((), 1e-4)
 """In float32 torch adds in another order in a prefill than in a decode step."""
+
+
+def link_flags(transport: str, kv_port: int) -> tuple[str, ...]:
+    """What a node is told so that its pages travel over `transport`; only tcp and tls have a `kv_port`."""
+    if transport not in OVER_HOSTILE_NETWORKS:
+        return ("--kv-transfer", transport)
+    tls = ("--kv-tls",) if transport == "tls" else ()
+    return ("--kv-transfer", "tcp", "--kv-port", str(kv_port), *tls)
+
+
+def make_fleet_key(folder: Path) -> tuple[str, str]:
+    """The flag of all processes of a fleet that has a key."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "fleet.key"
+    path.write_text("the secret of these hosts")
+    return ("--fleet-key", str(path))
 
 
 class HeldNode(Node):
     """A node of `held_node`, and what it is told."""
 
     def __init__(
-        self, folder: Path, role: str, name: str, *flags: str, network: Namespaces | None = None
+        self,
+        folder: Path,
+        role: str,
+        name: str,
+        *flags: str,
+        transport: str,
+        network: Namespaces | None = None,
     ) -> None:
         host = network.address(name) if network is not None else HOST
-        super().__init__(folder, role, name, "--host", host, "--insecure", *flags)
+        links = link_flags(transport, free_port())
+        super().__init__(folder, role, name, "--host", host, "--insecure", *links, *flags)
         self.address = f"{host}:{self.port}"
         self._namespace = network.name_of(name) if network is not None else ""
         self._order_path = folder / f"{name}.order"

@@ -40,4 +40,4 @@ def run_held(role: Role, order_path: Path, flags: Sequence[str], namespace: str 
     add_node_flags(parser)
     add_fleet_flags(parser)
     add_log_flags(parser)
-    return run_node(role, node_config(parser.parse_args(flags)), held_builder_of)
+    return run_node(role, node_config(parser, flags), held_builder_of)

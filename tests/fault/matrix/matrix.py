@@ -17,8 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.fault.matrix.cells import LEAVING, Cell, Fault
-from tests.fault.matrix.fleet_nodes import Computing, HeldNode, computing_here
+from tests.fault.matrix.cells import LEAVING, Cell, Fault, Transport
+from tests.fault.matrix.fleet_nodes import (
+    OVER_HOSTILE_NETWORKS,
+    Computing,
+    HeldNode,
+    computing_here,
+    make_fleet_key,
+)
 from tests.fault.matrix.four_requests import (
     NUM_NEW,
     NUM_SEQS,
@@ -31,7 +37,7 @@ from tests.fault.matrix.four_requests import (
     start_four,
 )
 from tests.fault.matrix.holding import Sight, Stage
-from tests.fault.matrix.namespaces import Namespaces
+from tests.fault.matrix.namespaces import Namespaces, why_no_namespaces
 from tests.fault.matrix.plants import Plant
 from tests.fault.matrix.resources import Resources, resources
 from tests.patience import PATIENCE_S
@@ -69,6 +75,23 @@ class Times:
     recovered_s: float | None
 
 
+@contextlib.contextmanager
+def matrix_over(
+    transport: Transport, folder: Path, model: Path, *, patience_s: float = PATIENCE_S
+) -> Iterator[Matrix]:
+    """A fleet over `transport`, which ends well with the block.
+
+    Each node has a network namespace of its own where that is possible, but over shared memory.
+    """
+    with contextlib.ExitStack() as exits:
+        network = None
+        if transport is not Transport.SHM and not why_no_namespaces():
+            network = exits.enter_context(Namespaces(NODES))
+        matrix = exits.enter_context(Matrix(folder, model, transport, network=network, patience_s=patience_s))
+        yield matrix
+        matrix.fleet.stop()
+
+
 class Matrix:
     """A fleet over one transport, and the answers of its undisturbed run."""
 
@@ -82,7 +105,8 @@ class Matrix:
         computing: Computing | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """A fleet over `transport` (as of --kv-transfer), which computes with the best of this CPU by itself."""
+        """A fleet over `transport`, as /fleet names it, which computes with the best of this CPU by itself."""
+        key = make_fleet_key(folder) if transport in OVER_HOSTILE_NETWORKS else ()
         self.patience_s = patience_s
         self._computing = computing or computing_here()
         self._network = network
@@ -90,10 +114,10 @@ class Matrix:
             folder,
             model,
             "1P2D",
-            flags=(*NODE_FLAGS, *self._computing.flags, "--kv-transfer", transport),
+            flags=(*NODE_FLAGS, *self._computing.flags, *key),
             decode_flags=DECODE_FLAGS,
-            router_flags=ROUTER_FLAGS,
-            new_node=functools.partial(HeldNode, network=network),
+            router_flags=(*ROUTER_FLAGS, *key),
+            new_node=functools.partial(HeldNode, transport=transport, network=network),
             patience_s=patience_s,
         )
         for node in self.nodes:

@@ -10,11 +10,14 @@ input is closed, which also happens when the test is killed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
+import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -30,6 +33,9 @@ ip link delete $BRIDGE
 
 
 _CLONE_NEWNET = 0x40000000
+_IP_TRANSPARENT = 19
+_TABLE = "100"
+"""Of routes; nothing else uses it."""
 
 
 def enter(namespace: str) -> None:
@@ -96,6 +102,25 @@ class Namespaces:
         limit = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "500ms")
         _run("tc", "-n", self.name_of(name), "qdisc", "replace", "dev", "eth0", *limit)
 
+    @contextlib.contextmanager
+    def intercepted(self, name: str, target: str, port: int) -> Iterator[socket.socket]:
+        """A socket that gets, in the block, the connections of `name` to `port` of `target`.
+
+        They have the addresses that they would have without it. The caller closes the socket.
+        """
+        namespace, address = self.name_of(name), self.address(target)
+        rule = ("to", address, "ipproto", "tcp", "dport", str(port), "table", _TABLE)
+        route = ("local", address, "dev", "lo", "src", self.address(name), "table", _TABLE)
+        _ip("-n", namespace, "route", "add", *route)
+        _ip("-n", namespace, "rule", "add", *rule)
+        try:
+            with ThreadPoolExecutor(1) as there:  # a thread that has entered a namespace stays in it
+                listener = there.submit(_listen_transparently, namespace, (address, port)).result()
+            yield listener
+        finally:
+            _ip("-n", namespace, "rule", "delete", *rule)
+            _ip("-n", namespace, "route", "delete", *route)
+
     def heal(self) -> None:
         """Everything is connected again."""
         for name in self._names:
@@ -119,6 +144,16 @@ class Namespaces:
 
     def _delete(self) -> None:
         self._end.communicate()
+
+
+def _listen_transparently(namespace: str, address: tuple[str, int]) -> socket.socket:
+    enter(namespace)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_IP, _IP_TRANSPARENT, 1)  # the address is another host's
+    listener.bind(address)
+    listener.listen()
+    return listener
 
 
 def _ip(*argv: str) -> None:

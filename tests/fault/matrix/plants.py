@@ -167,16 +167,16 @@ def _forget_of_keys(parts: NodeParts, is_active: IsActive, forget: Callable[[Req
     """What `forget` leaves of a key decides whether a dispatch is a repeated one."""
     port = parts.router_port
     is_new = port._is_new
-    seen: set[ReqKey] = set()
+    seen: set[tuple[ReqKey, bool]] = set()
 
-    def faulty(key: ReqKey) -> bool:
-        less = forget(key)
+    def faulty(key: ReqKey, *, sends: bool) -> bool:
+        less = forget(key), sends
         known = less in seen
         seen.add(less)
         if is_active() and known:
             port._dispatch_repeated(key=key)
             return False
-        return is_new(key)
+        return is_new(key, sends=sends)
 
     hold(port, "_is_new", faulty)
 
