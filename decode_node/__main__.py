@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_node_flags(parser)
     add_fleet_flags(parser)
     add_log_flags(parser)
-    config = node_config(parser.parse_args(argv))
+    config = node_config(parser, argv)
     # Torch takes seconds to import: --help and a wrong flag do not wait for it.
     from shared.engine.node_process import run_node
 

@@ -33,12 +33,13 @@ from shared.engine.req_table import ReqTable
 from shared.engine.router_desk import RouterDesk
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError, TransferError
+from shared.kvtransfer.lending import Lending
 from shared.kvtransfer.peering import Peering
 from shared.kvtransfer.queues import evict_corrupt, take_over
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
-from shared.protocol.messages import Cancel, Decode, Move, NodeRef, ReqKey
+from shared.protocol.messages import Cancel, Decode, Lend, Move, NodeRef, ReqKey
 from shared.protocol.router_port import RouterPort
 from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
@@ -79,6 +80,7 @@ class DecodeScheduler:
         self.transfer_queue: dict[ReqKey, Req] = {}
         """SGLang's DecodeTransferQueue. The receiver owns the pages of its requests until their transfers end."""
         self.moves = Moves(engine.ledger, sender, peering, self.batcher, router_port)
+        self.lending = Lending(engine.ledger, sender, peering, engine.clock)
         self.queued_tokens = QueuedTokens(engine.ledger)
         queues = (self.grammar_queue, self.prealloc_queue, self.batcher, self.queued_tokens)
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
@@ -102,6 +104,8 @@ class DecodeScheduler:
             match heard.message:
                 case Decode():
                     self._start(heard.message)
+                case Lend():
+                    self.lending.start(heard.message)
                 case Move(key):
                     self.moves.start(heard.message, self.reqs.get(key))
                 case Cancel(key):
@@ -109,6 +113,7 @@ class DecodeScheduler:
         self._receiver.tick()
         self._sender.tick()
         self._hear_transfers()
+        self.lending.advance(beside_handoffs=len(self.moves) > 0)
         self._trial.advance()
 
     def _hear_transfers(self) -> None:
@@ -120,10 +125,16 @@ class DecodeScheduler:
                     self._receive_failed(event)
         for sent in self._sender.poll():
             match sent:
+                case Ready(key) if key in self.lending:
+                    self.lending.ready(sent)
                 case Ready():
                     self.moves.ready(sent)
-                case SendEnded():
-                    self._move_ended(sent)
+                case SendEnded(key):
+                    self._vitals.count_transfer(sent.nbytes, sent.seconds if sent.ok else 0.0)
+                    if key in self.lending:
+                        self.lending.ended(sent)
+                    else:
+                        self._move_ended(sent)
 
     def _start(self, message: Decode) -> None:
         if self._trial.excludes_others:
@@ -195,7 +206,6 @@ class DecodeScheduler:
         self.reqs.end(req.key, failed.reason)
 
     def _move_ended(self, ended: SendEnded) -> None:
-        self._vitals.count_transfer(ended.nbytes, ended.seconds if ended.ok else 0.0)
         req = self.moves.ended(ended)
         if req.finish is not None:  # it ended while its pages were read
             self.reqs.release(req)
@@ -269,15 +279,18 @@ class DecodeScheduler:
 
     # ------------------------------------------------------------------------------------------ speak
     def _speak(self, outcome: Outcome) -> None:
+        targets = self._sender.unreachable | self._peering.unreachable
         self._desk.speak(
             outcome,
+            has_loans=len(self.lending) > 0,
             num_running=len(self.batcher.running_batch),
             num_transferring=len(self.transfer_queue) + len(self.moves),
             num_bootstrapping=len(self.prealloc_queue),
             num_queued_tokens=self.queued_tokens.total,
             reserve_wait_s=self.prealloc_queue.longest_wait_s,
             links=self._receiver.link_reports + self._sender.link_reports,
-            unreachable=self._receiver.unreachable | self._sender.unreachable | self._peering.unreachable,
+            unreachable={name: why for name, why in targets.items() if not self.lending.is_borrower(name)}
+            | self._receiver.unreachable,  # a node that cannot borrow may still hand off to this one
         )
         self.moves.advance()  # all tokens have been told
 

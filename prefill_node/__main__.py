@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_node_flags(parser)
     add_fleet_flags(parser)
     add_log_flags(parser)
-    config = node_config(parser.parse_args(argv))
+    config = node_config(parser, argv)
     if config.net.fixed_role:  # nothing will ever decode here, so nothing is retracted to host memory
         config = replace(config, schedule=replace(config.schedule, retract_policy="recompute"))
     # Torch takes seconds to import: --help and a wrong flag do not wait for it.

@@ -8,10 +8,11 @@ from shared.protocol.channel import Handlers
 
 
 def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
-    """The prefill scheduler. It receives no pages, so only routers may dial a prefill node."""
+    """The prefill scheduler; nodes that lend to a prefill node dial it."""
     scheduler = PrefillScheduler(
         parts.engine,
         parts.config.schedule,
+        parts.transfer.receiver,
         parts.transfer.sender,
         parts.transfer.peering,
         parts.router_port,
@@ -19,4 +20,4 @@ def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
         parts.wake.set,
         parts.config.net.router_timeout_s,
     )
-    return scheduler, {}
+    return scheduler, parts.transfer.handlers()

@@ -2,15 +2,18 @@
 
 Life of a request here:
 
-    bootstrap_queue    until the decode node has reserved pages for it (Ready)
+    bootstrap_queue    until the decode node has reserved pages for it (Ready); if that takes long and this node has
+                       nothing else to compute, its prompt is computed ahead (`run_ahead`)
     grammar_queue      meanwhile, until its grammar is compiled, if it has one
+    fetches            meanwhile, until cached pages of its prompt have come from another node, if one lends them
     waiting_queue      until the PrefillAdder finds pages, budget and a slot
     chunked_req        while its prompt is computed chunk by chunk; whole pages are offered as chunks are committed
     (sampled)          its first token goes to the router at once, the handoff to the decode node; with them go
                        the tokens jumped over behind it, if any
     inflight_queue     until the decode node has every page, or the transfer has ended otherwise
 
-A request without a decode node (`Prefill.decode` is None) skips the first and the last.
+A request without a decode node (`Prefill.decode` is None) skips the first and the last. `lending` has what this node
+lends to others, which is for none of its own requests.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from prefill_node.fetches import Fetches
+from prefill_node.run_ahead import RunAhead
 from shared.config import ScheduleOptions
 from shared.engine.build import Engine
 from shared.engine.loop_parts import new_grammar_queue, new_launcher
@@ -25,11 +30,13 @@ from shared.engine.req_table import ReqTable
 from shared.engine.router_desk import RouterDesk
 from shared.engine.vitals import Vitals
 from shared.errors import RequestError
+from shared.kvtransfer.lending import Lending
 from shared.kvtransfer.peering import Peering
 from shared.kvtransfer.queues import BootstrapQueue, InflightQueue, evict_corrupt
+from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
-from shared.kvtransfer.states import SendEnded
-from shared.protocol.messages import Peers, Prefill, ReqKey
+from shared.kvtransfer.states import ReadyOverdue, Received, ReceiveFailed, SendEnded
+from shared.protocol.messages import Lend, Peers, Prefill, ReqKey
 from shared.protocol.router_port import RouterPort
 from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
@@ -47,6 +54,7 @@ class PrefillScheduler:
         self,
         engine: Engine,
         options: ScheduleOptions,
+        receiver: KVReceiver,
         sender: KVSender,
         peering: Peering,
         router_port: RouterPort,
@@ -55,6 +63,7 @@ class PrefillScheduler:
         router_timeout_s: float,
     ) -> None:
         self._ledger = engine.ledger
+        self._receiver = receiver
         self._sender = sender
         self._peering = peering
         self._router_port = router_port
@@ -63,12 +72,22 @@ class PrefillScheduler:
         self.grammar_queue = new_grammar_queue(engine, options, wake)
         self.batcher = Batcher(engine.ledger, options)
         self.bootstrap_queue = BootstrapQueue()
+        self.run_ahead = RunAhead(engine.ledger, options, self.batcher)
         self.inflight_queue = InflightQueue(engine.ledger, sender)
         self._opened: dict[ReqKey, str] = {}
         """Requests whose transfer has not ended, with the incarnation of their decode node; their KV is not released
         before it has."""
+        self.fetches = Fetches(engine.ledger, receiver, self.batcher, engine.clock)
+        self.lending = Lending(engine.ledger, sender, peering, engine.clock)
         self.queued_tokens = QueuedTokens(engine.ledger)
-        queues = (self.bootstrap_queue, self.grammar_queue, self.batcher, self.queued_tokens)
+        queues = (
+            self.bootstrap_queue,
+            self.run_ahead,
+            self.grammar_queue,
+            self.fetches,
+            self.batcher,
+            self.queued_tokens,
+        )
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
         self._desk = RouterDesk(
             engine, self.reqs, self.grammar_queue, self.batcher, router_port, vitals, router_timeout_s
@@ -85,27 +104,48 @@ class PrefillScheduler:
 
     # ------------------------------------------------------------------------------------------- hear
     def _hear(self) -> None:
+        self.fetches.advance()
         for heard in self._desk.hear():
             match heard.message:
                 case Peers(decode_nodes):
                     self._peering.set_peers(heard.router, decode_nodes)
+                case Lend():
+                    self.lending.start(heard.message)
                 case Prefill():
                     self._start(heard.message)
         if self._router_port.is_draining:
             self._hand_back()
+        self._receiver.tick()
         self._sender.tick()
         self._hear_transfers()
+        self.lending.advance(beside_handoffs=len(self.inflight_queue) > 0)
 
     def _hear_transfers(self) -> None:
-        for event in self._sender.poll():
+        for event in self._receiver.poll():
             match event:
+                case Received():
+                    self._vitals.count_transfer(event.nbytes, event.seconds)
+                    self._vitals.count_fetched(self.fetches.received(event))
+                case ReceiveFailed():
+                    self.fetches.failed(event)
+        for sent in self._sender.poll():
+            match sent:
+                case Ready(key) if key in self.lending:
+                    self.lending.ready(sent)
                 case Ready(key, prefix_pages):
                     self._admit(key, prefix_pages)
-                case SendEnded():
-                    self._transfer_ended(event)
+                case ReadyOverdue(key) if (req := self.bootstrap_queue.get(key)) is not None:
+                    if key not in self.fetches:  # else it might be computed while its pages come
+                        self.run_ahead.add(req)
+                case SendEnded(key):
+                    self._vitals.count_transfer(sent.nbytes, sent.seconds if sent.ok else 0.0)
+                    if key in self.lending:
+                        self.lending.ended(sent)
+                    else:
+                        self._transfer_ended(sent)
 
     def _hand_back(self) -> None:
-        """Let go of the requests of which nothing is computed yet: their routers send them to other nodes."""
+        """Let go of the requests that hold no KV yet: their routers send them to other nodes."""
         for req in [req for req in self.reqs.values() if req.timeline.stage is ReqStage.QUEUED]:
             self._router_port.hand_back(req.key, "this node is draining")
             self.reqs.end(req.key, "handed back")
@@ -115,7 +155,6 @@ class PrefillScheduler:
         if req is None:
             return
         self.reqs.add(req)
-        self.queued_tokens.add(req)
         if message.decode is not None:
             self._peering.ensure(message.decode)
             self._opened[req.key] = message.decode.incarnation
@@ -123,17 +162,30 @@ class PrefillScheduler:
             self._sender.open(req.key, message.decode.incarnation)
         if req.params.grammar is not None:
             self.grammar_queue.add(req, partial(self._enqueue, req))
+        if message.source is None:
+            self._fetched(req)
+            return
+        num_tokens = min(message.source.num_pages * self._ledger.page_size, len(req.ids))
+        within_s = self._vitals.prefill_s(self.queued_tokens.total + num_tokens)
+        self.fetches.start(req, message.source, within_s, partial(self._fetched, req))
+
+    def _fetched(self, req: Req) -> None:
+        """Compute what is not cached of `req`, now that nothing more of it comes from another node."""
+        self.queued_tokens.add(req)
         self._enqueue(req)
 
     def _enqueue(self, req: Req) -> None:
-        """Have `req` computed, once its pages are reserved elsewhere and its grammar is compiled, in either order."""
-        if req.key not in self.bootstrap_queue and req.key not in self.grammar_queue:
+        """Have `req` computed, once it waits in none of the first three queues any more."""
+        if not any(req.key in queue for queue in (self.bootstrap_queue, self.grammar_queue, self.fetches)):
             self.batcher.add(req)
 
     def _admit(self, key: ReqKey, prefix_pages: int) -> None:
         req = self.bootstrap_queue.take(key)
         if req is None:
             return
+        self.run_ahead.reserved(req)
+        if req.key not in self.fetches:  # else it is counted when it is known what has to be computed
+            self.queued_tokens.add(req)
         if not 0 <= prefix_pages <= self._ledger.pages_for(len(req.ids)):
             reason = f"the decode node claims to hold {prefix_pages} pages of this prompt"
             self.reqs.fail(req, RequestError(reason, status=500))
@@ -144,10 +196,15 @@ class PrefillScheduler:
     # ------------------------------------------------------------------------------------------- plan
     def _plan(self) -> Plan:
         with self._launcher.planning():
+            if self._launcher.in_flight is None and not self.batcher.num_waiting:
+                self.run_ahead.add_chunk()
             return self.batcher.plan()
 
     # ---------------------------------------------------------------------------------------- account
     def _account(self, plan: Plan, outcome: Outcome) -> None:
+        ran_ahead = self.run_ahead.settle(outcome)
+        if ran_ahead is not None and ran_ahead.key in self.bootstrap_queue:
+            self.queued_tokens.add(ran_ahead)
         self.queued_tokens.computed(outcome.computed)
         for req in outcome.computed:
             if req.finish is None and req.key in self.inflight_queue:
@@ -174,7 +231,6 @@ class PrefillScheduler:
     def _transfer_ended(self, ended: SendEnded) -> None:
         decode_node = self._opened.pop(ended.key)
         self.inflight_queue.remove(ended.key)
-        self._vitals.count_transfer(ended.nbytes, ended.seconds if ended.ok else 0.0)
         req = self.reqs.get(ended.key)
         if req is None:
             return
@@ -199,17 +255,19 @@ class PrefillScheduler:
         in_flight = self._launcher.in_flight
         self._desk.speak(
             outcome,
+            has_loans=len(self.lending) + len(self.fetches) > 0,
             num_running=len(in_flight.batch.items) if in_flight is not None else 0,
             num_transferring=len(self.inflight_queue),
             num_bootstrapping=len(self.bootstrap_queue),
             num_queued_tokens=self.queued_tokens.total,
-            links=self._sender.link_reports,
+            links=self._receiver.link_reports + self._sender.link_reports,
             unreachable=self._sender.unreachable | self._peering.unreachable,
         )
 
     def close(self, reason: str) -> None:
         """Fail every request, end every transfer and wait for what is in flight: then every page is home."""
         self._desk.close(reason)
+        self._receiver.close()
         self._sender.close()
         self._hear_transfers()
         self._launcher.close()

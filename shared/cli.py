@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from shared.config import (
     CacheOptions,
@@ -12,6 +13,7 @@ from shared.config import (
     ScheduleOptions,
     TransferOptions,
 )
+from shared.errors import ConfigError
 from shared.flags import FlagParser, add_flags, argv_of, options_of
 from shared.scheduling.policies import POLICIES
 
@@ -62,6 +64,11 @@ def add_net_flags(parser: argparse.ArgumentParser, default_port: int) -> None:
     parser.set_defaults(port=default_port)
 
 
-def node_config(args: argparse.Namespace) -> NodeConfig:
-    """Make a node's configuration from parsed flags."""
-    return options_of(NodeConfig, args)
+def node_config(parser: FlagParser, argv: Sequence[str] | None) -> NodeConfig:
+    """Parse a node's flags. Those that exclude each other end the process, as a wrong one does."""
+    config = options_of(NodeConfig, parser.parse_args(argv))
+    try:
+        config.transfer.check(has_fleet_key=bool(config.net.fleet_key))
+    except ConfigError as error:
+        parser.error(str(error))
+    return config

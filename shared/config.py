@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from shared import log
 from shared.cpu_cores import CpuCores
+from shared.errors import ConfigError
 from shared.flags import flag, fraction, whole
 
 
@@ -126,6 +127,13 @@ class ScheduleOptions:
         0.5,
         "beside a prompt of several chunks, prompts that fit into this share of the forward's tokens are computed",
         fraction(0.0, 0.5),
+        "SHARE",
+    )
+    prefill_ahead_share: float = flag(
+        0.25,
+        "prefill nodes: prompts whose decode node has no room yet are computed ahead while there is nothing else to "
+        "compute, and may fill this share of the KV pool; 0: never",
+        fraction(0.0, 1.0),
         "SHARE",
     )
     max_prefill_tokens: int = flag(16384, "most prompt tokens in one forward", whole(1), "TOKENS")
@@ -349,6 +357,24 @@ class TransferOptions:
     build_timeout_s: float = 10.0
     nccl_max_ctas: int = 4
     """Most thread blocks of one NCCL transfer. They are taken from the kernels of the model."""
+
+    def check(self, *, has_fleet_key: bool) -> None:
+        """Raise ConfigError for a flag that would have no effect, or that lacks another one."""
+        files = (self.kv_tls_cert, self.kv_tls_key, self.kv_tls_ca)
+        if self.backend != "tcp" and (self.kv_tls or self.kv_port):
+            raise ConfigError(
+                f"--kv-port and --kv-tls are for --kv-transfer tcp, and it is {self.backend}: "
+                "no other transport has one port or is encrypted"
+            )
+        if any(files) and not self.kv_tls:
+            raise ConfigError(
+                "--kv-tls-cert, --kv-tls-key and --kv-tls-ca are for --kv-tls, which is not given"
+            )
+        if self.kv_tls and not self.kv_tls_ca and not has_fleet_key:
+            raise ConfigError(
+                "--kv-tls: certificates are told over the control connections, which are open to anyone: give every "
+                "process the same --fleet-key FILE, or nodes --kv-tls-cert, --kv-tls-key and --kv-tls-ca"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

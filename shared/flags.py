@@ -108,7 +108,16 @@ def fraction(minimum: float, maximum: float) -> Callable[[str], float]:
 
 def or_auto(parse: Callable[[str], N]) -> Callable[[str], N | None]:
     """An argparse type: what `parse` takes, or `auto`, which is None."""
-    return lambda text: None if text == "auto" else parse(text)
+
+    def parse_or_auto(text: str) -> N | None:
+        if text == "auto":
+            return None
+        try:
+            return parse(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, and not auto") from None
+
+    return parse_or_auto
 
 
 def _bounded(number: Callable[[str], N], kind: str, minimum: N, maximum: N) -> Callable[[str], N]:

@@ -23,12 +23,14 @@ from shared.kvtransfer.transports.choice import Transports
 from shared.protocol.logprobs import TokenLogprobs
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
+    Answered,
     CacheEvents,
     CacheResync,
     Cancel,
     Decode,
     Failed,
     Finish,
+    Lend,
     Load,
     Move,
     Moved,
@@ -43,6 +45,7 @@ from shared.protocol.messages import (
     ReqReport,
     Role,
     RunsAlone,
+    Source,
     TokenEntry,
     Tokens,
     Work,
@@ -60,6 +63,11 @@ MakeTransports = Callable[[FakeNetwork, str, TransferOptions], Transports]
 def sender_of(name: str) -> str:
     """The party by which a decode node sends: the fake network has one connection between two parties."""
     return f"{name}.sender"
+
+
+def receiver_of(name: str) -> str:
+    """The party by which a prefill node receives what others lend."""
+    return f"{name}.receiver"
 
 
 def ref(name: str) -> NodeRef:
@@ -124,6 +132,8 @@ class ScriptedRouter:
         self.moves: dict[ReqKey, AnsweredMove] = {}
         """By the key of the move."""
         self.wanted_moved: list[ReqKey] = []
+        self.answered: dict[int, bool] = {}
+        """Of calls such as Flush, by their ids."""
         self.alone: list[ReqKey] = []
         """Requests of which a node has said that it holds no other."""
 
@@ -141,19 +151,34 @@ class ScriptedRouter:
         priority: int = 0,
         routing_key: str = "",
         alone_tokens: int = 0,
+        lender: str | None = None,
+        num_lent_pages: int = 1 << 20,
+        extra_key: str = "",
     ) -> ReqKey:
+        """Send a request to its nodes; the party `lender` is to lend what it has cached to the prefill node."""
         key = ReqKey(ROUTER, rid, attempt)
         self.answers[key] = Answer(token_ids=list(output_ids))
         self._holders[key] = {name for name in (prefill, decode) if name}
-        work = Work(tuple(input_ids), params, tuple(output_ids), priority=priority, routing_key=routing_key)
+        work = Work(
+            tuple(input_ids),
+            params,
+            tuple(output_ids),
+            extra_key=extra_key,
+            priority=priority,
+            routing_key=routing_key,
+        )
         self._works[key] = work
         if decode:
-            source = ref(prefill) if prefill else None
-            message = Decode(key, work, source, local_prefill_limit, alone_tokens=alone_tokens)
+            origin = ref(prefill) if prefill else None
+            message = Decode(key, work, origin, local_prefill_limit, alone_tokens=alone_tokens)
             self.outbox.send(decode, message)
         if prefill:
             target = ref(decode) if decode else None
-            self.outbox.send(prefill, Prefill(key, work, target))
+            source = None
+            if lender:
+                self.outbox.send(lender.partition(".")[0], Lend(key, ref(receiver_of(prefill)), work))
+                source = Source(ref(lender), num_lent_pages)
+            self.outbox.send(prefill, Prefill(key, work, target, source))
         return key
 
     def cancel(self, key: ReqKey) -> None:
@@ -219,6 +244,8 @@ class ScriptedRouter:
                         for move in self.moves.values():
                             if entry.key == move.key and not move.arrived:
                                 self.outbox.send(move.target, Cancel(move.to_key))
+            case Answered(call_id, ok):
+                self.answered[call_id] = ok
             case RunsAlone(key):
                 self.alone.append(key)
             case MoveWanted(keys):
@@ -301,6 +328,7 @@ class Node:
         make_transports: MakeTransports,
     ) -> None:
         self._make_transports = make_transports
+        engine = replace(engine, clock=network.clock)
         self.name, self.role, self.engine = name, role, engine
         self.alive = True
         wake = threading.Event()
@@ -325,20 +353,34 @@ class Node:
         )
         self.side: KVSender | KVReceiver
         self.sender: KVSender
+        self.receiver: KVReceiver
         self.scheduler: PrefillScheduler | DecodeScheduler
-        common = (self.router_port, self.vitals, wake.set, 1e9)
         if role is Role.PREFILL:
             self.side = self.sender = KVSender(own)
+            self.receiver = self._join_receiver(network, own)
             self.peering = ClusterPeering(network, name)
-            self.scheduler = PrefillScheduler(engine, config.schedule, self.sender, self.peering, *common)
         else:
-            self.side = KVReceiver(own)
-            network.every(self.side.renewal_s, self.side.renew_leases, owner=name)
+            self.side = self.receiver = KVReceiver(own)
             self.sender = self._join_sender(network, own)
             self.peering = ClusterPeering(network, sender_of(name))
-            self.scheduler = DecodeScheduler(
-                engine, config.schedule, self.side, self.sender, self.peering, *common
-            )
+        network.every(self.receiver.renewal_s, self.receiver.renew_leases, owner=name)
+        self.scheduler = (PrefillScheduler if role is Role.PREFILL else DecodeScheduler)(
+            engine,
+            config.schedule,
+            self.receiver,
+            self.sender,
+            self.peering,
+            self.router_port,
+            self.vitals,
+            wake.set,
+            1e9,
+        )
+
+    def _join_receiver(self, network: FakeNetwork, own: Endpoint) -> KVReceiver:
+        name = receiver_of(self.name)
+        outbox = network.join(name, lambda peer, message: self.receiver.on_message(peer, message))
+        transports = self._make_transports(network, name, own.options)
+        return KVReceiver(replace(own, node=ref(name), outbox=outbox, transports=transports))
 
     def _join_sender(self, network: FakeNetwork, own: Endpoint) -> KVSender:
         name = sender_of(self.name)
@@ -406,8 +448,7 @@ class Cluster:
 
     def _remove(self, node: Node) -> None:
         self.network.kill(node.name)
-        if node.role is Role.DECODE:
-            self.network.kill(sender_of(node.name))
+        self.network.kill((sender_of if node.role is Role.DECODE else receiver_of)(node.name))
 
     def stop(self, name: str) -> Engine:
         """Close the scheduler of a node and remove the node from the network. Returns its engine."""

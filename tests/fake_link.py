@@ -102,6 +102,8 @@ class FakeLinkFactory:
             ring = SlotRing(self._options.num_slots, self._slot_nbytes, self.new_slot)
             link = FakeLink(wire, self._party, spec.rank, ring, self._memory, on_dead)
             wire.ends[spec.rank] = link
+            # The peer builds its end by its deadline or never. Then its socket is closed.
+            network.schedule_for(self._party, wire.deadlines[1 - spec.rank], link.check_peer, counts=False)
             return link
         if now >= deadline:
             raise LinkError(f"building link {spec.name}: the peer did not come in time")
@@ -204,6 +206,11 @@ class FakeLink:
             network.schedule_for(
                 self.party, network.random.uniform(network.clock.now, op.deadline), op.scribble
             )
+
+    def check_peer(self) -> None:
+        """The other end is built by now, or has given the link up."""
+        if 1 - self._rank not in self.wire.ends:
+            self._canary()
 
     def _canary(self) -> None:
         if not self._closed:

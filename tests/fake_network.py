@@ -135,7 +135,7 @@ class FakeNetwork:
         self._drops: Counter[type[Struct]] = Counter()
         self._delays: dict[type[Struct], float] = {}
         self._connections: Counter[frozenset[str]] = Counter()
-        self._held: dict[type[Struct], list[tuple[_Party, str, AnyMessage]]] = {}
+        self._held: dict[type[Struct], list[tuple[_Party, _Party | None, AnyMessage]]] = {}
 
     # ------------------------------------------------------------------------------------- parties
     def join(
@@ -216,8 +216,8 @@ class FakeNetwork:
 
     def release(self, message_type: type[Struct]) -> None:
         """Send what `hold` kept back, and hold no more."""
-        for sender, to, message in self._held.pop(message_type, []):
-            self._deliver_later(sender, to, message)
+        for sender, receiver, message in self._held.pop(message_type, []):
+            self._deliver_later(sender, receiver, message)
 
     def take_held(self, message_type: type[AnyMessageType]) -> AnyMessageType:
         """The oldest message of this type that `hold` keeps back; it is not delivered any more."""
@@ -298,24 +298,23 @@ class FakeNetwork:
     def _send(self, sender: _Party, to: str, message: Struct) -> None:
         if not sender.alive:
             return
-        kind = type(message)
+        kind, receiver = type(message), self._parties.get(to)
         self.num_sent[kind.__name__] += 1
         decoded: AnyMessage = _decoder.decode(_encoder.encode(message)) if self._wire else message  # type: ignore[assignment]
         if self._drops[kind] > 0:
             self._drops[kind] -= 1
         elif kind in self._held:
-            self._held[kind].append((sender, to, decoded))
+            self._held[kind].append((sender, receiver, decoded))
         elif self.random.random() >= self.faults.drop:
-            self._deliver_later(sender, to, decoded)
+            self._deliver_later(sender, receiver, decoded)
             if self.random.random() < self.faults.duplicate:
-                self._deliver_later(sender, to, decoded)
+                self._deliver_later(sender, receiver, decoded)
 
-    def _deliver_later(self, sender: _Party, to: str, message: AnyMessage) -> None:
-        receiver = self._parties.get(to)
+    def _deliver_later(self, sender: _Party, receiver: _Party | None, message: AnyMessage) -> None:
         if receiver is None or not receiver.alive:
             return
         at = self.clock.now + self._draw(self.faults.delay_s) + self._delays.get(type(message), 0.0)
-        pair = (sender.name, to)
+        pair = (sender.name, receiver.name)
         if self.random.random() >= self.faults.reorder:
             at = max(at, self._last_arrival[pair])
             self._last_arrival[pair] = at

@@ -4,7 +4,8 @@ request request_id=b route="POST /generate" status=200 rid=a req=17 attempt=0 ro
         prompt_tokens=5 completion_tokens=16 cached_tokens=0 ttft_s=0.02 queue_s=0.001 finish=stop
         nodes=decode-0,prefill-0 slow="212 ms waiting for pages on decode-0, ..." e2e_s=0.2
 
-`slow` is there if the first or the second token was slow: the verdict.
+`slow` is there if the first or the second token was slow: the verdict. Of several sequences it is that of `slow_req`,
+which lost most time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.dispatch.metrics import stage_durations
+from router.dispatch.verdict import worst_of
 from router.http.responses import ERROR
 from router.request.finish_reason import kind_of
 from router.request.generation import Generation, GenerationGroup
@@ -103,9 +105,7 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
     generations = [generation for generation in group.generations if generation.started]
     reqs = [generation.req for generation in generations]
     prompts = [generation.req for generation in generations if generation.choice == 0]
-    starts = [req.start for req in reqs if req.start is not None]
-    slowest = max(starts, key=lambda start: start.ttft_s, default=None)
-    verdict = slowest.verdict if slowest is not None else None
+    slow_req, verdict = worst_of({req.key.rid: req.start for req in reqs if req.start is not None})
     first = min((req.first_token_at for req in reqs if req.first_token_at is not None), default=None)
     return {
         "rid": group.prompts[0].rid,
@@ -123,6 +123,7 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
             node.ref.node_id for req in reqs for attempt in req.attempts for node in attempt.nodes
         ),
         "slow": verdict.text if verdict is not None else None,
+        "slow_req": slow_req if len(reqs) > 1 else None,
     }
 
 

@@ -36,9 +36,11 @@ from shared.protocol.messages import (
     Decode,
     Failed,
     Finish,
+    Lend,
     Prefill,
     ReqKey,
     Role,
+    Source,
     Stop,
     TokenEntry,
     Work,
@@ -81,7 +83,7 @@ class Dispatcher:
         clock: Clock = time.monotonic,
     ) -> None:
         self._incarnation = incarnation
-        self._counts = NodeCounts()
+        self._counts = NodeCounts(clock)
         self._quarantine = Quarantine()
         self._breakers = CircuitBreakers(clock)
         self._placement = Placement(
@@ -404,8 +406,9 @@ class Dispatcher:
         if limit_s is None or first_token is None:
             return
         wait_s = first_token.wait_s
-        if route.decode is not None and route.decode.load.reserve_wait_s > 0:
-            wait_s = max(wait_s, self.queue.wait_s(len(self.queue)))
+        if route.decode is not None:
+            place_s = self._counts.place_wait_s(route.decode, route.num_pages, first_token.compute_s)
+            wait_s = max(wait_s, place_s)
         if api_key is not None:
             rate = sum(node.load.prefill_tokens_per_s for node in self._prefilling)
             wait_s += self._fair_queue.num_tokens_ahead(api_key) / rate if rate else 0.0
@@ -466,7 +469,13 @@ class Dispatcher:
             )
         if route.prefill is not None:
             target = route.decode.ref if route.decode else None
-            route.prefill.send(Prefill(req.key, work, target))
+            lent = None
+            if (fetch := route.fetch) is not None:
+                if fetch.is_linked:
+                    lent = Source(fetch.lender.ref, fetch.num_pages)
+                # Without a link there is one for the next request, and this one does not wait for it.
+                fetch.lender.send(Lend(req.key, route.prefill.ref, work if fetch.is_linked else None))
+            route.prefill.send(Prefill(req.key, work, target, lent))
 
     def _held(self, node: Node, key: ReqKey) -> RunningReq | None:
         """The sequence whose latest attempt is `key` and held by `node`, if there is one."""

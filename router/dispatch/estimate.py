@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import nlargest
 from math import ceil
 from statistics import median
 
@@ -16,21 +17,40 @@ from router.dispatch.node_counts import NodeCounts
 from router.dispatch.running_req import Node
 from shared.protocol.block_hash import BlockHashes
 from shared.protocol.messages import Load, NodeRef, Role, Work
+from shared.rates import PRIOR_PREFILL_TOKENS_PER_S, PRIOR_TRANSFER_BYTES_PER_S
 
-PRIOR_PREFILL_TOKENS_PER_S = 2_000.0
-PRIOR_TRANSFER_BYTES_PER_S = 1e9
 PRIOR_DECODE_TOKENS_PER_S = 1_000.0
 """Believed while no node has measured the rate."""
 
-STALL_WEIGHT = 0.5
-"""A second for which a running stream pauses counts for so many seconds of waiting for a first token."""
+ALWAYS_LOCAL_TOKENS = 16
+"""A prompt of so many tokens takes one short forward anywhere: no transfer is worth it."""
 
 
 MAX_TOKENS_PER_S = 1e7
 """No hardware is faster. A node that says it is must not get every prompt, however many wait there."""
 
+FETCH_S = 0.02
+"""How long two nodes take to agree on a fetch, besides its bytes: a few turns of each."""
+
+MAX_LENDERS = 4
+MAX_NARROWED = 64
+"""Of so many nodes it is counted how many pages of a sequence they hold, and so many of them are looked at."""
+
 TOKENS_AHEAD = 64
 """A sequence makes each step of its neighbours longer. So many of their steps count as its costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What a node would have to compute of a sequence if `lender` lends it what it holds, after `seconds`."""
+
+    lender: Node
+    num_pages: int
+    """Held by the lender, from the start of the sequence on."""
+    num_left_tokens: int
+    seconds: float
+    is_linked: bool
+    """Whether pages can go from the lender to the node at once. Else a link has to be built before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +58,9 @@ class FirstToken:
     """When the first token of a request is expected, by measured rates. The wait for pages is not in it."""
 
     wait_s: float
-    """For the prompts that wait on the node that computes it."""
+    """For the prompts that wait on the node that computes it, and meanwhile for what it fetches."""
     compute_s: float
-    """For what no cache holds of its prompt."""
+    """For what comes from no cache of its prompt."""
 
 
 class RequestEstimates:
@@ -53,6 +73,7 @@ class RequestEstimates:
         self._fleet = fleet
         self._counts = counts
         self._num_cached_pages: dict[NodeRef, int] = {}
+        self._fetches: dict[NodeRef, Fetch | None] = {}
         self._usual: dict[Callable[[Load], float], float] = {}
 
     # ----------------------------------------------------------------------------------- what is there
@@ -70,6 +91,18 @@ class RequestEstimates:
                 self._num_cached_pages[node.ref] = known
         return known
 
+    def narrowed(self, num_pages: int, holders: Sequence[Node], at_most: int) -> Sequence[Node]:
+        """Of nodes that hold `num_pages` pages, those that hold most, by halving; more than `at_most` if they tie."""
+        hashes, end = self.page_hashes, len(self.page_hashes) + 1
+        while len(holders) > at_most and end - num_pages > 1:
+            middle = min(2 * num_pages, (num_pages + end) // 2)
+            last = hashes[middle - 1]
+            if deeper := [node for node in holders if last in node.prefixes]:
+                num_pages, holders = middle, deeper
+            else:
+                end = middle
+        return holders
+
     def num_missing_tokens(self, node: Node) -> int:
         """Tokens of the sequence whose KV `node` does not hold."""
         return self.num_tokens - self.num_cached_pages(node) * node.page_size
@@ -84,9 +117,15 @@ class RequestEstimates:
 
     # -------------------------------------------------------------------------------- how long it takes
     def prefill_s(self, node: Node) -> float:
-        """Until `node` has computed what it does not hold, behind the prompts that wait there."""
-        num_tokens = self._counts.queued_tokens.of(node) + self.num_missing_tokens(node)
-        return num_tokens / self._rate(node, prefill_rate, PRIOR_PREFILL_TOKENS_PER_S)
+        """Until `node` has computed what it neither holds nor fetches, behind the prompts that wait there."""
+        first = self._first_token(node, self._rate(node, prefill_rate, PRIOR_PREFILL_TOKENS_PER_S))
+        return first.wait_s + first.compute_s
+
+    def fetch(self, node: Node) -> Fetch | None:
+        """The fetch by which a prefill node is ready sooner than by computing; None if there is no such fetch."""
+        if node.ref not in self._fetches:
+            self._fetches[node.ref] = self._best_fetch(node) if node.role is Role.PREFILL else None
+        return self._fetches[node.ref]
 
     def transfer_s(self, node: Node) -> float:
         """To move to `node` what it does not hold."""
@@ -94,8 +133,26 @@ class RequestEstimates:
         return nbytes / self._rate(node, transfer_rate, PRIOR_TRANSFER_BYTES_PER_S)
 
     def local_prefill_s(self, node: Node) -> float:
-        """As `prefill_s` on a decode node, with the pauses of the sequences there, of which there is at least one."""
-        return self.prefill_s(node) * (1 + STALL_WEIGHT * max(self.num_seqs(node), 1))
+        """As `prefill_s` on a decode node, with the pauses of the sequences there, of which there is at least one.
+
+        A second for which a stream pauses is as bad as a second of waiting for a first token.
+        """
+        return self.prefill_s(node) * (1 + max(self.num_seqs(node), 1))
+
+    def local_limit(self, node: Node, prefill_s: float, most: int | None) -> int | None:
+        """Most tokens of the prompt that a decode node computes by itself; None: a prefill node, in `prefill_s`.
+
+        `most` is --local-prefill-tokens; None: what it computes sooner, if it holds the beginning.
+        """
+        num_missing = self.num_missing_tokens(node)
+        if most is not None:
+            return most if num_missing <= most else None
+        if num_missing <= ALWAYS_LOCAL_TOKENS:
+            return ALWAYS_LOCAL_TOKENS
+        elsewhere_s = max(prefill_s, self.transfer_s(node))
+        if self.num_cached_pages(node) and self.local_prefill_s(node) < elsewhere_s:
+            return 2 * num_missing  # it may have evicted a little meanwhile
+        return None
 
     def place_s(self, node: Node) -> float:
         """What a place on a decode node costs: its neighbours there, and the wait for pages that are not free."""
@@ -110,7 +167,47 @@ class RequestEstimates:
         rate = self._measured(node, prefill_rate)
         if not rate:
             return None
-        return FirstToken(self._counts.queued_tokens.of(node) / rate, self.num_missing_tokens(node) / rate)
+        return self._first_token(node, rate)
+
+    def _first_token(self, node: Node, rate: float) -> FirstToken:
+        wait_s = self._counts.queued_tokens.of(node) / rate
+        fetch = self.fetch(node)
+        if fetch is None or not fetch.is_linked:
+            return FirstToken(wait_s, self.num_missing_tokens(node) / rate)
+        return FirstToken(max(wait_s, fetch.seconds), fetch.num_left_tokens / rate)
+
+    def _best_fetch(self, node: Node) -> Fetch | None:
+        held = self.num_cached_pages(node)
+        lenders = [
+            lender
+            for lender in self._lenders
+            if lender is not node
+            and lender.numerics == node.numerics
+            and self.num_cached_pages(lender) > held
+        ]
+        if not lenders:
+            return None
+        lender = next((one for one in lenders if is_linked(one, node)), lenders[0])
+        num_pages = self.num_cached_pages(lender)
+        nbytes = (num_pages - held) * node.page_size * node.kv_nbytes_per_token
+        seconds = FETCH_S + nbytes / self._rate(lender, transfer_rate, PRIOR_TRANSFER_BYTES_PER_S)
+        rate = self._rate(node, prefill_rate, PRIOR_PREFILL_TOKENS_PER_S)
+        wait_s = self._counts.queued_tokens.of(node) / rate
+        num_left = self.num_tokens - num_pages * node.page_size
+        if max(wait_s, seconds) + num_left / rate >= wait_s + self.num_missing_tokens(node) / rate:
+            return None
+        return Fetch(lender, num_pages, num_left, seconds, is_linked(lender, node))
+
+    @cached_property
+    def _lenders(self) -> Sequence[Node]:
+        """The nodes that hold most of the sequence, the first more than the others."""
+        if not len(self.page_hashes):
+            return ()
+        holders = [node for node in self._fleet if self.page_hashes[0] in node.prefixes]
+        most = self.narrowed(1, holders, MAX_NARROWED)[:MAX_NARROWED]
+        return nlargest(
+            MAX_LENDERS, most, key=lambda node: (self.num_cached_pages(node), -self.num_seqs(node))
+        )
 
     @cached_property
     def _decode_tokens_per_s(self) -> float:
@@ -130,6 +227,12 @@ class RequestEstimates:
             known = [other for other in (rate(node.load) for node in self._fleet) if other > 0]
             self._usual[rate] = median(known) if known else 0.0
         return self._usual[rate]
+
+
+def is_linked(lender: Node, borrower: Node) -> bool:
+    """Whether `lender` has told that a link to `borrower` is ready."""
+    to = borrower.ref.incarnation
+    return any(link.peer == to and not link.incoming for link in lender.load.links)
 
 
 def prefill_rate(load: Load) -> float:

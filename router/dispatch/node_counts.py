@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from router.dispatch.places import Places
 from router.dispatch.running_req import Attempt, Node
 from shared.protocol.messages import Load, Role
+from shared.timeline import Clock
 
 
 @dataclass(slots=True)
@@ -57,7 +59,8 @@ class NodeCounts:
     A sequence counts on its prefill node until its prompt is computed. Evictable pages are not in use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.places = Places(clock)
         self.seqs = Amounts(_seqs_in_pong)
         self.queued_tokens = Amounts(lambda load: load.num_queued_tokens)
         self.used_pages = Amounts(
@@ -70,6 +73,8 @@ class NodeCounts:
         self.queued_tokens.change(attempt.nodes[0], attempt.num_queued_tokens)
         for node in attempt.nodes:
             self._change(attempt, node, 1)
+            if node.role is Role.DECODE:
+                self.places.sent(node, attempt.key)
 
     def computed(self, attempt: Attempt) -> None:
         """Note that the prompt of an attempt is computed. No-op from the second time on."""
@@ -79,18 +84,34 @@ class NodeCounts:
             self.queued_tokens.change(first, -attempt.num_queued_tokens)
             if first.role is Role.PREFILL:
                 self._change(attempt, first, -1)
+            self.places.began(attempt.nodes[-1], attempt.key)
 
     def ended(self, attempt: Attempt) -> None:
         """Count an attempt off that has left its nodes."""
-        self.computed(attempt)
         for node in attempt.nodes:
             if node.role is Role.DECODE:
+                self.places.ended(node, attempt.key)
                 self._change(attempt, node, -1)
+        self.computed(attempt)
 
     def lost(self, node: Node) -> None:
         """Forget `node`, whose sequences have all ended."""
         for amounts in (self.seqs, self.queued_tokens, self.used_pages):
             amounts.lost(node)
+
+    def place_wait_s(self, node: Node, num_pages: int, compute_s: float) -> float:
+        """Seconds until a decode node has a row, and `num_pages` pages, for one more sequence.
+
+        It keeps both for `compute_s`, while its prompt is computed, before it has its first token.
+        """
+        load, num_seqs, used_pages = node.load, self.seqs.of(node), self.used_pages.of(node)
+        num_places = node.limits.max_running_requests
+        if load.num_bootstrapping:
+            num_places = min(num_places, load.num_running + load.num_transferring)
+        elif load.num_pages < used_pages + num_pages and used_pages:
+            num_places = min(num_places, load.num_pages * num_seqs // used_pages)
+        num_places = max(num_places, 1)
+        return self.places.wait_s(node, num_seqs, num_places, compute_s)
 
     def _change(self, attempt: Attempt, node: Node, sign: int) -> None:
         self.seqs.change(node, sign)

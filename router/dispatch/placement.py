@@ -17,7 +17,7 @@ from math import ceil, inf
 from random import Random
 from typing import Protocol
 
-from router.dispatch.estimate import FirstToken, RequestEstimates
+from router.dispatch.estimate import Fetch, FirstToken, RequestEstimates
 from router.dispatch.failover import Numerics
 from router.dispatch.node_counts import NodeCounts
 from router.dispatch.policy import Candidates, RoutingPolicy
@@ -25,9 +25,6 @@ from router.dispatch.running_req import Node
 from router.http.wording import maximum_context
 from shared.errors import RequestError
 from shared.protocol.messages import Role, Work
-
-ALWAYS_LOCAL_TOKENS = 16
-"""A prompt of so many tokens takes one short forward anywhere: no transfer is worth it."""
 
 
 class Fleet(Protocol):
@@ -49,7 +46,7 @@ class Route:
     A decode node that was chosen for a cached prefix gets a `local_prefill_limit`. If it would have to compute more
     tokens, it answers NotCached. The first of the nodes computes the prompt, of which it is expected to lack
     `num_queued_tokens`. Each node needs `num_pages` for what is known of the sequence. `first_token` is None while
-    no node has measured how fast it prefills.
+    no node has measured how fast it prefills. The `fetch` is one of the prefill node.
     """
 
     max_new_tokens: int
@@ -58,6 +55,7 @@ class Route:
     num_queued_tokens: int
     num_pages: int
     first_token: FirstToken | None
+    fetch: Fetch | None = None
     local_prefill_limit: int | None = None
 
     @property
@@ -146,7 +144,8 @@ class Placement:
             prefill = self._choose(request, prefills) if prefills else None
         if prefill is None:
             return self._route(request, max_new_tokens, None, decode)
-        if not split and (limit := self._local_limit(request, prefill, decode)) is not None:
+        limit = request.local_limit(decode, request.prefill_s(prefill), self._local_prefill_tokens)
+        if not split and limit is not None:
             limit = limit if request.num_cached_pages(decode) else None
             return self._route(request, max_new_tokens, None, decode, limit)
         return self._route(request, max_new_tokens, prefill, decode if wanted > 1 else None)
@@ -199,18 +198,6 @@ class Placement:
         last, local = self._last[role], self._local_prefill_tokens
         return self._policies[role](Candidates(request, nodes, last, self._random, prefill_s, local))
 
-    def _local_limit(self, request: RequestEstimates, prefill: Node, decode: Node) -> int | None:
-        """Most tokens of the prompt that the decode node computes by itself; None: `prefill` computes it."""
-        most, num_missing = self._local_prefill_tokens, request.num_missing_tokens(decode)
-        if most is not None:
-            return most if num_missing <= most else None
-        if num_missing <= ALWAYS_LOCAL_TOKENS:
-            return ALWAYS_LOCAL_TOKENS
-        elsewhere_s = max(request.prefill_s(prefill), request.transfer_s(decode))
-        if request.num_cached_pages(decode) and request.local_prefill_s(decode) < elsewhere_s:
-            return 2 * num_missing  # it may have evicted a little meanwhile
-        return None
-
     def _route(
         self,
         request: RequestEstimates,
@@ -226,10 +213,18 @@ class Placement:
             if node is not None:
                 self._last[node.role] = node.ref.node_id
         num_pages = ceil(request.num_tokens / first.page_size)
-        num_queued_tokens = request.num_missing_tokens(first)
-        first_token = request.first_token(first)
+        fetch, num_queued_tokens = request.fetch(first), request.num_missing_tokens(first)
+        if fetch is not None and fetch.is_linked:
+            num_queued_tokens = fetch.num_left_tokens
         return Route(
-            max_new_tokens, prefill, decode, num_queued_tokens, num_pages, first_token, local_prefill_limit
+            max_new_tokens,
+            prefill,
+            decode,
+            num_queued_tokens,
+            num_pages,
+            request.first_token(first),
+            fetch,
+            local_prefill_limit,
         )
 
     def _with_room(self, role: Role, num_tokens: int) -> list[Node]:

@@ -7,7 +7,7 @@ only. Policies keep nothing between requests: `Candidates` has everything that a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from random import Random
 
@@ -28,14 +28,18 @@ NEARLY_S = 0.001
 """Estimates within this share and so many seconds of the best are as good."""
 
 
+MAX_COMPARED = 64
+"""`ttft` estimates so many nodes of a role at most: with 500 of each, that takes a third of the time of all."""
+
+
 @dataclass(frozen=True)
 class Candidates:
     """The input of a policy: the nodes that could serve a request, and what the router knows of it and of them.
 
     `nodes` is not empty; they are live, of one role, and have room for the request. `last` is the node_id of the node
     that was chosen for the request before, in the same role. Where decode nodes are chosen from, `prefill_s` is how
-    long the prefill fleet would take to compute the prompt: infinite if it cannot. One that lacks at most
-    `local_prefill_tokens` of it may compute them itself; None: one that holds the beginning.
+    long the prefill fleet would take to compute the prompt: infinite if it cannot. `local_prefill_tokens` decides
+    which of them compute it by themselves (`RequestEstimates.local_limit`).
     """
 
     request: RequestEstimates
@@ -79,14 +83,26 @@ def ttft(candidates: Candidates) -> Node:
     """The node with the smallest estimated time to first token, as Mooncake's Conductor chooses (Qin et al. 2024).
 
     prefill node    computing what waits there, then what it does not hold
-    decode node     the cheaper of computing there what it does not hold, and of waiting for the prefill fleet and the
-                    transfer; and what the place there costs
+    decode node     computing there what it does not hold if it is to do so, else waiting for the prefill fleet and
+                    the transfer; and what the place there costs
 
     Nodes about as good as the best take turns: estimates are rough, and several routers must not all choose one node.
+    Of a large fleet, `compared` are estimated.
     """
+    candidates = replace(candidates, nodes=compared(candidates))
     costs_s = _decode_s if candidates.nodes[0].role is Role.DECODE else _prefill_s
     costs = [costs_s(candidates, node) for node in candidates.nodes]
     return _next_of_least(candidates, costs, margin=NEARLY_S + NEARLY * min(costs))
+
+
+def compared(candidates: Candidates) -> Sequence[Node]:
+    """All nodes. Of more than MAX_COMPARED, half as many are drawn from those that hold most, and half from all."""
+    nodes, half = candidates.nodes, MAX_COMPARED // 2
+    if len(nodes) <= MAX_COMPARED:
+        return nodes
+    holders = candidates.request.narrowed(*_holders(candidates), half)
+    draw = candidates.random.sample
+    return list(dict.fromkeys((*draw(holders, min(half, len(holders))), *draw(nodes, half))))
 
 
 POLICIES: dict[str, RoutingPolicy] = {
@@ -104,13 +120,12 @@ def _prefill_s(candidates: Candidates, node: Node) -> float:
 
 
 def _decode_s(candidates: Candidates, node: Node) -> float:
-    request, most = candidates.request, candidates.local_prefill_tokens
-    first_token_s = max(candidates.prefill_s, request.transfer_s(node))
-    is_local = (
-        bool(request.num_cached_pages(node)) if most is None else request.num_missing_tokens(node) <= most
-    )
-    if is_local or candidates.prefill_s == inf:
-        first_token_s = min(first_token_s, request.local_prefill_s(node))
+    request, prefill_s = candidates.request, candidates.prefill_s
+    is_local = request.local_limit(node, prefill_s, candidates.local_prefill_tokens) is not None
+    if is_local or prefill_s == inf:
+        first_token_s = request.local_prefill_s(node)
+    else:
+        first_token_s = max(prefill_s, request.transfer_s(node))
     return first_token_s + request.place_s(node)
 
 
@@ -131,12 +146,7 @@ def _holding_most(candidates: Candidates) -> Sequence[Node]:
     A node that does not hold enough pages costs one lookup.
     """
     nodes, request = candidates.nodes, candidates.request
-    if not any(len(node.prefixes) for node in nodes):
-        return ()
-    most_pages = ceil(min(MIN_SAVED_SHARE * request.num_tokens, MIN_SAVED_TOKENS) / nodes[0].page_size)
-    if most_pages > len(request.page_hashes):
-        return ()
-    holders = [node for node in nodes if request.page_hashes[most_pages - 1] in node.prefixes]
+    most_pages, holders = _holders(candidates)
     if not holders:
         return ()
     most_seqs = min(map(request.num_seqs, nodes)) + MAX_IMBALANCE
@@ -150,3 +160,13 @@ def _holding_most(candidates: Candidates) -> Sequence[Node]:
         if num_pages == most_pages:
             best.append(node)
     return best
+
+
+def _holders(candidates: Candidates) -> tuple[int, Sequence[Node]]:
+    """The pages that are worth something if a node holds them, and the nodes that do. One lookup a node."""
+    nodes, request = candidates.nodes, candidates.request
+    num_pages = ceil(min(MIN_SAVED_SHARE * request.num_tokens, MIN_SAVED_TOKENS) / nodes[0].page_size)
+    if not any(len(node.prefixes) for node in nodes) or num_pages > len(request.page_hashes):
+        return num_pages, ()
+    last = request.page_hashes[num_pages - 1]
+    return num_pages, [node for node in nodes if last in node.prefixes]

@@ -4,27 +4,31 @@
     turn           until it was its turn among the API keys, if several        expected: no time
     failover       attempts that lost their nodes                              expected: no time
     reservation    until the decode node had pages and a row for it            expected: no time
+                   (without the time in which the prompt was computed ahead)
+    fetch          until cached pages had come from another node               expected: the usual of that node;
+                   or would come no more                                                 no time
     queue          until the node that prefills began with it                  expected: no time
-    prefill        while its prompt was computed                               expected: the usual of that node
+    prefill        while its prompt was computed, ahead of that or behind it   expected: the usual of that node
     delivery       the rest: messages, the loops of nodes and router           expected: the usual of that node
     (first token)
     transfer       until the decode node had all its pages and went on         expected: the usual of that link
 
 Durations come from the stamps of one node each, since the clocks of two hosts are never compared. Both nodes hear of
 the sequence at the same time. Of the time that the prefill node kept it queued, the decode node's share is therefore
-the reservation, and what is left of the transfer stage behind queue and prefill is the transfer.
+the reservation, what a fetch took beyond that is the fetch, and the rest is the queue. What is left of the transfer
+stage behind fetch, queue and prefill is the transfer.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from router.dispatch.usual import UsualDurations
-from shared.protocol.messages import Load, Role, WaitedFor
+from shared.protocol.messages import Load, ReqReport, Role, WaitedFor
 from shared.timeline import ReqStage, Stamp
 
 if TYPE_CHECKING:
@@ -46,13 +50,14 @@ class StartStage(StrEnum):
     TURN = "turn"
     FAILOVER = "failover"
     RESERVATION = "reservation"
+    FETCH = "fetch"
     QUEUE = "queue"
     PREFILL = "prefill"
     DELIVERY = "delivery"
     TRANSFER = "transfer"
 
 
-_LEARNED = (StartStage.PREFILL, StartStage.DELIVERY, StartStage.TRANSFER)
+_LEARNED = (StartStage.FETCH, StartStage.PREFILL, StartStage.DELIVERY, StartStage.TRANSFER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +68,11 @@ class StageTime:
     nodes: tuple[Node, ...]
     seconds: float
     work: int
-    """Tokens computed in PREFILL, bytes moved in TRANSFER; else 0."""
+    """Tokens that came in FETCH, tokens computed in PREFILL, bytes moved in TRANSFER; else 0."""
     usual_s: float | None
     because: str = ""
-    """The cause of a wait, as a clause that follows the node's name; computed from what the nodes have told."""
+    """The cause of a wait, as a clause that follows the node's name; of RESERVATION, what it waited for and why.
+    Computed from what the nodes have told."""
 
     @property
     def excess_s(self) -> float:
@@ -89,6 +95,11 @@ class Verdict:
     causes: tuple[StageTime, ...]
     without_s: float
     text: str
+
+    @property
+    def excess_s(self) -> float:
+        """Seconds that the causes took beyond the usual."""
+        return sum(cause.excess_s for cause in self.causes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +134,12 @@ class Start:
         return [stage for stage in self.stages if stage.stage is not StartStage.TRANSFER]
 
 
+def worst_of(starts: Mapping[str, Start]) -> tuple[str | None, Verdict | None]:
+    """The verdict on the sequence that lost most time, with its rid; no rid and none if none was slow."""
+    slow = [(rid, verdict) for rid, start in starts.items() if (verdict := start.verdict) is not None]
+    return max(slow, key=lambda one: one[1].excess_s, default=(None, None))
+
+
 class Starts:
     """Measures how sequences start, and learns from each what is usual."""
 
@@ -135,7 +152,7 @@ class Starts:
         if not stages:
             return None
         for stage in stages:
-            if stage.stage in _LEARNED:
+            if _is_learned(stage.stage, stage.work):
                 self._usual.observe(_place(stage.stage, stage.nodes), stage.work, stage.seconds, now)
         assert req.first_token_at is not None
         return Start(req.waited_s + req.first_token_at - req.started_at, tuple(stages))
@@ -145,7 +162,12 @@ class Starts:
         self._usual.forget(node.ref.incarnation)
 
     def _usual_s(self, stage: StartStage, nodes: tuple[Node, ...], work: int) -> float | None:
-        return self._usual.usual_s(_place(stage, nodes), work) if stage in _LEARNED else 0.0
+        return self._usual.usual_s(_place(stage, nodes), work) if _is_learned(stage, work) else 0.0
+
+
+def _is_learned(stage: StartStage, work: int) -> bool:
+    """Whether the stage takes its usual time. A fetch that was in vain should have taken none."""
+    return stage in _LEARNED and (work > 0 or stage is not StartStage.FETCH)
 
 
 def _place(stage: StartStage, nodes: tuple[Node, ...]) -> tuple[str, ...]:
@@ -170,6 +192,13 @@ def _stages(
             return []
         reserved_s = min(of[Role.DECODE].get(ReqStage.QUEUED, 0.0), queued_s)
         transfer_s = max(0.0, of[Role.DECODE][ReqStage.TRANSFERRING] - (queued_s - reserved_s) - prefill_s)
+    report = attempt.reports.get(role, ReqReport())
+    # A prompt that was computed ahead of its reservation would have been computed without the wait as well.
+    # The last chunk may end behind the reservation, and then kept the request in the queue.
+    ahead_s = min(report.ahead_s, queued_s)
+    ahead_in_queue_s = min(ahead_s, queued_s - reserved_s)
+    waited_s = queued_s - reserved_s - ahead_in_queue_s
+    fetch_s, fetched = max(0.0, min(report.fetch_s - reserved_s, waited_s)), report.num_fetched_tokens
     num_computed = max(0, req.prompt_len - req.cached_tokens)
     sent_after_s = attempt.sent_at - req.started_at
     told_after_s = req.first_token_at - attempt.sent_at
@@ -177,13 +206,17 @@ def _stages(
     measured: list[tuple[StartStage, tuple[Node, ...], float, int, str]] = [
         (StartStage.DISPATCH, (), req.waited_s, 0, ""),
         (StartStage.FAILOVER, (), sent_after_s - req.turn_s, 0, _why_failed_over(req)),
-        (StartStage.QUEUE, (node,), queued_s - reserved_s, 0, _why_queued(node, attempt)),
-        (StartStage.PREFILL, (node,), prefill_s, num_computed, ""),
+        (StartStage.QUEUE, (node,), waited_s - fetch_s, 0, _why_queued(node, attempt)),
+        (StartStage.PREFILL, (node,), prefill_s + ahead_s, num_computed, ""),
         (StartStage.DELIVERY, (node,), max(0.0, told_after_s - queued_s - prefill_s), 0, ""),
     ]
+    if fetch_s:
+        measured.insert(2, (StartStage.FETCH, (node,), fetch_s, fetched, "" if fetched else "in vain"))
     if decode is not None:
         why = _why_not_reserved(req, decode, attempt)
-        measured.insert(2, (StartStage.RESERVATION, (decode,), reserved_s, 0, why))
+        measured.insert(
+            2, (StartStage.RESERVATION, (decode,), reserved_s + ahead_in_queue_s - ahead_s, 0, why)
+        )
         measured.append((StartStage.TRANSFER, both, transfer_s, req.kv_bytes_transferred, ""))
     if req.turn_s:
         measured.insert(1, (StartStage.TURN, (), req.turn_s, 0, ""))
@@ -233,15 +266,18 @@ def _why_not_reserved(req: RunningReq, decode: Node, attempt: Attempt) -> str:
     load = min(loads, key=_free_pages)
     report = attempt.reports.get(Role.DECODE)
     waited_for = report.waited_for if report is not None else ""
+    name = decode.ref.node_id
+    if waited_for == WaitedFor.ROWS:
+        return (
+            f"a place on {name}, which runs {_count(decode.limits.max_running_requests, 'request')} at most"
+        )
     if waited_for == WaitedFor.PAGES:
         free, needed = _free_pages(load), -(-req.prompt_len // decode.page_size)
         seen = f" ({free:,} of {load.num_pages:,} pages were free for a prompt of {needed:,})"
-        return f"which is full{seen if free < needed and load.num_pages else ''}"
-    if waited_for == WaitedFor.ROWS:
-        return f"which runs {decode.limits.max_running_requests:,} requests at most"
+        return f"pages on {name}, which is full{seen if free < needed and load.num_pages else ''}"
     if waited_for == WaitedFor.ORDER:
-        return "behind requests that had given up their pages"
-    return "and for its grammar" if req.work.params.grammar is not None else ""
+        return f"pages on {name}, behind requests that had given up their pages"
+    return f"{name} to take it" + (" and compile its grammar" if req.work.params.grammar is not None else "")
 
 
 def _free_pages(load: Load) -> int:
@@ -253,7 +289,8 @@ _WAITS = {
     StartStage.DISPATCH: ("waiting for nodes that could take it", "with nodes at once"),
     StartStage.TURN: ("waiting for its turn among the API keys", "without other keys"),
     StartStage.FAILOVER: ("lost with an attempt that failed", "without the failover"),
-    StartStage.RESERVATION: ("waiting for pages on {}", "with a free decode node"),
+    StartStage.RESERVATION: ("waiting for", "with a free decode node"),
+    StartStage.FETCH: ("waiting for pages that another node was to lend to {}", "without that"),
     StartStage.QUEUE: ("waiting in the queue of {}", "with a free {}"),
     StartStage.DELIVERY: ("between {} and this router, in no stage of the node", "with usual delivery"),
 }
@@ -289,6 +326,8 @@ def _cause_in_words(cause: StageTime) -> str:
             f"from {names}{_transport(cause)}, where {duration(usual_s)} is usual"
         )
     text = f"{duration(cause.seconds)} {_WAITS[cause.stage][0].format(names)}"
+    if cause.stage is StartStage.RESERVATION:
+        return f"{text} {cause.because}"
     if usual_s:
         text += f", where {duration(usual_s)} is usual"
     return f"{text}, {cause.because}" if cause.because else text

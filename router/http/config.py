@@ -145,7 +145,7 @@ class DispatchOptions:
     decode_policy: str = flag("ttft", "which decode node gets a request")
     local_prefill_tokens: int | None = flag(
         None,
-        "a decode node prefills by itself what has at most so many tokens that it does not hold; auto, the default: "
+        "a decode node prefills by itself what has at most so many tokens that it does not hold; auto (None): "
         "what it would compute sooner than a prefill node, its other streams considered",
         or_auto(whole(0)),
         "TOKENS",

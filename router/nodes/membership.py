@@ -13,7 +13,7 @@ that the operator removed are ignored; those of the next incarnation are not.
 
 A discovery says which addresses there are. One that it newly lists is dialled, and dialled again when it is lost; one
 that it lists no more stays as long as it answers. An address that the operator removed is dialled again when it has
-been off the list.
+been off the list. One for which there is no room is dialled when a member has been forgotten.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -54,7 +55,7 @@ from shared.protocol.resolver import Resolver, does_not_resolve
 if TYPE_CHECKING:
     from shared.protocol.security import FleetKey
 
-_MAX_MEMBERS = 1024
+MAX_MEMBERS = 1024
 _MAX_REMOVED = 4096
 
 
@@ -85,7 +86,9 @@ class Membership:
         fleet_key: FleetKey | None,
         timing: Timing,
         resolver: Resolver,
+        max_members: int = MAX_MEMBERS,
     ) -> None:
+        self._max_members = max_members
         self._resolver = resolver
         self._context = context
         self._incarnation = incarnation
@@ -95,6 +98,8 @@ class Membership:
         self._loading: dict[str, tuple[float, Loading]] = {}
         self._members: list[Member] = []
         self._listed: frozenset[tuple[Role, str]] = frozenset()
+        self._left_out: deque[tuple[Role, str]] = deque()
+        """Those of `_listed` for which there was no room."""
         self._removed: dict[str, None] = {}
         """Incarnations that the operator removed, the oldest first: their announcements are ignored."""
         self._dials = itertools.count(1)
@@ -104,6 +109,7 @@ class Membership:
         self.is_new = True
         """True until a node is admitted or removed, since nodes may not have announced themselves yet."""
         self._member_ignored = LimitedWarning("member_ignored")
+        self._nodes_left_out = LimitedWarning("nodes_left_out")
         self._node_failed_to_load = LimitedWarning("node_failed_to_load")
         self._change = asyncio.Event()
         self._closed = False
@@ -158,7 +164,7 @@ class Membership:
             return known
         if self._closed:
             return None
-        if len(self._members) >= _MAX_MEMBERS:
+        if len(self._members) >= self._max_members:
             self._member_ignored(address=address, members=len(self._members))
             return None
         member = Member(address, role, pinned, node_id=node_id, since=time.monotonic())
@@ -169,14 +175,25 @@ class Membership:
     def on_listing(self, listed: Collection[tuple[Role, str]]) -> None:
         """Take in what discoveries list now: role and address of each node."""
         before, self._listed = self._listed, frozenset(listed)
-        for role, address in sorted(self._listed - before):
+        new = {address for _, address in self._listed - before}
+        gone = {address for _, address in before} - {address for _, address in self._listed}
+        for member in self._members:
+            member.listed = (member.listed or member.address in new) and member.address not in gone
+        here, waiting = {member.address for member in self._members}, set(self._left_out)
+        left_out = self._listed - (before - waiting)
+        self._left_out = deque(sorted(entry for entry in left_out if entry[1] not in here))
+        self._dial_left_out()
+        if self._left_out:
+            first = self._left_out[0][1]
+            self._nodes_left_out(nodes=len(self._left_out), first=first, members=len(self._members))
+
+    def _dial_left_out(self) -> None:
+        """Dial those of the listing that found no room, as many as there is room for now."""
+        while self._left_out and len(self._members) < self._max_members:
+            role, address = self._left_out.popleft()
             member = self.dial(address, role, pinned=False)
             if member is not None:
                 member.listed = True
-        gone = {address for _, address in before} - {address for _, address in self._listed}
-        for member in self._members:
-            if member.address in gone:
-                member.listed = False
 
     def redial(self, member: Member) -> None:
         """Dial a member that is not connected at once, without its pause."""
@@ -226,7 +243,7 @@ class Membership:
     def on_announcement(self, message: Announcement) -> None:
         """Take in a node that announces itself (a `join_socket.JoinListener`); `loading` is kept for /health."""
         match message:
-            case Loading(node_id) if node_id in self._loading or len(self._loading) < _MAX_MEMBERS:
+            case Loading(node_id) if node_id in self._loading or len(self._loading) < self._max_members:
                 self._loading[node_id] = time.monotonic(), message
             case LoadFailed(node_id, _, reason):
                 self._loading.pop(node_id, None)
@@ -469,6 +486,7 @@ class Membership:
         self._members.remove(member)
         if member.task is not None and member.task is not asyncio.current_task():
             member.task.cancel()
+        asyncio.get_running_loop().call_soon(self._dial_left_out)  # after one that has come in its stead
         self._signal()
 
     def _signal(self) -> None:

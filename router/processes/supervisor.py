@@ -228,7 +228,7 @@ class Supervisor:
     def _on_listing(self, index: int, listing: Listing) -> None:
         if listing != self._listings.get(index, frozenset()):
             self._listings[index] = listing
-            event("nodes_discovered", num_nodes=len(listing))
+            event("nodes_discovered", source=self._config.fleet.discovery[index], num_nodes=len(listing))
             self._send_to_routers(self._listed)
 
     @property

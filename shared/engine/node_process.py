@@ -118,11 +118,6 @@ def _serve(role: Role, config: NodeConfig, builder_of: Callable[[Role], BuildRol
     net = config.net
     fleet_key = FleetKey.load(net.fleet_key)
     require_key_beyond_loopback("--host", net.host, has_key=fleet_key is not None, insecure=net.insecure)
-    if config.transfer.kv_tls and not config.transfer.kv_tls_ca and fleet_key is None:
-        raise ConfigError(
-            "--kv-tls: certificates are told over the control connections, which are open to anyone: give every "
-            "process the same --fleet-key FILE, or nodes --kv-tls-cert, --kv-tls-key and --kv-tls-ca"
-        )
     advertised = net.advertise_host or net.host
     if advertised in ANY_HOST:
         raise ConfigError(

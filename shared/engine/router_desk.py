@@ -63,9 +63,8 @@ class RouterDesk:
                 case Cancel(key) | Stop(key) if key in self._reqs:
                     self._reqs.end(key, "cancelled by the router")
                 case Flush(call_id):
-                    if not self._reqs:
-                        self._engine.ledger.flush()
-                    self._router_port.answer(heard.router, call_id, not self._reqs)
+                    flushed = not self._reqs and self._engine.ledger.flush()
+                    self._router_port.answer(heard.router, call_id, flushed)
                 case StartProfile(call_id) | StopProfile(call_id):
                     done = self._engine.profiler.obey(heard.message)
                     self._router_port.answer(heard.router, call_id, *done)
@@ -134,6 +133,7 @@ class RouterDesk:
         self,
         outcome: Outcome,
         *,
+        has_loans: bool,
         num_running: int,
         num_transferring: int,
         num_bootstrapping: int,
@@ -142,12 +142,15 @@ class RouterDesk:
         links: tuple[LinkReport, ...],
         unreachable: dict[str, str],
     ) -> None:
-        """End a turn: send its tokens and cache changes, publish the node's load, count the step of a profile."""
+        """End a turn: send its tokens and cache changes, publish the node's load, count the step of a profile.
+
+        A node that `has_loans` keeps pages for other reasons than its requests.
+        """
         self._router_port.flush()
         if outcome.prefilled is not None:
             self._vitals.count_prefill(*outcome.prefilled)
         self._vitals.publish(
-            idle=not self._reqs and not outcome.worked,
+            idle=not self._reqs and not has_loans and not outcome.worked,
             num_running=num_running,
             num_waiting=len(self._grammar_queue) + self._batcher.num_waiting,
             num_transferring=num_transferring,

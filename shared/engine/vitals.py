@@ -9,8 +9,8 @@ from shared.engine.progress import Progress
 from shared.kvcache.audit import LeakError, audit_idle
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import LinkReport, Load
+from shared.rates import PRIOR_PREFILL_TOKENS_PER_S, MovingRate
 from shared.scheduling.retraction import RetractionCounts
-from shared.scheduling.victims import PRIOR_PREFILL_TOKENS_PER_S, MovingRate
 from shared.timeline import Clock
 
 THROUGHPUT_WINDOW_S = 1.0
@@ -37,6 +37,7 @@ class Vitals:
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
         self.num_jumped_tokens = 0
+        self.num_fetched_tokens = 0
         self.kv_bytes_transferred = 0
         self.kv_transfer_s = 0.0
         self.prefill_busy_s = 0.0
@@ -57,6 +58,14 @@ class Vitals:
         """Count a transfer that has ended."""
         self.kv_bytes_transferred += nbytes
         self.kv_transfer_s += seconds
+
+    def count_fetched(self, num_tokens: int) -> None:
+        """Count prompt tokens whose KV another node has lent."""
+        self.num_fetched_tokens += num_tokens
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """How long this node usually takes to compute so many prompt tokens."""
+        return num_tokens / self._prefill_rate.per_second
 
     def count_prefill(self, num_tokens: int, seconds: float) -> None:
         """Count a forward that had `num_tokens` prompt tokens. A long one tells how fast prefills are here."""
@@ -79,7 +88,7 @@ class Vitals:
         schedule_policy: str,
         retraction: RetractionCounts,
     ) -> None:
-        """Renew the load after a step. A node that has just become idle (no request left) is audited."""
+        """Renew the load after a step. A node that has just become idle is audited: it has no request and no loan."""
         now = self._clock()
         elapsed = now - self._window_start
         if elapsed >= THROUGHPUT_WINDOW_S:
@@ -118,6 +127,7 @@ class Vitals:
             num_queued_tokens=num_queued_tokens,
             prefill_tokens_per_s=self._prefill_rate.per_second if self._prefill_rate.is_measured else 0.0,
             reserve_wait_s=reserve_wait_s,
+            num_fetched_tokens=self.num_fetched_tokens,
         )
         if not idle:
             self._audited = False

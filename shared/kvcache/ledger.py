@@ -188,9 +188,10 @@ class KVLedger:
         del self.live[kv.row]
         return len(freed)
 
-    def flush(self) -> None:
-        """Evict every prefix that no request reads."""
+    def flush(self) -> bool:
+        """Evict every prefix that is not locked. False if some are, and stay."""
         self.allocator.free(self.radix_cache.evict(self.radix_cache.num_evictable_pages))
+        return not self.radix_cache.num_protected_pages
 
     def evict_behind(self, ids: Sequence[int], num_pages: int, extra_key: str) -> int:
         """Evict page `num_pages` of a cached prefix and all that continues it, but what live requests read.

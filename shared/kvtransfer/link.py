@@ -178,6 +178,8 @@ class LinkFactory(Protocol):
         """Build a link with the peer that builds the same name; with `block`, wait until it is there.
 
         `on_dead(reason)` is called, from any thread, as soon as the peer is known to be gone, also while no
-        op is under way. Raises LinkError: the peer did not come in time, or failed the challenge.
+        op is under way. While the link is rehearsed, on another thread than the builder's, it may block for a moment.
+        Raises LinkError: the peer did not come in time, or failed the challenge.
+        PeerGone: it closed its end meanwhile, and may be about to report why.
         """
         ...

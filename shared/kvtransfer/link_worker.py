@@ -7,16 +7,19 @@ A link's death is decided in one place (`Links.fail`), which calls `stop`; the w
 aborts the link and stays until every op under way has left. Until then those ops own their staging slots, while the
 next incarnation is already being built beside it. The abort comes before the loop lets go of a slot: an op that has
 timed out for the host may still read or write the slot on a GPU.
+
+An end that fails a challenge or a rehearsal reports why. Its peer may see the link end before it has that report, so
+it waits for it, a short while, before it says that the peer is gone.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 from shared import log
-from shared.errors import LinkError
+from shared.errors import LinkError, PeerGone
 from shared.kvtransfer.link import Driver, Link, LinkFactory, LinkRate, LinkSpec, Rehearse
 from shared.kvtransfer.pace import Pace
 
@@ -56,7 +59,9 @@ class LinkWorker:
         passed_over: dict[str, str],
         clock: Callable[[], float],
         report_dead: Callable[[LinkWorker, str], None],
+        peer_report_s: float,
     ) -> None:
+        """`peer_report_s` bounds the wait for the peer's report of why a link ended that is being built."""
         self.peer_id = peer_id
         self.name = spec.name
         self.transport = transport
@@ -76,6 +81,8 @@ class LinkWorker:
         self._rehearse = rehearse
         self._clock = clock
         self._report_dead = report_dead
+        self._peer_report_s = peer_report_s
+        self._stopped = threading.Event()
         self._link: Link | None = None
         self._aborted = False
         self._driver: Driver | None = None
@@ -95,6 +102,7 @@ class LinkWorker:
         """End the link, which is dead. Only `Links.fail` calls this, once; it does not block."""
         assert self.death is None
         self.death = reason
+        self._stopped.set()
         self.store.abort(reason)
         self.loop.kick()
 
@@ -133,11 +141,15 @@ class LinkWorker:
         return True
 
     def _build(self, *, block: bool) -> bool:
-        self._link = self._factory.build(self._spec, self._on_peer_gone, block=block)
+        try:
+            self._link = self._factory.build(self._spec, self._on_peer_gone, block=block)
+        except PeerGone:
+            self._await_peer_report()
+            raise
         if self._link is None:
             return False
         if self._rehearse is not None:
-            self.rate = self._rehearse(self._link, self._spec, partial(self._report_dead, self))
+            self.rate = self._rehearse(self._link, self._spec, self._fail_rehearsal)
             self.pace = Pace(self.name, self.transport, self.rate, self._clock)
         self.loop.attach(self._link, self.pace)
         self.live_at = self._clock()
@@ -145,15 +157,25 @@ class LinkWorker:
             raise LinkError(self._peer_gone)
         fields: dict[str, Any] = {"link": self.name, "transport": self.transport}
         if self.rate is not None:
-            fields |= {"gb_s": round(self.rate.gb_s, 3), "latency_ms": round(self.rate.latency_ms, 3)}
+            fields |= {"gb_s": round(self.rate.gb_s, 4), "latency_ms": round(self.rate.latency_ms, 3)}
         fields |= {f"not_{name}": why for name, why in self.passed_over.items()}
         log.event("link_up", **fields)
         return True
+
+    def _fail_rehearsal(self, reason: str) -> None:
+        """An op has failed, perhaps since the peer has aborted the link."""
+        self._await_peer_report()
+        self._report_dead(self, reason)
+
+    def _await_peer_report(self) -> None:
+        """Let the peer's report end the link, which is being built. The fake network rehearses no link."""
+        self._stopped.wait(self._peer_report_s)
 
     def _on_peer_gone(self, reason: str) -> None:
         self._peer_gone = reason  # before the look at `live_at`, as the other thread writes before it looks
         if self.live_at is None:
             # The thread that builds the link reports why it failed, which may be why the peer is gone.
+            self._await_peer_report()
             self.store.abort(reason)
         else:
             self._report_dead(self, reason)

@@ -49,6 +49,8 @@ class Links(Generic[Loop]):
     """
 
     MAX_NAMES = 1024
+    PEER_REPORT_S = 1.0
+    """How long a node waits for its peer to report why a link ended that was being built."""
 
     def __init__(
         self,
@@ -131,6 +133,7 @@ class Links(Generic[Loop]):
             passed_over=opening.passed_over,
             clock=self._clock,
             report_dead=self._reported_dead,
+            peer_report_s=self.PEER_REPORT_S,
         )
         self._names.append(name)
         self._current[peer_id] = (worker, loop)
@@ -189,7 +192,7 @@ class Links(Generic[Loop]):
             worker.peer_id,
             self._rank == RECEIVER,
             worker.transport,
-            round(rate.gb_s, 2),
+            round(rate.gb_s, 4),
             round(rate.latency_ms, 3),
             worker.passed_over,
             round(worker.pace.slow_gb_s, 4) if worker.pace else 0.0,

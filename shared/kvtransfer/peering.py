@@ -20,7 +20,7 @@ REDIAL_S = 1.0
 """A dial that failed, or a connection that was lost, is followed by another after so long."""
 MAX_UNNAMED_PEERS = 16
 """Connections to nodes that no router names, beyond which the one that was used longest ago is closed."""
-UNNAMED_IDLE_S = 30.0
+UNNAMED_IDLE_S = 300.0
 """Such a connection is closed when no transfer has used it for so long."""
 
 

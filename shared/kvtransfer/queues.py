@@ -30,6 +30,10 @@ class BootstrapQueue:
     def __contains__(self, key: ReqKey) -> bool:
         return key in self._reqs
 
+    def get(self, key: ReqKey) -> Req | None:
+        """The request, which stays here; None when it is not (or no longer) here."""
+        return self._reqs.get(key)
+
     def add(self, req: Req) -> None:
         """Enter a request that was opened with the sender."""
         self._reqs[req.key] = req

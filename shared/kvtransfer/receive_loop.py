@@ -37,7 +37,7 @@ class ScatterGate(Protocol):
         """The pages have been written."""
         ...
 
-    def refused(self, key: ReqKey, reason: str, *, by_peer: bool = False, corrupt: bool = False) -> None:
+    def refused(self, key: ReqKey, reason: str, *, corrupt: bool = False) -> None:
         """A chunk came that cannot be used; `corrupt`: it did not match its digest."""
         ...
 
@@ -177,7 +177,7 @@ class ReceiveLoop:
         envelope, arrival = granted.envelope, granted.arrival
         digest, chunk = envelope.open(arrival.header), envelope.chunk
         if digest is None:
-            self._gate.refused(envelope.key, "the peer sent a void chunk", by_peer=True)
+            # A CancelTransfer comes too. Only that says whether the Handoff, which this chunk may overtake, was sent.
             return
         page_ids = self._gate.begin_scatter(envelope.key, chunk)
         if page_ids is None:

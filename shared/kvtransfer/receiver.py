@@ -205,20 +205,19 @@ class KVReceiver:
             self._progressed(transfer)
             self._settle(transfer)
 
-    def refused(self, key: ReqKey, reason: str, *, by_peer: bool = False, corrupt: bool = False) -> None:
+    def refused(self, key: ReqKey, reason: str, *, corrupt: bool = False) -> None:
         """Fail the transfer of a chunk that cannot be used."""
         with self._lock:
             transfer = self.transfers.get(key)
             if transfer is not None:
                 if corrupt:
                     log.warn("corrupt_pages", **key.fields, sent_by=transfer.peer_id, reason=reason)
-                done = Done(key, False, reason, corrupt)
-                self._fail(transfer, reason, tell=done, by_peer=by_peer, corrupt=corrupt)
+                self._fail(transfer, reason, tell=Done(key, False, reason, corrupt), corrupt=corrupt)
 
     # --------------------------------------------------------------------------------- under the lock
     def _apply(self, transfer: ReceiveTransfer, message: _Keyed) -> None:
         if isinstance(message, CancelTransfer):
-            self._fail(transfer, message.reason, tell=None, by_peer=True)
+            self._fail(transfer, message.reason, tell=None, by_peer=True, handed_off=message.handed_off)
             return
         if transfer.state is not ReceiveState.RECEIVING:
             return  # before Ready the peer knows no prefix to count from; after the end no message counts
@@ -295,9 +294,10 @@ class KVReceiver:
         *,
         tell: Done | CancelTransfer | None,
         by_peer: bool = False,
+        handed_off: bool = False,
         corrupt: bool = False,
     ) -> None:
-        if not transfer.fail(reason, by_peer=by_peer, corrupt=corrupt):
+        if not transfer.fail(reason, by_peer=by_peer, handed_off=handed_off, corrupt=corrupt):
             return
         if tell is not None:
             self._outbox.send(transfer.peer_id, tell)

@@ -21,7 +21,7 @@ from shared.kvtransfer.links import Endpoint, Links
 from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
 from shared.kvtransfer.receive_loop import ReceiveLoop, ScatterGate
 from shared.kvtransfer.transports.choice import better_than
-from shared.protocol.messages import Refused
+from shared.protocol.messages import Refused, other_version
 from shared.protocol.transfer_messages import Grant, LinkOpen, PeerHello, PeerLeft
 
 
@@ -112,6 +112,8 @@ class ReceiverPeers:
         self.links.fail_peer(peer_id, "the peer connected anew", tell_peer=False)
         peer = self.table.add(peer_id, _NextLink(self._own_plan), now)
         try:
+            if why := other_version("sending node", hello.version):
+                raise PeerMismatch(why)
             check_layout(
                 self._own.layout, hello.layout, allow_mixed_numerics=self._options.allow_mixed_numerics
             )

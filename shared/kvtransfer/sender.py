@@ -17,7 +17,7 @@ from shared.kvtransfer.inbox import KeyedInbox
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.sender_peers import SenderPeers
-from shared.kvtransfer.states import SendEnded, SendEvent, SendState, SendTransfer
+from shared.kvtransfer.states import ReadyOverdue, SendEnded, SendEvent, SendState, SendTransfer
 from shared.protocol.messages import LinkReport, ReqKey
 from shared.protocol.transfer_messages import (
     CancelTransfer,
@@ -48,7 +48,7 @@ class KVSender:
         self._events: list[SendEvent] = []
         self._next_tick = 0.0
         self._closed = False
-        self.transfers: KeyedInbox[SendTransfer, _Keyed, str] = KeyedInbox(
+        self.transfers: KeyedInbox[SendTransfer, _Keyed, CancelTransfer] = KeyedInbox(
             own=own, apply=self._apply, answer_late=_answer_late, node="sending node"
         )
         self.peers = SenderPeers(own, self._lock, gate=self, fail_transfers=self._fail_transfers)
@@ -231,8 +231,8 @@ class KVSender:
             if transfer is not None:
                 if transfer.peer_id == peer_id:
                     transfer.renew(lease_until)
-            elif (reason := self.transfers.ended(key)) is not None:
-                self._outbox.send(peer_id, CancelTransfer(key, reason))
+            elif (cancel := self.transfers.ended(key)) is not None:
+                self._outbox.send(peer_id, cancel)
 
     def _fail_transfers(self, peer_id: str, reason: str, *, waiting_too: bool, tell_peer: bool) -> None:
         for transfer in self.transfers.of_peer(peer_id):
@@ -255,6 +255,8 @@ class KVSender:
             and now - transfer.opened_at >= self._options.connect_timeout_s
         ):
             self._end(transfer, f"no connection to receiving node {transfer.peer_id}", tell_peer=False)
+        elif transfer.becomes_overdue(now):
+            self._post(ReadyOverdue(transfer.key))
 
     def _end(
         self,
@@ -265,17 +267,19 @@ class KVSender:
         ok: bool = False,
         corrupt: bool = False,
     ) -> None:
+        cancel = CancelTransfer(transfer.key, reason, transfer.state is SendState.HANDED_OFF)
         if not transfer.end(ok=ok, reason=reason, now=self._clock(), corrupt=corrupt):
             return
         if tell_peer:
-            self._outbox.send(transfer.peer_id, CancelTransfer(transfer.key, reason))
+            self._outbox.send(transfer.peer_id, cancel)
         self._settle(transfer)
 
     def _settle(self, transfer: SendTransfer) -> None:
         """Post the terminal event as soon as no gather reads the pages."""
         end: SendEnded | None = transfer.take_end()
         if end is not None:
-            self.transfers.close(transfer.key, end.reason or "done", self._clock())
+            cancel = CancelTransfer(end.key, end.reason or "done", end.handed_off)
+            self.transfers.close(transfer.key, cancel, self._clock())
             self._post(end)
 
     def _post(self, event: SendEvent) -> None:
@@ -283,6 +287,6 @@ class KVSender:
         self._own.wake()
 
 
-def _answer_late(message: _Keyed, reason: str) -> CancelTransfer | None:
-    """The answer to a message about a transfer that has ended for `reason`."""
-    return CancelTransfer(message.key, reason) if isinstance(message, Ready) else None
+def _answer_late(message: _Keyed, cancel: CancelTransfer) -> CancelTransfer | None:
+    """The answer to a message about a transfer that has ended as `cancel` says."""
+    return cancel if isinstance(message, Ready) else None

@@ -18,7 +18,7 @@ from shared.kvtransfer.links import Endpoint, Links
 from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
 from shared.kvtransfer.send_loop import GatherGate, SendLoop
 from shared.kvtransfer.staging import SlotRing
-from shared.protocol.messages import Refused
+from shared.protocol.messages import PROTOCOL_VERSION, Refused
 from shared.protocol.transfer_messages import Grant, LinkLost, LinkOpen, PeerHello
 
 
@@ -105,7 +105,8 @@ class SenderPeers:
     def _say_hello(self, peer_id: str) -> None:
         own, transports = self._own, self._own.transports
         offered = tuple(transports.factories)
-        hello = PeerHello(own.node, own.layout, offered, transports.place, transports.slot_nbytes)
+        place, slot_nbytes = transports.place, transports.slot_nbytes
+        hello = PeerHello(own.node, own.layout, offered, place, slot_nbytes, PROTOCOL_VERSION)
         self._outbox.send(peer_id, hello)
 
     def _granted(self, peer_id: str, grant: Grant) -> None:

@@ -43,7 +43,18 @@ class SendEnded:
     """Pages [0, prefix_pages) of the sequence were not sent, since the receiving node had them."""
 
 
-SendEvent = Ready | SendEnded
+READY_OVERDUE_S = 0.1
+"""A receiving node that has room says Ready within one or two of its steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyOverdue:
+    """The receiving node has not said Ready for READY_OVERDUE_S: it has no room, or is busy. Told once."""
+
+    key: ReqKey
+
+
+SendEvent = Ready | ReadyOverdue | SendEnded
 """Ready is the receiving node's message, handed on: how many pages have a place there, and which are there."""
 
 
@@ -110,6 +121,7 @@ class SendTransfer:
     page_ids: list[int] = field(default_factory=list)
     nbytes: int = 0
     num_units_sent: int = 0
+    _overdue: bool = False
     _started: float | None = None
     _num_gathers: int = 0
     _end: SendEnded | None = None
@@ -123,6 +135,12 @@ class SendTransfer:
         self.prefix_pages = prefix_pages
         self.deadline = None
         return True
+
+    def becomes_overdue(self, now: float) -> bool:
+        """Whether Ready has been awaited for READY_OVERDUE_S by now. True once."""
+        was_overdue = self._overdue
+        self._overdue |= self.state is SendState.WAITING and now - self.opened_at >= READY_OVERDUE_S
+        return self._overdue and not was_overdue
 
     def offer(self, page_ids: list[int], now: float) -> int:
         """Hold these pages, the next of the sequence; returns the sequence index of the first."""
@@ -287,12 +305,15 @@ class ReceiveTransfer:
         )
         return True
 
-    def fail(self, reason: str, *, by_peer: bool, corrupt: bool = False) -> bool:
-        """Decide that the transfer has failed; False when its outcome had been decided before."""
+    def fail(self, reason: str, *, by_peer: bool, handed_off: bool = False, corrupt: bool = False) -> bool:
+        """Decide that the transfer has failed; False when its outcome had been decided before.
+
+        `handed_off`: the sending node had sent its Handoff, whether or not that has come.
+        """
         if self.state is ReceiveState.ENDED:
             return False
         self.state = ReceiveState.ENDED
-        handed_off = self._handoff is not None
+        handed_off |= self._handoff is not None
         self._end = ReceiveFailed(self.key, reason, by_peer, handed_off, self.peer_id, corrupt)
         return True
 

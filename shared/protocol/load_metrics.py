@@ -104,7 +104,12 @@ _COUNTERS: Sequence[_Figure] = (
         "num_retraction_waits",
     ),
     ("baton:node_prompt_tokens", "Tokens of the prompts that the node has begun.", "num_prompt_tokens"),
-    ("baton:node_cached_tokens", "Those of them that were in its RadixCache.", "num_cached_tokens"),
+    ("baton:node_cached_tokens", "Prompt tokens that the node had in its RadixCache.", "num_cached_tokens"),
+    (
+        "baton:node_fetched_tokens",
+        "Prompt tokens that another node has lent to the RadixCache of this one.",
+        "num_fetched_tokens",
+    ),
     ("baton:node_generated_tokens", "Output tokens that the node has generated.", "num_generated_tokens"),
     ("baton:prefill_busy_seconds", "Time in which forwards with prompt tokens ran.", "prefill_busy_s"),
     ("baton:kv_transfer_bytes", "KV moved over links.", "kv_bytes_transferred"),

@@ -194,6 +194,8 @@ class Load(Record, frozen=True):
     """What prefills usually reach here; 0 until one was measured."""
     reserve_wait_s: float = 0.0
     """How long the request that came first of those without a reservation has waited for it."""
+    num_fetched_tokens: int = 0
+    """Prompt tokens whose KV other nodes have lent, of those that were cached."""
 
 
 class Finish(Record, frozen=True):
@@ -223,6 +225,11 @@ class ReqReport(Record, frozen=True):
     num_retractions: int = 0
     waited_for: str = ""
     """A WaitedFor, or that of a later version; empty if it waited for nothing."""
+    ahead_s: float = 0.0
+    """Seconds of its stay in QUEUED on the prefill node in which its prompt was computed ahead of the reservation."""
+    fetch_s: float = 0.0
+    """How long it waited for pages that another node was to lend, and for how many tokens they came."""
+    num_fetched_tokens: int = 0
 
 
 class TokenEntry(Record, frozen=True):
@@ -260,12 +267,34 @@ class Peers(Struct, frozen=True):
     decode_nodes: tuple[NodeRef, ...]
 
 
+class Source(Record, frozen=True):
+    """A node that is asked to lend the first `num_pages` pages of a sequence, which it was seen to hold."""
+
+    node: NodeRef
+    num_pages: int
+
+
 class Prefill(Struct, frozen=True):
-    """Compute the KV of a sequence and sample its next token; `decode` continues after it, None: no node does."""
+    """Compute the KV of a sequence and sample its next token; `decode` continues after it, None: no node does.
+
+    What a `source` lends need not be computed.
+    """
 
     key: ReqKey
     work: Work
     decode: NodeRef | None
+    source: Source | None = None
+
+
+class Lend(Struct, frozen=True):
+    """Send the cached pages of `work` to `borrower`, whose Prefill of the same key names this node as its source.
+
+    It is not answered: the borrower hears what this node holds. Without `work`, see to it that there is a link.
+    """
+
+    key: ReqKey
+    borrower: NodeRef
+    work: Work | None
 
 
 class Decode(Struct, frozen=True):
@@ -560,6 +589,7 @@ class LoadFailed(Struct, frozen=True):
 RouterToNode = (
     RouterHello
     | Peers
+    | Lend
     | Prefill
     | Decode
     | Move

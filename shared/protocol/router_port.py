@@ -18,6 +18,7 @@ from shared.protocol.messages import (
     Failed,
     Finish,
     Leaving,
+    Lend,
     Load,
     Move,
     Moved,
@@ -38,6 +39,7 @@ from shared.protocol.messages import (
     SetRole,
     TokenEntry,
     Tokens,
+    Work,
     other_version,
 )
 from shared.protocol.outbox import Outbox
@@ -80,7 +82,8 @@ class RouterPort:
         self._followers: dict[str, None] = {}
         """Routers that have been sent all of the cache, and follow its events; used by the scheduler thread only."""
         self._cache_seq: int | None = None
-        self._dispatched: OrderedDict[ReqKey, None] = OrderedDict()
+        self._dispatched: OrderedDict[tuple[ReqKey, bool], None] = OrderedDict()
+        """A node may send the pages of a request and receive them: it lends to the node that prefills for it."""
         self._entries: dict[str, list[TokenEntry]] = {}
         self._unreachable: set[str] = set()
         self._dispatch_repeated = log.LimitedWarning("dispatch_repeated", clock)
@@ -146,16 +149,20 @@ class RouterPort:
         while self._inbox:
             heard = self._inbox.popleft()
             match heard.message:
-                case Prefill(key) | Decode(key) | Move(to_key=key) if not self._is_new(key):
+                case Decode(key) if not self._is_new(key, sends=False):
+                    continue
+                case Prefill(key) | Move(to_key=key) | Lend(key, work=Work()) if not self._is_new(
+                    key, sends=True
+                ):
                     continue
             taken.append(heard)
         return taken
 
-    def _is_new(self, key: ReqKey) -> bool:
-        if key in self._dispatched:
+    def _is_new(self, key: ReqKey, *, sends: bool) -> bool:
+        if (key, sends) in self._dispatched:
             self._dispatch_repeated(key=key)
             return False
-        self._dispatched[key] = None
+        self._dispatched[key, sends] = None
         if len(self._dispatched) > MAX_REMEMBERED_KEYS:
             self._dispatched.popitem(last=False)
         return True

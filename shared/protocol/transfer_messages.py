@@ -36,6 +36,8 @@ class CancelTransfer(Struct, frozen=True):
 
     key: ReqKey
     reason: str
+    handed_off: bool = False
+    """The sending node has sent its Handoff, which a connection that broke may have lost."""
 
 
 class PeerPing(Struct, frozen=True):
@@ -72,6 +74,8 @@ class PeerHello(Struct, frozen=True):
     transports: tuple[str, ...]
     place: Place
     slot_nbytes: int
+    version: int = 8
+    """The sender's PROTOCOL_VERSION; versions up to 8, which refuse every other one, did not say it."""
 
 
 class Offer(Struct, frozen=True):

@@ -145,7 +145,10 @@ class PrefillAdder:
         assert grown, "the pages were counted a moment ago"
         req.kv = kv
         if not req.num_retractions:  # what a retracted request finds is its own KV
-            req.cached_tokens = min(kv.kv_committed_len, req.num_input_ids)
+            found = (
+                kv.kv_committed_len if req.ahead_from is None else min(kv.kv_committed_len, req.ahead_from)
+            )
+            req.cached_tokens = min(found, req.num_input_ids)
         return self._take(req)
 
     def _take(self, req: Req) -> AddReqResult:

@@ -11,7 +11,7 @@ from shared.scheduling.req import Req
 class QueuedTokens:
     """Prompt tokens of this node's requests whose KV is not there yet, from their arrival on.
 
-    What the RadixCache holds of a prompt is looked up once, when the request comes.
+    What the RadixCache holds of a prompt is looked up when the request is added.
     """
 
     def __init__(self, ledger: KVLedger) -> None:
@@ -21,7 +21,8 @@ class QueuedTokens:
         self.total = 0
 
     def add(self, req: Req) -> None:
-        """Count a request whose prompt is to be computed here."""
+        """Count a request whose prompt is to be computed here, or count it anew as the RadixCache is now."""
+        self.remove(req)
         cached = self._ledger.peek_prefix(req.matchable_ids, req.extra_key).num_pages * self._ledger.page_size
         self._ends[req] = len(req.ids), len(req.ids) - cached
         self.total += len(req.ids) - cached

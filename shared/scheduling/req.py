@@ -46,6 +46,11 @@ class Req:
     num_jumped: int = 0
     """How many of the last tokens were not sampled but jumped over, behind the one that was: see `jump_forward`."""
     cached_tokens: int = 0
+    """Tokens of the prompt that were found in the RadixCache. What was computed ahead for this request is not."""
+    ahead_from: int | None = None
+    """How many tokens were cached when its prompt began to be computed ahead of its reservation; None: it was not."""
+    ahead_s: float = 0.0
+    """How long its prompt was computed ahead, while it was QUEUED."""
     num_retractions: int = 0
     waited_for: str = ""
     """A WaitedFor, if its pages were not reserved at once."""
@@ -56,6 +61,9 @@ class Req:
     """The forward since which it gets no further, and its output length then: see `retraction`."""
     kv_pages_transferred: int = 0
     kv_bytes_transferred: int = 0
+    fetch_s: float = 0.0
+    num_fetched_tokens: int = 0
+    """What it waited for pages that another node lent, and for how many tokens they came."""
     extend_len: int = field(default=0)
     """Tokens that the next extend computes."""
     last_logprobs: Logprobs | None = None
@@ -150,6 +158,9 @@ class Req:
             kv_bytes_transferred=self.kv_bytes_transferred,
             num_retractions=self.num_retractions,
             waited_for=self.waited_for,
+            ahead_s=self.ahead_s,
+            fetch_s=self.fetch_s,
+            num_fetched_tokens=self.num_fetched_tokens,
         )
 
     def drop_results_in_flight(self) -> None:

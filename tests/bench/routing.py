@@ -39,8 +39,9 @@ BEFORE = {"prefill_policy": round_robin, "decode_policy": cache_aware, "local_pr
 LARGE = {"nodes": 1000, "requests": 4000, "rate": 400.0}
 NUM_DEATHS = 40
 REAL_REQUESTS, REAL_RATE = 60, 1.0
-CONVERSATIONS, TURNS = 6, 5
-FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 400, 48, 40
+CONVERSATIONS, TURNS, FIRST_TOKENS = 6, 5, 400
+TALKS = {"short answers": (48, 40), "long answers": (100, 200)}
+"""Tokens of each later turn, and of each answer."""
 
 
 def simulated(shape: dict[str, Any], requests: Iterable[SimRequest], seed: int = 0) -> SimFleet:
@@ -175,17 +176,18 @@ def real_flags(policy: str) -> list[str]:
     return ["--local", "2P2D", *itertools.chain.from_iterable(zip(names, chosen, strict=True))]
 
 
-async def converse(url: str, seed: int) -> tuple[int, int, list[float]]:
+async def converse(url: str, talk: str, seed: int) -> tuple[int, int, list[float]]:
     """One conversation: its new tokens, the prompt tokens that were computed, and the TTFT of each later turn."""
     rng = random.Random(seed)
+    turn_tokens, answer_tokens = TALKS[talk]
     ids: list[int] = []
     num_new = num_computed = 0
     later: list[float] = []
     async with new_client() as client:
         for turn in range(TURNS):
-            said = prompt_ids(rng, TURN_TOKENS if turn else FIRST_TOKENS, VOCAB_SIZE)
+            said = prompt_ids(rng, turn_tokens if turn else FIRST_TOKENS, VOCAB_SIZE)
             ids += said
-            seen = await stream(client, url, ids, ANSWER_TOKENS)
+            seen = await stream(client, url, ids, answer_tokens)
             num_new += len(said)
             num_computed += len(ids) - seen.meta["cached_tokens"]
             later += [seen.ttft_s] if turn else []
@@ -193,17 +195,20 @@ async def converse(url: str, seed: int) -> tuple[int, int, list[float]]:
     return num_new, num_computed, later
 
 
-def run_turns(policy: str) -> dict[str, Any]:
-    """Conversations side by side, each waiting for its answers."""
+def run_turns(policy: str, talk: str) -> dict[str, Any]:
+    """Conversations side by side, each waiting for its answers, on a fleet that has had others before."""
 
-    async def all_of_them(url: str) -> list[tuple[int, int, list[float]]]:
-        return await asyncio.gather(*(converse(url, seed) for seed in range(CONVERSATIONS)))
+    async def all_of_them(url: str, first: int) -> list[tuple[int, int, list[float]]]:
+        seeds = range(first, first + CONVERSATIONS)
+        return await asyncio.gather(*(converse(url, talk, seed) for seed in seeds))
 
     with servers({policy: real_flags(policy)}) as urls:
-        talks = asyncio.run(all_of_them(urls[policy]))
+        asyncio.run(all_of_them(urls[policy], CONVERSATIONS))
+        talks = asyncio.run(all_of_them(urls[policy], 0))
     later = sorted(seconds for _, _, ttfts in talks for seconds in ttfts)
     return {
         "bench": "turns",
+        "workload": talk,
         "policy": policy,
         "computed_to_new": round(sum(c for _, c, _ in talks) / sum(n for n, _, _ in talks), 3),
         "later_ttft_p50_ms": round(1e3 * percentile(later, 50)),
@@ -218,8 +223,9 @@ def main() -> Iterator[dict[str, Any]]:
             yield run_policy(name, policy)
     yield run_large()
     yield from run_real()
-    for policy in ("before", "ttft"):
-        yield run_turns(policy)
+    for talk in TALKS:
+        for policy in ("before", "ttft"):
+            yield run_turns(policy, talk)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ trace of conversations, which share little, and few-shot prompts, which share mu
 
 TTFT of short and of long prompts on one prefill node, with and without --short-prompt-share.
 
+TTFT while a decode node is short of pages, with and without --prefill-ahead-share.
+
 Everything above the device and the network is the real code; see tests/sim/README.md. Times are virtual seconds of
 the cost model in cost_model.json.
 """
@@ -43,6 +45,10 @@ MIX_REQUESTS = 1500
 MIX_LOAD = 0.8
 MIX_COSTS = CostModel(a=0.002, b=1e-4, c=1e-9, d=0.01, e=1e-4, f=0.0)
 """A node that prefills 10,000 tokens a second: a small GPU."""
+FULL_REQUESTS = 400
+FULL_DECODE_POOL_TOKENS = 9_216
+"""Room for 4 to 8 of the requests below."""
+FULL_GAPS_S = (0.4, 0.32, 0.28)
 
 
 def run_policy(workload: str, policy: str, costs: CostModel) -> dict[str, Any]:
@@ -98,6 +104,27 @@ def run_mix(share: float) -> dict[str, Any]:
     return row
 
 
+def run_full(share: float, gap_s: float) -> dict[str, Any]:
+    """A decode node that is short of pages, beside a prefill node that is idle for about half of the time."""
+    schedule = ScheduleOptions(prefill_ahead_share=share, max_running_requests=256)
+    shape = FleetShape(
+        prefill=NodeShape(pool_tokens=TRACE_POOL_TOKENS, schedule=schedule),
+        decode=NodeShape(pool_tokens=FULL_DECODE_POOL_TOKENS, schedule=schedule),
+    )
+    fleet = SimFleet(shape, MIX_COSTS)
+    fleet.submit(
+        unrelated(random.Random(0), FULL_REQUESTS, gap_s=gap_s, input_lens=[1024, 2048], output_len=96)
+    )
+    fleet.run()
+    return {
+        "bench": "prefill_ahead",
+        "prefill_ahead_share": share,
+        "gap_s": gap_s,
+        **totals(fleet),
+        "prefill_busy": round(fleet.nodes["p0000"].stream.busy_s / fleet.loop.now, 2),
+    }
+
+
 def totals(fleet: SimFleet) -> dict[str, Any]:
     """What a workload came to."""
     ttfts = sorted(outcome.ttft_s for outcome in fleet.outcomes.values() if outcome.ok)
@@ -113,13 +140,16 @@ def totals(fleet: SimFleet) -> dict[str, Any]:
 
 
 def main() -> Iterator[dict[str, Any]]:
-    """Every policy on both workloads, and the mix of short and long prompts."""
+    """Every policy on both workloads, the mix of short and long prompts, and the full decode node."""
     costs = load_cost_model()
     for workload in (MOONCAKE, "few_shot"):
         for policy in POLICIES:
             yield run_policy(workload, policy, costs)
     for share in (0.0, 0.25, 0.5):
         yield run_mix(share)
+    for gap_s in FULL_GAPS_S:
+        for share in (0.0, 0.25):
+            yield run_full(share, gap_s)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
@@ -128,6 +158,11 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     for row in rows:
         if row["bench"] == "short_prompts":
             best[f"short_ttft_p99_s_with_share_{row['short_prompt_share']}"] = row["short_ttft_p99_s"]
+            continue
+        if row["bench"] == "prefill_ahead":
+            best[f"full_ttft_p99_s_at_{row['gap_s']}_s_ahead_{row['prefill_ahead_share']}"] = row[
+                "ttft_p99_s"
+            ]
             continue
         name = row["workload"]
         if row["policy"] == "fcfs":

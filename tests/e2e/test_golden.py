@@ -135,8 +135,15 @@ def test_golden(case: Case, zoo: Zoo, tmp_path: Path) -> None:
         check_prefix_hits(serving)
         check_concurrent(serving)
         loads = fleet.router.loads()
-        links = {name: [link["transport"] for link in load["links"]] for name, load in loads.items()}
-        assert links == {"p0": [case.carried_by], "d0": [case.carried_by]}
+        links = {
+            name: [(link["incoming"], link["transport"]) for link in load["links"]]
+            for name, load in loads.items()
+        }
+        handoffs = {name: [how for back, how in links[name] if back is (name == "d0")] for name in links}
+        lent = {name: [how for back, how in links[name] if back is (name == "p0")] for name in links}
+        assert handoffs == {"p0": [case.carried_by], "d0": [case.carried_by]}
+        # The decode node has a link back if the router has asked it to lend.
+        assert lent["p0"] == lent["d0"] and set(lent["p0"]) <= {case.carried_by} and len(lent["p0"]) <= 1
         retractions = fleet.router.loads()["d0"]["num_retractions"]
         assert retractions >= 10 if case.retract_every else retractions == 0
         fleet.router.wait_home()

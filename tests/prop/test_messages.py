@@ -25,7 +25,6 @@ from shared.protocol.messages import (
 )
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.transfer_messages import ReceiverToSender, SenderToReceiver
-from shared.timeline import MAX_STAMP_S, Stamp
 
 UNIONS: dict[str, UnionType] = {
     "RouterToNode": RouterToNode,
@@ -62,6 +61,8 @@ def values(annotation: object) -> st.SearchStrategy[object]:
         return st.lists(values(args[0]), max_size=3).map(tuple)
     if origin is typing.Literal:
         return st.sampled_from(args)
+    if origin is typing.Annotated:
+        return st.floats(args[1].ge, args[1].le) if args[0] is float else values(args[0])
     if origin is dict:
         return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
     scalars: dict[object, st.SearchStrategy[object]] = {
@@ -76,9 +77,7 @@ def values(annotation: object) -> st.SearchStrategy[object]:
 
 
 def instances(cls: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
-    hints = typing.get_type_hints(cls)
-    if cls is Stamp:
-        return st.builds(Stamp, st.text(max_size=8), st.text(max_size=8), st.floats(0, MAX_STAMP_S))
+    hints = typing.get_type_hints(cls, include_extras=True)
     return st.builds(cls, **{name: values(hints[name]) for name in cls.__struct_fields__})
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from router.dispatch.policy import ttft
+from shared.config import ScheduleOptions
 from tests.bench.stats import percentile
 from tests.sim.simulator.cost_model import CostModel
 from tests.sim.simulator.fleet import FleetShape, SimFleet
@@ -20,13 +21,15 @@ LIMIT_S = 2.0
 SECONDS = 12
 
 
-def run(limit_s: float | None, *, requests_per_s: int, output_len: int, decode_pool: int) -> SimFleet:
+def run(
+    limit_s: float | None, *, requests_per_s: int, output_len: int, decode_pool: int, decode_rows: int
+) -> SimFleet:
     """Two nodes of each role, and prompts of 256 tokens that share nothing."""
     shape = FleetShape(
         num_prefill=2,
         num_decode=2,
         prefill=NodeShape(pool_tokens=65_536),
-        decode=NodeShape(pool_tokens=decode_pool),
+        decode=NodeShape(pool_tokens=decode_pool, schedule=ScheduleOptions(max_running_requests=decode_rows)),
         prefill_policy=ttft,
         decode_policy=ttft,
         ttft_limit_s=limit_s,
@@ -44,16 +47,22 @@ def ttft_p99_s(fleet: SimFleet) -> float:
 
 
 @pytest.mark.parametrize(
-    ("requests_per_s", "output_len", "decode_pool"),
+    ("requests_per_s", "output_len", "decode_pool", "decode_rows"),
     [
-        pytest.param(31, 4, 65_536, id="prompts"),
-        pytest.param(30, 20, 1_024, id="pages of the decode nodes"),
+        pytest.param(31, 4, 65_536, 64, id="prompts"),
+        pytest.param(30, 20, 1_024, 64, id="pages of the decode nodes"),
+        pytest.param(2, 200, 65_536, 2, id="rows of the decode nodes"),
     ],
 )
 def test_with_a_limit_the_requests_that_are_taken_wait_no_longer(
-    requests_per_s: int, output_len: int, decode_pool: int
+    requests_per_s: int, output_len: int, decode_pool: int, decode_rows: int
 ) -> None:
-    load = {"requests_per_s": requests_per_s, "output_len": output_len, "decode_pool": decode_pool}
+    load = {
+        "requests_per_s": requests_per_s,
+        "output_len": output_len,
+        "decode_pool": decode_pool,
+        "decode_rows": decode_rows,
+    }
     without, limited = run(None, **load), run(LIMIT_S, **load)
     assert without.num_refused == 0
     assert ttft_p99_s(without) > 5 * LIMIT_S

@@ -18,12 +18,21 @@ from tests.sim.simulator.cost_model import load_cost_model
 from tests.sim.simulator.fleet import FleetShape, SimFleet
 from tests.sim.simulator.node import NodeShape
 from tests.sim.simulator.trace import SimRequest, load_trace, scaled
-from tests.sim.simulator.workloads import chats
+from tests.sim.simulator.transport import NetworkModel
+from tests.sim.simulator.workloads import chats, few_shot
+from tests.sim.test_simulator_faults import assert_all_ended_and_empty
 
 BLOCK = 32
 
 
-def fleet(num_each: int, policy: RoutingPolicy = ttft, seed: int = 0, pool_tokens: int = 32_768) -> SimFleet:
+def fleet(
+    num_each: int,
+    policy: RoutingPolicy = ttft,
+    seed: int = 0,
+    pool_tokens: int = 32_768,
+    network: NetworkModel | None = None,
+    audits: bool = False,
+) -> SimFleet:
     node = NodeShape(pool_tokens=pool_tokens, schedule=ScheduleOptions(max_running_requests=64))
     shape = FleetShape(
         num_prefill=num_each,
@@ -33,8 +42,9 @@ def fleet(num_each: int, policy: RoutingPolicy = ttft, seed: int = 0, pool_token
         local_prefill_tokens=None,
         prefill_policy=policy,
         decode_policy=policy,
+        network=network or NetworkModel(),
     )
-    return SimFleet(shape, load_cost_model(), seed=seed)
+    return SimFleet(shape, load_cost_model(), seed=seed, audits=audits)
 
 
 def requests_by_node(fleet: SimFleet, role: Role) -> dict[str, int]:
@@ -101,3 +111,32 @@ def test_a_conversation_is_not_sent_to_and_fro() -> None:
     changes = sum(a != b for turns in homes.values() for a, b in itertools.pairwise(turns))
     assert changes == 0, homes
     assert set(Counter(turns[0] for turns in homes.values()).values()) == {2}, "and they are spread"
+
+
+def num_fetched_tokens(fleet: SimFleet) -> int:
+    """Prompt tokens that came from other nodes, to the prefill nodes that are there."""
+    return sum(node.vitals.num_fetched_tokens for node in fleet.nodes.values())
+
+
+@pytest.mark.parametrize("fault", ["deaths", "broken links", "none"])
+def test_pages_are_fetched_while_lenders_die_and_links_break(fault: str) -> None:
+    """A hot prefix is on one node first. Whatever becomes of a fetch, its request ends once, and no page is left."""
+    rng = random.Random(5)
+    network = NetworkModel(transfer_fault=0.02 if fault == "broken links" else 0.0, notice_s=(0.005, 0.05))
+    simulated = fleet(4, pool_tokens=8192, network=network, audits=True)
+    simulated.submit(few_shot(rng, 300, gap_s=0.01, num_prompts=24))
+    num_fetched = 0
+    for i in range(6 if fault == "deaths" else 0):
+        role = (Role.PREFILL, Role.DECODE)[i % 2]
+        simulated.run(until=1.2 + 0.3 * i)
+        names = [name for name, node in simulated.nodes.items() if node.role is role]
+        lenders = [name for name in names if len(simulated.nodes[name].scheduler.lending)]
+        name = rng.choice(lenders or names)
+        num_fetched += simulated.nodes[name].vitals.num_fetched_tokens
+        simulated.kill(name)
+        simulated.start(f"{role[0]}-new-{i}", role)
+    simulated.run()
+    assert_all_ended_and_empty(simulated)
+    hurt = [outcome for outcome in simulated.outcomes.values() if not outcome.ok]
+    assert len(hurt) <= (20 if fault == "broken links" else 0), "a handoff that breaks fails its request"
+    assert num_fetched + num_fetched_tokens(simulated) > 0

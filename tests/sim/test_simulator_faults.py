@@ -29,6 +29,7 @@ def small(
     retract_every: int = 0,
     forward_fault: float = 0.0,
     overlap: bool = True,
+    prefill_ahead_share: float = 0.25,
 ) -> NodeShape:
     """Three or four requests fill such a node."""
     return NodeShape(
@@ -44,6 +45,7 @@ def small(
             retract_every=retract_every,
             retract_policy="host" if host_kv_tokens else "recompute",
             disable_overlap_schedule=not overlap,
+            prefill_ahead_share=prefill_ahead_share,
         ),
     )
 
@@ -73,7 +75,10 @@ def test_one_fault_at_each_place(place: Place, fault: Fault) -> None:
     saboteur = Saboteur(place, fault, nth=2)
     on_host = place in (Place.ON_HOST, Place.COPIED_BACK)
     shape = small(
-        retract_every=3 if on_host or place is Place.RETRACTED else 0, host_kv_tokens=256 if on_host else 0
+        retract_every=3 if on_host or place is Place.RETRACTED else 0,
+        host_kv_tokens=256 if on_host else 0,
+        # What was computed ahead leaves so little to compute that no request waits.
+        prefill_ahead_share=0.0 if place is Place.WAITING else 0.25,
     )
     fleet = fleet_2p2d(shape, on_step=saboteur.look)
     saboteur.fleet = fleet

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
 from decode_node.trial import EMPTY_S
-from shared.config import NodeConfig
-from shared.engine.build import Engine
 from shared.protocol.messages import Cancel, ReqKey, Role
 from tests.cluster import Cluster
 from tests.sim.simulator.fleet import FleetShape, SimFleet
@@ -49,19 +46,14 @@ def test_what_comes_while_it_runs_alone_is_handed_back() -> None:
 
 
 def test_a_node_is_emptied_for_it() -> None:
-    now = [100.0]
-
-    def engine(config: NodeConfig) -> Engine:
-        return replace(token_engine(config), clock=lambda: now[0])
-
-    with Cluster(0, 1, engine, config()) as cluster:
+    with Cluster(0, 1, token_engine, config()) as cluster:
         router = cluster.router
         others = [submit(cluster, f"r{i}", seed=i) for i in range(1, 4)]
         cluster.run(lambda: all(router.answers[key].token_ids for key in others))
         suspect = submit(cluster, "suspect", seed=0, alone_tokens=ALONE)
         cluster.run(lambda: set(others) <= set(router.wanted_moved))
         assert not router.alone and not any(router.answers[key].failures for key in others)
-        now[0] += EMPTY_S
+        cluster.network.advance(EMPTY_S)
         cluster.run_all(check=True)
         assert router.alone == [suspect] and all(is_handed_back(cluster, key) for key in others)
         assert cluster.tokens(suspect) == wanted(prompt(0), NUM_NEW)

@@ -9,6 +9,7 @@ import pytest
 
 from router.dispatch.running_req import RunningReq
 from router.dispatch.verdict import Start, StartStage
+from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
 from shared.scheduling.plan import ScheduleBatch
 from tests.sim.simulator.cost_model import CostModel
@@ -28,11 +29,11 @@ class Bed:
     prefill_step_s: float = 0.0
     """So much longer does each forward of a prefill node take."""
     num_blocks: int = 0
+    decode: NodeShape = field(default_factory=lambda: NodeShape(pool_tokens=16 * PROMPT))
     fleet: SimFleet = field(init=False)
 
     def __post_init__(self) -> None:
-        decode = NodeShape(pool_tokens=16 * PROMPT)
-        shape = FleetShape(num_prefill=1, num_decode=1, decode=decode)
+        shape = FleetShape(num_prefill=1, num_decode=1, decode=self.decode)
         self.fleet = SimFleet(shape, COSTS, on_launch=self._launch)
         for _ in range(6):
             assert self.serve().verdict is None
@@ -68,8 +69,9 @@ def slow_link(bed: Bed) -> None:
 
 
 def full_decode_node(bed: Bed) -> None:
+    """For longer than a slow prefill takes, since a prompt is computed ahead meanwhile."""
     for _ in range(2):
-        bed.send(input_len=7 * PROMPT + 512, output_len=256)
+        bed.send(input_len=7 * PROMPT + 512, output_len=512)
     bed.fleet.run(until=bed.fleet.loop.now + 0.5)
 
 
@@ -126,6 +128,16 @@ def test_a_run_without_delays_has_no_verdict() -> None:
         bed.fleet.run()
         assert req.start is not None and req.start.verdict is None
         assert req.start.ttft_s > 0
+
+
+def test_a_decode_node_that_runs_as_many_as_it_may_is_not_said_to_lack_pages() -> None:
+    schedule = ScheduleOptions(max_running_requests=1)
+    bed = Bed(decode=NodeShape(pool_tokens=16 * PROMPT, schedule=schedule))
+    bed.send(output_len=256)
+    bed.fleet.run(until=bed.fleet.loop.now + 0.5)
+    verdict = bed.serve().verdict
+    assert verdict is not None
+    assert " waiting for a place on d0000, which runs 1 request at most; with a free decode" in verdict.text
 
 
 def test_a_prefill_node_that_died_is_the_cause() -> None:

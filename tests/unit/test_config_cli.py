@@ -18,7 +18,7 @@ from shared.cli import (
 )
 from shared.config import NodeConfig
 from shared.cpu_cores import CpuCores
-from shared.flags import fraction, whole
+from shared.flags import FlagParser, fraction, options_of, whole
 
 FLAGS = """\
 --host HOST = 127.0.0.1
@@ -48,6 +48,7 @@ FLAGS = """\
 --host-kv-tokens TOKENS
 --chunked-prefill-size TOKENS = 512
 --short-prompt-share SHARE = 0.5
+--prefill-ahead-share SHARE = 0.25
 --max-prefill-tokens TOKENS = 16384
 --max-running-requests N = 64
 --schedule-policy {fcfs,lpm,dfs-weight,lof,random,routing-key} = fcfs
@@ -109,6 +110,7 @@ VALUES = {
     "--host-kv-tokens": "4096",
     "--chunked-prefill-size": "100",
     "--short-prompt-share": "0.25",
+    "--prefill-ahead-share": "0.4",
     "--max-prefill-tokens": "2000",
     "--max-running-requests": "9",
     "--schedule-policy": "lpm",
@@ -150,7 +152,7 @@ VALUES = {
 """Of every flag that `router --local` hands on, a value that is not the default."""
 
 
-def node_parser() -> argparse.ArgumentParser:
+def node_parser() -> FlagParser:
     parser = make_parser("prefill-node", "A node.")
     add_net_flags(parser, 7100)
     add_node_flags(parser)
@@ -199,7 +201,7 @@ def test_the_flags_are_frozen() -> None:
 
 
 def test_no_flag_gives_the_defaults_of_the_configuration() -> None:
-    ours, defaults = flat(node_config(node_parser().parse_args([]))), flat(NodeConfig())
+    ours, defaults = flat(node_config(node_parser(), [])), flat(NodeConfig())
     assert ours.pop("net.port") == 7100
     assert defaults.pop("net.port") == 0
     assert ours == defaults
@@ -213,8 +215,7 @@ def test_every_node_flag_has_a_value_here() -> None:
 def test_a_node_flag_reaches_one_field_and_is_handed_on(flag: str) -> None:
     value = VALUES[flag]
     argv = [flag] if value is None else [flag, value]
-    before = flat(node_config(node_parser().parse_args([])))
-    after = flat(node_config(node_parser().parse_args(argv)))
+    before, after = (flat(options_of(NodeConfig, node_parser().parse_args(given))) for given in ([], argv))
     changed = [name for name in before if before[name] != after[name]]
     assert len(changed) == 1, changed
     assert str(after[changed[0]]) == (value or "True")
@@ -244,8 +245,8 @@ def test_all_node_flags_together_make_the_round_trip() -> None:
     ],
 )
 def test_the_other_flags_reach_theirs(argv: list[str], changes: dict[str, object]) -> None:
-    before = flat(node_config(node_parser().parse_args([])))
-    assert flat(node_config(node_parser().parse_args(argv))) == before | changes
+    before = flat(node_config(node_parser(), []))
+    assert flat(node_config(node_parser(), argv)) == before | changes
 
 
 @pytest.mark.parametrize(
@@ -298,6 +299,26 @@ def test_out_of_bounds_is_refused_with_the_flag_named(
     assert message.startswith(f"prefill-node: error: argument {flag}")
     assert reason in message
     assert "prefill-node --help" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--kv-transfer gloo --kv-tls", "--kv-tls are for --kv-transfer tcp, and it is gloo"),
+        ("--kv-port 7300", "--kv-port and --kv-tls are for --kv-transfer tcp, and it is auto"),
+        ("--kv-transfer tcp --kv-tls-ca ca.pem", "for --kv-tls, which is not given"),
+        ("--kv-transfer tcp --kv-tls", "--kv-tls: certificates are told over the control connections"),
+    ],
+)
+def test_flags_that_lack_another_one_are_refused(
+    capsys: pytest.CaptureFixture[str], flags: str, reason: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        node_config(node_parser(), flags.split())
+    assert caught.value.code == 2
+    [message] = capsys.readouterr().err.splitlines()
+    assert message.startswith("prefill-node: error: --kv-")
+    assert reason in message
 
 
 def test_flags_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:

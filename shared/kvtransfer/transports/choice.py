@@ -134,7 +134,6 @@ def make_transports(
     Each backend is imported only when it is offered. Links run on `threads`, which are those of `device` by default.
     """
     threads = threads or DeviceThreads.of(device)
-    _check_tcp_flags(options)
     names: tuple[str, ...] = (options.backend,)
     if options.backend == "auto":
         names = BEST_FIRST if device.type == "cuda" else ON_A_CPU
@@ -187,18 +186,6 @@ def _new_factory(
             raise ConfigError(
                 f"unknown transfer backend {name!r}: use auto, cuda-ipc, shm, nccl, gloo or tcp"
             )
-
-
-def _check_tcp_flags(options: TransferOptions) -> None:
-    """ConfigError: a flag is given that would have no effect."""
-    files = (options.kv_tls_cert, options.kv_tls_key, options.kv_tls_ca)
-    if options.backend != "tcp" and (options.kv_tls or options.kv_port):
-        raise ConfigError(
-            f"--kv-port and --kv-tls are for --kv-transfer tcp, and it is {options.backend}: "
-            "no other transport has one port or is encrypted"
-        )
-    if any(files) and not options.kv_tls:
-        raise ConfigError("--kv-tls-cert, --kv-tls-key and --kv-tls-ca are for --kv-tls, which is not given")
 
 
 def _cuda_runtime(name: str, device: torch.device, threads: DeviceThreads) -> Runtime:

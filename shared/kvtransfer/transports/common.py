@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from shared.device_threads import DeviceThreads
-from shared.errors import LinkError
+from shared.errors import LinkError, PeerGone
 from shared.host_memory import new_host_buffer
 from shared.kvtransfer.link import Copier, LinkSpec, Op, Stepped
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
@@ -155,13 +155,13 @@ def thread_copier(name: str, threads: DeviceThreads) -> Copier:
 
 @contextmanager
 def peer_answers(sock: socket.socket) -> Iterator[None]:
-    """Pass on what `sock` raises in the block as a LinkError."""
+    """Pass on what `sock` raises in the block as a LinkError; PeerGone: the peer has closed it."""
     try:
         yield
     except TimeoutError:
         raise LinkError(f"timed out after {sock.gettimeout():g} s") from None
     except OSError as error:
-        raise LinkError(f"the peer is gone: {error}") from None
+        raise PeerGone(f"the peer is gone: {error}") from None
 
 
 def wait_for_hang_up(sock: socket.socket) -> None:

@@ -23,7 +23,7 @@ from torch.distributed import DistStoreError
 
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
-from shared.errors import LinkError
+from shared.errors import LinkError, PeerGone
 from shared.kvtransfer.link import RECEIVER, LinkSpec
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
 from shared.kvtransfer.transports.common import NONCE_NBYTES, challenge, peer_answers, wait_for_hang_up
@@ -172,7 +172,7 @@ class UnixLink:
             else:
                 self._socket.send(record)
         except OSError as error:
-            raise LinkError(f"the peer takes no more: {error}") from None
+            raise PeerGone(f"the peer takes no more: {error}") from None
 
     def _read(self, nbytes: int) -> bytes:
         # The kernel closes descriptors that come with a record that is read like this.
@@ -263,7 +263,9 @@ class _Outcome:
 
 
 def _malformed(record: bytes) -> LinkError:
-    return LinkError("the peer sent a malformed record" if record else "the peer is gone: end of file")
+    return (
+        LinkError("the peer sent a malformed record") if record else PeerGone("the peer is gone: end of file")
+    )
 
 
 def _accept(spec: LinkSpec, timeout_s: float) -> socket.socket:

@@ -15,6 +15,7 @@ class Place(StrEnum):
     """The queue or batch of a node that holds a request."""
 
     BOOTSTRAP = "bootstrap_queue"
+    AHEAD = "bootstrap_queue, a chunk of it being computed ahead"
     WAITING = "waiting_queue"
     CHUNKED = "chunked_req"
     INFLIGHT = "inflight_queue"
@@ -42,6 +43,8 @@ def places(node: SimNode) -> Iterator[tuple[Place, ReqKey]]:
     chunked = node.scheduler.batcher.chunked_req
     for key, req in node.scheduler.reqs.items():
         match req.timeline.stage:
+            case ReqStage.QUEUED if node.role is Role.PREFILL and req is node.scheduler.run_ahead.chunk_of:
+                yield Place.AHEAD, key
             case ReqStage.QUEUED if node.role is Role.PREFILL:
                 yield (Place.WAITING if key in waiting else Place.BOOTSTRAP), key
             case ReqStage.QUEUED if key not in waiting:

@@ -16,6 +16,7 @@ from shared.kvcache.audit import audit_idle
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
     Decode,
+    LinkReport,
     Load,
     NodeHello,
     NodeRef,
@@ -84,14 +85,18 @@ class _Outbox:
         self._node.say(message)
 
 
-class _NoPeering:
-    """Any node can reach any decode node."""
+class _Peering:
+    """Any node can reach any other at once; a link is reported from its first use on."""
+
+    def __init__(self, sender: SimSender) -> None:
+        self._sender = sender
 
     def set_peers(self, router: str, nodes: Sequence[NodeRef]) -> None:
         """Nothing to do."""
 
     def ensure(self, node: NodeRef) -> None:
-        """Nothing to do."""
+        """Report a link."""
+        self._sender.links.setdefault(node.incarnation, LinkReport(node.incarnation, False, "sim"))
 
     @property
     def unreachable(self) -> dict[str, str]:
@@ -161,14 +166,18 @@ class SimNode:
         hello = NodeHello(self.ref, role, engine.layout, self.limits, {}, PROTOCOL_VERSION)
         self._port = RouterPort(_Outbox(self), hello, self.vitals.load, wake, self.clock)  # type: ignore[arg-type]
         self.sender = SimSender(name, transport, self.clock, self.wake)
-        self.receiver: SimReceiver | None = None
-        self.scheduler: Any
-        common = (self.sender, _NoPeering(), self._port, self.vitals, self.wake, float("inf"))
-        if role is Role.PREFILL:
-            self.scheduler = PrefillScheduler(engine, config.schedule, *common)  # type: ignore[arg-type]
-        else:
-            self.receiver = SimReceiver(name, transport, self.clock, self.wake, shape.page_size)
-            self.scheduler = DecodeScheduler(engine, config.schedule, self.receiver, *common)  # type: ignore[arg-type]
+        self.receiver = SimReceiver(name, transport, self.clock, self.wake, shape.page_size)
+        self.scheduler: Any = (PrefillScheduler if role is Role.PREFILL else DecodeScheduler)(
+            engine,
+            config.schedule,
+            self.receiver,  # type: ignore[arg-type]
+            self.sender,  # type: ignore[arg-type]
+            _Peering(self.sender),
+            self._port,
+            self.vitals,
+            self.wake,
+            float("inf"),
+        )
         transport.join(name, self.sender, self.receiver)
         self.send(RouterHello(ROUTER, PROTOCOL_VERSION))
 
@@ -189,8 +198,8 @@ class SimNode:
 
     @property
     def sides(self) -> tuple[SimSender | SimReceiver, ...]:
-        """Those that this node uses."""
-        return (self.sender,) if self.receiver is None else (self.sender, self.receiver)
+        """Of the transfer."""
+        return self.sender, self.receiver
 
     def _step_at(self, time: float) -> None:
         if self._next_step_at is None or time < self._next_step_at:
@@ -208,7 +217,7 @@ class SimNode:
         self.clock.in_step = False
         if worked:
             self._step_at(now)
-        elif self.scheduler.reqs:
+        elif self.scheduler.reqs or len(self.scheduler.lending):
             self._step_at(now + self._poll_s)
         if self._on_step is not None:
             self._on_step(self)

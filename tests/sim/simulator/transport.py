@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shared.errors import TransferError
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.states import (
+    ReadyOverdue,
     Received,
     ReceiveEvent,
     ReceiveFailed,
@@ -60,18 +61,18 @@ class Transport:
         self._egress_free: dict[str, float] = defaultdict(float)
         self._ingress_free: dict[str, float] = defaultdict(float)
 
-    def join(self, name: str, sender: SimSender, receiver: SimReceiver | None) -> None:
-        """A node is there. Prefill nodes receive nothing."""
+    def join(self, name: str, sender: SimSender, receiver: SimReceiver) -> None:
+        """A node is there."""
         self._senders[name] = sender
-        if receiver is not None:
-            self._receivers[name] = receiver
+        self._receivers[name] = receiver
 
     def kill(self, name: str) -> None:
         """A node is gone with all it held; the others notice one by one."""
-        del self._senders[name]
-        self._receivers.pop(name, None)
-        for side in (*self._senders.values(), *self._receivers.values()):
-            self.loop.at(self.loop.now + self.draw(self.model.notice_s), side.on_disconnected, name)
+        del self._senders[name], self._receivers[name]
+        for other in self._senders:
+            notice = self.loop.now + self.draw(self.model.notice_s)
+            self.loop.at(notice, self._senders[other].on_disconnected, name)
+            self.loop.at(notice, self._receivers[other].on_disconnected, name)
 
     def lives(self, name: str) -> bool:
         """False once it was killed."""
@@ -135,8 +136,12 @@ class _Side:
         self._wake = wake
         self._early: dict[ReqKey, list[Message]] = {}
         self._over: dict[ReqKey, str] = {}
-        self.link_reports: tuple[LinkReport, ...] = ()
+        self.links: dict[str, LinkReport] = {}
         self.unreachable: dict[str, str] = {}
+
+    @property
+    def link_reports(self) -> tuple[LinkReport, ...]:
+        return tuple(self.links.values())
 
     def tick(self) -> None:
         """Deadlines are not modelled: what is lost here is always noticed."""
@@ -186,7 +191,7 @@ class SimSender(_Side):
         for message in self._early.pop(key, ()):
             self.on_message(peer_id, message)
 
-    def offer(self, key: ReqKey, page_ids: list[int]) -> None:
+    def offer(self, key: ReqKey, page_ids: Sequence[int]) -> None:
         transfer = self._transfers.get(key)
         if transfer is None or transfer.state is SendState.ENDED or not page_ids:
             return
@@ -207,6 +212,11 @@ class SimSender(_Side):
         transfer = self._transfers.get(key)
         if transfer is not None:
             self._end(transfer, ok=False, reason=reason, tell=CancelTransfer(key, reason))
+
+    def tick(self) -> None:
+        """Of all deadlines only that of Ready is modelled, since what a node computes depends on it."""
+        now = self._clock()
+        self._events += [ReadyOverdue(t.key) for t in self._transfers.values() if t.becomes_overdue(now)]
 
     def poll(self) -> list[SendEvent]:
         """Only now may the scheduler let go of what has ended."""
@@ -251,6 +261,7 @@ class SimSender(_Side):
             self._end(transfer, ok=False, reason=reason, tell=CancelTransfer(key, reason))
 
     def on_disconnected(self, peer: str) -> None:
+        self.links.pop(peer, None)
         for transfer in list(self._transfers.values()):
             if transfer.peer_id == peer:
                 self._end(transfer, ok=False, reason="the decode node is gone")
@@ -296,7 +307,12 @@ class SimReceiver(_Side):
         return len(self._transfers)
 
     def open(
-        self, key: ReqKey, peer_id: str, page_ids: list[int], prefix_pages: int, num_known: int | None
+        self,
+        key: ReqKey,
+        peer_id: str,
+        page_ids: Sequence[int],
+        prefix_pages: int,
+        num_known: int | None = None,
     ) -> None:
         assert key not in self._transfers and key not in self._over, f"{key} opened twice"
         transfer = ReceiveTransfer(

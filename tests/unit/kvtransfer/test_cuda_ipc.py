@@ -130,6 +130,20 @@ def test_slots_of_a_stopped_reader_outlive_their_link_and_are_freed_when_it_goes
     until(lambda: sharing.at_p.num_areas == 0)
 
 
+def test_a_witness_that_was_passed_on_is_held_by_the_peer_alone(sharing: Sharing) -> None:
+    slot = sharing.slot
+    assert slot is not None
+    _, witness = sharing.sender.show(slot)
+    pipe = os.readlink(f"/proc/self/fd/{witness}")
+
+    def num_ends() -> int:
+        return sum(os.path.realpath(f"/proc/self/fd/{n}").endswith(pipe) for n in os.listdir("/proc/self/fd"))
+
+    assert num_ends() == 2
+    sharing.sender.show(IpcSlot(sharing.at_p, 4096))
+    assert num_ends() == 1, "the next slot is shown when the record of the one before has been sent"
+
+
 def test_a_slot_that_was_never_sent_is_freed_with_its_ring(sharing: Sharing) -> None:
     assert sharing.at_p.num_areas == 1
     sharing.drop()

@@ -337,9 +337,6 @@ def test_two_ends_that_were_told_each_other_shake_hands_over_tls_1_3() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"backend": "gloo", "kv_tls": True}, "--kv-tls are for --kv-transfer tcp, and it is gloo"),
-        ({"backend": "auto", "kv_port": 7300}, "--kv-port and --kv-tls are for --kv-transfer tcp"),
-        ({"kv_tls": False, "kv_tls_ca": "ca.pem"}, "for --kv-tls, which is not given"),
         ({"kv_tls_ca": "ca.pem"}, "--kv-tls-cert and --kv-tls-key is missing"),
         (
             {"kv_tls_cert": "/no/cert.pem", "kv_tls_key": "/no/key.pem", "kv_tls_ca": "/no/ca.pem"},

@@ -41,7 +41,7 @@ class Gate:
     def end_scatter(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None:
         pass
 
-    def refused(self, key: ReqKey, reason: str, *, by_peer: bool = False, corrupt: bool = False) -> None:
+    def refused(self, key: ReqKey, reason: str, *, corrupt: bool = False) -> None:
         raise AssertionError(reason)
 
 

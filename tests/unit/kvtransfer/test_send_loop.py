@@ -227,6 +227,7 @@ def test_a_grant_for_a_link_that_is_never_built_leaves_nothing_behind() -> None:
         passed_over={},
         clock=time.monotonic,
         report_dead=lambda worker, reason: worker.stop(reason),
+        peer_report_s=0.0,
     )
     loop.accept(grant(0))
     while not worker.finished:

@@ -11,19 +11,22 @@ import pytest
 import torch
 
 from shared.kvtransfer.states import Received, ReceiveFailed
-from shared.protocol.messages import Struct
+from shared.protocol.messages import PROTOCOL_VERSION, NodeRef, Refused, Struct
 from shared.protocol.transfer_messages import (
     CancelTransfer,
     Done,
     Grant,
     Handoff,
     LeaseRenew,
+    LinkLost,
+    LinkOpen,
     Offer,
     PeerHello,
     PeerLeft,
     Ready,
     StoreSet,
 )
+from tests.fake_link import fake_transports
 from tests.fake_network import FakeNetwork, Faults
 from tests.unit.kvtransfer.looks import num_live, num_slots_out, peer_states
 from tests.unit.kvtransfer.world import FAST, LAYOUT, DecodeHost, PrefillHost, World, handoff, key
@@ -175,17 +178,28 @@ def test_the_terminal_event_waits_for_the_gather_or_scatter_under_way(host_name:
     world.close()
 
 
-def test_a_void_chunk_fails_a_transfer_whose_cancel_was_lost(world: World) -> None:
+@pytest.mark.parametrize("cancel_lost", [False, True])
+def test_a_void_chunk_that_overtakes_the_handoff_leaves_it_to_the_cancel_how_the_transfer_ends(
+    cancel_lost: bool, world: World
+) -> None:
+    """The cancel alone says whether the sending node still speaks for the request."""
     world.network.hold(Grant)
+    world.network.hold(Handoff)
     open_both(world)
     world.run(0.3)
-    world.network.drop_next(CancelTransfer)
+    if cancel_lost:  # then the answer to a renewal ends the transfer
+        world.network.drop_next(CancelTransfer)
+    else:
+        world.network.hold(CancelTransfer)
     world.p.side.cancel(key(0), "aborted")
     world.network.release(Grant)
     world.run(0.1)
-    assert failure(world) == ReceiveFailed(
-        key(0), "the peer sent a void chunk", by_peer=True, handed_off=True, sender="p0"
-    )
+    assert num_slots_out(world.d.side) == world.d.pages.num_scatters == 0
+    world.network.release(Handoff)
+    world.network.release(CancelTransfer)
+    world.run(FAST.lease_s / 3 + 0.1)
+    assert world.p.ended[key(0)].handed_off
+    assert failure(world) == ReceiveFailed(key(0), "aborted", by_peer=True, handed_off=True, sender="p0")
 
 
 def test_a_cancel_that_comes_before_the_request_ends_it_at_once(world: World) -> None:
@@ -384,6 +398,22 @@ def test_a_slow_transfer_keeps_its_lease() -> None:
     assert renewals >= 2
     assert world.p.ended[key(0)].ok
     world.close()
+
+
+@pytest.mark.parametrize("cancel_lost", [False, True])
+def test_a_transfer_whose_handoff_was_lost_fails_as_one_that_was_handed_off(
+    cancel_lost: bool, world: World
+) -> None:
+    """As by a connection that broke. The sending node speaks for its request no more."""
+    world.network.drop_next(Handoff)
+    open_both(world)
+    world.run(0.3)
+    if cancel_lost:  # then the answer to a renewal ends the transfer
+        world.network.drop_next(CancelTransfer)
+    world.p.side.cancel(key(0), "aborted")
+    world.run(FAST.lease_s / 3 + 0.1)
+    assert world.p.ended[key(0)].handed_off
+    assert failure(world) == ReceiveFailed(key(0), "aborted", by_peer=True, handed_off=True, sender="p0")
 
 
 def test_a_renewal_of_a_transfer_that_has_ended_is_answered(world: World) -> None:
@@ -604,6 +634,26 @@ def test_another_layout_is_refused_by_the_name_of_its_field() -> None:
     assert network.num_sent["LinkOpen"] == 0
 
 
+@pytest.mark.parametrize("by", [-2, -1, 0, 1, 2])
+def test_a_sending_node_of_a_version_too_far_away_is_refused_with_both(by: int) -> None:
+    network = FakeNetwork()
+    d = DecodeHost(network, "d0", FAST)
+    answers: list[Struct] = []
+    outbox = network.join("p0", lambda peer, message: answers.append(message))
+    network.connect("p0", "d0")
+    transports, version = fake_transports(network, "p0", FAST), PROTOCOL_VERSION + by
+    node, offered = NodeRef("p0", "p0", "fake://p0"), tuple(transports.factories)
+    outbox.send("d0", PeerHello(node, LAYOUT, offered, transports.place, 4096, version))
+    network.advance(0.01)
+    if abs(by) <= 1:
+        assert isinstance(answers[0], LinkOpen)
+    else:
+        (refused,) = answers
+        assert isinstance(refused, Refused)
+        assert f"speaks version {version}, and this end version {PROTOCOL_VERSION}," in refused.reason
+        assert d.side.unreachable == {"p0": refused.reason}, "routers are told"
+
+
 @pytest.mark.parametrize("allowed", [False, True])
 def test_pages_of_other_numerics_move_only_where_that_is_allowed(allowed: bool) -> None:
     network = FakeNetwork()
@@ -818,6 +868,25 @@ def test_a_lost_hello_is_said_again(world: World) -> None:
     world.network.connect("p0", "d0")
     world.run(FAST.hello_retry_s + 0.3)
     assert num_live(world.p.side) == num_live(world.d.side) == 1
+
+
+def test_nodes_that_have_each_another_link_agree_on_one_again(world: World) -> None:
+    """Their LinkOpens come in the wrong order, and a LinkLost is lost, so neither end is told by the other."""
+    world.network.hold(LinkOpen)
+    world.network.hold(StoreSet)
+    world.run(0.1)
+    world.network.connect("p0", "d0")
+    world.run(0.1)
+    older = world.network.take_held(LinkOpen)
+    world.network.release(LinkOpen)
+    world.run(0.01)
+    world.network.drop_next(LinkLost)
+    world.p.side.on_message("d0", older)
+    world.network.release(StoreSet)
+    world.run(2.0)
+    open_both(world)
+    world.run(1.0)
+    assert world.p.ended[key(0)].ok, world.p.ended[key(0)].reason
 
 
 def test_transfers_of_a_lost_link_fail_on_both_ends_and_others_go_on_later(world: World) -> None:

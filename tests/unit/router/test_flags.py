@@ -84,6 +84,7 @@ def test_joining() -> None:
         (["--port", "70000"], "not between 0 and 65535"),
         (["--router-workers", "0"], "0 is not between 1 and 64"),
         (["--queue-timeout-s", "0"], "not between"),
+        (["--local-prefill-tokens", "few"], "'few' is not a whole number, and not auto"),
     ],
 )
 def test_flags_that_make_no_sense(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +110,15 @@ def test_a_wrong_flag_of_router_top_is_one_line(capsys: pytest.CaptureFixture[st
         (["--decode", "host", "--cpu-cores", "any:1"], "--cpu-cores: only for nodes that --local starts"),
         (["--decode", "host", "--page-size", "8"], "--page-size: only for nodes that --local starts"),
         (["--control-host", "0.0.0.0"], "--fleet-key FILE, or --insecure"),
+        (["--kv-port", "7300"], "are for --kv-transfer tcp, and it is auto"),
+        (
+            ["--kv-transfer", "tcp", "--kv-tls"],
+            "--kv-tls: certificates are told over the control connections",
+        ),
+        (
+            ["--kv-transfer", "tcp", "--kv-port", "7300"],
+            "--kv-port 7300: 2 nodes of one machine cannot share",
+        ),
     ],
 )
 def test_flags_that_exclude_each_other(args: list[str], message: str) -> None:

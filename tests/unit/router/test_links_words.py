@@ -32,6 +32,11 @@ def test_links_that_have_become_slow_are_counted() -> None:
     assert links_words(links) == ["2 tls, 0.8 GB/s, 0.3 ms, 1 slow now: 0.015 GB/s"]
 
 
+def test_large_figures_have_no_exponent() -> None:
+    links = [LinkReport("p0", True, "shm", 11.4, 347.2), LinkReport("p1", True, "shm", 0.017, 0.84)]
+    assert links_words(links) == ["2 shm, 0.017 to 11 GB/s, 0.84 to 347 ms"]
+
+
 def test_links_that_were_not_rehearsed_have_no_figures() -> None:
     assert links_words([LinkReport("p0", True, "shm")]) == ["1 shm"]
     assert links_words([]) == []

@@ -18,7 +18,7 @@ from router.dispatch.failover import Loss
 from router.dispatch.running_req import Node
 from router.nodes.conversation import Timing
 from router.nodes.member import Member, MemberState
-from router.nodes.membership import Membership
+from router.nodes.membership import MAX_MEMBERS, Membership
 from router.nodes.node_link import LiveNode
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import (
@@ -92,7 +92,7 @@ class Events:
 
 @contextlib.asynccontextmanager
 async def new_membership(
-    names: SlowNames | None = None, timing: Timing = TIMING
+    names: SlowNames | None = None, timing: Timing = TIMING, max_members: int = MAX_MEMBERS
 ) -> AsyncIterator[tuple[Membership, Events]]:
     context, events = zmq.asyncio.Context(), Events()
     membership = Membership(
@@ -101,6 +101,7 @@ async def new_membership(
         fleet_key=None,
         timing=timing,
         resolver=Resolver(names) if names else Resolver(),
+        max_members=max_members,
     )
     membership.report_to(events, events)
     try:

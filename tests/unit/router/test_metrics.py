@@ -39,6 +39,7 @@ OF_NODES: Mapping[str, tuple[str, ...]] = {
         "baton:prefill_busy_seconds",
         "baton:node_prompt_tokens",
         "baton:node_cached_tokens",
+        "baton:node_fetched_tokens",
         "baton:node_generated_tokens",
         "baton:kv_transfer_bytes",
         "baton:kv_transfer_busy_seconds",

@@ -7,10 +7,20 @@ from random import Random
 
 import pytest
 
-from router.dispatch.estimate import PRIOR_PREFILL_TOKENS_PER_S, TOKENS_AHEAD
-from router.dispatch.policy import POLICIES, Candidates, RoutingPolicy, random, round_robin, ttft
+from router.dispatch.estimate import TOKENS_AHEAD
+from router.dispatch.policy import (
+    MAX_COMPARED,
+    POLICIES,
+    Candidates,
+    RoutingPolicy,
+    compared,
+    random,
+    round_robin,
+    ttft,
+)
 from shared.protocol.messages import Decode, Finish, Load, Prefill, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
+from shared.rates import PRIOR_PREFILL_TOKENS_PER_S
 from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
 
 WORK = Work(IDS, SamplingParams(max_new_tokens=8))
@@ -153,6 +163,45 @@ class TestDecodeNodes:
         for node, wait in zip(fleet.decodes, (9.0, 1.0), strict=True):
             node.load = Load(num_running=4, num_pages=8, reserve_wait_s=wait)
         assert names(fleet, Role.DECODE, 1) == ["d001"]
+
+    def test_a_node_that_is_to_compute_by_itself_is_judged_by_how_long_it_takes(self) -> None:
+        """With a fixed limit it does so even where a prefill node would be faster."""
+        fleet = by_cost(1, 2, local=PAGE)
+        fleet.decodes[0].holds(4)
+        fleet.decodes[0].load = Load(prefill_tokens_per_s=1.0)
+        fleet.prefills[0].load = fleet.decodes[1].load = Load(prefill_tokens_per_s=1000.0)
+        assert names(fleet, Role.DECODE, 1) == ["d001"]
+
+
+class TestLargeFleets:
+    """`ttft` compares some of their nodes, so that a choice costs the router no more with 1,000 than with 100."""
+
+    IDS = tuple(range(100 * PAGE))
+
+    def candidates(self, fleet: Fleet) -> Candidates:
+        work = Work(self.IDS, SamplingParams(max_new_tokens=8))
+        return Candidates(fleet.estimates(work), fleet.prefills, "", Random(0))
+
+    def test_few_are_compared(self) -> None:
+        assert len(compared(self.candidates(by_cost(MAX_COMPARED)))) == MAX_COMPARED
+        fleet = by_cost(10 * MAX_COMPARED)
+        assert len(compared(self.candidates(fleet))) == MAX_COMPARED // 2
+        for node in fleet.prefills:
+            node.holds(40, self.IDS)
+        nodes = compared(self.candidates(fleet))
+        assert MAX_COMPARED // 2 < len(nodes) <= MAX_COMPARED
+        assert len({node.ref for node in nodes}) == len(nodes)
+
+    @pytest.mark.parametrize("num_held", [41, 79, 81, 99])
+    def test_the_node_that_holds_most_is_among_them(self, num_held: int) -> None:
+        """All nodes hold the system prompt, and one the conversation."""
+        fleet = by_cost(4 * MAX_COMPARED)
+        for node in fleet.prefills:
+            node.holds(40, self.IDS)
+        fleet.prefills[200].holds(num_held, self.IDS)
+        assert fleet.prefills[200] in compared(self.candidates(fleet))
+        if num_held > 50:
+            assert names(fleet, Role.PREFILL, 1, self.IDS) == ["p200"]
 
 
 class TestWhoComputes:

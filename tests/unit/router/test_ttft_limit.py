@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from router.dispatch.first_token_queue import MAX_RETRY_AFTER_S
+from router.dispatch.running_req import RunningReq
 from router.http.config import DispatchOptions
 from shared.errors import RequestError
-from shared.protocol.messages import Decode, Failed, Load, Prefill, TokenEntry
+from shared.protocol.messages import Decode, Failed, Load, NodeLimits, Prefill, TokenEntry
 from tests.unit.router.dispatched import IDS, FakeNode, Fleet
 from tests.unit.router.fakes import figure, joined_router, pair, say_nothing
 
@@ -70,18 +71,94 @@ def test_what_the_node_holds_takes_no_time() -> None:
     fleet.start()
 
 
-def test_a_wait_for_pages_counts_while_there_is_one() -> None:
+def places(**load: int) -> Fleet:
+    """A decode node with places for two sequences, and a prefill node that computes IDS in 0.1 s."""
     fleet = Fleet(1, 0, ttft_limit_s=LIMIT_S)
-    fleet.prefills[0].load = Load(prefill_tokens_per_s=RATE * len(IDS))
-    for _ in range(8):
-        first = fleet.start()
+    fleet.prefills[0].load = Load(prefill_tokens_per_s=10 * len(IDS))
+    fleet.decodes[0].limits = NodeLimits(65_536, 65_536, 2)
+    fleet.decodes[0].load = Load(num_pages=1_000, num_free_pages=1_000, **load)
+    return fleet
+
+
+def begin(fleet: Fleet) -> RunningReq:
+    """A request that has its first token."""
+    req = fleet.start()
+    fleet.dispatcher.on_tokens(fleet.prefills[0], [TokenEntry(req.key, 0, (1,))])
+    return req
+
+
+def test_a_request_waits_until_a_sequence_ends_on_a_full_decode_node() -> None:
+    """Sequences stay for 4 s, and the next of the two that run ends in 3 s and then in 1 s."""
+    fleet = places()
+    for _ in range(2):
+        ended = begin(fleet)
+        fleet.wait(4)
+        fleet.dispatcher.release(ended)
+    begin(fleet)
     fleet.wait(1)
-    fleet.dispatcher.on_tokens(
-        fleet.prefills[0], [TokenEntry(first.key, 0, (1,))]
-    )  # one a second, and 7 wait
+    begin(fleet)
+    assert "take about 3.1 s, 3.0 s of it behind other requests" in refusal(fleet).message
+    fleet.wait(2)
     fleet.start()
-    fleet.decodes[0].load = Load(reserve_wait_s=0.1)
-    assert "8.0 s of it behind other requests" in refusal(fleet).message
+    # One more has a place when the other ends, in 2 s from now.
+    assert "take about 2.1 s, 2.0 s of it behind other requests" in refusal(fleet).message
+
+
+def test_before_a_sequence_has_ended_those_that_run_stay_as_long_again() -> None:
+    fleet = places()
+    begin(fleet)
+    begin(fleet)
+    fleet.wait(1)
+    fleet.start()
+    fleet.wait(2)
+    assert "3.0 s of it behind other requests" in refusal(fleet).message
+
+
+def test_a_sequence_that_has_just_begun_stays_as_long_as_the_oldest() -> None:
+    fleet = places()
+    begin(fleet)
+    fleet.wait(3)
+    begin(fleet)
+    assert "3.0 s of it behind other requests" in refusal(fleet).message
+
+
+def test_where_pages_are_short_as_many_sequences_have_places_as_the_node_runs() -> None:
+    """By its rows it would have places for all."""
+    fleet = places()
+    fleet.decodes[0].limits = NodeLimits(65_536, 65_536, 64)
+    begin(fleet)
+    fleet.wait(3)
+    fleet.start()
+    fleet.decodes[0].load = Load(num_pages=8, num_running=1, num_bootstrapping=1)
+    assert "behind other requests" in refusal(fleet).message
+    # Its Pong is older than the requests: 10 pages were sent to it, and 8 are there.
+    fleet.decodes[0].load = Load(num_pages=8, num_held_pages=8)
+    assert "behind other requests" in refusal(fleet).message
+    fleet.decodes[0].load = Load(num_pages=1_000, num_free_pages=990)
+    fleet.start()
+
+
+def test_sequences_of_other_routers_have_places() -> None:
+    """They end one after the other: where sequences stay for 4.5 s, in 1.5 s and in 3 s."""
+    fleet = places()
+    ended = begin(fleet)
+    fleet.wait(4.5)
+    fleet.dispatcher.release(ended)
+    fleet.dispatcher.release(fleet.start())  # without a token: it has had no place
+    fleet.decodes[0].load = Load(num_pages=1_000, num_free_pages=1_000, num_running=2)
+    fleet.start()
+    assert "3.0 s of it behind other requests" in refusal(fleet).message
+
+
+def test_sequences_that_wait_have_no_place_yet() -> None:
+    """Two that were sent at once keep their places for 0.1 s of computing and 4.5 s."""
+    fleet = places()
+    ended = begin(fleet)
+    fleet.wait(4.5)
+    fleet.dispatcher.release(ended)
+    fleet.start()
+    fleet.start()
+    assert "4.6 s of it behind other requests" in refusal(fleet).message
 
 
 def test_another_attempt_is_not_refused() -> None:

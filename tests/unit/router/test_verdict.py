@@ -11,7 +11,7 @@ import pytest
 from router.dispatch.dispatcher import Loss
 from router.dispatch.running_req import RunningReq
 from router.dispatch.usual import UsualDurations
-from router.dispatch.verdict import Start, StartStage
+from router.dispatch.verdict import Start, StartStage, worst_of
 from shared.protocol.messages import (
     Finish,
     LinkReport,
@@ -36,8 +36,12 @@ class Stays:
 
     dispatch: float = 0.0
     reservation: float = 0.001
+    fetch: float = 0.0
+    num_fetched: int = 0
     queue: float = 0.002
     prefill: float = 0.02
+    ahead: float = 0.0
+    """Of the reservation: while the prompt was computed ahead."""
     delivery: float = 0.001
     transfer: float = 0.004
     skew: float = 0.0
@@ -67,15 +71,19 @@ def serve(fleet: Fleet, stays: Stays = USUAL) -> RunningReq:
 def finish(fleet: Fleet, req: RunningReq, stays: Stays) -> None:
     prefill, decode = req.nodes
     sent_at = fleet.now
-    fleet.now += stays.reservation + stays.queue + stays.prefill + stays.delivery
+    fleet.now += stays.reservation + stays.fetch + stays.queue + stays.prefill + stays.delivery
     of_prefill = stamps(
         Role.PREFILL,
         sent_at,
-        ("queued", stays.reservation + stays.queue),
+        ("queued", stays.reservation + stays.fetch + stays.queue),
         ("prefilling", stays.prefill),
         ("transferring", 0.0),
     )
-    first = TokenEntry(req.key, 0, (7,), None, ReqReport(stamps=of_prefill))
+    fetch_s = stays.reservation + stays.fetch if stays.fetch else 0.0
+    told = ReqReport(
+        stamps=of_prefill, ahead_s=stays.ahead, fetch_s=fetch_s, num_fetched_tokens=stays.num_fetched
+    )
+    first = TokenEntry(req.key, 0, (7,), None, told)
     fleet.dispatcher.on_tokens(prefill, [first])
     assert req.start is None, "what the decode node does is not known yet"
     fleet.now += stays.transfer
@@ -83,7 +91,7 @@ def finish(fleet: Fleet, req: RunningReq, stays: Stays) -> None:
         Role.DECODE,
         sent_at + stays.skew,
         ("queued", stays.reservation),
-        ("transferring", stays.queue + stays.prefill + stays.transfer),
+        ("transferring", stays.fetch + stays.queue + stays.prefill + stays.transfer),
         ("decoding", 0.0),
     )
     report = ReqReport(
@@ -108,6 +116,7 @@ def fleet_with_habits(num_decode: int = 1) -> Fleet:
 DELAYS = {
     StartStage.DISPATCH: {"dispatch": 0.3},
     StartStage.RESERVATION: {"reservation": 0.212},
+    StartStage.FETCH: {"fetch": 0.3},
     StartStage.QUEUE: {"queue": 0.4},
     StartStage.PREFILL: {"prefill": 0.5},
     StartStage.DELIVERY: {"delivery": 0.6},
@@ -120,7 +129,7 @@ def test_a_start_as_usual_has_no_verdict() -> None:
     assert start.verdict is None
     assert start.ttft_s == pytest.approx(0.024) and start.usual_s == pytest.approx(0.021)
     assert [stage.stage for stage in start.stages] == [
-        stage for stage in StartStage if stage is not StartStage.TURN
+        stage for stage in StartStage if stage not in (StartStage.TURN, StartStage.FETCH)
     ]
     assert sum(stage.seconds for stage in start.stages[:-1]) == pytest.approx(start.ttft_s)
 
@@ -135,6 +144,24 @@ def test_the_stage_that_was_delayed_is_named(stage: StartStage, skew: float) -> 
     assert start.verdict.without_s == pytest.approx(0.024, abs=0.004)
 
 
+@pytest.mark.parametrize(
+    "queue", [0.0, 0.01], ids=["within the reservation", "the last chunk ends behind it"]
+)
+def test_a_prompt_that_was_computed_ahead_would_have_been_computed_anyway(queue: float) -> None:
+    """Its time counts as prefill, so the usual of the node stays right, and the wait is what was beyond it."""
+    fleet = fleet_with_habits()
+    stays = replace(USUAL, reservation=0.212, queue=queue, prefill=0.004, ahead=0.016)
+    for _ in range(16):
+        start = start_of(serve(fleet, stays))
+        stages = {stage.stage: stage for stage in start.stages}
+        prefill = stages[StartStage.PREFILL]
+        assert (prefill.seconds, prefill.usual_s) == (pytest.approx(0.02), pytest.approx(0.02))
+        assert stages[StartStage.QUEUE].seconds == pytest.approx(0.0)
+        assert stages[StartStage.RESERVATION].seconds == pytest.approx(0.196 + queue)
+        assert start.verdict is not None and start.verdict.without_s == pytest.approx(0.021)
+    assert start_of(serve(fleet)).verdict is None
+
+
 @pytest.mark.parametrize(("worse", "other"), list(itertools.permutations(DELAYS, 2)), ids=str)
 def test_of_two_delays_the_longer_is_named_first(worse: StartStage, other: StartStage) -> None:
     (longer,), (shorter,) = DELAYS[worse], DELAYS[other]
@@ -143,6 +170,25 @@ def test_of_two_delays_the_longer_is_named_first(worse: StartStage, other: Start
     assert verdict is not None
     assert [cause.stage for cause in verdict.causes] == [worse, other]
     assert verdict.without_s == pytest.approx(0.024, abs=0.004)
+
+
+def test_a_fetch_that_brings_pages_has_a_usual_time() -> None:
+    fleet = fleet_with_habits()
+    fetching = replace(USUAL, fetch=0.1, num_fetched=64)
+    for _ in range(5):
+        assert start_of(serve(fleet, fetching)).verdict is None
+    verdict = start_of(serve(fleet, replace(fetching, fetch=0.5))).verdict
+    assert verdict is not None
+    words = "500 ms waiting for pages that another node was to lend to p0, where 100 ms is usual; without that 124 ms"
+    assert verdict.text == words
+    verdict = start_of(serve(fleet, replace(fetching, num_fetched=0))).verdict
+    assert verdict is not None and "lend to p0, in vain; without that 24 ms" in verdict.text
+
+
+def test_a_fetch_beside_a_chunk_ahead_counts_once() -> None:
+    start = start_of(serve(fleet_with_habits(), replace(USUAL, reservation=0.25, fetch=0.05, ahead=0.3)))
+    assert min(stage.seconds for stage in start.stages) >= 0
+    assert sum(stage.seconds for stage in start.stages[:-1]) == pytest.approx(start.ttft_s)
 
 
 def test_the_words_tell_node_cause_and_what_it_would_have_been() -> None:
@@ -160,7 +206,7 @@ def test_the_words_tell_node_cause_and_what_it_would_have_been() -> None:
     assert verdict is not None
     assert verdict.text == (
         "1.50 s waiting in the queue of p0, where 4 requests waited or ran and "
-        "212 ms waiting for pages on d000, which runs 64 requests at most; without both 21 ms"
+        "212 ms waiting for a place on d000, which runs 64 requests at most; without both 21 ms"
     )
     fleet.prefills[0].load = Load(num_waiting=3, num_running=1, num_queued_tokens=12_000)
     verdict = start_of(serve(fleet, replace(USUAL, queue=1.5))).verdict
@@ -182,7 +228,26 @@ def test_requests_that_resume_are_a_cause_too() -> None:
     fleet = fleet_with_habits()
     slow = replace(USUAL, reservation=0.5, waited_for=WaitedFor.ORDER)
     verdict = start_of(serve(fleet, slow)).verdict
-    assert verdict is not None and "behind requests that had given up their pages" in verdict.text
+    assert verdict is not None
+    assert "500 ms waiting for pages on d000, behind requests that had given up their pages" in verdict.text
+
+
+def test_a_wait_that_was_for_neither_pages_nor_rows_is_not_said_to_be() -> None:
+    verdict = start_of(serve(fleet_with_habits(), replace(USUAL, reservation=0.5))).verdict
+    assert verdict is not None
+    assert verdict.text.startswith("500 ms waiting for d000 to take it; with a free decode node")
+
+
+def test_of_several_sequences_the_one_that_lost_most_time_is_told() -> None:
+    """And not the one with the latest first token, which may be as late as usual."""
+    fleet = fleet_with_habits()
+    waited = start_of(serve(fleet, replace(USUAL, queue=0.6)))
+    slow_link = start_of(serve(fleet, replace(USUAL, transfer=2.0)))
+    usual = start_of(serve(fleet, USUAL))
+    assert slow_link.ttft_s < waited.ttft_s
+    rid, verdict = worst_of({"1": usual, "2": slow_link, "3": waited})
+    assert rid == "2" and verdict is not None and verdict.text.startswith("2.00 s between the first token")
+    assert worst_of({"1": usual}) == worst_of({}) == (None, None)
 
 
 def test_what_is_unknown_is_no_verdict() -> None:
