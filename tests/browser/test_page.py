@@ -20,6 +20,7 @@ from shared.protocol.messages import (
     Prefill,
     ReqReport,
     Stamp,
+    WaitedFor,
 )
 from tests.browser.conftest import PHONE, Run, opened
 from tests.unit.router.fakes import (
@@ -98,11 +99,13 @@ def test_the_timeline_is_drawn_as_it_happens(run: Run, browser: Browser, model_f
             await go_on.wait()
             queued = Stamp("decode", "queued", time.time() - 2)
             arrived = (queued, *stamps("decode", "transferring", "decoding"))
-            node.tokens(message.key, 0, node.story[:1], report=ReqReport(stamps=arrived))
+            waited = ReqReport(stamps=arrived, waited_for=WaitedFor.PAGES)
+            node.tokens(message.key, 0, node.story[:1], report=waited)
             node.tokens(message.key, 1, node.story[1:2])
             go_on.clear()
             await go_on.wait()
-            told = ReqReport(
+            told = msgspec.structs.replace(
+                waited,
                 stamps=arrived + stamps("decode", "finished"),
                 kv_pages_transferred=3,
                 kv_bytes_transferred=3000,
