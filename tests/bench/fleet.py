@@ -14,14 +14,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.node import NodeShape
+from planner.traffic.trace import scaled
 from shared.config import ScheduleOptions
+from tests.bench.fitted import load_cost_model
+from tests.bench.recorded import load_trace
 from tests.bench.simulation import SCALE, totals
 from tests.bench.stats import percentile
 from tests.bench.table import Row
-from tests.sim.simulator.cost_model import load_cost_model
-from tests.sim.simulator.fleet import FleetShape, SimFleet
-from tests.sim.simulator.node import NodeShape
-from tests.sim.simulator.trace import load_trace, scaled
 
 NODES = 1000
 REQUESTS = 100_000

@@ -18,19 +18,20 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from planner.simulator.fleet import FleetShape, Outcome, SimFleet
+from planner.simulator.node import NodeShape
+from planner.traffic.trace import SimRequest, scaled
 from router.dispatch.policy import POLICIES, cache_aware, round_robin, ttft
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
+from tests.bench.fitted import load_cost_model
+from tests.bench.recorded import MOONCAKE, load_trace
 from tests.bench.servers import TokenStream, new_client, prompt_ids, servers, stream
 from tests.bench.stats import figure, percentile
 from tests.bench.table import Row
 from tests.bench.timed_stream import VOCAB_SIZE
 from tests.bench.trace_serving import TPOT_S, TTFT_S, is_good, itls, ttfts
-from tests.sim.simulator.cost_model import load_cost_model
-from tests.sim.simulator.fleet import FleetShape, Outcome, SimFleet
-from tests.sim.simulator.node import NodeShape
-from tests.sim.simulator.trace import MOONCAKE, SimRequest, load_trace, scaled
-from tests.sim.simulator.workloads import few_shot
+from tests.sim.workloads import few_shot
 
 RATES = {MOONCAKE: 4.0, "few_shot": 2.0}
 """Times the trace's own rate, or 0.06 s: two prefill nodes are then busy for two thirds of the time."""

@@ -18,15 +18,17 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from planner.cost_model import CostModel
+from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.node import NodeShape
+from planner.traffic.trace import SimRequest, scaled
 from shared.config import ScheduleOptions
 from shared.scheduling.schedule_policy import POLICIES
+from tests.bench.fitted import load_cost_model
+from tests.bench.recorded import MOONCAKE, load_trace
 from tests.bench.stats import percentile
 from tests.bench.table import Row
-from tests.sim.simulator.cost_model import CostModel, load_cost_model
-from tests.sim.simulator.fleet import FleetShape, SimFleet
-from tests.sim.simulator.node import NodeShape
-from tests.sim.simulator.trace import MOONCAKE, SimRequest, load_trace, scaled
-from tests.sim.simulator.workloads import few_shot, unrelated
+from tests.sim.workloads import few_shot, unrelated
 
 SCALE = 16
 """Lengths of the trace are divided by this: a block of 512 tokens becomes one page of 32."""

@@ -20,12 +20,13 @@ from typing import Any
 
 import httpx
 
+from planner.traffic.trace import SimRequest, scaled
 from tests.bench.devices import CONTEXT_LENGTH
+from tests.bench.recorded import AZURE, load_trace
 from tests.bench.servers import TokenStream, new_client, prompt_ids, servers, stream
 from tests.bench.stats import figure, percentile
 from tests.bench.table import Row
 from tests.bench.timed_stream import VOCAB_SIZE
-from tests.sim.simulator.trace import AZURE, SimRequest, load_trace, scaled
 
 SCALE = 4
 NUM_REQUESTS = 48

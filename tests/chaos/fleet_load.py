@@ -12,8 +12,9 @@ from typing import Any
 
 import httpx
 
+from planner.traffic.trace import scaled
+from tests.bench.recorded import AZURE, load_trace
 from tests.modelzoo import random_prompt
-from tests.sim.simulator.trace import AZURE, load_trace, scaled
 
 NUM_BODIES = 32
 SCALE = 8

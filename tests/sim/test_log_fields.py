@@ -7,10 +7,10 @@ import shlex
 
 import pytest
 
+from planner.simulator.fleet import FleetShape, SimFleet
 from shared.protocol.messages import Role, Work
 from shared.protocol.sampling_params import SamplingParams
-from tests.sim.simulator.cost_model import load_cost_model
-from tests.sim.simulator.fleet import FleetShape, SimFleet
+from tests.bench.fitted import load_cost_model
 
 
 def test_every_line_of_a_request_that_failed_over(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from planner.cost_model import CostModel
+from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.node import NodeShape
 from router.dispatch.policy import ttft
 from shared.config import ScheduleOptions
 from tests.bench.stats import percentile
-from tests.sim.simulator.cost_model import CostModel
-from tests.sim.simulator.fleet import FleetShape, SimFleet
-from tests.sim.simulator.node import NodeShape
-from tests.sim.simulator.workloads import unrelated
+from tests.sim.workloads import unrelated
 
 COSTS = CostModel(a=0.002, b=0.0005, c=0.0, d=0.02, e=0.0001, f=0.0)
 """A prefill node computes about 1,990 tokens a second."""

@@ -11,16 +11,17 @@ from collections import Counter, defaultdict
 
 import pytest
 
+from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.node import NodeShape
+from planner.simulator.transport import NetworkModel
+from planner.traffic.trace import SimRequest, scaled
 from router.dispatch.policy import POLICIES, RoutingPolicy, ttft
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
-from tests.sim.simulator.cost_model import load_cost_model
-from tests.sim.simulator.fleet import FleetShape, SimFleet
-from tests.sim.simulator.node import NodeShape
-from tests.sim.simulator.trace import SimRequest, load_trace, scaled
-from tests.sim.simulator.transport import NetworkModel
-from tests.sim.simulator.workloads import chats, few_shot
+from tests.bench.fitted import load_cost_model
+from tests.bench.recorded import load_trace
 from tests.sim.test_simulator_faults import assert_all_ended_and_empty
+from tests.sim.workloads import chats, few_shot
 
 BLOCK = 32
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import time
 
+from planner.cost_model import CostModel
+from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.node import NodeShape, SimNode
 from shared.config import ScheduleOptions
 from shared.scheduling.plan import ScheduleBatch
-from tests.sim.simulator.cost_model import CostModel
-from tests.sim.simulator.decisions import DecisionLog
-from tests.sim.simulator.fleet import FleetShape, SimFleet
-from tests.sim.simulator.node import NodeShape, SimNode
-from tests.sim.simulator.workloads import chats
+from tests.sim.decisions import DecisionLog
+from tests.sim.workloads import chats
 
 COSTS = CostModel(a=3e-5, b=1e-6, c=1e-9, d=0.008, e=2e-4, f=1e-6)
 """With these a prefill costs about as much as two copies, so that a small error of a measurement turns a decision."""

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
+from planner.cost_model import CostModel
+from planner.simulator.fleet import FleetShape, Outcome, SimFleet
+from planner.simulator.node import NodeShape, OnStep
+from planner.simulator.transport import NetworkModel
 from shared.config import ScheduleOptions
 from shared.kvcache.audit import LeakError, audit_idle
-from tests.sim.simulator.cost_model import CostModel
-from tests.sim.simulator.faults import Fault, Place, Saboteur
-from tests.sim.simulator.fleet import FleetShape, Outcome, SimFleet
-from tests.sim.simulator.node import NodeShape, OnStep
-from tests.sim.simulator.transport import NetworkModel
-from tests.sim.simulator.workloads import chats
+from tests.sim.faults import Fault, Place, Saboteur
+from tests.sim.workloads import chats
 
 COSTS = CostModel(a=0.004, b=2e-4, c=1e-8, d=0.008, e=2e-4, f=1e-6)
 MAX_EVENTS = 200_000

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from planner.cost_model import CostModel
+from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.node import NodeShape
 from shared.config import ScheduleOptions
 from shared.scheduling.schedule_policy import POLICIES
-from tests.sim.simulator.cost_model import CostModel
-from tests.sim.simulator.decisions import DecisionLog
-from tests.sim.simulator.fleet import FleetShape, SimFleet
-from tests.sim.simulator.node import NodeShape
-from tests.sim.simulator.workloads import chats
+from tests.sim.decisions import DecisionLog
+from tests.sim.workloads import chats
 
 GOLDEN = Path(__file__).with_name("decisions.golden.json")
 COSTS = CostModel(a=0.004, b=2e-4, c=1e-8, d=0.008, e=2e-4, f=1e-6)

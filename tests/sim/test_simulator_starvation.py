@@ -9,16 +9,16 @@ from enum import Enum
 
 import pytest
 
+from planner.cost_model import CostModel
+from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.node import NodeShape, SimNode
+from planner.traffic.trace import SimRequest
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
 from shared.scheduling.plan import ScheduleBatch
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_policy import POLICIES
-from tests.sim.simulator.cost_model import CostModel
-from tests.sim.simulator.fleet import FleetShape, SimFleet
-from tests.sim.simulator.node import NodeShape, SimNode
-from tests.sim.simulator.trace import SimRequest
-from tests.sim.simulator.workloads import chats
+from tests.sim.workloads import chats
 
 COSTS = CostModel(a=0.004, b=2e-4, c=1e-8, d=0.002, e=1e-5, f=1e-7)
 CHUNK = 32

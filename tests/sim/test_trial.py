@@ -7,13 +7,13 @@ import random
 import pytest
 
 from decode_node.trial import EMPTY_S
+from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.node import SimNode
 from shared.protocol.messages import Cancel, ReqKey, Role
 from tests.cluster import Cluster
-from tests.sim.simulator.fleet import FleetShape, SimFleet
-from tests.sim.simulator.node import SimNode
-from tests.sim.simulator.workloads import chats
 from tests.sim.test_moves import config, params, prompt, wanted
 from tests.sim.test_simulator_faults import BLOCK_TOKENS, COSTS, MAX_EVENTS, assert_all_ended_and_empty, small
+from tests.sim.workloads import chats
 from tests.token_engine import token_engine
 
 NUM_NEW, ALONE = 60, 8

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from planner.cost_model import CostModel
+from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.node import NodeShape, SimNode
+from planner.traffic.trace import SimRequest
 from router.dispatch.running_req import RunningReq
 from router.dispatch.verdict import Start, StartStage
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
 from shared.scheduling.plan import ScheduleBatch
-from tests.sim.simulator.cost_model import CostModel
-from tests.sim.simulator.fleet import FleetShape, SimFleet
-from tests.sim.simulator.node import NodeShape, SimNode
-from tests.sim.simulator.trace import SimRequest
 
 COSTS = CostModel(a=0.004, b=2e-5, c=0.0, d=0.004, e=1e-4, f=0.0, step_s=0.0005)
 PROMPT = 1024

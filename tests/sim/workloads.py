@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from tests.sim.simulator.trace import SimRequest
+from planner.traffic.trace import SimRequest
 
 
 def chats(

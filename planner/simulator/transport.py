@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from planner.simulator.events import EventLoop, NodeClock
 from shared.errors import TransferError
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.states import (
@@ -27,7 +28,6 @@ from shared.kvtransfer.states import (
 )
 from shared.protocol.messages import LinkReport, ReqKey
 from shared.protocol.transfer_messages import CancelTransfer, Done, Handoff, Offer, Ready
-from tests.sim.simulator.events import EventLoop, NodeClock
 
 Message = Ready | Offer | Handoff | Done | CancelTransfer
 
@@ -174,6 +174,8 @@ class _Side:
 
 
 class SimSender(_Side):
+    """A KVSender towards its scheduler."""
+
     def __init__(self, name: str, transport: Transport, clock: NodeClock, wake: Callable[[], None]) -> None:
         super().__init__(name, transport, clock, wake)
         self._transfers: dict[ReqKey, SendTransfer] = {}
@@ -185,6 +187,7 @@ class SimSender(_Side):
         return len(self._transfers)
 
     def open(self, key: ReqKey, peer_id: str) -> None:
+        """As KVSender does."""
         assert key not in self._transfers and key not in self._over, f"{key} opened twice"
         self._transfers[key] = SendTransfer(key, peer_id, self._clock(), None)
         self._check_alive(peer_id)
@@ -192,6 +195,7 @@ class SimSender(_Side):
             self.on_message(peer_id, message)
 
     def offer(self, key: ReqKey, page_ids: Sequence[int]) -> None:
+        """As KVSender does."""
         transfer = self._transfers.get(key)
         if transfer is None or transfer.state is SendState.ENDED or not page_ids:
             return
@@ -202,6 +206,7 @@ class SimSender(_Side):
         self._transport.send_pages(self._clock(), self.name, transfer.peer_id, offer)
 
     def handoff(self, key: ReqKey, handoff: Handoff) -> None:
+        """As KVSender does."""
         transfer = self._transfers.get(key)
         if transfer is None or transfer.state is SendState.ENDED or self._breaks(transfer):
             return
@@ -209,6 +214,7 @@ class SimSender(_Side):
         self._send(transfer.peer_id, handoff)
 
     def cancel(self, key: ReqKey, reason: str) -> None:
+        """As KVSender does."""
         transfer = self._transfers.get(key)
         if transfer is not None:
             self._end(transfer, ok=False, reason=reason, tell=CancelTransfer(key, reason))
@@ -228,6 +234,7 @@ class SimSender(_Side):
         return events
 
     def on_message(self, peer: str, message: Message) -> None:
+        """A receiver has said something."""
         transfer = self._transfers.get(message.key)
         if transfer is None:
             self._is_early(peer, message)
@@ -242,6 +249,7 @@ class SimSender(_Side):
                 self._end(transfer, ok=False, reason=f"cancelled by the decode node: {reason}")
 
     def num_pages_sent(self, key: ReqKey) -> tuple[int, int]:
+        """As KVSender does."""
         transfer = self._transfers.get(key)
         if transfer is None or transfer.state is SendState.ENDED:
             return 0, 1
@@ -261,6 +269,7 @@ class SimSender(_Side):
             self._end(transfer, ok=False, reason=reason, tell=CancelTransfer(key, reason))
 
     def on_disconnected(self, peer: str) -> None:
+        """A receiver is gone."""
         self.links.pop(peer, None)
         for transfer in list(self._transfers.values()):
             if transfer.peer_id == peer:
@@ -288,6 +297,8 @@ class SimSender(_Side):
 
 
 class SimReceiver(_Side):
+    """A KVReceiver towards its scheduler."""
+
     def __init__(
         self,
         name: str,
@@ -314,6 +325,7 @@ class SimReceiver(_Side):
         prefix_pages: int,
         num_known: int | None = None,
     ) -> None:
+        """As KVReceiver does."""
         assert key not in self._transfers and key not in self._over, f"{key} opened twice"
         transfer = ReceiveTransfer(
             key, peer_id, list(page_ids), prefix_pages, 1, self._page_size, 0.0, num_known
@@ -328,12 +340,14 @@ class SimReceiver(_Side):
             self.on_message(peer_id, message)
 
     def cancel(self, key: ReqKey, reason: str) -> None:
+        """As KVReceiver does."""
         transfer = self._transfers.get(key)
         if transfer is not None and transfer.fail(reason, by_peer=False):
             self._send(transfer.peer_id, CancelTransfer(key, reason))
             self._post(transfer)
 
     def poll(self) -> list[ReceiveEvent]:
+        """What has ended since the last call."""
         events, self._events = self._events, []
         for event in events:
             del self._transfers[event.key]
@@ -341,6 +355,7 @@ class SimReceiver(_Side):
         return events
 
     def on_message(self, peer: str, message: Message) -> None:
+        """A sender has said something."""
         transfer = self._transfers.get(message.key)
         if transfer is None:
             self._is_early(peer, message)
@@ -370,6 +385,7 @@ class SimReceiver(_Side):
         self._settle(transfer)
 
     def on_disconnected(self, peer: str) -> None:
+        """A sender is gone."""
         for transfer in list(self._transfers.values()):
             if transfer.peer_id == peer and transfer.fail("the prefill node is gone", by_peer=False):
                 self._post(transfer)

@@ -7,6 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.cost_model import CostModel
+from planner.simulator.events import EventLoop
+from planner.simulator.node import NodeShape, OnLaunch, OnStep, SimNode
+from planner.simulator.runner import token_at
+from planner.simulator.transport import NetworkModel, Transport
+from planner.traffic.trace import SimRequest
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.failover import Loss
 from router.dispatch.metrics import Metrics
@@ -27,12 +33,6 @@ from shared.protocol.messages import (
     Work,
 )
 from shared.protocol.sampling_params import SamplingParams
-from tests.sim.simulator.cost_model import CostModel
-from tests.sim.simulator.events import EventLoop
-from tests.sim.simulator.node import NodeShape, OnLaunch, OnStep, SimNode
-from tests.sim.simulator.runner import token_at
-from tests.sim.simulator.trace import SimRequest
-from tests.sim.simulator.transport import NetworkModel, Transport
 
 
 @dataclass(slots=True)

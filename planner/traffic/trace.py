@@ -7,15 +7,9 @@ then a filler, so that blocks are equal when their ids are.
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-TRACES = Path(__file__).parents[2] / "bench" / "traces"
-MOONCAKE = "mooncake_conversation_part1"
-AZURE = "azure2023_conv_part1"
 BLOCK_TOKENS = 512
 """Prompt tokens of one hash id in Mooncake's traces."""
 FIRST_BLOCK_TOKEN = 1 << 20
@@ -53,18 +47,6 @@ class SimRequest:
             ids.append(FIRST_BLOCK_TOKEN + block)
             ids += filler
         return tuple(ids[: self.input_len])
-
-
-def load_trace(name: str = MOONCAKE) -> list[TraceRow]:
-    """A committed trace, in order of arrival."""
-    with gzip.open(TRACES / f"{name}.jsonl.gz", "rt") as file:
-        rows = [json.loads(line) for line in file]
-    return [
-        TraceRow(
-            row["timestamp"] / 1e3, row["input_length"], row["output_length"], tuple(row.get("hash_ids", ()))
-        )
-        for row in rows
-    ]
 
 
 def scaled(

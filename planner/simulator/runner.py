@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from planner.cost_model import CostModel
+from planner.simulator.events import NodeClock
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.kvcache.host_pages import PageCopy
 from shared.scheduling.commit import Sampled
 from shared.scheduling.plan import ScheduleBatch
-from tests.sim.simulator.cost_model import CostModel
-from tests.sim.simulator.events import NodeClock
 
 EOS = 0
 FIRST_OUTPUT_TOKEN = 2
@@ -48,6 +48,7 @@ class SimResult:
     failed: bool
 
     def wait(self) -> Sampled:
+        """The tokens, when the forward has ended."""
         self.clock.wait_until(self.done_at)
         if self.failed:
             raise ForwardFailed("forward told to fail")
@@ -63,6 +64,7 @@ class SimCopyResult:
     seconds: float
 
     def wait(self) -> float:
+        """Its seconds, when it has ended."""
         self.clock.wait_until(self.done_at)
         return self.seconds
 
@@ -98,6 +100,7 @@ class SimStream:
         self.fail_next = False
 
     def submit(self, batch: ModelWorkerBatch) -> SimResult:
+        """Queue a forward behind those before it."""
         scheduled = self._launching()
         if self._on_launch is not None:
             self._on_launch(scheduled)
@@ -120,12 +123,13 @@ class SimStream:
         return forwarded
 
     def copy(self, pages: PageCopy) -> SimCopyResult:
+        """Queue a copy behind the forwards."""
         seconds = PAGE_COPY_S * len(pages.host_pages)
         self._free_at = max(self._free_at, self._clock()) + seconds
         return SimCopyResult(self._clock, self._free_at, seconds)
 
     def close(self) -> None:
-        pass
+        """Nothing runs."""
 
     def _seconds(self, batch: ScheduleBatch) -> float:
         seconds = 0.0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from decode_node.scheduler import DecodeScheduler
+from planner.cost_model import CostModel
+from planner.simulator.engine import sim_engine
+from planner.simulator.events import EventLoop, NodeClock
+from planner.simulator.runner import SimStream, TokenOf
+from planner.simulator.transport import SimReceiver, SimSender, Transport
 from prefill_node.scheduler import PrefillScheduler
 from router.dispatch.prefix_index import PrefixIndex
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
@@ -27,11 +31,6 @@ from shared.protocol.messages import (
 )
 from shared.protocol.router_port import RouterPort
 from shared.scheduling.plan import ScheduleBatch
-from tests.sim.simulator.cost_model import CostModel
-from tests.sim.simulator.events import EventLoop, NodeClock
-from tests.sim.simulator.runner import EOS, VOCAB_SIZE, SimStream, TokenOf
-from tests.sim.simulator.transport import SimReceiver, SimSender, Transport
-from tests.token_engine import token_engine, token_model_config
 
 ROUTER = "router"
 PONG_S = 1.0
@@ -151,15 +150,7 @@ class SimNode:
             fail=shape.forward_fault,
             rng=transport.random,
         )
-        engine = dataclasses.replace(
-            token_engine(config),
-            model_config=dataclasses.replace(token_model_config(), vocab_size=VOCAB_SIZE),
-            pool=None,  # type: ignore[arg-type]
-            stream=self.stream,
-            clock=self.clock,
-            stamp_clock=self.clock,
-            eos_token_ids=frozenset({EOS}),
-        )
+        engine = sim_engine(config, self.stream, self.clock)
         self.ledger, self.limits = engine.ledger, engine.limits
         self.vitals = SimVitals(self.ledger, engine.progress, self.clock)
         self.vitals.audits = audits
@@ -223,7 +214,7 @@ class SimNode:
             self._on_step(self)
 
     def _launching(self) -> ScheduleBatch:
-        batch = self.scheduler.batcher.last_batch
+        batch: ScheduleBatch | None = self.scheduler.batcher.last_batch
         assert batch is not None
         return batch
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-
-FITTED = Path(__file__).parents[2] / "bench" / "cost_model.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +38,3 @@ class CostModel:
     def decode_s(self, batch: int, kv_tokens: int, *, beside_prefill: bool = False) -> float:
         """One decode step."""
         return (0.0 if beside_prefill else self.d) + self.e * batch + self.f * kv_tokens
-
-
-def load_cost_model(path: Path = FITTED) -> CostModel:
-    """The fitted model; see `tests/bench/fit_cost_model.py`."""
-    fitted = json.loads(path.read_text())
-    return CostModel(**fitted["prefill"], **fitted["decode"])

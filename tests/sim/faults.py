@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 
+from planner.simulator.fleet import SimFleet
+from planner.simulator.node import SimNode
 from shared.protocol.messages import ReqKey, Role
 from shared.timeline import ReqStage
-from tests.sim.simulator.fleet import SimFleet
-from tests.sim.simulator.node import SimNode
 
 
 class Place(StrEnum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from planner.simulator.node import SimNode
 from shared.scheduling.plan import ScheduleBatch, ScheduledReq
-from tests.sim.simulator.node import SimNode
 
 
 class DecisionLog:

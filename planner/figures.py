@@ -1,0 +1,85 @@
+"""What one run of a fleet came to, simulated or measured: the same figures, computed by the same code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """A request is good if its time to first token and its mean time between tokens are within these seconds."""
+
+    ttft_s: float
+    itl_s: float
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as its client saw it. Seconds from the moment at which it was sent."""
+
+    ttft_s: float
+    e2e_s: float
+    num_tokens: int
+
+    @property
+    def itl_s(self) -> float:
+        """Mean time between its tokens, as aiperf and vLLM's TPOT have it; 0 for a single token."""
+        return (self.e2e_s - self.ttft_s) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
+
+    def is_good(self, slo: Slo) -> bool:
+        """Whether it meets both bounds."""
+        return self.ttft_s <= slo.ttft_s and self.itl_s <= slo.itl_s
+
+
+class Distribution(msgspec.Struct, frozen=True, kw_only=True):
+    """Of seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run came to."""
+
+    num_reqs: int
+    num_failed: int
+    """Of those: refused, or without all of their tokens."""
+    seconds: float
+    """In which the requests arrived."""
+    goodput: float
+    """Requests a second that met both SLOs."""
+    good_share: float
+    """Of all requests, those that failed included."""
+    ttft_s: Distribution
+    itl_s: Distribution
+    """Over requests, the mean time between the tokens of each."""
+
+
+def figures_of(served: Sequence[Served], num_failed: int, seconds: float, slo: Slo) -> Figures:
+    """The figures of the requests that arrived within `seconds`. Some must have been served."""
+    num_good = sum(one.is_good(slo) for one in served)
+    num_reqs = len(served) + num_failed
+    return Figures(
+        num_reqs=num_reqs,
+        num_failed=num_failed,
+        seconds=seconds,
+        goodput=num_good / seconds,
+        good_share=num_good / num_reqs,
+        ttft_s=distribution([one.ttft_s for one in served]),
+        itl_s=distribution([one.itl_s for one in served]),
+    )
+
+
+def distribution(values: Sequence[float]) -> Distribution:
+    """Of at least one value; a percentile is the smallest value that so many are not above."""
+    ordered = sorted(values)
+
+    def percentile(q: float) -> float:
+        return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
+
+    return Distribution(
+        mean=sum(ordered) / len(ordered), p50=percentile(0.5), p90=percentile(0.9), p99=percentile(0.99)
+    )
