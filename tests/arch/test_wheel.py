@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("shared", "prefill_node", "decode_node", "router")
+PACKAGES = ("shared", "prefill_node", "decode_node", "router", "planner")
 
 
 def test_a_wheel_holds_every_file_of_the_packages(tmp_path: Path) -> None:
