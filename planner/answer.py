@@ -1,0 +1,275 @@
+"""The whole answer of `router plan`: what the table, the JSON file and the HTML file show, and nothing beside it.
+
+    Answer ─┬─ question       what was asked: traffic, SLOs, machines, prices
+            ├─ candidates ─── points: one candidate at one rate, each from real schedulers under a virtual clock
+            ├─ verdict        what to run, and why
+            ├─ thresholds     from where on splitting pays
+            ├─ sensitivity    what another load or cost would change
+            └─ remarks        what makes it doubtful
+
+Seconds, tokens, bytes. Prices are in whatever unit the user gave them in, for one node and hour.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from planner.figures import Distribution, Slo
+from planner.profile import Measured
+
+SCHEMA_VERSION = 1
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of an answer. What its JSON says is what it says: no value is infinite."""
+
+
+class Estimate(Record):
+    """A mean over parts of the traffic, and where the true mean lies in 95 of 100 such answers."""
+
+    value: float
+    low: float
+    high: float
+
+
+class FleetUse(Record):
+    """How busy the nodes of one role are while requests arrive."""
+
+    role: Literal["prefill", "decode", "together"]
+    num_nodes: int
+    busy_share: float
+    """Of the time of all devices, that in which a forward ran. Decode steps follow each other while anything runs,
+    so a high share of a decode fleet alone is no bottleneck."""
+    pool_share: float
+    """The largest share of one node's KV pool that requests held."""
+    queued: float
+    """Requests that waited on these nodes, on average over time."""
+
+
+class Transfer(Record):
+    """KV that moves between nodes."""
+
+    bytes_s: float
+    """Of all nodes together."""
+    link_busy_share: float
+    """Of the time of the busiest node's network card."""
+
+
+class Point(Record):
+    """One candidate at one rate."""
+
+    rate: float
+    """Requests a second that arrive."""
+    load: float
+    """`rate` over that of the traffic as it was given."""
+    num_reqs: int
+    num_failed: int
+    """Of those: refused, or without all of their tokens."""
+    goodput: Estimate
+    """Requests a second that met both SLOs."""
+    good_share: Estimate
+    """Of all requests, those that failed included."""
+    slo_factor: float | None
+    """By what both SLOs would have to be multiplied for `Question.good_share` of the requests to meet them: 0.5 is
+    met with half of each bound to spare, 2 misses by as much as the bounds are. None if too many requests fail."""
+    ttft_s: Distribution | None
+    itl_s: Distribution | None
+    """None where no request was served."""
+    use: tuple[FleetUse, ...]
+    transfer: Transfer | None
+    """None where nothing moves, since nodes do both."""
+    router_busy_share: float
+    cached_share: float
+    """Of prompt tokens, those found in a RadixCache."""
+    stages_s: dict[str, float]
+    """Mean seconds of each stage of a request up to its second token, by name, in their order."""
+    bottleneck: str
+    """planner.simulate.Bottleneck: what the requests that missed an SLO waited for longest; none if hardly any did."""
+
+
+class Difference(Record):
+    """A candidate against the base candidate, on the same requests, at the rate of the traffic."""
+
+    base: str
+    goodput: Estimate
+    ttft_mean_s: Estimate
+    itl_mean_s: Estimate
+    is_more_than_noise: bool
+    """Of the goodput; where that does not differ, of TTFT or ITL."""
+
+
+class CandidateAnswer(Record):
+    """One fleet, or in a comparison one way to schedule and route."""
+
+    name: str
+    num_prefill: int
+    """0 where every node does both."""
+    num_decode: int
+    enable_mixed_chunk: bool
+    settings: dict[str, str]
+    """In a comparison, the flags that differ from those of the base, such as schedule-policy: lpm."""
+    price: float | None
+    """Of the whole fleet for an hour."""
+    points: tuple[Point, ...]
+    """Ascending rates. One has load 1."""
+    max_rate: Estimate | None
+    """The highest rate at which `Question.good_share` of the requests meet both SLOs. None where not even the lowest
+    rate that was tried does that; 0 where a lone request misses."""
+    max_rate_is_bound: bool
+    """It was still met at the highest rate that was tried, so `max_rate` is a lower bound."""
+    goodput_a_price: float | None
+    """Good requests for one unit of the price, at `max_rate`."""
+    is_screened: bool
+    """Its figures are from the first part of the traffic alone, on which it was too far from the best to be the best."""
+    difference: Difference | None
+    """From the best candidate, or in a comparison from the base. None for that candidate itself."""
+    num_simulated_reqs: int
+    cpu_s: float
+    """What its simulations took."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Of both fleets."""
+        return self.num_prefill + self.num_decode
+
+    @property
+    def now(self) -> Point:
+        """At the rate of the traffic as it was given."""
+        return min(self.points, key=lambda point: abs(point.load - 1))
+
+
+class BestOf(Record):
+    """The best of all candidates with so many nodes, by the highest rate within the SLOs."""
+
+    num_nodes: int
+    name: str
+    splits: bool
+    tied_with: tuple[str, ...]
+    """No worse than within the uncertainty. Of these, the simplest is named."""
+    meets: bool
+    """At the rate of the traffic."""
+
+
+class Verdict(Record):
+    """What to run."""
+
+    best: str
+    """The cheapest candidate that meets the SLOs at the rate of the traffic (without prices, that with the fewest
+    nodes), and of those the one with the highest rate; if none does, the one that comes nearest."""
+    splits: bool
+    meets: bool
+    """Whether `Question.good_share` of the requests meet both SLOs."""
+    headline: str
+    """One sentence."""
+    reasons: tuple[str, ...]
+    """Sentences."""
+    best_of: tuple[BestOf, ...]
+    """For each number of nodes."""
+
+
+class Threshold(Record):
+    """From where on splitting starts to pay, for as many nodes as the best candidate has (two at least)."""
+
+    axis: Literal["prompt", "rate", "slo_ttft", "slo_itl"]
+    unit: Literal["tokens", "requests/s", "s"]
+    now: float
+    """The mean prompt, the rate or the bound as it was asked for."""
+    at: float | None
+    """Splitting starts or ceases to pay here. None: it does neither between `searched_low` and `searched_high`."""
+    pays: Literal["above", "below", "everywhere", "nowhere"]
+    """On which side of `at`, or within the whole range, splitting pays."""
+    searched_low: float
+    searched_high: float
+    split: str
+    together: str
+    """The candidates that were compared."""
+    words: str
+    """One sentence."""
+
+
+class Sensitivity(Record):
+    """The answer for another load or other costs."""
+
+    what: Literal["load", "cost"]
+    factor: float
+    """Of the rate, or of the seconds of every forward and transfer."""
+    best: str
+    changes: bool
+    """`best` is another candidate than that of the verdict, by more than the uncertainty."""
+    goodput_of_best: float
+    goodput_of_verdict: float
+    """Requests a second, of the candidate that the verdict names."""
+    meets: bool
+    """Whether the candidate of the verdict still meets the SLOs."""
+
+
+class Machine(Record):
+    """What a fleet runs on."""
+
+    role: Literal["prefill", "decode", "both"]
+    profile: str
+    """The file."""
+    measured: Measured
+    price: float | None
+
+
+class Traffic(Record):
+    """The requests that were planned for."""
+
+    source: str
+    """The file or the distributions, in words."""
+    rate: float
+    num_reqs: int
+    """That were simulated for a candidate at one rate, at most."""
+    seconds: float
+    prompt_tokens: Distribution
+    output_tokens: Distribution
+    reused_share: float
+    """Of prompt tokens, those whose block an earlier request of the same part has had."""
+
+
+class Question(Record):
+    """What was asked."""
+
+    at: str
+    """ISO 8601, UTC."""
+    traffic: Traffic
+    slo: Slo
+    good_share: float
+    """A fleet meets the SLOs if this share of the requests does."""
+    machines: tuple[Machine, ...]
+    """One for both fleets, or prefill and decode."""
+
+
+class Effort(Record):
+    """What the answer took."""
+
+    seconds: float
+    cpu_s: float
+    num_simulations: int
+    num_simulated_reqs: int
+
+
+class Answer(Record):
+    """All of it."""
+
+    schema_version: int = SCHEMA_VERSION
+    question: Question
+    candidates: tuple[CandidateAnswer, ...]
+    base: str | None = None
+    """In a comparison (--compare), the candidate that all others are compared with."""
+    verdict: Verdict
+    thresholds: tuple[Threshold, ...] = ()
+    sensitivity: tuple[Sensitivity, ...] = ()
+    remarks: tuple[str, ...] = ()
+    effort: Effort
+
+    def candidate(self, name: str) -> CandidateAnswer:
+        """That of the name."""
+        return next(candidate for candidate in self.candidates if candidate.name == name)
+
+    def to_json(self) -> bytes:
+        """That a person can read."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
