@@ -7,7 +7,8 @@
             ├─ sensitivity    what another load or cost would change
             └─ remarks        what makes it doubtful
 
-Seconds, tokens, bytes. Prices are in whatever unit the user gave them in, for one node and hour.
+Seconds, tokens, bytes. Prices are in the user's unit, for an hour. JSON has
+no infinities, so what may be infinite is None.
 """
 
 from __future__ import annotations
@@ -22,11 +23,7 @@ from planner.profile import Measured
 SCHEMA_VERSION = 1
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of an answer. What its JSON says is what it says: no value is infinite."""
-
-
-class Estimate(Record):
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """A mean over parts of the traffic, and where the true mean lies in 95 of 100 such answers."""
 
     value: float
@@ -34,7 +31,7 @@ class Estimate(Record):
     high: float
 
 
-class FleetUse(Record):
+class FleetUse(msgspec.Struct, frozen=True, kw_only=True):
     """How busy the nodes of one role are while requests arrive."""
 
     role: Literal["prefill", "decode", "together"]
@@ -48,7 +45,7 @@ class FleetUse(Record):
     """Requests that waited on these nodes, on average over time."""
 
 
-class Transfer(Record):
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     """KV that moves between nodes."""
 
     bytes_s: float
@@ -57,7 +54,7 @@ class Transfer(Record):
     """Of the time of the busiest node's network card."""
 
 
-class Point(Record):
+class Point(msgspec.Struct, frozen=True, kw_only=True):
     """One candidate at one rate."""
 
     rate: float
@@ -86,10 +83,10 @@ class Point(Record):
     stages_s: dict[str, float]
     """Mean seconds of each stage of a request up to its second token, by name, in their order."""
     bottleneck: str
-    """planner.simulate.Bottleneck: what the requests that missed an SLO waited for longest; none if hardly any did."""
+    """planner.simulate.Bottleneck: what the requests that missed an SLO waited for longest."""
 
 
-class Difference(Record):
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """A candidate against the base candidate, on the same requests, at the rate of the traffic."""
 
     base: str
@@ -100,7 +97,7 @@ class Difference(Record):
     """Of the goodput; where that does not differ, of TTFT or ITL."""
 
 
-class CandidateAnswer(Record):
+class CandidateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One fleet, or in a comparison one way to schedule and route."""
 
     name: str
@@ -122,7 +119,7 @@ class CandidateAnswer(Record):
     goodput_a_price: float | None
     """Good requests for one unit of the price, at `max_rate`."""
     is_screened: bool
-    """Its figures are from the first part of the traffic alone, on which it was too far from the best to be the best."""
+    """Its figures are from the first part of the traffic alone, where it was far from the best."""
     difference: Difference | None
     """From the best candidate, or in a comparison from the base. None for that candidate itself."""
     num_simulated_reqs: int
@@ -140,7 +137,7 @@ class CandidateAnswer(Record):
         return min(self.points, key=lambda point: abs(point.load - 1))
 
 
-class BestOf(Record):
+class BestOf(msgspec.Struct, frozen=True, kw_only=True):
     """The best of all candidates with so many nodes, by the highest rate within the SLOs."""
 
     num_nodes: int
@@ -152,7 +149,7 @@ class BestOf(Record):
     """At the rate of the traffic."""
 
 
-class Verdict(Record):
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What to run."""
 
     best: str
@@ -169,7 +166,7 @@ class Verdict(Record):
     """For each number of nodes."""
 
 
-class Threshold(Record):
+class Threshold(msgspec.Struct, frozen=True, kw_only=True):
     """From where on splitting starts to pay, for as many nodes as the best candidate has (two at least)."""
 
     axis: Literal["prompt", "rate", "slo_ttft", "slo_itl"]
@@ -189,7 +186,7 @@ class Threshold(Record):
     """One sentence."""
 
 
-class Sensitivity(Record):
+class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
     """The answer for another load or other costs."""
 
     what: Literal["load", "cost"]
@@ -205,7 +202,7 @@ class Sensitivity(Record):
     """Whether the candidate of the verdict still meets the SLOs."""
 
 
-class Machine(Record):
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """What a fleet runs on."""
 
     role: Literal["prefill", "decode", "both"]
@@ -215,7 +212,7 @@ class Machine(Record):
     price: float | None
 
 
-class Traffic(Record):
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """The requests that were planned for."""
 
     source: str
@@ -230,7 +227,7 @@ class Traffic(Record):
     """Of prompt tokens, those whose block an earlier request of the same part has had."""
 
 
-class Question(Record):
+class Question(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked."""
 
     at: str
@@ -243,7 +240,7 @@ class Question(Record):
     """One for both fleets, or prefill and decode."""
 
 
-class Effort(Record):
+class Effort(msgspec.Struct, frozen=True, kw_only=True):
     """What the answer took."""
 
     seconds: float
@@ -252,7 +249,7 @@ class Effort(Record):
     num_simulated_reqs: int
 
 
-class Answer(Record):
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """All of it."""
 
     schema_version: int = SCHEMA_VERSION
