@@ -22,6 +22,7 @@ from shared.errors import RequestError
 from shared.protocol.messages import (
     CacheEvents,
     CacheResync,
+    Drain,
     Failed,
     Finish,
     Moved,
@@ -33,6 +34,9 @@ from shared.protocol.messages import (
     Work,
 )
 from shared.protocol.sampling_params import SamplingParams
+
+_DRAIN_POLL_S = 0.05
+"""How often FleetChanges looks at a node that it drains."""
 
 
 @dataclass(slots=True)
@@ -168,6 +172,30 @@ class SimFleet:
         self._live.of[role].append(node)
         return node
 
+    def drain(self, name: str, timeout_s: float = 60.0) -> None:
+        """A node gets nothing new, moves or finishes what it holds, and leaves: as by `FleetChanges`."""
+        node = self.nodes[name]
+        self._live.of[node.role].remove(node)
+        node.send(Drain(timeout_s))
+        self._until_drained(node, self.loop.now + timeout_s)
+
+    def is_live(self, node: SimNode) -> bool:
+        """Whether the router sends it new requests."""
+        return node in self._live.of[node.role]
+
+    def _until_drained(self, node: SimNode, until: float) -> None:
+        if not node.alive:
+            return  # killed meanwhile
+        if self.loop.now >= until:
+            self.dispatcher.fail_over_held(node, "the time is up")
+        if self.dispatcher.num_held(node):
+            self.dispatcher.move_held(node)
+            self.loop.at(self.loop.now + _DRAIN_POLL_S, self._until_drained, node, until)
+            return
+        del self.nodes[node.ref.node_id]
+        node.kill()
+        self.dispatcher.on_node_lost(node, "drained", Loss.LEFT)
+
     def kill(self, name: str) -> None:
         """A node dies; the router and its peers notice a little later."""
         node = self.nodes.pop(name)
@@ -176,7 +204,8 @@ class SimFleet:
         self.loop.at(self.loop.now + notice, self._lost, node)
 
     def _lost(self, node: SimNode) -> None:
-        self._live.of[node.role].remove(node)
+        if self.is_live(node):
+            self._live.of[node.role].remove(node)
         self.dispatcher.on_node_lost(node, "killed", Loss.CRASHED)
 
     # --------------------------------------------------------------------------------------- requests

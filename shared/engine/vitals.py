@@ -33,6 +33,7 @@ class Vitals:
         self._window_start = clock()
         self._window_tokens = 0
         self._gen_throughput = 0.0
+        self.num_prompts = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
@@ -45,6 +46,7 @@ class Vitals:
 
     def count_prompt(self, num_tokens: int, num_cached: int) -> None:
         """Count a prompt, of which `num_cached` tokens came from the RadixCache."""
+        self.num_prompts += 1
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached
 
@@ -128,6 +130,7 @@ class Vitals:
             prefill_tokens_per_s=self._prefill_rate.per_second if self._prefill_rate.is_measured else 0.0,
             reserve_wait_s=reserve_wait_s,
             num_fetched_tokens=self.num_fetched_tokens,
+            num_prompts=self.num_prompts,
         )
         if not idle:
             self._audited = False

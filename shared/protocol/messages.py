@@ -196,6 +196,8 @@ class Load(Record, frozen=True):
     """How long the request that came first of those without a reservation has waited for it."""
     num_fetched_tokens: int = 0
     """Prompt tokens whose KV other nodes have lent, of those that were cached."""
+    num_prompts: int = 0
+    """The prompts of `num_prompt_tokens`."""
 
 
 class Finish(Record, frozen=True):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from planner.cost_model import CostModel
+from planner.simulator.fleet import FleetShape, SimFleet
+from planner.traffic.trace import SimRequest
 from shared.protocol.messages import Drain, ReqKey
 from tests.cluster import Cluster
 from tests.sim.test_moves import config, params, prompt, wanted
 from tests.token_engine import token_engine
 
 NUM_NEW = 60
+COSTS = CostModel(a=0.004, b=2e-5, c=0.0, d=0.004, e=1e-4, f=0.0, step_s=0.0005)
 
 
 def submit(cluster: Cluster, num: int, *, prefill: str = "p0", decode: str = "d0") -> dict[ReqKey, list[int]]:
@@ -37,3 +41,21 @@ def test_a_prefill_node_hands_back_what_it_has_not_begun() -> None:
         for key in ids.keys() - handed_back:
             assert cluster.tokens(key) == wanted(ids[key], NUM_NEW)
         cluster.assert_idle()
+
+
+def test_a_simulated_node_that_is_drained_leaves_when_it_is_empty() -> None:
+    """Of each role, under load: nothing is lost, what runs moves, and the node's pages are not missed."""
+    fleet = SimFleet(FleetShape(num_prefill=2, num_decode=2), COSTS)
+    requests = [SimRequest(0.1 * i, 300, 200, tuple(range(100 * i, 100 * i + 10)), 32) for i in range(40)]
+    fleet.submit(requests)
+    fleet.run(until=2.0)
+    assert not fleet.nodes["d0001"].is_empty
+    for name in ("p0001", "d0001"):
+        node = fleet.nodes[name]
+        fleet.drain(name, timeout_s=5.0)
+        assert not fleet.is_live(node)
+    fleet.run(until=fleet.loop.now + 5.5)
+    assert set(fleet.nodes) == {"p0000", "d0000"}
+    fleet.run()
+    assert len(fleet.outcomes) == 40 and all(outcome.ok for outcome in fleet.outcomes.values())
+    assert all(node.is_empty for node in fleet.nodes.values())
