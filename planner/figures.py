@@ -33,7 +33,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Of seconds."""
+    """Of seconds; infinite where no request was served. JSON has null for that."""
 
     mean: float
     p50: float
@@ -59,7 +59,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures_of(served: Sequence[Served], num_failed: int, seconds: float, slo: Slo) -> Figures:
-    """The figures of the requests that arrived within `seconds`. Some must have been served."""
+    """The figures of the requests that arrived within `seconds`, at least one."""
     num_good = sum(one.is_good(slo) for one in served)
     num_reqs = len(served) + num_failed
     return Figures(
@@ -73,8 +73,20 @@ def figures_of(served: Sequence[Served], num_failed: int, seconds: float, slo: S
     )
 
 
+def arrival_seconds(arrivals: Sequence[float]) -> float:
+    """The seconds in which requests arrived, of which each stands for one gap; 0 if they all came at once.
+
+    `arrivals` are in order. n requests that are a second apart took n seconds, though the last came n - 1 after the
+    first: otherwise a rate computed from a short trace would be too high.
+    """
+    gaps = len(arrivals) - 1
+    return (arrivals[-1] - arrivals[0]) * (gaps + 1) / gaps if gaps else 0.0
+
+
 def distribution(values: Sequence[float]) -> Distribution:
-    """Of at least one value; a percentile is the smallest value that so many are not above."""
+    """A percentile is the smallest value that so many are not above. Of no value everything is infinite."""
+    if not values:
+        return Distribution(mean=math.inf, p50=math.inf, p90=math.inf, p99=math.inf)
     ordered = sorted(values)
 
     def percentile(q: float) -> float:

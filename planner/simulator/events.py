@@ -14,14 +14,14 @@ class EventLoop:
     def __init__(self) -> None:
         self.now = 0.0
         self.num_events = 0
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
 
     def __call__(self) -> float:
         """The time now, for parts that take a Clock."""
         return self.now
 
-    def at(self, time: float, run: Callable[..., None], *args: Any) -> None:
+    def at(self, time: float, run: Callable[..., object], *args: Any) -> None:
         """Run `run(*args)` at `time`, which is not in the past."""
         heapq.heappush(self._heap, (max(time, self.now), next(self._numbers), run, args))
 

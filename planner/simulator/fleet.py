@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from planner.cost_model import CostModel
+from planner.profile import RouterCost
 from planner.simulator.events import EventLoop
 from planner.simulator.node import NodeShape, OnLaunch, OnStep, SimNode
 from planner.simulator.runner import token_at
@@ -18,6 +20,7 @@ from router.dispatch.failover import Loss
 from router.dispatch.metrics import Metrics
 from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
 from router.dispatch.running_req import Aborted, RunningReq
+from router.dispatch.verdict import Start
 from shared.errors import RequestError
 from shared.protocol.messages import (
     CacheEvents,
@@ -34,6 +37,7 @@ from shared.protocol.messages import (
     Work,
 )
 from shared.protocol.sampling_params import SamplingParams
+from shared.timeline import ReqStage
 
 _DRAIN_POLL_S = 0.05
 """How often FleetChanges looks at a node that it drains."""
@@ -54,6 +58,12 @@ class Outcome:
     ended_at: float | None = None
     finish: Finish | Aborted | None = None
     error: RequestError | None = None
+    start: Start | None = None
+    """Where the time to the second token went; None unless the nodes have reported every stage."""
+    cached_tokens: int = 0
+    """Of its prompt."""
+    retracted_s: float = 0.0
+    """How long it was without its KV between two tokens."""
 
     @property
     def ok(self) -> bool:
@@ -107,6 +117,7 @@ class FleetShape:
     decode_policy: RoutingPolicy = cache_aware
     failover_s: float = 30.0
     ttft_limit_s: float | None = None
+    router: RouterCost = field(default_factory=lambda: RouterCost(request_s=0.0, token_s=0.0))
 
 
 class SimFleet:
@@ -117,6 +128,7 @@ class SimFleet:
         shape: FleetShape,
         costs: CostModel,
         *,
+        decode_costs: CostModel | None = None,
         seed: int = 0,
         on_launch: OnLaunch | None = None,
         on_step: OnStep | None = None,
@@ -130,12 +142,14 @@ class SimFleet:
         self.num_refused = 0
         self.nodes: dict[str, SimNode] = {}
         self._shape = shape
-        self._costs = costs
+        self._costs = {Role.PREFILL: costs, Role.DECODE: decode_costs or costs}
         self._on_launch = on_launch
         self._on_step = on_step
         self._audits = audits
         self._live = _Nodes()
         self._output_lens: dict[str, int] = {}
+        self._router_free_at = 0.0
+        self.router_busy_s = 0.0
         self.dispatcher = Dispatcher(
             self._live,
             incarnation="router",
@@ -159,7 +173,7 @@ class SimFleet:
             name,
             role,
             self._shape.prefill if role is Role.PREFILL else self._shape.decode,
-            self._costs,
+            self._costs[role],
             self.loop,
             self.transport,
             self._token,
@@ -219,12 +233,23 @@ class SimFleet:
             self.loop.at(request.at_s, self._send_and_go_on, request, requests)
 
     def _send_and_go_on(self, request: SimRequest, requests: Any) -> None:
-        self.send(request)
+        self._in_turn(self._shape.router.request_s, self.send, request)
         self._submit_next(requests)
 
+    def _in_turn(self, seconds: float, run: Callable[..., object], *args: Any) -> None:
+        """Run `run(*args)` on the router's one thread, which that takes `seconds`, behind all that came before."""
+        if not seconds and self._router_free_at <= self.loop.now:
+            run(*args)
+            return
+        self.router_busy_s += seconds
+        self._router_free_at = max(self._router_free_at, self.loop.now) + seconds
+        self.loop.at(self._router_free_at, run, *args)
+
     def send(self, request: SimRequest) -> Outcome | None:
-        """Dispatch one request now; None when no node can take it. The client allows twice the output it will get."""
-        params = SamplingParams(max_new_tokens=2 * request.output_len, temperature=0.0)
+        """Dispatch one request now; None when no node can take it."""
+        params = SamplingParams(
+            max_new_tokens=request.max_new_tokens or 2 * request.output_len, temperature=0.0
+        )
         work = Work(request.input_ids(), params, priority=request.priority, routing_key=request.routing_key)
         try:
             req = self.dispatcher.start(
@@ -250,11 +275,21 @@ class SimFleet:
             outcome.num_ends += 1
             outcome.first_token_at, outcome.ended_at = req.first_token_at, req.ended_at
             outcome.finish, outcome.error, outcome.req = req.finish, req.error, None
+            outcome.start, outcome.cached_tokens = req.start, req.cached_tokens
+            outcome.retracted_s = sum(
+                left.time - entered.time
+                for entered, left in pairwise(req.stamps)
+                if entered.stage == ReqStage.RETRACTED
+            )
 
     def _token(self, rid: str, position: int) -> int:
         return token_at(rid, position, self._output_lens[rid])
 
     def _on_message(self, node: SimNode, message: Any) -> None:
+        num_tokens = sum(len(e.token_ids) for e in message.entries) if isinstance(message, Tokens) else 0
+        self._in_turn(num_tokens * self._shape.router.token_s, self._dispatch_message, node, message)
+
+    def _dispatch_message(self, node: SimNode, message: Any) -> None:
         match message:
             case Tokens(entries):
                 self.dispatcher.on_tokens(node, entries)

@@ -97,6 +97,7 @@ class SimStream:
         self._free_at = 0.0
         self.busy_s = 0.0
         self.num_forwards = 0
+        self.num_extend_tokens = 0
         self.fail_next = False
 
     def submit(self, batch: ModelWorkerBatch) -> SimResult:
@@ -109,6 +110,7 @@ class SimStream:
         self._free_at = max(self._free_at, self._clock()) + seconds
         self.busy_s += seconds
         self.num_forwards += 1
+        self.num_extend_tokens += sum(item.length for item in scheduled.extends)
         tokens = [
             self._token_of(item.req.key.rid, item.position)
             for item in scheduled.items

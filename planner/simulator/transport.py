@@ -39,7 +39,9 @@ class NetworkModel:
     bandwidth_bytes_s: float = 1.25e9
     """Of one node's card, in each direction: 10 Gbit/s."""
     latency_s: tuple[float, float] = (0.0002, 0.0002)
-    """Of a message, and of pages on top of their length."""
+    """Of a message."""
+    pages_latency_s: float | None = None
+    """Of pages, on top of their length. None: that of a message."""
     notice_s: tuple[float, float] = (0.005, 0.05)
     """Until the others notice that a node has died."""
     transfer_fault: float = 0.0
@@ -60,6 +62,8 @@ class Transport:
         self._last_arrival: dict[tuple[str, str], float] = defaultdict(float)
         self._egress_free: dict[str, float] = defaultdict(float)
         self._ingress_free: dict[str, float] = defaultdict(float)
+        self._egress_busy_s: dict[str, float] = defaultdict(float)
+        self._ingress_busy_s: dict[str, float] = defaultdict(float)
 
     def join(self, name: str, sender: SimSender, receiver: SimReceiver) -> None:
         """A node is there."""
@@ -94,6 +98,11 @@ class Transport:
         """The pages of an offer; both cards are taken when their turn has come."""
         self.loop.at(at, self._start_pages, sender, to, offer)
 
+    @property
+    def most_busy_s(self) -> float:
+        """How long the busiest card has sent, or received."""
+        return max((*self._egress_busy_s.values(), *self._ingress_busy_s.values()), default=0.0)
+
     def breaks(self) -> bool:
         """Whether a transfer breaks off here."""
         return self.model.transfer_fault > 0 and self.random.random() < self.model.transfer_fault
@@ -107,8 +116,13 @@ class Transport:
         start = max(self.loop.now, self._egress_free[sender], self._ingress_free[to])
         end = start + nbytes / self.model.bandwidth_bytes_s
         self._egress_free[sender] = self._ingress_free[to] = end
+        self._egress_busy_s[sender] += end - start
+        self._ingress_busy_s[to] += end - start
         self.loop.at(end, self._sent, sender, offer)
-        self.loop.at(end + self.draw(self.model.latency_s), self._arrive, sender, to, offer, nbytes)
+        latency_s = self.model.pages_latency_s
+        if latency_s is None:
+            latency_s = self.draw(self.model.latency_s)
+        self.loop.at(end + latency_s, self._arrive, sender, to, offer, nbytes)
 
     def _sent(self, sender: str, offer: Offer) -> None:
         if sender in self._senders:

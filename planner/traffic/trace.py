@@ -38,6 +38,8 @@ class SimRequest:
     routing_key: str = ""
     priority: int = 0
     api_key: int | None = None
+    max_new_tokens: int | None = None
+    """What its client allows; a model that ends by itself stays below it. None: twice the output."""
 
     def input_ids(self) -> tuple[int, ...]:
         """Its made-up prompt. Built when it is sent: a fleet's prompts would not fit into memory at once."""

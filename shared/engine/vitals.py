@@ -145,6 +145,11 @@ class Vitals:
             self._leak = str(error)[:MAX_LEAK_CHARS]  # routers drain the node, and its streams go on
             log.crash("leak")
 
+    @property
+    def published(self) -> Load:
+        """The node's state after the last step, of the scheduler thread alone: without live progress."""
+        return self._load
+
     def load(self) -> Load:
         """The node's state after the last step, with live progress."""
         return msgspec.structs.replace(self._load, progress=self._progress.count)

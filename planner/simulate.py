@@ -1,0 +1,289 @@
+"""One candidate under one workload: a simulated fleet, run to the end, and what its clients and its nodes saw.
+
+candidate, profiles ──▶ FleetShape ──▶ SimFleet.run ──▶ Run(figures of the clients, use of each fleet, bottleneck)
+
+All decisions are those of the real schedulers and of the real dispatcher. The profiles say what everything costs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from planner.candidate import Candidate
+from planner.figures import Figures, Served, Slo, arrival_seconds, figures_of
+from planner.profile import Profile
+from planner.simulator.fleet import FleetShape, Outcome, SimFleet
+from planner.simulator.node import NodeShape, SimNode
+from planner.simulator.transport import NetworkModel
+from planner.traffic.trace import SimRequest
+from router.dispatch.policy import POLICIES
+from router.dispatch.verdict import StartStage
+from shared.config import ScheduleOptions
+from shared.errors import ConfigError
+from shared.protocol.messages import Role
+
+MESSAGE_S = 0.0002
+"""Of a message between two processes of one host or one rack, from send to receive."""
+
+FEW_MISSES = 0.01
+"""A fleet of which no larger share of the requests misses an SLO has no bottleneck."""
+
+
+class Bottleneck(StrEnum):
+    """What most of the requests that missed an SLO had waited for longest."""
+
+    PREFILL = "prefill"
+    """Prompts, in the queue of the node that computes them or while they are computed."""
+    DECODE_COMPUTE = "decode compute"
+    """Tokens, which took longer than the SLO between one and the next while they were decoded."""
+    DECODE_PAGES = "decode pages"
+    """Pages or a row of a decode node: before the prompt was computed, or after a retraction."""
+    LINKS = "links"
+    """Pages on their way from one node to another."""
+    ROUTER = "router"
+    """The router's one thread, and messages."""
+    NONE = "none"
+    """At most FEW_MISSES of the requests missed an SLO."""
+
+
+class FleetUse(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy the nodes of one role were while requests arrived; of a burst, until all had ended."""
+
+    nodes: int
+    busy_share: float
+    """Of the time of all devices, that in which a forward ran. Decode steps follow each other while anything runs,
+    so a high share alone is no bottleneck."""
+    pool_share: float
+    """The largest share of one node's KV pool that requests held."""
+    queued: float
+    """Requests that waited on these nodes, on average over time: for pages, or for a place in a forward."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What one candidate came to under one workload."""
+
+    candidate: Candidate
+    figures: Figures
+    prefill: FleetUse
+    decode: FleetUse
+    transfer_bytes_s: float
+    """Of KV that moved between nodes, all of them together, while requests arrived."""
+    link_busy_share: float
+    """Of the time of the busiest node's network card."""
+    router_busy_share: float
+    """Of the time of the router's thread."""
+    cached_share: float
+    """Of the prompt tokens of requests that were served, those found in a RadixCache."""
+    computed_share: float
+    """Tokens of all prefill forwards over prompt tokens of requests that were served. It is above 1 - cached_share
+    where requests were retracted and computed again."""
+    stages_s: dict[StartStage, float]
+    """Mean seconds of each stage up to the second token, over requests of which every stage is known."""
+    bottleneck: Bottleneck
+    cpu_s: float
+    """What the simulation itself took, in CPU seconds."""
+
+
+def simulate(
+    candidate: Candidate,
+    requests: Sequence[SimRequest],
+    *,
+    prefill: Profile,
+    decode: Profile,
+    slo: Slo,
+    seed: int = 0,
+) -> Run:
+    """Send `requests`, in order of arrival, through the fleet of `candidate` and run it until all have ended.
+
+    `prefill` and `decode` are the machines of the two fleets; where the candidate does not split, every node is one
+    of `decode`. Requests that a fleet refuses, or cuts short, count as failed. The same arguments give the same run.
+    Raises ConfigError if pages of one profile's nodes do not fit into the other's, or without requests.
+    """
+    if not requests:
+        raise ConfigError("a simulation needs at least one request")
+    started = time.process_time()
+    shape = fleet_shape(candidate, prefill, decode)
+    use = {role: _UseMeter() for role in Role}
+    fleet = SimFleet(
+        shape,
+        prefill.forward,
+        decode_costs=decode.forward,
+        seed=seed,
+        on_step=lambda node: use[node.role].look(node),
+    )
+    fleet.submit(requests)
+    fleet.run(until=requests[-1].at_s)
+    arriving = _Loads(fleet, use, requests[0].at_s)
+    fleet.run()
+    whole = _Loads(fleet, use, requests[0].at_s)
+    loads = arriving if arriving.seconds > whole.seconds / 2 else whole
+    outcomes = list(fleet.outcomes.values())
+    done = [outcome for outcome in outcomes if outcome.ok]
+    served = [_served(outcome) for outcome in done]
+    num_failed = len(requests) - len(served)
+    seconds = arrival_seconds([request.at_s for request in requests]) or fleet.loop.now - requests[0].at_s
+    figures = figures_of(served, num_failed, seconds, slo)
+    prompt_tokens = max(1, sum(outcome.request.input_len for outcome in done))
+    return Run(
+        candidate=candidate,
+        figures=figures,
+        prefill=loads.of[Role.PREFILL],
+        decode=loads.of[Role.DECODE],
+        transfer_bytes_s=loads.transfer_bytes_s,
+        link_busy_share=loads.link_busy_share,
+        router_busy_share=loads.router_busy_share,
+        cached_share=sum(outcome.cached_tokens for outcome in done) / prompt_tokens,
+        computed_share=sum(node.stream.num_extend_tokens for node in fleet.nodes.values()) / prompt_tokens,
+        stages_s=_mean_stages(done),
+        bottleneck=_bottleneck(done, served, slo),
+        cpu_s=time.process_time() - started,
+    )
+
+
+def fleet_shape(candidate: Candidate, prefill: Profile, decode: Profile) -> FleetShape:
+    """The simulated fleet of a candidate on these machines."""
+    if candidate.splits:
+        for name in ("page_size", "kv_bytes_per_token"):
+            ours, theirs = getattr(prefill.node, name), getattr(decode.node, name)
+            if ours != theirs:
+                raise ConfigError(
+                    f"pages move between nodes of one layout only: {name} is {ours} in the profile of the prefill "
+                    f"nodes ({prefill.measured.machine}) and {theirs} in that of the decode nodes "
+                    f"({decode.measured.machine})"
+                )
+    network = NetworkModel(
+        bandwidth_bytes_s=min(prefill.transfer.bytes_s, decode.transfer.bytes_s),
+        latency_s=(MESSAGE_S, MESSAGE_S),
+        pages_latency_s=max(prefill.transfer.latency_s, decode.transfer.latency_s),
+    )
+    return FleetShape(
+        num_prefill=candidate.num_prefill,
+        num_decode=candidate.num_decode,
+        prefill=_node_shape(candidate, prefill),
+        decode=_node_shape(candidate, decode),
+        network=network,
+        router=decode.router,
+        local_prefill_tokens=candidate.local_prefill_tokens,
+        prefill_policy=POLICIES[candidate.prefill_policy],
+        decode_policy=POLICIES[candidate.decode_policy],
+    )
+
+
+def _node_shape(candidate: Candidate, profile: Profile) -> NodeShape:
+    node = profile.node
+    return NodeShape(
+        pool_tokens=node.pool_tokens,
+        page_size=node.page_size,
+        context_length=node.context_length,
+        kv_bytes_per_token=node.kv_bytes_per_token,
+        schedule=ScheduleOptions(
+            chunked_prefill_size=candidate.chunked_prefill_size or node.chunked_prefill_size,
+            max_running_requests=node.max_running_requests,
+            enable_mixed_chunk=candidate.enable_mixed_chunk,
+            schedule_policy=candidate.schedule_policy,
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------------ use of the nodes
+class _UseMeter:
+    """The nodes of one role, looked at after each of their steps."""
+
+    def __init__(self) -> None:
+        self.pool_share = 0.0
+        self.queued_s = 0.0
+        self._last: dict[str, tuple[float, int]] = {}
+
+    def look(self, node: SimNode) -> None:
+        """A node has taken a step."""
+        load, name, now = node.vitals.published, node.ref.node_id, node.clock.free_at
+        since, num_queued = self._last.get(name, (now, 0))
+        self.queued_s += (now - since) * num_queued
+        waits = load.num_waiting + (load.num_bootstrapping if node.role is Role.DECODE else 0)
+        self._last[name] = (now, waits)
+        self.pool_share = max(self.pool_share, load.num_held_pages / load.num_pages)
+
+
+class _Loads:
+    """The loads of a fleet from `since` until now."""
+
+    def __init__(self, fleet: SimFleet, use: dict[Role, _UseMeter], since: float) -> None:
+        self.seconds = seconds = max(fleet.loop.now - since, 1e-9)
+        self.of: dict[Role, FleetUse] = {}
+        for role, meter in use.items():
+            nodes = [node for node in fleet.nodes.values() if node.role is role]
+            device_s = seconds * max(1, len(nodes))
+            self.of[role] = FleetUse(
+                nodes=len(nodes),
+                busy_share=min(1.0, sum(node.stream.busy_s for node in nodes) / device_s),
+                pool_share=meter.pool_share,
+                queued=meter.queued_s / seconds,
+            )
+        self.transfer_bytes_s = fleet.transport.nbytes / seconds
+        self.link_busy_share = min(1.0, fleet.transport.most_busy_s / seconds)
+        self.router_busy_share = min(1.0, fleet.router_busy_s / seconds)
+
+
+# -------------------------------------------------------------------------------------- what clients have seen
+def _served(outcome: Outcome) -> Served:
+    assert outcome.first_token_at is not None and outcome.ended_at is not None
+    sent_at = outcome.request.at_s
+    return Served(
+        ttft_s=outcome.first_token_at - sent_at,
+        e2e_s=outcome.ended_at - sent_at,
+        num_tokens=outcome.num_tokens,
+    )
+
+
+def _mean_stages(done: Sequence[Outcome]) -> dict[StartStage, float]:
+    starts = [outcome.start for outcome in done if outcome.start is not None]
+    totals: defaultdict[StartStage, float] = defaultdict(float)
+    for start in starts:
+        for stage in start.stages:
+            totals[stage.stage] += stage.seconds
+    return {stage: totals[stage] / len(starts) for stage in StartStage} if starts else {}
+
+
+_CAUSE_OF = {
+    StartStage.DISPATCH: Bottleneck.ROUTER,
+    StartStage.TURN: Bottleneck.ROUTER,
+    StartStage.FAILOVER: Bottleneck.ROUTER,
+    StartStage.RESERVATION: Bottleneck.DECODE_PAGES,
+    StartStage.FETCH: Bottleneck.LINKS,
+    StartStage.QUEUE: Bottleneck.PREFILL,
+    StartStage.PREFILL: Bottleneck.PREFILL,
+    StartStage.DELIVERY: Bottleneck.ROUTER,
+}
+
+
+def _bottleneck(done: Sequence[Outcome], served: Sequence[Served], slo: Slo) -> Bottleneck:
+    causes = Counter(
+        _cause(outcome, one, slo) for outcome, one in zip(done, served, strict=True) if not one.is_good(slo)
+    )
+    if causes.total() <= FEW_MISSES * len(served):
+        return Bottleneck.NONE
+    return max(Bottleneck, key=lambda cause: causes[cause])
+
+
+def _cause(outcome: Outcome, one: Served, slo: Slo) -> Bottleneck:
+    """What a request that missed an SLO has waited for longest."""
+    stages = (
+        {stage.stage: stage.seconds for stage in outcome.start.stages} if outcome.start is not None else {}
+    )
+    if one.ttft_s > slo.ttft_s:
+        waits: defaultdict[Bottleneck, float] = defaultdict(float)
+        for stage, seconds in stages.items():
+            if stage in _CAUSE_OF:
+                waits[_CAUSE_OF[stage]] += seconds
+        waits[Bottleneck.ROUTER] += outcome.started_at - outcome.request.at_s
+        return max(waits, key=lambda cause: waits[cause])
+    excess_s = (one.e2e_s - one.ttft_s) - slo.itl_s * (one.num_tokens - 1)
+    transfer_s = stages.get(StartStage.TRANSFER, 0.0)
+    if max(transfer_s, outcome.retracted_s) < excess_s / 2:
+        return Bottleneck.DECODE_COMPUTE
+    return Bottleneck.LINKS if transfer_s > outcome.retracted_s else Bottleneck.DECODE_PAGES

@@ -1,0 +1,185 @@
+"""One candidate under one workload: what a run says of its clients and of its nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from planner.candidate import Candidate
+from planner.cost_model import CostModel
+from planner.figures import Slo, arrival_seconds
+from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
+from planner.simulate import Bottleneck, Run, simulate
+from planner.traffic.trace import SimRequest
+from router.dispatch.verdict import StartStage
+from shared.errors import ConfigError
+from tests.sim.workloads import unrelated
+
+FORWARD = CostModel(a=0.002, b=1e-4, c=0.0, d=0.005, e=1e-4, f=0.0)
+NODE = NodeKind(
+    pool_tokens=8192,
+    page_size=16,
+    context_length=2048,
+    max_running_requests=32,
+    chunked_prefill_size=512,
+    kv_bytes_per_token=1024,
+    start_s=1.0,
+)
+PROFILE = Profile(
+    measured=Measured(at="2026-01-01T00:00:00Z", machine="a machine", model="a model", versions={}),
+    node=NODE,
+    forward=FORWARD,
+    transfer=TransferCost(latency_s=0.001, bytes_s=1e9),
+    router=RouterCost(request_s=0.0, token_s=0.0),
+)
+SPLIT = Candidate(num_prefill=1, num_decode=1, local_prefill_tokens=0)
+SLO = Slo(ttft_s=0.2, itl_s=0.02)
+
+
+def profile(**changes: Any) -> Profile:
+    """PROFILE with other fields, or with other fields of its node."""
+    own = {name: changes.pop(name) for name in list(changes) if name in NodeKind.__struct_fields__}
+    return msgspec.structs.replace(PROFILE, node=msgspec.structs.replace(NODE, **own), **changes)
+
+
+def load(
+    num: int = 60, *, gap_s: float = 0.2, input_len: int = 256, output_len: int = 20
+) -> list[SimRequest]:
+    """Requests that share nothing."""
+    return unrelated(random.Random(1), num, gap_s=gap_s, input_lens=[input_len], output_len=output_len)
+
+
+def run(requests: Sequence[SimRequest], of: Profile = PROFILE, candidate: Candidate = SPLIT) -> Run:
+    """Both fleets of one machine."""
+    return simulate(candidate, requests, prefill=of, decode=of, slo=SLO)
+
+
+def test_the_same_arguments_give_the_same_run() -> None:
+    first, second = run(load()), run(load())
+    assert first.cpu_s > 0
+    assert msgspec.structs.replace(first, cpu_s=0.0) == msgspec.structs.replace(second, cpu_s=0.0)
+
+
+def test_a_request_alone_takes_what_the_profile_says() -> None:
+    """A chunk of 256, a transfer of 16 pages beside it, and then 19 decode steps of one request."""
+    figures = run(load(1)).figures
+    assert figures.ttft_s.mean == pytest.approx(0.002 + 256 * 1e-4, abs=0.002)
+    assert figures.itl_s.mean == pytest.approx(0.005 + 1e-4, rel=0.2)
+    assert figures.good_share == 1.0
+
+
+def test_the_routers_thread_delays_a_request_and_its_tokens() -> None:
+    free = run(load(1)).figures
+    costly = run(load(1), profile(router=RouterCost(request_s=0.05, token_s=0.004)))
+    assert costly.figures.ttft_s.mean == pytest.approx(free.ttft_s.mean + 0.05 + 0.004, abs=1e-9)
+    assert costly.figures.itl_s.mean == pytest.approx(free.itl_s.mean, rel=0.05), "a delay is not a gap"
+
+
+def test_each_fleet_is_of_its_own_machine() -> None:
+    slow = msgspec.structs.replace(PROFILE, forward=CostModel(a=0.02, b=1e-3, c=0.0, d=0.05, e=1e-3, f=0.0))
+    ours = simulate(SPLIT, load(1), prefill=PROFILE, decode=slow, slo=SLO).figures
+    theirs = simulate(SPLIT, load(1), prefill=slow, decode=PROFILE, slo=SLO).figures
+    assert ours.itl_s.mean > 5 * theirs.itl_s.mean
+    assert theirs.ttft_s.mean > 5 * ours.ttft_s.mean
+
+
+def test_pages_of_two_layouts_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"page_size is 16 in the profile of the prefill nodes .* and 32"):
+        simulate(SPLIT, load(1), prefill=PROFILE, decode=profile(page_size=32), slo=SLO)
+
+
+def test_nodes_that_do_both_take_the_decode_profile() -> None:
+    together = Candidate(num_prefill=0, num_decode=2)
+    result = simulate(together, load(), prefill=profile(page_size=32), decode=PROFILE, slo=SLO)
+    assert (result.prefill.nodes, result.decode.nodes) == (0, 2)
+    assert result.transfer_bytes_s == 0.0
+    assert result.figures.num_failed == 0
+
+
+def test_what_does_not_fit_has_failed() -> None:
+    refused = msgspec.structs.replace(NODE, context_length=200)
+    requests = [*load(3, input_len=100), *(request_at(9.0, 300, 5), request_at(9.1, 190, 50))]
+    figures = run(requests, profile(**msgspec.structs.asdict(refused))).figures
+    assert (figures.num_reqs, figures.num_failed) == (5, 2), (
+        "one has no room at all, one no room for its output"
+    )
+    assert figures.good_share == pytest.approx(0.6)
+
+
+def request_at(at_s: float, input_len: int, output_len: int) -> SimRequest:
+    """One that shares nothing with those of `load`."""
+    first = 1_000_000 + int(at_s * 1000)
+    return SimRequest(at_s, input_len, output_len, tuple(range(first, first + input_len // 32 + 1)), 32)
+
+
+def test_a_fleet_that_serves_nothing_has_no_latency() -> None:
+    figures = run(load(2, input_len=300), profile(context_length=200)).figures
+    assert (figures.num_failed, figures.goodput, figures.ttft_s.p99) == (2, 0.0, math.inf)
+
+
+def test_cached_and_computed_shares_add_up_without_retraction() -> None:
+    again = [request_at(0.0, 512, 4), SimRequest(1.0, 512, 4, request_at(0.0, 512, 4).blocks, 32)]
+    result = run(again)
+    assert result.cached_share == pytest.approx(0.5, abs=0.03)
+    assert result.cached_share + result.computed_share == pytest.approx(1.0)
+
+
+def test_retracted_prompts_are_computed_again() -> None:
+    # admitted by what a client allows, which is not all used up, then too long for the pool together
+    burst = load(20, gap_s=1e-6, input_len=64, output_len=100)
+    result = run(burst, profile(pool_tokens=640, context_length=320))
+    assert result.figures.num_failed == 0
+    assert result.computed_share > 1.05
+    assert result.decode.pool_share > 0.9
+
+
+BOTTLENECKS = {
+    Bottleneck.NONE: (load(), PROFILE),
+    Bottleneck.PREFILL: (load(gap_s=0.02), PROFILE),
+    Bottleneck.DECODE_COMPUTE: (
+        load(output_len=60),
+        profile(forward=CostModel(a=0.002, b=1e-4, c=0.0, d=0.03, e=1e-4, f=0.0)),
+    ),
+    Bottleneck.DECODE_PAGES: (
+        load(gap_s=0.1, output_len=60),
+        profile(pool_tokens=512, context_length=512),
+    ),
+    Bottleneck.LINKS: (load(gap_s=0.5), profile(transfer=TransferCost(latency_s=2.0, bytes_s=1e9))),
+    Bottleneck.ROUTER: (load(gap_s=0.05), profile(router=RouterCost(request_s=0.1, token_s=0.0))),
+}
+
+
+@pytest.mark.parametrize("cause", list(Bottleneck), ids=lambda cause: cause.name)
+def test_the_bottleneck_is_what_was_planted(cause: Bottleneck) -> None:
+    requests, of = BOTTLENECKS[cause]
+    result = run(requests, of)
+    assert result.bottleneck is cause, result
+    assert result.figures.num_failed == 0
+    assert set(result.stages_s) == set(StartStage)
+
+
+def test_seconds_of_arrival_count_a_gap_for_each_request() -> None:
+    assert arrival_seconds([0.0, 1.0, 2.0]) == 3.0
+    assert arrival_seconds([5.0]) == 0.0
+
+
+def test_no_request_is_no_workload() -> None:
+    with pytest.raises(ConfigError, match="at least one request"):
+        run([])
+
+
+def test_a_client_that_allows_no_more_than_it_gets_reserves_less() -> None:
+    """The decode node reserves room for what is allowed, so that fewer requests run at once."""
+    of = profile(pool_tokens=1024, context_length=512)
+    burst = load(12, gap_s=1e-6, input_len=64, output_len=60)
+    exact = [dataclasses.replace(request, max_new_tokens=60) for request in burst]
+    generous = [dataclasses.replace(request, max_new_tokens=400) for request in burst]
+    results = [run(requests, of) for requests in (exact, generous)]
+    assert [result.figures.num_failed for result in results] == [0, 0]
+    assert results[0].figures.ttft_s.mean < results[1].figures.ttft_s.mean
