@@ -12,6 +12,7 @@ import pytest
 
 from prefill_node.scheduler import PrefillScheduler
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.engine.vitals import Vitals
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import ReqKey
 from shared.protocol.sampling_params import SamplingParams
@@ -75,6 +76,10 @@ class Full:
             self.computed += [(i.req.key.rid, i.start, i.start + i.length) for i in last.extends]
 
     @property
+    def vitals(self) -> Vitals:
+        return self.cluster.nodes["p0"].vitals
+
+    @property
     def num_forwards(self) -> int:
         stream = self.cluster.nodes["p0"].engine.stream
         assert isinstance(stream, TokenStream)
@@ -108,25 +113,26 @@ def test_only_the_last_part_is_computed_after_the_reservation(overlap: bool) -> 
         fleet.run(20)
         assert not fleet.computed, "the decode node may still answer"
         assert fleet.prefill.queued_tokens.total == 42
-        busy_s = fleet.prefill._vitals.prefill_busy_s
+        busy_s = fleet.vitals.prefill_busy_s
         fleet.run(80)
         assert fleet.computed == [("a", 0, 16), ("a", 16, 32), ("a", 32, 40)]
         assert fleet.prefill.run_ahead.num_pages == 10
         assert fleet.prefill.queued_tokens.total == 2
         req = fleet.prefill.reqs[key]
         assert req.timeline.stage is ReqStage.QUEUED and req.kv is None
-        computed_s = fleet.prefill._vitals.prefill_busy_s - busy_s
+        computed_s = fleet.vitals.prefill_busy_s - busy_s
         assert req.ahead_s == pytest.approx(computed_s) and (computed_s > 0) is overlap, "of all chunks"
         count = fleet.cluster.nodes["p0"].engine.ledger.count()
         assert count.held == count.protected == 0
         fleet.free()
         assert fleet.computed[3:] == [("a", 40, 42)]
         fleet.assert_right(key, 42)
+        assert (fleet.vitals.num_ahead_tokens, fleet.vitals.num_ahead_evicted_tokens) == (40, 0)
 
 
 def test_what_was_computed_ahead_for_a_request_is_not_cached_for_it() -> None:
     with full() as fleet:
-        before = fleet.prefill._vitals.num_prompt_tokens
+        before = fleet.vitals.num_prompt_tokens
         first = fleet.submit("a", 42)
         fleet.run(100)
         second = fleet.submit("b", 42)  # the same prompt
@@ -135,8 +141,8 @@ def test_what_was_computed_ahead_for_a_request_is_not_cached_for_it() -> None:
         of_first, of_second = (fleet.router.answers[key].reports[0] for key in (first, second))
         assert of_first.cached_tokens == 0 and of_first.ahead_s > 0
         assert of_second.cached_tokens == 40 and of_second.ahead_s == 0
-        assert fleet.prefill._vitals.num_prompt_tokens - before == 84
-        assert fleet.prefill._vitals.num_cached_tokens == 40
+        assert fleet.vitals.num_prompt_tokens - before == 84
+        assert fleet.vitals.num_cached_tokens == 40
 
 
 @pytest.mark.parametrize("options", [{"share": 0.0}, {"keep": False}], ids=["share 0", "no RadixCache"])
@@ -268,13 +274,15 @@ def test_a_reserved_request_evicts_what_was_computed_ahead() -> None:
     """It finds every page of the pool. What was evicted is computed again, and the tokens are the same."""
     with full() as fleet:
         keys = [fleet.submit(f"{length}", length) for length in (80, 81)]
-        fleet.run(150)
+        fleet.run(100)
         assert fleet.prefill.run_ahead.num_pages == 19 + 20
         large = fleet.submit("large", 290, num_new=1, decode=None)
         fleet.run(30)
         assert fleet.router.answers[large].ended
         assert fleet.prefill.run_ahead.num_pages < 39
         fleet.free()
+        load = fleet.vitals.load()
+        assert 0 < load.num_ahead_evicted_tokens == load.num_ahead_tokens - PAGE_SIZE * 39
         for key, length in zip(keys, (80, 81), strict=True):
             fleet.assert_right(key, length)
 
