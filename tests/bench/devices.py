@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from planner.cost_model import CostModel
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import CpuCores
 from shared.engine.build import build_engine, make_ledger
@@ -22,7 +24,7 @@ from shared.scheduling.req import Req
 from shared.timeline import Timeline
 from tests.bench.machine import usable_cores
 from tests.bench.models import random_model
-from tests.bench.timed_stream import VOCAB_SIZE, TimedStream
+from tests.bench.timed_stream import VOCAB_SIZE, TimedStream, forward_s
 
 TIMED = "timed wait, needs no GIL"
 CONTEXT_LENGTH = 2048
@@ -78,7 +80,8 @@ def timed_device(max_running: int, *, step_s: float, prompt_token_s: float = 0.0
     """A stand-in for a GPU; see `TimedStream`."""
     cache = CacheOptions()
     num_pages = max_running * CONTEXT_LENGTH // cache.page_size + 1
-    stream = TimedStream(step_s=step_s, prompt_token_s=prompt_token_s)
+    costs = CostModel(a=step_s, b=prompt_token_s, c=0.0, d=step_s, e=0.0, f=0.0)
+    stream = TimedStream(partial(forward_s, costs))
     return Device(
         name=TIMED,
         stream=stream,

@@ -217,18 +217,61 @@ def _generated(name: str, results: Results) -> str:
             return _speed(results["peers_qwen3_0_6b"], results["interference"])
         case "machine":
             return _machine(results)
-    columns = COLUMNS[name]
     if name not in results:
         return "Not measured."
     result = results[name]
     about = result["machine"]
+    tables = _planner(result) if name == "planner" else _tables(result["rows"], COLUMNS[name])
     lines = [
         *([f"![{name}](performance/{name}.svg)", ""] if name in DRAWINGS else []),
         f"{about['date']}, {result['seconds']} s, load before it {about['load_before']:g}.",
         "",
-        *_tables(result["rows"], columns),
+        *tables,
     ]
     return "\n".join(lines)
+
+
+PREDICTED = {
+    "goodput": "goodput",
+    "ttft_mean_ms": "TTFT mean",
+    "ttft_p50_ms": "p50",
+    "ttft_p99_ms": "p99",
+    "itl_mean_ms": "ITL mean",
+    "itl_p50_ms": "p50",
+    "itl_p99_ms": "p99",
+    "cached_share": "cached share",
+}
+
+
+def _planner(result: Mapping[str, Any]) -> list[str]:
+    """How many predictions hit, and each beside what was measured: the error, and how far the rounds differ."""
+    told = result["summary"]
+    head = ["", "fleet", "part", "rate", *PREDICTED.values(), "CPU"]
+    lines = [
+        f"{told['hits']} of {told['cases']} hit.",
+        "",
+        f"| {' | '.join(head)} |",
+        f"| {' | '.join('---' for _ in head)} |",
+    ]
+    for row in result["rows"]:
+        if row["bench"] != "error":
+            continue
+        cells = [
+            f"{row[f'{name}_predicted']:g} / {row[name]:g}<br>{100 * row[f'{name}_error']:+.1f} % "
+            f"({100 * row[f'{name}_differ']:.1f})"
+            for name in PREDICTED
+        ]
+        hit = "hit" if row["hit"] else "**missed**"
+        shown = [
+            hit,
+            row["fleet"],
+            row["part"],
+            f"{row['rate']:g}x",
+            *cells,
+            f"{100 * row['cpu_share']:.0f} %",
+        ]
+        lines.append(f"| {' | '.join(shown)} |")
+    return lines
 
 
 def _speed(peers: Mapping[str, Any], interference: Mapping[str, Any]) -> str:

@@ -75,6 +75,11 @@ BENCHES: dict[str, Bench] = {
     "routing": Bench(
         module="routing", question="Which routing policy, and what does a split cost?", only_by_name=True
     ),
+    "planner": Bench(
+        module="planner",
+        question="How far are the planner's predictions from what is measured?",
+        only_by_name=True,
+    ),
     "choosing": Bench(
         module="choosing",
         question="What does it cost the router to choose the nodes of a request?",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from planner.cost_model import CostModel
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.scheduling.commit import Sampled
 
@@ -39,20 +41,20 @@ class TimedStream:
     so that a request's output is the same whatever it is batched with, and ends where its seed says.
     """
 
-    def __init__(self, *, step_s: float, prompt_token_s: float = 0.0) -> None:
-        self._step_s = step_s
-        self._prompt_token_s = prompt_token_s
+    def __init__(self, takes_s: Callable[[ModelWorkerBatch], float]) -> None:
+        self._takes_s = takes_s
         self._free_at = 0.0
+        self.num_forwards = 0
         self.busy_s = 0.0
         """Of all forwards so far, those in flight included."""
 
     def submit(self, batch: ModelWorkerBatch) -> TimedResult:
-        """Every token beyond one of each sequence costs `prompt_token_s`."""
-        num_more = int(batch.lengths_B.sum()) - len(batch.rows_B)
+        """Queue a forward behind those before it."""
         self._free_at = max(self._free_at, time.perf_counter())
-        takes_s = self._step_s + num_more * self._prompt_token_s
+        takes_s = self._takes_s(batch)
         self._free_at += takes_s
         self.busy_s += takes_s
+        self.num_forwards += 1
         draws = batch.sampling.draws
         uniforms_S = np.zeros(len(batch.sampled_B)) if draws is None else draws.uniforms_S
         return TimedResult(self._free_at, (uniforms_S * VOCAB_SIZE).astype(int).tolist())
@@ -65,3 +67,16 @@ class TimedStream:
 
     def close(self) -> None:
         pass
+
+
+def forward_s(costs: CostModel, batch: ModelWorkerBatch) -> float:
+    """What a forward takes by a cost model. Extends are the first sequences of a batch, decodes the last."""
+    num_extends = len(batch.rows_B) - batch.num_decodes
+    starts, lengths = batch.starts_B.tolist(), batch.lengths_B.tolist()
+    seconds = 0.0
+    if num_extends:
+        seconds = costs.extend_s(zip(starts[:num_extends], lengths[:num_extends], strict=True))
+    if batch.num_decodes:
+        kv_tokens = sum(starts[num_extends:]) + sum(lengths[num_extends:])
+        seconds += costs.decode_s(batch.num_decodes, kv_tokens, beside_prefill=num_extends > 0)
+    return seconds
