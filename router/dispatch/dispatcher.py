@@ -625,7 +625,7 @@ class Dispatcher:
             if node is not req.attempt.finished_by:
                 node.send(message)
         if req.attempt.nodes:
-            self._counts.ended(req.attempt)
+            self._counts.ended(req.attempt, goes_on=not req.ended)
         req.attempt.holders = []
 
 

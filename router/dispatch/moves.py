@@ -87,7 +87,7 @@ class Moves:
         for other in (*req.attempt.holders, *moving.holders):
             if other is not node:
                 other.send(Cancel(moving.key))
-        self._counts.ended(moving)
+        self._counts.ended(moving, goes_on=True)
         self._metrics.move_ended(done=False)
 
     def _switch(self, req: RunningReq, *, awaited: int) -> None:
@@ -96,7 +96,7 @@ class Moves:
         assert moving is not None
         for node in source.holders:
             node.send(Cancel(source.key))
-        self._counts.ended(source)
+        self._counts.ended(source, goes_on=True)
         source.holders = []
         req.attempts.append(moving)
         req.moving, req.left, req.left_until, req.num_failed_moves = None, source, awaited, 0

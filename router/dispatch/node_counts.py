@@ -86,11 +86,12 @@ class NodeCounts:
                 self._change(attempt, first, -1)
             self.places.began(attempt.nodes[-1], attempt.key)
 
-    def ended(self, attempt: Attempt) -> None:
-        """Count an attempt off that has left its nodes."""
+    def ended(self, attempt: Attempt, *, goes_on: bool) -> None:
+        """Count an attempt off that has left its nodes. `goes_on`: its sequence does, on others."""
+        is_whole = not goes_on and not attempt.key.attempt
         for node in attempt.nodes:
             if node.role is Role.DECODE:
-                self.places.ended(node, attempt.key)
+                self.places.ended(node, attempt.key, is_whole=is_whole)
                 self._change(attempt, node, -1)
         self.computed(attempt)
 

@@ -50,14 +50,14 @@ class Places:
             on.waiting.remove(key)
             on.since[key] = self._clock()
 
-    def ended(self, node: Node, key: ReqKey) -> None:
-        """An attempt has left `node`."""
+    def ended(self, node: Node, key: ReqKey, *, is_whole: bool) -> None:
+        """An attempt has left `node`. Its stay tells how long others last if its whole sequence was there."""
         on = self._on.get(node.ref.incarnation)
         if on is None:
             return
         on.waiting.discard(key)
         since = on.since.pop(key, None)
-        if since is not None:
+        if since is not None and is_whole:
             self._stays.append(self._clock() - since)
         if not on.waiting and not on.since:
             del self._on[node.ref.incarnation]

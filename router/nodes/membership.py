@@ -97,6 +97,9 @@ class Membership:
         self._listeners: tuple[NodeEvents, FleetEvents] | None = None
         self._loading: dict[str, tuple[float, Loading]] = {}
         self._members: list[Member] = []
+        self._connected: list[Member] = []
+        """Those with a node, longest-lived first: kept in order, since every request reads them several times."""
+        self._live: dict[Role, list[LiveNode]] = {}
         self._listed: frozenset[tuple[Role, str]] = frozenset()
         self._left_out: deque[tuple[Role, str]] = deque()
         """Those of `_listed` for which there was no room."""
@@ -126,14 +129,13 @@ class Membership:
         since = time.monotonic() - self._timing.loading_s
         return [message for at, message in self._loading.values() if at > since]
 
-    def live(self, role: Role) -> list[LiveNode]:
+    def live(self, role: Role) -> Sequence[LiveNode]:
         """The nodes of a role that take work now, longest-lived first."""
-        alive = [m for m in self._connected() if m.role is role and m.state is MemberState.ALIVE]
-        return [member.node for member in alive if member.node is not None]
+        return self._live.get(role, ())
 
     def all_live(self) -> list[LiveNode]:
         """The connected nodes of both roles, longest-lived first, with those that are being drained."""
-        return [member.node for member in self._connected() if member.node is not None]
+        return [member.node for member in self._connected if member.node is not None]
 
     def expects(self, role: Role) -> bool:
         """True when the fleet has members of a role, even if none is alive."""
@@ -312,10 +314,15 @@ class Membership:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._members.clear()
+        self._sort()
 
     # ------------------------------------------------------------------------------------- one member
-    def _connected(self) -> list[Member]:
-        return sorted((m for m in self._members if m.node is not None), key=lambda member: member.since)
+    def _sort(self) -> None:
+        """Take note that a member is connected, is not any more, or has changed its state while it was."""
+        connected = [member for member in self._members if member.node is not None]
+        self._connected = sorted(connected, key=lambda member: member.since)
+        alive = [member for member in self._connected if member.state is MemberState.ALIVE]
+        self._live = {role: [m.node for m in alive if m.role is role and m.node is not None] for role in Role}
 
     def _begin(self, member: Member) -> None:
         member.task = asyncio.create_task(self._keep_dialled(member), name=f"member {member.address}")
@@ -396,6 +403,7 @@ class Membership:
                 raise
             finally:
                 member.node = None
+                self._sort()
                 events.on_node_lost(node, reason, loss)
                 self._announce_peers(node.role, None)
         finally:
@@ -413,7 +421,7 @@ class Membership:
 
         With `knows`, the node that answered the member's last dial is the one that would answer this.
         """
-        for other in self._connected():
+        for other in self._connected:
             same = knows and other.incarnation == member.incarnation
             if other.dialled == member.dialled or same:
                 raise _is_here(other.node_id)
@@ -466,6 +474,8 @@ class Membership:
         if state is MemberState.ALIVE or (state is not member.state and member.state is MemberState.ALIVE):
             member.since = time.monotonic()
         member.state, member.reason = state, reason
+        if member.node is not None:
+            self._sort()
         if is_new:
             fields: dict[str, object] = {"node": member.node_id or "?", "address": member.address}
             if reason:
@@ -484,6 +494,7 @@ class Membership:
     def _forget(self, member: Member) -> None:
         event("node_forgotten", node=member.node_id or "?", address=member.address)
         self._members.remove(member)
+        self._sort()
         if member.task is not None and member.task is not asyncio.current_task():
             member.task.cancel()
         asyncio.get_running_loop().call_soon(self._dial_left_out)  # after one that has come in its stead

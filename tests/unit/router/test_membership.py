@@ -129,6 +129,38 @@ def test_a_name_that_resolves_slowly_costs_no_other_node() -> None:
     asyncio.run(run())
 
 
+def test_live_nodes_are_sorted_when_one_changes_and_not_for_each_request() -> None:
+    async def run() -> None:
+        async with (
+            FakeNode(Role.DECODE, "d0") as one,
+            FakeNode(Role.DECODE, "d1") as other,
+            new_membership() as (membership, _),
+        ):
+
+            def live() -> list[str]:
+                names = [node.ref.node_id for node in membership.live(Role.DECODE)]
+                every = [node.ref.node_id for node in membership.all_live()]
+                assert [name for name in every if name in names] == names
+                return names
+
+            members = {}
+            for node in (one, other):
+                member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+                assert member is not None
+                members[node.ref.node_id] = member
+                await eventually(lambda node=node: node.ref.node_id in live())
+            assert live() == ["d0", "d1"]
+            assert membership.live(Role.DECODE) is membership.live(Role.DECODE)
+            membership.hold(members["d0"], "for a while")
+            assert live() == ["d1"] and len(membership.all_live()) == 2
+            membership.keep(members["d0"])
+            assert live() == ["d1", "d0"], "it is alive anew"
+            await membership.remove(members["d1"])
+            assert live() == ["d0"] and not membership.live(Role.PREFILL)
+
+    asyncio.run(run())
+
+
 def test_the_last_lost_node_of_a_role_is_not_forgotten() -> None:
     """Else /health would call a fleet whole that has lost all its prefill nodes."""
 
