@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shared.config import ScheduleOptions
+from shared.engine.vitals import Vitals
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import Finish, Work
 from shared.protocol.sampling_params import SamplingParams
@@ -27,15 +28,17 @@ class RunAhead:
     there, unless they were evicted. So no request waits for pages that were computed ahead.
     """
 
-    def __init__(self, ledger: KVLedger, options: ScheduleOptions, batcher: Batcher) -> None:
+    def __init__(self, ledger: KVLedger, options: ScheduleOptions, batcher: Batcher, vitals: Vitals) -> None:
         self._ledger = ledger
         self._batcher = batcher
+        self._vitals = vitals
         self._max_pages = int(options.prefill_ahead_share * ledger.allocator.num_pages)
         self._chunk_pages = max(
             min(options.chunked_prefill_size, options.max_prefill_tokens) // ledger.page_size, 1
         )
         self._cached = CachedPrefixes(ledger)
-        self._waiting: dict[Req, None] = {}
+        self._waiting: dict[Req, int] = {}
+        """How many tokens were computed ahead for each."""
         self._chunk: Req | None = None
         self.chunk_of: Req | None = None
         """The request of which a chunk is being computed."""
@@ -48,11 +51,14 @@ class RunAhead:
     def add(self, req: Req) -> None:
         """Let the prompt of `req`, which waits for its reservation, be computed ahead. None of its KV is held."""
         if self._max_pages and self._ledger.keep_prefixes:
-            self._waiting[req] = None
+            self._waiting[req] = 0
 
     def reserved(self, req: Req) -> None:
         """Take note that `req` waits no more: its pages no longer count as computed ahead."""
-        self._waiting.pop(req, None)
+        num_tokens = self._waiting.pop(req, 0)
+        if num_tokens:
+            num_left = self._num_ahead(req) * self._ledger.page_size
+            self._vitals.count_ahead(0, num_evicted=max(num_tokens - num_left, 0))
         self._cached.forget(req)
 
     def remove(self, req: Req) -> None:
@@ -99,7 +105,11 @@ class RunAhead:
             return None
         outcome.computed.remove(chunk)
         if outcome.prefilled is not None:
-            req.ahead_s += outcome.prefilled[1]
+            num_tokens, seconds = outcome.prefilled
+            req.ahead_s += seconds
+            if req in self._waiting:
+                self._waiting[req] += num_tokens
+            self._vitals.count_ahead(num_tokens, num_evicted=0)
         if chunk in outcome.finished:
             outcome.finished.remove(chunk)
             self._end_chunk()

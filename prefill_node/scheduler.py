@@ -72,7 +72,7 @@ class PrefillScheduler:
         self.grammar_queue = new_grammar_queue(engine, options, wake)
         self.batcher = Batcher(engine.ledger, options)
         self.bootstrap_queue = BootstrapQueue()
-        self.run_ahead = RunAhead(engine.ledger, options, self.batcher)
+        self.run_ahead = RunAhead(engine.ledger, options, self.batcher, vitals)
         self.inflight_queue = InflightQueue(engine.ledger, sender)
         self._opened: dict[ReqKey, str] = {}
         """Requests whose transfer has not ended, with the incarnation of their decode node; their KV is not released

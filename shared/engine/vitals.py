@@ -39,6 +39,8 @@ class Vitals:
         self.num_generated_tokens = 0
         self.num_jumped_tokens = 0
         self.num_fetched_tokens = 0
+        self.num_ahead_tokens = 0
+        self.num_ahead_evicted_tokens = 0
         self.kv_bytes_transferred = 0
         self.kv_transfer_s = 0.0
         self.prefill_busy_s = 0.0
@@ -64,6 +66,11 @@ class Vitals:
     def count_fetched(self, num_tokens: int) -> None:
         """Count prompt tokens whose KV another node has lent."""
         self.num_fetched_tokens += num_tokens
+
+    def count_ahead(self, num_tokens: int, *, num_evicted: int) -> None:
+        """Count prompt tokens computed ahead of a reservation, and those evicted before the request had its own."""
+        self.num_ahead_tokens += num_tokens
+        self.num_ahead_evicted_tokens += num_evicted
 
     def prefill_s(self, num_tokens: int) -> float:
         """How long this node usually takes to compute so many prompt tokens."""
@@ -130,6 +137,8 @@ class Vitals:
             prefill_tokens_per_s=self._prefill_rate.per_second if self._prefill_rate.is_measured else 0.0,
             reserve_wait_s=reserve_wait_s,
             num_fetched_tokens=self.num_fetched_tokens,
+            num_ahead_tokens=self.num_ahead_tokens,
+            num_ahead_evicted_tokens=self.num_ahead_evicted_tokens,
             num_prompts=self.num_prompts,
         )
         if not idle:

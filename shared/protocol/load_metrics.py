@@ -110,6 +110,16 @@ _COUNTERS: Sequence[_Figure] = (
         "Prompt tokens that another node has lent to the RadixCache of this one.",
         "num_fetched_tokens",
     ),
+    (
+        "baton:node_ahead_tokens",
+        "Prompt tokens that the node has computed ahead of the reservation of their request.",
+        "num_ahead_tokens",
+    ),
+    (
+        "baton:node_ahead_evicted_tokens",
+        "Tokens computed ahead that were evicted before their request had its reservation or ended.",
+        "num_ahead_evicted_tokens",
+    ),
     ("baton:node_generated_tokens", "Output tokens that the node has generated.", "num_generated_tokens"),
     ("baton:prefill_busy_seconds", "Time in which forwards with prompt tokens ran.", "prefill_busy_s"),
     ("baton:kv_transfer_bytes", "KV moved over links.", "kv_bytes_transferred"),

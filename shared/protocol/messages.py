@@ -196,6 +196,10 @@ class Load(Record, frozen=True):
     """How long the request that came first of those without a reservation has waited for it."""
     num_fetched_tokens: int = 0
     """Prompt tokens whose KV other nodes have lent, of those that were cached."""
+    num_ahead_tokens: int = 0
+    """Prompt tokens that were computed ahead of the reservation of their request."""
+    num_ahead_evicted_tokens: int = 0
+    """Those of them that were evicted before their request had its reservation or ended."""
     num_prompts: int = 0
     """The prompts of `num_prompt_tokens`."""
 

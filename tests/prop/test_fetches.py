@@ -6,20 +6,22 @@ The pages of these nodes hold the token ids themselves, so that a wrong page sho
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import Phase, given, settings
 
 from shared.kvcache.audit import audit_idle
+from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.lending import MAX_BORROWERS, MAX_LOANS, PAGES_BESIDE_HANDOFFS, READY_S, loan_record
 from shared.kvtransfer.states import Received
 from shared.protocol.messages import Decode, Flush, Leaving, Lend, ReqKey
 from shared.protocol.transfer_messages import Grant, Handoff
-from tests.cluster import Cluster, receiver_of, ref, sender_of
+from tests.cluster import Cluster, Node, receiver_of, ref, sender_of
 from tests.sim.test_moves import config, params, prompt
 from tests.token_engine import reference_tokens, token_engine
 
@@ -58,9 +60,42 @@ def held(cluster: Cluster, lender: str, ids: Sequence[int]) -> list[int]:
     return [*ids, *reference_tokens(ids, 9, eos=None)] if lender.startswith("d") else list(ids)
 
 
-def fetched(cluster: Cluster, node: str = "p0") -> int:
-    """How many tokens were lent to it."""
-    return cluster.nodes[node].vitals.num_fetched_tokens
+def fetched(cluster: Cluster) -> int:
+    """How many tokens were lent to p0."""
+    return cluster.nodes["p0"].vitals.num_fetched_tokens
+
+
+def ask(
+    cluster: Cluster,
+    rid: str = "next",
+    ids: Sequence[int] = TURN,
+    lender: str = "p1",
+    *,
+    decode: str | None = "d1",
+    num_new: int = 6,
+    **options: Any,
+) -> ReqKey:
+    """Submit a request to p0, to which `lender` is to lend what it holds of it."""
+    lender = LENDERS.get(lender, lender)
+    return cluster.router.submit(rid, ids, params(num_new), "p0", decode, lender=lender, **options)
+
+
+def ask_and_hold(cluster: Cluster, ids: Sequence[int] = TURN, lender: str = "p1") -> ReqKey:
+    """A request whose fetch of TURN has begun. Pages of it come when the Grants are released."""
+    held(cluster, lender, TURN)
+    cluster.network.hold(Grant)
+    key = ask(cluster, "first", ids, lender)
+    cluster.run(lambda: cluster.network.num_held(Grant) == 1)
+    return key
+
+
+def all_cooling(node: Node) -> Callable[[], None]:
+    """Have no page of `node` but such as a forward may still use. Returns what ends that forward."""
+    allocator = node.engine.ledger.allocator
+    taken = allocator.alloc(allocator.num_free) or []
+    allocator.forward_launched()
+    allocator.free(taken)
+    return allocator.forward_retired
 
 
 def check(cluster: Cluster, *asked: tuple[ReqKey, Sequence[int]]) -> None:
@@ -74,15 +109,12 @@ def check(cluster: Cluster, *asked: tuple[ReqKey, Sequence[int]]) -> None:
 def test_only_what_no_node_has_is_computed(lender: str) -> None:
     with fleet() as cluster:
         ids = [*held(cluster, lender, TURN), *prompt(2, 30)]
-        key = cluster.router.submit("next", ids, params(6), "p0", "d1", lender=LENDERS[lender])
+        key = ask(cluster, "next", ids, lender)
         check(cluster, (key, ids))
         num_held = (160 + (8 if lender == "d0" else 0)) // PAGE * PAGE
         assert fetched(cluster) == num_held
         report = cluster.router.answers[key].reports[0]
-        assert (report.cached_tokens, report.num_fetched_tokens) == (
-            num_held,
-            num_held,
-        ) and report.fetch_s > 0
+        assert report.cached_tokens == report.num_fetched_tokens == num_held and report.fetch_s > 0
 
 
 def test_what_is_here_already_is_not_fetched_again() -> None:
@@ -92,7 +124,7 @@ def test_what_is_here_already_is_not_fetched_again() -> None:
         first = cluster.router.submit("first", common, params(6), "p0", "d1")
         check(cluster, (first, common))
         ids = [*common, *TURN]
-        check(cluster, (cluster.router.submit("next", ids, params(6), "p0", "d1", lender="p1"), ids))
+        check(cluster, (ask(cluster, "next", ids), ids))
         assert fetched(cluster) == 160 - PAGE, "the last token is computed, and so is its page"
 
 
@@ -100,7 +132,7 @@ def test_what_is_being_fetched_is_not_queued_to_be_computed() -> None:
     with fleet() as cluster:
         held(cluster, "p1", TURN)
         cluster.network.hold(Grant)
-        key = cluster.router.submit("next", TURN, params(6), "p0", "d1", lender="p1")
+        key = ask(cluster)
         scheduler = cluster.nodes["p0"].scheduler
         cluster.run(lambda: cluster.network.num_held(Grant) == 1 and not len(scheduler.bootstrap_queue))
         assert scheduler.queued_tokens.total == 0
@@ -120,10 +152,10 @@ def test_a_lender_that_hands_over_what_was_refused_ends_no_node() -> None:
 def test_requests_with_the_same_beginning_share_a_fetch() -> None:
     with fleet() as cluster:
         held(cluster, "p1", TURN)
-        submit, asked = cluster.router.submit, []
+        asked = []
         for i in range(4):
             ids = [*TURN, *prompt(10 + i, 12)]
-            asked.append((submit(f"r{i}", ids, params(6), "p0", "d1", lender="p1", num_lent_pages=40), ids))
+            asked.append((ask(cluster, f"r{i}", ids, num_lent_pages=40), ids))
         check(cluster, *asked)
         assert fetched(cluster) == 160
         assert cluster.network.num_sent["Handoff"] == 1 + 1 + 4, "of a loan, and of each request"
@@ -132,21 +164,16 @@ def test_requests_with_the_same_beginning_share_a_fetch() -> None:
 def test_a_fetch_of_a_few_pages_is_not_waited_for_by_a_request_that_wants_many() -> None:
     with fleet() as cluster:
         held(cluster, "p1", TURN)
-        asked = [
-            (cluster.router.submit(rid, TURN, params(6), "p0", "d1", lender="p1", num_lent_pages=pages), TURN)
-            for rid, pages in (("few", 2), ("many", 39))
-        ]
+        asked = [(ask(cluster, rid, num_lent_pages=pages), TURN) for rid, pages in (("few", 2), ("many", 39))]
         check(cluster, *asked)
         assert fetched(cluster) == (2 + 39) * PAGE
 
 
 def test_the_first_of_those_that_share_a_fetch_may_leave() -> None:
     with fleet() as cluster:
-        held(cluster, "p1", TURN)
-        cluster.network.hold(Grant)
         ids = [*TURN, *prompt(5, 12)]
-        first, second = (cluster.router.submit(rid, ids, params(6), "p0", "d1", lender="p1") for rid in "ab")
-        cluster.run(lambda: cluster.network.num_held(Grant) == 1)
+        first, second = ask_and_hold(cluster, ids), ask(cluster, "second", ids)
+        cluster.run(lambda: second in cluster.nodes["p0"].scheduler.fetches)
         cluster.router.give_up(first, "the client is gone")
         cluster.step()
         cluster.network.release(Grant)
@@ -156,10 +183,7 @@ def test_the_first_of_those_that_share_a_fetch_may_leave() -> None:
 
 def test_a_fetch_that_is_not_wanted_any_more_is_given_up() -> None:
     with fleet() as cluster:
-        held(cluster, "p1", TURN)
-        cluster.network.hold(Grant)
-        key = cluster.router.submit("next", TURN, params(6), "p0", "d1", lender="p1")
-        cluster.run(lambda: cluster.network.num_held(Grant) == 1)
+        key = ask_and_hold(cluster)
         cluster.router.give_up(key, "the client is gone")
         cluster.run(lambda: not len(cluster.nodes["p0"].scheduler.fetches))
         cluster.run(lambda: not len(cluster.nodes["p1"].scheduler.lending))
@@ -188,7 +212,7 @@ def test_a_fetch_that_fails_gives_way_to_computing(what: str) -> None:
             case "full":
                 allocator = cluster.nodes["p0"].engine.ledger.allocator
                 taken = allocator.alloc(allocator.num_free - 160 // PAGE) or []
-        key = cluster.router.submit("next", ids, params(6), "p0", "d1", lender=lender)
+        key = ask(cluster, "next", ids, lender)
         if what == "dies":
             cluster.run(lambda: len(holder.scheduler.lending) > 0)
             cluster.kill("p1")
@@ -201,12 +225,25 @@ def test_a_fetch_that_fails_gives_way_to_computing(what: str) -> None:
             assert holder.engine.ledger.radix_cache.peek(ids, len(ids)).num_pages == 0, "as it may be wrong"
 
 
+def test_a_node_that_still_writes_a_page_of_a_fetch_is_not_idle() -> None:
+    """Its only request ends while a page is written, which has its owner until then."""
+    with fleet() as cluster:
+        key, node = ask_and_hold(cluster), cluster.nodes["p0"]
+        chunk = Chunk(first_page=0, num_pages=1, first_layer=0, num_layers=1)
+        assert node.receiver.begin_scatter(key, chunk)
+        cluster.router.give_up(key, "the client is gone")
+        cluster.run(lambda: not node.scheduler.reqs)
+        for _ in range(3):
+            cluster.step()
+        assert len(node.scheduler.fetches) == 1 and node.vitals.load().leak == ""
+        node.receiver.end_scatter(key, chunk, 1)
+        cluster.run(lambda: not len(node.scheduler.fetches))
+        cluster.network.release(Grant)
+
+
 def test_a_lender_locks_what_it_lends() -> None:
     with fleet() as cluster:
-        held(cluster, "p1", TURN)
-        cluster.network.hold(Grant)
-        key = cluster.router.submit("next", TURN, params(6), "p0", "d1", lender="p1")
-        cluster.run(lambda: cluster.network.num_held(Grant) == 1)
+        key = ask_and_hold(cluster)
         lender = cluster.nodes["p1"]
         cluster.step()
         assert lender.vitals.load().leak == "" and lender.engine.ledger.count().protected == 40
@@ -225,7 +262,7 @@ def test_a_lend_that_is_repeated_or_for_a_request_of_this_node_is_dropped() -> N
     with fleet() as cluster:
         held(cluster, "p1", TURN)
         cluster.network.hold(Grant)
-        key = cluster.router.submit("next", TURN, params(6), "p0", "d1", lender="p1")
+        key = ask(cluster)
         lend = Lend(key, ref(receiver_of("p0")), cluster.router._works[key])
         cluster.router.outbox.send("p1", lend)
         cluster.router.outbox.send("p0", lend)
@@ -238,7 +275,7 @@ def test_a_lend_that_is_repeated_or_for_a_request_of_this_node_is_dropped() -> N
 def test_a_node_lends_to_the_one_that_prefills_for_it() -> None:
     with fleet() as cluster:
         ids = [*held(cluster, "d0", TURN), 5]
-        check(cluster, (cluster.router.submit("next", ids, params(6), "p0", "d0", lender=LENDERS["d0"]), ids))
+        check(cluster, (ask(cluster, "next", ids, "d0", decode="d0"), ids))
         assert fetched(cluster) == 168 // PAGE * PAGE
 
 
@@ -246,18 +283,27 @@ def test_pages_that_cool_are_waited_for_and_no_others() -> None:
     """A transfer writes beside the forwards, so it has no page that one of them may still use."""
     with fleet() as cluster:
         held(cluster, "p1", TURN)
-        allocator, fetches = (
-            cluster.nodes["p0"].engine.ledger.allocator,
-            cluster.nodes["p0"].scheduler.fetches,
-        )
-        taken = allocator.alloc(allocator.num_free) or []
-        allocator.forward_launched()
-        allocator.free(taken)
-        key = cluster.router.submit("next", TURN, params(6), "p0", "d1", lender="p1")
-        cluster.run(lambda: len(fetches) == 1)
-        allocator.forward_retired()
+        node = cluster.nodes["p0"]
+        let_cool = all_cooling(node)
+        key = ask(cluster)
+        cluster.run(lambda: len(node.scheduler.fetches) == 1)
+        let_cool()
         check(cluster, (key, TURN))
         assert fetched(cluster) == 160 - PAGE
+
+
+def test_pages_that_cool_are_waited_for_a_turn() -> None:
+    with fleet() as cluster:
+        held(cluster, "p1", TURN)
+        node = cluster.nodes["p0"]
+        let_cool = all_cooling(node)
+        key = ask(cluster)
+        cluster.run(lambda: len(node.scheduler.fetches) == 1)
+        cluster.step()
+        assert not len(node.scheduler.fetches)
+        let_cool()
+        check(cluster, (key, TURN))
+        assert fetched(cluster) == 0
 
 
 def test_a_fetch_takes_no_pages_before_a_prompt_that_came_first() -> None:
@@ -268,12 +314,12 @@ def test_a_fetch_takes_no_pages_before_a_prompt_that_came_first() -> None:
         held(cluster, "p1", other)
         cluster.network.hold(Grant)
         submit, fetches = cluster.router.submit, cluster.nodes["p0"].scheduler.fetches
-        first = submit("first", TURN, params(6), "p0", "d1", lender="p1")
+        first = ask(cluster, "first")
         cluster.run(lambda: len(fetches) == 1)
         waits = submit("large", large, params(1), "p0", None)
         cluster.run(lambda: cluster.nodes["p0"].scheduler.batcher.num_waiting == 1)
         cluster.step()
-        second = submit("second", other, params(6), "p0", "d1", lender="p1")
+        second = ask(cluster, "second", other)
         cluster.run(lambda: second in cluster.nodes["p0"].scheduler.reqs)
         assert first in fetches and second not in fetches
         cluster.network.release(Grant)
@@ -284,11 +330,8 @@ def test_a_fetch_takes_no_pages_before_a_prompt_that_came_first() -> None:
 
 def test_a_prompt_without_a_whole_page_waits_for_no_fetch() -> None:
     with fleet() as cluster:
-        held(cluster, "p1", TURN)
-        cluster.network.hold(Grant)
-        submit, short = cluster.router.submit, TURN[: PAGE - 1]
-        first = submit("first", TURN, params(6), "p0", "d1", lender="p1")
-        second = submit("second", short, params(1), "p0", None, lender="p1")
+        first, short = ask_and_hold(cluster), TURN[: PAGE - 1]
+        second = ask(cluster, "second", short, decode=None, num_new=1)
         cluster.run(lambda: cluster.router.answers[second].ended)
         assert first in cluster.nodes["p0"].scheduler.fetches
         cluster.network.release(Grant)
@@ -299,10 +342,9 @@ def test_a_prompt_without_a_whole_page_waits_for_no_fetch() -> None:
 def test_a_node_without_a_cache_fetches_nothing() -> None:
     with fleet(caches=False) as cluster:
         ids = [*held(cluster, "d0", TURN), 5]
-        check(cluster, (cluster.router.submit("next", ids, params(6), "p0", "d1", lender=LENDERS["d0"]), ids))
-        assert (
-            fetched(cluster) == 0 and cluster.router.answers[ReqKey("router", "next")].reports[0].fetch_s == 0
-        )
+        check(cluster, (ask(cluster, "next", ids, "d0"), ids))
+        (report,) = cluster.router.answers[ReqKey("router", "next")].reports[:1]
+        assert fetched(cluster) == 0 and report.fetch_s == 0
 
 
 def test_salted_prompts_share_no_pages() -> None:
@@ -311,12 +353,7 @@ def test_salted_prompts_share_no_pages() -> None:
         key = cluster.router.submit("on p1", TURN, params(6), "p1", "d1", extra_key="a")
         check(cluster, (key, TURN))
         cluster.network.hold(Grant)
-        asked = []
-        for salt in ("a", "b", ""):
-            submitted = cluster.router.submit(
-                f"salt {salt}", TURN, params(6), "p0", "d1", lender="p1", extra_key=salt
-            )
-            asked.append((submitted, TURN))
+        asked = [(ask(cluster, f"salt {salt}", extra_key=salt), TURN) for salt in ("a", "b", "")]
         for _ in range(10):
             cluster.step()
         assert len(cluster.nodes["p0"].scheduler.fetches) == 1
@@ -325,15 +362,13 @@ def test_salted_prompts_share_no_pages() -> None:
         assert fetched(cluster) == 160 - PAGE
         reports = [cluster.router.answers[one].reports[0] for one, _ in asked]
         assert [report.cached_tokens for report in reports] == [160 - PAGE, 0, 0]
+        assert [report.num_fetched_tokens for report in reports] == [160 - PAGE, 0, 0]
 
 
 @pytest.mark.parametrize("stopped", ["p0", "p1"])
 def test_a_node_that_stops_during_a_fetch_keeps_no_page(stopped: str) -> None:
     with fleet() as cluster:
-        held(cluster, "p1", TURN)
-        cluster.network.hold(Grant)
-        key = cluster.router.submit("next", TURN, params(6), "p0", "d1", lender="p1")
-        cluster.run(lambda: cluster.network.num_held(Grant) == 1)
+        key = ask_and_hold(cluster)
         engine = cluster.stop(stopped)
         audit_idle(engine.ledger)
         engine.close()
@@ -347,10 +382,7 @@ def test_a_node_that_stops_during_a_fetch_keeps_no_page(stopped: str) -> None:
 
 def test_a_router_that_leaves_takes_its_fetches_along() -> None:
     with fleet() as cluster:
-        held(cluster, "p1", TURN)
-        cluster.network.hold(Grant)
-        key = cluster.router.submit("next", TURN, params(6), "p0", "d1", lender="p1")
-        cluster.run(lambda: cluster.network.num_held(Grant) == 1)
+        key = ask_and_hold(cluster)
         for node in cluster.nodes:
             cluster.router.outbox.send(node, Leaving("the test says so"))
         cluster.router.give_up(key, "its router has left")
@@ -363,10 +395,7 @@ def test_a_router_that_leaves_takes_its_fetches_along() -> None:
 def test_a_lender_without_requests_is_not_idle(lender: str) -> None:
     """Its last request ends during a loan, whose pages would be a leak if the node were audited as idle."""
     with fleet() as cluster:
-        held(cluster, lender, TURN)
-        cluster.network.hold(Grant)
-        key = cluster.router.submit("next", TURN, params(6), "p0", "d1", lender=LENDERS[lender])
-        cluster.run(lambda: cluster.network.num_held(Grant) == 1)
+        key = ask_and_hold(cluster, lender=lender)
         nodes = (lender, None) if lender == "p1" else (None, lender)
         other = cluster.router.submit("other", prompt(6, 20), params(1), *nodes)
         cluster.run(lambda: cluster.router.answers[other].ended)
@@ -401,7 +430,7 @@ def test_pages_of_requests_go_first() -> None:
         busy = cluster.router.submit("busy", prompt(6, 20), params(6), "p1", "d1")
         cluster.run(lambda: cluster.network.num_held(Handoff) == 1)
         offers = cluster.network.num_sent["Offer"]
-        key = cluster.router.submit("next", [*ids, 5], params(6), "p0", "d1", lender="p1")
+        key = ask(cluster, "next", [*ids, 5])
         cluster.run(lambda: cluster.network.num_held(Handoff) == 2)
         assert cluster.network.num_sent["Offer"] == offers + 3
         cluster.network.release(Handoff)
@@ -413,22 +442,10 @@ def test_pages_that_come_to_a_lender_hold_up_no_loan() -> None:
     with fleet() as cluster:
         ids = held(cluster, "d0", prompt(4, 3 * PAGES_BESIDE_HANDOFFS * PAGE))
         offers = cluster.network.num_sent["Offer"]
-        key = cluster.router.submit("next", [*ids, 5], params(6), "p0", "d0", lender=sender_of("d0"))
+        key = ask(cluster, "next", [*ids, 5], "d0", decode="d0")
         check(cluster, (key, [*ids, 5]))
         assert fetched(cluster) > 2 * PAGES_BESIDE_HANDOFFS * PAGE
         assert cluster.network.num_sent["Offer"] == offers + 2, "of the loan, and of what d0 lacks"
-
-
-def test_what_is_being_fetched_does_not_count_as_queued() -> None:
-    with fleet() as cluster:
-        held(cluster, "p1", TURN)
-        cluster.network.hold(Grant)
-        key = cluster.router.submit("next", TURN, params(6), "p0", "d1", lender="p1")
-        borrower = cluster.nodes["p0"].scheduler
-        cluster.run(lambda: cluster.network.num_held(Grant) == 1 and not len(borrower.bootstrap_queue))
-        assert len(borrower.fetches) == 1 and borrower.queued_tokens.total == 0
-        cluster.network.release(Grant)
-        check(cluster, (key, TURN))
 
 
 @pytest.mark.parametrize("lender", LENDERS)
@@ -438,7 +455,7 @@ def test_both_ends_count_the_bytes_of_a_loan(lender: str) -> None:
         held(cluster, lender, TURN)
         borrower, holder = cluster.nodes["p0"].vitals, cluster.nodes[lender].vitals
         before = holder.load().kv_bytes_transferred
-        key = cluster.router.submit("next", TURN, params(1), "p0", None, lender=LENDERS[lender])
+        key = ask(cluster, "next", TURN, lender, decode=None, num_new=1)
         cluster.run(
             lambda: cluster.router.answers[key].ended and not len(cluster.nodes[lender].scheduler.lending)
         )
@@ -450,10 +467,7 @@ def test_the_answer_so_far_is_lent_too() -> None:
     """A sequence that leaves a node that fails goes on behind its tokens."""
     with fleet() as cluster:
         answer = held(cluster, "d0", TURN)[len(TURN) :]
-        lender = LENDERS["d0"]
-        key = cluster.router.submit(
-            "next", TURN, params(12), "p0", "d1", output_ids=answer[:8], lender=lender
-        )
+        key = ask(cluster, "next", TURN, "d0", num_new=12, output_ids=answer[:8])
         cluster.run(lambda: cluster.router.answers[key].ended)
         assert cluster.tokens(key) == reference_tokens(TURN, 12, eos=None)
         assert fetched(cluster) == 160 + 8 - PAGE
@@ -464,7 +478,7 @@ def test_pages_of_other_tokens_are_not_taken() -> None:
     with fleet() as cluster:
         held(cluster, "p1", TURN)
         cluster.network.hold(Handoff)
-        key = cluster.router.submit("next", TURN, params(6), "p0", "d1", lender="p1")
+        key = ask(cluster)
         cluster.run(lambda: cluster.network.num_held(Handoff) == 1)
         message = cluster.network.take_held(Handoff)
         cluster.network.release(Handoff)
@@ -476,12 +490,9 @@ def test_pages_of_other_tokens_are_not_taken() -> None:
 
 def test_a_fetch_that_was_given_up_is_not_shared() -> None:
     with fleet() as cluster:
-        held(cluster, "p1", TURN)
-        cluster.network.hold(Grant)
-        first = cluster.router.submit("first", TURN, params(6), "p0", "d1", lender="p1")
-        cluster.run(lambda: cluster.network.num_held(Grant) == 1)
+        first = ask_and_hold(cluster)
         cluster.router.give_up(first, "the client is gone")
-        second = cluster.router.submit("second", TURN, params(6), "p0", "d1", lender="p1")
+        second = ask(cluster, "second")
         cluster.run(lambda: second in cluster.nodes["p0"].scheduler.reqs)
         cluster.network.release(Grant)
         check(cluster, (second, TURN))
@@ -497,7 +508,7 @@ def test_a_fetch_may_take_as_long_as_the_prompts_before_it_and_counts_behind_the
         busy = cluster.router.submit("busy", other, params(6), "p0", "d1")
         cluster.run(lambda: busy in node.scheduler.reqs)
         cluster.network.delay(Handoff, node.vitals.prefill_s(300))
-        key = cluster.router.submit("next", ids, params(6), "p0", "d1", lender="p1")
+        key = ask(cluster, "next", ids)
         cluster.run(lambda: len(node.scheduler.fetches) == 1)
         assert node.scheduler.queued_tokens.total == 300
         while len(node.scheduler.fetches):
@@ -521,10 +532,14 @@ def test_a_node_forgets_the_borrowers_that_asked_longest_ago() -> None:
 def test_a_lender_that_cannot_reach_a_borrower_still_gets_its_handoffs() -> None:
     """What a decode node tells of its links decides where prompts go, and those come by another link."""
     with fleet() as cluster:
-        cluster.network.kill(receiver_of("p0"))
-        for _ in range(3000):
-            cluster.step(0.01, check=False)
-        assert receiver_of("p0") not in cluster.nodes["d0"].vitals.load().unreachable
+        node, borrower = cluster.nodes["d0"], receiver_of("p0")
+        (link,) = (report.peer for report in node.sender.link_reports)
+        assert link == borrower
+        for wire in cluster.network.wires.values():
+            wire.break_off("connection reset", but_not=borrower)
+        cluster.run(lambda: borrower in node.sender.unreachable)
+        cluster.step()
+        assert borrower in node.sender.unreachable and borrower not in node.vitals.load().unreachable
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +12,11 @@ import pytest
 
 from prefill_node.scheduler import PrefillScheduler
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.engine.vitals import Vitals
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import ReqKey
 from shared.protocol.sampling_params import SamplingParams
+from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 from tests.cluster import Cluster
 from tests.sim.test_races import params, prompt
@@ -73,6 +76,10 @@ class Full:
             self.computed += [(i.req.key.rid, i.start, i.start + i.length) for i in last.extends]
 
     @property
+    def vitals(self) -> Vitals:
+        return self.cluster.nodes["p0"].vitals
+
+    @property
     def num_forwards(self) -> int:
         stream = self.cluster.nodes["p0"].engine.stream
         assert isinstance(stream, TokenStream)
@@ -106,22 +113,26 @@ def test_only_the_last_part_is_computed_after_the_reservation(overlap: bool) -> 
         fleet.run(20)
         assert not fleet.computed, "the decode node may still answer"
         assert fleet.prefill.queued_tokens.total == 42
+        busy_s = fleet.vitals.prefill_busy_s
         fleet.run(80)
         assert fleet.computed == [("a", 0, 16), ("a", 16, 32), ("a", 32, 40)]
         assert fleet.prefill.run_ahead.num_pages == 10
         assert fleet.prefill.queued_tokens.total == 2
         req = fleet.prefill.reqs[key]
         assert req.timeline.stage is ReqStage.QUEUED and req.kv is None
+        computed_s = fleet.vitals.prefill_busy_s - busy_s
+        assert req.ahead_s == pytest.approx(computed_s) and (computed_s > 0) is overlap, "of all chunks"
         count = fleet.cluster.nodes["p0"].engine.ledger.count()
         assert count.held == count.protected == 0
         fleet.free()
         assert fleet.computed[3:] == [("a", 40, 42)]
         fleet.assert_right(key, 42)
+        assert (fleet.vitals.num_ahead_tokens, fleet.vitals.num_ahead_evicted_tokens) == (40, 0)
 
 
 def test_what_was_computed_ahead_for_a_request_is_not_cached_for_it() -> None:
     with full() as fleet:
-        before = fleet.prefill._vitals.num_prompt_tokens
+        before = fleet.vitals.num_prompt_tokens
         first = fleet.submit("a", 42)
         fleet.run(100)
         second = fleet.submit("b", 42)  # the same prompt
@@ -130,8 +141,8 @@ def test_what_was_computed_ahead_for_a_request_is_not_cached_for_it() -> None:
         of_first, of_second = (fleet.router.answers[key].reports[0] for key in (first, second))
         assert of_first.cached_tokens == 0 and of_first.ahead_s > 0
         assert of_second.cached_tokens == 40 and of_second.ahead_s == 0
-        assert fleet.prefill._vitals.num_prompt_tokens - before == 84
-        assert fleet.prefill._vitals.num_cached_tokens == 40
+        assert fleet.vitals.num_prompt_tokens - before == 84
+        assert fleet.vitals.num_cached_tokens == 40
 
 
 @pytest.mark.parametrize("options", [{"share": 0.0}, {"keep": False}], ids=["share 0", "no RadixCache"])
@@ -169,6 +180,56 @@ def test_the_share_bounds_what_is_computed_ahead() -> None:
         assert fleet.computed[3:5] == [("30", 28, 30), ("31", 12, 28)], "each in its turn"
         for key, length in zip(keys, (30, 31, 32), strict=True):
             fleet.assert_right(key, length)
+
+
+def test_what_was_computed_ahead_of_others_is_not_evicted() -> None:
+    """Half of the pool is read by a loan, say. The second prompt gets the rest of it and is computed no further."""
+    with full(share=1.0) as fleet:
+        ledger = fleet.cluster.nodes["p0"].engine.ledger
+        alone = fleet.submit("alone", 200, num_new=1, decode=None)
+        while not fleet.router.answers[alone].ended:
+            fleet.step()
+        lock = ledger.radix_cache.lock(ledger.radix_cache.match_prefix(prompt(200, seed=200)).node)
+        fleet.computed.clear()
+        keys = [fleet.submit(f"{length}", length) for length in (160, 161)]
+        fleet.run(100)
+        assert (
+            sum(end - start for _, start, end in fleet.computed)
+            == PAGE_SIZE * fleet.prefill.run_ahead.num_pages
+        )
+        assert fleet.prefill.run_ahead.num_pages == ledger.num_available_pages
+        lock.release()
+        fleet.free()
+        for key, length in zip(keys, (160, 161), strict=True):
+            fleet.assert_right(key, length)
+
+
+def test_a_chunk_waits_for_a_row() -> None:
+    """Transfers may have taken every one. A chunk without a row would wait before requests that come later."""
+    with full() as fleet:
+        ledger = fleet.cluster.nodes["p0"].engine.ledger
+        empty = ledger.radix_cache.match_prefix(())
+        taken = [ledger.admit(empty, "") for _ in range(ledger.rows.num_free)]
+        fleet.submit("a", 42)
+        fleet.run(80)
+        assert not fleet.computed and not fleet.prefill.batcher.num_waiting
+        for kv in taken:
+            assert kv is not None
+            ledger.cache_finished_req(kv, ())
+        fleet.run(40)
+        assert fleet.computed[0] == ("a", 0, 16)
+
+
+def test_a_request_that_ended_is_not_kept() -> None:
+    """Its prompt was looked up, and the RadixCache may not change for long after."""
+    with full() as fleet:
+        key = fleet.submit("a", 42)
+        fleet.run(100)
+        fleet.router.give_up(key, "cancelled")
+        fleet.run(5)
+        assert key not in fleet.prefill.reqs
+        gc.collect()
+        assert not [one for one in gc.get_objects() if type(one) is Req and one.key == key]
 
 
 def test_priorities_lead_the_order() -> None:
@@ -213,13 +274,15 @@ def test_a_reserved_request_evicts_what_was_computed_ahead() -> None:
     """It finds every page of the pool. What was evicted is computed again, and the tokens are the same."""
     with full() as fleet:
         keys = [fleet.submit(f"{length}", length) for length in (80, 81)]
-        fleet.run(150)
+        fleet.run(100)
         assert fleet.prefill.run_ahead.num_pages == 19 + 20
         large = fleet.submit("large", 290, num_new=1, decode=None)
         fleet.run(30)
         assert fleet.router.answers[large].ended
         assert fleet.prefill.run_ahead.num_pages < 39
         fleet.free()
+        load = fleet.vitals.load()
+        assert 0 < load.num_ahead_evicted_tokens == load.num_ahead_tokens - PAGE_SIZE * 39
         for key, length in zip(keys, (80, 81), strict=True):
             fleet.assert_right(key, length)
 

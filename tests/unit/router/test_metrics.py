@@ -40,6 +40,8 @@ OF_NODES: Mapping[str, tuple[str, ...]] = {
         "baton:node_prompt_tokens",
         "baton:node_cached_tokens",
         "baton:node_fetched_tokens",
+        "baton:node_ahead_tokens",
+        "baton:node_ahead_evicted_tokens",
         "baton:node_generated_tokens",
         "baton:kv_transfer_bytes",
         "baton:kv_transfer_busy_seconds",
