@@ -34,6 +34,7 @@ from router.api.live_api import live_routes
 from router.api.live_state import LiveState
 from router.api.openai_api import openai_routes
 from router.api.openapi import ERRORS, openapi_document
+from router.api.prefix_hashes import PrefixHasher
 from router.api.profile_api import profile_routes
 from router.api.request_log import RequestLog
 from router.api.service_api import control_routes, health_routes, info_routes
@@ -84,6 +85,7 @@ class Service:
     max_queued_requests: int
     keys: ApiKeys
     traces: Traces | None
+    log_hasher: PrefixHasher
     flags: Mapping[str, object]
 
 
@@ -115,7 +117,7 @@ def create_app(service: Service) -> ASGIApp:
     if service.traces is not None:
         app = service.traces.around(app)
     if service.http.log_requests:
-        app = RequestLog(app)
+        app = RequestLog(app, service.log_hasher)
     return RequestIds(app)
 
 

@@ -24,6 +24,7 @@ import zmq
 import zmq.asyncio
 
 from router.api.live_state import LiveState
+from router.api.prefix_hashes import PrefixHasher
 from router.app import Service, create_app
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.live_rids import LiveRids
@@ -79,6 +80,7 @@ class Router:
         self.tls = Tls(config.http.tls)
         self.model = ModelSlot(model)
         self.incarnation = secrets.token_hex(6)
+        self.log_hasher = PrefixHasher()
         self.http_port = 0
         self.prometheus_port = 0
 
@@ -133,6 +135,7 @@ class Router:
                 max_queued_requests=self._config.dispatch.max_queued_requests,
                 keys=self.keys,
                 traces=self._traces,
+                log_hasher=self.log_hasher,
                 flags=self._flags(),
             )
         )

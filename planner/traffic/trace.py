@@ -1,14 +1,14 @@
-"""Public request traces as workloads: lengths, arrival times, and which prefixes are shared.
+"""A trace: when requests came, how long their prompts and answers were, and which prefixes they shared. Never text.
 
-The traces (tests/bench/traces/README.md) hold no texts. Mooncake names each block of 512 prompt tokens by an id,
-and equal ids mean equal blocks with equal prefixes. Here a block becomes a page's worth of made-up tokens: its id,
-then a filler, so that blocks are equal when their ids are.
+A trace names each block of so many prompt tokens by an id; equal ids mean equal blocks with equal prefixes. Here a
+block becomes that many made-up tokens: its id, then a filler, so that prompts share a prefix where their ids do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 BLOCK_TOKENS = 512
 """Prompt tokens of one hash id in Mooncake's traces."""
@@ -18,7 +18,10 @@ FIRST_BLOCK_TOKEN = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request of a trace, as it was recorded. `hash_ids` is empty where the trace has none."""
+    """One request of a trace, as it was recorded.
+
+    `hash_ids` name the blocks from the beginning of the prompt on. What they do not cover is shared with no request.
+    """
 
     at_s: float
     input_len: int
@@ -43,35 +46,91 @@ class SimRequest:
 
     def input_ids(self) -> tuple[int, ...]:
         """Its made-up prompt. Built when it is sent: a fleet's prompts would not fit into memory at once."""
-        filler = tuple(range(1, self.block_tokens))
+        filler = _filler(self.block_tokens)
         ids: list[int] = []
         for block in self.blocks:
             ids.append(FIRST_BLOCK_TOKEN + block)
             ids += filler
-        return tuple(ids[: self.input_len])
+        del ids[self.input_len :]
+        return tuple(ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The requests of one file, in order of arrival. The first arrives at 0 s."""
+
+    rows: Sequence[TraceRow]
+    trace_format: str
+    block_tokens: int = BLOCK_TOKENS
+    """Prompt tokens of one hash id."""
+    remarks: tuple[str, ...] = ()
+    """What a plan from this trace should be read with. Each is a sentence for the user."""
+
+    @property
+    def seconds(self) -> float:
+        """Between the first and the last arrival."""
+        return self.rows[-1].at_s
+
+    @property
+    def has_prefixes(self) -> bool:
+        """Whether it tells which prompts share a prefix."""
+        return any(row.hash_ids for row in self.rows)
+
+    def requests(self, *, rate: float = 1.0) -> Iterator[SimRequest]:
+        """As a workload: lengths as recorded, arriving `rate` times as fast."""
+        return scaled(self.rows, scale=1, rate=rate, block_tokens=self.block_tokens)
 
 
 def scaled(
-    rows: list[TraceRow], *, scale: int = 16, rate: float = 1.0, replay: int = 0, start_s: float = 0.0
+    rows: Sequence[TraceRow],
+    *,
+    scale: int = 16,
+    rate: float = 1.0,
+    replay: int = 0,
+    start_s: float = 0.0,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> Iterator[SimRequest]:
     """`rows` with lengths divided by `scale`, arriving `rate` times as fast from `start_s` on.
 
-    `replay` shifts block ids, so that prefixes of different replays never meet. Requests without hash ids share
-    nothing.
+    `replay` shifts block ids, so that prefixes of different replays never meet. `block_tokens` are the tokens of one
+    hash id before they are divided.
     """
-    block_tokens = BLOCK_TOKENS // scale
     num_ids = 1 + max((max(row.hash_ids) for row in rows if row.hash_ids), default=0)
-    own = num_ids
-    unique = sum(-(-row.input_len // BLOCK_TOKENS) for row in rows if not row.hash_ids)
-    shift = replay * (num_ids + unique)
+    shift = replay * (num_ids + sum(_num_unnamed(row, block_tokens) for row in rows)) if replay else 0
+    own = shift + num_ids
     for row in rows:
         input_len = max(row.input_len // scale, 1)
-        num_blocks = -(-input_len // block_tokens)
-        if row.hash_ids:
-            blocks = tuple(shift + block for block in row.hash_ids[:num_blocks])
-        else:
-            blocks = tuple(range(shift + own, shift + own + num_blocks))
-            own += num_blocks
+        num_blocks = -(-input_len // (block_tokens // scale))
+        blocks = tuple(shift + block for block in row.hash_ids[:num_blocks])
+        num_own = num_blocks - len(blocks)
+        blocks += tuple(range(own, own + num_own))
+        own += num_own
         yield SimRequest(
-            start_s + row.at_s / rate, input_len, max(row.output_len // scale, 1), blocks, block_tokens
+            start_s + row.at_s / rate,
+            input_len,
+            max(row.output_len // scale, 1),
+            blocks,
+            block_tokens // scale,
         )
+
+
+def shared_tokens(requests: Iterable[SimRequest]) -> int:
+    """Prompt tokens that a cache without bounds would serve: whole blocks that an earlier prompt had."""
+    seen: set[int] = set()
+    num_tokens = 0
+    for request in requests:
+        num_known = next(
+            (at for at, block in enumerate(request.blocks) if block not in seen), len(request.blocks)
+        )
+        num_tokens += min(num_known * request.block_tokens, request.input_len)
+        seen.update(request.blocks)
+    return num_tokens
+
+
+def _num_unnamed(row: TraceRow, block_tokens: int) -> int:
+    return max(0, -(-row.input_len // block_tokens) - len(row.hash_ids))
+
+
+@cache
+def _filler(block_tokens: int) -> tuple[int, ...]:
+    return tuple(range(1, block_tokens))

@@ -1,9 +1,13 @@
 """--log-requests: one event for each request, when it has ended, without prompts, answers and keys.
 
 request request_id=b route="POST /generate" status=200 rid=a req=17 attempt=0 router=4f21 sequences=1
-        prompt_tokens=5 completion_tokens=16 cached_tokens=0 ttft_s=0.02 queue_s=0.001 finish=stop
-        nodes=decode-0,prefill-0 slow="212 ms waiting for pages on decode-0, ..." e2e_s=0.2
+        prompt_tokens=70 completion_tokens=16 cached_tokens=0 ttft_s=0.02 queue_s=0.001 finish=stop
+        nodes=decode-0,prefill-0 slow="212 ms waiting for pages on decode-0, ..." arrived_ms=1763935383120
+        prompt_lens=70 output_lens=16 prefixes=q3Zl0c1mW5g= prefix_tokens=64 prefix_key=5bd1e995 e2e_s=0.2
 
+From `arrived_ms` on (milliseconds since 1970) they are what `router plan --trace` reads: prompt_lens=70;9
+output_lens=16,12;7 are two prompts, of which the first has two answers, and `prefixes` has the hashes of each prompt
+(prefix_hashes.py), unless none has a whole block of `prefix_tokens`.
 `slow` is there if the first or the second token was slow: the verdict. Of several sequences it is that of `slow_req`,
 which lost most time.
 """
@@ -17,6 +21,7 @@ from typing import Any
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.api.prefix_hashes import BLOCK_TOKENS, PrefixHasher
 from router.dispatch.metrics import stage_durations
 from router.dispatch.verdict import worst_of
 from router.http.responses import ERROR
@@ -35,15 +40,16 @@ _GROUP = "generation_group"
 class RequestLog:
     """Middleware: logs each request after its answer."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, hasher: PrefixHasher) -> None:
         self._app = app
+        self._hasher = hasher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, then log."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began = time.monotonic()
+        began, arrived_at = time.monotonic(), time.time()
         status: int | None = None
         complete = disconnected = False
 
@@ -66,7 +72,13 @@ class RequestLog:
             await self._app(scope, watched_receive, watched_send)
         finally:
             if status is None or status >= 400 or scope["path"] not in PROBES:
-                _log(scope, status, disconnected, began)
+                fields = _request_fields(scope, status, began)
+                if (group := group_of(scope)) is not None:
+                    fields |= _trace_fields(group, arrived_at, self._hasher)
+                fields["e2e_s"] = time.monotonic() - began
+                if disconnected:
+                    fields["disconnected"] = True
+                event("request", **{name: value for name, value in fields.items() if value is not None})
 
 
 def note_group(request: Request, group: GenerationGroup) -> None:
@@ -80,7 +92,7 @@ def group_of(scope: Scope) -> GenerationGroup | None:
     return group
 
 
-def _log(scope: Scope, status: int | None, disconnected: bool, began: float) -> None:
+def _request_fields(scope: Scope, status: int | None, began: float) -> dict[str, Any]:
     state = scope["state"]
     group = group_of(scope)
     error: RequestError | None = state.get(ERROR)
@@ -94,10 +106,29 @@ def _log(scope: Scope, status: int | None, disconnected: bool, began: float) -> 
         fields |= {"code": error.code, "param": error.param}
     if group is not None:
         fields |= _generated(group, began)
-    fields["e2e_s"] = time.monotonic() - began
-    if disconnected:
-        fields["disconnected"] = True
-    event("request", **{name: value for name, value in fields.items() if value is not None})
+    return fields
+
+
+def _trace_fields(group: GenerationGroup, arrived_at: float, hasher: PrefixHasher) -> dict[str, object]:
+    """What a plan needs: when the request came, and of each prompt its length, its prefixes and its answers."""
+    sequences: dict[int, list[Generation]] = {}
+    for generation in group.generations:
+        if generation.started:
+            sequences.setdefault(generation.prompt_index, []).append(generation)
+    fields: dict[str, object] = {"arrived_ms": int(arrived_at * 1e3)}
+    if sequences:
+        fields["prompt_lens"] = ";".join(str(first.req.prompt_len) for first, *_ in sequences.values())
+        fields["output_lens"] = ";".join(
+            ",".join(str(len(answer.output_ids)) for answer in answers) for answers in sequences.values()
+        )
+        prefixes = [hasher.hashes(first.prompt.work) for first, *_ in sequences.values()]
+        if any(prefixes):
+            fields |= {
+                "prefixes": ";".join(prefixes),
+                "prefix_tokens": BLOCK_TOKENS,
+                "prefix_key": hasher.key_id,
+            }
+    return fields
 
 
 def _generated(group: GenerationGroup, began: float) -> dict[str, object]:

@@ -38,7 +38,9 @@ class HttpOptions:
         "PORT",
     )
     log_requests: bool = flag(
-        False, "log an event for each request, when it has ended: ids, counts and times, never text"
+        False,
+        "log an event for each request, when it has ended: ids, counts, times and hashes of prefixes, never text; "
+        "router plan reads the log as a trace",
     )
     otlp_traces_endpoint: str | None = flag(
         None,

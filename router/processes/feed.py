@@ -38,7 +38,13 @@ class Listed(Struct, frozen=True):
     nodes: tuple[tuple[Role, str], ...]
 
 
-ToRouter = Announcement | NodeExited | ReloadFiles | Listed
+class LogKey(Struct, frozen=True):
+    """Hash the prefixes of --log-requests under this key, as all routers of this supervisor do."""
+
+    key: bytes
+
+
+ToRouter = Announcement | NodeExited | ReloadFiles | Listed | LogKey
 
 _LENGTH_NBYTES = 4
 _encoder = msgspec.msgpack.Encoder()

@@ -21,7 +21,7 @@ from router.garbage import collect_rarely
 from router.http.config import RouterConfig
 from router.http.http_socket import bind_http, listen_http, start_listening
 from router.processes.child_process import HEARTBEAT, HEARTBEAT_S, LOADED, READY
-from router.processes.feed import FeedThread, Listed, NodeExited, ReloadFiles, ToRouter
+from router.processes.feed import FeedThread, Listed, LogKey, NodeExited, ReloadFiles, ToRouter
 from router.processes.stopping import stop_on_signals, unless
 from router.server import Router, load_model
 from shared import log
@@ -156,6 +156,8 @@ async def _pass_on(messages: asyncio.Queue[ToRouter], router: Router) -> None:
                 router.reload_files()
             case Listed(nodes):
                 router.on_listing(nodes)
+            case LogKey(key):
+                router.log_hasher.use(key)
             case message:
                 router.on_announcement(message)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import secrets
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from types import TracebackType
@@ -23,6 +24,7 @@ from typing import Any
 import zmq.asyncio
 from rich.console import Console
 
+from router.api.prefix_hashes import KEY_NBYTES
 from router.http.config import RouterConfig
 from router.http.http_socket import reserve_http
 from router.nodes.discovery import Discovery, Listing, make_discovery
@@ -30,7 +32,7 @@ from router.nodes.join_socket import JoinSocket
 from router.nodes.load_progress import LoadProgress
 from router.processes import feed
 from router.processes.child_process import ChildFailed, ChildProcess, stop_all
-from router.processes.feed import Listed, NodeExited, ReloadFiles, ToRouter
+from router.processes.feed import Listed, LogKey, NodeExited, ReloadFiles, ToRouter
 from shared.cpu_cores import split_cores
 from shared.errors import ConfigError
 from shared.log import event
@@ -73,6 +75,7 @@ class Supervisor:
         """What listens on the control port, and the discoveries."""
         self._listings: dict[int, Listing] = {}
         """What each discovery has listed last."""
+        self._log_key = LogKey(secrets.token_bytes(KEY_NBYTES))
         self._exits = contextlib.AsyncExitStack()
         self.http_port = 0
         self.control_port = 0
@@ -135,7 +138,7 @@ class Supervisor:
             return ["-m", "router.processes.router_process", *begin, *self._flags]
 
         def greet() -> None:
-            for message in (*self._still_true(time.monotonic()), self._listed):
+            for message in (self._log_key, *self._still_true(time.monotonic()), self._listed):
                 router.send(feed.encode(message))
 
         router = ChildProcess(
@@ -194,6 +197,7 @@ class Supervisor:
         context = zmq.asyncio.Context()
         self._exits.callback(context.destroy)
         if fleet_key is not None:
+            self._log_key = LogKey(fleet_key.derive(b"baton-log"))
             self._exits.callback(fleet_key.authenticator(context).stop)
         join_socket = JoinSocket(context, fleet_key)
         self._exits.callback(join_socket.close)

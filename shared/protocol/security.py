@@ -55,6 +55,10 @@ class FleetKey:
         socket.curve_server = True
         socket.curve_secretkey = self._pairs[0][1]
 
+    def derive(self, purpose: bytes) -> bytes:
+        """32 bytes for `purpose` (at most 16 bytes), which tell nothing of the first secret and change with it."""
+        return hashlib.blake2b(self._pairs[0][1], digest_size=32, person=purpose).digest()
+
     def authenticator(self, context: zmq.Context[Any]) -> zmq.auth.thread.ThreadAuthenticator:
         """Start the thread that admits clients to the servers of `context`. The caller stops it."""
         authenticator = zmq.auth.thread.ThreadAuthenticator(context)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from planner.traffic.reading import read_trace
+from planner.traffic.trace import shared_tokens
 from tests.patience import PATIENCE_S, until
 from tests.processes import HOST, NODE_FLAGS, Call, Router, assert_gone, free_port
 
@@ -25,7 +27,7 @@ class TwoRouters(Router):
     def __init__(self, folder: Path) -> None:
         self.first_port, _ = free_port(), free_port()  # the two follow each other
         workers = ("--router-workers", "2", "--prometheus-port", str(self.first_port))
-        flags = (*NODE_FLAGS, "--max-total-tokens", "16384", "--router-timeout-s", "10")
+        flags = (*NODE_FLAGS, "--max-total-tokens", "16384", "--router-timeout-s", "10", "--log-requests")
         super().__init__(folder, *workers, *flags)
 
     def of(self, index: int) -> Router:
@@ -73,11 +75,23 @@ def test_what_dies_is_started_again(router: TwoRouters) -> None:
         assert one.generate(PROMPT, 12).tokens() == expected
     assert router.log.count("node_started node=decode-0") == 2
 
+    check_log(router)
     check_news(router)
     family = router.family()
     router.kill()
     assert_gone(family)
     assert router.log.count("stopped node=") == 2, "the nodes ended in order"
+
+
+def check_log(router: TwoRouters) -> None:
+    """Both routers hash prefixes under one key, also one that was started again, so their log is one trace."""
+    for index in (0, 1):
+        router.of(index).generate(PROMPT * 8, 12).tokens()
+    until(lambda: len(re.findall(r" prompt_lens=1\d\d output_lens=12 ", router.log)) == 2, "both are logged")
+    trace = read_trace(router.log_path)
+    (*_, last) = requests = list(trace.requests())
+    assert not any("keys" in remark for remark in trace.remarks)
+    assert shared_tokens(requests[-2:]) == last.input_len // last.block_tokens * last.block_tokens > 0
 
 
 def check_news(router: TwoRouters) -> None:

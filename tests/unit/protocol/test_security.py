@@ -157,3 +157,10 @@ def test_beyond_loopback_needs_a_key_or_consent(host: str) -> None:
         require_key_beyond_loopback("--some-host", host, has_key=False, insecure=False)
     require_key_beyond_loopback("--some-host", host, has_key=True, insecure=False)
     require_key_beyond_loopback("--some-host", host, has_key=False, insecure=True)
+
+
+def test_keys_for_other_purposes_follow_the_first_secret() -> None:
+    key = FleetKey(b"a secret of 16 b", b"an older one 16b")
+    derived = key.derive(b"baton-log")
+    assert len(derived) == 32 and derived == FleetKey(b"a secret of 16 b").derive(b"baton-log")
+    assert derived not in (key.derive(b"other"), FleetKey(b"an older one 16b").derive(b"baton-log"))

@@ -6,13 +6,18 @@ import asyncio
 import json
 import logging
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from planner.traffic.reading import read_trace
+from planner.traffic.trace import shared_tokens
+from router.api.prefix_hashes import BLOCK_TOKENS, PrefixHasher
 from router.http.config import DispatchOptions, HttpOptions
-from shared.protocol.messages import Decode, Failed, Prefill, Role
+from shared.protocol.messages import Decode, Failed, Prefill, Role, Work
+from shared.protocol.sampling_params import SamplingParams
 from tests.patience import eventually
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair, say_nothing
 
@@ -55,7 +60,9 @@ def test_what_is_told_of_a_generation(model_folder: Path, told: Told) -> None:
             times = {name: float(event.pop(name)) for name in ("ttft_s", "e2e_s", "queue_s")}
             assert 0 < times["ttft_s"] <= times["e2e_s"] < 10
             assert times["queue_s"] == 0.5  # as the prefill node has stamped it
-            assert event.pop("prompt_tokens") > "0"
+            assert 0 < int(prompt_tokens := event.pop("prompt_tokens")) < BLOCK_TOKENS
+            assert abs(int(event.pop("arrived_ms")) / 1e3 - time.time()) < 60
+            assert event.pop("prompt_lens") == prompt_tokens
             assert event.pop("router") == router.incarnation and event.pop("req").isdigit()
             assert event == {
                 "request_id": "trace",
@@ -65,6 +72,7 @@ def test_what_is_told_of_a_generation(model_folder: Path, told: Told) -> None:
                 "attempt": "0",
                 "sequences": "1",
                 "completion_tokens": "5",
+                "output_lens": "5",
                 "cached_tokens": "2",
                 "finish": "length",
                 "nodes": "decode-0,prefill-0",
@@ -82,6 +90,63 @@ def test_what_is_told_of_a_generation(model_folder: Path, told: Told) -> None:
             assert event["request_id"] == response.headers["x-request-id"]
 
     asyncio.run(run())
+
+
+def test_a_log_is_a_trace(
+    model_folder: Path, told: Told, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Lengths and arrivals are those of the requests, and prefixes are shared where the prompts share them."""
+    system, other = list(range(1, 141)), list(range(2, 142))
+    prompts = [[*system, 7], [*system, 8, 9], other, [*system, 7, *range(30)], [5, 6]]
+
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes), http=LOGGED) as (router, client):
+            before = len(told.events)
+
+            async def generate(input_ids: object, **fields: object) -> None:
+                body = {"input_ids": input_ids, "sampling_params": {"max_new_tokens": 4, **fields}}
+                assert (await client.post("/generate", json=body)).status_code == 200
+
+            await generate(prompts[:2])
+            await generate(prompts[2], n=3)
+            router.log_hasher.use(b"another key")
+            await generate(prompts[3])
+            await generate(prompts[4])
+            await told.last(before + 4)
+            lines = [record.message for record in caplog.records][-4:]
+            assert (
+                "prefix_key" not in lines[-1] and len({told.events[at]["prefix_key"] for at in (-4, -2)}) == 2
+            )
+
+    asyncio.run(run())
+    log = tmp_path / "router.log"
+    log.write_text(
+        "\n".join(f"12:03:04.120 INFO    [router-0] {record.message}" for record in caplog.records)
+    )
+    trace = read_trace(log)
+    assert [row.input_len for row in trace.rows] == [141, 142, 140, 140, 140, 171, 2]
+    assert [row.output_len for row in trace.rows] == [4] * 7
+    assert 0 <= trace.seconds < 60 and [row.at_s for row in trace.rows] == sorted(
+        row.at_s for row in trace.rows
+    )
+    requests = list(trace.requests())
+    assert trace.block_tokens == BLOCK_TOKENS
+    whole = 140 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert shared_tokens(requests[:2]) == whole and shared_tokens(requests[1:3]) == 0
+    assert shared_tokens(requests[2:5]) == 2 * whole, "choices of one prompt"
+    assert shared_tokens([requests[0], requests[5]]) == 0, "another key"
+    assert any("2 keys" in remark for remark in trace.remarks)
+
+
+def test_who_shares_no_cache_shares_no_hash() -> None:
+    hasher, params = PrefixHasher(), SamplingParams()
+    ids = tuple(range(BLOCK_TOKENS))
+    mine = hasher.hashes(Work(ids, params))
+    assert (
+        mine == hasher.hashes(Work((*ids, 5), params)) != hasher.hashes(Work(ids, params, extra_key="theirs"))
+    )
+    assert mine != PrefixHasher().hashes(Work(ids, params))
+    assert hasher.hashes(Work(ids[1:], params)) == ""
 
 
 def test_refusals_and_probes(model_folder: Path, told: Told) -> None:

@@ -1,0 +1,244 @@
+"""Traces of every format become the same requests, and a bad line is named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.traffic.formats import TraceFormat
+from planner.traffic.reading import read_trace
+from planner.traffic.trace import Trace, shared_tokens
+from shared.errors import ConfigError
+
+MOONCAKE = """
+{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 2353, 2354]}
+{"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": [46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 2366]}
+"""  # noqa: E501
+BAILIAN = """
+{"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 40, "output_length": 132, "type": "text", "turn": 1, "hash_ids": [1089, 1090, 1091]}
+{"chat_id": 160, "parent_chat_id": 159, "timestamp": 62.5, "input_length": 50, "output_length": 80, "type": "text", "turn": 2, "hash_ids": [1089, 1090, 7, 8]}
+"""  # noqa: E501
+AZURE = """
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,4808,10
+2023-11-16 18:17:04.0319600,3180,8
+"""
+AZURE_2024 = """
+TIMESTAMP,ContextTokens,GeneratedTokens
+2024-05-10 23:59:59.930000+00:00,2162,5
+2024-05-11 00:00:00.430000+00:00,2399,6
+"""
+AZURE_JSONL = """
+{"TIMESTAMP": "2023-11-16 18:17:03.9799600", "ContextTokens": 4808, "GeneratedTokens": 10}
+{"TIMESTAMP": "2023-11-16 18:17:04.0319600", "ContextTokens": 3180, "GeneratedTokens": 8}
+"""
+BURSTGPT = """
+Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45.5,GPT-4,1087,230,1317,API log
+"""
+AIPERF = """
+{"metadata": {"request_start_ns": 1759813207532900363, "benchmark_phase": "profiling"}, "metrics": {"input_sequence_length": {"value": 550, "unit": "tokens"}, "output_sequence_length": {"value": 9, "unit": "tokens"}}, "error": null}
+{"metadata": {"request_start_ns": 1759813208532900363, "benchmark_phase": "profiling"}, "metrics": {"error_isl": {"value": 550, "unit": "tokens"}}, "error": {"code": 499}}
+{"metadata": {"request_start_ns": 1759813206032900363, "benchmark_phase": "warmup"}, "metrics": {"input_sequence_length": {"value": 7}, "output_sequence_length": {"value": 9}}}
+{"metadata": {"request_start_ns": 1759813209532900363, "benchmark_phase": "profiling"}, "metrics": {"input_sequence_length": {"value": 60}, "output_sequence_length": {"value": 10}}}
+"""  # noqa: E501
+VLLM_RESULT = {
+    "request_throughput": 2.0,
+    "input_lens": [100, 200, 300],
+    "output_lens": [10, 0, 30],
+    "start_times": [5012.5, 5013.0, 5014.5],
+    "errors": ["", "timeout", ""],
+}
+LOG = """
+12:03:03.020 INFO    [router-0] router_listening http_port=8000 incarnation=4f21
+12:03:04.120 INFO    [router-0] request request_id=b route="POST /generate" status=200 rid="a \\" x arrived_ms=5" prompt_tokens=230 completion_tokens=21 arrived_ms=1763935383120 prompt_lens=130;100 output_lens=16,5;7 prefixes=AAAAAAAAAAEAAAAAAAAAAg==;AAAAAAAAAAE= prefix_tokens=64 prefix_key=1f e2e_s=0.2
+12:03:04.125 INFO    [router-0] request request_id=c route="GET /health" status=503 e2e_s=0.002
+12:03:04.126 WARNING [router-1] slow_reader rid="a request request_id=1 prompt_lens=5"
+12:03:04.130 INFO    [router-1] request request_id=d route="POST /generate" status=429 code=queue_full e2e_s=0.002
+12:03:05.500 INFO    [router-1] request request_id=e route="POST /v1/completions" status=200 arrived_ms=1763935383020 prompt_lens=63 output_lens=40 prefixes="" prefix_tokens=64 prefix_key=2e e2e_s=2.48
+"""  # noqa: E501
+
+
+def read(tmp_path: Path, text: str, trace_format: TraceFormat | None = None) -> Trace:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    return read_trace(path, trace_format)
+
+
+def facts(trace: Trace) -> list[tuple[float, int, int]]:
+    return [(round(row.at_s, 6), row.input_len, row.output_len) for row in trace.rows]
+
+
+@pytest.mark.parametrize(
+    ("text", "trace_format", "rows", "block_tokens"),
+    [
+        (MOONCAKE, "mooncake", [(0, 6955, 52), (3.053, 6472, 26)], 512),
+        (BAILIAN, "bailian", [(0, 40, 132), (1.386, 50, 80)], 16),
+        (AZURE, "azure", [(0, 4808, 10), (0.052, 3180, 8)], 512),
+        (AZURE_2024, "azure", [(0, 2162, 5), (0.5, 2399, 6)], 512),
+        (AZURE_JSONL, "azure", [(0, 4808, 10), (0.052, 3180, 8)], 512),
+        (BURSTGPT, "burstgpt", [(0, 472, 18), (40.5, 1087, 230)], 512),
+        (AIPERF, "aiperf", [(0, 550, 9), (2.0, 60, 10)], 512),
+        (json.dumps(VLLM_RESULT), "vllm-result", [(0, 100, 10), (2.0, 300, 30)], 512),
+        (json.dumps(VLLM_RESULT, indent=2), "vllm-result", [(0, 100, 10), (2.0, 300, 30)], 512),
+        (LOG, "router", [(0, 63, 40), (0.1, 130, 16), (0.1, 130, 5), (0.1, 100, 7)], 64),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 12 else "",
+)
+def test_every_format(
+    tmp_path: Path, text: str, trace_format: str, rows: list[tuple[float, int, int]], block_tokens: int
+) -> None:
+    trace = read(tmp_path, text)
+    assert (facts(trace), trace.block_tokens, trace.trace_format) == (rows, block_tokens, trace_format)
+    assert read(tmp_path, text, TraceFormat(trace_format)) == trace
+    packed = tmp_path / "trace.gz"
+    packed.write_bytes(gzip.compress(text.encode()))
+    assert read_trace(packed) == trace
+
+
+def test_prefixes_are_those_of_the_ids(tmp_path: Path) -> None:
+    assert shared_tokens(read(tmp_path, MOONCAKE).requests()) == 12 * 512
+    assert shared_tokens(read(tmp_path, BAILIAN).requests()) == 2 * 16
+    assert shared_tokens(read(tmp_path, LOG).requests()) == 130 // 64 * 64 + 64, (
+        "one more choice, one more prompt"
+    )
+    lone = read(tmp_path, AZURE)
+    assert shared_tokens(lone.requests()) == 0 and not lone.has_prefixes
+    assert "share a prefix" in lone.remarks[0]
+    first, second = read(tmp_path, MOONCAKE).requests(rate=2.0)
+    assert second.at_s == pytest.approx(3.053 / 2)
+    assert first.input_ids()[: 12 * 512] == second.input_ids()[: 12 * 512]
+    assert first.input_ids()[12 * 512] != second.input_ids()[12 * 512]
+    assert len(second.input_ids()) == 6472
+
+
+def test_blocks_that_no_id_names_are_shared_with_none(tmp_path: Path) -> None:
+    rows = [{"timestamp": at, "input_length": 600, "output_length": 1, "hash_ids": [5, 6]} for at in (0, 7)]
+    rows[1].pop("hash_ids")
+    trace = read(tmp_path, "\n".join(map(json.dumps, rows)))
+    (named, own) = trace.requests()
+    assert len(own.blocks) == len(named.blocks) == 2 and not set(own.blocks) & set(named.blocks)
+
+
+def test_turns_of_an_aiperf_session_begin_with_what_was_said_before(tmp_path: Path) -> None:
+    rows = [
+        {"session_id": "a", "timestamp": 0, "input_length": 1000, "output_length": 100, "hash_ids": [7, 8]},
+        {"session_id": "b", "timestamp": 500, "input_length": 1000, "output_length": 100, "hash_ids": [7, 9]},
+        {"session_id": "a", "timestamp": 900, "input_length": 500, "output_length": 50},
+    ]
+    trace = read(tmp_path, "\n".join(map(json.dumps, rows)))
+    assert facts(trace) == [(0, 1000, 100), (0.5, 1000, 100), (0.9, 1600, 50)]
+    requests = list(trace.requests())
+    assert shared_tokens(requests[:2]) == 512 and shared_tokens(requests[::2]) == 1024
+    assert requests[2].input_ids()[:1000] == requests[0].input_ids()
+
+
+def test_time_out_of_order_is_sorted_and_units_are_doubted(tmp_path: Path) -> None:
+    rows = [{"timestamp": at, "input_length": 5, "output_length": 1} for at in (3, 1, 2)]
+    text = "\n".join(map(json.dumps, rows))
+    trace = read(tmp_path, text)
+    assert [row.at_s for row in trace.rows] == [0, 0.001, 0.002]
+    assert "--trace-format vllm" in trace.remarks[0] and "1500 requests a second" in trace.remarks[0]
+    assert [row.at_s for row in read(tmp_path, text, TraceFormat.VLLM).rows] == [0, 1, 2]
+
+
+def test_what_a_log_cannot_tell_is_remarked(tmp_path: Path) -> None:
+    remarks = " ".join(read(tmp_path, LOG).remarks)
+    assert "1 requests were refused" in remarks and "2 keys" in remarks
+    assert "1 requests without" in " ".join(read(tmp_path, AIPERF).remarks)
+
+
+GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "it is empty"),
+        (" \n\n", "it is empty"),
+        (GOOD + "\n{oops}", "line 3: "),
+        (GOOD + GOOD.replace("600", '"600"'), "line 2: input_length: Expected `int"),
+        (GOOD + GOOD.replace("600", "-1"), "line 2: input_length: Expected `int` >= 0"),
+        (GOOD + GOOD.replace("600", "10000001"), "line 2: input_length: Expected `int` <= 10000000"),
+        (GOOD + GOOD.replace('"output_length": 1, ', ""), "line 2: output_length is missing"),
+        (
+            GOOD + GOOD.replace('"timestamp": 0', '"delay": 5'),
+            "line 2: timestamp is missing. A turn with a delay",
+        ),
+        (
+            GOOD + '{"timestamp": 0, "text_input": "hi", "output_length": 1}',
+            "line 2: input_length is missing",
+        ),
+        (GOOD + GOOD.replace("[1, 2]", "[1, 2, 3]"), "line 2: hash_ids has 3 ids for 600 prompt tokens"),
+        (GOOD + GOOD, "all 2 requests arrive at the same time"),
+        (
+            GOOD.replace("600", "0").replace("[1, 2]", "[]"),
+            "none of its 1 requests has both a prompt and an answer",
+        ),
+        (
+            '{"prompt": "hi", "output_tokens": 5}',
+            "line 1: it has the fields prompt, output_tokens, which is no kn",
+        ),
+        ('[{"conversations": []}]', "line 1: it is a list"),
+        (
+            AZURE.replace("3180", "many"),
+            "line 4: ContextTokens is 'many', and must be a whole number from 0 to",
+        ),
+        (
+            AZURE.replace("18:17:04", "24:17:04"),
+            "line 4: TIMESTAMP is '2023-11-16 24:17:04.0319600', and must be a",
+        ),
+        (AZURE + "2023-11-16 18:17:05,1\n", "line 5: there are 2 fields, and the header has 3"),
+        (AZURE.replace("ContextTokens,", ""), "it has no request. It was read as the log of a router"),
+        (BURSTGPT.replace("45.5", "nan"), "line 4: Timestamp is 'nan', and must be a number of seconds"),
+        (
+            json.dumps({"input_lens": [1], "output_lens": [1]}),
+            "start_times is missing: vllm bench serve writes it",
+        ),
+        (json.dumps(VLLM_RESULT | {"output_lens": [1]}), "have 3, 3 and 1 entries"),
+        (f"{json.dumps(VLLM_RESULT)}\n" * 2, "line 2: another result begins here"),
+        (
+            '{"metadata": {}, "metrics": {}}',
+            "line 1: metadata: Object missing required field `request_start_ns`",
+        ),
+        (
+            LOG.replace("arrived_ms=1763935383020 prompt_lens", "prompt_tokens"),
+            "line 7: prompt_lens is missing: the router that wr",
+        ),
+        (
+            LOG.replace("arrived_ms=1763935383020", "arrived_ms=x"),
+            "line 7: arrived_ms is 'x', and must be milliseco",
+        ),
+        (
+            LOG.replace("prompt_lens=63", "prompt_lens=63;9"),
+            "line 7: prompt_lens, output_lens and prefixes have 2, ",
+        ),
+        (
+            LOG.replace("AAAAAAAAAAE=", "AAAA"),
+            "line 3: prefixes has 'AAAA', and must be base64 of 8 bytes for each",
+        ),
+        (
+            LOG.replace("tokens=64 prefix_key=2e", "tokens=32 prefix_key=2e"),
+            "line 7: prefix_tokens is 32, and 64 in",
+        ),
+    ],
+)
+def test_bad_input_is_named(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, text)
+    assert str(error.value).startswith(f"--trace {tmp_path / 'trace'}") and words in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_trace(tmp_path / "none.jsonl")
+    cut = tmp_path / "cut.gz"
+    cut.write_bytes(gzip.compress(GOOD.encode())[:-9])
+    with pytest.raises(ConfigError, match=r"cut\.gz: Compressed file ended"):
+        read_trace(cut)
+    with pytest.raises(ConfigError, match="the header has no column TIMESTAMP"):
+        read(tmp_path, BURSTGPT, TraceFormat.AZURE)
