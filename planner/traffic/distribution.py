@@ -1,0 +1,71 @@
+"""Traffic without a trace: `--rate 4 --prompt 900:2000 --output 150:400`.
+
+900:2000 is a median and a 99th percentile, the two figures that a metrics page shows, of a log-normal distribution.
+Lengths of real traffic are skewed like that: prompts of Azure's conversations have a median of 1035 and a 99th
+percentile of 4122 tokens. 900..2000 is any length from 900 to 2000, each as likely, and 900 is that length alone.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from planner.traffic.arrival import MAX_TOKENS
+from planner.traffic.trace import Trace, TraceRow
+from shared.errors import ConfigError
+
+_Z99 = NormalDist().inv_cdf(0.99)
+MAX_RATE = 1e5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Of prompts or of answers, in tokens: log-normal around `median`, or uniform from `low` to `high`."""
+
+    low: int
+    high: int
+    is_uniform: bool
+    """Otherwise `low` is the median, and `high` the 99th percentile."""
+
+    @classmethod
+    def parse(cls, flag: str, text: str) -> Lengths:
+        """MEDIAN:P99, LOW..HIGH or LENGTH. Raises ConfigError that names `flag`."""
+        is_uniform = ".." in text
+        first, found, second = text.partition(".." if is_uniform else ":")
+        numbers = [
+            int(part) if part.isascii() and part.isdigit() else 0
+            for part in (first, second if found else first)
+        ]
+        if not 1 <= numbers[0] <= numbers[1] <= MAX_TOKENS:
+            raise ConfigError(
+                f"{flag} {text}: it must be MEDIAN:P99, LOWEST..HIGHEST or one length, in tokens from 1 to "
+                f"{MAX_TOKENS}, the smaller first"
+            )
+        return cls(low=numbers[0], high=numbers[1], is_uniform=is_uniform)
+
+    def draw(self, rng: random.Random) -> int:
+        """One length."""
+        if self.is_uniform:
+            return rng.randint(self.low, self.high)
+        sigma = math.log(self.high / self.low) / _Z99
+        return min(MAX_TOKENS, max(1, round(self.low * math.exp(sigma * rng.gauss(0.0, 1.0)))))
+
+
+def drawn_trace(*, rate: float, prompt: Lengths, output: Lengths, num_requests: int, seed: int = 0) -> Trace:
+    """`num_requests` that arrive at random (Poisson), `rate` a second, and share no prefix.
+
+    With the same seed, another rate gives the same requests closer together or further apart. Raises ConfigError.
+    """
+    if not 0 < rate <= MAX_RATE:
+        raise ConfigError(f"--rate {rate:g}: it must be requests a second, above 0 and at most {MAX_RATE:g}")
+    if num_requests < 1:
+        raise ConfigError(f"{num_requests} requests: a plan needs at least one")
+    gaps, lengths = random.Random(seed), random.Random(seed + 1)
+    rows, at_s = [], 0.0
+    for _ in range(num_requests):
+        rows.append(TraceRow(at_s, prompt.draw(lengths), output.draw(lengths), ()))
+        at_s += gaps.expovariate(1.0) / rate
+    remark = "The requests are drawn and share no prefix, so no prompt finds any of its tokens in a cache."
+    return Trace(rows=rows, trace_format="drawn", remarks=(remark,))
