@@ -1,0 +1,157 @@
+"""What a node takes while requests meet the SLO, by its profile, and how many such nodes the work of a fleet needs.
+
+prompts    a node is used so far that the wait behind other prompts leaves the SLO of the first token to GOOD_SHARE
+decode     a batch is so large that a step, and the KV that it reads, take no longer than the SLO between tokens
+pages      a batch holds at most KV_USE of a pool, so that the rest is there for prefixes and for growth
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from planner.figures import Slo
+from planner.profile import Profile
+from shared.errors import ConfigError
+
+GOOD_SHARE = 0.9
+"""Of requests that are to meet the SLO."""
+KV_USE = 0.7
+"""Of the pages of a pool, as in the HorizontalPodAutoscaler of deploy/kubernetes."""
+BATCH_USE = 0.85
+"""Of the largest batch: requests are not spread evenly, and come in clusters."""
+MAX_PREFILL_USE = 0.85
+MIN_PREFILL_USE = 0.3
+"""For prompts that take most of the SLO by themselves, so that no number of nodes would let all of them meet it."""
+CATCH_UP_S = 60.0
+"""In which prompts that wait are to be computed beside those that arrive."""
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What a fleet of one role has to do. Rates are of the last seconds, all else is of now; sums over its nodes."""
+
+    prompt_tokens_s: float = 0.0
+    """Prompt tokens that arrive and are in no cache."""
+    num_queued_tokens: float = 0.0
+    """Of those, the ones that wait for this fleet alone: not for a decode node."""
+    tokens_per_prompt: float = 0.0
+    cached_per_prompt: float = 0.0
+    """Means; 0 as long as no prompt was seen."""
+    output_tokens_s: float = 0.0
+    mean_running: float = 0.0
+    """Of the last seconds, since few requests come and go by chance."""
+    num_running: int = 0
+    num_transferring: int = 0
+    """On a decode node: their pages are reserved, and a prefill node computes them or sends them."""
+    num_waiting: int = 0
+    """For pages or a place in a batch."""
+    num_held_pages: int = 0
+    num_pages: float = 0.0
+    """Of one node."""
+
+
+class PrefillCapacity(NamedTuple):
+    """Of one node: prompt tokens a second without a pause, and the share of that which meets the SLO."""
+
+    tokens_s: float
+    use: float
+
+
+class DecodeCapacity(NamedTuple):
+    """Of one node: the largest batch within the SLO, and its tokens a second."""
+
+    batch: float
+    tokens_s: float
+
+
+class Demand(NamedTuple):
+    """How many nodes the work needs, and how many must stay for what runs. Both are fractions of nodes."""
+
+    nodes: float
+    floor: float
+    words: str
+
+
+class Capacity:
+    """Of nodes as in `profile`, under `slo`. Raises ConfigError for an SLO that not even an idle node meets."""
+
+    def __init__(self, profile: Profile, slo: Slo) -> None:
+        forward = profile.forward
+        for flag, given_s, least_s, what in (
+            ("--slo-ttft-ms", slo.ttft_s, forward.a + forward.b, "the prefill of a single token"),
+            ("--slo-itl-ms", slo.itl_s, forward.d + forward.e, "a decode step of a single request"),
+        ):
+            if given_s <= least_s:
+                raise ConfigError(
+                    f"{flag} {1e3 * given_s:g}: by the profile {what} takes {1e3 * least_s:.1f} ms, so that no "
+                    "number of nodes meets it"
+                )
+        self._profile = profile
+        self._slo = slo
+
+    def prefill(self, tokens: float, cached: float) -> PrefillCapacity:
+        """For prompts of so many tokens, of which so many are cached.
+
+        The wait for a busy node is that of an M/D/1 queue; its tail is taken to be exponential.
+        """
+        node, forward = self._profile.node, self._profile.forward
+        new = max(1.0, tokens - cached)
+        chunk = node.chunked_prefill_size
+        in_token_s = forward.b * new + forward.c * (tokens * tokens - cached * cached)
+        alone_s = forward.a * math.ceil(new / chunk) + in_token_s
+        tokens_s = new / (forward.a * new / chunk + in_token_s)
+        waits = 2 * max(0.0, self._slo.ttft_s - alone_s) / (alone_s * -math.log(1 - GOOD_SHARE))
+        use = waits / (1 + waits)
+        return PrefillCapacity(tokens_s, min(max(use, MIN_PREFILL_USE), MAX_PREFILL_USE))
+
+    def decode(self, kv_tokens: float, num_pages: float) -> DecodeCapacity:
+        """For requests that hold so much KV each, on a node with so many pages."""
+        node, forward = self._profile.node, self._profile.forward
+        in_request_s = forward.e + forward.f * kv_tokens
+        in_time = (self._slo.itl_s - forward.d) / in_request_s if in_request_s > 0 else math.inf
+        in_pages = KV_USE * num_pages * node.page_size / kv_tokens if kv_tokens else math.inf
+        batch = max(1.0, min(BATCH_USE * in_time, BATCH_USE * node.max_running_requests, in_pages))
+        return DecodeCapacity(batch, batch / max(forward.d + batch * in_request_s, forward.step_s))
+
+    def demand(self, work: Work, *, is_decode: bool, num_live: int, coming_s: Sequence[float]) -> Demand:
+        """The nodes that `work` needs, if `num_live` have it and others come in `coming_s` seconds.
+
+        One that is asked for now comes after `start_s`. It has to catch up with what waits then, not with what waits
+        now: so the growth of a queue while nodes start is no reason to ask for more.
+        """
+        prompts = self._prompts(work, num_live, coming_s)
+        if not is_decode:
+            return prompts
+        placed = work.num_running + work.num_transferring
+        # Requests that prefill nodes keep waiting hold pages here, and more decode nodes would not help them.
+        waiting = work.num_waiting * (work.num_running / placed if placed else 1.0)
+        kv_tokens = work.num_held_pages * self._profile.node.page_size / max(1, placed)
+        batch, tokens_s = self.decode(kv_tokens, work.num_pages)
+        by_tokens, by_batch = work.output_tokens_s / tokens_s, (work.mean_running + waiting) / batch
+        words = (
+            f"{work.mean_running:.1f} requests run and {waiting:.0f} wait, {batch:.1f} for a node"
+            if by_batch > by_tokens
+            else f"{work.output_tokens_s:.0f} tokens/s, {tokens_s:.0f} for a node"
+        )
+        return Demand(
+            prompts.nodes + max(by_tokens, by_batch),
+            max((placed + work.num_waiting) / batch, prompts.floor),
+            f"{words}; and {prompts.words}" if prompts.nodes else words,
+        )
+
+    def _prompts(self, work: Work, num_live: int, coming_s: Sequence[float]) -> Demand:
+        if not work.tokens_per_prompt:
+            return Demand(0.0, 0.0, "no prompts")
+        tokens_s, use = self.prefill(work.tokens_per_prompt, work.cached_per_prompt)
+        start_s = self._profile.node.start_s
+        computed_s = num_live * start_s + sum(max(0.0, start_s - due) for due in coming_s)
+        waiting = max(0.0, work.num_queued_tokens + work.prompt_tokens_s * start_s - tokens_s * computed_s)
+        nodes = max(work.prompt_tokens_s / use, work.prompt_tokens_s + waiting / CATCH_UP_S) / tokens_s
+        words = (
+            f"{work.prompt_tokens_s:.0f} prompt tokens/s and {work.num_queued_tokens:.0f} queued, "
+            f"{use * tokens_s:.0f}/s for a node"
+        )
+        return Demand(nodes, work.num_queued_tokens / CATCH_UP_S / tokens_s, words)

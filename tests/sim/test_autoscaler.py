@@ -1,0 +1,281 @@
+"""The autoscaler's properties, under any load: over a simple fleet of arithmetic, and over real schedulers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.autoscaler.capacity import CATCH_UP_S, KV_USE, Capacity, Work
+from planner.autoscaler.decision import (
+    RATE_S,
+    Add,
+    Autoscaler,
+    Drain,
+    FleetSeen,
+    NodeBounds,
+    NodeSeen,
+    NodeState,
+    Pace,
+)
+from planner.cost_model import CostModel
+from planner.figures import Slo
+from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
+from shared.protocol.messages import Role
+
+PROFILE = Profile(
+    measured=Measured(at="2026-01-01T00:00:00Z", machine="made up", model="made up", versions={}),
+    node=NodeKind(
+        pool_tokens=32_768,
+        page_size=32,
+        context_length=8_192,
+        max_running_requests=64,
+        chunked_prefill_size=2_048,
+        kv_bytes_per_token=16_384,
+        start_s=20.0,
+    ),
+    forward=CostModel(a=0.004, b=1e-4, c=0.0, d=0.01, e=4e-4, f=1e-6, step_s=0.0005),
+    transfer=TransferCost(latency_s=0.0005, bytes_s=1e9),
+    router=RouterCost(request_s=1e-4, token_s=1e-5),
+)
+SLO = Slo(ttft_s=1.0, itl_s=0.03)
+CAPACITY = Capacity(PROFILE, SLO)
+PROMPT, OUTPUT = 1000, 150
+KV_TOKENS = PROMPT + OUTPUT / 2
+NUM_PAGES = PROFILE.node.pool_tokens // PROFILE.node.page_size
+PREFILL = CAPACITY.prefill(PROMPT, 0)
+DECODE = CAPACITY.decode(KV_TOKENS, NUM_PAGES)
+
+
+@dataclass(eq=False)
+class ModelFleet:
+    """Nodes of one role as arithmetic: a queue of prompts, or a batch of requests. Seconds advance by `advance`.
+
+    It checks every action when it is carried out. `noise` disturbs what is seen of the work, as a share of it.
+    """
+
+    role: Role
+    bounds: NodeBounds
+    pace: Pace
+    num_nodes: int
+    keep: frozenset[str] = frozenset()
+    noise: float = 0.0
+    start_late: Callable[[], float] = lambda: 0.0
+    """Seconds by which a node comes late; infinity for one that never comes."""
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    now: float = 0.0
+    rate: float = 0.0
+    """Requests a second."""
+    waiting: float = 0.0
+    """Requests: those without a first token, of prefill; those without a place, of decode."""
+    running: float = 0.0
+    served: float = 0.0
+    """Tokens a second, in the last second."""
+    actions: list[tuple[float, Add | Drain]] = field(default_factory=list)
+    live: list[str] = field(default_factory=list)
+    coming: list[tuple[float, float, str]] = field(default_factory=list)
+    """When asked for, when due, and the name."""
+    draining: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.live = [f"n{i}" for i in range(self.num_nodes)]
+        self.num_ever = self.num_nodes
+        self.autoscaler = Autoscaler(self.role, self.bounds, self.pace, CAPACITY, self.keep)
+        self.rates: deque[float] = deque(maxlen=round(RATE_S))
+
+    # ---------------------------------------------------------------------------------------- the work
+    def advance(self, seconds: float) -> None:
+        """Serve for so long, and let nodes come and leave."""
+        for _ in range(round(seconds)):
+            self.now += 1
+            for order in [order for order in self.coming if order[1] <= self.now]:
+                self.coming.remove(order)
+                self.live.append(order[2])
+            self.draining = {name: at for name, at in self.draining.items() if at > self.now}
+            (self._prefill if self.role is Role.PREFILL else self._decode)()
+            self.rates.append(self.rate if self.role is Role.PREFILL else self.served)
+
+    def _prefill(self) -> None:
+        can = len(self.live) * PREFILL.tokens_s / PROMPT
+        self.waiting = max(0.0, self.waiting + self.rate - can)
+
+    def _decode(self) -> None:
+        self.waiting += self.rate
+        most = len(self.live) * min(PROFILE.node.max_running_requests, PROFILE.node.pool_tokens / KV_TOKENS)
+        moved = min(self.waiting, max(0.0, most - self.running))
+        self.running, self.waiting = self.running + moved, self.waiting - moved
+        self.served = self.running / self.itl_s
+        self.running = max(0.0, self.running - self.served / OUTPUT)
+
+    @property
+    def itl_s(self) -> float:
+        forward, batch = PROFILE.forward, self.running / max(1, len(self.live))
+        return forward.d + batch * (forward.e + forward.f * KV_TOKENS)
+
+    @property
+    def meets(self) -> bool:
+        """The SLO."""
+        if self.role is Role.DECODE:
+            return self.waiting < 1 and self.itl_s <= SLO.itl_s
+        full = len(self.live) * PREFILL.tokens_s / PROMPT
+        return self.waiting < 1 and self.rate <= full * PREFILL.use * (1 + 1e-6)
+
+    @property
+    def needed(self) -> float:
+        """Nodes, for the rate as it is."""
+        if self.role is Role.DECODE:
+            return self.rate * OUTPUT / DECODE.tokens_s
+        return self.rate * PROMPT / (PREFILL.tokens_s * PREFILL.use)
+
+    # ----------------------------------------------------------------------------------- what is seen
+    def _work(self) -> Work:
+        rate = sum(self.rates) / len(self.rates) * (1 + self.rng.uniform(-self.noise, self.noise))
+        if self.role is Role.PREFILL:
+            return Work(
+                prompt_tokens_s=rate * PROMPT,
+                num_queued_tokens=self.waiting * PROMPT,
+                tokens_per_prompt=PROMPT,
+            )
+        return Work(
+            output_tokens_s=rate,
+            mean_running=self.running,
+            num_running=math.ceil(self.running),
+            num_waiting=math.ceil(self.waiting),
+            num_held_pages=math.ceil(self.running * KV_TOKENS / PROFILE.node.page_size),
+            num_pages=NUM_PAGES,
+        )
+
+    def look(self) -> None:
+        """One look of the autoscaler, and what it decides is done."""
+        seen = [NodeSeen(node_id=name, state=NodeState.LIVE) for name in self.live]
+        seen += [NodeSeen(node_id=name, state=NodeState.DRAINING) for name in self.draining]
+        decision = self.autoscaler.decide(self.now, FleetSeen(nodes=tuple(seen), work=self._work()))
+        if decision.action is None:
+            return
+        assert decision.reason
+        for at, earlier in self.actions:
+            if type(earlier) is not type(decision.action):
+                assert self.now - at >= self.pace.settle_s, (at, earlier, self.now, decision)
+        self.actions.append((self.now, decision.action))
+        match decision.action:
+            case Add(num_nodes):
+                self._add(num_nodes)
+            case Drain(node_id):
+                self._drain(node_id)
+
+    def _add(self, num_nodes: int) -> None:
+        assert num_nodes > 0
+        for _ in range(num_nodes):
+            due = self.now + self.pace.start_s + self.start_late()
+            self.coming.append((self.now, due, f"n{self.num_ever}"))
+            self.num_ever += 1
+        expected = [order for order in self.coming if self.now - order[0] < self.pace.start_limit_s]
+        assert len(self.live) + len(expected) + len(self.draining) <= self.bounds.most
+
+    def _drain(self, node_id: str) -> None:
+        assert node_id in self.live and node_id not in self.keep
+        self.live.remove(node_id)
+        self.draining[node_id] = self.now + 10
+        left = len(self.live)
+        assert left >= max(1, self.bounds.least)
+        if left >= self.bounds.most:
+            return  # one more than may be
+        if self.role is Role.DECODE:
+            assert self.running * KV_TOKENS <= KV_USE * left * PROFILE.node.pool_tokens
+            assert self.running + self.waiting <= left * DECODE.batch
+        assert self.noise > 0.1 or self.needed <= left * (1 + self.noise)
+
+    # ------------------------------------------------------------------------------------------ runs
+    def serve(self, rate: float, seconds: float) -> list[tuple[float, Add | Drain]]:
+        """Look again and again under a constant rate. The actions that were taken."""
+        self.rate, num = rate, len(self.actions)
+        until = self.now + seconds
+        while self.now < until:
+            self.advance(self.pace.interval_s)
+            self.look()
+        return self.actions[num:]
+
+    def recovery_s(self, rate: float) -> float:
+        """The stated time, and what a queue takes longer than CATCH_UP_S if nodes are few."""
+        noticed_s = self.pace.recovery_s - CATCH_UP_S
+        per_node = PREFILL.tokens_s / PROMPT if self.role is Role.PREFILL else DECODE.tokens_s / OUTPUT
+        spare = self.bounds.most * per_node - rate
+        return noticed_s + max(CATCH_UP_S, 1.2 * rate * noticed_s / spare)
+
+
+PACE = Pace(start_s=20.0, settle_s=30.0, window_s=60.0)
+roles = st.sampled_from(Role)
+most_nodes = st.integers(1, 8)
+paces = st.builds(
+    Pace,
+    start_s=st.sampled_from([2.0, 20.0, 90.0]),
+    settle_s=st.sampled_from([15.0, 60.0, 120.0]),
+    window_s=st.sampled_from([30.0, 120.0, 300.0]),
+)
+
+
+def rate_for(role: Role, nodes: float) -> float:
+    """The requests a second that need so many nodes."""
+    per_node = PREFILL.tokens_s * PREFILL.use / PROMPT if role is Role.PREFILL else DECODE.tokens_s / OUTPUT
+    return nodes * per_node
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    roles, paces, most_nodes, st.integers(0, 8), st.lists(st.floats(0.0, 12.0), min_size=2, max_size=5),
+    st.integers(0, 1 << 30),
+)  # fmt: skip
+def test_whatever_comes_no_opposite_actions_and_no_more_nodes_than_allowed(
+    role: Role, pace: Pace, most: int, extra: int, loads: list[float], seed: int
+) -> None:
+    """Also where nodes come late or never, and what is seen is noisy. `ModelFleet` checks each action."""
+    rng = random.Random(seed)
+    fleet = ModelFleet(
+        role,
+        NodeBounds(rng.randint(1, most), most),
+        pace,
+        num_nodes=1 + extra,
+        keep=frozenset({"n0"}),
+        noise=0.5,
+        start_late=lambda: rng.choice([0.0, 0.0, 30.0, 400.0, math.inf]),
+        rng=rng,
+    )
+    for load in loads:
+        fleet.serve(rate_for(role, load), rng.choice([20.0, 100.0, 400.0]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(roles, paces, st.lists(st.floats(0.05, 0.8), min_size=2, max_size=4), most_nodes)
+def test_after_a_step_the_slo_is_met_again_within_the_stated_time(
+    role: Role, pace: Pace, shares: list[float], most: int
+) -> None:
+    """And stays met, while nodes that are not needed are drained. A share is of what the nodes allowed can take."""
+    fleet = ModelFleet(role, NodeBounds(1, most), pace, num_nodes=1)
+    for share in shares:
+        rate = rate_for(role, share * most)
+        recovery_s = fleet.recovery_s(rate)
+        fleet.serve(rate, recovery_s)
+        for _ in range(30):
+            fleet.serve(rate, 2 * pace.interval_s)
+            assert fleet.meets, (fleet.now, fleet.live, fleet.waiting, fleet.running, fleet.actions)
+
+
+@settings(max_examples=40, deadline=None)
+@given(roles, st.floats(0.0, 8.0), st.floats(0.0, 0.1), st.integers(1, 8))
+def test_a_constant_load_ends_in_a_constant_number_of_nodes(
+    role: Role, load: float, noise: float, num_nodes: int
+) -> None:
+    """No node is added after one was drained; noise of up to a tenth does not matter; no node too many stays."""
+    fleet = ModelFleet(role, NodeBounds(1, 9), PACE, num_nodes=num_nodes, noise=noise)
+    actions = [action for _, action in fleet.serve(rate_for(role, load), 1500.0)]
+    first = next((at for at, action in enumerate(actions) if isinstance(action, Drain)), len(actions))
+    assert all(isinstance(action, Drain) for action in actions[first:]), actions
+    assert not fleet.serve(fleet.rate, 1000.0)
+    left = len(fleet.live)
+    assert fleet.needed <= left * (1 + noise)
+    assert left == 1 or fleet.needed * (1 + noise) > PACE.low * (left - 1) * 0.85, (fleet.needed, left)
