@@ -163,10 +163,12 @@ class KVLedger:
         num_full = kv.kv_committed_len // self.page_size
         if not self.keep_prefixes or num_full <= kv.num_tree_pages:
             return
-        own = self.rows.read(kv.row, 0, num_full)
-        inserted = self.radix_cache.insert(ids[: num_full * self.page_size], own, kv.extra_key)
+        num_known, size = kv.num_tree_pages, self.page_size
+        own = self.rows.read(kv.row, num_known, num_full)
+        new_ids = ids[num_known * size : num_full * size]
+        inserted = self.radix_cache.insert(new_ids, own, kv.extra_key, behind=kv.lock.node)
         kv.lock.move_to(inserted.node)
-        self.rows.write(kv.row, 0, inserted.pages)
+        self.rows.write(kv.row, num_known, inserted.pages)
         kv.superseded += inserted.duplicates
         kv.num_tree_pages = num_full
 

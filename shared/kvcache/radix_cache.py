@@ -10,6 +10,8 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import cast
 
 from shared.kvcache.cache_changes import CacheChanges
 from shared.protocol.block_hash import next_hash, root_hash
@@ -52,7 +54,7 @@ class Peek:
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """The result of an insert: the node at the end of the prefix, and the tree's pages for it.
+    """The result of an insert: the node at the end of the prefix, and the tree's pages for what was inserted.
 
     `duplicates` are pages of the caller for which the tree already had one. They still belong to the caller.
     """
@@ -72,10 +74,16 @@ class PrefixLock:
 
     def move_to(self, node: TreeNode) -> None:
         """Protect the prefix of `node` instead. The new prefix is locked before the old one is unlocked."""
-        assert self._node is not None, "the lock is released"
+        before = self.node
         self._cache._lock(node)
-        self._cache._unlock(self._node)
+        self._cache._unlock(before)
         self._node = node
+
+    @property
+    def node(self) -> TreeNode:
+        """The end of the protected prefix."""
+        assert self._node is not None, "the lock is released"
+        return self._node
 
     def nodes(self) -> Iterator[TreeNode]:
         """Every node that this lock protects, from the end of its prefix to the root."""
@@ -110,8 +118,8 @@ class RadixCache:
 
     def match_prefix(self, ids: Sequence[int], extra_key: str = "") -> Match:
         """Find the longest prefix of `ids`, in whole pages. A node that matches in part is split."""
-        node, _ = self._descend(self._cut(ids, extra_key))
-        return Match(self._path_pages(node), node)
+        node, _ = self._descend(self._cut(ids, extra_key), self._root)
+        return Match(self._path_pages(node, self._root), node)
 
     def peek(self, ids: Sequence[int], num_tokens: int, extra_key: str = "") -> Peek:
         """Find what `match_prefix(ids[:num_tokens])` would find. No node counts as used, and none is split.
@@ -149,14 +157,18 @@ class RadixCache:
         held = sum(len(node.pages) for node in self._path(peek.node) if node.lock_ref > released[node])
         return max(peek.num_pages - held, 0)
 
-    def insert(self, ids: Sequence[int], page_ids: Sequence[int], extra_key: str = "") -> Inserted:
+    def insert(
+        self, ids: Sequence[int], page_ids: Sequence[int], extra_key: str = "", behind: TreeNode | None = None
+    ) -> Inserted:
         """Insert the pages of a computed prefix. `ids` and `page_ids` cover the same whole pages.
 
-        The tree takes the pages that it lacks. The others are returned as duplicates.
+        They continue the prefix that ends in `behind`, if that is given, so that a prompt of many chunks costs its
+        length. The tree takes the pages that it lacks. The others are returned as duplicates.
         """
-        keys = self._cut(ids, extra_key)
+        top = behind or self._root
+        keys = self._cut(ids, extra_key if top is self._root else "")
         assert len(keys) == len(page_ids) and len(ids) == len(keys) * self.page_size
-        node, rest = self._descend(keys)
+        node, rest = self._descend(keys, top)
         if rest:
             leaf = TreeNode(parent=node, keys=rest, pages=list(page_ids[len(keys) - len(rest) :]))
             if self.changes is not None:
@@ -168,7 +180,7 @@ class RadixCache:
             self._queue_for_eviction(leaf)
             self.num_evictable_pages += len(rest)
             node = leaf
-        pages = self._path_pages(node)
+        pages = self._path_pages(node, top)
         return Inserted(
             node, pages, [ours for ours, tree in zip(page_ids, pages, strict=True) if ours != tree]
         )
@@ -207,7 +219,7 @@ class RadixCache:
         The removed pages belong to the caller then.
         """
         keys = self._cut(ids, extra_key)
-        top, unmatched = self._descend(keys[:num_pages])
+        top, unmatched = self._descend(keys[:num_pages], self._root)
         if unmatched or num_pages >= len(keys) or keys[num_pages] not in top.children:
             return []
         evicted: list[int] = []
@@ -254,23 +266,26 @@ class RadixCache:
         last = parent.hashes[-1] if parent.hashes else root_hash("")
         for key in keys:
             if isinstance(key[0], str):
-                last = root_hash(key[0])
-            last = next_hash(last, (part for part in key if not isinstance(part, str)))
+                last, key = root_hash(key[0]), key[1:]
+            last = next_hash(last, cast("tuple[int, ...]", key))
             hashes.append(last)
         return hashes
 
     def _cut(self, ids: Sequence[int], extra_key: str) -> list[Page]:
-        size = self.page_size
-        keys: list[Page] = [tuple(ids[i : i + size]) for i in range(0, len(ids) - size + 1, size)]
+        # One iterator, taken page_size times for each tuple; a page that is not whole is left out.
+        keys: list[Page] = list(zip(*[iter(ids)] * self.page_size, strict=False))
         if extra_key and keys:
             keys[0] = (extra_key, *keys[0])
         return keys
 
-    def _descend(self, keys: list[Page]) -> tuple[TreeNode, list[Page]]:
-        """Follow `keys` down the tree, splitting a node that matches in part. Returns the last node and the rest."""
-        node = self._root
+    def _descend(self, keys: list[Page], node: TreeNode) -> tuple[TreeNode, list[Page]]:
+        """Follow `keys` down from `node`, splitting one that matches in part. Returns the last node and the rest.
+
+        Every node of the path counts as used, from the root on.
+        """
         at = 0
-        self._touch(node)
+        for ancestor in reversed(list(self._path(node))):
+            self._touch(ancestor)
         while at < len(keys):
             child = node.children.get(keys[at])
             if child is None:
@@ -330,8 +345,10 @@ class RadixCache:
             yield node
             node = node.parent
 
-    def _path_pages(self, node: TreeNode) -> list[int]:
-        return [page for ancestor in reversed(list(self._path(node))) for page in ancestor.pages]
+    def _path_pages(self, node: TreeNode, top: TreeNode) -> list[int]:
+        """The pages of the nodes below `top`, down to `node`."""
+        path = list(takewhile(lambda ancestor: ancestor is not top, self._path(node)))
+        return [page for ancestor in reversed(path) for page in ancestor.pages]
 
     def _nodes(self, top: TreeNode | None = None) -> Iterator[TreeNode]:
         """The nodes below `top` and itself, each before its children. None: all nodes."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import overload
 
@@ -15,9 +15,9 @@ def root_hash(extra_key: str) -> int:
     return xxhash.xxh3_64_intdigest(extra_key.encode())
 
 
-def next_hash(parent: int, token_ids: Iterable[int]) -> int:
+def next_hash(parent: int, token_ids: Sequence[int]) -> int:
     """The hash of the page with `token_ids` after the page with hash `parent`; not safe against made collisions."""
-    return xxhash.xxh3_64_intdigest(array("q", token_ids).tobytes(), seed=parent)
+    return xxhash.xxh3_64_intdigest(struct.pack(f"{len(token_ids)}q", *token_ids), seed=parent)
 
 
 def block_hashes(ids: Sequence[int], page_size: int, extra_key: str = "") -> Iterator[int]:
