@@ -36,6 +36,7 @@ def sim_engine(config: NodeConfig, stream: SimStream, clock: NodeClock) -> Engin
         eos_token_ids=frozenset({EOS}),
         profiler=Profiler(config.profile_dir, "simulated"),
         cpu_cores=CpuCores(1),
+        snapshot=lambda batch, *_: batch,
         clock=clock,
         stamp_clock=clock,
     )

@@ -145,7 +145,6 @@ class SimNode:
             self.clock,
             costs,
             token_of,
-            self._launching,
             on_launch=None if on_launch is None else lambda batch: on_launch(self, batch),
             fail=shape.forward_fault,
             rng=transport.random,
@@ -212,11 +211,6 @@ class SimNode:
             self._step_at(now + self._poll_s)
         if self._on_step is not None:
             self._on_step(self)
-
-    def _launching(self) -> ScheduleBatch:
-        batch: ScheduleBatch | None = self.scheduler.batcher.last_batch
-        assert batch is not None
-        return batch
 
     # ------------------------------------------------------------------------------------- the router
     @property

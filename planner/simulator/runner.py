@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from planner.cost_model import CostModel
 from planner.simulator.events import NodeClock
-from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.kvcache.host_pages import PageCopy
 from shared.scheduling.commit import Sampled
 from shared.scheduling.plan import ScheduleBatch
@@ -72,8 +71,8 @@ class SimCopyResult:
 class SimStream:
     """A ForwardStream: forwards run one after the other, each as long as the cost model says.
 
-    `launching` names the decision that is being launched: tokens are a function of (rid, position), and a
-    ModelWorkerBatch, being values for a device, names neither.
+    It takes the decisions themselves: tokens are a function of (rid, position), and a ModelWorkerBatch, being values
+    for a device, names neither.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class SimStream:
         clock: NodeClock,
         costs: CostModel,
         token_of: TokenOf,
-        launching: Callable[[], ScheduleBatch],
         *,
         on_launch: OnLaunch | None = None,
         fail: float = 0.0,
@@ -90,7 +88,6 @@ class SimStream:
         self._clock = clock
         self._costs = costs
         self._token_of = token_of
-        self._launching = launching
         self._on_launch = on_launch
         self._fail = fail
         self._random = rng or random.Random(0)
@@ -100,9 +97,8 @@ class SimStream:
         self.num_extend_tokens = 0
         self.fail_next = False
 
-    def submit(self, batch: ModelWorkerBatch) -> SimResult:
+    def submit(self, scheduled: ScheduleBatch) -> SimResult:
         """Queue a forward behind those before it."""
-        scheduled = self._launching()
         if self._on_launch is not None:
             self._on_launch(scheduled)
         seconds = self._seconds(scheduled)

@@ -18,6 +18,7 @@ from shared.device_threads import DeviceThreads
 from shared.engine.backends import load_model
 from shared.engine.forward_stream import ForwardStream, make_forward_stream
 from shared.engine.model_runner import ModelRunner
+from shared.engine.model_worker_batch import Snapshot, snapshot
 from shared.engine.profiler import Profiler
 from shared.engine.progress import Progress
 from shared.engine.resolve import (
@@ -72,6 +73,8 @@ class Engine:
     share: DeviceShare | None = None
     """Of the device's memory; None for an engine that a test has put together."""
     grammars: CompilePool = field(default_factory=lambda: CompilePool(no_grammars))
+    snapshot: Snapshot = snapshot
+    """What the stream takes of a decision."""
     clock: Clock = time.monotonic
     """Of deadlines and measurements. No decision reads it."""
     stamp_clock: Clock = time.time

@@ -18,7 +18,7 @@ from shared.engine.forward_stream import (
     is_device_lost,
 )
 from shared.engine.kv_copies import KVCopies
-from shared.engine.model_worker_batch import snapshot
+from shared.engine.model_worker_batch import Snapshot, snapshot
 from shared.engine.profiler import Span
 from shared.engine.vocab_mask import fill_vocab_mask, must_wait_for_commit
 from shared.errors import RequestError
@@ -59,6 +59,7 @@ class Launcher:
         clock: Clock = time.monotonic,
         span: Span = nullcontext,
         debug_checks: bool = False,
+        snapshot: Snapshot = snapshot,
     ) -> None:
         self._stream = stream
         self._ledger = ledger
@@ -66,6 +67,7 @@ class Launcher:
         self._overlap = overlap
         self._clock = clock
         self._span = span
+        self._snapshot = snapshot
         self._counted_rows = CountedRows()
         self._copies = KVCopies(stream, ledger)
         self._checks = LaunchChecks() if debug_checks else None
@@ -115,7 +117,7 @@ class Launcher:
         launched = Launched(batch, began_at)
         self._ledger.allocator.forward_launched()
         try:
-            inputs = snapshot(
+            inputs = self._snapshot(
                 batch,
                 self._ledger.rows,
                 batch.future_writes,

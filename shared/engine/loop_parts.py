@@ -20,6 +20,7 @@ def new_launcher(engine: Engine, options: ScheduleOptions) -> Launcher:
         clock=engine.clock,
         span=engine.profiler.span,
         debug_checks=options.debug_checks,
+        snapshot=engine.snapshot,
     )
 
 

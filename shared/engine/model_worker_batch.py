@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,12 @@ class ModelWorkerBatch:
     sampled_B: np.ndarray
     sampling: HostSampling
     future_writes: tuple[tuple[int, int], ...]
+
+
+Snapshot = Callable[
+    [ScheduleBatch, ReqToTokenPool, Sequence[tuple[int, int]], frozenset[int], CountedRows], Any
+]
+"""`snapshot`, or what else makes of a decision what a stream takes: a simulated one takes the decision itself."""
 
 
 def snapshot(

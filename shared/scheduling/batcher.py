@@ -293,12 +293,12 @@ class Batcher:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for their prefill, or for the rest of it; retracted ones are counted with them."""
-        return len(self.waiting_queue) + self.retraction.count.num_retracted + (self.chunked_req is not None)
+        return len(self.waiting_queue) + self.retraction.num_retracted + (self.chunked_req is not None)
 
     @property
     def num_retractions(self) -> int:
         """How often a request gave its KV up."""
-        return self.retraction.count.num_host + self.retraction.count.num_recompute
+        return self.retraction.num_retractions
 
     # ----------------------------------------------------------------------------------- in and out
     def arrived(self, req: Req) -> None:

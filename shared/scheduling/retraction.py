@@ -96,7 +96,17 @@ class Retraction:
     @property
     def count(self) -> RetractionCounts:
         """The counts so far, for the load that the node publishes."""
-        return RetractionCounts(len(self._queue), self._num_host, self._num_recompute, self._num_waits)
+        return RetractionCounts(self.num_retracted, self._num_host, self._num_recompute, self._num_waits)
+
+    @property
+    def num_retracted(self) -> int:
+        """Requests that are retracted now."""
+        return len(self._queue)
+
+    @property
+    def num_retractions(self) -> int:
+        """How often a request gave its KV up."""
+        return self._num_host + self._num_recompute
 
     # ------------------------------------------------------------------------------------- coming back
     @property
