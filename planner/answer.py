@@ -173,10 +173,12 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True):
     unit: Literal["tokens", "requests/s", "s"]
     now: float
     """The mean prompt, the rate or the bound as it was asked for."""
-    at: float | None
-    """Splitting starts or ceases to pay here. None: it does neither between `searched_low` and `searched_high`."""
-    pays: Literal["above", "below", "everywhere", "nowhere"]
-    """On which side of `at`, or within the whole range, splitting pays."""
+    pays: Literal["everywhere", "nowhere", "between"]
+    """`between` pays_from and pays_to: it meets the SLOs, and has more goodput by more than noise."""
+    pays_from: float | None
+    """None: from `searched_low` on, or nowhere."""
+    pays_to: float | None
+    """None: up to `searched_high`, or nowhere."""
     searched_low: float
     searched_high: float
     split: str

@@ -69,6 +69,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     candidate: Candidate
     figures: Figures
+    served: tuple[Served | None, ...]
+    """Of each request, in order of arrival. None: it failed."""
     prefill: FleetUse
     decode: FleetUse
     transfer_bytes_s: float
@@ -125,6 +127,7 @@ def simulate(
     outcomes = list(fleet.outcomes.values())
     done = [outcome for outcome in outcomes if outcome.ok]
     served = [_served(outcome) for outcome in done]
+    by_request = {id(outcome.request): one for outcome, one in zip(done, served, strict=True)}
     num_failed = len(requests) - len(served)
     seconds = arrival_seconds([request.at_s for request in requests]) or fleet.loop.now - requests[0].at_s
     figures = figures_of(served, num_failed, seconds, slo)
@@ -132,6 +135,7 @@ def simulate(
     return Run(
         candidate=candidate,
         figures=figures,
+        served=tuple(by_request.get(id(request)) for request in requests),
         prefill=loads.of[Role.PREFILL],
         decode=loads.of[Role.DECODE],
         transfer_bytes_s=loads.transfer_bytes_s,

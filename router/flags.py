@@ -36,7 +36,10 @@ _DISCOVERY_FLAGS = ("discovery", "discovery_namespace", "prefill_selector", "dec
 def build_parser() -> argparse.ArgumentParser:
     """All flags: the router's own, and those that it hands to the nodes it starts."""
     parser = cli.make_parser("router", "Serve a model: start nodes on this machine, or join running ones.")
-    parser.epilog = "`router top` shows the live state of a running router in a terminal."
+    parser.epilog = (
+        "`router top` shows the live state of a running router in a terminal. "
+        "`router plan` tells whether splitting helps your traffic, and with how many nodes."
+    )
     _add_topology_flags(parser)
     http = add_flags(parser, "HTTP", HttpOptions, *_HTTP_FLAGS)
     http.add_argument("--allowed-origins", type=origins, action="append", default=[], metavar="ORIGIN",

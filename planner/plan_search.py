@@ -1,0 +1,278 @@
+"""The search: every option over rates, first in a part of the traffic, then those that may be the best in all of it.
+
+    every option ──first window──▶ Curve ──cannot be the best──▶ its figures stay those of the first window (screened)
+                                     └──may be the best──all windows──▶ Curve ──choose──▶ the best
+
+All options see the same requests, at rates of one common grid, so what they differ in is not the luck of the draw.
+In all windows are simulated: the options that may be the cheapest to meet the SLOs; and of the fleets with as many
+nodes as the best one, one fewer or one more, those that may serve the highest rate. An option may do that unless even
+the upper end of its interval is a step of the grid (9 %) below the lower end of the best one's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from planner.answer import Difference, Estimate
+from planner.candidate import Candidate
+from planner.estimate import crossing, difference, estimate, is_more_than_noise
+from planner.figures import Slo
+from planner.plan_trials import Option, Sample, Trials, Variation
+
+STEPS = 8
+"""Rates for each doubling. The highest rate is interpolated between two that are a step apart."""
+MAX_DOUBLINGS = 6
+"""Loads from 1/64 to 64 of the traffic's are tried."""
+STEP = 2 ** (1 / STEPS)
+NEARLY = 1.05
+"""Candidates that all miss the SLOs are as near to them if their slo_factor differs by no more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aim:
+    """What a fleet is to reach."""
+
+    slo: Slo
+    good_share: float
+
+    def is_met_by(self, sample: Sample) -> bool:
+        """Whether enough requests meet both SLOs."""
+        return estimate(sample.good_shares(self.slo)).value >= self.good_share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Of one node for an hour."""
+
+    prefill: float
+    decode: float
+
+    def of(self, option: Option) -> float:
+        """Of the fleet."""
+        if option.machine == "prefill":
+            return self.prefill * option.candidate.num_nodes
+        return self.prefill * option.candidate.num_prefill + self.decode * option.candidate.num_decode
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One option over rates."""
+
+    option: Option
+    aim: Aim
+    samples: tuple[Sample, ...]
+    """Ascending loads, one of them 1."""
+    windows: int
+
+    @property
+    def now(self) -> Sample:
+        """At the rate of the traffic."""
+        return next(sample for sample in self.samples if sample.load == 1.0)
+
+    @cached_property
+    def max_rate(self) -> Estimate | None:
+        """The highest rate at which enough requests meet both SLOs; its interval is that of the shares around it."""
+        shares = [estimate(sample.good_shares(self.aim.slo)) for sample in self.samples]
+        rates = [sample.rate for sample in self.samples]
+        value = crossing(
+            [(rate, share.value) for rate, share in zip(rates, shares, strict=True)], self.aim.good_share
+        )
+        if value is None or value == rates[-1]:
+            return None if value is None else Estimate(value=value, low=value, high=value)
+        above = bisect_right(rates, value)
+        here, there = shares[above - 1], shares[above]
+        doubt = (here.high - here.low + there.high - there.low) / 4
+        doublings = math.log2(rates[above] / rates[above - 1]) * doubt / max(here.value - there.value, 1e-9)
+        width = 2 ** min(1.0, doublings)
+        return Estimate(value=value, low=value / width, high=value * width)
+
+    @property
+    def is_bound(self) -> bool:
+        """Enough requests meet both SLOs at the highest rate that was tried."""
+        return self.aim.is_met_by(self.samples[-1])
+
+    @property
+    def simplicity(self) -> tuple[bool, bool, str]:
+        """The smaller, the simpler the fleet is to run."""
+        candidate = self.option.candidate
+        return candidate.splits, candidate.enable_mixed_chunk, self.option.machine
+
+    @property
+    def slo_factor(self) -> float:
+        """At the rate of the traffic."""
+        factor = self.now.slo_factor(self.aim.slo, self.aim.good_share)
+        return float("inf") if factor is None else factor
+
+
+def options(nodes: range, machines: Sequence[str]) -> list[Option]:
+    """Every split of so many nodes, and the same machines together, with mixed chunks and without.
+
+    `machines` are those on which nodes may do both: prefill and decode where these differ, else one without a name.
+    """
+    return [
+        option
+        for num in nodes
+        for option in (
+            *(
+                Option(
+                    candidate=Candidate(num_prefill=0, num_decode=num, enable_mixed_chunk=mixed),
+                    machine=machine,
+                )
+                for machine in machines
+                for mixed in (False, True)
+            ),
+            *(Option(candidate=Candidate(num_prefill=p, num_decode=num - p)) for p in range(1, num)),
+        )
+    ]
+
+
+async def curve(trials: Trials, option: Option, aim: Aim, windows: int) -> Curve:
+    """The option at the rate of the traffic, and around the highest rate that it serves within the aim."""
+    samples: dict[int, Sample] = {}
+
+    async def meets(step: int) -> bool:
+        samples[step] = await trials.sample(option, windows, Variation(load=STEP**step))
+        return aim.is_met_by(samples[step])
+
+    low = high = 0
+    if await meets(0):
+        while low == high and high < STEPS * MAX_DOUBLINGS:
+            high += STEPS
+            low = high if await meets(high) else low
+    else:
+        while low == high and low > -STEPS * MAX_DOUBLINGS:
+            low -= STEPS
+            high = low if not await meets(low) else high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if await meets(middle) else (low, middle)
+    return Curve(option, aim, tuple(samples[step] for step in sorted(samples)), windows)
+
+
+async def search(
+    trials: Trials,
+    asked: Sequence[Option],
+    aim: Aim,
+    price_of: Callable[[Option], float],
+    report: Callable[[Curve], None],
+) -> list[Curve]:
+    """A curve of every option, in their order: over all windows of those that may be the best."""
+
+    async def one(option: Option, windows: int) -> Curve:
+        found = await curve(trials, option, aim, windows)
+        report(found)
+        return found
+
+    num_windows = len(trials.setting.windows)
+    screened = await asyncio.gather(*(one(option, 1) for option in asked))
+    if num_windows == 1:
+        return list(screened)
+    num_nodes = (await choose(trials, screened, price_of)).option.candidate.num_nodes
+    again = [
+        (abs(seen.option.candidate.num_nodes - num_nodes) <= 1 and may_be_best(seen, screened))
+        or may_be_cheapest(seen, screened, price_of)
+        for seen in screened
+    ]
+    return list(
+        await asyncio.gather(
+            *(
+                one(seen.option, num_windows) if is_open else _as_it_is(seen)
+                for seen, is_open in zip(screened, again, strict=True)
+            )
+        )
+    )
+
+
+async def _as_it_is(seen: Curve) -> Curve:
+    return seen
+
+
+def may_be_best(one: Curve, curves: Sequence[Curve]) -> bool:
+    """Whether it may be the best of those with as many nodes."""
+    rivals = [other for other in curves if other.option.candidate.num_nodes == one.option.candidate.num_nodes]
+    if not any(rival.max_rate for rival in rivals):
+        return one.slo_factor <= STEP * NEARLY * min(rival.slo_factor for rival in rivals)
+    most = max(rival.max_rate.low for rival in rivals if rival.max_rate)
+    return one.max_rate is not None and one.max_rate.high * STEP >= most
+
+
+def may_be_cheapest(one: Curve, curves: Sequence[Curve], price_of: Callable[[Option], float]) -> bool:
+    """Whether it may be the cheapest that meets the aim at the rate of the traffic."""
+    rate = one.now.rate
+    sure = [other for other in curves if other.max_rate and other.max_rate.low >= rate * STEP]
+    least = min((price_of(other.option) for other in sure), default=float("inf"))
+    return one.max_rate is not None and one.max_rate.high * STEP >= rate and price_of(one.option) <= least
+
+
+# -------------------------------------------------------------------------------------------------- the best
+async def tied_with_best(trials: Trials, curves: Sequence[Curve]) -> list[Curve]:
+    """Those with the highest rate within the aim, but for what may be chance; the simplest one comes first.
+
+    A curve is tied with the one of the highest rate if, at a rate that only just is too much for that one, its good
+    share differs by no more than noise.
+    """
+    aim = curves[0].aim
+    able = [one for one in curves if one.max_rate]
+    if not able:
+        least = min(one.slo_factor for one in curves)
+        return sorted(
+            (one for one in curves if one.slo_factor <= NEARLY * least),
+            key=lambda one: (*one.simplicity, one.slo_factor),
+        )
+    rates = {id(one): one.max_rate.value for one in able if one.max_rate}
+    best = max(able, key=lambda one: rates[id(one)])
+    too_much = next((s for s in best.samples if s.rate > rates[id(best)]), best.samples[-1])
+    varied = Variation(load=too_much.load)
+
+    async def ties(one: Curve) -> bool:
+        if one is best or rates[id(one)] * NEARLY >= rates[id(best)]:
+            return True
+        windows = min(one.windows, best.windows)
+        ours, theirs = await asyncio.gather(
+            trials.sample(one.option, windows, varied), trials.sample(best.option, windows, varied)
+        )
+        return not is_more_than_noise(difference(theirs.good_shares(aim.slo), ours.good_shares(aim.slo)))
+
+    tied = [one for one, is_tied in zip(able, await asyncio.gather(*map(ties, able)), strict=True) if is_tied]
+    return sorted(tied, key=lambda one: (*one.simplicity, -rates[id(one)]))
+
+
+async def choose(trials: Trials, curves: Sequence[Curve], price_of: Callable[[Option], float]) -> Curve:
+    """The cheapest that meets the aim at the rate of the traffic; if none does, that with the most goodput.
+
+    If those that have most cannot be told apart, for example where no request meets the SLOs, it is the one that
+    comes nearest to them.
+    """
+    most = max(one.windows for one in curves)
+    full = [one for one in curves if one.windows == most]
+    meeting = [one for one in full if one.aim.is_met_by(one.now)]
+    if meeting:
+        least = min(price_of(one.option) for one in meeting)
+        return (await tied_with_best(trials, [one for one in meeting if price_of(one.option) == least]))[0]
+    slo = full[0].aim.slo
+    most_good = max(full, key=lambda one: sum(one.now.good_shares(slo))).now.good_shares(slo)
+    tied = [one for one in full if not is_more_than_noise(difference(most_good, one.now.good_shares(slo)))]
+    nearest = min(one.slo_factor for one in tied)
+    near = [one for one in tied if one.slo_factor <= NEARLY * nearest]
+    return min(near, key=lambda one: (price_of(one.option), *one.simplicity, one.slo_factor))
+
+
+def differs(base: Sample, other: Sample, slo: Slo) -> Difference:
+    """`other` against `base`, on the same requests."""
+    goodput = difference(
+        [share * other.rate for share in other.good_shares(slo)],
+        [share * base.rate for share in base.good_shares(slo)],
+    )
+    ttft, itl = (difference(other.means(field), base.means(field)) for field in ("ttft_s", "itl_s"))
+    return Difference(
+        base=base.option.name,
+        goodput=goodput,
+        ttft_mean_s=ttft,
+        itl_mean_s=itl,
+        is_more_than_noise=any(map(is_more_than_noise, (goodput, ttft, itl))),
+    )

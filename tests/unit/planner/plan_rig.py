@@ -1,0 +1,127 @@
+"""Plans over planted truths: runs without a simulation, and small traffic for real ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from planner.answer import Answer
+from planner.candidate import Candidate
+from planner.cost_model import CostModel
+from planner.figures import Served, Slo, figures_of
+from planner.plan_answer import Asked, answer_by
+from planner.plan_search import Aim, Prices
+from planner.plan_traffic import Traffic
+from planner.plan_trials import Setting, Trial, Variation
+from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
+from planner.simulate import Bottleneck, FleetUse, Run
+from planner.traffic.trace import SimRequest
+
+FORWARD = CostModel(a=0.002, b=1e-4, c=0.0, d=0.005, e=1e-4, f=0.0)
+NODE = NodeKind(
+    pool_tokens=16384,
+    page_size=16,
+    context_length=4096,
+    max_running_requests=32,
+    chunked_prefill_size=512,
+    kv_bytes_per_token=1024,
+    start_s=1.0,
+)
+PROFILE = Profile(
+    measured=Measured(at="2026-01-01T00:00:00Z", machine="a machine", model="a model", versions={}),
+    node=NODE,
+    forward=FORWARD,
+    transfer=TransferCost(latency_s=0.001, bytes_s=1e9),
+    router=RouterCost(request_s=0.0, token_s=0.0),
+)
+SLO = Slo(ttft_s=0.5, itl_s=0.05)
+GOOD = Served(ttft_s=0.1, e2e_s=0.2, num_tokens=11)
+BAD = Served(ttft_s=5.0, e2e_s=5.1, num_tokens=11)
+
+Capacity = Callable[[Candidate, Variation], float]
+"""Requests a second that a candidate serves within the SLOs."""
+
+
+def costing(**costs: float) -> Profile:
+    """PROFILE with other costs of forwards."""
+    return msgspec.structs.replace(PROFILE, forward=CostModel(**(vars(FORWARD) | costs)))
+
+
+def traffic(
+    num: int = 40, *, rate: float = 1.0, input_len: int = 256, output_len: int = 11, windows: int = 1
+) -> Traffic:
+    """Requests at even distances that share nothing."""
+    made = []
+    for window in range(windows):
+        first = window * num
+        made.append(
+            tuple(
+                SimRequest(i / rate, input_len, output_len, (first + i,), max(input_len, 1))
+                for i in range(num)
+            )
+        )
+    return Traffic(tuple(made), rate, "made up")
+
+
+def asked(
+    *profiles: Profile,
+    of: Traffic | None = None,
+    nodes: range = range(1, 3),
+    slo: Slo = SLO,
+    prices: Prices | None = None,
+    **more: object,
+) -> Asked:
+    """A question about PROFILE, or about those given."""
+    named = tuple((Path(f"profile{i}.json"), one) for i, one in enumerate(profiles or (PROFILE,)))
+    return Asked(
+        profiles=named,
+        prices=prices,
+        traffic=of or traffic(),
+        aim=Aim(slo=slo, good_share=0.9),
+        nodes=nodes,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def planned(question: Asked) -> Answer:
+    """The answer, simulated in this process."""
+    setting = question.setting
+
+    async def run(trial: Trial) -> Run:
+        return setting.run(trial)
+
+    return asyncio.run(answer_by(question, run, lambda line: None))
+
+
+def planted(question: Asked, capacity: Capacity) -> Answer:
+    """The answer where a fleet serves what `capacity` says, and misses with all above it."""
+
+    async def run(trial: Trial) -> Run:
+        return _planted_run(question.setting, trial, capacity(trial.option.candidate, trial.variation))
+
+    return asyncio.run(answer_by(question, run, lambda line: None))
+
+
+def _planted_run(setting: Setting, trial: Trial, capacity: float) -> Run:
+    num = len(setting.windows[trial.window])
+    share = min(1.0, capacity / (setting.rate * trial.variation.load))
+    served = tuple(GOOD if int((i + 1) * share + 1e-9) > int(i * share + 1e-9) else BAD for i in range(num))
+    use = FleetUse(nodes=1, busy_share=0.5, pool_share=0.5, queued=0.0)
+    return Run(
+        candidate=trial.option.candidate,
+        figures=figures_of(served, 0, num / setting.rate, setting.slo),
+        served=served,
+        prefill=use,
+        decode=use,
+        transfer_bytes_s=1e6,
+        link_busy_share=0.1,
+        router_busy_share=0.0,
+        cached_share=0.0,
+        computed_share=1.0,
+        stages_s={},
+        bottleneck=Bottleneck.NONE if share == 1.0 else Bottleneck.PREFILL,
+        cpu_s=0.001 * num,
+    )

@@ -1,0 +1,158 @@
+"""What a plan finds where the truth was planted: rates, the best fleet, thresholds, another load."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.answer import Answer, Threshold
+from planner.candidate import Candidate
+from planner.estimate import crossing, difference, estimate, is_more_than_noise
+from planner.plan_search import Prices
+from planner.plan_trials import Variation
+from tests.unit.planner.plan_rig import PROFILE, asked, planted, traffic
+
+
+def pipeline(candidate: Candidate, varied: Variation) -> float:
+    """A prefill node serves 2 requests/s and a decode node 3; one that does both 1.1."""
+    if not candidate.splits:
+        return 1.1 * candidate.num_decode / varied.cost
+    return min(2.0 * candidate.num_prefill, 3.0 * candidate.num_decode) / varied.cost
+
+
+def threshold(answer: Answer, axis: str) -> Threshold:
+    return next(one for one in answer.thresholds if one.axis == axis)
+
+
+@pytest.mark.parametrize("rate", [0.1, 1.0, 20.0])
+def test_the_highest_rates_come_back(rate: float) -> None:
+    """A rate at which a tenth of the requests misses is 1 / 0.9 of what is served."""
+    answer = planted(asked(of=traffic(200, rate=rate), nodes=range(1, 5)), pipeline)
+    for one in answer.candidates:
+        truth = pipeline(Candidate(num_prefill=one.num_prefill, num_decode=one.num_decode), Variation()) / 0.9
+        assert one.max_rate is not None and one.max_rate.value == pytest.approx(truth, rel=0.03), one.name
+        assert one.max_rate.low <= one.max_rate.value <= one.max_rate.high
+
+
+def test_every_split_and_the_same_machines_together() -> None:
+    answer = planted(asked(of=traffic(400), nodes=range(1, 4)), pipeline)
+    assert [one.name for one in answer.candidates] == [
+        "1 together", "1 together, mixed chunks",
+        "2 together", "2 together, mixed chunks", "1P1D",
+        "3 together", "3 together, mixed chunks", "1P2D", "2P1D",
+    ]  # fmt: skip
+    assert [one.num_nodes for one in answer.verdict.best_of] == [1, 2, 3]
+    assert [one.name for one in answer.verdict.best_of] == ["1 together", "2 together", "3 together"], (
+        "of ties"
+    )
+    assert "1P1D" not in answer.verdict.best_of[1].tied_with, "2 is less than 2.2"
+    assert answer.effort.num_simulated_reqs == 400 * answer.effort.num_simulations
+
+
+@pytest.mark.parametrize(
+    ("rate", "best", "splits"), [(1.0, "1 together", False), (2.3, "3 together", False), (5.9, "3P2D", True)]
+)
+def test_the_fewest_nodes_that_meet_the_slos(rate: float, best: str, splits: bool) -> None:
+    answer = planted(asked(of=traffic(100, rate=rate * 1.1, windows=2), nodes=range(1, 6)), pipeline)
+    assert (answer.verdict.best, answer.verdict.splits, answer.verdict.meets) == (best, splits, True)
+    assert answer.verdict.headline.startswith("Split: " if splits else "Do not split: ")
+
+
+def test_screening_never_loses_the_best_and_says_what_was_screened() -> None:
+    """The first window of the traffic is served as the others are, so a full search finds the same."""
+    question = asked(of=traffic(100, rate=9.0, windows=3), nodes=range(1, 7))
+    answer = planted(question, pipeline)
+    assert (answer.verdict.best, answer.verdict.meets) == ("6 together", False), "6.6 of 9 requests/s"
+    assert not answer.candidate("6 together").is_screened
+    assert answer.candidate("1 together").is_screened
+    assert {one.now.num_reqs for one in answer.candidates} == {100, 300}
+
+
+def test_prices_choose_the_fleet_and_give_goodput_a_price() -> None:
+    """2P1D and 1P2D serve 2 requests/s or more; a decode node costs a tenth of a prefill node."""
+
+    def fleets(candidate: Candidate, varied: Variation) -> float:
+        return 2.5 if candidate.splits else 0.1
+
+    question = asked(
+        PROFILE, PROFILE, of=traffic(rate=2.0), nodes=range(3, 4), prices=Prices(prefill=10, decode=1)
+    )
+    answer = planted(question, fleets)
+    assert answer.verdict.best == "1P2D"
+    best = answer.candidate("1P2D")
+    assert best.price == 12 and best.max_rate is not None
+    assert best.goodput_a_price == pytest.approx(0.9 * best.max_rate.value * 3600 / 12)
+    assert answer.candidate("3 together (prefill machines)").price == 30
+    swapped = asked(
+        PROFILE, PROFILE, of=traffic(rate=2.0), nodes=range(3, 4), prices=Prices(prefill=1, decode=10)
+    )
+    assert planted(swapped, fleets).verdict.best == "2P1D"
+
+
+def test_a_fleet_that_meets_no_slo_says_by_how_much() -> None:
+    answer = planted(asked(of=traffic(rate=100.0)), pipeline)
+    assert not answer.verdict.meets
+    assert "10.00 times as wide" in answer.verdict.headline, "5 s in place of 0.5 s"
+    assert "900% over the SLO" in answer.verdict.headline
+
+
+def test_thresholds_are_where_they_were_planted() -> None:
+    """A split of two serves 2 requests/s; together they serve 8 / prompt factor: 2 from 4 times the prompts on."""
+
+    def duel(candidate: Candidate, varied: Variation) -> float:
+        return 2.2 if candidate.splits else 4.4 / varied.prompt
+
+    answer = planted(asked(of=traffic(200, rate=1.0), nodes=range(2, 3)), duel)
+    prompt = threshold(answer, "prompt")
+    assert prompt.pays == "between" and prompt.pays_to is None
+    assert prompt.pays_from == pytest.approx(4.4 * 256, rel=0.1), (
+        "there the fleet together begins to miss at 1/s"
+    )
+    rate = threshold(answer, "rate")
+    assert (rate.pays, rate.pays_from, rate.pays_to) == ("nowhere", None, None)
+    assert "does not pay" in rate.words and "0.125" in rate.words
+    assert threshold(answer, "slo_ttft").pays == "nowhere"
+
+
+def test_a_split_pays_between_two_rates() -> None:
+    def duel(candidate: Candidate, varied: Variation) -> float:
+        return 2.0 if candidate.splits else 1.5
+
+    answer = planted(asked(of=traffic(200, rate=1.0), nodes=range(2, 3)), duel)
+    rate = threshold(answer, "rate")
+    assert rate.pays_from == pytest.approx(1.55, rel=0.1) and rate.pays_to == pytest.approx(
+        2.0 / 0.9, rel=0.1
+    )
+    assert (rate.split, rate.together) == ("1P1D", "2 together")
+
+
+def test_what_another_load_or_cost_would_change() -> None:
+    answer = planted(asked(of=traffic(100, rate=2.6, windows=2), nodes=range(1, 5)), pipeline)
+    assert answer.verdict.best == "3 together"
+    changed = {(one.what, one.factor): one for one in answer.sensitivity}
+    assert set(changed) == {("load", 0.8), ("load", 1.2), ("cost", 0.8), ("cost", 1.2)}
+    less, more = changed["load", 0.8], changed["load", 1.2]
+    assert (less.best, less.changes, less.meets) == ("2 together", True, True), "2.08 requests/s"
+    assert (more.best, more.changes) == ("3 together", False), "3.12 requests/s"
+    assert more.goodput_of_verdict == pytest.approx(3.12, rel=0.01)
+    assert changed["cost", 1.2].goodput_of_verdict == pytest.approx(2.6, rel=0.01), "3.3 / 1.2 is enough"
+
+
+# ---------------------------------------------------------------------------------------------- the statistics
+def test_an_interval_is_students() -> None:
+    one = estimate([1.0, 2.0, 3.0])
+    assert one.value == 2.0
+    assert one.high - one.value == pytest.approx(4.30 / 3**0.5), "t at 97.5 % and two degrees of freedom"
+    assert estimate([5.0]).low == 5.0
+
+
+def test_what_both_have_in_common_is_no_noise() -> None:
+    bursts = [1.0, 9.0, 2.0, 8.0]
+    assert is_more_than_noise(difference([one + 0.5 for one in bursts], bursts))
+    assert not is_more_than_noise(difference(bursts, list(reversed(bursts))))
+
+
+def test_crossing() -> None:
+    assert crossing([(1.0, 1.0), (4.0, 0.8)], 0.9) == pytest.approx(2.0), "halfway in the logarithm"
+    assert crossing([(1.0, 1.0), (2.0, 0.5), (4.0, 0.95)], 0.9) == 4.0, "the last"
+    assert crossing([(1.0, 0.5)], 0.9) is None
+    assert crossing([(1.0, 0.9), (2.0, 0.0)], 0.9) == 1.0
