@@ -3,7 +3,8 @@
     policies    each policy on both fleets, over the recorded conversations and few-shot prompts. `before` is round
                 robin among prefill nodes, with prefixes counted on decode nodes only
     fleet       `ttft` over 1,000 simulated nodes of which some die and some join
-    real        the same recorded conversations through nodes of this machine
+    real        parts of both recorded traces through real processes over nodes whose forwards are a wait, beside
+                what the simulator predicts for them
     turns       conversations of several turns: prompt tokens computed against new ones
 
 `goodput` is the share of the requests with a TTFT and a mean time between tokens within TTFT_S and TPOT_S. Simulated
@@ -18,6 +19,8 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from planner.candidate import Candidate
+from planner.figures import arrival_seconds, figures_of
 from planner.simulator.fleet import FleetShape, Outcome, SimFleet
 from planner.simulator.node import NodeShape
 from planner.traffic.trace import SimRequest, scaled
@@ -25,12 +28,25 @@ from router.dispatch.policy import POLICIES, cache_aware, round_robin, ttft
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
 from tests.bench.fitted import load_cost_model
+from tests.bench.planner import (
+    NODES,
+    SLO,
+    Added,
+    Part,
+    azure,
+    fit,
+    measure,
+    mooncake,
+    predict,
+    profile,
+)
 from tests.bench.recorded import MOONCAKE, load_trace
-from tests.bench.servers import TokenStream, new_client, prompt_ids, servers, stream
+from tests.bench.replay import Replayed
+from tests.bench.servers import new_client, prompt_ids, servers, stream
 from tests.bench.stats import figure, percentile
 from tests.bench.table import Row
 from tests.bench.timed_stream import VOCAB_SIZE
-from tests.bench.trace_serving import TPOT_S, TTFT_S, is_good, itls, ttfts
+from tests.bench.trace_serving import TPOT_S, TTFT_S
 from tests.sim.workloads import few_shot
 
 RATES = {MOONCAKE: 4.0, "few_shot": 2.0}
@@ -39,7 +55,8 @@ NUM_REQUESTS = 1500
 BEFORE = {"prefill_policy": round_robin, "decode_policy": cache_aware, "local_prefill_tokens": 16}
 LARGE = {"nodes": 1000, "requests": 4000, "rate": 400.0}
 NUM_DEATHS = 40
-REAL_REQUESTS, REAL_RATE = 60, 1.0
+REAL_PARTS = (mooncake(2.2, 1200), azure(2.0, 1200))
+"""Two prefill nodes of `planner.COSTS` are then busy for about half of the time."""
 CONVERSATIONS, TURNS, FIRST_TOKENS = 6, 5, 400
 TALKS = {"short answers": (48, 40), "long answers": (100, 200)}
 """Tokens of each later turn, and of each answer."""
@@ -122,49 +139,47 @@ def run_large() -> dict[str, Any]:
     }
 
 
-async def replay(url: str, requests: Sequence[SimRequest]) -> list[TokenStream]:
-    """Every request at its time. Equal blocks have equal tokens."""
-    async with new_client() as client:
-        return await asyncio.gather(*(_one(client, url, request) for request in requests))
-
-
-async def _one(client: Any, url: str, request: SimRequest) -> TokenStream:
-    ids = [
-        i
-        for block in request.blocks
-        for i in prompt_ids(random.Random(block), request.block_tokens, VOCAB_SIZE)
-    ]
-    await asyncio.sleep(request.at_s)
-    return await stream(client, url, ids[: request.input_len], request.output_len)
-
-
-def run_real() -> Iterator[dict[str, Any]]:
-    """The recorded conversations through a fleet of this machine, under each policy in turn, in both orders."""
-    requests = [
-        request
-        for request in itertools.islice(scaled(load_trace(), rate=REAL_RATE), REAL_REQUESTS)
-        if request.input_len + request.output_len < 2000
-    ]
-    rounds: dict[str, list[list[TokenStream]]] = {policy: [] for policy in ("before", *POLICIES)}
+def run_real(part: Part, added: Added) -> Iterator[dict[str, Any]]:
+    """A part of a trace through real processes under each policy, in both orders, beside what is predicted."""
+    requests = part.requests(NODES.context_length)
+    seconds = arrival_seconds([request.at_s for request in requests])
+    rounds: dict[str, list[Replayed]] = {policy: [] for policy in ("before", *POLICIES)}
     for order in (list(rounds), list(rounds)[::-1]):
         for policy in order:
-            with servers({policy: real_flags(policy)}) as urls:
-                rounds[policy].append(asyncio.run(replay(urls[policy], requests)))
+            rounds[policy].append(measure(candidate(policy), requests))
     for policy, both in rounds.items():
+        seen = [figures_of(list(one.served.values()), len(one.failed), seconds, SLO) for one in both]
+        run = predict(candidate(policy), requests, profile(NODES, added))
         yield {
             "bench": "real",
+            "workload": part.name,
             "policy": policy,
             "requests": len(requests),
-            **figure("ttft_mean_ms", [1e3 * sum(ttfts(seen)) / len(seen) for seen in both]),
-            **figure("ttft_p99_ms", [1e3 * percentile(ttfts(seen), 99) for seen in both]),
-            **figure("itl_p99_ms", [1e3 * percentile(itls(seen), 99) for seen in both]),
-            **figure("cached_share", [_cached_share(seen, requests) for seen in both]),
-            **figure("goodput", [sum(map(is_good, seen)) / len(seen) for seen in both]),
+            **figure("ttft_mean_ms", [1e3 * one.ttft_s.mean for one in seen]),
+            "ttft_mean_ms_predicted": round(1e3 * run.figures.ttft_s.mean),
+            **figure("ttft_p99_ms", [1e3 * one.ttft_s.p99 for one in seen]),
+            "ttft_p99_ms_predicted": round(1e3 * run.figures.ttft_s.p99),
+            **figure("itl_mean_ms", [1e3 * one.itl_s.mean for one in seen]),
+            **figure("itl_p99_ms", [1e3 * one.itl_s.p99 for one in seen]),
+            "itl_p99_ms_predicted": round(1e3 * run.figures.itl_s.p99, 1),
+            **figure("cached_share", [one.cached_share for one in both]),
+            "cached_share_predicted": round(run.cached_share, 3),
+            **figure("good_share", [one.good_share for one in seen]),
+            "good_share_predicted": round(run.figures.good_share, 3),
         }
 
 
-def _cached_share(seen: Sequence[TokenStream], requests: Sequence[SimRequest]) -> float:
-    return sum(one.meta["cached_tokens"] for one in seen) / sum(request.input_len for request in requests)
+def candidate(policy: str) -> Candidate:
+    """2P2D with one policy on both fleets, or as it was before there was a choice."""
+    if policy == "before":
+        return Candidate(
+            num_prefill=2,
+            num_decode=2,
+            prefill_policy="round-robin",
+            decode_policy="cache-aware",
+            local_prefill_tokens=16,
+        )
+    return Candidate(num_prefill=2, num_decode=2, prefill_policy=policy, decode_policy=policy)
 
 
 def real_flags(policy: str) -> list[str]:
@@ -223,7 +238,9 @@ def main() -> Iterator[dict[str, Any]]:
         for policy in ("before", *POLICIES):
             yield run_policy(name, policy)
     yield run_large()
-    yield from run_real()
+    added = fit()
+    for part in REAL_PARTS:
+        yield from run_real(part, added)
     for talk in TALKS:
         for policy in ("before", "ttft"):
             yield run_turns(policy, talk)
