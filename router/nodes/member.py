@@ -55,6 +55,11 @@ class Member:
         """The node's id, or its address as long as the id is not known."""
         return self.node_id or self.address
 
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """What is known of it: its address, and its id once it has said that."""
+        return {"node": self.node_id, "address": self.address} if self.node_id else {"address": self.address}
+
 
 def raise_if_different(ours: KVLayout, theirs: KVLayout) -> None:
     """Refuse a layout that differs, by the name of the first such field. Numerics may differ within a fleet."""

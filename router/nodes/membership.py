@@ -477,12 +477,12 @@ class Membership:
         if member.node is not None:
             self._sort()
         if is_new:
-            fields: dict[str, object] = {"node": member.node_id or "?", "address": member.address}
-            if reason:
-                fields["reason"] = reason
+            fields = member.log_fields | ({"reason": reason} if reason else {})
             calm = state in (MemberState.ALIVE, MemberState.DIALLING, MemberState.DRAINING)
             level = logging.INFO if calm else logging.WARNING
-            event(f"{member.role}_node_{state}", level=level, **fields)
+            # A list of addresses has no roles: those of its nodes are guessed until their hellos.
+            kind = f"{member.role}_node" if member.node_id or not member.listed else "node"
+            event(f"{kind}_{state}", level=level, **fields)
         self._signal()
 
     def _is_stale(self, member: Member) -> bool:
@@ -492,7 +492,7 @@ class Membership:
         return member.state is MemberState.LEFT or (is_old and others)
 
     def _forget(self, member: Member) -> None:
-        event("node_forgotten", node=member.node_id or "?", address=member.address)
+        event("node_forgotten", **member.log_fields)
         self._members.remove(member)
         self._sort()
         if member.task is not None and member.task is not asyncio.current_task():

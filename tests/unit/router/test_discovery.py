@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import queue
 import socket
 import threading
@@ -109,6 +110,27 @@ def test_a_node_that_is_listed_no_more_stays_while_it_answers() -> None:
             assert len(membership.live(Role.DECODE)) == 2 and not events.lost
             await gone.stop()
             await eventually(lambda: [member.node_id for member in membership.members] == ["d0"])
+
+    asyncio.run(run())
+
+
+def test_the_log_names_what_is_known_of_a_listed_node(caplog: pytest.LogCaptureFixture) -> None:
+    """DNS knows no role: a node that has never answered is not called a decode node that was lost."""
+    caplog.set_level(logging.INFO, "baton")
+
+    async def run() -> None:
+        async with FakeNode(Role.PREFILL, "p0") as node, new_membership() as (membership, _):
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                silent = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+            membership.on_listing([(Role.DECODE, node.ref.address), (Role.DECODE, silent)])
+            await eventually(lambda: membership.live(Role.PREFILL))
+            (lost,) = (member for member in membership.members if not member.node_id)
+            await eventually(lambda: lost.state is MemberState.LOST)
+            await membership.remove(lost)
+            texts = [record.getMessage() for record in caplog.records]
+            assert f"prefill_node_alive node=p0 address={node.ref.address}" in texts
+            assert any(text.startswith(f"node_lost address={silent} reason=") for text in texts), texts
+            assert f"node_forgotten address={silent}" in texts
 
     asyncio.run(run())
 
