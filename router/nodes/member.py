@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from router.nodes.node_link import LiveNode, Refusal
 from shared.protocol.messages import KVLayout, Role
@@ -56,7 +57,7 @@ class Member:
         return self.node_id or self.address
 
     @property
-    def log_fields(self) -> dict[str, str]:
+    def log_fields(self) -> dict[str, Any]:
         """What is known of it: its address, and its id once it has said that."""
         return {"node": self.node_id, "address": self.address} if self.node_id else {"address": self.address}
 

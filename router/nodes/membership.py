@@ -24,7 +24,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq.asyncio
 
@@ -477,7 +477,7 @@ class Membership:
         if member.node is not None:
             self._sort()
         if is_new:
-            fields = member.log_fields | ({"reason": reason} if reason else {})
+            fields: dict[str, Any] = member.log_fields | ({"reason": reason} if reason else {})
             calm = state in (MemberState.ALIVE, MemberState.DIALLING, MemberState.DRAINING)
             level = logging.INFO if calm else logging.WARNING
             # A list of addresses has no roles: those of its nodes are guessed until their hellos.

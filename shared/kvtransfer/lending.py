@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from shared import log
 from shared.kvcache.ledger import KVLedger
 from shared.kvcache.radix_cache import PrefixLock
 from shared.kvtransfer.layout import record_digest
-from shared.kvtransfer.peering import Peering
+from shared.kvtransfer.peering import MAX_UNNAMED_PEERS, Peering
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import SendEnded
 from shared.protocol.messages import Lend, ReqKey
@@ -34,6 +35,9 @@ READY_S = 5.0
 """A borrower asks for its pages at once, or never: then its router has called the request off, say."""
 MAX_BORROWERS = 1024
 """So many borrowers are remembered."""
+LINK_KEPT_S = 30.0
+"""So long after a borrower has asked, its link makes no room for that of another. A link takes long to build, so one
+that is closed before its next loan was built in vain: with more borrowers in turn than links, each of them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +62,8 @@ class Lending:
         self._peering = peering
         self._clock = clock
         self._loans: dict[ReqKey, _Loan] = {}
-        self._borrowers: OrderedDict[str, None] = OrderedDict()
+        self._borrowers: OrderedDict[str, float] = OrderedDict()
+        """When each has asked last, the latest one at the end."""
 
     def __len__(self) -> int:
         return len(self._loans)
@@ -71,9 +76,11 @@ class Lending:
         return incarnation in self._borrowers
 
     def start(self, message: Lend) -> None:
-        """Lend what is cached of a sequence, or only see to a link."""
+        """Lend what is cached of a sequence, or only see to a link, if there is room for one more."""
         borrower = message.borrower.incarnation
-        self._borrowers[borrower] = None
+        if message.work is None and not self._may_link(borrower):
+            return
+        self._borrowers[borrower] = self._clock()
         self._borrowers.move_to_end(borrower)
         if len(self._borrowers) > MAX_BORROWERS:
             self._borrowers.popitem(last=False)
@@ -87,6 +94,14 @@ class Lending:
         self._sender.open(message.key, borrower)
         if not match.pages:
             self._sender.cancel(message.key, "this node lends none of these pages")
+
+    def _may_link(self, borrower: str) -> bool:
+        """Whether `borrower` has asked lately, or a connection to it closes none to one that has."""
+        lately = self._clock() - LINK_KEPT_S
+        if self._borrowers.get(borrower, lately) > lately:
+            return True
+        latest = [*islice(reversed(self._borrowers.values()), MAX_UNNAMED_PEERS)]
+        return len(latest) < MAX_UNNAMED_PEERS or latest[-1] <= lately
 
     def ready(self, ready: Ready) -> None:
         """The borrower has reserved pages."""

@@ -17,11 +17,20 @@ from hypothesis import Phase, given, settings
 
 from shared.kvcache.audit import audit_idle
 from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.lending import MAX_BORROWERS, MAX_LOANS, PAGES_BESIDE_HANDOFFS, READY_S, loan_record
+from shared.kvtransfer.lending import (
+    LINK_KEPT_S,
+    MAX_BORROWERS,
+    MAX_LOANS,
+    PAGES_BESIDE_HANDOFFS,
+    READY_S,
+    Lending,
+    loan_record,
+)
 from shared.kvtransfer.states import Received
 from shared.protocol.messages import Decode, Flush, Leaving, Lend, ReqKey
 from shared.protocol.transfer_messages import Grant, Handoff
 from tests.cluster import Cluster, Node, receiver_of, ref, sender_of
+from tests.fake_network import VirtualClock
 from tests.sim.test_moves import config, params, prompt
 from tests.token_engine import reference_tokens, token_engine
 
@@ -522,10 +531,12 @@ def test_a_fetch_may_take_as_long_as_the_prompts_before_it_and_counts_behind_the
 
 def test_a_node_forgets_the_borrowers_that_asked_longest_ago() -> None:
     with fleet() as cluster:
-        lending = cluster.nodes["d0"].scheduler.lending
+        node, clock = cluster.nodes["d0"], VirtualClock()
+        lending = Lending(node.engine.ledger, node.sender, node.peering, clock)
         for name in ("early", "again", *map(str, range(MAX_BORROWERS - 2)), "again", "last"):
             lending.start(Lend(ReqKey("router", "link"), ref(name), None))
-        assert not lending.is_borrower("early") and not lending.is_borrower(receiver_of("p0"))
+            clock.now += LINK_KEPT_S
+        assert not lending.is_borrower("early")
         assert lending.is_borrower("again") and lending.is_borrower("last")
 
 

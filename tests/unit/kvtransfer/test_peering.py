@@ -8,9 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.kvtransfer.peering import MAX_UNNAMED_PEERS, REDIAL_S, UNNAMED_IDLE_S, DialledPeering
+from shared.kvtransfer.lending import LINK_KEPT_S, Lending
+from shared.kvtransfer.peering import (
+    MAX_UNNAMED_PEERS,
+    REDIAL_S,
+    UNNAMED_IDLE_S,
+    DialledPeering,
+)
 from shared.protocol.channel import ControlThread, Handlers
-from shared.protocol.messages import NodeRef
+from shared.protocol.messages import Lend, NodeRef, ReqKey
 from shared.protocol.transfer_messages import LinkOpen, ReceiverToSender
 from tests.patience import PATIENCE_S, until
 
@@ -83,6 +89,15 @@ def decode() -> Iterator[NodeRef]:
     control.start()
     control.admit({"sender": Handlers(None, lambda peer, message: None)})  # type: ignore[arg-type]
     yield NodeRef("d0", "d0#1", f"tcp://127.0.0.1:{port}")
+    control.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[list[NodeRef]]:
+    """Many nodes that answer no dial."""
+    control = ControlThread()
+    address = f"tcp://127.0.0.1:{control.bind('127.0.0.1', 0)}"
+    yield [NodeRef(f"d{i}", f"d{i}#1", address) for i in range(40)]
     control.close()
 
 
@@ -232,21 +247,32 @@ class TestNodesThatNoRouterNames:
         prefill.pass_time(0.5)
         assert set(prefill.peering._peers) == {"d0#1"}
 
-    def test_the_one_used_longest_ago_makes_room(self, prefill: Prefill) -> None:
-        control = ControlThread()
-        try:
-            address = f"tcp://127.0.0.1:{control.bind('127.0.0.1', 0)}"
-            nodes = [NodeRef(f"d{i}", f"d{i}#1", address) for i in range(MAX_UNNAMED_PEERS + 2)]
-            for node in nodes[:-2]:
-                prefill.peering.ensure(node)
-                prefill.clock.now += 0.1
-            prefill.sender.used.add("d0#1")
-            prefill.peering.ensure(nodes[1])
+    def test_the_one_used_longest_ago_makes_room(self, prefill: Prefill, silent: list[NodeRef]) -> None:
+        *first, late, later = silent[: MAX_UNNAMED_PEERS + 2]
+        for node in first:
+            prefill.peering.ensure(node)
             prefill.clock.now += 0.1
-            for node in nodes[-2:]:
-                prefill.peering.ensure(node)
-            assert prefill.sender.left == ["d2#1", "d3#1"]
-            prefill.pass_time(0.5)
-            assert len(prefill.peering._peers) == MAX_UNNAMED_PEERS
-        finally:
-            control.close()
+        prefill.sender.used.add("d0#1")
+        prefill.peering.ensure(first[1])
+        prefill.clock.now += 0.1
+        for node in (late, later):
+            prefill.peering.ensure(node)
+        assert prefill.sender.left == ["d2#1", "d3#1"]
+        prefill.pass_time(0.5)
+        assert len(prefill.peering._peers) == MAX_UNNAMED_PEERS
+
+    def test_many_borrowers_do_not_close_the_links_of_each_other(
+        self, prefill: Prefill, silent: list[NodeRef]
+    ) -> None:
+        """40 whose turns come in a circle: none would ever find the link that was built for it."""
+        lending = Lending(None, prefill.sender, prefill.peering, prefill.clock)  # type: ignore[arg-type]
+        first = {node.incarnation for node in silent[:MAX_UNNAMED_PEERS]}
+        for _ in range(3):
+            for node in silent:
+                lending.start(Lend(ReqKey("router", "link"), node, None))
+                prefill.pass_time(LINK_KEPT_S / len(silent) / 2)
+        assert prefill.sender.left == [] and set(prefill.peering._peers) == first
+        prefill.pass_time(LINK_KEPT_S)
+        for node in (silent[0], silent[-1]):
+            lending.start(Lend(ReqKey("router", "link"), node, None))
+        assert prefill.sender.left == ["d1#1"], "it had not asked for long"
