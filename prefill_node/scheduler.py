@@ -94,13 +94,13 @@ class PrefillScheduler:
         )
 
     def step(self) -> bool:
-        """Take one turn. False when there was nothing to compute."""
+        """Take one turn. False when it has nothing left to do."""
         self._hear()
         plan = self._plan()
         outcome = self._launcher.turn(plan)
         self._account(plan, outcome)
         self._speak(outcome)
-        return outcome.worked
+        return outcome.worked or self.lending.offers_more
 
     # ------------------------------------------------------------------------------------------- hear
     def _hear(self) -> None:

@@ -68,7 +68,7 @@ class Scheduler(Protocol):
         ...
 
     def step(self) -> bool:
-        """Take one turn: hear, plan, turn, account, speak. False when there was nothing to compute."""
+        """Take one turn: hear, plan, turn, account, speak. False when it has nothing left to do."""
         ...
 
     def close(self, reason: str) -> None:

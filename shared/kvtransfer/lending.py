@@ -71,6 +71,13 @@ class Lending:
     def __contains__(self, key: ReqKey) -> bool:
         return key in self._loans
 
+    @property
+    def offers_more(self) -> bool:
+        """Whether the next `advance` has pages to offer."""
+        return any(
+            loan.end_page is not None and loan.next_page < loan.end_page for loan in self._loans.values()
+        )
+
     def is_borrower(self, incarnation: str) -> bool:
         """Whether this node was asked lately to lend to this one."""
         return incarnation in self._borrowers

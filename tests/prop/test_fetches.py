@@ -440,6 +440,9 @@ def test_pages_of_requests_go_first() -> None:
         cluster.run(lambda: cluster.network.num_held(Handoff) == 1)
         offers = cluster.network.num_sent["Offer"]
         key = ask(cluster, "next", [*ids, 5])
+        scheduler = cluster.nodes["p1"].scheduler
+        cluster.run(lambda: cluster.network.num_sent["Offer"] > offers)
+        assert scheduler.step() and not scheduler.step(), "it does not sleep between its offers"
         cluster.run(lambda: cluster.network.num_held(Handoff) == 2)
         assert cluster.network.num_sent["Offer"] == offers + 3
         cluster.network.release(Handoff)
