@@ -5,7 +5,9 @@ profile.json  ──load_profile──▶  Profile  ──▶  one simulated nod
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -13,44 +15,57 @@ from planner.cost_model import CostModel
 from shared.errors import ConfigError
 
 SCHEMA_VERSION = 1
+MAX_S = 86_400.0
+"""No cost, and no start, takes longer than a day."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_S)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+BytesPerSecond = Annotated[float, msgspec.Meta(ge=1, le=1e15)]
 
 
 class NodeKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a node of this model on this machine holds."""
 
-    pool_tokens: int
-    page_size: int
-    context_length: int
-    max_running_requests: int
-    chunked_prefill_size: int
-    kv_bytes_per_token: int
-    start_s: float
+    pool_tokens: Count
+    page_size: Count
+    context_length: Count
+    max_running_requests: Count
+    chunked_prefill_size: Count
+    kv_bytes_per_token: Count
+    start_s: Seconds
     """From the start of the process until it is ready."""
 
 
 class TransferCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pages from one node to another: latency_s + bytes / bytes_s."""
 
-    latency_s: float
-    bytes_s: float
+    latency_s: Seconds
+    bytes_s: BytesPerSecond
 
 
 class RouterCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """CPU seconds of the router. It serves all streams with one thread."""
+    """CPU seconds of the router, which serves all streams with one thread."""
 
-    request_s: float
-    token_s: float
+    request_s: Seconds
+    token_s: Seconds
+    """Of each token of output."""
+    prompt_token_s: Seconds = 0.0
 
 
 class Residual(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One point of a fit: the median of its rounds, what the fit says, and how far the rounds differed."""
+    """One point of a fit: the lower quartile of its rounds, what the fit says, and how far the rounds differed."""
 
     what: str
     """prefill 512, decode 8x1536, transfer 1048576."""
-    measured_s: float
-    fitted_s: float
-    spread: float
-    """(most - least) / median of the rounds."""
+    measured_s: Seconds
+    fitted_s: Seconds
+    spread: Annotated[float, msgspec.Meta(ge=0)]
+    """(upper - lower quartile) / median of the rounds."""
+
+    @property
+    def error(self) -> float:
+        """Of the fit, as a share of what was measured."""
+        return self.fitted_s / self.measured_s - 1 if self.measured_s else 0.0
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,15 +101,35 @@ class _Versioned(msgspec.Struct):
 
 
 def load_profile(path: Path) -> Profile:
-    """Read a profile. Raises ConfigError that names the file and what is wrong with it."""
+    """Read a profile. Raises ConfigError that names the file, the field and its limits."""
     try:
         text = path.read_bytes()
         version = msgspec.json.decode(text, type=_Versioned).schema_version
-        if version == SCHEMA_VERSION:
-            return msgspec.json.decode(text, type=Profile)
+        if version != SCHEMA_VERSION:
+            raise ConfigError(
+                f"--profile {path}: its schema_version is {version}, and this planner reads {SCHEMA_VERSION}; "
+                "measure anew with router plan --measure"
+            )
+        profile = msgspec.json.decode(text, type=Profile)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"--profile {path}: {error}") from None
-    raise ConfigError(
-        f"--profile {path}: its schema_version is {version}, and this planner reads {SCHEMA_VERSION}; "
-        "measure anew with router plan --measure"
-    )
+    _check(path, profile)
+    return profile
+
+
+def _check(path: Path, profile: Profile) -> None:
+    forward, node = profile.forward, profile.node
+    for name, value in asdict(forward).items():
+        if not 0 <= value <= MAX_S:
+            raise ConfigError(
+                f"--profile {path}: forward.{name} is {value:g}, and must be between 0 and {MAX_S:g}"
+            )
+    if not forward.extend_s([(0, 1)]) or not forward.decode_s(1, 1):
+        raise ConfigError(
+            f"--profile {path}: a forward of one token takes no time; one of forward.a, forward.b, forward.c and "
+            "forward.floor_s, and one of forward.d, forward.e and forward.f, must be above 0"
+        )
+    if node.pool_tokens < node.page_size:
+        raise ConfigError(
+            f"--profile {path}: node.pool_tokens is {node.pool_tokens}, less than a page of {node.page_size}"
+        )

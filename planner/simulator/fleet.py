@@ -233,7 +233,9 @@ class SimFleet:
             self.loop.at(request.at_s, self._send_and_go_on, request, requests)
 
     def _send_and_go_on(self, request: SimRequest, requests: Any) -> None:
-        self._in_turn(self._shape.router.request_s, self.send, request)
+        router = self._shape.router
+        seconds = router.request_s + router.prompt_token_s * request.input_len
+        self._in_turn(seconds, self.send, request)
         self._submit_next(requests)
 
     def _in_turn(self, seconds: float, run: Callable[..., object], *args: Any) -> None:

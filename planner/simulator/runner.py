@@ -102,7 +102,7 @@ class SimStream:
         if self._on_launch is not None:
             self._on_launch(scheduled)
         seconds = self._seconds(scheduled)
-        self._clock.wait_until(self._clock() + self._costs.step_s)
+        self._clock.wait_until(self._clock() + self._costs.host_s(len(scheduled.items)))
         self._free_at = max(self._free_at, self._clock()) + seconds
         self.busy_s += seconds
         self.num_forwards += 1
