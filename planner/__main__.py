@@ -13,7 +13,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from planner import plan
 
         return plan.main(flags)
-    print(f"planner: error: {command or 'no command'!r} is not a command of it: plan", file=sys.stderr)
+    if command == "autoscale":
+        from planner.autoscaler import command as autoscale
+
+        return autoscale.main(flags)
+    print(
+        f"planner: error: {command or 'no command'!r} is not a command of it: plan, autoscale",
+        file=sys.stderr,
+    )
     return 2
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from router.dispatch.policy import POLICIES
 from router.http.config import (
+    AutoscaleOptions,
     ConnectionOptions,
     DispatchOptions,
     FleetOptions,
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     policies = tuple(POLICIES)
     choices = {"prefill_policy": policies, "decode_policy": policies}
     add_flags(parser, "dispatch", DispatchOptions, choices=choices)
+    add_flags(parser, "autoscaler", AutoscaleOptions)
     cli.add_fleet_flags(parser)
     cli.add_log_flags(parser)
     cli.add_node_flags(parser)
@@ -97,6 +99,8 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
         ),
         connections=options_of(ConnectionOptions, args),
         dispatch=options_of(DispatchOptions, args),
+        scaling=options_of(AutoscaleOptions, args),
+        log_level=args.log_level,
     )
 
 

@@ -244,6 +244,8 @@ class Autoscaler:
         wanted = min(max(needed, bounds.least), bounds.most)
         has = f"{num_live} live" + (f", {num_coming} on their way" if num_coming else "")
         words = f"{_nodes(needed)} needed, {has}" if demand is not None else has
+        if needed < bounds.least:
+            words += f"; at least {bounds.least} are wanted"
         if num_live + num_coming < wanted:
             num_leaving = len(self._draining | self._asked)
             room = bounds.most - num_live - num_coming - num_leaving

@@ -13,12 +13,31 @@ import msgspec
 
 from planner.autoscaler.capacity import Work
 from planner.autoscaler.decision import RATE_S, FleetSeen, NodeSeen, NodeState
-from shared.protocol.messages import Load, Role
+from shared.protocol.messages import Role
 
 MIN_RATE_S = 4.0
 """Loads are up to a second old: rates over a shorter time are not known."""
 
 _BUSY_S = 2.0
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a node's load that counts here, as it is in `GET /fleet`. Source: shared.protocol.messages.Load."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_transferring: int = 0
+    num_bootstrapping: int = 0
+    num_retracted: int = 0
+    num_pages: int = 0
+    num_evictable_pages: int = 0
+    num_held_pages: int = 0
+    num_prompts: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_queued_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +46,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     node_id: str
     state: NodeState
     incarnation: str = ""
-    load: Load | None = None
+    load: LoadReport | None = None
 
 
 class _Counters(NamedTuple):
@@ -73,7 +92,7 @@ class FleetLoads:
             nodes=tuple(_seen(node) for node in nodes), work=self._work([load for _, load in loads])
         )
 
-    def _count(self, loads: Sequence[tuple[str, Load]]) -> None:
+    def _count(self, loads: Sequence[tuple[str, LoadReport]]) -> None:
         known, self._last = self._last, {}
         for incarnation, load in loads:
             counters = _Counters(
@@ -85,12 +104,14 @@ class FleetLoads:
             self._total = self._total.plus(counters.plus(known.get(incarnation, counters), -1))
             self._last[incarnation] = counters
 
-    def _work(self, loads: Sequence[Load]) -> Work | None:
+    def _work(self, loads: Sequence[LoadReport]) -> Work | None:
         first, last = self._readings[0], self._readings[-1]
         seconds = last.at - first.at
         if seconds < MIN_RATE_S:
             return None
         new = last.total.plus(first.total, -1)
+        if new.computed_tokens and not new.prompts:
+            return None  # a node of the release before this one does not count its prompts
         if new.prompts:
             self._tokens_per_prompt = (new.computed_tokens + new.cached_tokens) / new.prompts
             self._cached_per_prompt = new.cached_tokens / new.prompts
@@ -110,7 +131,7 @@ class FleetLoads:
         )
 
 
-def _queued_here(role: Role, load: Load) -> float:
+def _queued_here(role: Role, load: LoadReport) -> float:
     """Prompt tokens that wait for this node.
 
     Those of requests that wait for a decode node's pages do not, unless this node has enough to compute without them:
@@ -125,7 +146,7 @@ def _queued_here(role: Role, load: Load) -> float:
 
 
 def _seen(node: NodeReport) -> NodeSeen:
-    load = node.load if node.load is not None else Load()
+    load = node.load if node.load is not None else LoadReport()
     return NodeSeen(
         node_id=node.node_id,
         state=node.state,

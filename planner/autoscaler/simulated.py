@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from planner.autoscaler.decision import Add, Autoscaler, Decision, Drain, NodeState
-from planner.autoscaler.observe import FleetLoads, NodeReport
+from planner.autoscaler.observe import FleetLoads, LoadReport, NodeReport
 from planner.simulator.fleet import SimFleet
 from shared.protocol.messages import Role
 
@@ -45,7 +47,7 @@ class SimAutoscaling:
                 node_id=name,
                 state=NodeState.LIVE if fleet.is_live(node) else NodeState.DRAINING,
                 incarnation=node.ref.incarnation,
-                load=node.load,
+                load=msgspec.convert(node.load, LoadReport, from_attributes=True),
             )
             for name, node in fleet.nodes.items()
             if node.role is role

@@ -54,9 +54,13 @@ class KeySource:
     given: Sequence[str] = field(default=(), repr=False)
     file: Path | None = None
 
+    def keys(self) -> list[str]:
+        """The keys themselves. Raises ConfigError for a file that cannot be read."""
+        return [*self.given, *(self._lines(self.file) if self.file is not None else ())]
+
     def digests(self) -> tuple[bytes, ...]:
         """The keys' digests. Raises ConfigError for a file that cannot be read or a key that no header can have."""
-        keys = [*self.given, *(self._lines(self.file) if self.file is not None else ())]
+        keys = self.keys()
         for key in keys:
             if not key or not key.isprintable() or any(c.isspace() for c in key):
                 raise ConfigError(
@@ -73,6 +77,22 @@ class KeySource:
         if not keys:
             raise ConfigError(f"{self.flag}-file {file} has no key in it")
         return keys
+
+
+def one_admin_key(options: HttpOptions) -> str:
+    """A key with which a process of the router's own may call /fleet; empty where none is needed.
+
+    Raises ConfigError where there is no such key, or the file of keys cannot be read.
+    """
+    admins = KeySource(flag="--admin-api-key", given=options.admin_api_keys, file=options.admin_api_key_file)
+    keys = admins.keys()
+    if keys:
+        return keys[0]
+    if options.api_keys or options.api_key_file is not None or not is_loopback(options.host):
+        raise ConfigError(
+            "--autoscale changes the fleet by /fleet, which needs an admin key here: give --admin-api-key-file"
+        )
+    return ""
 
 
 class ApiKeys:

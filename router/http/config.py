@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import shlex
+from argparse import Namespace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from router.http.limits import HttpLimits
 from router.http.tls import Tls, TlsOptions
-from router.http.topology import LocalTopology
+from router.http.topology import LocalTopology, ScaledRole, parse_scaled
 from shared.config import DEFAULT_CONTROL_PORT
 from shared.cpu_cores import CpuCores
-from shared.flags import flag, fraction, or_auto, whole
+from shared.errors import ConfigError
+from shared.flags import argv_of, flag, fraction, or_auto, whole
 from shared.protocol.loopback import require_key_beyond_loopback
 from shared.protocol.messages import Role
 
 MAX_ROUTER_WORKERS = 64
 _SECONDS = fraction(0.1, 86400.0)
+_MS = fraction(0.1, 3_600_000.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +186,77 @@ class DispatchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AutoscaleOptions:
+    """Which fleets change their number of nodes with their load, by which profile and SLOs, and how."""
+
+    autoscale: tuple[ScaledRole, ...] = flag(
+        (),
+        "keep so many nodes of a role as its load needs, from least to most; may repeat. One router of a fleet may "
+        "have this, and no HorizontalPodAutoscaler beside it",
+        parse_scaled,
+        "ROLE=LEAST..MOST",
+        repeats=True,
+    )
+    plan_profile: Path | None = flag(
+        None, "what a node costs, as `router plan --measure` has written it", Path, "FILE"
+    )
+    slo_ttft_ms: float | None = flag(None, "the time to first token that is promised", _MS, "MS")
+    slo_itl_ms: float | None = flag(None, "the mean time between the tokens of a request", _MS, "MS")
+    autoscale_command: str | None = flag(
+        None, "run as CMD add ROLE N, and CMD drain NODE_ID ADDRESS when the node is empty", metavar="CMD"
+    )
+    autoscale_webhook: str | None = flag(
+        None, "post the same there as JSON; None, without a command: decisions are printed", metavar="URL"
+    )
+    autoscale_settle_s: float = flag(
+        60.0, "no two opposite actions, and no two drains, are closer", fraction(1, 86400)
+    )
+    autoscale_window_s: float = flag(
+        300.0, "for so long one node less must have been enough before one is drained", fraction(10, 86400)
+    )
+    autoscale_timeout_s: float = flag(60.0, "longest run of the command, or wait for the webhook", _SECONDS)
+    autoscale_drain_timeout_s: float = flag(
+        60.0, "then the requests of a node that is drained go on at others", _SECONDS
+    )
+
+    def check(self) -> None:
+        """Raise ConfigError for flags that are missing, or that exclude each other."""
+        if not self.autoscale:
+            given = [
+                name for name in ("autoscale_command", "autoscale_webhook") if getattr(self, name) is not None
+            ]
+            if given:
+                raise ConfigError(f"--{given[0].replace('_', '-')} needs --autoscale")
+            return
+        roles = [scaled.role for scaled in self.autoscale]
+        if len(set(roles)) < len(roles):
+            raise ConfigError(f"--autoscale: a role is named twice: {', '.join(map(str, self.autoscale))}")
+        for name in ("plan_profile", "slo_ttft_ms", "slo_itl_ms"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"--autoscale needs --{name.replace('_', '-')}")
+        if self.autoscale_command is not None and self.autoscale_webhook is not None:
+            raise ConfigError("--autoscale-command and --autoscale-webhook exclude each other")
+        if self.autoscale_command is not None and not _words(self.autoscale_command):
+            raise ConfigError(f"--autoscale-command {self.autoscale_command!r} is not a command")
+        url = self.autoscale_webhook
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--autoscale-webhook {url} is not like http://HOST[:PORT]/PATH")
+
+    def argv(self) -> list[str]:
+        """The command line of these options."""
+        scaled = [word for one in self.autoscale for word in ("--autoscale", str(one))]
+        others = [one.name for one in fields(self) if one.name != "autoscale"]
+        return [*scaled, *argv_of(AutoscaleOptions, Namespace(**vars(self)), *others)]
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return []  # a quote that is not closed
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """All options of a router. `model` is None if the nodes say which model they serve."""
 
@@ -190,14 +265,19 @@ class RouterConfig:
     http: HttpOptions = field(default_factory=HttpOptions)
     connections: ConnectionOptions = field(default_factory=ConnectionOptions)
     dispatch: DispatchOptions = field(default_factory=DispatchOptions)
+    scaling: AutoscaleOptions = field(default_factory=AutoscaleOptions)
+    log_level: str = "info"
 
     def check(self) -> None:
-        """Raise ConfigError for a control port beyond loopback without a key, or for a certificate of no use."""
+        """Raise ConfigError for a control port beyond loopback without a key, and for options that cannot be."""
         fleet = self.fleet
         require_key_beyond_loopback(
             "--control-host", fleet.control_host, has_key=bool(fleet.fleet_key), insecure=fleet.insecure
         )
         Tls(self.http.tls)
+        self.scaling.check()
+        if self.scaling.autoscale and self.http.tls.ssl_ca_certs is not None:
+            raise ConfigError("--autoscale: the autoscaler has no certificate for --ssl-ca-certs")
 
     def shown(self) -> dict[str, object]:
         """The options that /server_info shows, without secrets."""

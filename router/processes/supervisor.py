@@ -2,6 +2,7 @@
 
 supervisor              the HTTP port's reservation, the port where nodes announce themselves, discoveries
 ├─ router 0 .. N - 1    HTTP, tokenizer, connections to all nodes; all listen on one port (SO_REUSEPORT)
+├─ autoscaler           asks the routers over HTTP (--autoscale); of the planner, which is not imported here
 └─ nodes of this machine (--local)
 
 async with Supervisor(config, flags, console) as supervisor:
@@ -25,6 +26,7 @@ import zmq.asyncio
 from rich.console import Console
 
 from router.api.prefix_hashes import KEY_NBYTES
+from router.http.api_keys import one_admin_key
 from router.http.config import RouterConfig
 from router.http.http_socket import reserve_http
 from router.nodes.discovery import Discovery, Listing, make_discovery
@@ -65,6 +67,7 @@ class Supervisor:
         self._flags = flags
         self._console = console
         self._routers = [self._router(index, router_stdout) for index in range(config.http.router_workers)]
+        self._autoscaler = self._new_autoscaler() if config.scaling.autoscale else None
         self._nodes: dict[str, ChildProcess] = {}
         self._announced: dict[str, tuple[float, Announcement | NodeExited]] = {}
         """The last message about each node and its time, for a router that is started again."""
@@ -93,6 +96,8 @@ class Supervisor:
         """Bind the ports and start everything. Raises ConfigError; ChildFailed if a router has printed the reason."""
         config = self._config
         config.check()
+        if self._autoscaler is not None:
+            one_admin_key(config.http)  # it raises before anything is started
         if config.model is not None:
             resolve_model(config.model, with_weights=False)  # once, before every router does
         reserved = reserve_http(config.http.host, config.http.port)
@@ -105,10 +110,15 @@ class Supervisor:
         self._exits.push_async_callback(stop_all, [*self._nodes.values()], grace_s)
         drained_s = config.dispatch.drain_timeout_s + grace_s
         self._exits.push_async_callback(stop_all, self._routers, drained_s)
+        if self._autoscaler is not None:
+            self._exits.push_async_callback(stop_all, [self._autoscaler], grace_s)
         event("supervisor_listening", http_port=self.http_port, control_port=self.control_port)
         first, *others = self._routers
         first.start()
         await self._unless_failed(first.loaded.wait())  # a wrong flag must not start nodes first
+        if self._autoscaler is not None:
+            self._autoscaler.start()
+            await self._unless_failed(self._autoscaler.ready.wait())  # nor a wrong profile
         self._listen(join_socket.listen(self._on_announcement), "join")
         for index, discovery in enumerate(discoveries):
             self._listen(discovery.run(functools.partial(self._on_listing, index)), "discovery")
@@ -124,7 +134,7 @@ class Supervisor:
 
     def kill(self) -> None:
         """SIGKILL for every child."""
-        for child in (*self._routers, *self._nodes.values()):
+        for child in self._children:
             child.kill("second signal to stop")
 
     def reload_files(self) -> None:
@@ -146,16 +156,54 @@ class Supervisor:
         )
         return router
 
+    @property
+    def _children(self) -> list[ChildProcess]:
+        autoscaler = () if self._autoscaler is None else (self._autoscaler,)
+        return [*self._routers, *self._nodes.values(), *autoscaler]
+
+    def _new_autoscaler(self) -> ChildProcess:
+        """The autoscaler. It reads the key from its standard input, which other users of the machine cannot see."""
+        config = self._config
+        http, keep = config.http, [node_id for _, node_id in config.fleet.local.node_ids()]
+
+        def argv() -> list[str]:
+            own = ["--url", http.url(self.http_port), "--control", self._control_address]
+            if http.tls.ssl_certfile is not None:
+                own += ["--certificate", str(http.tls.ssl_certfile)]
+            kept = [word for node_id in keep for word in ("--keep", node_id)]
+            ours = ["--exit-with-parent", "--log-level", config.log_level]
+            return ["-m", "planner", "autoscale", *config.scaling.argv(), *own, *kept, *ours]
+
+        def greet() -> None:
+            autoscaler.send(f"{one_admin_key(http)}\n".encode())
+
+        autoscaler = ChildProcess("autoscaler", "0", argv, stdout=None, on_start=greet)
+        return autoscaler
+
+    @property
+    def _control_address(self) -> str:
+        """Where nodes of this machine announce themselves."""
+        host = self._config.fleet.control_host
+        host = "127.0.0.1" if host in ("0.0.0.0", "::", "localhost") else host
+        return f"[{host}]:{self.control_port}" if ":" in host else f"{host}:{self.control_port}"
+
     def _local_nodes(self) -> Iterator[tuple[str, ChildProcess]]:
         """The local nodes. They listen on free ports, join by the control port, and get equal shares of the cores."""
         fleet = self._config.fleet
-        host = "127.0.0.1" if fleet.control_host in ("0.0.0.0", "::", "localhost") else fleet.control_host
-        control = f"[{host}]:{self.control_port}" if ":" in host else f"{host}:{self.control_port}"
         names = fleet.local.node_ids()
         if not names:
             return
         for (role, node_id), cores in zip(names, split_cores(fleet.cpu_cores, len(names)), strict=True):
-            own = ("--router", control, "--port", "0", "--node-id", node_id, "--cpu-cores", str(cores))
+            own = (
+                "--router",
+                self._control_address,
+                "--port",
+                "0",
+                "--node-id",
+                node_id,
+                "--cpu-cores",
+                str(cores),
+            )
             argv = ("-m", _MODULES[role], *own, "--exit-with-parent", *fleet.node_argv)
             yield node_id, self._local_node(role, node_id, argv)
 
@@ -172,15 +220,15 @@ class Supervisor:
 
     async def _unless_failed(self, work: Coroutine[Any, Any, object]) -> None:
         """Wait for `work`. Raises the error of a child or of the control port that fails meanwhile."""
-        keepers = {child.keeper for child in (*self._routers, *self._nodes.values()) if child.keeper}
+        keepers = {child.keeper for child in self._children if child.keeper}
         waited = [asyncio.create_task(work), *keepers, *self._sources]
         try:
             done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         except ChildFailed as failed:
-            if failed.kind == "router" and (failed.code or 0) > 0:
-                raise  # the router has printed the reason
+            if failed.kind != "node" and (failed.code or 0) > 0:
+                raise  # it has printed the reason
             await asyncio.sleep(_LOAD_FAILED_S)  # LoadFailed may still arrive
             reason = self._failures.get(failed.name)
             raise ConfigError(

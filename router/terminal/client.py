@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -22,18 +24,29 @@ class ClientError(Exception):
 
 
 class RouterClient:
-    """A client with a URL and a key. Every call has a connection of its own."""
+    """A client with a URL and a key. Every call has a connection of its own.
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    With `certificate`, a file in PEM, a router over HTTPS must show that one, and its host name does not matter.
+    """
+
+    def __init__(self, url: str, api_key: str | None, certificate: Path | None = None) -> None:
         self.url = url if "://" in url else f"http://{url}"
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if certificate is not None:
+            handlers.append(urllib.request.HTTPSHandler(context=_trust(certificate)))
+        self._opener = urllib.request.build_opener(*handlers)
 
     def get(self, path: str, timeout_s: float) -> bytes:
         """The body of a GET. Raises ClientError."""
         with self._response(path, None, timeout_s) as response:
+            return response.read()
+
+    def delete(self, path: str, timeout_s: float) -> bytes:
+        """The body of the answer to a DELETE. Raises ClientError."""
+        with self._response(path, None, timeout_s, "DELETE") as response:
             return response.read()
 
     def events(
@@ -55,10 +68,14 @@ class RouterClient:
         raise ClientError(f"{self.url} ended the stream")
 
     @contextlib.contextmanager
-    def _response(self, path: str, body: object, timeout_s: float) -> Iterator[http.client.HTTPResponse]:
+    def _response(
+        self, path: str, body: object, timeout_s: float, method: str | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
         content = None if body is None else msgspec.json.encode(body)
         try:
-            request = urllib.request.Request(self.url.rstrip("/") + path, content, self._headers)
+            request = urllib.request.Request(
+                self.url.rstrip("/") + path, content, self._headers, method=method
+            )
             with self._opener.open(request, timeout=timeout_s) as response:
                 yield response
         except urllib.error.HTTPError as e:
@@ -75,6 +92,14 @@ class RouterClient:
             raise ClientError(
                 f"{self.url!r} is not a URL of a router, such as http://127.0.0.1:8000: {e}"
             ) from None
+
+
+def _trust(certificate: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # the router is dialled by a number
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the file need not have the authority
+    context.load_verify_locations(certificate)
+    return context
 
 
 def printable(text: str) -> str:

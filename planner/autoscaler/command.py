@@ -1,0 +1,138 @@
+"""`python -m planner autoscale`: it watches a router's fleet. The router starts it (--autoscale).
+
+Exit code 0 after SIGTERM or Ctrl-C, 1 when the router refuses the key, 2 for a wrong flag or profile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from planner.autoscaler.capacity import Capacity
+from planner.autoscaler.decision import Autoscaler, NodeBounds, Pace
+from planner.autoscaler.fleet_client import FleetClient
+from planner.autoscaler.hands import Command, Hands, Printer, Webhook
+from planner.autoscaler.watch import Watch
+from planner.figures import Slo
+from planner.profile import load_profile
+from router.http.config import AutoscaleOptions
+from router.processes.child_process import LOADED, READY
+from router.processes.stopping import stop_on_signals, unless
+from router.terminal.client import ClientError, RouterClient
+from shared import cli, log
+from shared.errors import ConfigError
+from shared.flags import FlagParser, add_flags, options_of
+
+KEY_VARIABLE = "BATON_ADMIN_API_KEY"
+_STDIN = 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Watch a router's fleet until it is told to stop."""
+    parser = cli.make_parser("python -m planner autoscale", "Change the number of nodes of a running fleet.")
+    add_flags(parser, "autoscaler", AutoscaleOptions)
+    _add_own_flags(parser)
+    args = parser.parse_args(argv)
+    log.setup(args.log_level, "autoscaler")
+    key = os.environ.get(KEY_VARIABLE)
+    if args.exit_with_parent:
+        key = sys.stdin.readline().strip() or None
+    try:
+        options = options_of(AutoscaleOptions, args)
+        options.check()
+        autoscalers = autoscalers_of(options, frozenset(args.keep))
+        hands = _hands(options, args.url, args.control)
+    except ConfigError as error:
+        print(f"autoscaler: error: {error}", file=sys.stderr)
+        return 2
+    watch = Watch(
+        FleetClient(RouterClient(args.url, key, Path(args.certificate) if args.certificate else None)),
+        autoscalers,
+        hands,
+        drain_timeout_s=options.autoscale_drain_timeout_s,
+    )
+    if args.exit_with_parent:
+        os.write(_STDIN, LOADED + READY)
+        threading.Thread(target=_watch_parent, args=(hands,), name="parent", daemon=True).start()
+    for autoscaler in autoscalers:
+        bounds = autoscaler.bounds
+        log.event(
+            "autoscaler_started", role=autoscaler.role, least=bounds.least, most=bounds.most, url=args.url
+        )
+    code = asyncio.run(_run(watch, hands))
+    os._exit(code)  # a call to the router may still wait on a thread, for as long as a drain takes
+
+
+def autoscalers_of(options: AutoscaleOptions, keep: frozenset[str]) -> list[Autoscaler]:
+    """One for each role of `options`, which have been checked. Raises ConfigError."""
+    assert options.plan_profile is not None and options.slo_ttft_ms and options.slo_itl_ms
+    profile = load_profile(options.plan_profile)
+    slo = Slo(ttft_s=options.slo_ttft_ms / 1e3, itl_s=options.slo_itl_ms / 1e3)
+    pace = Pace(
+        start_s=profile.node.start_s,
+        settle_s=options.autoscale_settle_s,
+        window_s=options.autoscale_window_s,
+    )
+    capacity = Capacity(profile, slo)
+    return [
+        Autoscaler(scaled.role, NodeBounds(scaled.least, scaled.most), pace, capacity, keep)
+        for scaled in options.autoscale
+    ]
+
+
+def _hands(options: AutoscaleOptions, url: str, control: str) -> Hands:
+    if options.autoscale_command is not None:
+        environment = {"BATON_ROUTER_URL": url, "BATON_CONTROL_ADDRESS": control}
+        return Command(options.autoscale_command, options.autoscale_timeout_s, environment)
+    if options.autoscale_webhook is not None:
+        return Webhook(options.autoscale_webhook, options.autoscale_timeout_s)
+    return Printer()
+
+
+def _add_own_flags(parser: FlagParser) -> None:
+    group = parser.add_argument_group("the router")
+    for flag, metavar, default, words in (
+        ("--url", "URL", "http://127.0.0.1:8000", f"its URL; ${KEY_VARIABLE} has the admin key"),
+        ("--certificate", "FILE", None, "what the router must show over HTTPS, in PEM"),
+        ("--control", "HOST:PORT", "", "where nodes announce themselves to it, for --autoscale-command"),
+    ):
+        group.add_argument(flag, metavar=metavar, default=default, help=words)
+    group.add_argument(
+        "--keep", action="append", default=[], metavar="NODE_ID", help="a node never to drain; may repeat"
+    )
+    group.add_argument(
+        "--exit-with-parent",
+        action="store_true",
+        help="read the key from the first line of standard input, and end when that closes",
+    )
+    cli.add_log_flags(parser)
+
+
+async def _run(watch: Watch, hands: Hands) -> int:
+    stop = stop_on_signals(lambda: _end(hands, 1))
+    try:
+        await unless(stop, watch.run())
+    except ClientError as error:
+        log.warn("router_refuses", reason=error)
+        return 1
+    finally:
+        watch.close()
+    log.event("autoscaler_stopped")
+    return 0
+
+
+def _watch_parent(hands: Hands) -> None:
+    """End at once when the router is gone, and the operator's command with it."""
+    while os.read(_STDIN, 4096):
+        pass
+    log.event("supervisor_gone")
+    _end(hands, 1)
+
+
+def _end(hands: Hands, code: int) -> None:
+    hands.close()
+    os._exit(code)

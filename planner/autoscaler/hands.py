@@ -1,0 +1,171 @@
+"""What carries a decision out: nothing but a printed line, a command of the operator, or a webhook.
+
+             print   command                              webhook
+Add          a line  CMD add ROLE N                       POST {"action": "add", "role": .., "num_nodes": ..}
+Drain, when  a line  CMD drain NODE_ID ADDRESS            POST {"action": "drain", "node_id": .., "address": ..}
+it is empty
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import os
+import shlex
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from shared.protocol.messages import Role
+
+_KILL_S = 5.0
+
+
+class ActionFailed(Exception):
+    """A command or a webhook did not do what it was told; the message says why."""
+
+
+class Hands(Protocol):
+    """Adds nodes and stops those that are empty. Both raise ActionFailed."""
+
+    does_drain: bool
+    """Whether nodes may be drained for it."""
+
+    async def add(self, role: Role, num_nodes: int, reason: str) -> None:
+        """Start nodes, which join the router by themselves. Returns when they have been asked for."""
+        ...
+
+    async def drained(self, role: Role, node_id: str, address: str, reason: str) -> None:
+        """Stop a node that is empty, and that the router has removed."""
+        ...
+
+    def close(self) -> None:
+        """Leave nothing running."""
+        ...
+
+
+class Printer:
+    """Prints what it would be told, on standard output."""
+
+    does_drain = False
+
+    async def add(self, role: Role, num_nodes: int, reason: str) -> None:
+        """Print a line."""
+        print(f"autoscale: add {num_nodes} {role} node{'s' * (num_nodes > 1)}: {reason}", flush=True)
+
+    async def drained(self, role: Role, node_id: str, address: str, reason: str) -> None:
+        """Print a line. The node was not drained."""
+        print(f"autoscale: drain {role} node {node_id} at {address}: {reason}", flush=True)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class Command:
+    """Runs the operator's command, one at a time, without a shell. `environment` is added to that of this process."""
+
+    does_drain = True
+
+    def __init__(self, command: str, timeout_s: float, environment: Mapping[str, str]) -> None:
+        self._argv = shlex.split(command)
+        self._timeout_s = timeout_s
+        self._environment = {**os.environ, **environment}
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def add(self, role: Role, num_nodes: int, reason: str) -> None:
+        """CMD add ROLE N."""
+        await self._run(reason, "add", role, str(num_nodes))
+
+    async def drained(self, role: Role, node_id: str, address: str, reason: str) -> None:
+        """CMD drain NODE_ID ADDRESS."""
+        await self._run(reason, "drain", node_id, address)
+
+    async def _run(self, reason: str, *words: str) -> None:
+        async with self._lock:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._argv,
+                    *words,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=2,  # its words belong to the log
+                    start_new_session=True,  # so that it can be ended with all that it started
+                    env={**self._environment, "BATON_AUTOSCALE_REASON": reason},
+                )
+            except OSError as error:
+                raise ActionFailed(f"{self._argv[0]} cannot be run: {error.strerror}") from None
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    code = await self._process.wait()
+            except TimeoutError:
+                await self._end(self._process)
+                raise ActionFailed(
+                    f"{self._argv[0]} {words[0]} took longer than {self._timeout_s:g} s"
+                ) from None
+            finally:
+                if self._process.returncode is not None:
+                    self._process = None
+        if code:
+            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+            raise ActionFailed(f"{self._argv[0]} {words[0]} ended with {how}")
+
+    def close(self) -> None:
+        """Kill the command that runs."""
+        if self._process is not None:
+            _signal(self._process.pid, signal.SIGKILL)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        _signal(process.pid, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_S):
+                await process.wait()
+        _signal(process.pid, signal.SIGKILL)  # also what the command has started, if that ignores SIGTERM
+        await process.wait()
+
+
+class Webhook:
+    """Posts JSON. An answer of 2xx says that it is taken care of."""
+
+    does_drain = True
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._url = url
+        self._timeout_s = timeout_s
+
+    async def add(self, role: Role, num_nodes: int, reason: str) -> None:
+        """POST {"action": "add", ...}."""
+        await self._post({"action": "add", "role": role, "num_nodes": num_nodes, "reason": reason})
+
+    async def drained(self, role: Role, node_id: str, address: str, reason: str) -> None:
+        """POST {"action": "drain", ...}."""
+        named = {"role": role, "node_id": node_id, "address": address}
+        await self._post({"action": "drain", **named, "reason": reason})
+
+    def close(self) -> None:
+        """A call that is under way ends with this process."""
+
+    async def _post(self, body: Mapping[str, object]) -> None:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url, msgspec.json.encode(body), headers)
+
+        def post() -> None:
+            with urllib.request.urlopen(request, timeout=self._timeout_s):
+                pass
+
+        try:
+            await asyncio.to_thread(post)
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise ActionFailed(f"{self._url} answered {error.code} {error.reason}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ActionFailed(f"{self._url}: {error}") from None
+
+
+def _signal(group: int, signum: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signum)

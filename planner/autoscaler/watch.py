@@ -1,0 +1,196 @@
+"""The autoscaler beside a router: look at the fleet, decide, carry it out, again every few seconds.
+
+router ──GET /fleet──▶ FleetLoads ──▶ Autoscaler.decide ─┬─ Add ───▶ Hands.add
+                                                         └─ Drain ─▶ DELETE /fleet/nodes ──empty──▶ Hands.drained
+
+A router that does not answer is asked again; nothing is decided meanwhile. An Add that fails is repeated after a
+pause that doubles, if it is still needed. A node that is empty is told to the hands again and again, for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from planner.autoscaler.decision import Add, Autoscaler, Drain, NodeState
+from planner.autoscaler.fleet_client import FleetApi, FleetNode, reports
+from planner.autoscaler.hands import ActionFailed, Hands
+from planner.autoscaler.observe import FleetLoads
+from router.terminal.client import ClientError
+from shared.log import event, warn
+from shared.protocol.messages import Role
+from shared.timeline import Clock
+
+MAX_PAUSE_S = 300.0
+_TRIES = 6
+_REFUSED = frozenset({400, 401, 403, 409})
+"""Answers to a DELETE that another try would not change."""
+
+
+class _Scaled:
+    """One fleet, and what happens to it."""
+
+    def __init__(self, autoscaler: Autoscaler) -> None:
+        self.autoscaler = autoscaler
+        self.loads = FleetLoads(autoscaler.role)
+        self.nodes: dict[str, FleetNode] = {}
+        self.ours: set[str] = set()
+        """Nodes that are drained for this autoscaler."""
+        self.others: set[str] = set()
+        """Draining nodes that somebody else drains."""
+        self.blocked_until = 0.0
+        self.pause_s = 0.0
+
+
+class Watch:
+    """`turn` looks once; `run` does so for ever. `pause_s` is the first pause after a failure, in seconds."""
+
+    def __init__(
+        self,
+        fleet: FleetApi,
+        autoscalers: Sequence[Autoscaler],
+        hands: Hands,
+        *,
+        drain_timeout_s: float,
+        pause_s: float = 5.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._scaled = [_Scaled(autoscaler) for autoscaler in autoscalers]
+        self._hands = hands
+        self._drain_timeout_s = drain_timeout_s
+        self._pause_s = pause_s
+        self._clock = clock
+        self._answers = True
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Look every `interval_s`. Raises ClientError when the router refuses the key."""
+        interval_s = min(scaled.autoscaler.pace.interval_s for scaled in self._scaled)
+        while True:
+            await self.turn()
+            await asyncio.sleep(interval_s)
+
+    async def turn(self) -> None:
+        """Look at the fleet once, and begin what is decided."""
+        try:
+            nodes = await asyncio.to_thread(self._fleet.nodes)
+        except ClientError as error:
+            if error.status in (401, 403):
+                raise
+            if self._answers:
+                warn("router_not_reached", reason=error)
+            self._answers = False
+            return
+        self._answers = True
+        now = self._clock()
+        for scaled in self._scaled:
+            self._look(now, scaled, nodes[scaled.autoscaler.role])
+
+    async def settled(self) -> None:
+        """Wait until all that was begun is done."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def close(self) -> None:
+        """Stop; what was begun is said, since nothing will end it."""
+        self._hands.close()
+        for scaled in self._scaled:
+            for node_id in sorted(scaled.ours):
+                warn(
+                    "drain_left_alone",
+                    node=node_id,
+                    reason="the autoscaler stops; the node may be stopped when empty",
+                )
+
+    # ------------------------------------------------------------------------------------------ inside
+    def _look(self, now: float, scaled: _Scaled, nodes: Sequence[FleetNode]) -> None:
+        autoscaler = scaled.autoscaler
+        scaled.nodes = {node.name: node for node in nodes}
+        seen = scaled.loads.observe(now, reports(nodes))
+        draining = {node.node_id for node in seen.nodes if node.state is NodeState.DRAINING} - scaled.ours
+        for node_id in sorted(draining - scaled.others):
+            warn("drained_by_others", node=node_id, reason="only one autoscaler may change a fleet")
+        scaled.others = draining
+        decision = autoscaler.decide(now, seen)
+        if decision.num_overdue:
+            warn("nodes_overdue", role=autoscaler.role, num_nodes=decision.num_overdue,
+                 after_s=autoscaler.pace.start_limit_s)  # fmt: skip
+        match decision.action:
+            case Add(num_nodes) if now < scaled.blocked_until:
+                autoscaler.add_failed(num_nodes)
+            case Add(num_nodes):
+                event("autoscale_add", role=autoscaler.role, num_nodes=num_nodes, reason=decision.reason)
+                self._begin(self._add(scaled, num_nodes, decision.reason))
+            case Drain(node_id):
+                event("autoscale_drain", role=autoscaler.role, node=node_id, reason=decision.reason)
+                scaled.ours.add(node_id)
+                self._begin(self._drain(scaled, node_id, decision.reason))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _add(self, scaled: _Scaled, num_nodes: int, reason: str) -> None:
+        role = scaled.autoscaler.role
+        try:
+            await self._hands.add(role, num_nodes, reason)
+        except ActionFailed as error:
+            scaled.autoscaler.add_failed(num_nodes)
+            scaled.pause_s = min(max(self._pause_s, 2 * scaled.pause_s), MAX_PAUSE_S)
+            scaled.blocked_until = self._clock() + scaled.pause_s
+            warn(
+                "autoscale_add_failed",
+                role=role,
+                num_nodes=num_nodes,
+                retry_in_s=scaled.pause_s,
+                reason=error,
+            )
+        else:
+            scaled.pause_s = 0.0
+
+    async def _drain(self, scaled: _Scaled, node_id: str, reason: str) -> None:
+        role, node = scaled.autoscaler.role, scaled.nodes[node_id]
+        try:
+            if self._hands.does_drain:
+                await self._remove(node_id)
+            else:
+                scaled.autoscaler.drain_failed(node_id)
+            await self._told(role, node_id, node.address, reason)
+        except ClientError as error:
+            scaled.autoscaler.drain_failed(node_id)
+            warn("autoscale_drain_failed", role=role, node=node_id, reason=error)
+        except ActionFailed as error:
+            warn("empty_node_not_stopped", role=role, node=node_id, address=node.address, reason=error)
+        finally:
+            scaled.ours.discard(node_id)
+
+    async def _remove(self, node_id: str) -> None:
+        """Drain a node at the router. One that is restarted meanwhile hears of the drain from the node."""
+        for pause_s in self._pauses():
+            try:
+                return await asyncio.to_thread(self._fleet.remove, node_id, self._drain_timeout_s)
+            except ClientError as error:
+                if error.status in _REFUSED or pause_s is None:
+                    raise
+                warn("autoscale_drain_retried", node=node_id, retry_in_s=pause_s, reason=error)
+            await asyncio.sleep(pause_s)
+        return None
+
+    async def _told(self, role: Role, node_id: str, address: str, reason: str) -> None:
+        for pause_s in self._pauses():
+            try:
+                return await self._hands.drained(role, node_id, address, reason)
+            except ActionFailed as error:
+                if pause_s is None:
+                    raise
+                warn("autoscale_stop_retried", node=node_id, retry_in_s=pause_s, reason=error)
+            await asyncio.sleep(pause_s)
+        return None
+
+    def _pauses(self) -> list[float | None]:
+        """The pause after each try; None after the last."""
+        return [*(min(self._pause_s * 2**at, MAX_PAUSE_S) for at in range(_TRIES - 1)), None]
