@@ -38,9 +38,13 @@ def estimate(values: Sequence[float]) -> Estimate:
     freedom = len(values) - 1
     if freedom == 0:
         return Estimate(value=mean, low=mean, high=mean)
-    t = _T[freedom - 1] if freedom <= len(_T) else 2.05
-    half = t * stdev(values) / math.sqrt(len(values))
+    half = t95(freedom) * stdev(values) / math.sqrt(len(values))
     return Estimate(value=mean, low=mean - half, high=mean + half)
+
+
+def t95(freedom: int) -> float:
+    """Half the width of an interval of 95 %, in standard errors, with at least one degree of freedom."""
+    return _T[freedom - 1] if freedom <= len(_T) else 2.05
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
