@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -279,6 +279,21 @@ class Call:
                 self.events.append(json.loads(line[6:]))
                 self.times.append(time.monotonic())
             self._lock.notify_all()
+
+
+@contextlib.contextmanager
+def started(*processes: Process) -> Iterator[None]:
+    """They run in the block, and their logs are clean afterwards."""
+    try:
+        for process in processes:
+            process.start()
+        yield
+        assert [process.stop() for process in reversed(processes)] == [0] * len(processes)
+        for process in processes:
+            process.assert_clean_log()
+    finally:
+        for process in processes:
+            process.close()
 
 
 class Router(Process):

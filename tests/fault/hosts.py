@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +35,6 @@ class Host(Process):
 def _run_there(namespace: str, module: str, argv: Sequence[str]) -> int:
     enter(namespace)
     return run_module(module, argv)
-
-
-@contextlib.contextmanager
-def started(*processes: Process) -> Iterator[None]:
-    """They run in the block, and their logs are clean afterwards."""
-    try:
-        for process in processes:
-            process.start()
-        yield
-        assert [process.stop() for process in reversed(processes)] == [0] * len(processes)
-        for process in processes:
-            process.assert_clean_log()
-    finally:
-        for process in processes:
-            process.close()
 
 
 def check(router: Router, model: Path, seed: int) -> Call:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.fault.hosts import KV_PORT, NUM_NEW, Host, links, started
+from tests.fault.hosts import KV_PORT, NUM_NEW, Host, links
 from tests.fault.matrix.fleet_nodes import link_flags, make_fleet_key
 from tests.fault.matrix.namespaces import Namespaces
 from tests.fault.relay import Relay, Weather
 from tests.modelzoo import random_prompt, reference_greedy
 from tests.patience import until
-from tests.processes import Router
+from tests.processes import Router, started
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 

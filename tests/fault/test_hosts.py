@@ -9,13 +9,13 @@ import pytest
 
 from router.http.topology import DEFAULT_PORTS
 from shared.timeline import Role
-from tests.fault.hosts import KV_PORT, Host, check, links, started
+from tests.fault.hosts import KV_PORT, Host, check, links
 from tests.fault.matrix.fleet_nodes import link_flags
 from tests.fault.matrix.namespaces import Namespaces
 from tests.fault.relay import Relay, Weather
 from tests.modelzoo import random_prompt, reference_greedy
 from tests.patience import until
-from tests.processes import Router
+from tests.processes import Router, started
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 

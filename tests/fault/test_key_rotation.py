@@ -1,8 +1,7 @@
-"""The fleet key is replaced, process by process, while the fleet serves: no stream is lost or changed."""
+"""The fleet key is replaced in one half of the processes, then in the other: no stream is lost or changed."""
 
 from __future__ import annotations
 
-import itertools
 import signal
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from tests.fault.slow_model import SlowModel
 from tests.patience import until
-from tests.processes import Call, Fleet, Process, Router
+from tests.processes import Call, Fleet, Process, Router, assert_gone, started
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
@@ -21,7 +20,10 @@ STEPS = (("old", "new"), ("new", "old"), ("new",))
 
 
 def test_the_fleet_key_is_replaced_under_streams(slow_model: SlowModel, tmp_path: Path) -> None:
-    """Two routers share the nodes, as they do where requests must not wait for a router to start."""
+    """Two routers share the nodes, as they do where requests must not wait for a router to start.
+
+    In each step, the half that was restarted and the one that was not work together, with either half first.
+    """
     for name in ("old", "new"):
         (tmp_path / name).write_text(f"the {name} secret of the fleet")
     fleet = Fleet(
@@ -30,13 +32,14 @@ def test_the_fleet_key_is_replaced_under_streams(slow_model: SlowModel, tmp_path
     first, nodes = fleet.router, list(fleet.nodes.values())
     second = Router(tmp_path, *first.argv[first.argv.index("--prefill") :], name="router-2")
     processes = (*nodes, first, second)
+    halves = [(second, first, [fleet.nodes["p0"], fleet.nodes["d0"]]), (first, second, [fleet.nodes["d1"]])]
+    """A router and nodes that are restarted side by side, and the router that serves meanwhile."""
     bare = {process.name: process.argv for process in processes}
     streams: list[tuple[list[int], Call]] = []
 
-    def start(process: Process, *keys: str) -> None:
+    def give(process: Process, *keys: str) -> None:
         flags = [word for key in keys for word in ("--fleet-key", str(tmp_path / key))]
         process.argv = [*bare[process.name], *flags]
-        process.start()
 
     def begin(router: Router) -> None:
         prompt = slow_model.fresh_prompt(40)
@@ -47,32 +50,28 @@ def test_the_fleet_key_is_replaced_under_streams(slow_model: SlowModel, tmp_path
         for router in (first, second):
             router.wait_ready(nodes=nodes)
 
-    try:
-        for process in processes:
-            start(process, "old")
+    for process in processes:
+        give(process, "old")
+    with started(*processes):
         all_ready()
         for keys in STEPS:
-            for node, router in zip(nodes, itertools.cycle((first, second))):
-                begin(router)
-                assert node.stop() == 0
-                start(node, *keys)
-                all_ready()
-            for router, other in ((first, second), (second, first)):
-                begin(router)
-                router.send(signal.SIGTERM)
-                until(partial(is_unready, router), "it is not ready")
-                begin(other)
-                assert router.wait() == 0
-                start(router, *keys)
+            halves.reverse()
+            for restarted, stays, half in halves:
+                begin(restarted)
+                begin(stays)
+                restarted.send(signal.SIGTERM)
+                until(partial(is_unready, restarted), "it is not ready")
+                begin(stays)
+                for node in half:
+                    node.send(signal.SIGTERM)
+                for process in (*half, restarted):
+                    assert process.wait() == 0
+                    assert_gone(process.family())
+                    give(process, *keys)
+                    process.start()
                 all_ready()
         for prompt, call in streams:
             assert call.tokens() == slow_model.greedy(prompt, NUM_NEW)
-        assert [process.stop() for process in reversed(processes)] == [0] * len(processes)
-        for process in processes:
-            process.assert_clean_log()
-    finally:
-        for process in processes:
-            process.close()
 
 
 def is_unready(router: Router) -> bool:

@@ -17,9 +17,9 @@ from tests.fault.matrix.namespaces import why_no_namespaces
 pytestmark = pytest.mark.processes
 
 CUT = [
-    *(
-        Cell(fault, stage, Transport.SHM)
-        for fault, stage in (
+    Cell(fault, stage, transport)
+    for transport, cells in {
+        Transport.SHM: (
             (Fault.PREFILL_KILLED, Stage.PREFILLING),
             (Fault.DECODE_KILLED, Stage.QUEUED),
             (Fault.DECODE_KILLED, Stage.PREFILLING),
@@ -35,11 +35,8 @@ CUT = [
             (Fault.CLIENT_GONE, Stage.QUEUED),
             (Fault.CLIENT_GONE, Stage.PREFILLING),
             (Fault.CLIENT_GONE, Stage.STREAMING),
-        )
-    ),
-    *(
-        Cell(fault, stage, Transport.GLOO)
-        for fault, stage in (
+        ),
+        Transport.GLOO: (
             (Fault.PREFILL_KILLED, Stage.TRANSFERRING),
             (Fault.DECODE_KILLED, Stage.HANDED_OFF),
             (Fault.PREFILL_STALLED, Stage.PREFILLING),
@@ -53,24 +50,19 @@ CUT = [
             (Fault.PREFILL_CUT_OFF, Stage.TRANSFERRING),
             (Fault.DECODE_CUT_OFF, Stage.STREAMING),
             (Fault.CUT_APART, Stage.TRANSFERRING),
-        )
-    ),
-    *(
-        Cell(fault, stage, Transport.TCP)
-        for fault, stage in (
+        ),
+        Transport.TCP: (
             (Fault.PREFILL_KILLED, Stage.TRANSFERRING),
             (Fault.LINK_LOST, Stage.MOVING),
             (Fault.CUT_APART, Stage.TRANSFERRING),
-        )
-    ),
-    *(
-        Cell(fault, stage, Transport.TLS)
-        for fault, stage in (
+        ),
+        Transport.TLS: (
             (Fault.LINK_LOST, Stage.TRANSFERRING),
             (Fault.DECODE_KILLED, Stage.TRANSFERRING),
             (Fault.DECODE_CUT_OFF, Stage.TRANSFERRING),
-        )
-    ),
+        ),
+    }.items()
+    for fault, stage in cells
 ]
 
 
