@@ -76,6 +76,7 @@ def autoscalers_of(options: AutoscaleOptions, keep: frozenset[str]) -> list[Auto
         start_s=profile.node.start_s,
         settle_s=options.autoscale_settle_s,
         window_s=options.autoscale_window_s,
+        interval_s=options.autoscale_interval_s,
     )
     capacity = Capacity(profile, slo)
     return [

@@ -214,6 +214,7 @@ class AutoscaleOptions:
     autoscale_window_s: float = flag(
         300.0, "for so long one node less must have been enough before one is drained", fraction(10, 86400)
     )
+    autoscale_interval_s: float = flag(5.0, "between two looks at the fleet", fraction(0.5, 60.0))
     autoscale_timeout_s: float = flag(60.0, "longest run of the command, or wait for the webhook", _SECONDS)
     autoscale_drain_timeout_s: float = flag(
         60.0, "then the requests of a node that is drained go on at others", _SECONDS

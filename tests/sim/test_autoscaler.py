@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.autoscaler.capacity import CATCH_UP_S, KV_USE, Capacity, Work
+from planner.autoscaler.capacity import CATCH_UP_S, GOOD_SHARE, KV_USE, Capacity, Work
 from planner.autoscaler.decision import (
     RATE_S,
     Add,
@@ -23,9 +24,15 @@ from planner.autoscaler.decision import (
     NodeState,
     Pace,
 )
+from planner.autoscaler.simulated import SimAutoscaling
+from planner.candidate import Candidate
 from planner.cost_model import CostModel
 from planner.figures import Slo
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
+from planner.simulate import fleet_shape
+from planner.simulator.fleet import Outcome, SimFleet
+from planner.traffic.trace import SimRequest
+from shared.errors import ConfigError
 from shared.protocol.messages import Role
 
 PROFILE = Profile(
@@ -208,6 +215,8 @@ class ModelFleet:
         return noticed_s + max(CATCH_UP_S, 1.2 * rate * noticed_s / spare)
 
 
+SLOW = CostModel(a=0.004, b=4e-4, c=0.0, d=0.02, e=8e-3, f=1e-6, step_s=0.0005)
+"""Of nodes that few requests fill, so that a simulation of minutes is short."""
 PACE = Pace(start_s=20.0, settle_s=30.0, window_s=60.0)
 roles = st.sampled_from(Role)
 most_nodes = st.integers(1, 8)
@@ -279,3 +288,73 @@ def test_a_constant_load_ends_in_a_constant_number_of_nodes(
     left = len(fleet.live)
     assert fleet.needed <= left * (1 + noise)
     assert left == 1 or fleet.needed * (1 + noise) > PACE.low * (left - 1) * 0.85, (fleet.needed, left)
+
+
+# ------------------------------------------------------------------------------------ real schedulers
+def arrivals(rng: random.Random, rates: Sequence[tuple[float, float]]) -> list[SimRequest]:
+    """Poisson arrivals: each rate, in requests a second, for so many seconds. Nothing is shared."""
+    requests: list[SimRequest] = []
+    at_s, ends_s = 0.0, 0.0
+    for rate, seconds in rates:
+        ends_s += seconds
+        while (at_s := at_s + rng.expovariate(rate)) < ends_s:
+            own = 40 * len(requests)
+            requests.append(SimRequest(at_s, 1000, 40, tuple(range(own, own + 32)), 32))
+        at_s = ends_s
+    return requests
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1], ids=["together", "split"])
+def test_real_schedulers_meet_the_slo_again_after_a_step_and_lose_nothing(num_prefill: int) -> None:
+    """More load than one node takes comes and goes, and nodes with it. Requests arrive at random."""
+    profile = Profile(
+        measured=PROFILE.measured,
+        node=PROFILE.node,
+        forward=SLOW,
+        transfer=PROFILE.transfer,
+        router=PROFILE.router,
+    )
+    slo, most = Slo(ttft_s=2.0, itl_s=0.06), 6
+    low_s, high_s = 60.0, PACE.recovery_s + 60
+    rates = [(0.5, low_s), (2.5, high_s), (0.5, 150.0)]
+    requests = arrivals(random.Random(num_prefill), rates)
+    fleet = SimFleet(fleet_shape(Candidate(num_prefill=num_prefill, num_decode=1), profile, profile), SLOW)
+    roles = [Role.PREFILL, Role.DECODE] if num_prefill else [Role.DECODE]
+    autoscalers = [Autoscaler(role, NodeBounds(1, most), PACE, Capacity(profile, slo)) for role in roles]
+    fleet.submit(requests)
+    scaling = SimAutoscaling(fleet, autoscalers, until=low_s + high_s + 150)
+    fleet.run()
+
+    outcomes = list(fleet.outcomes.values())
+    assert len(outcomes) == len(requests) and all(outcome.ok for outcome in outcomes)
+    recovered = [o for o in outcomes if low_s + PACE.recovery_s <= o.started_at <= low_s + high_s]
+    good = [o for o in recovered if o.ttft_s <= slo.ttft_s and itl_s(o) <= slo.itl_s]
+    assert len(good) >= GOOD_SHARE * len(recovered) > 100, (len(good), len(recovered), scaling.taken)
+    for role in roles:
+        taken = [one for one in scaling.taken if one.role is role]
+        kinds = [type(one.action) for one in taken]
+        assert kinds == sorted(kinds, key=[Add, Drain].index), "it grows, and then it shrinks"
+        assert {Add, Drain} == set(kinds)
+        num_nodes = [1]
+        for before, one in zip([None, *taken], taken, strict=False):
+            if before is not None and (isinstance(one.action, Drain) or isinstance(before.action, Drain)):
+                assert one.at - before.at >= PACE.settle_s
+            num_nodes.append(num_nodes[-1] + (one.action.num_nodes if isinstance(one.action, Add) else -1))
+        assert max(num_nodes) <= most and min(num_nodes) == 1
+
+
+def itl_s(outcome: Outcome) -> float:
+    assert outcome.ended_at is not None and outcome.first_token_at is not None
+    return (outcome.ended_at - outcome.first_token_at) / (outcome.num_tokens - 1)
+
+
+@pytest.mark.parametrize(
+    ("slo", "flag"),
+    [
+        (Slo(ttft_s=0.004, itl_s=1.0), "--slo-ttft-ms 4"),
+        (Slo(ttft_s=1.0, itl_s=0.01), "--slo-itl-ms 10"),
+    ],
+)
+def test_an_slo_that_an_idle_node_misses_is_refused(slo: Slo, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: .* no number of nodes meets it"):
+        Capacity(PROFILE, slo)

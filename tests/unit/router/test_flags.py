@@ -175,3 +175,60 @@ def test_ports_in_use_and_keys_that_are_not_there() -> None:
             )
             with pytest.raises(ConfigError, match=message):
                 asyncio.run(start(config))
+
+
+PLANNED = ("--plan-profile", "p.json", "--slo-ttft-ms", "500", "--slo-itl-ms", "50")
+SCALED = ("--autoscale", "decode=1..8")
+
+
+def test_an_autoscaler_gets_the_flags_of_the_router() -> None:
+    given = ("--autoscale", "prefill=2..3", *SCALED, *PLANNED, "--autoscale-command", "add 'a node'")
+    options = config_of(*given, "--autoscale-settle-s", "30").scaling
+    assert [(one.role, one.least, one.most) for one in options.autoscale] == [
+        (Role.PREFILL, 2, 3),
+        (Role.DECODE, 1, 8),
+    ]
+    again = config_of(*options.argv()).scaling
+    assert again == options and again.autoscale_settle_s == 30.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (SCALED, "--autoscale needs --plan-profile"),
+        ((*SCALED, *PLANNED[:4]), "--autoscale needs --slo-itl-ms"),
+        ((*SCALED, *SCALED, *PLANNED), "a role is named twice: decode=1..8, decode=1..8"),
+        (("--autoscale-command", "add"), "--autoscale-command needs --autoscale"),
+        (
+            (*SCALED, *PLANNED, "--autoscale-command", "a", "--autoscale-webhook", "http://a"),
+            "exclude each other",
+        ),
+        ((*SCALED, *PLANNED, "--autoscale-command", "a 'b"), "is not a command"),
+        (
+            (*SCALED, *PLANNED, "--autoscale-webhook", "host:80"),
+            "--autoscale-webhook host:80 is not like http://",
+        ),
+    ],
+)
+def test_wrong_flags_of_the_autoscaler(flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_of(*flags)
+
+
+@pytest.mark.parametrize("text", ["decode=0..2", "decode=3..2", "decode=1..1001", "both=1..2", "decode=1-2"])
+def test_wrong_numbers_of_nodes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        config_of("--autoscale", text, *PLANNED)
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more", [("--api-key", "client"), ("--host", "0.0.0.0"), ("--plan-profile", "no such file")], ids=str
+)
+def test_a_router_whose_autoscaler_cannot_work_does_not_start(
+    more: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--local", "none", "--port", "0", "--control-port", "0", *SCALED, *PLANNED, *more)
+    assert main(flags) == 2
+    error = capfd.readouterr().err
+    assert ("no such file" in error) if "--plan-profile" in more else ("needs an admin key" in error)

@@ -1,0 +1,405 @@
+"""The autoscaler beside a router: what it hears, what it tells a command or a webhook, and what may fail of that."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from planner.autoscaler.decision import Autoscaler, NodeBounds, NodeState, Pace
+from planner.autoscaler.fleet_client import FleetClient, FleetNode
+from planner.autoscaler.hands import ActionFailed, Command, Printer, Webhook
+from planner.autoscaler.observe import FleetLoads, LoadReport, NodeReport
+from planner.autoscaler.watch import Watch
+from router.http.config import HttpOptions
+from router.terminal.client import ClientError, RouterClient
+from shared.protocol.messages import Load, Role
+from tests.patience import PATIENCE_S, eventually, until
+from tests.processes import assert_gone
+from tests.sim.test_autoscaler import CAPACITY, PROFILE
+from tests.unit.router.fakes import joined_router, pair, write_model
+
+PACE = Pace(start_s=20.0, settle_s=30.0, window_s=60.0)
+
+
+def node(name: str, state: str = "alive", **load: int) -> FleetNode:
+    return FleetNode(
+        node_id=name, state=state, role=Role.DECODE, address=f"tcp://{name}:7200", incarnation=name,
+        load=LoadReport(num_pages=1024, **load) if state == "alive" else None,
+    )  # fmt: skip
+
+
+class FakeRouter:
+    """A FleetApi: the test says which nodes there are, and which calls fail."""
+
+    def __init__(self, *nodes: FleetNode) -> None:
+        self.found = list(nodes)
+        self.errors: list[ClientError] = []
+        self.removed: list[tuple[str, float]] = []
+
+    def nodes(self) -> dict[Role, list[FleetNode]]:
+        return {Role.PREFILL: [], Role.DECODE: list(self.found)}
+
+    def remove(self, node_id: str, drain_timeout_s: float) -> None:
+        self.removed.append((node_id, drain_timeout_s))
+        if self.errors:
+            raise self.errors.pop(0)
+        self.found = [node for node in self.found if node.node_id != node_id]
+
+
+class FakeHands:
+    """Remembers what it was told; `failures` times it cannot."""
+
+    does_drain = True
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+        self.failures = 0
+
+    async def add(self, role: Role, num_nodes: int, reason: str) -> None:
+        self._tell("add", role, num_nodes)
+
+    async def drained(self, role: Role, node_id: str, address: str, reason: str) -> None:
+        self._tell("drain", role, node_id, address)
+
+    def close(self) -> None:
+        self.told.append(("close",))
+
+    def _tell(self, *words: object) -> None:
+        self.told.append(words)
+        if self.failures:
+            self.failures -= 1
+            raise ActionFailed("it does not work")
+
+
+class Bed:
+    """A watch with a clock that the test moves."""
+
+    def __init__(self, router: FakeRouter, hands: Any, least: int = 1, most: int = 4) -> None:
+        self.now = 0.0
+        autoscaler = Autoscaler(Role.DECODE, NodeBounds(least, most), PACE, CAPACITY)
+        self.watch = Watch(
+            router, [autoscaler], hands, drain_timeout_s=7.0, pause_s=0.01, clock=lambda: self.now
+        )
+
+    async def run(self, seconds: float) -> None:
+        until_s = self.now + seconds
+        while self.now < until_s:
+            await self.watch.turn()
+            await self.watch.settled()
+            self.now += PACE.interval_s
+
+
+def test_nodes_that_are_missing_are_asked_for_once_and_again_when_they_do_not_come(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hands = FakeHands()
+    bed = Bed(FakeRouter(node("d0")), hands, least=3)
+    asyncio.run(bed.run(PACE.settle_s + PACE.start_limit_s))
+    assert hands.told == [("add", Role.DECODE, 2)]
+    asyncio.run(bed.run(10.0))
+    assert hands.told == 2 * [("add", Role.DECODE, 2)]
+    assert "nodes_overdue role=decode num_nodes=2" in caplog.text
+
+
+def test_a_node_that_loads_counts_after_the_autoscaler_was_started_again() -> None:
+    hands = FakeHands()
+    loading = FleetNode(node_id="d1", state="loading")
+    asyncio.run(Bed(FakeRouter(node("d0"), loading), hands, least=2).run(PACE.settle_s + 20))
+    assert hands.told == []
+
+
+def test_an_add_that_fails_is_tried_again_after_a_pause() -> None:
+    hands = FakeHands()
+    bed = Bed(FakeRouter(node("d0")), hands, least=2)
+    hands.failures = 2
+    asyncio.run(bed.run(PACE.settle_s + 5 * PACE.interval_s))
+    assert hands.told == 3 * [("add", Role.DECODE, 1)]
+
+
+def test_no_add_within_the_pause() -> None:
+    hands = FakeHands()
+    bed = Bed(FakeRouter(node("d0")), hands, least=2)
+    bed.watch._pause_s = 100.0
+    hands.failures = 1
+    asyncio.run(bed.run(PACE.settle_s + 100.0))
+    assert len(hands.told) == 1
+    asyncio.run(bed.run(20.0))
+    assert len(hands.told) == 2
+
+
+def test_a_node_is_drained_at_the_router_and_then_stopped() -> None:
+    """Neither a router that is away for a moment nor a command that fails once ends that."""
+    hands, router = FakeHands(), FakeRouter(node("d0"), node("d1", num_running=3))
+    router.errors = [ClientError("no router answers"), ClientError("starting", 503)]
+    hands.failures = 2
+    asyncio.run(Bed(router, hands).run(PACE.window_s + 3 * PACE.interval_s))
+    assert router.removed == 3 * [("d0", 7.0)]
+    assert hands.told == 3 * [("drain", Role.DECODE, "d0", "tcp://d0:7200")]
+
+
+def test_a_node_that_the_router_keeps_is_not_stopped() -> None:
+    hands, router = FakeHands(), FakeRouter(node("d0"), node("d1"))
+    router.errors = [ClientError("it was added again", 409)]
+    asyncio.run(Bed(router, hands).run(PACE.window_s + 3 * PACE.interval_s))
+    assert router.removed == [("d0", 7.0)] and hands.told == []
+
+
+def test_where_decisions_are_printed_nothing_is_drained(capsys: pytest.CaptureFixture[str]) -> None:
+    router = FakeRouter(node("d0"), node("d1"))
+    asyncio.run(Bed(router, Printer()).run(PACE.window_s + 3 * PACE.interval_s))
+    assert router.removed == []
+    assert (
+        "autoscale: drain decode node d0 at tcp://d0:7200: 0 nodes needed, 2 live" in capsys.readouterr().out
+    )
+
+
+def test_while_the_router_does_not_answer_nothing_is_decided(caplog: pytest.LogCaptureFixture) -> None:
+    """A router that was restarted knows its nodes only after a while: those that were there count as coming back."""
+    hands, router = FakeHands(), FakeRouter(node("d0"), node("d1"))
+    bed = Bed(router, hands, least=2)
+    asyncio.run(bed.run(PACE.settle_s + 10.0))
+    nodes, router.nodes = router.nodes, lambda: raising(ClientError("no router answers"))  # type: ignore[method-assign]
+    asyncio.run(bed.run(300.0))
+    router.nodes, router.found = nodes, []  # type: ignore[method-assign]
+    asyncio.run(bed.run(20.0))
+    assert hands.told == [] and caplog.text.count("router_not_reached") == 1
+    router.nodes = lambda: raising(ClientError("wrong key", 401))  # type: ignore[method-assign]
+    with pytest.raises(ClientError, match="wrong key"):
+        asyncio.run(bed.run(5.0))
+
+
+def test_what_others_drain_is_said_once_and_counts_for_the_settling_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hands, router = FakeHands(), FakeRouter(node("d0"), node("d1"))
+    bed = Bed(router, hands, least=2)
+    asyncio.run(bed.run(PACE.settle_s + 10.0))
+    router.found = [node("d0"), node("d1", "draining")]
+    asyncio.run(bed.run(PACE.settle_s))
+    assert hands.told == [] and caplog.text.count("drained_by_others node=d1") == 1
+    asyncio.run(bed.run(10.0))
+    assert hands.told == [("add", Role.DECODE, 1)]
+
+
+def raising(error: Exception) -> Any:
+    raise error
+
+
+# ------------------------------------------------------------------------------------------------- hands
+def script(folder: Path, text: str) -> str:
+    path = folder / "command with a space"
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return f"'{path}' --zone 'a b'"
+
+
+def test_a_command_gets_words_and_environment(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    line = script(tmp_path, f'echo "$#:$*:$BATON_CONTROL_ADDRESS:$BATON_AUTOSCALE_REASON" >> {told}')
+    command = Command(line, 60.0, {"BATON_CONTROL_ADDRESS": "host:8001"})
+
+    async def run() -> None:
+        await command.add(Role.PREFILL, 2, "much; $(to do)")
+        await command.drained(Role.PREFILL, "p0", "tcp://p0:7100", "little to do")
+
+    asyncio.run(run())
+    assert told.read_text().splitlines() == [
+        "5:--zone a b add prefill 2:host:8001:much; $(to do)",
+        "5:--zone a b drain p0 tcp://p0:7100:host:8001:little to do",
+    ]
+
+
+def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ActionFailed, match="command with a space add ended with exit code 3"):
+        asyncio.run(Command(script(tmp_path, "exit 3"), 60.0, {}).add(Role.DECODE, 1, ""))
+    with pytest.raises(ActionFailed, match="/nowhere cannot be run: No such file"):
+        asyncio.run(Command("/nowhere", 60.0, {}).add(Role.DECODE, 1, ""))
+
+
+def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    line = script(tmp_path, f"sleep 1000 & echo $! > {pids}; echo $$ >> {pids}; wait")
+    with pytest.raises(ActionFailed, match=r"add took longer than 0\.5 s"):
+        asyncio.run(Command(line, 0.5, {}).add(Role.DECODE, 1, ""))
+    assert_gone([psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))])
+
+
+@contextmanager
+def http_server(answer: Callable[[str], tuple[int, object]]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """A server on loopback: its URL, and the paths and bodies that it got."""
+    got: list[tuple[str, Any]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            got.append((self.path, json.loads(body) if body else None))
+            status, content = answer(self.path)
+            sent = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(sent)))
+            self.end_headers()
+            self.wfile.write(sent)
+
+        do_GET = do_POST = _answer
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", got
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_webhook_gets_json() -> None:
+    with http_server(lambda path: (200 if path == "/hook" else 500, {})) as (url, got):
+        asyncio.run(Webhook(f"{url}/hook", 60.0).add(Role.DECODE, 2, "much to do"))
+        asyncio.run(Webhook(f"{url}/hook", 60.0).drained(Role.DECODE, "d0", "tcp://d0:7200", "idle"))
+        assert [body for _, body in got] == [
+            {"action": "add", "role": "decode", "num_nodes": 2, "reason": "much to do"},
+            {
+                "action": "drain",
+                "role": "decode",
+                "node_id": "d0",
+                "address": "tcp://d0:7200",
+                "reason": "idle",
+            },
+        ]
+        with pytest.raises(ActionFailed, match="/wrong answered 500"):
+            asyncio.run(Webhook(f"{url}/wrong", 60.0).add(Role.DECODE, 1, ""))
+    with pytest.raises(ActionFailed, match="refused"):
+        asyncio.run(Webhook(f"{url}/hook", 60.0).add(Role.DECODE, 1, ""))
+
+
+# ------------------------------------------------------------------------------------------- a real router
+def test_a_real_router_lists_its_nodes_and_drains_one(tmp_path: Path) -> None:
+    async def run() -> None:
+        http_options = HttpOptions(port=0, admin_api_keys=("secret",))
+        folder = write_model(tmp_path)
+        async with pair() as nodes, joined_router(folder, list(nodes), http=http_options) as (_, http):
+            prefill, decode = nodes
+            decode.load = Load(num_pages=10, num_running=3, num_prompts=5)
+            client = FleetClient(RouterClient(str(http.base_url), "secret"))
+
+            async def load() -> LoadReport | None:
+                (found,) = (await asyncio.to_thread(client.nodes))[Role.DECODE]
+                assert (found.node_id, found.state) == (decode.ref.node_id, "alive")
+                return found.load
+
+            await eventually(lambda: load_is(load, LoadReport(num_pages=10, num_running=3, num_prompts=5)))
+            await asyncio.to_thread(client.remove, prefill.ref.node_id, 1.0)
+            assert (await asyncio.to_thread(client.nodes))[Role.PREFILL] == []
+            await asyncio.to_thread(
+                client.remove, prefill.ref.node_id, 1.0
+            )  # it is gone, which is what was asked
+            with pytest.raises(ClientError) as refused:
+                await asyncio.to_thread(FleetClient(RouterClient(str(http.base_url), None)).nodes)
+            assert refused.value.status == 401
+
+    async def load_is(load: Callable[[], Any], wanted: LoadReport) -> bool:
+        return bool(await load() == wanted)
+
+    asyncio.run(run())
+
+
+@pytest.mark.processes
+def test_the_process_and_its_command_end_with_the_router(tmp_path: Path) -> None:
+    """Standard input is the router's socket: a key comes first, and its end is the router's."""
+    PROFILE.save(tmp_path / "profile.json")
+    pid = tmp_path / "pid"
+    line = script(tmp_path, f"echo $$ > {pid}.new; mv {pid}.new {pid}; sleep 1000")
+    answers = {"/fleet": {"nodes": []}, "/health": {"prefill": [], "decode": []}}
+    with http_server(lambda path: (200, answers[path])) as (url, _):
+        flags = ("--autoscale", "decode=1..2", "--plan-profile", str(tmp_path / "profile.json"))
+        slo = ("--slo-ttft-ms", "1000", "--slo-itl-ms", "30", "--autoscale-settle-s", "1")
+        own = (
+            "--autoscale-interval-s",
+            "0.5",
+            "--autoscale-command",
+            line,
+            "--url",
+            url,
+            "--exit-with-parent",
+        )
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "planner", "autoscale", *flags, *slo, *own], stdin=theirs
+            )
+            try:
+                theirs.close()
+                ours.sendall(b"secret\n")
+                assert ours.recv(16) == b"LR"
+                until(pid.exists, "the command runs")
+                command = psutil.Process(int(pid.read_text()))
+                ours.close()
+                assert process.wait(PATIENCE_S) == 1
+                assert_gone([command])
+            finally:
+                process.kill()
+                process.wait()
+
+
+# ---------------------------------------------------------------------------------------------- loads
+def report(incarnation: str, **load: Any) -> NodeReport:
+    return NodeReport(
+        node_id=incarnation, state=NodeState.LIVE, incarnation=incarnation, load=LoadReport(**load)
+    )
+
+
+def test_rates_are_differences_and_a_node_that_restarts_or_comes_adds_nothing() -> None:
+    loads = FleetLoads(Role.PREFILL)
+    old = {"num_prompts": 7, "num_prompt_tokens": 9000, "num_cached_tokens": 2000}
+    assert loads.observe(0.0, [report("a", **old)]).work is None
+    new = {"num_prompts": 9, "num_prompt_tokens": 11_000, "num_cached_tokens": 2500, "num_queued_tokens": 500}
+    work = loads.observe(10.0, [report("a", **new), report("b", **old)]).work
+    assert work is not None
+    assert work.prompt_tokens_s == (1500 + 500) / 10
+    assert (work.tokens_per_prompt, work.cached_per_prompt) == (1000.0, 250.0)
+    work = loads.observe(20.0, [report("a", **new), report("b2", num_prompts=1)]).work
+    assert work is not None and work.prompt_tokens_s == (1500 + 500) / 20
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    loads = FleetLoads(Role.DECODE)
+    for second in range(0, 101, 5):
+        work = loads.observe(float(second), [report("a", num_generated_tokens=100 * min(second, 40))]).work
+        if second == 40:
+            assert work is not None and work.output_tokens_s == 100.0
+    assert work is not None and work.output_tokens_s == 0.0
+
+
+def test_prompts_that_wait_for_a_decode_node_wait_for_this_one_only_where_it_is_busy() -> None:
+    for rate, queued in ((10_000.0, 500.0), (100.0, 2000.0)):
+        loads = FleetLoads(Role.PREFILL)
+        load = {
+            "num_queued_tokens": 2000,
+            "num_waiting": 1,
+            "num_bootstrapping": 3,
+            "prefill_tokens_per_s": rate,
+        }
+        loads.observe(0.0, [report("a", **load)])
+        work = loads.observe(10.0, [report("a", **load)]).work
+        assert work is not None and work.num_queued_tokens == queued
+
+
+def test_nodes_that_do_not_count_prompts_tell_nothing() -> None:
+    loads = FleetLoads(Role.PREFILL)
+    loads.observe(0.0, [report("a")])
+    assert loads.observe(10.0, [report("a", num_prompt_tokens=1000)]).work is None
