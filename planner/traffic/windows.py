@@ -27,8 +27,8 @@ from planner.estimate import t95
 from planner.figures import Distribution, Served, Slo, arrival_seconds
 from planner.traffic.trace import SimRequest, shared_tokens
 
-BURST_SIGMAS = 2.0
-"""A slot whose load is so many standard deviations above the mean is a burst."""
+BURST_RANGES = 1.5
+"""A slot whose load is so many interquartile ranges above the upper quartile is a burst (Tukey's fence)."""
 _PER_STRATUM = 3
 _RESAMPLES = 400
 
@@ -209,7 +209,8 @@ def _loads(requests: Sequence[SimRequest], starts: _Ints) -> _Floats:
 def _draw(load: _Floats, num_windows: int, rng: random.Random) -> list[tuple[list[int], list[int]]]:
     """Strata and the slots drawn from each. All bursts are drawn, the heaviest ones up to half of the windows."""
     order = [int(slot) for slot in np.argsort(load, kind="stable")]
-    num_bursts = min(num_windows // 2, int((load > load.mean() + BURST_SIGMAS * load.std()).sum()))
+    lower, upper = np.quantile(load, (0.25, 0.75))
+    num_bursts = min(num_windows // 2, int((load > upper + BURST_RANGES * (upper - lower)).sum()))
     usual, bursts = order[: len(order) - num_bursts], order[len(order) - num_bursts :]
     drawn, num_left = [(bursts, bursts)], num_windows - num_bursts
     num_strata = max(1, num_left // _PER_STRATUM)
