@@ -156,6 +156,10 @@ def _plan(args: Namespace) -> int:
         print_answer(answer)
         if args.json is not None:
             _write(Path(args.json), answer.to_json())
+    if args.html is not None:
+        from planner.report.html import write_html
+
+        write_html(answer, args.html)
     return 0
 
 

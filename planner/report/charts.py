@@ -394,7 +394,8 @@ class ThresholdChart:
     x: float
     width: float
     now: Tick
-    at: Tick | None
+    ends: tuple[Tick, ...]
+    """Where splitting starts or ceases to pay."""
     ticks: tuple[Tick, ...]
 
 
@@ -413,22 +414,21 @@ def threshold_chart(one: Threshold) -> ThresholdChart:
         return words.seconds(value) if one.unit == "s" else words.number(value)
 
     scale = Scale(min(one.searched_low, one.now), max(one.searched_high, one.now * 1.001), is_log=True)
-    low, high = one.searched_low, one.searched_high
-    match one.pays:
-        case "above":
-            low = low if one.at is None else one.at
-        case "below":
-            high = high if one.at is None else one.at
-        case "nowhere":
-            high = low
+    ends = [end for end in (one.pays_from, one.pays_to) if end is not None]
+    low = one.searched_low if one.pays_from is None else one.pays_from
+    high = one.searched_high if one.pays_to is None else one.pays_to
     x = scale.at(low)
     unit = "" if one.unit == "s" else f", {one.unit}"
     return ThresholdChart(
         title=_AXES[one.axis] + unit,
         words=one.words,
         x=x,
-        width=round(scale.at(high) - x, 2),
+        width=0.0 if one.pays == "nowhere" else round(scale.at(high) - x, 2),
         now=Tick(scale.at(one.now), f"now {text(one.now)}"),
-        at=None if one.at is None else Tick(scale.at(one.at), text(one.at)),
-        ticks=(Tick(0.0, text(scale.low)), Tick(100.0, text(scale.high))),
+        ends=tuple(Tick(scale.at(end), text(end)) for end in ends),
+        ticks=tuple(
+            Tick(scale.at(end), text(end))
+            for end in (scale.low, scale.high)
+            if all(abs(scale.at(end) - scale.at(other)) > 20 for other in ends)
+        ),
     )

@@ -157,6 +157,4 @@ def _max_rate_of_node(one: CandidateAnswer) -> float | None:
 
 def _misfit(measured: Measured) -> float | None:
     """By what share of the measured time the fit is off at most; None if the profile does not tell."""
-    return max(
-        (abs(one.fitted_s / one.measured_s - 1) for one in measured.residuals if one.measured_s), default=None
-    )
+    return max((abs(one.error) for one in measured.residuals), default=None)

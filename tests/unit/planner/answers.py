@@ -170,10 +170,10 @@ def plan_answer(
             ),
         ),
         thresholds=(
-            threshold("prompt", "tokens", 2100, 900, "above"),
-            threshold("rate", "requests/s", RATE, 12.5, "below"),
-            threshold("slo_ttft", "s", SLO.ttft_s, None, "nowhere"),
-            threshold("slo_itl", "s", SLO.itl_s, None, "everywhere"),
+            threshold("prompt", "tokens", 2100, "between", pays_from=900),
+            threshold("rate", "requests/s", RATE, "between", pays_from=6.5, pays_to=12.5),
+            threshold("slo_ttft", "s", SLO.ttft_s, "nowhere"),
+            threshold("slo_itl", "s", SLO.itl_s, "everywhere"),
         ),
         sensitivity=tuple(
             Sensitivity(
@@ -197,20 +197,23 @@ def threshold(
     axis: Literal["prompt", "rate", "slo_ttft", "slo_itl"],
     unit: Literal["tokens", "requests/s", "s"],
     now: float,
-    at: float | None,
-    pays: Literal["above", "below", "everywhere", "nowhere"],
+    pays: Literal["everywhere", "nowhere", "between"],
+    *,
+    pays_from: float | None = None,
+    pays_to: float | None = None,
 ) -> Threshold:
     return Threshold(
         axis=axis,
         unit=unit,
         now=now,
-        at=at,
         pays=pays,
+        pays_from=pays_from,
+        pays_to=pays_to,
         searched_low=now / 8,
         searched_high=now * 8,
         split="1P1D",
         together="2 together",
-        words=f"Splitting pays for {axis} {pays} {at} (now {now}): 1P1D against 2 together.",
+        words=f"{axis}: splitting pays {pays} {pays_from} and {pays_to}, now {now}: 1P1D against 2 together.",
     )
 
 

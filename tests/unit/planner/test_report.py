@@ -13,7 +13,15 @@ from msgspec.structs import replace
 
 from planner.answer import Answer, CandidateAnswer
 from planner.candidate import Candidate
-from planner.report.charts import Scale, goodput_chart, heat_map, latency_chart, line_styles, stage_chart
+from planner.report.charts import (
+    Scale,
+    goodput_chart,
+    heat_map,
+    latency_chart,
+    line_styles,
+    stage_chart,
+    threshold_chart,
+)
 from planner.report.html import to_html, write_html
 from planner.report.words import number, percent, seconds, short
 from shared.errors import ConfigError
@@ -308,6 +316,16 @@ def test_percentiles_and_the_slo_share_an_axis() -> None:
     assert [dot.x < chart.bound.at for dot in row.dots] == [
         value < SLO.ttft_s for value in (one.now.ttft_s.p50, one.now.ttft_s.p90, one.now.ttft_s.p99)
     ]
+
+
+def test_a_threshold_fills_where_splitting_pays() -> None:
+    prompt, rate, ttft, itl = map(threshold_chart, plan_answer().thresholds)
+    assert [end.text for end in prompt.ends] == ["900"]
+    assert (prompt.x, prompt.x + prompt.width) == (pytest.approx(29.6, abs=0.1), 100.0)
+    assert [end.text for end in rate.ends] == ["6.5", "12.5"]
+    assert rate.x < rate.now.at < rate.x + rate.width < 100
+    assert (ttft.ends, ttft.width) == ((), 0.0)
+    assert (itl.ends, itl.x, itl.width) == ((), 0.0, 100.0)
 
 
 @pytest.mark.parametrize(
