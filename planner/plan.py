@@ -13,11 +13,13 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from planner.traffic.formats import TraceFormat
 from shared.cpu_cores import own_cores
 from shared.errors import ConfigError
 from shared.flags import FlagParser, fraction, whole
 
 MAX_NODES = 64
+TRACE_FORMATS = tuple(map(str, TraceFormat))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,9 +68,19 @@ def build_parser() -> FlagParser:
     traffic.add_argument(
         "--trace", type=Path, metavar="FILE", help="of recorded requests, or the router's own log"
     )
+    traffic.add_argument("--trace-format", choices=TRACE_FORMATS, metavar="FORMAT",
+        help=f"of the trace, if its first line does not tell: {', '.join(TRACE_FORMATS)}")  # fmt: skip
+    traffic.add_argument(
+        "--rate", type=fraction(1e-4, 1e5), metavar="N", help="without a trace: requests a second"
+    )
+    traffic.add_argument("--prompt", metavar="MEDIAN:P99",
+        help="without a trace: tokens of prompts, also LOWEST..HIGHEST or one length")  # fmt: skip
+    traffic.add_argument(
+        "--output", metavar="MEDIAN:P99", help="without a trace: tokens of answers, in the same way"
+    )
     traffic.add_argument("--requests", type=whole(20, 1_000_000), default=800, metavar="N",
-        help="that are simulated for each candidate and rate, at most: of a longer trace, windows drawn from all of "
-        "it (default: 800)")  # fmt: skip
+        help="that count for each candidate and rate, at most: of a longer trace, windows that are drawn from all "
+        "of it (default: 800)")  # fmt: skip
     traffic.add_argument(
         "--seed", type=whole(0, 1 << 32), default=0, metavar="SEED", help="of all that is drawn"
     )

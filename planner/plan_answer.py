@@ -47,8 +47,8 @@ class Asked:
     def setting(self) -> Setting:
         """What all simulations share."""
         return Setting(
+            screen=self.traffic.screen,
             windows=self.traffic.windows,
-            rate=self.traffic.rate,
             prefill=self.profiles[0][1],
             decode=self.profiles[-1][1],
             slo=self.aim.slo,
@@ -72,10 +72,12 @@ def question_of(args: Namespace) -> Asked:
         prices = Prices(prefill=args.price or args.prefill_price, decode=args.price or args.decode_price)
     slo = Slo(ttft_s=args.slo_ttft_ms / 1000, itl_s=args.slo_itl_ms / 1000)
     ways = () if args.compare is None else tuple(compare.ways(compare.parse_fleet(args.fleet), args.compare))
+    profiles = tuple((path, load_profile(path)) for path in paths)
+    cache_tokens = args.nodes[-1] * max(profile.node.pool_tokens for _, profile in profiles)
     return Asked(
-        profiles=tuple((path, load_profile(path)) for path in paths),
+        profiles=profiles,
         prices=prices,
-        traffic=traffic_of(args),
+        traffic=traffic_of(args, cache_tokens),
         aim=Aim(slo=slo, good_share=args.good_share),
         nodes=args.nodes,
         ways=ways,
@@ -129,7 +131,7 @@ async def _plan(asked: Asked, trials: Trials, report: Report, effort: Callable[[
     traffic = asked.traffic
     now: dict[Axis, float] = {
         "prompt": traffic.record.prompt_tokens.mean,
-        "rate": traffic.rate,
+        "rate": asked.setting.rate,
         "slo_ttft": aim.slo.ttft_s,
         "slo_itl": aim.slo.itl_s,
     }
@@ -152,7 +154,7 @@ async def _plan(asked: Asked, trials: Trials, report: Report, effort: Callable[[
 def _candidate(asked: Asked, trials: Trials, curve: Curve, best: Curve) -> CandidateAnswer:
     candidate, made = curve.option.candidate, trials.made(curve.option)
     price = None if asked.prices is None else asked.prices.of(curve.option)
-    is_comparable = curve is not best and curve.windows == best.windows
+    is_comparable = curve is not best and curve.is_screened is best.is_screened
     return CandidateAnswer(
         name=curve.option.name,
         num_prefill=candidate.num_prefill,
@@ -166,7 +168,7 @@ def _candidate(asked: Asked, trials: Trials, curve: Curve, best: Curve) -> Candi
         goodput_a_price=None
         if price is None or curve.max_rate is None
         else curve.max_rate.value * asked.aim.good_share * 3600 / price,
-        is_screened=curve.windows < len(trials.setting.windows),
+        is_screened=curve.is_screened,
         difference=differs(best.now, curve.now, asked.aim.slo) if is_comparable else None,
         num_simulated_reqs=sum(len(one.served) for one in made),
         cpu_s=sum(one.cpu_s for one in made),
@@ -175,11 +177,10 @@ def _candidate(asked: Asked, trials: Trials, curve: Curve, best: Curve) -> Candi
 
 # ------------------------------------------------------------------------------------------------- comparison
 async def _compare(asked: Asked, trials: Trials, report: Report, effort: Callable[[], Effort]) -> Answer:
-    num_windows = len(trials.setting.windows)
     samples = []
     for way in asked.ways:
         option = Option(candidate=way.candidate, settings=way.settings)
-        samples.append(await trials.sample(option, num_windows))
+        samples.append(await trials.sample(option, trials.setting.whole))
         report(f"{option.name}: {_speed(trials.made(option))}")
     base, aim = samples[0], asked.aim
     candidates = tuple(_setting(asked, trials, base, sample) for sample in samples)
@@ -263,15 +264,13 @@ def _remarks(asked: Asked) -> tuple[str, ...]:
     remarks += asked.traffic.remarks
     for path, profile in asked.profiles:
         limit = profile.node.context_length
-        num_long = sum(
-            one.input_len + one.output_len > limit for window in asked.traffic.windows for one in window
-        )
+        num_long = sum(one.input_len + one.output_len > limit for one in asked.traffic.requests)
         if num_long:
             remarks.append(
                 f"{num_long} of the requests are longer than the {limit} tokens of context of {path}. They fail "
                 "on every such node."
             )
-    shortest = min(window[-1].at_s - window[0].at_s for window in asked.traffic.windows)
+    shortest = min(window.requests[-1].at_s for window in asked.traffic.windows)
     if shortest < MIN_TTFTS * asked.aim.slo.ttft_s:
         remarks.append(
             f"The shortest window of the traffic lasts {shortest:.3g} s, which is not long beside an SLO of "

@@ -22,7 +22,7 @@ from planner.answer import Difference, Estimate
 from planner.candidate import Candidate
 from planner.estimate import crossing, difference, estimate, is_more_than_noise
 from planner.figures import Slo
-from planner.plan_trials import Option, Sample, Trials, Variation
+from planner.plan_trials import SCREEN, Option, Sample, Trials, Variation
 
 STEPS = 8
 """Rates for each doubling. The highest rate is interpolated between two that are a step apart."""
@@ -42,7 +42,7 @@ class Aim:
 
     def is_met_by(self, sample: Sample) -> bool:
         """Whether enough requests meet both SLOs."""
-        return estimate(sample.good_shares(self.slo)).value >= self.good_share
+        return sample.good_share(self.slo) >= self.good_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,12 @@ class Curve:
     aim: Aim
     samples: tuple[Sample, ...]
     """Ascending loads, one of them 1."""
-    windows: int
+    windows: tuple[int, ...]
+
+    @property
+    def is_screened(self) -> bool:
+        """It was tried in the screen alone."""
+        return self.windows == (SCREEN,)
 
     @property
     def now(self) -> Sample:
@@ -77,7 +82,7 @@ class Curve:
     @cached_property
     def max_rate(self) -> Estimate | None:
         """The highest rate at which enough requests meet both SLOs; its interval is that of the shares around it."""
-        shares = [estimate(sample.good_shares(self.aim.slo)) for sample in self.samples]
+        shares = [estimate(sample.good_parts(self.aim.slo)) for sample in self.samples]
         rates = [sample.rate for sample in self.samples]
         value = crossing(
             [(rate, share.value) for rate, share in zip(rates, shares, strict=True)], self.aim.good_share
@@ -131,7 +136,7 @@ def options(nodes: range, machines: Sequence[str]) -> list[Option]:
     ]
 
 
-async def curve(trials: Trials, option: Option, aim: Aim, windows: int) -> Curve:
+async def curve(trials: Trials, option: Option, aim: Aim, windows: Sequence[int]) -> Curve:
     """The option at the rate of the traffic, and around the highest rate that it serves within the aim."""
     samples: dict[int, Sample] = {}
 
@@ -151,7 +156,7 @@ async def curve(trials: Trials, option: Option, aim: Aim, windows: int) -> Curve
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if await meets(middle) else (low, middle)
-    return Curve(option, aim, tuple(samples[step] for step in sorted(samples)), windows)
+    return Curve(option, aim, tuple(samples[step] for step in sorted(samples)), tuple(windows))
 
 
 async def search(
@@ -163,15 +168,15 @@ async def search(
 ) -> list[Curve]:
     """A curve of every option, in their order: over all windows of those that may be the best."""
 
-    async def one(option: Option, windows: int) -> Curve:
+    async def one(option: Option, windows: Sequence[int]) -> Curve:
         found = await curve(trials, option, aim, windows)
         report(found)
         return found
 
-    num_windows = len(trials.setting.windows)
-    screened = await asyncio.gather(*(one(option, 1) for option in asked))
-    if num_windows == 1:
-        return list(screened)
+    whole = trials.setting.whole
+    if trials.setting.windows == (trials.setting.screen,):
+        return list(await asyncio.gather(*(one(option, whole) for option in asked)))
+    screened = await asyncio.gather(*(one(option, (SCREEN,)) for option in asked))
     num_nodes = (await choose(trials, screened, price_of)).option.candidate.num_nodes
     again = [
         (abs(seen.option.candidate.num_nodes - num_nodes) <= 1 and may_be_best(seen, screened))
@@ -181,7 +186,7 @@ async def search(
     return list(
         await asyncio.gather(
             *(
-                one(seen.option, num_windows) if is_open else _as_it_is(seen)
+                one(seen.option, whole) if is_open else _as_it_is(seen)
                 for seen, is_open in zip(screened, again, strict=True)
             )
         )
@@ -232,11 +237,11 @@ async def tied_with_best(trials: Trials, curves: Sequence[Curve]) -> list[Curve]
     async def ties(one: Curve) -> bool:
         if one is best or rates[id(one)] * NEARLY >= rates[id(best)]:
             return True
-        windows = min(one.windows, best.windows)
+        windows = best.windows
         ours, theirs = await asyncio.gather(
             trials.sample(one.option, windows, varied), trials.sample(best.option, windows, varied)
         )
-        return not is_more_than_noise(difference(theirs.good_shares(aim.slo), ours.good_shares(aim.slo)))
+        return not is_more_than_noise(difference(theirs.good_parts(aim.slo), ours.good_parts(aim.slo)))
 
     tied = [one for one, is_tied in zip(able, await asyncio.gather(*map(ties, able)), strict=True) if is_tied]
     return sorted(tied, key=lambda one: (*one.simplicity, -rates[id(one)]))
@@ -248,15 +253,14 @@ async def choose(trials: Trials, curves: Sequence[Curve], price_of: Callable[[Op
     If those that have most cannot be told apart, for example where no request meets the SLOs, it is the one that
     comes nearest to them.
     """
-    most = max(one.windows for one in curves)
-    full = [one for one in curves if one.windows == most]
+    full = [one for one in curves if not one.is_screened] or list(curves)
     meeting = [one for one in full if one.aim.is_met_by(one.now)]
     if meeting:
         least = min(price_of(one.option) for one in meeting)
         return (await tied_with_best(trials, [one for one in meeting if price_of(one.option) == least]))[0]
     slo = full[0].aim.slo
-    most_good = max(full, key=lambda one: sum(one.now.good_shares(slo))).now.good_shares(slo)
-    tied = [one for one in full if not is_more_than_noise(difference(most_good, one.now.good_shares(slo)))]
+    most_good = max(full, key=lambda one: one.now.good_share(slo)).now.good_parts(slo)
+    tied = [one for one in full if not is_more_than_noise(difference(most_good, one.now.good_parts(slo)))]
     nearest = min(one.slo_factor for one in tied)
     near = [one for one in tied if one.slo_factor <= NEARLY * nearest]
     return min(near, key=lambda one: (price_of(one.option), *one.simplicity, one.slo_factor))
@@ -264,11 +268,10 @@ async def choose(trials: Trials, curves: Sequence[Curve], price_of: Callable[[Op
 
 def differs(base: Sample, other: Sample, slo: Slo) -> Difference:
     """`other` against `base`, on the same requests."""
-    goodput = difference(
-        [share * other.rate for share in other.good_shares(slo)],
-        [share * base.rate for share in base.good_shares(slo)],
-    )
-    ttft, itl = (difference(other.means(field), base.means(field)) for field in ("ttft_s", "itl_s"))
+    rate = other.rate
+    share = difference(other.good_parts(slo), base.good_parts(slo))
+    goodput = Estimate(value=rate * share.value, low=rate * share.low, high=rate * share.high)
+    ttft, itl = (difference(other.parts_of(name), base.parts_of(name)) for name in ("ttft_s", "itl_s"))
     return Difference(
         base=base.option.name,
         goodput=goodput,

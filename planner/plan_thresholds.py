@@ -1,8 +1,9 @@
 """From which prompt length, rate or SLO on splitting starts to pay, and what another load or cost would change.
 
 Splitting pays where the best split meets the SLOs and has more goodput than the same machines together, by more than
-noise. That is tried on the real simulator, outwards from the traffic as it is: upwards until neither meets the SLOs,
-downwards until neither misses them once, and by bisection between the first that differ.
+noise. That is tried on the real simulator, outwards from the traffic as it is: upwards while the split meets the
+SLOs, downwards while the machines together miss one, and by bisection between the first that differ. Beyond,
+splitting cannot pay, since more load or longer prompts never help a fleet.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ MAX_FACTOR = 8.0
 GRID = tuple(2 ** (i / 2) for i in range(-6, 7))
 FINE_GRID = tuple(STEP**i for i in range(-24, 25))
 """For SLOs, which need no simulation of their own."""
-MAX_WINDOWS = 2
-"""Of the traffic, that thresholds are searched in."""
 CHANGES = (0.8, 1.2)
 
 Axis = Literal["prompt", "rate", "slo_ttft", "slo_itl"]
@@ -44,8 +43,9 @@ class Duel:
     split: Sample
     together: Sample
     pays: bool
-    neither_meets: bool
-    neither_misses: bool
+    split_meets: bool
+    together_misses: bool
+    """At least one request misses an SLO there."""
 
 
 class AxisSearch:
@@ -54,7 +54,6 @@ class AxisSearch:
     def __init__(self, trials: Trials, aim: Aim, rivals: Sequence[Option], axis: Axis) -> None:
         self._trials = trials
         self._aim = aim
-        self._windows = min(MAX_WINDOWS, len(trials.setting.windows))
         self._together = [option for option in rivals if not option.candidate.splits]
         self._splits = [option for option in rivals if option.candidate.splits]
         self._axis = axis
@@ -63,26 +62,25 @@ class AxisSearch:
 
     async def walk(self, factors: Sequence[float]) -> None:
         """Outwards from 1, which is one of the ascending `factors`."""
-        start = self._splits[len(self._splits) // 2]
-        await self.duel(1.0, start)
+        here = await self.duel(1.0, self._splits[len(self._splits) // 2])
         is_free = self._axis in ("slo_ttft", "slo_itl")
-        near = self.duels[1.0].split.option
+        duel = here
         for factor in (factor for factor in factors if factor > 1.0):
-            if (duel := await self.duel(factor, near)).neither_meets and not is_free:
+            if not duel.split_meets and not is_free:
                 break
-            near = duel.split.option
-        near = self.duels[1.0].split.option
+            duel = await self.duel(factor, duel.split.option)
+        duel = here
         for factor in reversed([factor for factor in factors if factor < 1.0]):
-            if (duel := await self.duel(factor, near)).neither_misses and not is_free:
+            if not duel.together_misses and not is_free:
                 break
-            near = duel.split.option
+            duel = await self.duel(factor, duel.split.option)
 
     async def duel(self, factor: float, near: Option) -> Duel:
         """At one point. The best split is searched from `near` on, one node of a role more or less at a time."""
         slo, varied = self._at(factor)
 
         def share(sample: Sample) -> float:
-            return sum(sample.good_shares(slo)) / len(sample.parts)
+            return sample.good_share(slo)
 
         seen: dict[Option, Sample] = {}
         best = near
@@ -99,13 +97,13 @@ class AxisSearch:
         split, together = seen[best], max(both, key=share)
         aim = Aim(slo=slo, good_share=self._aim.good_share)
         meets = aim.is_met_by(split)
-        gain = difference(split.good_shares(slo), together.good_shares(slo))
+        gain = difference(split.good_parts(slo), together.good_parts(slo))
         duel = self.duels[factor] = Duel(
             split,
             together,
             pays=meets and gain.low > 0,
-            neither_meets=not meets and not aim.is_met_by(together),
-            neither_misses=share(split) == share(together) == 1.0,
+            split_meets=meets,
+            together_misses=share(together) < 1.0,
         )
         return duel
 
@@ -118,7 +116,7 @@ class AxisSearch:
         return math.sqrt(inside * outside)
 
     async def _sample(self, option: Option, varied: Variation) -> Sample:
-        return await self._trials.sample(option, self._windows, varied)
+        return await self._trials.sample(option, self._trials.setting.whole, varied)
 
     def _at(self, factor: float) -> tuple[Slo, Variation]:
         slo = self._aim.slo
@@ -223,8 +221,7 @@ async def sensitivity(
     trials: Trials, verdict: Curve, curves: Sequence[Curve], price_of: Callable[[Option], float]
 ) -> list[Sensitivity]:
     """What 20 % more or less load or cost would change, among all that were simulated over the whole traffic."""
-    windows = len(trials.setting.windows)
-    rivals = [one for one in curves if one.windows == windows]
+    rivals = [one for one in curves if not one.is_screened]
     asked: list[Awaitable[Sensitivity]] = [
         _sensitivity(trials, verdict, rivals, price_of, what, factor)
         for what in ("load", "cost")
@@ -248,11 +245,11 @@ async def _sensitivity(
 
     def rank(sample: Sample) -> tuple[bool, float, float]:
         meets = aim.is_met_by(sample)
-        return not meets, price_of(sample.option) if meets else 0.0, -sum(sample.good_shares(aim.slo))
+        return not meets, price_of(sample.option) if meets else 0.0, -sample.good_share(aim.slo)
 
     best = min(samples, key=rank)
     is_as_good = rank(best)[:2] == rank(ours)[:2] and not is_more_than_noise(
-        difference(best.good_shares(aim.slo), ours.good_shares(aim.slo))
+        difference(best.good_parts(aim.slo), ours.good_parts(aim.slo))
     )
     best = ours if is_as_good else best
     return Sensitivity(

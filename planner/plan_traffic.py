@@ -1,73 +1,157 @@
-"""The traffic that a plan is made for: windows of requests, from a trace or from distributions."""
+"""The traffic that a plan is made for: windows of a trace, or of requests that are drawn from distributions."""
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from planner import answer
 from planner.figures import arrival_seconds, distribution
+from planner.traffic.distribution import Lengths, drawn_trace
+from planner.traffic.formats import TraceFormat
 from planner.traffic.reading import read_trace
-from planner.traffic.trace import SimRequest, shared_tokens
+from planner.traffic.trace import SimRequest, Trace, shared_tokens
+from planner.traffic.windows import Window, draw_windows
 from shared.errors import ConfigError
 
-NUM_WINDOWS = 4
-MIN_WINDOW = 50
+NUM_WINDOWS = 6
+"""Of a trace that is longer than what is simulated."""
+SCREEN_SHARE = 4
+"""One in so many of the requests is in the screen, if that leaves MIN_SCREEN."""
+MIN_SCREEN = 100
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Requests in windows, each of which is simulated on its own."""
 
-    windows: tuple[tuple[SimRequest, ...], ...]
-    rate: float
-    """Requests a second."""
+    windows: tuple[Window, ...]
     source: str
     remarks: tuple[str, ...] = ()
 
     @cached_property
+    def screen(self) -> Window:
+        """The window of a long trace that is most like the others; or the beginning of the only one."""
+        if len(self.windows) == 1:
+            window = self.windows[0]
+            length = max(MIN_SCREEN, len(window.requests) // SCREEN_SHARE)
+            return (
+                window
+                if length >= len(window.requests)
+                else replace(window, requests=window.requests[:length])
+            )
+        middle = sum(map(_density, self.windows)) / len(self.windows)
+        return min(self.windows, key=lambda window: abs(_density(window) - middle))
+
+    @property
+    def requests(self) -> list[SimRequest]:
+        """Those that count."""
+        return [one for window in self.windows for one in window.requests if window.counts(one)]
+
+    @cached_property
     def record(self) -> answer.Traffic:
         """What an answer says of it."""
-        requests = [request for window in self.windows for request in window]
-        prompt_tokens = sum(request.input_len for request in requests)
+        requests = self.requests
+        all_tokens = sum(one.input_len for window in self.windows for one in window.requests)
         return answer.Traffic(
             source=self.source,
-            rate=self.rate,
+            rate=self.windows[0].trace_rate,
             num_reqs=len(requests),
-            seconds=sum(window[-1].at_s - window[0].at_s for window in self.windows),
+            seconds=sum(
+                min(window.counted_until_s, window.requests[-1].at_s) - window.counted_from_s
+                for window in self.windows
+            ),
             prompt_tokens=distribution([request.input_len for request in requests]),
             output_tokens=distribution([request.output_len for request in requests]),
-            reused_share=sum(map(shared_tokens, self.windows)) / prompt_tokens,
+            reused_share=sum(shared_tokens(window.requests) for window in self.windows) / all_tokens,
         )
 
     def max_prompt_factor(self, context_length: int) -> float:
         """By what prompts may be multiplied so that the longest request still fits into the context; 1 at least."""
-        requests = [request for window in self.windows for request in window]
-        room = context_length - 2 * max(request.output_len for request in requests)
-        return max(1.0, room / max(request.input_len for request in requests))
+        room = context_length - 2 * max(request.output_len for request in self.requests)
+        return max(1.0, room / max(request.input_len for request in self.requests))
 
 
-def traffic_of(args: Namespace) -> Traffic:
-    """The traffic that the flags name. Raises ConfigError."""
-    if args.trace is None:
-        raise ConfigError("it needs --trace")
-    trace = read_trace(args.trace)
+def traffic_of(args: Namespace, cache_tokens: int) -> Traffic:
+    """The traffic that the flags name, for fleets whose KV pools hold `cache_tokens`. Raises ConfigError."""
+    trace, source = _trace(args)
     requests = list(trace.requests())
-    if len(requests) < 2:
-        raise ConfigError(f"--trace {args.trace}: it has one request, and a rate needs two at least")
-    return Traffic(
-        windows=windows_of(requests, args.requests),
-        rate=len(requests) / arrival_seconds([request.at_s for request in requests]),
-        source=str(args.trace),
-        remarks=trace.remarks,
+    if not arrival_seconds([request.at_s for request in requests]):
+        raise ConfigError(f"{source} has one request, and a plan needs a rate, which takes two at least")
+    windows = [whole(requests)]
+    if len(requests) > args.requests:
+        window_s = args.requests / NUM_WINDOWS / windows[0].trace_rate
+        windows = draw_windows(
+            requests,
+            cache_tokens=cache_tokens,
+            num_windows=NUM_WINDOWS,
+            window_s=window_s,
+            min_warmup_s=min(30.0, window_s),
+            max_warmup_s=4 * window_s,
+            tail_s=min(30.0, window_s / 2),
+            seed=args.seed,
+        )
+        windows = [window for window in windows if any(map(window.counts, window.requests))]
+    return Traffic(tuple(windows), source, (*trace.remarks, *_remarks(windows, requests)))
+
+
+def whole(requests: Sequence[SimRequest]) -> Window:
+    """All requests as one window."""
+    return Window(
+        requests=tuple(requests),
+        counted_from_s=0.0,
+        counted_until_s=math.inf,
+        trace_rate=len(requests) / arrival_seconds([request.at_s for request in requests]),
+        stratum=0,
+        num_slots=1,
+        num_reqs=len(requests),
     )
 
 
-def windows_of(requests: Sequence[SimRequest], most: int) -> tuple[tuple[SimRequest, ...], ...]:
-    """Up to NUM_WINDOWS pieces at even distances, with `most` requests in all."""
-    num = min(NUM_WINDOWS, max(1, len(requests) // MIN_WINDOW))
-    length = min(most, len(requests)) // num
-    starts = [i * (len(requests) - length) // max(1, num - 1) for i in range(num)]
-    return tuple(tuple(requests[start : start + length]) for start in starts)
+def _trace(args: Namespace) -> tuple[Trace, str]:
+    drawn = {name: getattr(args, name) for name in ("rate", "prompt", "output")}
+    if args.trace is not None:
+        for name, value in drawn.items():
+            if value is not None:
+                raise ConfigError(f"--{name} is for traffic without a trace; with --trace it says nothing")
+        path: Path = args.trace
+        return read_trace(path, args.trace_format and TraceFormat(args.trace_format)), str(path)
+    if missing := [f"--{name}" for name, value in drawn.items() if value is None]:
+        raise ConfigError(
+            f"it needs --trace, or --rate, --prompt and --output; missing: {', '.join(missing)}"
+        )
+    prompt, output = (Lengths.parse(f"--{name}", drawn[name]) for name in ("prompt", "output"))
+    trace = drawn_trace(
+        rate=args.rate, prompt=prompt, output=output, num_requests=args.requests, seed=args.seed
+    )
+    return trace, f"--rate {args.rate:g} --prompt {args.prompt} --output {args.output}"
+
+
+def _remarks(windows: Sequence[Window], requests: Sequence[SimRequest]) -> list[str]:
+    remarks = []
+    if len(windows) > 1:
+        num_counted = sum(window.counts(one) for window in windows for one in window.requests)
+        remarks.append(
+            f"Of the {len(requests)} requests, {num_counted} in {len(windows)} windows stand for all; the intervals "
+            "say how far that may mislead."
+        )
+    if cold := sum(not window.is_warm for window in windows):
+        remarks.append(
+            f"The caches of {cold} windows are not as full as they would be, so less reuse is planned than there is."
+        )
+    return remarks
+
+
+def _density(window: Window) -> float:
+    """Tokens a second of the requests that count."""
+    counted = [one for one in window.requests if window.counts(one)]
+    return sum(one.input_len + one.output_len for one in counted) / max(1e-9, _seconds(window))
+
+
+def _seconds(window: Window) -> float:
+    """In which the requests that count arrive."""
+    return min(window.counted_until_s, window.requests[-1].at_s) - window.counted_from_s

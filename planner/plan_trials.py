@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
@@ -19,11 +20,12 @@ from planner import answer
 from planner.answer import Point
 from planner.candidate import Candidate
 from planner.cost_model import CostModel
-from planner.estimate import estimate
-from planner.figures import Distribution, Slo, distribution
+from planner.estimate import Part, estimate, mean, weighted_distribution, weighted_quantile
+from planner.figures import Distribution, Slo
 from planner.profile import Profile, RouterCost, TransferCost
 from planner.simulate import Bottleneck, Run, simulate
 from planner.traffic.trace import SimRequest
+from planner.traffic.windows import Window
 
 NUM_PARTS = 8
 """Into which the requests of a sample are cut for its intervals, at least."""
@@ -60,6 +62,8 @@ class Variation:
 
 
 AS_ASKED = Variation()
+SCREEN = -1
+"""The number of `Setting.screen`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,7 @@ class Trial:
 
     option: Option
     window: int
+    """Its number, or SCREEN."""
     seed: int
     variation: Variation
 
@@ -76,24 +81,43 @@ class Trial:
 class Setting:
     """What all trials of a plan share. A worker process gets it once."""
 
-    windows: tuple[tuple[SimRequest, ...], ...]
-    rate: float
-    """Requests a second of the traffic, over all windows."""
+    screen: Window
+    """A part of the traffic in which every option is tried first."""
+    windows: tuple[Window, ...]
+    """That stand for all of the traffic."""
     prefill: Profile
     decode: Profile
     slo: Slo
 
+    @property
+    def rate(self) -> float:
+        """Requests a second of the traffic."""
+        return self.windows[0].trace_rate
+
+    def window(self, number: int) -> Window:
+        """Of a trial."""
+        return self.screen if number == SCREEN else self.windows[number]
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The numbers of all windows but the screen."""
+        return tuple(range(len(self.windows)))
+
     def run(self, trial: Trial) -> Run:
-        """Simulate it. Deterministic, but for the CPU seconds."""
-        varied = trial.variation
+        """Simulate it, and keep of what was served that of the requests that count. Deterministic, but for cpu_s."""
+        varied, window = trial.variation, self.window(trial.window)
         prefill, decode = (costing(profile, varied.cost) for profile in (self.prefill, self.decode))
-        return simulate(
+        run = simulate(
             trial.option.candidate,
-            [vary(request, varied) for request in self.windows[trial.window]],
+            [vary(request, varied) for request in window.requests],
             prefill=prefill,
             decode=prefill if trial.option.machine == "prefill" else decode,
             slo=self.slo,
             seed=trial.seed,
+        )
+        served = zip(window.requests, run.served, strict=True)
+        return msgspec.structs.replace(
+            run, served=tuple(one for request, one in served if window.counts(request))
         )
 
 
@@ -140,75 +164,92 @@ class Sample:
     rate: float
     """Requests a second that arrive."""
     load: float
+    windows: tuple[Window, ...]
+    """One for each run."""
     runs: tuple[Run, ...]
-
-    shares: dict[Slo, list[float]] = field(default_factory=dict, compare=False)
-    """What `good_shares` has computed."""
+    good: dict[Slo, list[Part]] = field(default_factory=dict, compare=False)
+    """What `good_parts` has computed."""
 
     @cached_property
-    def parts(self) -> list[list[Seen]]:
-        """The requests in parts that follow each other. Samples of the same windows and seeds have the same parts."""
+    def parts(self) -> list[tuple[int, float, list[Seen]]]:
+        """Stratum, weight and requests, in parts that follow each other; equal for samples of the same windows."""
+        counted: Counter[int] = Counter()
+        for window, run in zip(self.windows, self.runs, strict=True):
+            counted[window.stratum] += len(run.served)
         each = -(-NUM_PARTS // len(self.runs))
         parts = []
-        for run in self.runs:
+        for window, run in zip(self.windows, self.runs, strict=True):
             seen = [FAILED if one is None else Seen(one.ttft_s, one.itl_s) for one in run.served]
-            num, count = min(each, len(seen)), len(seen)
-            parts += [seen[i * count // num : (i + 1) * count // num] for i in range(num)]
+            num, count = max(1, min(each, len(seen))), len(seen)
+            weight = window.num_reqs / max(1, counted[window.stratum])
+            parts += [
+                (window.stratum, weight, seen[i * count // num : (i + 1) * count // num]) for i in range(num)
+            ]
         return parts
 
-    @property
-    def seen(self) -> list[Seen]:
-        """Every request."""
-        return [one for part in self.parts for one in part]
+    @cached_property
+    def seen(self) -> list[tuple[Seen, float]]:
+        """Every request that counts, and its weight."""
+        return [(one, weight) for _, weight, part in self.parts for one in part]
 
-    def good_shares(self, slo: Slo) -> list[float]:
-        """Of each part."""
-        if slo not in self.shares:
+    def good_share(self, slo: Slo) -> float:
+        """Of the requests of the traffic, those that meet both SLOs."""
+        return mean(self.good_parts(slo))
+
+    def good_parts(self, slo: Slo) -> list[Part]:
+        """For an estimate of the good share, or of how it differs from another's."""
+        if slo not in self.good:
             ttft_s, itl_s = slo.ttft_s, slo.itl_s
-            self.shares[slo] = [
-                sum(one.ttft_s <= ttft_s and one.itl_s <= itl_s for one in part) / len(part)
-                for part in self.parts
+            self.good[slo] = [
+                Part(
+                    stratum,
+                    weight,
+                    len(part),
+                    sum(one.ttft_s <= ttft_s and one.itl_s <= itl_s for one in part),
+                )
+                for stratum, weight, part in self.parts
             ]
-        return self.shares[slo]
+        return self.good[slo]
 
-    def means(self, field: str) -> list[float]:
-        """Of ttft_s or itl_s, for each part; of a part of which no request was served, 0."""
-        return [
-            fmean([getattr(one, field) for one in part if one is not FAILED] or [0.0]) for part in self.parts
+    def parts_of(self, name: str) -> list[Part]:
+        """The same for ttft_s or itl_s, over the requests that were served."""
+        figures = [
+            (stratum, weight, [getattr(one, name) for one in part if one is not FAILED])
+            for stratum, weight, part in self.parts
         ]
+        return [Part(stratum, weight, len(values), sum(values)) for stratum, weight, values in figures]
 
     def slo_factor(self, slo: Slo, good_share: float) -> float | None:
         """What both SLOs must be multiplied by for that share of the requests to meet them."""
         return self._quantile(lambda one: max(one.ttft_s / slo.ttft_s, one.itl_s / slo.itl_s), good_share)
 
-    def quantile(self, field: str, share: float) -> float | None:
+    def quantile(self, name: str, share: float) -> float | None:
         """The seconds of ttft_s or itl_s that `share` of all requests are within. None: too many have failed."""
-        return self._quantile(lambda one: float(getattr(one, field)), share)
+        return self._quantile(lambda one: float(getattr(one, name)), share)
 
     def _quantile(self, of: Callable[[Seen], float], share: float) -> float | None:
-        values = sorted(map(of, self.seen))
-        value = values[max(0, math.ceil(share * len(values) - 1e-9) - 1)]
+        value = weighted_quantile(sorted((of(one), weight) for one, weight in self.seen), share)
         return value if value < math.inf else None
 
     def point(self, slo: Slo, good_share: float) -> Point:
         """What an answer says of it."""
-        shares = estimate(self.good_shares(slo))
+        shares = estimate(self.good_parts(slo))
         shares = answer.Estimate(value=shares.value, low=max(0.0, shares.low), high=min(1.0, shares.high))
-        seen, splits = self.seen, self.option.candidate.splits
-        served = [one for one in seen if one is not FAILED]
+        splits = self.option.candidate.splits
+        served = [(one, weight) for one, weight in self.seen if one is not FAILED]
 
-        def mean(field: str) -> float:
-            return fmean(getattr(run, field) for run in self.runs)
+        def over_runs(name: str) -> float:
+            return fmean(getattr(run, name) for run in self.runs)
 
-        def percentiles(field: str) -> Distribution | None:
-            values = [getattr(one, field) for one in served]
-            return distribution(values) if values else None
+        def percentiles(name: str) -> Distribution | None:
+            values = [(getattr(one, name), weight) for one, weight in served]
+            return weighted_distribution(values) if values else None
 
         return Point(
             rate=self.rate,
             load=self.load,
-            num_reqs=len(seen),
-            num_failed=len(seen) - len(served),
+            num_reqs=len(self.seen),
+            num_failed=len(self.seen) - len(served),
             goodput=answer.Estimate(
                 value=shares.value * self.rate, low=shares.low * self.rate, high=shares.high * self.rate
             ),
@@ -218,12 +259,12 @@ class Sample:
             itl_s=percentiles("itl_s"),
             use=(self._use("prefill"), self._use("decode")) if splits else (self._use("together"),),
             transfer=answer.Transfer(
-                bytes_s=mean("transfer_bytes_s"), link_busy_share=mean("link_busy_share")
+                bytes_s=over_runs("transfer_bytes_s"), link_busy_share=over_runs("link_busy_share")
             )
             if splits
             else None,
-            router_busy_share=mean("router_busy_share"),
-            cached_share=mean("cached_share"),
+            router_busy_share=over_runs("router_busy_share"),
+            cached_share=over_runs("cached_share"),
             stages_s=self._stages(),
             bottleneck=self._bottleneck(),
         )
@@ -260,16 +301,22 @@ class Trials:
         self._seeds = range(num_seeds)
         self._runs: dict[Trial, asyncio.Future[Run]] = {}
 
-    async def sample(self, option: Option, windows: int, variation: Variation = AS_ASKED) -> Sample:
-        """The option in the first `windows` windows."""
+    async def sample(self, option: Option, windows: Sequence[int], variation: Variation = AS_ASKED) -> Sample:
+        """The option in the windows of these numbers."""
+        asked = [(window, seed) for window in windows for seed in self._seeds]
         runs = await asyncio.gather(
             *(
                 self._once(Trial(option=option, window=window, seed=seed, variation=variation))
-                for window in range(windows)
-                for seed in self._seeds
+                for window, seed in asked
             )
         )
-        return Sample(option, self.setting.rate * variation.load, variation.load, tuple(runs))
+        return Sample(
+            option,
+            self.setting.rate * variation.load,
+            variation.load,
+            tuple(self.setting.window(window) for window, _ in asked),
+            tuple(runs),
+        )
 
     def _once(self, trial: Trial) -> asyncio.Future[Run]:
         if trial not in self._runs:

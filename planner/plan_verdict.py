@@ -39,8 +39,7 @@ async def verdict(
 
 
 async def _best_of(trials: Trials, curves: Sequence[Curve]) -> BestOf:
-    most = max(one.windows for one in curves)
-    tied = await tied_with_best(trials, [one for one in curves if one.windows == most])
+    tied = await tied_with_best(trials, [one for one in curves if not one.is_screened] or curves)
     named = tied[0]
     return BestOf(
         num_nodes=named.option.candidate.num_nodes,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from planner.plan_trials import Setting, Trial, Variation
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
 from planner.simulate import Bottleneck, FleetUse, Run
 from planner.traffic.trace import SimRequest
+from planner.traffic.windows import Window
 
 FORWARD = CostModel(a=0.002, b=1e-4, c=0.0, d=0.005, e=1e-4, f=0.0)
 NODE = NodeKind(
@@ -53,17 +56,25 @@ def costing(**costs: float) -> Profile:
 def traffic(
     num: int = 40, *, rate: float = 1.0, input_len: int = 256, output_len: int = 11, windows: int = 1
 ) -> Traffic:
-    """Requests at even distances that share nothing."""
-    made = []
+    """Requests that arrive at random and share nothing."""
+    gaps, made = random.Random(2), []
     for window in range(windows):
-        first = window * num
+        at_s, requests = 0.0, []
+        for i in range(num):
+            at_s += gaps.expovariate(rate)
+            requests.append(SimRequest(at_s, input_len, output_len, (window * num + i,), input_len))
         made.append(
-            tuple(
-                SimRequest(i / rate, input_len, output_len, (first + i,), max(input_len, 1))
-                for i in range(num)
+            Window(
+                requests=tuple(requests),
+                counted_from_s=0.0,
+                counted_until_s=math.inf,
+                trace_rate=rate,
+                stratum=window,
+                num_slots=1,
+                num_reqs=num,
             )
         )
-    return Traffic(tuple(made), rate, "made up")
+    return Traffic(tuple(made), "made up")
 
 
 def asked(
@@ -106,7 +117,7 @@ def planted(question: Asked, capacity: Capacity) -> Answer:
 
 
 def _planted_run(setting: Setting, trial: Trial, capacity: float) -> Run:
-    num = len(setting.windows[trial.window])
+    num = len(setting.window(trial.window).requests)
     share = min(1.0, capacity / (setting.rate * trial.variation.load))
     served = tuple(GOOD if int((i + 1) * share + 1e-9) > int(i * share + 1e-9) else BAD for i in range(num))
     use = FleetUse(nodes=1, busy_share=0.5, pool_share=0.5, queued=0.0)

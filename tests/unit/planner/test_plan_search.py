@@ -6,7 +6,16 @@ import pytest
 
 from planner.answer import Answer, Threshold
 from planner.candidate import Candidate
-from planner.estimate import crossing, difference, estimate, is_more_than_noise
+from planner.estimate import (
+    Part,
+    crossing,
+    difference,
+    estimate,
+    is_more_than_noise,
+    t95,
+    weighted_distribution,
+)
+from planner.figures import Distribution
 from planner.plan_search import Prices
 from planner.plan_trials import Variation
 from tests.unit.planner.plan_rig import PROFILE, asked, planted, traffic
@@ -45,7 +54,6 @@ def test_every_split_and_the_same_machines_together() -> None:
         "of ties"
     )
     assert "1P1D" not in answer.verdict.best_of[1].tied_with, "2 is less than 2.2"
-    assert answer.effort.num_simulated_reqs == 400 * answer.effort.num_simulations
 
 
 @pytest.mark.parametrize(
@@ -138,17 +146,36 @@ def test_what_another_load_or_cost_would_change() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the statistics
+def parts(*totals: float, stratum: int = 0, weight: float = 1.0) -> list[Part]:
+    """Ten requests each."""
+    return [Part(stratum, weight, 10, total) for total in totals]
+
+
 def test_an_interval_is_students() -> None:
-    one = estimate([1.0, 2.0, 3.0])
-    assert one.value == 2.0
-    assert one.high - one.value == pytest.approx(4.30 / 3**0.5), "t at 97.5 % and two degrees of freedom"
-    assert estimate([5.0]).low == 5.0
+    one = estimate(parts(10.0, 20.0, 30.0))
+    assert one.value == pytest.approx(2.0)
+    assert one.high - one.value == pytest.approx(4.303 / 3**0.5), "t at 97.5 % and two degrees of freedom"
+    assert estimate(parts(5.0)).low == 0.5
+    assert [t95(freedom) for freedom in (3, 10, 100)] == pytest.approx([3.182, 2.228, 1.984], rel=0.01)
+
+
+def test_a_stratum_counts_as_often_as_it_stands_for() -> None:
+    """Bursts are drawn more often than they are. What differs between strata is no noise."""
+    usual, bursts = parts(10.0, 10.0, weight=9.0), parts(0.0, 0.0, stratum=1)
+    one = estimate([*usual, *bursts])
+    assert one.value == pytest.approx(0.9)
+    assert (one.low, one.high) == pytest.approx((0.9, 0.9))
 
 
 def test_what_both_have_in_common_is_no_noise() -> None:
     bursts = [1.0, 9.0, 2.0, 8.0]
-    assert is_more_than_noise(difference([one + 0.5 for one in bursts], bursts))
-    assert not is_more_than_noise(difference(bursts, list(reversed(bursts))))
+    assert is_more_than_noise(difference(parts(*(one + 0.5 for one in bursts)), parts(*bursts)))
+    assert not is_more_than_noise(difference(parts(*bursts), parts(*reversed(bursts))))
+
+
+def test_percentiles_of_weighted_values() -> None:
+    values = [(3.0, 1.0), (1.0, 98.0), (2.0, 1.0)]
+    assert weighted_distribution(values) == Distribution(mean=1.03, p50=1.0, p90=1.0, p99=2.0)
 
 
 def test_crossing() -> None:
