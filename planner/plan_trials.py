@@ -141,7 +141,11 @@ def costing(profile: Profile, factor: float) -> Profile:
     return msgspec.structs.replace(
         profile,
         forward=CostModel(**{name: factor * getattr(forward, name) for name in forward.__dataclass_fields__}),
-        transfer=TransferCost(latency_s=factor * transfer.latency_s, bytes_s=transfer.bytes_s / factor),
+        transfer=TransferCost(
+            latency_s=factor * transfer.latency_s,
+            bytes_s=transfer.bytes_s / factor,
+            message_s=factor * transfer.message_s,
+        ),
         router=RouterCost(request_s=factor * router.request_s, token_s=factor * router.token_s),
     )
 

@@ -41,6 +41,9 @@ class TransferCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     latency_s: Seconds
     bytes_s: BytesPerSecond
+    message_s: Seconds = 0.0002
+    """Of a message between two processes, from its sending until its receiver's thread acts on it. The default is
+    that of two idle cores; where nodes and a router share cores, it is several times as long."""
 
 
 class RouterCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

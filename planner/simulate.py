@@ -27,9 +27,6 @@ from shared.config import ScheduleOptions
 from shared.errors import ConfigError
 from shared.protocol.messages import Role
 
-MESSAGE_S = 0.0002
-"""Of a message between two processes of one host or one rack, from send to receive."""
-
 FEW_MISSES = 0.01
 """A fleet of which no larger share of the requests misses an SLO has no bottleneck."""
 
@@ -160,9 +157,10 @@ def fleet_shape(candidate: Candidate, prefill: Profile, decode: Profile) -> Flee
                     f"nodes ({prefill.measured.machine}) and {theirs} in that of the decode nodes "
                     f"({decode.measured.machine})"
                 )
+    message_s = max(prefill.transfer.message_s, decode.transfer.message_s)
     network = NetworkModel(
         bandwidth_bytes_s=min(prefill.transfer.bytes_s, decode.transfer.bytes_s),
-        latency_s=(MESSAGE_S, MESSAGE_S),
+        latency_s=(message_s, message_s),
         pages_latency_s=max(prefill.transfer.latency_s, decode.transfer.latency_s),
     )
     return FleetShape(

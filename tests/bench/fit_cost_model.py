@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.cpu_cores import CpuCores
 from shared.engine.build import Engine, build_engine
 from shared.engine.launcher import Launcher
 from shared.protocol.messages import Finish, ReqKey, Role, Work
@@ -41,9 +42,9 @@ DECODE_STEPS = 16
 class Bench:
     """One engine, and requests that go through it one batch at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "builtin", cpu_cores: CpuCores | None = None) -> None:
         config = NodeConfig(
-            model=ModelOptions(model="builtin"),
+            model=ModelOptions(model=model, cpu_cores=cpu_cores),
             cache=CacheOptions(max_total_tokens=65_536, disable_radix_cache=True),
             schedule=ScheduleOptions(chunked_prefill_size=2048, max_running_requests=max(DECODE_BATCHES)),
         )

@@ -2,6 +2,7 @@
 
     fit      one node of each role, with no load and with some: what a scheduler, the router and a transfer add
     timed    real processes over nodes whose forwards are a wait of the cost model (`timed_node`)
+    others   a model with real kernels on the cores of this machine (`real_fleet`), by forwards that were timed before
 
 Each part is replayed in ROUNDS fresh fleets, and predicted by `planner.simulate` with the same costs. No part that is
 used for fitting is used for the error. `differ` is how far the rounds are from each other: (most - least) / mean, and
@@ -10,7 +11,6 @@ used for fitting is used for the error. `differ` is how far the rounds are from 
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,13 +27,14 @@ from planner.figures import Figures, Slo, arrival_seconds, figures_of
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
 from planner.simulate import Run, simulate
 from planner.traffic.trace import SimRequest, scaled
+from tests.bench.real_fleet import BUILTIN, LLAMA, RealNodes, real_fleet
 from tests.bench.recorded import AZURE, MOONCAKE, load_trace
 from tests.bench.replay import Replayed, replay
 from tests.bench.stats import significant
 from tests.bench.table import Row
-from tests.bench.timed_node import TimedNodes, timed_fleet
-from tests.bench.timed_stream import VOCAB_SIZE
-from tests.processes import Fleet
+from tests.bench.timed_node import TimedNode, TimedNodes, timed_fleet
+from tests.bench.timed_stream import SPIN_S, VOCAB_SIZE
+from tests.processes import Fleet, Process
 
 ROUNDS = 2
 SLO = Slo(ttft_s=0.5, itl_s=0.05)
@@ -76,7 +77,7 @@ class Part:
         return f"{self.trace.split('_')[0]} from {self.start_s:g} s"
 
 
-FIT = Part(trace=AZURE, scale=2, rate=1.0, start_s=0.0, replayed_s=20.0)
+FIT = Part(trace=AZURE, scale=2, rate=3.0, start_s=0.0, replayed_s=20.0)
 
 
 def mooncake(rate: float, start_s: float) -> Part:
@@ -116,11 +117,40 @@ CASES: tuple[tuple[Candidate, Part], ...] = (
 )
 
 
+def quarter(rate: float, start_s: float) -> Part:
+    """Azure's conversations for the context of the built-in model."""
+    return Part(trace=AZURE, scale=4, rate=rate, start_s=start_s)
+
+
+def eighth(rate: float, start_s: float) -> Part:
+    """The same for a model whose kernels take this machine longer."""
+    return Part(trace=AZURE, scale=8, rate=rate, start_s=start_s)
+
+
+REAL_CASES: tuple[tuple[RealNodes, Candidate, Part], ...] = (
+    (BUILTIN, together(1), quarter(2.0, 600)),
+    (BUILTIN, split(1, 1), quarter(2.0, 600)),
+    (LLAMA, together(1), eighth(0.3, 800)),
+    (LLAMA, split(1, 1), eighth(0.3, 800)),
+)
+
+
 # ---------------------------------------------------------------------------------------------- measured
+def measure_real(nodes: RealNodes, candidate: Candidate, requests: Sequence[SimRequest]) -> Replayed:
+    """One replay with real kernels."""
+    with (
+        tempfile.TemporaryDirectory(prefix="baton-bench-") as folder,
+        real_fleet(nodes, candidate, Path(folder)) as router,
+    ):
+        return replay(router.port, requests, router.family(), nodes.vocab_size)
+
+
 def measure(candidate: Candidate, requests: Sequence[SimRequest], nodes: TimedNodes = NODES) -> Replayed:
     """One replay in a fresh fleet."""
     with _timed(candidate, nodes) as fleet:
-        return replay(fleet.router.port, requests, _family(fleet), VOCAB_SIZE)
+        seen = replay(fleet.router.port, requests, _family(fleet), VOCAB_SIZE)
+        fleet.stop()
+        return seen
 
 
 @contextmanager
@@ -130,7 +160,6 @@ def _timed(candidate: Candidate, nodes: TimedNodes) -> Iterator[Fleet]:
         timed_fleet(nodes, candidate, Path(folder)) as fleet,
     ):
         yield fleet
-        fleet.stop()
 
 
 def _family(fleet: Fleet) -> list[psutil.Process]:
@@ -143,6 +172,7 @@ class Added:
     """What comes on top of forwards, in seconds."""
 
     step_s: float = 0.0
+    message_s: float = 2e-4
     transfer_s: float = 0.0
     request_s: float = 0.0
     token_s: float = 0.0
@@ -156,30 +186,51 @@ def fit(nodes: TimedNodes = NODES) -> Added:
         replace(one, at_s=4.0 * i, output_len=16, max_new_tokens=16) for i, one in enumerate(requests[:12])
     ]
     candidate = split(1, 1)
-    cpu_s: list[float] = []
+    router_s: list[float] = []
     with _timed(candidate, nodes) as fleet:
+        started_s = sum(_thread_cpu_s(node)[node.pid, node.pid] for node in fleet.nodes.values())
         for load in (requests, short):
-            router = fleet.router.family()
-            before_s = sum(sum(process.cpu_times()[:2]) for process in router)
+            before = _thread_cpu_s(fleet.router)
             assert not replay(fleet.router.port, load, (), VOCAB_SIZE).failed
-            cpu_s.append(sum(sum(process.cpu_times()[:2]) for process in router) - before_s)
-    num_tokens = sum(request.output_len - 2 for request in requests)
-    token_s = (cpu_s[0] - cpu_s[1]) / num_tokens
-    added = Added(token_s=token_s, request_s=cpu_s[1] / len(short) - 2 * token_s)
-    seen = measure(candidate, lone, nodes)
-    measured = figures_of(seen.served, len(seen.failed), arrival_seconds([one.at_s for one in lone]), SLO)
-    predicted = predict(candidate, lone, profile(nodes, added))
-    return replace(
-        added,
-        step_s=max(measured.ttft_s.mean - predicted.figures.ttft_s.mean, 0.0),
-        transfer_s=max(15 * (measured.itl_s.mean - predicted.figures.itl_s.mean), 0.0),
+            # One thread serves, and it is the busiest.
+            router_s.append(max(s - before.get(key, 0.0) for key, s in _thread_cpu_s(fleet.router).items()))
+        scheduler_s = sum(_thread_cpu_s(node)[node.pid, node.pid] for node in fleet.nodes.values())
+        scheduler_s -= started_s
+        fleet.stop()
+        num_forwards = sum(node.forwards[0] for node in fleet.nodes.values() if isinstance(node, TimedNode))
+    token_s = (router_s[0] - router_s[1]) / sum(request.output_len - 2 for request in requests)
+    added = Added(
+        step_s=scheduler_s / num_forwards - SPIN_S,
+        message_s=0.0,
+        token_s=token_s,
+        request_s=router_s[1] / len(short) - 2 * token_s,
     )
+    measured = _figures(lone, measure(candidate, lone, nodes))
+
+    def predicted(added: Added) -> Figures:
+        return predict(candidate, lone, profile(nodes, nodes.costs, added)).figures
+
+    without, with_ms = predicted(added), predicted(replace(added, message_s=1e-3))
+    messages = (with_ms.ttft_s.mean - without.ttft_s.mean) / 1e-3
+    added = replace(added, message_s=max(measured.ttft_s.mean - without.ttft_s.mean, 0.0) / messages)
+    gaps = lone[0].output_len - 1
+    late_s = gaps * (measured.itl_s.mean - predicted(added).itl_s.mean)
+    return replace(added, transfer_s=max(late_s, 0.0))
 
 
-def profile(nodes: TimedNodes, added: Added) -> Profile:
+def _thread_cpu_s(process: Process) -> dict[tuple[int, int], float]:
+    """CPU seconds so far of each thread of a process and of its children, by process and thread."""
+    return {
+        (one.pid, thread.id): thread.user_time + thread.system_time
+        for one in process.family()
+        for thread in one.threads()
+    }
+
+
+def profile(nodes: TimedNodes | RealNodes, forward: CostModel, added: Added) -> Profile:
     """What the planner is told of these nodes."""
     return Profile(
-        measured=Measured(at="", machine="timed nodes", model="none", versions={}),
+        measured=Measured(at="", machine="this machine", model="of the bench", versions={}),
         node=NodeKind(
             pool_tokens=nodes.pool_tokens,
             page_size=nodes.page_size,
@@ -189,8 +240,8 @@ def profile(nodes: TimedNodes, added: Added) -> Profile:
             kv_bytes_per_token=nodes.kv_bytes_per_token,
             start_s=0.0,
         ),
-        forward=replace(nodes.costs, step_s=added.step_s),
-        transfer=TransferCost(latency_s=added.transfer_s, bytes_s=1e9),
+        forward=replace(forward, step_s=added.step_s),
+        transfer=TransferCost(latency_s=added.transfer_s, bytes_s=1e9, message_s=added.message_s),
         router=RouterCost(request_s=added.request_s, token_s=added.token_s),
     )
 
@@ -205,17 +256,30 @@ def main() -> Iterator[dict[str, Any]]:
     """What was fitted, then a row for each case, those that miss first."""
     added = fit()
     yield {"bench": "fit", **{f"{name[:-2]}_us": round(1e6 * s) for name, s in asdict(added).items()}}
-    yield from sorted((measured_row(candidate, part, added) for candidate, part in CASES), key=order)
+    rows = [measured_row(candidate, part, added) for candidate, part in CASES]
+    rows += [real_row(nodes, candidate, part, added) for nodes, candidate, part in REAL_CASES]
+    yield from sorted(rows, key=order)
 
 
 def measured_row(candidate: Candidate, part: Part, added: Added) -> dict[str, Any]:
     """Replay one case ROUNDS times, and predict it."""
     requests = part.requests(NODES.context_length)
     rounds = [measure(candidate, requests) for _ in range(ROUNDS)]
-    return row(candidate, part, requests, rounds, predict(candidate, requests, profile(NODES, added)))
+    return row(
+        "timed", candidate, part, requests, rounds, predict(candidate, requests, profile(NODES, COSTS, added))
+    )
+
+
+def real_row(nodes: RealNodes, candidate: Candidate, part: Part, added: Added) -> dict[str, Any]:
+    """The same with real kernels."""
+    requests = part.requests(nodes.context_length)
+    told = profile(nodes, nodes.forward(candidate.num_nodes), added)
+    rounds = [measure_real(nodes, candidate, requests) for _ in range(ROUNDS)]
+    return row(nodes.model, candidate, part, requests, rounds, predict(candidate, requests, told))
 
 
 def row(
+    kernels: str,
     candidate: Candidate,
     part: Part,
     requests: Sequence[SimRequest],
@@ -223,22 +287,24 @@ def row(
     predicted: Run,
 ) -> dict[str, Any]:
     """One case: of each figure the prediction, the mean of the rounds, the error, and how far the rounds differ."""
-    seconds = arrival_seconds([request.at_s for request in requests])
-    measured = [
-        figures(figures_of(list(seen.served.values()), len(seen.failed), seconds, SLO), seen.cached_share)
-        for seen in rounds
-    ]
+    measured = [figures(_figures(requests, seen), seen.cached_share) for seen in rounds]
     return {
         "bench": "error",
+        "kernels": kernels,
         "fleet": candidate.name,
         "part": part.name,
         "rate": part.rate,
         "requests": len(requests),
         "cpu_share": round(max(seen.cpu_share for seen in rounds), 2),
         "late_ms": round(1e3 * max(seen.late_s for seen in rounds), 1),
-        "load": round(os.getloadavg()[0], 1),
+        "load": round(max(seen.load for seen in rounds), 1),
         **compared(figures(predicted.figures, predicted.cached_share), measured),
     }
+
+
+def _figures(requests: Sequence[SimRequest], seen: Replayed) -> Figures:
+    seconds = arrival_seconds([request.at_s for request in requests])
+    return figures_of(list(seen.served.values()), len(seen.failed), seconds, SLO)
 
 
 def figures(of: Figures, cached_share: float) -> dict[str, float]:

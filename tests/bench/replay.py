@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,8 @@ class Replayed:
     """How much later than it should a request was sent, at most: the client had no core."""
     cpu_share: float = 0.0
     """Of all cores, taken by the fleet and the client together."""
+    load: float = 0.0
+    """Processes that ran or waited for a core in the last minute of the replay, those of others included."""
 
     @property
     def cached_share(self) -> float:
@@ -56,6 +59,7 @@ def replay(
     began, before_s = time.perf_counter(), _cpu_s(everyone)
     seen = uvloop.run(_send_all(port, requests, bodies))
     cpu_s, wall_s = _cpu_s(everyone) - before_s, time.perf_counter() - began
+    seen.load = os.getloadavg()[0]
     seen.cpu_share = cpu_s / wall_s / (psutil.cpu_count() or 1)
     return seen
 

@@ -7,6 +7,7 @@ move have no meaning, since no forward has written them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,9 @@ from shared.protocol.messages import Role
 from tests.bench.timed_stream import VOCAB_SIZE, TimedStream, forward_s
 from tests.forked import Forked
 from tests.processes import Child, Fleet, Node
+
+_FORWARDS = re.compile(r"(\d+) forwards took (\S+) s")
+"""The last line of a node's log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +95,12 @@ class TimedNode(Node):
     def _spawn(self) -> Child:
         return Forked(self.log_path, run_timed_node, Role(self.role), self.argv[5:], self._costs)
 
+    @property
+    def forwards(self) -> tuple[int, float]:
+        """How many there were and the seconds that they took, of a node that has ended."""
+        num_forwards, busy_s = _FORWARDS.findall(self.log)[-1]
+        return int(num_forwards), float(busy_s)
+
 
 def run_timed_node(role: Role, argv: Sequence[str], costs: CostModel) -> int:
     """As the main function of the role; returns the exit code."""
@@ -99,15 +109,17 @@ def run_timed_node(role: Role, argv: Sequence[str], costs: CostModel) -> int:
     add_node_flags(parser)
     add_fleet_flags(parser)
     add_log_flags(parser)
-    return run_node(role, node_config(parser, argv), partial(_timed_builder_of, costs))
+    stream = TimedStream(partial(forward_s, costs))
+    code = run_node(role, node_config(parser, argv), partial(_timed_builder_of, stream))
+    print(f"{stream.num_forwards} forwards took {stream.busy_s:.6f} s")
+    return code
 
 
-def _timed_builder_of(costs: CostModel, role: Role) -> BuildRole:
+def _timed_builder_of(stream: TimedStream, role: Role) -> BuildRole:
     build_role: Callable[[NodeParts], tuple[Scheduler, dict[str, Handlers]]] = builder_of(role)
 
     def build(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
-        timed = TimedStream(partial(forward_s, costs))
-        return build_role(replace(parts, engine=replace(parts.engine, stream=timed)))
+        return build_role(replace(parts, engine=replace(parts.engine, stream=stream)))
 
     return build
 

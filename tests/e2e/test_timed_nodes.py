@@ -10,7 +10,7 @@ from planner.candidate import Candidate
 from planner.cost_model import CostModel
 from planner.traffic.trace import SimRequest
 from tests.bench.replay import replay
-from tests.bench.timed_node import TimedNodes, timed_fleet
+from tests.bench.timed_node import TimedNode, TimedNodes, timed_fleet
 from tests.bench.timed_stream import VOCAB_SIZE
 
 pytestmark = pytest.mark.processes
@@ -27,13 +27,16 @@ def test_requests_have_their_lengths_and_take_at_least_what_their_forwards_do(tm
     ]
     again = SimRequest(2.0, INPUT_LEN, 4, alone[0].blocks, BLOCK_TOKENS)
     last = SimRequest(2.5, INPUT_LEN, 1, (90, 91, 92, 93), BLOCK_TOKENS)
+    prompt_s = sum(COSTS.extend_s([chunk]) for chunk in CHUNKS)
     with timed_fleet(NODES, Candidate(num_prefill=1, num_decode=1), tmp_path) as fleet:
         seen = replay(fleet.router.port, [*alone, again, last], fleet.router.family(), VOCAB_SIZE)
         pages = {name: load["kv_bytes_transferred"] for name, load in fleet.router.loads().items()}
         fleet.stop()
+    assert isinstance(prefill := fleet.nodes["p0"], TimedNode)
+    assert prefill.forwards[0] >= 2 * 4 + 1, "two chunks of each prompt but the cached one"
+    assert prefill.forwards[1] >= 4 * prompt_s
     assert seen.failed == []
     assert [seen.served[i].num_tokens for i in range(5)] == [3, 4, 5, 4, 1]
-    prompt_s = sum(COSTS.extend_s([chunk]) for chunk in CHUNKS)
     for one in (*(seen.served[i] for i in range(3)), seen.served[4]):
         assert one.ttft_s > prompt_s
         assert one.e2e_s > prompt_s + (one.num_tokens - 1) * COSTS.decode_s(1, INPUT_LEN)

@@ -60,5 +60,7 @@ def test_no_part_is_used_both_for_fitting_and_for_the_error() -> None:
 def test_a_prediction_without_added_costs_is_that_of_the_forwards() -> None:
     nodes = TimedNodes(costs=CostModel(a=0.1, b=0.0, c=0.0, d=0.01, e=0.0, f=0.0))
     requests = Part(trace=MOONCAKE, scale=64, rate=1.0, start_s=0.0, replayed_s=1.0).requests(16_384)[:1]
-    run = planner.predict(Candidate(num_prefill=1, num_decode=1), requests, planner.profile(nodes, Added()))
+    run = planner.predict(
+        Candidate(num_prefill=1, num_decode=1), requests, planner.profile(nodes, nodes.costs, Added())
+    )
     assert run.figures.ttft_s.mean == pytest.approx(0.1, abs=0.01)
