@@ -133,7 +133,7 @@ class SimNode:
         self.kv_nbytes_per_token = shape.kv_bytes_per_token
         self.numerics = "sim"
         self.prefixes = PrefixIndex()
-        self._pong_at = -PONG_S
+        self._ping_at = loop.now
         self._pong = Load()
         self._on_message = on_message
         self._on_step = on_step
@@ -201,6 +201,7 @@ class SimNode:
             return
         self._next_step_at = None
         self.num_steps += 1
+        self._answer_ping()
         self.clock.in_step = True
         worked = self.scheduler.step()
         now = self.clock()
@@ -216,10 +217,14 @@ class SimNode:
     @property
     def load(self) -> Load:
         """What its latest Pong said; routers ping every `PONG_S`."""
-        if self._loop.now >= self._pong_at + PONG_S:
-            self._pong_at = self._loop.now
-            self._pong = self.vitals.load()
+        self._answer_ping()
         return self._pong
+
+    def _answer_ping(self) -> None:
+        """Answer the ping that is due. The load changes in steps alone, so that each of them calls this before."""
+        if self._loop.now >= self._ping_at:
+            self._ping_at += PONG_S * (1 + (self._loop.now - self._ping_at) // PONG_S)
+            self._pong = self.vitals.load()
 
     def send(self, message: RouterToNode) -> None:
         """Queue a message of the router."""

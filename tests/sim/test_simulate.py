@@ -15,7 +15,8 @@ from planner.candidate import Candidate
 from planner.cost_model import CostModel
 from planner.figures import Slo, arrival_seconds
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
-from planner.simulate import Bottleneck, Run, simulate
+from planner.simulate import Bottleneck, Run, fleet_shape, simulate
+from planner.simulator.fleet import SimFleet
 from planner.traffic.trace import SimRequest
 from router.dispatch.verdict import StartStage
 from shared.errors import ConfigError
@@ -183,3 +184,15 @@ def test_a_client_that_allows_no_more_than_it_gets_reserves_less() -> None:
     results = [run(requests, of) for requests in (exact, generous)]
     assert [result.figures.num_failed for result in results] == [0, 0]
     assert results[0].figures.ttft_s.mean < results[1].figures.ttft_s.mean
+
+
+def test_a_router_knows_the_load_of_a_node_as_of_its_latest_ping() -> None:
+    fleet = SimFleet(fleet_shape(Candidate(num_prefill=0, num_decode=1), PROFILE, PROFILE), FORWARD)
+    fleet.submit([request_at(1.2, 64, 500)])
+    node = fleet.nodes["d0000"]
+    fleet.run(until=1.9)
+    assert (node.vitals.published.num_running, node.load.num_running) == (1, 0)
+    fleet.run(until=2.9)
+    assert node.load.num_running == 1
+    fleet.run(until=20.0)
+    assert node.load.num_running == 0
