@@ -39,13 +39,13 @@ class Bottleneck(StrEnum):
     DECODE_COMPUTE = "decode compute"
     """Tokens, which took longer than the SLO between one and the next while they were decoded."""
     DECODE_PAGES = "decode pages"
-    """Pages or a row of a decode node: before the prompt was computed, or after a retraction."""
+    """Pages or a row of a decode node: before the prompt was computed, after a retraction, or in vain."""
     LINKS = "links"
     """Pages on their way from one node to another."""
     ROUTER = "router"
     """The router's one thread, and messages."""
     NONE = "none"
-    """At most FEW_MISSES of the requests missed an SLO."""
+    """At most FEW_MISSES of the requests missed an SLO or failed."""
 
 
 class FleetUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +141,7 @@ def simulate(
         cached_share=sum(outcome.cached_tokens for outcome in done) / prompt_tokens,
         computed_share=sum(node.stream.num_extend_tokens for node in fleet.nodes.values()) / prompt_tokens,
         stages_s=_mean_stages(done),
-        bottleneck=_bottleneck(done, served, slo),
+        bottleneck=_bottleneck(done, served, num_failed, slo),
         cpu_s=time.process_time() - started,
     )
 
@@ -263,11 +263,12 @@ _CAUSE_OF = {
 }
 
 
-def _bottleneck(done: Sequence[Outcome], served: Sequence[Served], slo: Slo) -> Bottleneck:
+def _bottleneck(done: Sequence[Outcome], served: Sequence[Served], num_failed: int, slo: Slo) -> Bottleneck:
     causes = Counter(
         _cause(outcome, one, slo) for outcome, one in zip(done, served, strict=True) if not one.is_good(slo)
     )
-    if causes.total() <= FEW_MISSES * len(served):
+    causes[Bottleneck.DECODE_PAGES] += num_failed  # no room for the whole of them
+    if causes.total() <= FEW_MISSES * (len(served) + num_failed):
         return Bottleneck.NONE
     return max(Bottleneck, key=lambda cause: causes[cause])
 

@@ -120,7 +120,9 @@ def request_at(at_s: float, input_len: int, output_len: int) -> SimRequest:
 
 
 def test_a_fleet_that_serves_nothing_has_no_latency() -> None:
-    figures = run(load(2, input_len=300), profile(context_length=200)).figures
+    result = run(load(2, input_len=300), profile(context_length=200))
+    figures = result.figures
+    assert result.bottleneck is Bottleneck.DECODE_PAGES
     assert (figures.num_failed, figures.goodput, figures.ttft_s.p99) == (2, 0.0, math.inf)
 
 
