@@ -227,12 +227,17 @@ def heat_map(
         row = f"{one.num_prefill}P" if one.num_prefill else one.name.removeprefix(f"{one.num_decode} ")
         known = value(one)
         rows.setdefault(row, {})[one.num_decode] = Cell(
-            text="none" if known is None else ("≥" if one.max_rate_is_bound else "") + words.short(known),
+            text=_cell_text(one, known),
             heat=round(10 * (known or 0.0) / most),
             is_best=one.name == best,
             tip=one.name,
         )
     return HeatMap(columns, tuple((name, tuple(map(cells.get, columns))) for name, cells in rows.items()))
+
+
+def _cell_text(one: CandidateAnswer, known: float | None) -> str:
+    bound, screened = "≥" if one.max_rate_is_bound else "", " *" if one.is_screened else ""
+    return "none" if known is None else bound + words.short(known) + screened
 
 
 # ------------------------------------------------------------------------------------------ rows of candidates
@@ -320,7 +325,7 @@ def stage_chart(candidates: Sequence[CandidateAnswer], best: str, slo: Slo) -> R
             style = f"stage-{name}" if name in STAGES else "stage-other"
             tip = f"{one.name}: {name} {words.seconds(length)}"
             bars.append(Bar(x, round(scale.at(begin) - x, 2), 0, style, tip))
-        text = words.seconds(begin) if bars else "no request was served"
+        text = words.seconds(begin) if bars else "not known"
         is_cut = begin > scale.high
         rows.append(Row(one.name, text + (" →" if is_cut else ""), one.name == best, BAR_PX, tuple(bars)))
     return RowChart(tuple(rows), scale.ticks(words.seconds))
@@ -413,7 +418,7 @@ def threshold_chart(one: Threshold) -> ThresholdChart:
     def text(value: float) -> str:
         return words.seconds(value) if one.unit == "s" else words.number(value)
 
-    scale = Scale(min(one.searched_low, one.now), max(one.searched_high, one.now * 1.001), is_log=True)
+    scale = Scale(min(one.searched_low, one.now), max(one.searched_high, one.now), is_log=True)
     ends = [end for end in (one.pays_from, one.pays_to) if end is not None]
     low = one.searched_low if one.pays_from is None else one.pays_from
     high = one.searched_high if one.pays_to is None else one.pays_to

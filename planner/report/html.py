@@ -132,14 +132,15 @@ def _shown(answer: Answer) -> list[CandidateAnswer]:
     """For each number of nodes the best split and the best fleet together; in a comparison every setting."""
     if answer.base is not None:
         return list(answer.candidates)
-    named = {answer.verdict.best, *(one.name for one in answer.verdict.best_of)}
+    named = {one.name for one in answer.verdict.best_of}
     kinds: dict[tuple[int, bool], list[CandidateAnswer]] = {}
     for one in answer.candidates:
         kinds.setdefault((one.num_nodes, one.num_prefill > 0), []).append(one)
-    leaders = {max(kind, key=_merit).name for kind in kinds.values()}
-    return [
-        one for _, kind in sorted(kinds.items()) for one in kind if one.name in named or one.name in leaders
-    ]
+
+    def rank(one: CandidateAnswer) -> tuple[bool, bool, float, float]:
+        return one.name == answer.verdict.best, one.name in named, *_merit(one)
+
+    return [max(kind, key=rank) for _, kind in sorted(kinds.items())]
 
 
 def _merit(one: CandidateAnswer) -> tuple[float, float]:

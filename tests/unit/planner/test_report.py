@@ -26,6 +26,7 @@ from planner.report.html import to_html, write_html
 from planner.report.words import number, percent, seconds, short
 from shared.errors import ConfigError
 from tests.unit.planner.answers import LOADS, RATE, SLO, candidate, comparison_answer, plan_answer
+from tests.unit.planner.plan_rig import asked, planted
 
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "xlink:href"}
 EMPTY = {"meta", "br"}
@@ -155,6 +156,21 @@ def test_each_size_has_a_chart_with_every_candidate_in_it() -> None:
     assert all(title in page.text for title in titles)
 
 
+def test_rows_are_of_the_best_split_and_the_best_fleet_together() -> None:
+    page = Seen(to_html(plan_answer(max_nodes=3, best="3 together, mixed chunks")))
+    latency = [
+        attrs["aria-label"] or ""
+        for attrs in page.of("svg")
+        if attrs.get("role") == "img" and "aria-label" in attrs
+    ]
+    rows = [
+        label.removeprefix("Time to first token of ").split(":")[0]
+        for label in latency
+        if "first token" in label
+    ]
+    assert rows == ["1 together", "2 together", "1P1D", "3 together, mixed chunks", "2P1D"]
+
+
 def test_thresholds_and_sensitivity_are_told() -> None:
     answer = plan_answer()
     page = seen(answer)
@@ -217,10 +233,19 @@ def test_no_goodput_at_all() -> None:
     answer = replace(plain, candidates=tuple(map(nothing_served, plain.candidates)), verdict=verdict)
     page = seen(answer)
     assert "None of these fleets meets the SLOs." in page.text
-    assert page.text.count("no request was served") > 7
+    assert page.text.count("no request was served") >= 2 * 7
     assert "nan" not in page.text
     assert "inf" not in page.text
     assert not any("nan" in (value or "") for _, attrs in page.elements for value in attrs.values())
+
+
+def test_an_answer_of_the_search_is_shown() -> None:
+    """Where the simulation tells no stages."""
+    answer = planted(asked(), lambda fleet, varied: 0.4 * fleet.num_nodes)
+    page = seen(answer)
+    assert answer.verdict.headline in page.text
+    assert "1P1D not known" in page.text
+    assert all(one.words in page.text for one in answer.thresholds)
 
 
 def test_a_fleet_of_nodes_that_do_both_has_no_links() -> None:
@@ -294,6 +319,20 @@ def test_the_map_has_a_cell_for_each_candidate() -> None:
     assert best is not None
     assert best.is_best
     assert best.heat == 10
+
+
+def test_a_cell_says_how_far_its_figure_holds() -> None:
+    fleet = candidate(Candidate(num_prefill=1, num_decode=1))
+    texts = []
+    for one in (
+        replace(fleet, is_screened=True),
+        replace(fleet, max_rate_is_bound=True),
+        nothing_served(fleet),
+    ):
+        ((_, (cell,)),) = heat_map([one], "", lambda one: one.max_rate.value if one.max_rate else None).rows
+        assert cell is not None
+        texts.append(cell.text)
+    assert texts == ["10.5 *", "≥10.5", "none"]
 
 
 def test_a_bar_far_longer_than_the_best_one_is_cut() -> None:
