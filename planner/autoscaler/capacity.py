@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from planner.cost_model import CostModel
 from planner.figures import Slo
 from planner.profile import Profile
 from shared.errors import ConfigError
@@ -81,8 +82,8 @@ class Capacity:
     def __init__(self, profile: Profile, slo: Slo) -> None:
         forward = profile.forward
         for flag, given_s, least_s, what in (
-            ("--slo-ttft-ms", slo.ttft_s, forward.a + forward.b, "the prefill of a single token"),
-            ("--slo-itl-ms", slo.itl_s, forward.d + forward.e, "a decode step of a single request"),
+            ("--slo-ttft-ms", slo.ttft_s, forward.extend_s([(0, 1)]), "the prefill of a single token"),
+            ("--slo-itl-ms", slo.itl_s, _step_s(forward, 1, 1), "a decode step of a single request"),
         ):
             if given_s <= least_s:
                 raise ConfigError(
@@ -97,24 +98,28 @@ class Capacity:
 
         The wait for a busy node is that of an M/D/1 queue; its tail is taken to be exponential.
         """
-        node, forward = self._profile.node, self._profile.forward
-        new = max(1.0, tokens - cached)
-        chunk = node.chunked_prefill_size
-        in_token_s = forward.b * new + forward.c * (tokens * tokens - cached * cached)
-        alone_s = forward.a * math.ceil(new / chunk) + in_token_s
-        tokens_s = new / (forward.a * new / chunk + in_token_s)
+        forward, chunk = self._profile.forward, self._profile.node.chunked_prefill_size
+        begin, end = round(cached), max(round(tokens), round(cached) + 1)
+        starts = range(begin, end, chunk)
+        alone_s = sum(forward.extend_s([(start, min(chunk, end - start))]) for start in starts)
+        # Prompts that wait are computed together, a chunk at a time, so they share what each forward costs.
+        shared_s = forward.extend_s([(begin, end - begin)]) - forward.a
+        share = (end - begin) / chunk
+        tokens_s = (end - begin) / max(forward.a * share + shared_s, forward.floor_s * share)
         waits = 2 * max(0.0, self._slo.ttft_s - alone_s) / (alone_s * -math.log(1 - GOOD_SHARE))
         use = waits / (1 + waits)
         return PrefillCapacity(tokens_s, min(max(use, MIN_PREFILL_USE), MAX_PREFILL_USE))
 
     def decode(self, kv_tokens: float, num_pages: float) -> DecodeCapacity:
         """For requests that hold so much KV each, on a node with so many pages."""
-        node, forward = self._profile.node, self._profile.forward
-        in_request_s = forward.e + forward.f * kv_tokens
-        in_time = (self._slo.itl_s - forward.d) / in_request_s if in_request_s > 0 else math.inf
-        in_pages = KV_USE * num_pages * node.page_size / kv_tokens if kv_tokens else math.inf
+        node, forward, itl_s = self._profile.node, self._profile.forward, self._slo.itl_s
+        in_time = min(
+            _quotient(itl_s - forward.d, forward.e + forward.f * kv_tokens),
+            _quotient(itl_s - forward.step_s, forward.step_request_s),
+        )
+        in_pages = _quotient(KV_USE * num_pages * node.page_size, kv_tokens)
         batch = max(1.0, min(BATCH_USE * in_time, BATCH_USE * node.max_running_requests, in_pages))
-        return DecodeCapacity(batch, batch / max(forward.d + batch * in_request_s, forward.step_s))
+        return DecodeCapacity(batch, batch / _step_s(forward, batch, kv_tokens))
 
     def demand(self, work: Work, *, is_decode: bool, num_live: int, coming_s: Sequence[float]) -> Demand:
         """The nodes that `work` needs, if `num_live` have it and others come in `coming_s` seconds.
@@ -122,9 +127,12 @@ class Capacity:
         One that is asked for now comes after `start_s`. It has to catch up with what waits then, not with what waits
         now: so the growth of a queue while nodes start is no reason to ask for more.
         """
-        prompts = self._prompts(work, num_live, coming_s)
         if not is_decode:
-            return prompts
+            return self._prompts(work, num_live, coming_s, 1.0)
+        # Prompts stop the tokens of a node that does both: the time they leave must do for a batch's steps.
+        prompts = self._prompts(
+            work, num_live, coming_s, BATCH_USE * (1 - self._profile.forward.d / self._slo.itl_s)
+        )
         placed = work.num_running + work.num_transferring
         # Requests that prefill nodes keep waiting hold pages here, and more decode nodes would not help them.
         waiting = work.num_waiting * (work.num_running / placed if placed else 1.0)
@@ -142,10 +150,11 @@ class Capacity:
             f"{words}; and {prompts.words}" if prompts.nodes else words,
         )
 
-    def _prompts(self, work: Work, num_live: int, coming_s: Sequence[float]) -> Demand:
+    def _prompts(self, work: Work, num_live: int, coming_s: Sequence[float], most_use: float) -> Demand:
         if not work.tokens_per_prompt:
             return Demand(0.0, 0.0, "no prompts")
         tokens_s, use = self.prefill(work.tokens_per_prompt, work.cached_per_prompt)
+        use = min(use, most_use)
         start_s = self._profile.node.start_s
         computed_s = num_live * start_s + sum(max(0.0, start_s - due) for due in coming_s)
         waiting = max(0.0, work.num_queued_tokens + work.prompt_tokens_s * start_s - tokens_s * computed_s)
@@ -155,3 +164,13 @@ class Capacity:
             f"{use * tokens_s:.0f}/s for a node"
         )
         return Demand(nodes, work.num_queued_tokens / CATCH_UP_S / tokens_s, words)
+
+
+def _step_s(forward: CostModel, batch: float, kv_tokens: float) -> float:
+    """A decode step: the device's time hides the scheduler's, or that the device's."""
+    device_s = forward.d + batch * (forward.e + forward.f * kv_tokens)
+    return max(device_s, forward.step_s + batch * forward.step_request_s)
+
+
+def _quotient(a: float, b: float) -> float:
+    return a / b if b > 0 else math.inf
