@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from planner.traffic.distribution import Lengths, drawn_trace
 from planner.traffic.formats import TraceFormat
 from planner.traffic.reading import read_trace
 from planner.traffic.trace import SimRequest, Trace, shared_tokens
-from planner.traffic.windows import Window, draw_windows
+from planner.traffic.windows import Window, draw_windows, whole_window
 from shared.errors import ConfigError
 
 NUM_WINDOWS = 6
@@ -82,7 +81,7 @@ def traffic_of(args: Namespace, cache_tokens: int) -> Traffic:
     requests = list(trace.requests())
     if not arrival_seconds([request.at_s for request in requests]):
         raise ConfigError(f"{source} has one request, and a plan needs a rate, which takes two at least")
-    windows = [whole(requests)]
+    windows = [whole_window(requests)]
     if len(requests) > args.requests:
         window_s = args.requests / NUM_WINDOWS / windows[0].trace_rate
         windows = draw_windows(
@@ -97,19 +96,6 @@ def traffic_of(args: Namespace, cache_tokens: int) -> Traffic:
         )
         windows = [window for window in windows if any(map(window.counts, window.requests))]
     return Traffic(tuple(windows), source, (*trace.remarks, *_remarks(windows, requests)))
-
-
-def whole(requests: Sequence[SimRequest]) -> Window:
-    """All requests as one window."""
-    return Window(
-        requests=tuple(requests),
-        counted_from_s=0.0,
-        counted_until_s=math.inf,
-        trace_rate=len(requests) / arrival_seconds([request.at_s for request in requests]),
-        stratum=0,
-        num_slots=1,
-        num_reqs=len(requests),
-    )
 
 
 def _trace(args: Namespace) -> tuple[Trace, str]:

@@ -5,32 +5,27 @@ far more load than usual are bursts, a stratum of their own. A window is a slot 
 long enough to fill the caches) and after it (so that its last requests are not alone). Only requests of the slot
 count.
 
-    draw_windows(requests) ──▶ each is simulated ──▶ combine(windows, runs) ──▶ figures with 95 % intervals
+    draw_windows(requests) ──▶ each is simulated ──▶ parts by stratum and weight ──▶ planner.estimate: 95 % intervals
 
-The intervals are those of stratified sampling: Rao and Wu, Resampling inference with complex survey data, 1988. They
-say how far other draws would differ. They do not know of a queue that has grown for longer than a warm-up.
+Intervals say how far other draws would differ. They do not know of a queue that grew for longer than a warm-up.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from planner.answer import Estimate
-from planner.estimate import t95
-from planner.figures import Distribution, Served, Slo, arrival_seconds
+from planner.figures import arrival_seconds
 from planner.traffic.trace import SimRequest, shared_tokens
 
 BURST_RANGES = 1.5
 """A slot whose load is so many interquartile ranges above the upper quartile is a burst (Tukey's fence)."""
 _PER_STRATUM = 3
-_RESAMPLES = 400
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.intp]
@@ -47,45 +42,14 @@ class Window:
     trace_rate: float
     """Requests a second of the whole trace."""
     stratum: int
-    num_slots: int
-    """Slots of the stratum, drawn or not."""
     num_reqs: int
-    """Requests of these slots. All windows of the stratum together stand for them."""
+    """Requests of all slots of the stratum, drawn or not. All windows of the stratum together stand for them."""
     is_warm: bool = True
     """False where the longest warm-up was too short to fill the caches, so that less reuse is seen than there is."""
 
     def counts(self, request: SimRequest) -> bool:
         """Whether a request is one of those that are measured."""
         return self.counted_from_s <= request.at_s < self.counted_until_s
-
-
-class WindowRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What the requests of a window that count came to."""
-
-    served: tuple[Served, ...]
-    num_failed: int
-    prompt_tokens: int
-    """Of those that were served."""
-    cached_tokens: int
-
-
-class Combined(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole trace, as its windows have it."""
-
-    num_reqs: int
-    """That were measured."""
-    num_failed: int
-    goodput: Estimate
-    """Requests a second that met both SLOs."""
-    good_share: Estimate
-    cached_share: Estimate
-    """Of the prompt tokens of requests that were served."""
-    ttft_s: Distribution
-    itl_s: Distribution
-    ttft_mean_s: Estimate
-    ttft_p99_s: Estimate
-    itl_mean_s: Estimate
-    itl_p99_s: Estimate
 
 
 def draw_windows(
@@ -109,7 +73,7 @@ def draw_windows(
     num_slots = max(1, round(seconds / window_s))
     slot_s = seconds / num_slots
     arrivals = np.array([request.at_s for request in requests])
-    rate = len(requests) / (arrival_seconds(arrivals.tolist()) or 1.0)
+    rate = _rate(requests)
     if not shared_tokens(requests):
         cache_tokens = 0  # there is nothing to find in a cache
     starts = np.searchsorted(arrivals, start_s + slot_s * np.arange(num_slots))
@@ -129,63 +93,32 @@ def draw_windows(
                     counted_until_s=until_s - shift_s,
                     trace_rate=rate,
                     stratum=at,
-                    num_slots=len(stratum),
                     num_reqs=int(sizes[stratum].sum()),
                     is_warm=is_warm,
                 )
             )
     if sum(len(window.requests) for window in windows) < len(requests):
         return windows
-    whole = tuple(replace(one, at_s=one.at_s - start_s) for one in requests)
-    return [
-        Window(
-            requests=whole,
-            counted_from_s=0.0,
-            counted_until_s=math.inf,
-            trace_rate=rate,
-            stratum=0,
-            num_slots=1,
-            num_reqs=len(requests),
-        )
-    ]
+    return [whole_window(requests)]
 
 
-def combine(windows: Sequence[Window], runs: Sequence[WindowRun], slo: Slo, *, seed: int = 0) -> Combined:
-    """What the whole trace comes to. `runs` are those of `windows`, in their order, with a request that was served.
-
-    A single window of the whole trace has intervals of no width.
-    """
-    pool = _Pool(windows, runs, slo)
-    values = pool.figures(np.ones(len(windows)))
-    resampled = [pool.figures(drawn) for drawn in _resampled(windows, np.random.default_rng(seed))]
-    freedom = len(windows) - len({one.stratum for one in windows})
-    width = t95(freedom) if freedom else 0.0
-
-    def estimate(name: str, most: float = math.inf) -> Estimate:
-        half = width * float(np.std([one[name] for one in resampled]))
-        return Estimate(
-            value=values[name], low=max(0.0, values[name] - half), high=min(most, values[name] + half)
-        )
-
-    def over_requests(name: str) -> Distribution:
-        return Distribution(**{what: values[f"{name}_{what}"] for what in Distribution.__struct_fields__})
-
-    return Combined(
-        num_reqs=sum(len(run.served) + run.num_failed for run in runs),
-        num_failed=sum(run.num_failed for run in runs),
-        goodput=estimate("goodput"),
-        good_share=estimate("good_share", 1.0),
-        cached_share=estimate("cached_share", 1.0),
-        ttft_s=over_requests("ttft"),
-        itl_s=over_requests("itl"),
-        ttft_mean_s=estimate("ttft_mean"),
-        ttft_p99_s=estimate("ttft_p99"),
-        itl_mean_s=estimate("itl_mean"),
-        itl_p99_s=estimate("itl_p99"),
+def whole_window(requests: Sequence[SimRequest]) -> Window:
+    """All requests as one window."""
+    start_s = requests[0].at_s
+    return Window(
+        requests=tuple(replace(one, at_s=one.at_s - start_s) for one in requests),
+        counted_from_s=0.0,
+        counted_until_s=math.inf,
+        trace_rate=_rate(requests),
+        stratum=0,
+        num_reqs=len(requests),
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ drawing
+def _rate(requests: Sequence[SimRequest]) -> float:
+    return len(requests) / (arrival_seconds([request.at_s for request in requests]) or 1.0)
+
+
 def _loads(requests: Sequence[SimRequest], starts: _Ints) -> _Floats:
     """The load of each slot: prompt tokens that no cache could have, and answers, each over its mean.
 
@@ -241,64 +174,3 @@ def _warmup(
         seen.update(request.blocks)
         begin -= 1
     return 0, True
-
-
-# ---------------------------------------------------------------------------------------------------------- combining
-class _Pool:
-    """The requests of all windows as arrays, ordered once for each percentile."""
-
-    def __init__(self, windows: Sequence[Window], runs: Sequence[WindowRun], slo: Slo) -> None:
-        served = [one for run in runs for one in run.served]
-        self._window = np.repeat(np.arange(len(runs)), [len(run.served) for run in runs])
-        self._is_good = np.array([one.is_good(slo) for one in served])
-        self._failed = np.array([run.num_failed for run in runs])
-        self._num_reqs = self._failed + np.array([len(run.served) for run in runs])
-        self._strata = [
-            (np.array([one.stratum == stratum for one in windows]), num_reqs)
-            for stratum, num_reqs in {one.stratum: one.num_reqs for one in windows}.items()
-        ]
-        self._rate = windows[0].trace_rate
-        self._prompt = np.array([run.prompt_tokens for run in runs])
-        self._cached = np.array([run.cached_tokens for run in runs])
-        self._values = {
-            "ttft": np.array([one.ttft_s for one in served]),
-            "itl": np.array([one.itl_s for one in served]),
-        }
-        self._order = {name: np.argsort(values) for name, values in self._values.items()}
-
-    def figures(self, weights: _Floats) -> dict[str, float]:
-        """Every figure, where weights[i] is that of window i among those of its stratum."""
-        weights = weights.copy()
-        for members, num_reqs in self._strata:
-            weights[members] *= num_reqs / max(1e-9, (weights * self._num_reqs)[members].sum())
-        weight = weights[self._window]
-        num_served = weight.sum()
-        good_share = (weight * self._is_good).sum() / (num_served + (weights * self._failed).sum())
-        figures = {
-            "goodput": good_share * self._rate,
-            "good_share": good_share,
-            "cached_share": (weights * self._cached).sum() / (weights * self._prompt).sum(),
-        }
-        for name, values in self._values.items():
-            order = self._order[name]
-            below = np.cumsum(weight[order])
-            figures[f"{name}_mean"] = (weight * values).sum() / num_served
-            for what, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-                at = min(len(order) - 1, int(np.searchsorted(below, share * num_served * (1 - 1e-12))))
-                figures[f"{name}_{what}"] = values[order[at]]
-        return {name: float(value) for name, value in figures.items()}
-
-
-def _resampled(windows: Sequence[Window], rng: np.random.Generator) -> Iterator[_Floats]:
-    """Weights that stand for other draws. Those of a stratum of which every slot was drawn are equal."""
-    strata = np.array([one.stratum for one in windows])
-    for _ in range(_RESAMPLES):
-        drawn = np.ones(len(windows))
-        for stratum in np.unique(strata):
-            members = np.flatnonzero(strata == stratum)
-            num = len(members)
-            spread = math.sqrt(max(0.0, 1.0 - num / windows[members[0]].num_slots))
-            if num > 1:
-                times = np.bincount(rng.integers(num, size=num - 1), minlength=num)
-                drawn[members] *= 1.0 - spread + spread * num / (num - 1) * times
-        yield drawn

@@ -70,7 +70,6 @@ def traffic(
                 counted_until_s=math.inf,
                 trace_rate=rate,
                 stratum=window,
-                num_slots=1,
                 num_reqs=num,
             )
         )

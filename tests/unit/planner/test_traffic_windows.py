@@ -5,25 +5,27 @@ from __future__ import annotations
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import pytest
 
+from planner.answer import Estimate
 from planner.cost_model import CostModel
+from planner.estimate import Part, estimate, weighted_quantile
 from planner.figures import Served, Slo
 from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import NodeShape
 from planner.traffic.trace import SimRequest, scaled
-from planner.traffic.windows import Combined, Window, WindowRun, combine, draw_windows
+from planner.traffic.windows import Window, draw_windows, whole_window
 from tests.bench.recorded import load_trace
 from tests.sim.workloads import unrelated
 
 SLO = Slo(ttft_s=1.0, itl_s=1.0)
-FIGURES = ("goodput", "cached_share", "ttft_mean_s")
+FIGURES = ("good_share", "cached_share", "ttft_mean_s")
 CACHE_TOKENS = 100_000
 
-Answered = tuple[SimRequest, Served | None, int]
+Answered = tuple[SimRequest, Served, int]
 """A request, what its client saw, and how many of its prompt tokens were cached."""
 Serve = Callable[[Sequence[SimRequest]], Iterable[Answered]]
 
@@ -55,36 +57,62 @@ def simulated(requests: Sequence[SimRequest]) -> Iterable[Answered]:
     fleet.submit(requests)
     fleet.run()
     for outcome in fleet.outcomes.values():
-        seen = None
-        if outcome.ok:
-            assert outcome.ended_at is not None
-            e2e_s = outcome.ended_at - outcome.started_at
-            seen = Served(ttft_s=outcome.ttft_s, e2e_s=e2e_s, num_tokens=outcome.num_tokens)
+        assert outcome.ok and outcome.ended_at is not None
+        e2e_s = outcome.ended_at - outcome.started_at
+        seen = Served(ttft_s=outcome.ttft_s, e2e_s=e2e_s, num_tokens=outcome.num_tokens)
         yield outcome.request, seen, outcome.cached_tokens
 
 
-def run(window: Window, serve: Serve) -> WindowRun:
-    counted = [one for one in serve(window.requests) if window.counts(one[0])]
-    served = [(request, seen, cached) for request, seen, cached in counted if seen is not None]
-    return WindowRun(
-        served=tuple(seen for _, seen, _ in served),
-        num_failed=len(counted) - len(served),
-        prompt_tokens=sum(request.input_len for request, _, _ in served),
-        cached_tokens=sum(cached for *_, cached in served),
+@dataclass(frozen=True)
+class Found:
+    """What a trace comes to."""
+
+    good_share: Estimate
+    cached_share: Estimate
+    ttft_mean_s: Estimate
+    ttft_p99_s: float
+
+
+def found_in(windows: Sequence[Window], serve: Serve = one_server) -> Found:
+    """By the strata and weights of the windows."""
+    runs = [[one for one in serve(window.requests) if window.counts(one[0])] for window in windows]
+    num_counted: Counter[int] = Counter()
+    for window, run in zip(windows, runs, strict=True):
+        num_counted[window.stratum] += len(run)
+
+    def mean(total: Callable[[Answered], float], num: Callable[[Answered], int] = lambda one: 1) -> Estimate:
+        return estimate(
+            [
+                Part(
+                    window.stratum,
+                    window.num_reqs / num_counted[window.stratum],
+                    sum(map(num, run)),
+                    sum(map(total, run)),
+                )
+                for window, run in zip(windows, runs, strict=True)
+            ]
+        )
+
+    weighted = [
+        (seen.ttft_s, window.num_reqs / num_counted[window.stratum])
+        for window, run in zip(windows, runs, strict=True)
+        for _, seen, _ in run
+    ]
+    return Found(
+        good_share=mean(lambda one: one[1].is_good(SLO)),
+        cached_share=mean(lambda one: one[2], lambda one: one[0].input_len),
+        ttft_mean_s=mean(lambda one: one[1].ttft_s),
+        ttft_p99_s=weighted_quantile(sorted(weighted), 0.99),
     )
 
 
-def combined(windows: Sequence[Window], serve: Serve = one_server) -> Combined:
-    return combine(windows, [run(window, serve) for window in windows], SLO)
-
-
 def whole(requests: Sequence[SimRequest]) -> list[Window]:
-    return draw_windows(requests, cache_tokens=0, window_s=1e9)
+    return [whole_window(requests)]
 
 
 def test_intervals_hold_what_the_whole_trace_comes_to() -> None:
     requests = list(scaled(load_trace()))
-    truth = combined(whole(requests))
+    truth = found_in(whole(requests))
     within: Counter[str] = Counter()
     errors: Counter[str] = Counter()
     num_seeds, num_simulated = 12, 0
@@ -92,7 +120,7 @@ def test_intervals_hold_what_the_whole_trace_comes_to() -> None:
         windows = draw_windows(requests, cache_tokens=CACHE_TOKENS, window_s=20.0, tail_s=0.0, seed=seed)
         assert all(window.is_warm for window in windows) and len(windows) == 12
         num_simulated += sum(len(window.requests) for window in windows)
-        found = combined(windows)
+        found = found_in(windows)
         for name in FIGURES:
             true, estimate = getattr(truth, name).value, getattr(found, name)
             within[name] += estimate.low <= true <= estimate.high
@@ -109,8 +137,7 @@ def test_the_real_schedulers_agree() -> None:
         requests, cache_tokens=CACHE_TOKENS // 4, num_windows=6, window_s=1.0, min_warmup_s=0.7, tail_s=0.3
     )
     assert sum(len(window.requests) for window in windows) < 0.8 * len(requests)
-    truth, found = combined(whole(requests), simulated), combined(windows, simulated)
-    assert truth.num_failed == found.num_failed == 0 and found.num_reqs < 0.4 * truth.num_reqs
+    truth, found = found_in(whole(requests), simulated), found_in(windows, simulated)
     for name in FIGURES:
         estimate = getattr(found, name)
         assert estimate.low <= getattr(truth, name).value <= estimate.high, (name, truth, found)
@@ -132,10 +159,10 @@ def test_a_burst_is_kept(seed: int) -> None:
         one for window in windows for one in window.requests if window.counts(one) and one.blocks[0] >= 10**6
     ]
     assert len(in_burst) == 400
-    truth, found = combined(whole(requests)), combined(windows)
+    truth, found = found_in(whole(requests)), found_in(windows)
     assert truth.good_share.value < 0.95
     assert found.good_share.value == pytest.approx(truth.good_share.value, abs=0.01)
-    assert found.ttft_s.p99 == pytest.approx(truth.ttft_s.p99, rel=0.05)
+    assert found.ttft_p99_s == pytest.approx(truth.ttft_p99_s, rel=0.05)
 
 
 def test_a_short_trace_is_one_window_of_known_figures() -> None:
@@ -146,10 +173,10 @@ def test_a_short_trace_is_one_window_of_known_figures() -> None:
         and len(window.requests) == 200
         and all(map(window.counts, window.requests))
     )
-    found = combined([window])
-    assert found.num_reqs == 200 and found.goodput.low == found.goodput.high == found.goodput.value
-    lone = draw_windows(requests[:1], cache_tokens=CACHE_TOKENS)
-    assert combined(lone).num_reqs == 1
+    found = found_in([window])
+    assert found.good_share.low == found.good_share.high == found.good_share.value
+    (lone,) = draw_windows(requests[:1], cache_tokens=CACHE_TOKENS)
+    assert lone.num_reqs == 1
 
 
 def test_a_warmup_fills_the_caches_or_says_that_it_does_not() -> None:
@@ -166,13 +193,3 @@ def test_a_warmup_fills_the_caches_or_says_that_it_does_not() -> None:
             assert (num_tokens >= 150_000 or starts_cold) == window.is_warm == is_warm
             assert window.counted_from_s >= 30 or starts_cold
             assert window.requests[-1].at_s < window.counted_until_s + 5.0
-
-
-def test_failed_requests_are_no_good_ones() -> None:
-    requests = list(islice(scaled(load_trace()), 200))
-    (window,) = draw_windows(requests, cache_tokens=CACHE_TOKENS)
-    done = run(window, one_server)
-    worse = WindowRun(served=done.served, num_failed=200, prompt_tokens=1, cached_tokens=0)
-    all_good, half_good = combine([window], [done], SLO), combine([window], [worse], SLO)
-    assert half_good.num_failed == 200 and half_good.good_share.value == all_good.good_share.value / 2
-    assert half_good.goodput.value == all_good.goodput.value / 2
