@@ -13,6 +13,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from planner import plan
 
         return plan.main(flags)
+    if command == "advise":  # a child of a router's supervisor
+        from planner import advise
+
+        return advise.main(flags)
     if command == "autoscale":
         from planner.autoscaler import command as autoscale
 

@@ -38,6 +38,7 @@ from router.api.prefix_hashes import PrefixHasher
 from router.api.profile_api import profile_routes
 from router.api.request_log import RequestLog
 from router.api.service_api import control_routes, health_routes, info_routes
+from router.api.traffic_pipe import TrafficPipe
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
 from router.http.admin_guard import admin_guard
@@ -86,6 +87,7 @@ class Service:
     keys: ApiKeys
     traces: Traces | None
     log_hasher: PrefixHasher
+    adviser: TrafficPipe | None
     flags: Mapping[str, object]
 
 
@@ -116,8 +118,8 @@ def create_app(service: Service) -> ASGIApp:
     app = SpareConnectionGate(HostCheck(app))
     if service.traces is not None:
         app = service.traces.around(app)
-    if service.http.log_requests:
-        app = RequestLog(app, service.log_hasher)
+    if service.http.log_requests or service.adviser is not None:
+        app = RequestLog(app, service.log_hasher, logs=service.http.log_requests, adviser=service.adviser)
     return RequestIds(app)
 
 
@@ -141,7 +143,7 @@ def create_api(service: Service) -> FastAPI:
     app.include_router(openai_routes(generator, model, limits, status.context_length))
     app.include_router(health_routes(status, generator, model, membership))
     app.include_router(info_routes(status, membership, model, service.metrics, limits, service.flags))
-    app.include_router(fleet_admin_routes(membership, service.changes, guards))
+    app.include_router(fleet_admin_routes(membership, service.changes, guards, service.live))
     app.include_router(live_routes(service.live))
     app.include_router(page_routes())
     app.include_router(profile_routes(membership, admin_only))

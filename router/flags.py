@@ -15,6 +15,7 @@ from router.http.config import (
     DispatchOptions,
     FleetOptions,
     HttpOptions,
+    PlanOptions,
     RouterConfig,
 )
 from router.http.limits import HttpLimits
@@ -52,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     policies = tuple(POLICIES)
     choices = {"prefill_policy": policies, "decode_policy": policies}
     add_flags(parser, "dispatch", DispatchOptions, choices=choices)
+    add_flags(parser, "planner", PlanOptions)
     add_flags(parser, "autoscaler", AutoscaleOptions)
     cli.add_fleet_flags(parser)
     cli.add_log_flags(parser)
@@ -101,6 +103,7 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
         dispatch=options_of(DispatchOptions, args),
         scaling=options_of(AutoscaleOptions, args),
         log_level=args.log_level,
+        plan=options_of(PlanOptions, args),
     )
 
 

@@ -25,6 +25,7 @@ import zmq.asyncio
 
 from router.api.live_state import LiveState
 from router.api.prefix_hashes import PrefixHasher
+from router.api.traffic_pipe import TrafficPipe
 from router.app import Service, create_app
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.live_rids import LiveRids
@@ -70,8 +71,16 @@ class Router:
     (--router-workers).
     """
 
-    def __init__(self, config: RouterConfig, model: ServedModel | None, index: int = 0) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        model: ServedModel | None,
+        index: int = 0,
+        traffic_fd: int | None = None,
+    ) -> None:
+        """`traffic_fd` is a pipe to the planner that advises."""
         self._config = config
+        self._traffic_fd = traffic_fd
         self._index = index
         self._exits = contextlib.AsyncExitStack()
         self._background: list[asyncio.Task[None]] = []
@@ -136,6 +145,7 @@ class Router:
                 keys=self.keys,
                 traces=self._traces,
                 log_hasher=self.log_hasher,
+                adviser=None if self._traffic_fd is None else TrafficPipe(self._traffic_fd, self._fleet),
                 flags=self._flags(),
             )
         )
@@ -186,6 +196,10 @@ class Router:
     def on_listing(self, listed: Sequence[tuple[Role, str]]) -> None:
         """Take in what discoveries list now: role and address of each node."""
         self._membership.on_listing(listed)
+
+    def advise(self, words: str) -> None:
+        """Show what the planner advises."""
+        self._live.advice = words
 
     def node_exited(self, node_id: str, role: Role, reason: str, *, crashed: bool) -> None:
         """Note that a node of this machine has ended. It announces itself when it has been started again."""
@@ -280,6 +294,9 @@ class Router:
             "Written to clients that are slow to take it.",
             lambda: server.connections.num_unsent_bytes,
         )
+
+    def _fleet(self) -> str:
+        return "{}P{}D".format(*(len(self._membership.live(role)) for role in (Role.PREFILL, Role.DECODE)))
 
     def _flags(self) -> dict[str, object]:
         return self._config.shown() | {

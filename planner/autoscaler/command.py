@@ -19,7 +19,7 @@ from planner.autoscaler.hands import Command, Hands, Printer, Webhook
 from planner.autoscaler.watch import Watch
 from planner.figures import Slo
 from planner.profile import load_profile
-from router.http.config import AutoscaleOptions
+from router.http.config import AutoscaleOptions, PlanOptions
 from router.processes.child_process import LOADED, READY
 from router.processes.stopping import stop_on_signals, unless
 from router.terminal.client import ClientError, RouterClient
@@ -34,6 +34,7 @@ _STDIN = 0
 def main(argv: Sequence[str]) -> int:
     """Watch a router's fleet until it is told to stop."""
     parser = cli.make_parser("python -m planner autoscale", "Change the number of nodes of a running fleet.")
+    add_flags(parser, "planner", PlanOptions)
     add_flags(parser, "autoscaler", AutoscaleOptions)
     _add_own_flags(parser)
     args = parser.parse_args(argv)
@@ -42,9 +43,10 @@ def main(argv: Sequence[str]) -> int:
     if args.exit_with_parent:
         key = sys.stdin.readline().strip() or None
     try:
-        options = options_of(AutoscaleOptions, args)
+        plan, options = options_of(PlanOptions, args), options_of(AutoscaleOptions, args)
+        plan.check()
         options.check()
-        autoscalers = autoscalers_of(options, frozenset(args.keep))
+        autoscalers = autoscalers_of(plan, options, frozenset(args.keep))
         hands = _hands(options, args.url, args.control)
     except ConfigError as error:
         print(f"autoscaler: error: {error}", file=sys.stderr)
@@ -67,11 +69,12 @@ def main(argv: Sequence[str]) -> int:
     os._exit(code)  # a call to the router may still wait on a thread, for as long as a drain takes
 
 
-def autoscalers_of(options: AutoscaleOptions, keep: frozenset[str]) -> list[Autoscaler]:
+def autoscalers_of(plan: PlanOptions, options: AutoscaleOptions, keep: frozenset[str]) -> list[Autoscaler]:
     """One for each role of `options`, which have been checked. Raises ConfigError."""
-    assert options.plan_profile is not None and options.slo_ttft_ms and options.slo_itl_ms
-    profile = load_profile(options.plan_profile)
-    slo = Slo(ttft_s=options.slo_ttft_ms / 1e3, itl_s=options.slo_itl_ms / 1e3)
+    if plan.plan_profile is None or plan.slo_ttft_ms is None or plan.slo_itl_ms is None:
+        raise ConfigError("it needs --plan-profile, --slo-ttft-ms and --slo-itl-ms")
+    profile = load_profile(plan.plan_profile)
+    slo = Slo(ttft_s=plan.slo_ttft_ms / 1e3, itl_s=plan.slo_itl_ms / 1e3)
     pace = Pace(
         start_s=profile.node.start_s,
         settle_s=options.autoscale_settle_s,

@@ -10,6 +10,7 @@ from msgspec import UNSET
 from msgspec.structs import asdict
 from pydantic import Field
 
+from router.api.live_state import LiveState
 from router.http.admin_guard import AdminGuard
 from router.http.api_keys import ApiKeys
 from router.http.body import Body
@@ -57,6 +58,7 @@ def fleet_admin_routes(
     membership: Membership,
     changes: FleetChanges,
     guards: Sequence[params.Depends],
+    live: LiveState,
 ) -> APIRouter:
     """The routes; `guards` raise for a caller that may not use them."""
     router = APIRouter(prefix="/fleet", tags=["Operation"], dependencies=guards, route_class=JsonRoute)
@@ -73,7 +75,8 @@ def fleet_admin_routes(
     async def fleet() -> Fleet:
         """Every node that is dialled, with its load asked for now."""
         await membership.refresh(_REFRESH_S)
-        return Fleet(nodes=[describe_in_full(member) for member in membership.members])
+        nodes = [describe_in_full(member) for member in membership.members]
+        return Fleet(nodes=nodes, advice=live.advice)
 
     @router.post("/nodes")
     async def add_node(asked: AddNode) -> NodeAdded:

@@ -107,9 +107,14 @@ class Sample(Answer, frozen=True, kw_only=True):
 
 
 class LiveEvent(Answer, frozen=True, kw_only=True):
-    """One event of the feed. `verdict` is one sentence: which part of the fleets is the bottleneck."""
+    """One event of the feed.
+
+    `verdict` is one sentence: which part of the fleets is the bottleneck. `advice` is one of the planner, with
+    --plan-profile: which number of nodes would serve the traffic of the last minutes.
+    """
 
     router: RouterNow
     nodes: list[NodeNow]
     samples: list[Sample]
     verdict: str = ""
+    advice: str = ""

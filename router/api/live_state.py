@@ -91,6 +91,8 @@ class LiveState:
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._num_sampled = 0
         self._verdict = ""
+        self.advice = ""
+        """The planner's last."""
         self._sampled = asyncio.Event()
         self._closed = asyncio.Event()
 
@@ -151,6 +153,7 @@ class LiveState:
             nodes=self._nodes(),
             samples=[self._samples[at] for at in range(first, len(self._samples))],
             verdict=self._verdict,
+            advice=self.advice,
         )
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.prefix_hashes import BLOCK_TOKENS, PrefixHasher
+from router.api.traffic_pipe import TrafficPipe
 from router.dispatch.metrics import stage_durations
 from router.dispatch.verdict import worst_of
 from router.http.responses import ERROR
@@ -38,11 +39,15 @@ _GROUP = "generation_group"
 
 
 class RequestLog:
-    """Middleware: logs each request after its answer."""
+    """Middleware: after its answer, logs each request if `logs`, and tells the `adviser` of it if there is one."""
 
-    def __init__(self, app: ASGIApp, hasher: PrefixHasher) -> None:
+    def __init__(
+        self, app: ASGIApp, hasher: PrefixHasher, *, logs: bool = True, adviser: TrafficPipe | None = None
+    ) -> None:
         self._app = app
         self._hasher = hasher
+        self._logs = logs
+        self._adviser = adviser
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, then log."""
@@ -72,13 +77,16 @@ class RequestLog:
             await self._app(scope, watched_receive, watched_send)
         finally:
             if status is None or status >= 400 or scope["path"] not in PROBES:
-                fields = _request_fields(scope, status, began)
-                if (group := group_of(scope)) is not None:
-                    fields |= _trace_fields(group, arrived_at, self._hasher)
-                fields["e2e_s"] = time.monotonic() - began
-                if disconnected:
-                    fields["disconnected"] = True
-                event("request", **{name: value for name, value in fields.items() if value is not None})
+                group = group_of(scope)
+                trace = {} if group is None else _trace_fields(group, arrived_at, self._hasher)
+                if self._adviser is not None and trace:
+                    self._adviser.tell(trace)
+                if self._logs:
+                    fields = _request_fields(scope, status, began) | trace
+                    fields["e2e_s"] = time.monotonic() - began
+                    if disconnected:
+                        fields["disconnected"] = True
+                    event("request", **{name: value for name, value in fields.items() if value is not None})
 
 
 def note_group(request: Request, group: GenerationGroup) -> None:

@@ -186,8 +186,39 @@ class DispatchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What the fleets are to reach, and what their nodes cost: for the planner's advice and the autoscaler."""
+
+    plan_profile: Path | None = flag(
+        None,
+        "a profile of the nodes (router plan --measure): plan for the traffic of the last ten minutes, and show what "
+        "number of nodes would serve it; needs both SLOs",
+        Path,
+        "FILE",
+    )
+    plan_decode_profile: Path | None = flag(None, "of decode nodes, where they differ", Path, "FILE")
+    slo_ttft_ms: float | None = flag(None, "longest time to first token", _MS, "MS")
+    slo_itl_ms: float | None = flag(None, "longest mean time between the tokens of a request", _MS, "MS")
+    good_share: float = flag(0.9, "of the requests that must meet both", fraction(0.01, 1), "SHARE")
+
+    def check(self) -> None:
+        """Raise ConfigError for a part without the others."""
+        given = (self.plan_profile, self.slo_ttft_ms, self.slo_itl_ms)
+        if any(one is None for one in given) and any(one is not None for one in given):
+            raise ConfigError("--plan-profile, --slo-ttft-ms and --slo-itl-ms belong together")
+        if self.plan_decode_profile is not None and self.plan_profile is None:
+            raise ConfigError(
+                "--plan-decode-profile needs --plan-profile, which then is that of prefill nodes"
+            )
+
+    def argv(self) -> list[str]:
+        """The command line of these options."""
+        return argv_of(PlanOptions, Namespace(**vars(self)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class AutoscaleOptions:
-    """Which fleets change their number of nodes with their load, by which profile and SLOs, and how."""
+    """Which fleets change their number of nodes with their load, and how; PlanOptions say by what."""
 
     autoscale: tuple[ScaledRole, ...] = flag(
         (),
@@ -197,11 +228,6 @@ class AutoscaleOptions:
         "ROLE=LEAST..MOST",
         repeats=True,
     )
-    plan_profile: Path | None = flag(
-        None, "what a node costs, as `router plan --measure` has written it", Path, "FILE"
-    )
-    slo_ttft_ms: float | None = flag(None, "the time to first token that is promised", _MS, "MS")
-    slo_itl_ms: float | None = flag(None, "the mean time between the tokens of a request", _MS, "MS")
     autoscale_command: str | None = flag(
         None, "run as CMD add ROLE N, and CMD drain NODE_ID ADDRESS when the node is empty", metavar="CMD"
     )
@@ -232,9 +258,6 @@ class AutoscaleOptions:
         roles = [scaled.role for scaled in self.autoscale]
         if len(set(roles)) < len(roles):
             raise ConfigError(f"--autoscale: a role is named twice: {', '.join(map(str, self.autoscale))}")
-        for name in ("plan_profile", "slo_ttft_ms", "slo_itl_ms"):
-            if getattr(self, name) is None:
-                raise ConfigError(f"--autoscale needs --{name.replace('_', '-')}")
         if self.autoscale_command is not None and self.autoscale_webhook is not None:
             raise ConfigError("--autoscale-command and --autoscale-webhook exclude each other")
         if self.autoscale_command is not None and not _words(self.autoscale_command):
@@ -267,10 +290,14 @@ class RouterConfig:
     connections: ConnectionOptions = field(default_factory=ConnectionOptions)
     dispatch: DispatchOptions = field(default_factory=DispatchOptions)
     scaling: AutoscaleOptions = field(default_factory=AutoscaleOptions)
+    plan: PlanOptions = field(default_factory=PlanOptions)
     log_level: str = "info"
 
     def check(self) -> None:
         """Raise ConfigError for a control port beyond loopback without a key, and for options that cannot be."""
+        self.plan.check()
+        if self.scaling.autoscale and self.plan.plan_profile is None:
+            raise ConfigError("--autoscale needs --plan-profile, --slo-ttft-ms and --slo-itl-ms")
         fleet = self.fleet
         require_key_beyond_loopback(
             "--control-host", fleet.control_host, has_key=bool(fleet.fleet_key), insecure=fleet.insecure

@@ -44,7 +44,19 @@ class LogKey(Struct, frozen=True):
     key: bytes
 
 
-ToRouter = Announcement | NodeExited | ReloadFiles | Listed | LogKey
+class Advice(Struct, frozen=True):
+    """What the planner says of the fleet for the traffic of the last minutes."""
+
+    words: str
+    fleet: str
+    """That served it: 2P1D."""
+    meets: bool | None
+    """Whether it meets the SLOs in the simulation; None where there is too little traffic to tell."""
+    better: str | None
+    """With the fewest nodes more, one that meets them; of a fleet that does, one with a node less that would too."""
+
+
+ToRouter = Announcement | NodeExited | ReloadFiles | Listed | LogKey | Advice
 
 _LENGTH_NBYTES = 4
 _encoder = msgspec.msgpack.Encoder()

@@ -1,7 +1,8 @@
-"""`python -m router.processes.router_process INDEX HTTP_PORT first|restarted FLAGS...`: one router.
+"""`python -m router.processes.router_process INDEX HTTP_PORT TRAFFIC_FD first|restarted FLAGS...`: one router.
 
-Only the supervisor starts it; FLAGS are the supervisor's. Standard input is a socket: the supervisor's feed, and the
-way back for a heartbeat. When it closes, the supervisor is gone, and this process ends at once.
+Only the supervisor starts it; FLAGS are the supervisor's. TRAFFIC_FD leads to the planner that advises, or is `none`.
+Standard input is a socket: the supervisor's feed, and the way back for a heartbeat. When it closes, the supervisor is
+gone, and this process ends at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import uvloop
 
@@ -21,9 +23,10 @@ from router.garbage import collect_rarely
 from router.http.config import RouterConfig
 from router.http.http_socket import bind_http, listen_http, start_listening
 from router.processes.child_process import HEARTBEAT, HEARTBEAT_S, LOADED, READY
-from router.processes.feed import FeedThread, Listed, LogKey, NodeExited, ReloadFiles, ToRouter
+from router.processes.feed import Advice, FeedThread, Listed, LogKey, NodeExited, ReloadFiles, ToRouter
 from router.processes.stopping import stop_on_signals, unless
 from router.server import Router, load_model
+from router.text.served_model import ServedModel
 from shared import log
 from shared.errors import ConfigError, RequestError
 
@@ -55,11 +58,16 @@ def main(argv: Sequence[str]) -> int:
     Returns 0, or a code of `child_process.GAVE_UP`: 2 for a wrong flag or model, 3 for a failed first generation.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor's business; it sends ReloadFiles
-    index, http_port, life, *flags = argv
+    index, http_port, traffic_fd, life, *flags = argv
     args = build_parser().parse_args(flags)
     log.setup(args.log_level, f"router-{index}")
     try:
-        return uvloop.run(_run(router_config(args), int(index), int(http_port), first=life == "first"))
+        router = partial(
+            Router, index=int(index), traffic_fd=None if traffic_fd == "none" else int(traffic_fd)
+        )
+        return uvloop.run(
+            _run(router_config(args), router, int(index), int(http_port), first=life == "first")
+        )
     except ConfigError as e:
         print(f"router: error: {e}", file=sys.stderr)
         return 2
@@ -68,7 +76,14 @@ def main(argv: Sequence[str]) -> int:
         return 3
 
 
-async def _run(config: RouterConfig, index: int, http_port: int, *, first: bool) -> int:
+async def _run(
+    config: RouterConfig,
+    make_router: Callable[[RouterConfig, ServedModel | None], Router],
+    index: int,
+    http_port: int,
+    *,
+    first: bool,
+) -> int:
     stop = stop_on_signals(lambda: os._exit(1))
     messages: asyncio.Queue[ToRouter] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -84,7 +99,7 @@ async def _run(config: RouterConfig, index: int, http_port: int, *, first: bool)
     with contextlib.ExitStack() as sockets:
         own = sockets.enter_context(listen_http("127.0.0.1", http.own_port(index)))
         shared = sockets.enter_context(bind_http(http.host, http_port, shared=True))
-        async with Router(config, model, index) as router:
+        async with make_router(config, model) as router:
             os.write(_STDIN, LOADED)
             tasks = [asyncio.create_task(_pass_on(messages, router)), asyncio.create_task(_beat())]
             try:
@@ -158,6 +173,8 @@ async def _pass_on(messages: asyncio.Queue[ToRouter], router: Router) -> None:
                 router.on_listing(nodes)
             case LogKey(key):
                 router.log_hasher.use(key)
+            case Advice(words):
+                router.advise(words)
             case message:
                 router.on_announcement(message)
 

@@ -2,6 +2,7 @@
 
 supervisor              the HTTP port's reservation, the port where nodes announce themselves, discoveries
 ├─ router 0 .. N - 1    HTTP, tokenizer, connections to all nodes; all listen on one port (SO_REUSEPORT)
+├─ planner              advises what number of nodes would serve the traffic (--plan-profile)
 ├─ autoscaler           asks the routers over HTTP (--autoscale); of the planner, which is not imported here
 └─ nodes of this machine (--local)
 
@@ -33,8 +34,9 @@ from router.nodes.discovery import Discovery, Listing, make_discovery
 from router.nodes.join_socket import JoinSocket
 from router.nodes.load_progress import LoadProgress
 from router.processes import feed
+from router.processes.adviser import Adviser
 from router.processes.child_process import ChildFailed, ChildProcess, stop_all
-from router.processes.feed import Listed, LogKey, NodeExited, ReloadFiles, ToRouter
+from router.processes.feed import Advice, Listed, LogKey, NodeExited, ReloadFiles, ToRouter
 from shared.cpu_cores import split_cores
 from shared.errors import ConfigError
 from shared.log import event
@@ -66,6 +68,7 @@ class Supervisor:
         self._config = config
         self._flags = flags
         self._console = console
+        self._adviser = None if config.plan.plan_profile is None else Adviser(config.plan, self._on_advice)
         self._routers = [self._router(index, router_stdout) for index in range(config.http.router_workers)]
         self._autoscaler = self._new_autoscaler() if config.scaling.autoscale else None
         self._nodes: dict[str, ChildProcess] = {}
@@ -78,6 +81,8 @@ class Supervisor:
         """What listens on the control port, and the discoveries."""
         self._listings: dict[int, Listing] = {}
         """What each discovery has listed last."""
+        self._advice: Advice | None = None
+        """The planner's last."""
         self._log_key = LogKey(secrets.token_bytes(KEY_NBYTES))
         self._exits = contextlib.AsyncExitStack()
         self.http_port = 0
@@ -96,6 +101,8 @@ class Supervisor:
         """Bind the ports and start everything. Raises ConfigError; ChildFailed if a router has printed the reason."""
         config = self._config
         config.check()
+        if self._adviser is not None:
+            self._exits.callback(self._adviser.close)
         if self._autoscaler is not None:
             one_admin_key(config.http)  # it raises before anything is started
         if config.model is not None:
@@ -107,7 +114,8 @@ class Supervisor:
         join_socket = self._open_join_socket()
         grace_s = config.dispatch.stop_timeout_s
         self._nodes = dict(self._local_nodes())
-        self._exits.push_async_callback(stop_all, [*self._nodes.values()], grace_s)
+        advisers = [] if self._adviser is None else [self._adviser.child]
+        self._exits.push_async_callback(stop_all, [*self._nodes.values(), *advisers], grace_s)
         drained_s = config.dispatch.drain_timeout_s + grace_s
         self._exits.push_async_callback(stop_all, self._routers, drained_s)
         if self._autoscaler is not None:
@@ -122,7 +130,9 @@ class Supervisor:
         self._listen(join_socket.listen(self._on_announcement), "join")
         for index, discovery in enumerate(discoveries):
             self._listen(discovery.run(functools.partial(self._on_listing, index)), "discovery")
-        for child in (*others, *self._nodes.values()):
+        if self._adviser is not None:
+            self._listen(self._adviser.listen(), "adviser")
+        for child in (*others, *self._nodes.values(), *advisers):
             child.start()
         with self._show_progress():
             await self._unless_failed(self._all_ready([*self._nodes.values()]))
@@ -144,22 +154,32 @@ class Supervisor:
     # --------------------------------------------------------------------------------------- children
     def _router(self, index: int, stdout: int | None) -> ChildProcess:
         def argv() -> list[str]:
-            begin = [str(index), str(self.http_port), "restarted" if router.ready.is_set() else "first"]
+            traffic = str(self._adviser.traffic_fd) if self._adviser is not None else "none"
+            life = "restarted" if router.ready.is_set() else "first"
+            begin = [str(index), str(self.http_port), traffic, life]
             return ["-m", "router.processes.router_process", *begin, *self._flags]
 
         def greet() -> None:
-            for message in (self._log_key, *self._still_true(time.monotonic()), self._listed):
+            advice = () if self._advice is None else (self._advice,)
+            for message in (self._log_key, *self._still_true(time.monotonic()), self._listed, *advice):
                 router.send(feed.encode(message))
 
         router = ChildProcess(
-            "router", str(index), argv, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, stdout=stdout, on_start=greet
+            "router",
+            str(index),
+            argv,
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+            stdout=stdout,
+            pass_fds=() if self._adviser is None else (self._adviser.traffic_fd,),
+            on_start=greet,
         )
         return router
 
     @property
     def _children(self) -> list[ChildProcess]:
         autoscaler = () if self._autoscaler is None else (self._autoscaler,)
-        return [*self._routers, *self._nodes.values(), *autoscaler]
+        adviser = () if self._adviser is None else (self._adviser.child,)
+        return [*self._routers, *self._nodes.values(), *autoscaler, *adviser]
 
     def _new_autoscaler(self) -> ChildProcess:
         """The autoscaler. It reads the key from its standard input, which other users of the machine cannot see."""
@@ -172,7 +192,8 @@ class Supervisor:
                 own += ["--certificate", str(http.tls.ssl_certfile)]
             kept = [word for node_id in keep for word in ("--keep", node_id)]
             ours = ["--exit-with-parent", "--log-level", config.log_level]
-            return ["-m", "planner", "autoscale", *config.scaling.argv(), *own, *kept, *ours]
+            options = [*config.plan.argv(), *config.scaling.argv()]
+            return ["-m", "planner", "autoscale", *options, *own, *kept, *ours]
 
         def greet() -> None:
             autoscaler.send(f"{one_admin_key(http)}\n".encode())
@@ -194,16 +215,8 @@ class Supervisor:
         if not names:
             return
         for (role, node_id), cores in zip(names, split_cores(fleet.cpu_cores, len(names)), strict=True):
-            own = (
-                "--router",
-                self._control_address,
-                "--port",
-                "0",
-                "--node-id",
-                node_id,
-                "--cpu-cores",
-                str(cores),
-            )
+            own = ["--router", self._control_address, "--port", "0", "--node-id", node_id]
+            own += ["--cpu-cores", str(cores)]
             argv = ("-m", _MODULES[role], *own, "--exit-with-parent", *fleet.node_argv)
             yield node_id, self._local_node(role, node_id, argv)
 
@@ -303,6 +316,11 @@ class Supervisor:
             for received_at, message in self._announced.values()
             if received_at > lately or isinstance(message, NodeExited)
         ]
+
+    def _on_advice(self, advice: Advice) -> None:
+        self._advice = advice
+        event("planner_advises", fleet=advice.fleet, advice=advice.words)
+        self._send_to_routers(advice)
 
     def _send_to_routers(self, message: ToRouter) -> None:
         frame = feed.encode(message)

@@ -128,6 +128,8 @@ def live_view(event: LiveEvent, url: str, trouble: str = "") -> RenderableType:
         parts.append(Text(printable(router.reason), "yellow"))
     if event.verdict:
         parts.append(Text(printable(event.verdict), "dim" if event.verdict == NO_BOTTLENECK else "yellow"))
+    if event.advice:
+        parts.append(Text(f"plan: {printable(event.advice)}", "dim"))
     if event.samples:
         parts += [Text(), _traffic(event.samples[-1], router.percentile_window_s)]
     parts += [Text(), _nodes(event.nodes)]

@@ -183,20 +183,22 @@ SCALED = ("--autoscale", "decode=1..8")
 
 def test_an_autoscaler_gets_the_flags_of_the_router() -> None:
     given = ("--autoscale", "prefill=2..3", *SCALED, *PLANNED, "--autoscale-command", "add 'a node'")
-    options = config_of(*given, "--autoscale-settle-s", "30").scaling
+    config = config_of(*given, "--autoscale-settle-s", "30")
+    options = config.scaling
     assert [(one.role, one.least, one.most) for one in options.autoscale] == [
         (Role.PREFILL, 2, 3),
         (Role.DECODE, 1, 8),
     ]
-    again = config_of(*options.argv()).scaling
-    assert again == options and again.autoscale_settle_s == 30.0
+    again = config_of(*options.argv(), *config.plan.argv())
+    assert again.scaling == options and options.autoscale_settle_s == 30.0
+    assert again.plan == config.plan and config.plan.slo_itl_ms == 50.0
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (SCALED, "--autoscale needs --plan-profile"),
-        ((*SCALED, *PLANNED[:4]), "--autoscale needs --slo-itl-ms"),
+        ((*SCALED, *PLANNED[:4]), "--slo-itl-ms belong together"),
         ((*SCALED, *SCALED, *PLANNED), "a role is named twice: decode=1..8, decode=1..8"),
         (("--autoscale-command", "add"), "--autoscale-command needs --autoscale"),
         (

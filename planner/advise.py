@@ -1,0 +1,254 @@
+"""`python -m planner advise`: would another number of nodes serve the traffic of the last ten minutes better?
+
+    routers ──a line for each request──▶ Recent ──each minute──▶ advise ──Advice──▶ supervisor ──▶ routers
+
+The supervisor of a router with --plan-profile starts it. Lines are those of --log-requests, with the fleet that the
+router sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from planner.candidate import Candidate
+from planner.figures import Slo, arrival_seconds
+from planner.plan_search import Aim
+from planner.plan_traffic import windows_of
+from planner.plan_trials import Option, Sample, Setting, Trial, Trials
+from planner.profile import Profile, load_profile
+from planner.simulate import Run
+from planner.traffic.arrival import Arrival
+from planner.traffic.router_log import RouterLog
+from planner.traffic.trace import SimRequest, TraceRow, scaled
+from router.http.config import PlanOptions
+from router.processes.child_process import LOADED, READY
+from router.processes.feed import Advice
+from shared.errors import ConfigError
+from shared.flags import FlagParser, add_flags, options_of, whole
+from shared.log import crash
+
+WINDOW_S = 600.0
+EVERY_S = 60.0
+"""Between two advices. The first comes when there are MIN_REQS."""
+POLL_S = 0.5
+MIN_REQS = 20
+MOST_REQS = 400
+"""Of one simulation. Of more, pieces are drawn from the whole time."""
+MOST_MORE = 4
+"""Nodes more than there are, that are tried."""
+NICENESS = 19
+"""It has the cores that nobody else wants."""
+
+_FLEET = re.compile(rb" fleet=(\d+)P(\d+)D\b")
+_STDIN = 0
+
+
+class Recent:
+    """The requests of the last WINDOW_S, and the fleet that served them. Lines come from another thread."""
+
+    def __init__(self) -> None:
+        self._arrivals: deque[Arrival] = deque()
+        self._lock = threading.Lock()
+        self._log = RouterLog()
+        self.fleet: Candidate | None = None
+        """None until a router has told it."""
+
+    def take(self, line: bytes) -> None:
+        """A request has ended."""
+        arrivals = list(self._log(line))
+        fleet = _FLEET.search(line)
+        with self._lock:
+            self._arrivals += arrivals
+            if fleet is not None:
+                self.fleet = Candidate(num_prefill=int(fleet[1]), num_decode=int(fleet[2]))
+
+    def requests(self, now: float) -> list[SimRequest]:
+        """Those that arrived within WINDOW_S before `now` (s since 1970), in order; the first at 0 s."""
+        with self._lock:
+            lately = sorted(one for one in self._arrivals if one.at_s > now - WINDOW_S)
+            self._arrivals = deque(lately)
+        names: dict[object, int] = {}
+        rows = [
+            TraceRow(
+                at_s - lately[0].at_s,
+                max(input_len, 1),
+                max(output_len, 1),
+                tuple(names.setdefault(block, len(names)) for block in blocks),
+            )
+            for at_s, input_len, output_len, blocks in lately
+        ]
+        return list(scaled(rows, scale=1, block_tokens=self._log.block_tokens or 64))
+
+
+async def advise(
+    requests: Sequence[SimRequest], fleet: Candidate, profiles: tuple[Profile, Profile], aim: Aim
+) -> Advice:
+    """Whether `fleet` meets the SLOs; if not, which with the fewest nodes more does, else whether one less would."""
+    if len(requests) < MIN_REQS:
+        return Advice(
+            f"{len(requests)} requests in the last {WINDOW_S / 60:g} minutes are too few to plan for; {MIN_REQS} are "
+            "needed",
+            fleet.name,
+            None,
+            None,
+        )
+    prefill, decode = profiles
+    rate = len(requests) / arrival_seconds([request.at_s for request in requests])
+    setting = Setting(
+        windows=windows_of(requests, MOST_REQS), rate=rate, prefill=prefill, decode=decode, slo=aim.slo
+    )
+
+    async def run(trial: Trial) -> Run:
+        return setting.run(trial)
+
+    trials = Trials(setting, run)
+
+    async def serve(candidate: Candidate) -> Sample:
+        return await trials.sample(Option(candidate=candidate), len(setting.windows))
+
+    now = await serve(fleet)
+    if aim.is_met_by(now):
+        smaller = [await serve(candidate) for candidate in _with_more(fleet, -1)]
+        enough = [sample for sample in smaller if aim.is_met_by(sample)]
+        if not enough:
+            return Advice(f"{_words(now, aim)}, and with one node less would not", fleet.name, True, None)
+        best = _best(enough, aim)
+        return Advice(
+            f"{_words(now, aim)}; {_nodes(fleet, best)} would as well ({_share(best, aim)})",
+            fleet.name,
+            True,
+            best.option.candidate.name,
+        )
+    tried = [now]
+    for num_more in range(MOST_MORE + 1):
+        samples = [await serve(candidate) for candidate in _with_more(fleet, num_more)]
+        tried += samples
+        if enough := [sample for sample in samples if aim.is_met_by(sample)]:
+            best = _best(enough, aim)
+            return Advice(
+                f"{_nodes(fleet, best)} would meet the SLOs ({_share(best, aim)} of the requests); "
+                f"{_nodes(best.option.candidate, now, 'do not')} ({_share(now, aim)})",
+                fleet.name,
+                False,
+                best.option.candidate.name,
+            )
+    best = _best(tried, aim)
+    return Advice(
+        f"{fleet.name} does not meet the SLOs ({_share(now, aim)} of the requests), and no fleet with up to "
+        f"{MOST_MORE} nodes more would; {best.option.candidate.name} comes nearest ({_share(best, aim)})",
+        fleet.name,
+        False,
+        None,
+    )
+
+
+def _with_more(fleet: Candidate, num_more: int) -> Iterator[Candidate]:
+    """Every other fleet of the same kind with so many nodes more."""
+    least = 1 if fleet.splits else 0
+    most = fleet.num_nodes + num_more - 1 if fleet.splits else 0
+    for num_prefill in range(least, most + 1):
+        other = replace(fleet, num_prefill=num_prefill, num_decode=fleet.num_nodes + num_more - num_prefill)
+        if other != fleet and other.num_decode >= 1:
+            yield other
+
+
+def _best(samples: Sequence[Sample], aim: Aim) -> Sample:
+    return max(samples, key=lambda sample: sample.point(aim.slo, aim.good_share).good_share.value)
+
+
+def _share(sample: Sample, aim: Aim) -> str:
+    return f"{sample.point(aim.slo, aim.good_share).good_share.value:.0%}"
+
+
+def _words(now: Sample, aim: Aim) -> str:
+    return f"{now.option.candidate.name} meets the SLOs ({_share(now, aim)} of the requests)"
+
+
+def _nodes(other: Candidate, sample: Sample, verb: str = "") -> str:
+    """`3 prefill nodes` where nothing else differs from the `other` fleet, else `3P2D`; and what it does."""
+    fleet = sample.option.candidate
+    if other.num_decode == fleet.num_decode:
+        num, role = fleet.num_prefill, "prefill "
+    elif other.num_prefill == fleet.num_prefill:
+        num, role = fleet.num_decode, "decode " if fleet.splits else ""
+    else:
+        num, role = 1, ""
+    words = fleet.name if not role and fleet.splits else f"{num} {role}node{'s' * (num != 1)}"
+    return f"{words} {verb if num != 1 else verb.replace('do', 'does')}".rstrip()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Advise until the supervisor is gone. Returns 2 for a profile that is no good."""
+    args = _parse(argv)
+    options = options_of(PlanOptions, args)
+    try:
+        options.check()
+        profiles = _profiles(options)
+    except ConfigError as error:
+        print(f"router: error: {error}", file=sys.stderr)
+        return 2
+    os.nice(NICENESS)
+    slo = Slo(ttft_s=options.slo_ttft_ms / 1e3, itl_s=options.slo_itl_ms / 1e3)  # type: ignore[operator]
+    aim = Aim(slo=slo, good_share=options.good_share)
+    recent = Recent()
+    threading.Thread(target=_end_with_supervisor, name="supervisor", daemon=True).start()
+    threading.Thread(target=_read, args=(args.traffic_fd, recent), name="traffic", daemon=True).start()
+    os.write(_STDIN, LOADED + READY)
+    advised_at = -math.inf
+    while True:
+        time.sleep(POLL_S)
+        requests, fleet = recent.requests(time.time()), recent.fleet
+        is_first = advised_at == -math.inf and len(requests) < MIN_REQS
+        if (
+            time.monotonic() > advised_at + EVERY_S
+            and fleet is not None
+            and fleet.num_decode
+            and not is_first
+        ):
+            advice = asyncio.run(advise(requests, fleet, profiles, aim))
+            os.write(args.advice_fd, msgspec.msgpack.encode(advice))
+            advised_at = time.monotonic()
+
+
+def _parse(argv: Sequence[str]) -> Namespace:
+    parser = FlagParser(prog="planner advise", allow_abbrev=False)
+    add_flags(parser, "plan", PlanOptions)
+    parser.add_argument("--traffic-fd", type=whole(0), required=True)
+    parser.add_argument("--advice-fd", type=whole(0), required=True)
+    return parser.parse_args(argv)
+
+
+def _profiles(options: PlanOptions) -> tuple[Profile, Profile]:
+    """Of prefill and of decode nodes."""
+    assert options.plan_profile is not None
+    return load_profile(options.plan_profile), load_profile(
+        options.plan_decode_profile or options.plan_profile
+    )
+
+
+def _read(fd: int, recent: Recent) -> None:
+    try:
+        with os.fdopen(fd, "rb") as lines:
+            for line in lines:
+                recent.take(line)
+    except Exception:
+        crash("traffic_failed")
+        os._exit(1)
+
+
+def _end_with_supervisor() -> None:
+    while os.read(_STDIN, 1024):
+        pass
+    os._exit(0)

@@ -1,0 +1,126 @@
+"""What the planner advises for the traffic of the last minutes, and the lines that it learns that traffic from."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+from pathlib import Path
+
+import pytest
+
+from planner.advise import MIN_REQS, WINDOW_S, Recent, advise
+from planner.candidate import Candidate
+from planner.figures import Slo
+from planner.plan_search import Aim
+from planner.traffic.trace import SimRequest, shared_tokens
+from router.api.traffic_pipe import TrafficPipe
+from router.processes.feed import Advice
+from tests.patience import until
+from tests.processes import NODE_FLAGS, Router, assert_gone
+from tests.unit.planner.plan_rig import PROFILE
+
+NOW = 1_000_000.0
+
+
+@pytest.fixture
+def pipe() -> tuple[int, int]:
+    return os.pipe()
+
+
+def trace(at_s: float, prompt_len: int = 128, prefixes: str = "q3Zl0c1mW5g=") -> dict[str, object]:
+    return {
+        "arrived_ms": int(at_s * 1e3),
+        "prompt_lens": prompt_len,
+        "output_lens": 7,
+        "prefixes": prefixes,
+        "prefix_tokens": 64,
+        "prefix_key": "5bd1e995",
+    }
+
+
+def test_lines_of_a_router_become_requests(pipe: tuple[int, int]) -> None:
+    told, recent = TrafficPipe(pipe[1], lambda: "2P1D"), Recent()
+    for at_s in (NOW - WINDOW_S - 1, NOW - 2, NOW - 5):
+        told.tell(trace(at_s))
+    for line in os.read(pipe[0], 1 << 16).splitlines():
+        recent.take(line)
+    requests = recent.requests(NOW)
+    assert [(one.at_s, one.input_len, one.output_len) for one in requests] == [(0, 128, 7), (3, 128, 7)]
+    assert shared_tokens(requests) == 64
+    assert recent.fleet == Candidate(num_prefill=2, num_decode=1)
+
+
+def test_a_long_prompt_keeps_the_hashes_that_fit_into_a_line(pipe: tuple[int, int]) -> None:
+    told, recent = TrafficPipe(pipe[1], lambda: "1P1D"), Recent()
+    told.tell(trace(NOW, 64_000, prefixes="q3Zl0c1m" * 1333))
+    line = os.read(pipe[0], 1 << 16)
+    assert line.count(b"\n") == 1 and select.PIPE_BUF - 32 < len(line) <= select.PIPE_BUF
+    recent.take(line.rstrip())
+    (request,) = recent.requests(NOW)
+    assert request.input_len == 64_000 and len(request.blocks) == 1000
+
+
+def test_a_full_pipe_loses_lines_and_holds_up_nothing(pipe: tuple[int, int]) -> None:
+    told = TrafficPipe(pipe[1], lambda: "1P1D")
+    while not told.num_lost:
+        told.tell(trace(NOW))
+    lines = os.read(pipe[0], 1 << 20).splitlines(keepends=True)
+    assert len(set(lines)) == 1 and lines[0].endswith(b"\n")
+    told.tell(trace(NOW))
+    assert told.num_lost == 1
+
+
+def ask(fleet: str, rate: float, *, num: int = 80, itl_s: float = 1.0) -> Advice:
+    """For prompts that a node of the profile computes in about half a second."""
+    prefill, decode = int(fleet[0]), int(fleet[2])
+    requests = [SimRequest(i / rate, 4000, 4, tuple(range(100 * i, 100 * i + 63)), 64) for i in range(num)]
+    aim = Aim(slo=Slo(ttft_s=1.5, itl_s=itl_s), good_share=0.9)
+    now = Candidate(num_prefill=prefill, num_decode=decode, local_prefill_tokens=0)
+    return asyncio.run(advise(requests, now, (PROFILE, PROFILE), aim))
+
+
+def test_too_little_traffic() -> None:
+    advice = ask("1P1D", 1.0, num=MIN_REQS - 1)
+    assert advice.meets is None and advice.better is None and f"{MIN_REQS - 1} requests" in advice.words
+
+
+def test_more_nodes_where_prefill_is_short() -> None:
+    advice = ask("1P1D", rate=6.0)
+    assert (advice.meets, advice.fleet) == (False, "1P1D")
+    assert advice.better is not None and int(advice.better[0]) > 1 and advice.better[1:] == "P1D"
+    assert advice.words.startswith(f"{advice.better[0]} prefill nodes would meet the SLOs")
+    assert "1 prefill node does not" in advice.words
+
+
+def test_a_node_less_where_it_is_idle() -> None:
+    advice = ask("2P1D", rate=0.2)
+    assert (advice.meets, advice.better) == (True, "1P1D")
+    assert "1 prefill node would as well" in advice.words
+
+
+def test_no_fleet_that_would_do() -> None:
+    advice = ask("1P1D", rate=0.5, itl_s=1e-4)
+    assert (advice.meets, advice.better) == (False, None)
+    assert "no fleet with up to 4 nodes more would" in advice.words
+
+
+@pytest.mark.processes
+def test_a_router_shows_what_its_planner_advises(tmp_path: Path) -> None:
+    """The processes of `router --plan-profile`: requests reach the planner, and its advice /fleet and the page."""
+    profile = tmp_path / "profile.json"
+    PROFILE.save(profile)
+    slos = ("--slo-ttft-ms", "60000", "--slo-itl-ms", "60000")
+    flags = (*NODE_FLAGS, "--max-total-tokens", "4096", "--plan-profile", str(profile), *slos)
+    with Router(tmp_path, "--local", "1P1D", *flags) as router:
+        router.wait_ready()
+        for _ in range(MIN_REQS):
+            router.generate("def f(x):", 4).tokens()
+        until(lambda: router.get("/fleet")[1]["advice"], "it advises")
+        advice = router.get("/fleet")[1]["advice"]
+        assert advice.startswith("1P1D meets the SLOs (100% of the requests)")
+        assert router.get("/live/state")[1]["advice"] == advice
+        family = router.family()
+        assert router.stop() == 0
+        assert_gone(family)
+        router.assert_clean_log()
