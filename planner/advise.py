@@ -23,9 +23,9 @@ from dataclasses import replace
 import msgspec
 
 from planner.candidate import Candidate
-from planner.figures import Slo, arrival_seconds
+from planner.figures import Slo
 from planner.plan_search import Aim
-from planner.plan_traffic import windows_of
+from planner.plan_traffic import whole as whole_window
 from planner.plan_trials import Option, Sample, Setting, Trial, Trials
 from planner.profile import Profile, load_profile
 from planner.simulate import Run
@@ -45,7 +45,7 @@ EVERY_S = 60.0
 POLL_S = 0.5
 MIN_REQS = 20
 MOST_REQS = 400
-"""Of one simulation. Of more, pieces are drawn from the whole time."""
+"""Of one simulation. Of more, the latest."""
 MOST_MORE = 4
 """Nodes more than there are, that are tried."""
 NICENESS = 19
@@ -105,10 +105,8 @@ async def advise(
             None,
         )
     prefill, decode = profiles
-    rate = len(requests) / arrival_seconds([request.at_s for request in requests])
-    setting = Setting(
-        windows=windows_of(requests, MOST_REQS), rate=rate, prefill=prefill, decode=decode, slo=aim.slo
-    )
+    window = whole_window(requests[-MOST_REQS:])
+    setting = Setting(screen=window, windows=(window,), prefill=prefill, decode=decode, slo=aim.slo)
 
     async def run(trial: Trial) -> Run:
         return setting.run(trial)
@@ -116,7 +114,7 @@ async def advise(
     trials = Trials(setting, run)
 
     async def serve(candidate: Candidate) -> Sample:
-        return await trials.sample(Option(candidate=candidate), len(setting.windows))
+        return await trials.sample(Option(candidate=candidate), setting.whole)
 
     now = await serve(fleet)
     if aim.is_met_by(now):
