@@ -25,13 +25,13 @@ import msgspec
 from planner.candidate import Candidate
 from planner.figures import Slo
 from planner.plan_search import Aim
-from planner.plan_traffic import whole as whole_window
 from planner.plan_trials import Option, Sample, Setting, Trial, Trials
 from planner.profile import Profile, load_profile
 from planner.simulate import Run
 from planner.traffic.arrival import Arrival
 from planner.traffic.router_log import RouterLog
 from planner.traffic.trace import SimRequest, TraceRow, scaled
+from planner.traffic.windows import whole_window
 from router.http.config import PlanOptions
 from router.processes.child_process import LOADED, READY
 from router.processes.feed import Advice
