@@ -119,7 +119,7 @@ class CandidateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     goodput_a_price: float | None
     """Good requests for one unit of the price, at `max_rate`."""
     is_screened: bool
-    """Its figures are from the first part of the traffic alone, where it was far from the best."""
+    """Its figures are from a part of the traffic alone, the screen, where it was far from the best."""
     difference: Difference | None
     """From the best candidate, or in a comparison from the base. None for that candidate itself."""
     num_simulated_reqs: int

@@ -29,6 +29,8 @@ class Workers:
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._processes = []
         self._pipes: list[Connection] = []
+        # They inherit that Ctrl-C is ignored, so that not even one that still starts shows a traceback.
+        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for _ in range(num_processes):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=_work, args=(theirs, setting), daemon=True)
@@ -37,6 +39,7 @@ class Workers:
             self._processes.append(process)
             self._pipes.append(ours)
             self._idle.put(ours)
+        signal.signal(signal.SIGINT, on_interrupt)
         self._threads = ThreadPoolExecutor(num_processes, "worker")
 
     async def __aenter__(self) -> Workers:
@@ -76,7 +79,6 @@ class Workers:
 
 
 def _work(pipe: Connection, setting: Setting) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,9 +16,8 @@ _PLAIN_WIDTH = 150
 
 def print_answer(answer: Answer, console: Console | None = None) -> None:
     """Print it to stdout."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
+    if console is None:
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     console.print(_question(answer))
     console.print()
     console.print(_comparison(answer) if answer.base is not None else _candidates(answer))
@@ -78,7 +79,7 @@ def _candidates(answer: Answer) -> Table:
             table.add_row(*kept, style=_style(answer, one))
         table.add_section()
     if any(one.is_screened for one in answer.candidates):
-        table.caption = "* from the first window of the traffic alone, where it was far from the best"
+        table.caption = "* from the screen, a part of the traffic, where it was far from the best"
     return table
 
 

@@ -1,0 +1,234 @@
+"""`router plan` as a process: its outputs, its refusals, its signals."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from rich.console import Console
+
+from planner import plan
+from planner.answer import Answer
+from planner.table import print_answer
+from tests.patience import PATIENCE_S
+from tests.unit.planner.plan_rig import PROFILE, asked, planted, traffic
+
+DRAWN = ["--rate", "2", "--prompt", "64", "--output", "5", "--requests", "20"]
+SLOS = ["--slo-ttft-ms", "500", "--slo-itl-ms", "50"]
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    return path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What the command says on stderr before it ends with code 2."""
+    try:
+        code = plan.main(argv)
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    said = capsys.readouterr()
+    assert code == 2 and not said.out, said
+    assert said.err.count("\n") == 1 and said.err.startswith("router plan: error: "), said.err
+    return said.err
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """`router plan` on one node, with every output."""
+    folder = tmp_path_factory.mktemp("plan")
+    PROFILE.save(folder / "profile.json")
+    argv = [
+        "plan",
+        "--profile",
+        "profile.json",
+        *DRAWN,
+        *SLOS,
+        "--nodes",
+        "1..2",
+        "--jobs",
+        "2",
+        "--seed",
+        "1",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "router", *argv, "--json", "answer.json", "--html", "answer.html"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    return done, folder
+
+
+def test_table_json_and_html_of_one_answer(outputs: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, folder = outputs
+    assert done.returncode == 0, done.stderr
+    answer = msgspec.json.decode((folder / "answer.json").read_bytes(), type=Answer)
+    assert answer.question.traffic.rate == pytest.approx(2.0, rel=0.5)
+    assert answer.verdict.headline in done.stdout
+    html = (folder / "answer.html").read_text()
+    for one in answer.candidates:
+        assert one.name in done.stdout and one.name in html
+        assert f"{one.name}: up to" in done.stderr, "progress"
+    assert "ms of CPU each" in done.stderr
+
+
+def test_the_same_seed_gives_the_same_answer(
+    outputs: tuple[subprocess.CompletedProcess[str], Path], capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Here in one process, and to stdout, where the table is left out."""
+    _, folder = outputs
+    argv = [
+        "--profile",
+        str(folder / "profile.json"),
+        *DRAWN,
+        *SLOS,
+        "--nodes",
+        "1..2",
+        "--jobs",
+        "1",
+        "--seed",
+        "1",
+    ]
+    assert plan.main([*argv, "--json", "-"]) == 0
+    here = json.loads(capfdbinary.readouterr().out)
+    there = json.loads((folder / "answer.json").read_bytes())
+    for one in (here, there):
+        del one["effort"], one["question"]["at"], one["question"]["machines"][0]["profile"]
+        for candidate in one["candidates"]:
+            del candidate["cpu_s"]
+    assert here == there
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the following arguments are required: --slo-ttft-ms, --slo-itl-ms"),
+        ([*SLOS, "--trace", "t"], "it needs --profile, or --prefill-profile and --decode-profile"),
+        ([*SLOS, "--prefill-profile", "p"], "--prefill-profile and --decode-profile belong together"),
+        ([*SLOS, "--profile", "p", "--decode-profile", "q"], "--profile is that of every node"),
+        ([*SLOS, "--profile", "p", "--price", "1", "--prefill-price", "1"], "--price is that of every node"),
+        ([*SLOS, "--profile", "p", "--decode-price", "1"], "--prefill-price and --decode-price belong together"),
+        ([*SLOS, "--profile", "p", "--price", "0"], "--price: 0.0 is not between 1e-06 and 1000000000.0"),
+        ([*SLOS, "--nodes", "8..1"], "--nodes: it is 1..8 or 4, with numbers from 1 to 64"),
+        ([*SLOS, "--nodes", "0"], "--nodes"),
+        ([*SLOS, "--nodes", "1..65"], "--nodes"),
+        ([*SLOS, "--good-share", "1.5"], "--good-share"),
+        (["--slo-ttft-ms", "0", "--slo-itl-ms", "5"], "--slo-ttft-ms"),
+        ([*SLOS, "--profile", "p", "--compare", "schedule-policy=fcfs,lpm"], "--compare and --fleet belong together"),
+        ([*SLOS, "--profile", "p", "--fleet", "1P1D"], "--compare and --fleet belong together"),
+        ([*SLOS, "--profile", "p", "--json", "no/folder/x"], "its folder does not exist"),
+        ([*SLOS, "--requests", "3"], "--requests"),
+    ],
+)  # fmt: skip
+def test_wrong_flags(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    assert message in refusal(capsys, *argv)
+
+
+def test_wrong_files(capsys: pytest.CaptureFixture[str], profile: Path, tmp_path: Path) -> None:
+    known = ["--profile", str(profile), *SLOS]
+    assert "No such file" in refusal(capsys, "--profile", "none.json", *SLOS, *DRAWN)
+    profile_of_old = tmp_path / "old.json"
+    profile_of_old.write_text('{"schema_version": 0}')
+    assert "schema_version is 0" in refusal(capsys, "--profile", str(profile_of_old), *SLOS, *DRAWN)
+    trace = tmp_path / "trace.jsonl"
+    good = '{"timestamp": 0, "input_length": 10, "output_length": 2, "hash_ids": [1]}\n'
+    trace.write_text(good + good.replace("10", '"ten"'))
+    assert "line 2" in refusal(capsys, *known, "--trace", str(trace))
+    trace.write_text(good)
+    assert "one request" in refusal(capsys, *known, "--trace", str(trace))
+    assert "--rate is for traffic without a trace" in refusal(
+        capsys, *known, "--trace", str(trace), "--rate", "1"
+    )
+    assert "missing: --prompt, --output" in refusal(capsys, *known, "--rate", "1")
+    assert "--prompt 9:1" in refusal(capsys, *known, "--rate", "1", "--prompt", "9:1", "--output", "5")
+    bad = ["--compare", "schedule-policy=fcfs,best", "--fleet", "1P1D"]
+    assert "schedule-policy=best" in refusal(capsys, *known, *DRAWN, *bad)
+
+
+def test_machines_whose_pages_differ_cannot_split(capsys: pytest.CaptureFixture[str], profile: Path) -> None:
+    """What a process that simulates refuses is refused by the command."""
+    other = profile.with_name("other.json")
+    node = msgspec.structs.replace(PROFILE.node, page_size=32)
+    msgspec.structs.replace(PROFILE, node=node).save(other)
+    flags = ["--prefill-profile", str(profile), "--decode-profile", str(other), *SLOS, *DRAWN]
+    assert plan.main([*flags, "--nodes", "2", "--jobs", "1"]) == 2
+    assert "page_size is 16" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ signals
+@pytest.fixture
+def planning(profile: Path) -> Iterator[psutil.Process]:
+    """A plan that takes minutes, once its processes simulate."""
+    argv = ["plan", "--profile", str(profile), *SLOS, "--nodes", "1..8", "--jobs", "2"]
+    drawn = ["--rate", "5", "--prompt", "900:2000", "--output", "200", "--requests", "2000"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "router", *argv, *drawn],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    parent = psutil.Process(started.pid)
+    until = time.monotonic() + PATIENCE_S
+    while sum(child.cpu_times().user > 1.0 for child in parent.children()) < 2:
+        assert started.poll() is None and time.monotonic() < until, "they simulate"
+        time.sleep(0.05)
+    children = parent.children(recursive=True)
+    try:
+        yield parent
+        out, _ = started.communicate(timeout=PATIENCE_S)
+        assert b"Traceback" not in out, out
+        _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
+        assert not alive, "no process outlives the command"
+    finally:
+        for process in (parent, *children):
+            if process.is_running():
+                process.kill()
+        started.wait()
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_a_signal_ends_every_process(planning: psutil.Process, signum: signal.Signals, code: int) -> None:
+    """Ctrl-C in a terminal goes to all of them; the others to the command alone."""
+    if signum == signal.SIGINT:
+        os.killpg(planning.pid, signum)
+    else:
+        planning.send_signal(signum)
+    assert planning.wait(PATIENCE_S) == code
+
+
+# -------------------------------------------------------------------------------------------------- the table
+def test_a_table_shows_what_is_true_of_the_answer() -> None:
+    question = asked(PROFILE, of=traffic(100, rate=2.6, windows=2), nodes=range(1, 4))
+    answer = planted(question, lambda candidate, varied: candidate.num_nodes / varied.cost)
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_answer(answer, console)
+    text = console.export_text()
+    for words in (
+        "3 together",
+        "1 together *",
+        "from the screen",
+        answer.verdict.headline,
+        "load +20%",
+        "cost -20%",
+    ):
+        assert words in text, text
+    assert all(threshold.words in text.replace("\n", " ") for threshold in answer.thresholds)
