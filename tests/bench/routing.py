@@ -29,6 +29,7 @@ from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
 from tests.bench.fitted import load_cost_model
 from tests.bench.planner import (
+    COSTS,
     NODES,
     SLO,
     Added,
@@ -149,7 +150,7 @@ def run_real(part: Part, added: Added) -> Iterator[dict[str, Any]]:
             rounds[policy].append(measure(candidate(policy), requests))
     for policy, both in rounds.items():
         seen = [figures_of(list(one.served.values()), len(one.failed), seconds, SLO) for one in both]
-        run = predict(candidate(policy), requests, profile(NODES, added))
+        run = predict(candidate(policy), requests, profile(NODES, COSTS, added))
         yield {
             "bench": "real",
             "workload": part.name,
