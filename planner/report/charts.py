@@ -65,7 +65,7 @@ class Scale:
         return tuple(Tick(self.at(value), text(value)) for value in self._round_values(num))
 
     def _round_values(self, num: int) -> list[float]:
-        if not self.is_log:
+        if not self.is_log or self.high < 5 * self.low:
             step = nice_step((self.high - self.low) / num)
             first = math.ceil(self.low / step - 1e-9)
             return [step * i for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
