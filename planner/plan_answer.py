@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Sequence
@@ -177,18 +178,21 @@ def _candidate(asked: Asked, trials: Trials, curve: Curve, best: Curve) -> Candi
 
 # ------------------------------------------------------------------------------------------------- comparison
 async def _compare(asked: Asked, trials: Trials, report: Report, effort: Callable[[], Effort]) -> Answer:
-    samples = []
-    for way in asked.ways:
+
+    async def one(way: compare.Way) -> Sample:
         option = Option(candidate=way.candidate, settings=way.settings)
-        samples.append(await trials.sample(option, trials.setting.whole))
+        sample = await trials.sample(option, trials.setting.whole)
         report(f"{option.name}: {_speed(trials.made(option))}")
-    base, aim = samples[0], asked.aim
+        return sample
+
+    samples = await asyncio.gather(*map(one, asked.ways))
+    base = samples[0]
     candidates = tuple(_setting(asked, trials, base, sample) for sample in samples)
     return Answer(
         question=_question(asked),
         candidates=candidates,
         base=base.option.name,
-        verdict=_compared(candidates, aim.is_met_by(base)),
+        verdict=_compared(candidates, asked.aim),
         remarks=_remarks(asked),
         effort=effort(),
     )
@@ -214,7 +218,7 @@ def _setting(asked: Asked, trials: Trials, base: Sample, sample: Sample) -> Cand
     )
 
 
-def _compared(candidates: Sequence[CandidateAnswer], base_meets: bool) -> Verdict:
+def _compared(candidates: Sequence[CandidateAnswer], aim: Aim) -> Verdict:
     """The setting with the most goodput, if that is more than noise, else the base."""
     base = candidates[0]
     better = [one for one in candidates if one.difference is not None and one.difference.goodput.low > 0]
@@ -230,7 +234,7 @@ def _compared(candidates: Sequence[CandidateAnswer], base_meets: bool) -> Verdic
     return Verdict(
         best=best.name,
         splits=best.num_prefill > 0,
-        meets=base_meets,
+        meets=best.now.good_share.value >= aim.good_share,
         headline=headline,
         reasons=(f"{len(other)} of {len(candidates) - 1} differ from the base by more than noise.",),
         best_of=(),
