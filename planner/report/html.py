@@ -18,7 +18,7 @@ import jinja2
 
 from planner.answer import Answer, CandidateAnswer
 from planner.profile import Measured
-from planner.report import charts, words
+from planner.report import charts, rows, words
 from shared.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ def to_html(answer: Answer) -> str:
         best=answer.candidate(answer.verdict.best),
         has_prices=any(one.price is not None for one in answer.candidates),
         misfit=_misfit,
-        stages=charts.STAGES,
+        stages=rows.STAGES,
         **(_comparison(answer) if answer.base is not None else _plan(answer)),
         **_rows(answer, _shown(answer)),
     )
@@ -71,7 +71,7 @@ def _template() -> jinja2.Template:
         words.bytes_s,
     ):
         environment.filters[show.__name__] = show
-    environment.globals.update(PLOT_PX=charts.PLOT_PX, BAR_PX=charts.BAR_PX)
+    environment.globals.update(PLOT_PX=charts.PLOT_PX, BAR_PX=rows.BAR_PX)
     return environment.get_template("report.html.jinja")
 
 
@@ -105,7 +105,7 @@ def _comparison(answer: Answer) -> dict[str, object]:
         ("Mean ITL", lambda one: one.itl_mean_s, words.signed_seconds),
     )
     differences = [
-        (title, charts.difference_chart(answer.candidates, answer.verdict.best, of, text))
+        (title, rows.difference_chart(answer.candidates, answer.verdict.best, of, text))
         for title, of, text in kinds
     ]
     return {"goodput": [], "maps": [], "differences": differences, "thresholds": []}
@@ -117,14 +117,14 @@ def _rows(answer: Answer, shown: Sequence[CandidateAnswer]) -> dict[str, object]
     return {
         "shown": shown,
         "latencies": (
-            ("Time to first token", charts.latency_chart(shown, best, lambda one: one.ttft_s, slo.ttft_s)),
-            ("Inter-token latency", charts.latency_chart(shown, best, lambda one: one.itl_s, slo.itl_s)),
+            ("Time to first token", rows.latency_chart(shown, best, lambda one: one.ttft_s, slo.ttft_s)),
+            ("Inter-token latency", rows.latency_chart(shown, best, lambda one: one.itl_s, slo.itl_s)),
         ),
-        "start": charts.stage_chart(shown, best, slo),
+        "start": rows.stage_chart(shown, best, slo),
         "used_stages": [
-            name for name in charts.STAGES if any(one.now.stages_s.get(name, 0.0) > 0 for one in shown)
+            name for name in rows.STAGES if any(one.now.stages_s.get(name, 0.0) > 0 for one in shown)
         ],
-        "use": charts.use_chart(shown, best),
+        "use": rows.use_chart(shown, best),
     }
 
 

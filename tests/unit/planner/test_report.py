@@ -13,16 +13,10 @@ from msgspec.structs import replace
 
 from planner.answer import Answer, CandidateAnswer
 from planner.candidate import Candidate
-from planner.report.charts import (
-    Scale,
-    goodput_chart,
-    heat_map,
-    latency_chart,
-    line_styles,
-    stage_chart,
-    threshold_chart,
-)
+from planner.report.charts import goodput_chart, heat_map, line_styles, threshold_chart
 from planner.report.html import to_html, write_html
+from planner.report.rows import latency_chart, stage_chart
+from planner.report.scale import Scale
 from planner.report.words import number, percent, seconds, short
 from shared.errors import ConfigError
 from tests.unit.planner.answers import LOADS, RATE, SLO, candidate, comparison_answer, plan_answer
