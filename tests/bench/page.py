@@ -246,7 +246,7 @@ PREDICTED = {
 def _planner(result: Mapping[str, Any]) -> list[str]:
     """How many predictions hit, and each beside what was measured: the error, and how far the rounds differ."""
     told = result["summary"]
-    head = ["", "fleet", "part", "rate", *PREDICTED.values(), "CPU"]
+    head = ["", "kernels", "fleet", "part", "rate", *PREDICTED.values(), "CPU"]
     lines = [
         f"{told['hits']} of {told['cases']} hit.",
         "",
@@ -264,6 +264,7 @@ def _planner(result: Mapping[str, Any]) -> list[str]:
         hit = "hit" if row["hit"] else "**missed**"
         shown = [
             hit,
+            row["kernels"],
             row["fleet"],
             row["part"],
             f"{row['rate']:g}x",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +10,10 @@ from pathlib import Path
 from planner.candidate import Candidate
 from planner.cost_model import CostModel
 from shared.cpu_cores import own_cores, split_cores
-from tests.bench.fit_cost_model import Bench, fit
+from tests.bench.fit_cost_model import Bench, fit, median_of
 from tests.bench.models import random_model
 from tests.bench.timed_node import router_flags
 from tests.processes import Router
-
-ROUNDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +43,9 @@ class RealNodes:
         """The cost of a forward on one of so many nodes, measured here and now."""
         bench = Bench(self.folder, split_cores(own_cores(), num_nodes)[0])
         bench.prefill_s(self.prompt_lengths[-1])
-        prefill = {n: _least(lambda n=n: bench.prefill_s(n)) for n in self.prompt_lengths}  # type: ignore[misc]
+        prefill = {n: median_of(lambda n=n: bench.prefill_s(n)) for n in self.prompt_lengths}  # type: ignore[misc]
         decode = {
-            (batch, kv_len): _least(lambda batch=batch, kv_len=kv_len: bench.decode_s(batch, kv_len))  # type: ignore[misc]
+            (batch, kv_len): median_of(lambda batch=batch, kv_len=kv_len: bench.decode_s(batch, kv_len))  # type: ignore[misc]
             for batch in self.decode_batches
             for kv_len in self.decode_kv_lengths
         }
@@ -55,11 +53,6 @@ class RealNodes:
         a, b, c = fit([(1, n, n * n) for n in prefill], list(prefill.values()))
         d, e, f = fit([(1, batch, batch * kv_len) for batch, kv_len in decode], list(decode.values()))
         return CostModel(a=a, b=b, c=c, d=d, e=e, f=f)
-
-
-def _least(measure: Callable[[], float]) -> float:
-    """Of a few rounds: others use this machine too, and whatever they do makes a round longer."""
-    return min(measure() for _ in range(ROUNDS))
 
 
 BUILTIN = RealNodes(

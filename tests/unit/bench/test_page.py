@@ -10,6 +10,7 @@ import pytest
 from tests.bench import attention, decode, failover, interference, moves, overlap, prefill, trace_serving
 from tests.bench.models import SHAPES
 from tests.bench.page import COLUMNS, ENGINES, PAGE, WORKLOADS, filled
+from tests.bench.planner import compared, summary
 from tests.bench.plots import DRAWINGS, draw_all
 from tests.bench.servers import TokenStream
 from tests.bench.targets import TARGETS, Target, targets_table
@@ -147,6 +148,29 @@ def test_the_page_has_every_bench_that_is_worded() -> None:
     text = PAGE.read_text()
     for name in (*COLUMNS, "targets", "machine"):
         assert f"<!-- {name} -->\n" in text and f"\n<!-- /{name} -->" in text, name
+
+
+def test_predictions_stand_beside_what_was_measured() -> None:
+    even = {"goodput": 2.0, "cached_share": 0.0} | {
+        f"{name}_{which}_ms": 100.0 for name in ("ttft", "itl") for which in ("mean", "p50", "p99")
+    }
+    about = {
+        "bench": "error",
+        "kernels": "timed",
+        "fleet": "1P1D",
+        "part": "azure",
+        "rate": 2.0,
+        "cpu_share": 0.2,
+    }
+    rows = [about | compared(even | {"ttft_mean_ms": ms}, [even, even]) for ms in (150.0, 101.0)]
+    about_all = {"bench": "planner", "summary": summary(rows), "machine": MACHINE, "seconds": 9}
+    fitted = {"bench": "fit", "step_us": 900}
+    text = filled("<!-- planner -->\n<!-- /planner -->", {"planner": about_all | {"rows": [fitted, *rows]}})
+    assert "1 of 2 hit." in text
+    missed, hit = [line for line in text.splitlines() if line.startswith(("| hit", "| **missed**"))]
+    assert missed.startswith("| **missed** | timed | 1P1D | azure | 2x |")
+    assert "| 150 / 100<br>+50.0 % (0.0) |" in missed and "| 101 / 100<br>+1.0 % (0.0) |" in hit
+    assert "<!-- planner -->\n" in PAGE.read_text()
 
 
 def test_targets_are_met_missed_or_not_measured() -> None:
