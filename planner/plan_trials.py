@@ -146,7 +146,11 @@ def costing(profile: Profile, factor: float) -> Profile:
             bytes_s=transfer.bytes_s / factor,
             message_s=factor * transfer.message_s,
         ),
-        router=RouterCost(request_s=factor * router.request_s, token_s=factor * router.token_s),
+        router=RouterCost(
+            request_s=factor * router.request_s,
+            token_s=factor * router.token_s,
+            prompt_token_s=factor * router.prompt_token_s,
+        ),
     )
 
 

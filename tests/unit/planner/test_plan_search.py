@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
+import msgspec
 import pytest
 
 from planner.answer import Answer, Threshold
@@ -17,7 +20,8 @@ from planner.estimate import (
 )
 from planner.figures import Distribution
 from planner.plan_search import Prices
-from planner.plan_trials import Variation
+from planner.plan_trials import Variation, costing
+from planner.profile import RouterCost, TransferCost
 from tests.unit.planner.plan_rig import PROFILE, asked, planted, traffic
 
 
@@ -183,3 +187,13 @@ def test_crossing() -> None:
     assert crossing([(1.0, 1.0), (2.0, 0.5), (4.0, 0.95)], 0.9) == 4.0, "the last"
     assert crossing([(1.0, 0.5)], 0.9) is None
     assert crossing([(1.0, 0.9), (2.0, 0.0)], 0.9) == 1.0
+
+
+def test_a_machine_that_is_slower_is_slower_in_everything() -> None:
+    router = RouterCost(request_s=0.001, token_s=0.0001, prompt_token_s=1e-6)
+    transfer = TransferCost(latency_s=0.001, bytes_s=1e9, message_s=0.0002)
+    before = msgspec.structs.replace(PROFILE, router=router, transfer=transfer)
+    after = costing(before, 2.0)
+    assert asdict(after.forward) == {name: 2 * value for name, value in asdict(before.forward).items()}
+    assert msgspec.structs.astuple(after.router) == tuple(2 * s for s in msgspec.structs.astuple(router))
+    assert after.transfer == TransferCost(latency_s=0.002, bytes_s=5e8, message_s=0.0004)
