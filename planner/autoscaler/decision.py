@@ -238,6 +238,8 @@ class Autoscaler:
     ) -> tuple[Add | Drain | None, str]:
         pace, bounds, num_live = self.pace, self.bounds, len(live)
         assert self._began_at is not None
+        if not self._met and now - self._began_at < pace.start_limit_s:
+            return None, "waits for the first node, since a fleet that starts brings its nodes by itself"
         if now - self._began_at < pace.settle_s:
             return None, f"looks at the fleet for {pace.settle_s:g} s first"
         needed = 0 if demand is None else math.ceil(demand.nodes - _ROUNDING)

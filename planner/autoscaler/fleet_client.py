@@ -15,6 +15,7 @@ from shared.protocol.messages import Role
 
 ANSWER_S = 10.0
 _GONE = 404
+_UNAVAILABLE = 503
 _STATES = {
     "alive": NodeState.LIVE,
     "draining": NodeState.DRAINING,
@@ -97,8 +98,8 @@ class FleetClient:
         try:
             return self._client.get("/health", ANSWER_S)
         except ClientError as error:
-            if error.status == 503:
-                return b'{"prefill": [], "decode": []}'  # it is not ok, and the client has kept no body
+            if error.status == _UNAVAILABLE:
+                return error.body  # it has the nodes all the same
             raise
 
 

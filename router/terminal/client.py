@@ -16,11 +16,14 @@ _MAX_ERROR_BYTES = 1 << 20
 
 
 class ClientError(Exception):
-    """A request did not succeed; the message is for people. `status` is the router's, 0 when none answers."""
+    """A request did not succeed; the message is for people.
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    `status` and `body` are the router's; 0 when none answers.
+    """
+
+    def __init__(self, message: str, status: int = 0, body: bytes = b"") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.body = status, body
 
 
 class RouterClient:
@@ -80,8 +83,9 @@ class RouterClient:
                 yield response
         except urllib.error.HTTPError as e:
             with e:
-                message = _message(e.read(_MAX_ERROR_BYTES))
-            raise ClientError(message or f"{self.url} answered {e.code} {e.reason}", e.code) from None
+                content = e.read(_MAX_ERROR_BYTES)
+            message = _message(content) or f"{self.url} answered {e.code} {e.reason}"
+            raise ClientError(message, e.code, content) from None
         except TimeoutError:
             raise ClientError(f"{self.url} is silent") from None
         except (OSError, http.client.HTTPException) as e:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.autoscaler.capacity import CATCH_UP_S, GOOD_SHARE, KV_USE, Capacity, Work
+from planner.autoscaler.capacity import BATCH_USE, CATCH_UP_S, GOOD_SHARE, KV_USE, Capacity, Work
 from planner.autoscaler.decision import (
     RATE_S,
     Add,
@@ -358,3 +358,40 @@ def itl_s(outcome: Outcome) -> float:
 def test_an_slo_that_an_idle_node_misses_is_refused(slo: Slo, flag: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag}: .* no number of nodes meets it"):
         Capacity(PROFILE, slo)
+
+
+def test_what_a_node_takes_follows_from_its_profile() -> None:
+    forward, node = PROFILE.forward, PROFILE.node
+    by_time = CAPACITY.decode(KV_TOKENS, NUM_PAGES)
+    full = by_time.batch / BATCH_USE
+    assert forward.d + full * (forward.e + forward.f * KV_TOKENS) == pytest.approx(SLO.itl_s)
+    patient = Capacity(PROFILE, Slo(ttft_s=1.0, itl_s=9.0))
+    by_pages = patient.decode(8000.0, NUM_PAGES)
+    assert by_pages.batch * 8000 == pytest.approx(KV_USE * node.pool_tokens)
+    by_rows = patient.decode(10.0, NUM_PAGES)
+    assert by_rows.batch == pytest.approx(BATCH_USE * node.max_running_requests)
+
+    chunk = node.chunked_prefill_size
+    assert CAPACITY.prefill(chunk, 0).tokens_s == pytest.approx(chunk / forward.extend_s([(0, chunk)]))
+    assert CAPACITY.prefill(2 * chunk, chunk).tokens_s == pytest.approx(
+        chunk / forward.extend_s([(chunk, chunk)])
+    )
+    uses = [CAPACITY.prefill(tokens, 0).use for tokens in (100, 2000, 5000, 9900)]
+    assert uses == sorted(uses, reverse=True) and uses[0] > uses[1] > uses[-1], (
+        "longer prompts leave less to wait"
+    )
+
+
+def test_prompts_wait_no_longer_than_the_use_of_a_node_allows() -> None:
+    """Against a queue with one server, of which an M/D/1 formula is an estimate: nine of ten meet the SLO."""
+    slo = Slo(ttft_s=0.5, itl_s=0.03)
+    tokens_s, use = Capacity(PROFILE, slo).prefill(1000, 0)
+    service_s, rng = 1000 / tokens_s, random.Random(0)
+    now = free_at = 0.0
+    waits = []
+    for _ in range(20_000):
+        now += rng.expovariate(use / service_s)
+        free_at = max(now, free_at) + service_s
+        waits.append(free_at - now)
+    share = sum(wait <= slo.ttft_s for wait in waits) / len(waits)
+    assert GOOD_SHARE - 0.02 <= share <= GOOD_SHARE + 0.07, (use, share)

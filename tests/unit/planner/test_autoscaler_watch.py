@@ -318,15 +318,36 @@ def test_a_real_router_lists_its_nodes_and_drains_one(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_nodes_that_load_are_known_while_the_router_is_not_ready_for_the_lack_of_them() -> None:
+    health = {"prefill": [], "decode": [{"node_id": "d1", "state": "loading", "what": "weights"}]}
+    answers = {"/fleet": (200, {"nodes": []}), "/health": (503, health)}
+    with http_server(lambda path: answers[path]) as (url, _):
+        found = FleetClient(RouterClient(url, None)).nodes()
+        assert [(node.name, node.state) for node in found[Role.DECODE]] == [("d1", "loading")]
+        answers["/health"] = (200, {"status": "not one of ours"})
+        with pytest.raises(ClientError, match="answers as no router of this release"):
+            FleetClient(RouterClient(url, None)).nodes()
+
+
+def test_a_fleet_that_starts_is_not_added_to() -> None:
+    hands, router = FakeHands(), FakeRouter()
+    bed = Bed(router, hands)
+    asyncio.run(bed.run(PACE.start_limit_s - 5.0))
+    assert hands.told == []
+    asyncio.run(bed.run(10.0))
+    assert hands.told == [("add", Role.DECODE, 1)]
+
+
 @pytest.mark.processes
 def test_the_process_and_its_command_end_with_the_router(tmp_path: Path) -> None:
     """Standard input is the router's socket: a key comes first, and its end is the router's."""
     PROFILE.save(tmp_path / "profile.json")
     pid = tmp_path / "pid"
     line = script(tmp_path, f"echo $$ > {pid}.new; mv {pid}.new {pid}; sleep 1000")
-    answers = {"/fleet": {"nodes": []}, "/health": {"prefill": [], "decode": []}}
+    one = {"node_id": "d0", "state": "alive", "role": "decode", "address": "tcp://d0:7200"}
+    answers = {"/fleet": {"nodes": [one]}, "/health": {"prefill": [], "decode": []}}
     with http_server(lambda path: (200, answers[path])) as (url, _):
-        flags = ("--autoscale", "decode=1..2", "--plan-profile", str(tmp_path / "profile.json"))
+        flags = ("--autoscale", "decode=2..3", "--plan-profile", str(tmp_path / "profile.json"))
         slo = ("--slo-ttft-ms", "1000", "--slo-itl-ms", "30", "--autoscale-settle-s", "1")
         own = (
             "--autoscale-interval-s",

@@ -103,6 +103,25 @@ def test_answers_streams_and_the_terminal_over_https(model_folder: Path, ours: T
     uvloop.run(run())
 
 
+def test_a_client_may_trust_one_certificate_alone(model_folder: Path, folder: Path, ours: TlsOptions) -> None:
+    """By another name too, as the autoscaler dials the router."""
+    other = make_certificate(folder, "other").ssl_certfile
+
+    async def run() -> None:
+        config = config_of(ours)
+        async with (
+            pair() as nodes,
+            joined_router(model_folder, list(nodes), http=config, wait=False) as (router, _),
+        ):
+            url = router.url.replace("127.0.0.1", "localhost")
+            client = RouterClient(url, None, ours.ssl_certfile)
+            assert b"object" in await asyncio.to_thread(client.get, "/v1/models", PATIENCE_S)
+            with pytest.raises(ClientError, match="CERTIFICATE_VERIFY_FAILED"):
+                await asyncio.to_thread(RouterClient(url, None, other).get, "/v1/models", PATIENCE_S)
+
+    uvloop.run(run())
+
+
 async def _is_ok(client: httpx.AsyncClient) -> bool:
     return (await client.get("/health")).json()["status"] == "ok"
 
