@@ -45,6 +45,10 @@ class TransferCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Of a message between two processes, from its sending until its receiver's thread acts on it. The default is
     that of two idle cores; where nodes and a router share cores, it is several times as long."""
 
+    def seconds(self, nbytes: int) -> float:
+        """From the offer of so many bytes until all have come."""
+        return self.latency_s + nbytes / self.bytes_s
+
 
 class RouterCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """CPU seconds of the router, which serves all streams with one thread."""
@@ -56,7 +60,7 @@ class RouterCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Residual(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One point of a fit: the lower quartile of its rounds, what the fit says, and how far the rounds differed."""
+    """One point of a fit: the median of its rounds, what the fit says, and how far the rounds differed."""
 
     what: str
     """prefill 512, decode 8x1536, transfer 1048576."""

@@ -1,0 +1,9 @@
+"""`router plan --measure`: runs the real parts of a node on this machine, and fits what they cost.
+
+command      flags, the order of the phases, what the terminal shows
+forwards     prefill and decode on the real engine, under the real scheduler (`node_loop`)
+transfer     pages between two processes
+router_load  CPU time of a router, and how long a node takes to start
+machine      who else uses this machine meanwhile
+fitting      from rounds to coefficients, residuals and remarks
+"""

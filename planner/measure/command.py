@@ -1,0 +1,126 @@
+"""`router plan --measure`: the command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from planner.profile import Profile, Residual
+from shared import cli
+from shared.errors import ConfigError
+from shared.flags import FlagParser
+
+PROG = "router plan --measure"
+
+
+def make_parser() -> FlagParser:
+    """The flags of a node, since those decide what is measured, and --out."""
+    parser = cli.make_parser(
+        PROG,
+        "Measure on this machine, in about two minutes, what a node with these flags costs, and write the profile "
+        "that router plan reads. Give the flags with which your nodes serve.",
+    )
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--out", type=Path, default=Path("profile.json"), metavar="FILE", help="where to write it"
+    )
+    cli.add_net_flags(parser, 0)
+    cli.add_node_flags(parser)
+    cli.add_fleet_flags(parser)
+    cli.add_log_flags(parser)
+    parser.set_defaults(log_level="warning")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write the profile, and say what makes it doubtful. Returns the exit code; 2 for a ConfigError."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    config = cli.node_config(parser, argv)
+    console = Console(stderr=True)
+    try:
+        if not args.out.resolve().parent.is_dir():
+            raise ConfigError(f"--out {args.out}: there is no folder {args.out.resolve().parent}")
+
+        # These import torch, for which --help and a wrong flag do not wait.
+        from planner.measure.phases import Phase, measure
+        from shared.engine.node_process import SWITCH_INTERVAL_S
+
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        with _bars(console, [*Phase]) as on_progress:
+            profile = measure(config, node_argv(args), on_progress=on_progress)
+        profile.save(args.out)
+    except (ConfigError, OSError) as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 2
+    show(profile, console)
+    console.print(f"Written to {args.out}.", highlight=False)
+    return 0
+
+
+def node_argv(args: argparse.Namespace) -> list[str]:
+    """The command line of a node as measured, without its addresses."""
+    return [*cli.node_argv(args), *(word for path in args.fleet_key for word in ("--fleet-key", path))]
+
+
+@contextmanager
+def _bars(console: Console, phases: Sequence[str]) -> Iterator[Callable[[str, str, float], None]]:
+    """A bar for each phase, beside which it says what is being measured."""
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[what]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        tasks = {phase: progress.add_task(phase, total=1.0, start=False, what="") for phase in phases}
+
+        def show(phase: str, what: str, fraction: float) -> None:
+            progress.start_task(tasks[phase])
+            progress.update(tasks[phase], completed=fraction, what="" if fraction >= 1 else what)
+
+        yield show
+
+
+def show(profile: Profile, console: Console) -> None:
+    """The costs in words, the worst residuals, and the remarks."""
+    forward, node, transfer, router = profile.forward, profile.node, profile.transfer, profile.router
+    table = Table(title=f"{profile.measured.model} on {profile.measured.machine}", show_header=False)
+    for name, value in (
+        (
+            f"prompt of {node.chunked_prefill_size} tokens",
+            _ms(forward.extend_s([(0, node.chunked_prefill_size)])),
+        ),
+        ("decode step of one request over 1000 tokens", _ms(forward.decode_s(1, 1000))),
+        ("decode step of 16 requests over 1000 tokens each", _ms(forward.decode_s(16, 16_000))),
+        ("scheduler, a step of 16 requests", _ms(forward.host_s(16))),
+        ("transfer", f"{_ms(transfer.latency_s)} and {transfer.bytes_s / 1e9:.3g} GB/s"),
+        ("router", f"{_ms(router.request_s)} a request, {1e6 * router.token_s:.3g} µs a token"),
+        ("start of a node", f"{node.start_s:.3g} s"),
+        ("KV pool", f"{node.pool_tokens} tokens of {node.kv_bytes_per_token} bytes"),
+        ("fit", _errors(profile.measured.residuals)),
+    ):
+        table.add_row(name, value)
+    console.print(table)
+    for remark in profile.measured.remarks:
+        console.print(f"Note: {remark}", style="yellow", highlight=False)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _errors(residuals: Sequence[Residual]) -> str:
+    """The mean and the worst error, in words."""
+    if not residuals:
+        return "no points"
+    worst = max(residuals, key=lambda one: abs(one.error))
+    mean = sum(abs(one.error) for one in residuals) / len(residuals)
+    return f"off by {mean:.0%} on average, at most {worst.error:+.0%} ({worst.what})"

@@ -1,0 +1,228 @@
+"""The phases of measuring, in order: the engine first, since processes that are started later would disturb it.
+
+engine      prefill, decode and the scheduler, in this process; the engine is closed before the next phase
+transfer    this process and a second one
+router      two starts of a node process, and a router in front of the second
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import partial
+
+import torch
+
+from planner.cost_model import CostModel
+from planner.measure.fitting import Forwards, remarks_of, residual
+from planner.measure.forwards import Effort, measure_forwards, points_of
+from planner.measure.machine import MachineWatch, cpu_model
+from planner.measure.node_loop import NodeLoop
+from planner.measure.router_load import loads_for, measure_router, start_node
+from planner.measure.transfer import MAX_NBYTES, Shape, Transfers, measure_transfers
+from planner.profile import Measured, NodeKind, Profile, Residual, RouterCost
+from shared.config import NodeConfig
+from shared.engine.build import Engine, build_engine
+from shared.engine.resolve import resolve_device
+from shared.kvtransfer.transports.choice import make_transports
+from shared.model.files import resolve_model
+from shared.protocol.messages import KVLayout, NodeLimits
+
+START_SPREAD = 1.5
+"""The slowest start over the fastest, from which on it is said."""
+
+
+class Phase(StrEnum):
+    """What is measured."""
+
+    ENGINE = "engine"
+    TRANSFER = "transfer"
+    ROUTER = "router"
+
+
+OnPhase = Callable[[str, str, float], None]
+"""(phase, what is being measured, fraction done)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """What is known of a node once its engine is built."""
+
+    machine: str
+    limits: NodeLimits
+    layout: KVLayout
+    device: str
+    kernels: str
+
+    @property
+    def token_nbytes(self) -> int:
+        """K and V of one token in all layers."""
+        layout = self.layout
+        width = torch.empty(0, dtype=getattr(torch, layout.dtype)).element_size()
+        return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * width
+
+    @property
+    def page_nbytes(self) -> int:
+        """Of one page in all layers."""
+        return self.token_nbytes * self.layout.page_size
+
+
+def measure(
+    config: NodeConfig,
+    argv: Sequence[str],
+    *,
+    effort: Effort | None = None,
+    on_progress: OnPhase = lambda phase, what, fraction: None,
+) -> Profile:
+    """The profile of a node with `config`, whose command line is `argv`. Raises ConfigError.
+
+    The thread that calls it takes the place of a node's scheduler, so its process should have the switch interval of
+    a node's. It takes about two minutes with the built-in model; a slow one takes longer, since every point has to be
+    measured a few times.
+    """
+    effort = effort or Effort()
+    make_transports(config.transfer, resolve_device(config.model.device))  # its options are checked first
+    node, forwards, remarks = _engine(config, effort, partial(on_progress, Phase.ENGINE))
+    costs = forwards.fit()
+    residuals = forwards.residuals(costs)
+    remarks += remarks_of((*forwards.extends, *forwards.decodes), residuals)
+
+    transfers = _transfers(config, node, effort, partial(on_progress, Phase.TRANSFER))
+    transfer = transfers.fit()
+    of_transfers = [residual(point, transfer.seconds(point.nbytes)) for point in transfers.points]
+    remarks += [*transfers.remarks, *remarks_of(transfers.points, of_transfers)]
+
+    start_s, router, slow = _router(config, argv, node, costs, effort, partial(on_progress, Phase.ROUTER))
+    remarks += slow
+    return Profile(
+        measured=_measured(config, node, (*residuals, *of_transfers), remarks),
+        node=NodeKind(
+            pool_tokens=node.limits.max_total_num_tokens,
+            page_size=node.layout.page_size,
+            context_length=node.limits.context_length,
+            max_running_requests=node.limits.max_running_requests,
+            chunked_prefill_size=config.schedule.chunked_prefill_size,
+            kv_bytes_per_token=node.token_nbytes,
+            start_s=start_s,
+        ),
+        forward=costs,
+        transfer=transfer,
+        router=router,
+    )
+
+
+def _engine(
+    config: NodeConfig, effort: Effort, on_progress: Callable[[str, float], None]
+) -> tuple[Node, Forwards, list[str]]:
+    """Everything that one process measures by itself."""
+    on_progress("loading the model", 0.0)
+    engine = build_engine(config, lambda what, fraction: on_progress(what, 0.0))
+    node = Node(
+        machine=_machine(engine),
+        limits=engine.limits,
+        layout=engine.layout,
+        device=str(engine.pool.device),
+        kernels=engine.attention_backend,
+    )
+    points = points_of(
+        engine.limits,
+        config.schedule.chunked_prefill_size,
+        config.cache.page_size,
+        has_cache=not config.cache.disable_radix_cache,
+        effort=effort,
+    )
+    try:
+        loop = NodeLoop(config, engine)
+        watch = MachineWatch()
+        with contextlib.closing(loop):
+            forwards = measure_forwards(loop, points, effort, on_progress=on_progress)
+        remarks = [*watch.remarks("the engine")]
+    finally:
+        engine.close()
+    on_progress("", 1.0)
+    return node, forwards, remarks
+
+
+def _transfers(
+    config: NodeConfig, node: Node, effort: Effort, on_progress: Callable[[str, float], None]
+) -> Transfers:
+    """Pages of up to a whole context."""
+    gc.collect()  # the engine's memory
+    num_pages = min(node.limits.context_length // node.layout.page_size, MAX_NBYTES // node.page_nbytes)
+    shape = Shape(config=config, layout=node.layout, device=node.device, num_pages=max(num_pages, 1))
+    transfers = measure_transfers(
+        shape, page_nbytes=node.page_nbytes, seconds=effort.transfer_s, on_progress=on_progress
+    )
+    on_progress("", 1.0)
+    return transfers
+
+
+def _router(
+    config: NodeConfig,
+    argv: Sequence[str],
+    node: Node,
+    costs: CostModel,
+    effort: Effort,
+    on_progress: Callable[[str, float], None],
+) -> tuple[float, RouterCost, list[str]]:
+    """Seconds until a node is ready, what a router costs, and remarks."""
+    starts: list[float] = []
+    has_text = (resolve_model(config.model.model, with_weights=False) / "tokenizer.json").is_file()
+    streams = min(32, node.limits.max_running_requests)
+    loads = loads_for(
+        costs.decode_s(streams, 64 * streams) + costs.host_s(streams),
+        costs.extend_s([(0, 512)]) / 512,
+        node.limits,
+        has_text=has_text,
+        seconds=effort.load_s,
+    )
+    for number in range(effort.starts):
+        on_progress(f"a node starts ({number + 1} of {effort.starts})", 0.0)
+        process, address, seconds = start_node(argv)
+        starts.append(seconds)
+        with contextlib.closing(process):
+            if number + 1 == effort.starts:
+                more = () if has_text else ("--skip-tokenizer-init",)
+                fleet_key = [word for path in config.net.fleet_key for word in ("--fleet-key", path)]
+                router = measure_router(
+                    address, config.model.model, loads, (*more, *fleet_key), on_progress=on_progress
+                )
+    on_progress("", 1.0)
+    remarks = []
+    if max(starts) > START_SPREAD * min(starts):
+        remarks.append(
+            f"A node took {min(starts):.1f} s to start and {max(starts):.1f} s another time: files that are not in "
+            "memory yet, or a busy machine, make a start slower than the profile says."
+        )
+    return statistics.median(starts), router, remarks
+
+
+def _machine(engine: Engine) -> str:
+    """The GPU, or the CPU and its cores."""
+    device = engine.pool.device
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_model()}, {engine.cpu_cores.num_threads} cores"
+
+
+def _measured(
+    config: NodeConfig, node: Node, residuals: tuple[Residual, ...], remarks: Sequence[str]
+) -> Measured:
+    return Measured(
+        at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        machine=node.machine,
+        model=config.model.model,
+        versions={
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "kernels": f"{node.kernels}, {node.layout.numerics}",
+        },
+        residuals=residuals,
+        remarks=tuple(remarks),
+    )

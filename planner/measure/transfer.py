@@ -1,0 +1,271 @@
+"""How long pages take from one node to another: the real sender and receiver, in two processes of this machine.
+
+A process stands for each node, with a pool on the node's device and links as `--kv-transfer` says. Pages are offered
+all at once; what counts is the time from the offer until the receiving scheduler hears that all have come. The
+message before that, which says that there is room, is measured too.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+import torch
+
+from planner.measure.fitting import Rounds, TransferPoint, fit_transfers
+from planner.measure.forwards import OnProgress
+from planner.measure.machine import CpuTimes, MachineWatch, read_cpu_times
+from planner.profile import TransferCost
+from shared.config import NodeConfig
+from shared.engine.build import new_page_mover
+from shared.engine.node_process import SWITCH_INTERVAL_S
+from shared.errors import ConfigError
+from shared.kvcache.pools import TokenToKVPool
+from shared.kvtransfer.layout import record_digest
+from shared.kvtransfer.links import Endpoint
+from shared.kvtransfer.receiver import KVReceiver
+from shared.kvtransfer.sender import KVSender
+from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
+from shared.kvtransfer.transports.choice import make_transports
+from shared.protocol.channel import ControlThread, Handlers
+from shared.protocol.messages import KVLayout, NodeRef, ReqKey
+from shared.protocol.security import FleetKey
+from shared.protocol.transfer_messages import Handoff, Ready, ReceiverToSender, SenderToReceiver
+
+MAX_NBYTES = 256 << 20
+"""Of one transfer: more only takes longer."""
+_TIMEOUT_S = 60.0
+"""Until a child that has torch to import has built its link, and until a transfer has ended."""
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What both sides have in common."""
+
+    config: NodeConfig
+    layout: KVLayout
+    device: str
+    num_pages: int
+    """Of the longest transfer; each pool has as many."""
+
+    def make_pool(self) -> TokenToKVPool:
+        """A pool on the device."""
+        layout, device = self.layout, torch.device(self.device)
+        return TokenToKVPool(
+            num_pages=self.num_pages + 1,
+            page_size=layout.page_size,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            dtype=_TORCH_DTYPES[layout.dtype],
+            device=device,
+            mover=new_page_mover(self.config.model.attention_backend, device),
+        )
+
+    def endpoint(self, node: NodeRef, pool: TokenToKVPool, control: ControlThread, wake: threading.Event, *,
+                 dialled: bool) -> Endpoint:  # fmt: skip
+        """One side."""
+        return Endpoint(
+            node=node,
+            layout=self.layout,
+            pages=pool,
+            outbox=control.to_dialled if dialled else control.to_diallers,
+            transports=make_transports(self.config.transfer, pool.device),
+            clock=time.monotonic,
+            options=self.config.transfer,
+            wake=wake.set,
+        )
+
+
+def measure_transfers(
+    shape: Shape,
+    *,
+    page_nbytes: int,
+    seconds: float = 8.0,
+    max_rounds: int = 20,
+    on_progress: OnProgress = lambda what, fraction: None,
+) -> Transfers:
+    """Transfers of 1, 4, 16 .. pages, in turn until the time is up.
+
+    The first round is dropped: it builds the link.
+
+    Raises ConfigError when no link can be built.
+    """
+    sizes = [1]
+    while sizes[-1] < shape.num_pages:
+        sizes.append(min(4 * sizes[-1], shape.num_pages))
+    rounds: defaultdict[int, list[float]] = defaultdict(list)
+    messages: list[float] = []
+    on_progress("a second process starts", 0.0)
+    receiving = _ReceivingNode(shape)
+    try:
+        receiving.transfer_s(1)
+        watch = MachineWatch(receiving.cpu_times)
+        begin = time.monotonic()
+        for number in range(max_rounds + 1):
+            if number > 2 and time.monotonic() - begin > seconds:
+                break
+            for size in sizes:
+                done = max((time.monotonic() - begin) / seconds, number / (max_rounds + 1))
+                on_progress(f"transfer of {size * page_nbytes >> 10} KiB", min(done, 1.0))
+                message_s, took_s = receiving.transfer_s(size)
+                if number:
+                    rounds[size].append(took_s)
+                    messages.append(message_s)
+        remarks = [*watch.remarks("the transfer")]
+    finally:
+        receiving.close()
+    points = (
+        TransferPoint(what=f"transfer {size * page_nbytes}", seconds=tuple(took), nbytes=size * page_nbytes)
+        for size, took in rounds.items()
+    )
+    return Transfers(
+        points=tuple(points), message=Rounds(what="message", seconds=tuple(messages)), remarks=remarks
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """What was measured between two processes."""
+
+    points: tuple[TransferPoint, ...]
+    message: Rounds
+    """From the sending of a message until the thread of the other scheduler has it."""
+    remarks: list[str]
+
+    def fit(self) -> TransferCost:
+        """The cost of pages and of messages."""
+        latency_s, bytes_s = fit_transfers(self.points)
+        return TransferCost(latency_s=latency_s, bytes_s=bytes_s, message_s=self.message.typical_s)
+
+
+class _ReceivingNode:
+    """This process: opens transfers, and notes when they have come."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._num_transfers = 0
+        self._random = np.random.default_rng(0)
+        self._num_pages = shape.num_pages
+        self._wake = threading.Event()
+        key = FleetKey.load(shape.config.net.fleet_key)
+        self._control = ControlThread(key)
+        port = self._control.bind("127.0.0.1", 0)
+        node = NodeRef("d", "d#1", f"tcp://127.0.0.1:{port}")
+        self._receiver = KVReceiver(
+            shape.endpoint(node, shape.make_pool(), self._control, self._wake, dialled=False)
+        )
+        self._control.start()
+        sender = Handlers(msgspec.msgpack.Decoder(SenderToReceiver), self._receiver.on_message)
+        self._control.admit({"sender": sender})
+        self._control.every(self._receiver.renewal_s, self._receiver.renew_leases)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self.child = context.Process(target=_send, args=(there, node.address, shape), daemon=True)
+        self.child.start()
+        there.close()
+
+    def transfer_s(self, num_pages: int) -> tuple[float, float]:
+        """Move so many pages, in the random order of a pool that is in use: seconds of Ready, and of the pages."""
+        self._num_transfers += 1
+        key = ReqKey("measured", str(self._num_transfers))
+        pages = (self._random.permutation(self._num_pages)[:num_pages] + 1).tolist()
+        self._pipe.send((key, pages))
+        self._hear()  # it has opened the transfer
+        opened_at = time.monotonic()
+        self._receiver.open(key, "p#1", pages, 0)
+        deadline = time.monotonic() + _TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._wake.wait(0.1)
+            self._wake.clear()
+            self._receiver.tick()
+            for event in self._receiver.poll():
+                received_at = time.monotonic()
+                match event:
+                    case Received():
+                        offered_at = self._hear()
+                        return offered_at - opened_at, received_at - offered_at
+                    case ReceiveFailed(reason=reason):
+                        raise ConfigError(
+                            f"pages do not move between two processes of this machine: {reason}"
+                        )
+            if not self.child.is_alive():
+                break
+        raise ConfigError(f"pages do not move between two processes of this machine within {_TIMEOUT_S:g} s")
+
+    def cpu_times(self) -> CpuTimes:
+        """Of the machine, and of both sides."""
+        pid = self.child.pid
+        return read_cpu_times([pid] if pid is not None else [])
+
+    def _hear(self) -> float:
+        """A time that the child says."""
+        if not self._pipe.poll(_TIMEOUT_S):
+            raise ConfigError(f"the second process has said nothing for {_TIMEOUT_S:g} s")
+        try:
+            said_at: float = self._pipe.recv()
+        except EOFError:
+            raise ConfigError(
+                "the second process has ended before its transfers: see its error above"
+            ) from None
+        return said_at
+
+    def close(self) -> None:
+        """End both sides."""
+        if self.child.is_alive():
+            self._pipe.send(None)
+        self.child.join(_TIMEOUT_S)
+        self._pipe.close()
+        self._receiver.close()
+        self._control.close()
+
+
+def _send(pipe: Connection, address: str, shape: Shape) -> None:
+    """The child: what a prefill scheduler does, without a model."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.set_num_threads(1)
+    control, wake = ControlThread(FleetKey.load(shape.config.net.fleet_key)), threading.Event()
+    node = NodeRef("p", "p#1", "tcp://nowhere:0")
+    sender = KVSender(shape.endpoint(node, shape.make_pool(), control, wake, dialled=True))
+    control.start()
+    handlers = Handlers(msgspec.msgpack.Decoder(ReceiverToSender), sender.on_message)
+    control.dial("d#1", address, "sender|p#1", handlers, sender.on_connected, sender.on_disconnected)
+    try:
+        while (wanted := pipe.recv()) is not None:
+            key, pages = wanted
+            sender.open(key, "d#1")
+            pipe.send(time.monotonic())
+            pipe.send(_send_pages(sender, key, pages, shape.layout.page_size, wake))
+    except EOFError:
+        pass  # the measuring process is gone
+    sender.close()
+    control.close()
+
+
+def _send_pages(
+    sender: KVSender, key: ReqKey, pages: Sequence[int], page_size: int, wake: threading.Event
+) -> float:
+    """Send, and return when the pages were offered."""
+    offered_at = 0.0
+    while True:
+        wake.wait(0.1)
+        wake.clear()
+        sender.tick()
+        for event in sender.poll():
+            match event:
+                case Ready():
+                    kv_len = len(pages) * page_size
+                    digest = record_digest([1], [], [2], kv_len)
+                    offered_at = time.monotonic()
+                    sender.offer(key, pages)
+                    sender.handoff(key, Handoff(key, len(pages), (2,), kv_len, digest, 0, ()))
+                case SendEnded():
+                    return offered_at

@@ -1,0 +1,214 @@
+"""Planted costs come back from noisy rounds, and what is wrong with rounds is said."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost_model import CostModel
+from planner.measure.fitting import (
+    DecodePoint,
+    ExtendPoint,
+    Forwards,
+    HostPoint,
+    Rounds,
+    TransferPoint,
+    fit_transfers,
+    nonnegative,
+    remarks_of,
+    residual,
+)
+from planner.measure.forwards import DecodeStep, Effort, Extend, points_of
+from planner.measure.machine import CpuTimes, MachineWatch
+from planner.measure.router_load import Used, fit_router
+from planner.profile import RouterCost, TransferCost
+from shared.protocol.messages import NodeLimits
+
+LIMITS = NodeLimits(context_length=8192, max_total_num_tokens=131_072, max_running_requests=64)
+POINTS = points_of(LIMITS, 512, 16, has_cache=True, effort=Effort())
+CPU = CostModel(
+    a=7e-4, b=4.5e-5, c=1.1e-8, d=6e-4, e=7e-5, f=1.4e-7, floor_s=2.4e-3, step_s=2.5e-4, step_request_s=1e-5
+)
+GPU = CostModel(
+    a=5e-3, b=3e-5, c=1e-10, d=9e-3, e=2e-5, f=4e-8, floor_s=9e-3, step_s=1e-3, step_request_s=5e-6
+)
+
+positive = st.floats(0.2, 5.0)
+
+
+def rounds_of(seconds: float, noise: random.Random, number: int = 9) -> tuple[float, ...]:
+    """Rounds that others have made longer: most by little, a quarter by up to half."""
+    rounds = [
+        seconds * (1 + 0.01 * noise.random() + (0.5 * noise.random() if i % 4 == 1 else 0.0))
+        for i in range(number)
+    ]
+    noise.shuffle(rounds)
+    return tuple(rounds)
+
+
+def planted(costs: CostModel, seed: int = 0) -> Forwards:
+    """What a device with these costs is measured at."""
+    noise = random.Random(seed)
+    extends = [point for point in POINTS if isinstance(point, Extend)]
+    decodes = [point for point in POINTS if isinstance(point, DecodeStep)]
+    return Forwards(
+        extends=tuple(
+            ExtendPoint(what=one.name, spans=one.spans, seconds=rounds_of(costs.extend_s(one.spans), noise))
+            for one in extends
+        ),
+        decodes=tuple(
+            DecodePoint(
+                what=one.name,
+                batch=one.batch,
+                kv_tokens=one.batch * one.context,
+                seconds=rounds_of(costs.decode_s(one.batch, one.batch * one.context), noise),
+            )
+            for one in decodes
+        ),
+        hosts=tuple(
+            HostPoint(what=f"scheduler {num}", num_requests=num, seconds=rounds_of(costs.host_s(num), noise))
+            for num in (1, 2, 4, 8, 16, 32, 64)
+        ),
+    )
+
+
+@pytest.mark.parametrize("costs", [CPU, GPU], ids=["CPU", "GPU"])
+def test_planted_costs_come_back(costs: CostModel) -> None:
+    fitted = planted(costs).fit()
+    for name in ("b", "d", "f", "step_s", "floor_s"):
+        assert getattr(fitted, name) == pytest.approx(getattr(costs, name), rel=0.1), name
+    assert fitted.extend_s([(4096, 512)]) == pytest.approx(costs.extend_s([(4096, 512)]), rel=0.05)
+    assert fitted.decode_s(48, 48 * 1000) == pytest.approx(costs.decode_s(48, 48 * 1000), rel=0.05)
+    assert fitted.host_s(48) == pytest.approx(costs.host_s(48), rel=0.05)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(positive, min_size=9, max_size=9), st.integers(0, 1000))
+def test_any_planted_forward_is_predicted(factors: list[float], seed: int) -> None:
+    """Costs around those of a CPU, each up to five times as much or as little."""
+    names = asdict(CPU)
+    costs = CostModel(
+        **{name: value * factor for (name, value), factor in zip(names.items(), factors, strict=True)}
+    )
+    measured = planted(costs, seed)
+    fitted = measured.fit()
+    assert min(asdict(fitted).values()) >= 0
+    for residual_ in measured.residuals(fitted):
+        assert abs(residual_.error) < 0.12, residual_
+
+
+def test_a_coefficient_is_never_negative() -> None:
+    assert nonnegative([(1, n) for n in (1, 2, 4)], [0.4, 0.3, 0.2])[1] == 0.0
+    assert nonnegative([(1, 0), (1, 0)], [1.0, 1.0]) == pytest.approx([1.0, 0.0])
+
+
+@given(positive, positive)
+def test_a_planted_link_comes_back(latency: float, bandwidth: float) -> None:
+    noise = random.Random(0)
+    link = TransferCost(latency_s=1e-3 * latency, bytes_s=2e9 * bandwidth)
+    points = [
+        TransferPoint(what="", nbytes=nbytes, seconds=rounds_of(link.seconds(nbytes), noise))
+        for nbytes in (1 << 14, 1 << 18, 1 << 22, 1 << 26)
+    ]
+    latency_s, bytes_s = fit_transfers(points)
+    assert latency_s == pytest.approx(link.latency_s, rel=0.05)
+    assert bytes_s == pytest.approx(link.bytes_s, rel=0.05)
+
+
+def test_a_link_that_no_size_slows_down_has_the_best_bandwidth_that_was_seen() -> None:
+    points = [TransferPoint(what="", nbytes=nbytes, seconds=(0.001,)) for nbytes in (1000, 2000)]
+    assert fit_transfers(points) == (pytest.approx(0.001), pytest.approx(2e6))
+
+
+def test_a_planted_router_comes_back() -> None:
+    costs, idle = RouterCost(request_s=1.5e-3, token_s=4e-5, prompt_token_s=2e-6), 0.003
+    used = [
+        Used(
+            requests=requests,
+            prompt_tokens=prompt,
+            tokens=tokens,
+            wall_s=wall_s,
+            cpu_s=requests * costs.request_s
+            + prompt * costs.prompt_token_s
+            + tokens * costs.token_s
+            + idle * wall_s,
+        )
+        for requests, prompt, tokens, wall_s in (
+            (32, 1000, 64, 0.3),
+            (32, 1100, 6000, 4.0),
+            (16, 16_000, 32, 2.0),
+            (0, 0, 0, 1.0),
+        )
+    ]
+    fitted = fit_router(used)
+    assert fitted.request_s == pytest.approx(costs.request_s)
+    assert fitted.token_s == pytest.approx(costs.token_s)
+    assert fitted.prompt_token_s == pytest.approx(costs.prompt_token_s)
+
+
+# ----------------------------------------------------------------------------------------------- remarks
+def quiet(seconds: Callable[[int], Iterable[float]]) -> list[Rounds]:
+    """Eight points."""
+    return [Rounds(what=f"point {i}", seconds=tuple(seconds(i))) for i in range(8)]
+
+
+def test_quiet_rounds_have_no_remark() -> None:
+    points = quiet(lambda i: (1.0, 1.01, 1.0, 0.99, 1.0))
+    assert not [*remarks_of(points, [residual(point, 1.05) for point in points])]
+
+
+def test_noise_is_said() -> None:
+    (said,) = remarks_of(quiet(lambda i: (1.0, 1.6, 1.0, 1.6) if i < 4 else (1.0, 1.0, 1.0, 1.0)), [])
+    assert "4 of 8 points are further apart than 25% of their median" in said
+    assert "46% (point 0)" in said
+
+
+def test_cold_caches_are_said() -> None:
+    (said,) = remarks_of(quiet(lambda i: (1.6, 1.0, 1.0, 1.0, 1.0, 1.0)), [])
+    assert "second round of 8 of 8 points" in said
+    assert "cold" in said
+
+
+def test_one_slow_point_is_not_cold() -> None:
+    assert not [*remarks_of(quiet(lambda i: (1.6 if i == 0 else 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)), [])]
+
+
+def test_a_poor_fit_is_said_with_its_worst_points() -> None:
+    points = quiet(lambda i: (1.0, 1.0, 1.0))
+    (said,) = remarks_of(points, [residual(point, 1 + 0.1 * i) for i, point in enumerate(points)])
+    assert "off by more than 20% at 5 of 8 points (point 7 by +70%, point 6 by +60%, point 5 by +50%)" in said
+
+
+def test_few_rounds_are_said() -> None:
+    (said,) = remarks_of(quiet(lambda i: (1.0, 1.0)), [])
+    assert said.startswith("Only 2 rounds")
+
+
+def watched(*, others_s: float = 0.0, steal_s: float = 0.0) -> list[str]:
+    """Ten seconds of two cores, of which the measuring processes use one."""
+    times = iter(
+        [
+            CpuTimes(wall_s=100.0, busy_s=50.0, steal_s=1.0, own_s=5.0),
+            CpuTimes(wall_s=120.0, busy_s=60.0 + others_s, steal_s=1.0 + steal_s, own_s=15.0),
+        ]
+    )
+    return [*MachineWatch(lambda: next(times)).remarks("the engine")]
+
+
+def test_an_idle_machine_has_no_remark() -> None:
+    assert not watched(others_s=0.4, steal_s=0.1)
+
+
+def test_a_busy_machine_is_said() -> None:
+    (said,) = watched(others_s=6.0)
+    assert "Other processes used 30% of this machine's CPU time while the engine was measured" in said
+
+
+def test_stolen_time_is_said() -> None:
+    (said,) = watched(steal_s=2.0)
+    assert "Other virtual machines of this host took 10% of the CPU time while the engine" in said

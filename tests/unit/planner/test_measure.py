@@ -1,0 +1,102 @@
+"""`router plan --measure` with the built-in model, at few points: real forwards, transfers, node and router."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.measure.command import main, make_parser, node_argv
+from planner.measure.forwards import DecodeStep, Effort, Extend, points_of
+from planner.measure.phases import Phase, measure
+from planner.profile import load_profile
+from shared import cli
+from shared.protocol.messages import NodeLimits
+
+FEW = Effort(engine_s=1e-3, max_passes=2, max_batch=2, max_tokens=128, transfer_s=1e-3, starts=1, load_s=0.2)
+ARGV = [
+    "--cpu-cores",
+    "any:1",
+    "--max-total-tokens",
+    "2048",
+    "--chunked-prefill-size",
+    "64",
+    "--context-length",
+    "256",
+]
+
+
+@pytest.mark.processes
+def test_a_real_node_is_measured(tmp_path: Path) -> None:
+    parser = make_parser()
+    config = cli.node_config(parser, ARGV)
+    seen: list[tuple[str, str, float]] = []
+
+    def on_progress(phase: str, what: str, fraction: float) -> None:
+        seen.append((phase, what, fraction))
+
+    profile = measure(config, node_argv(parser.parse_args(ARGV)), effort=FEW, on_progress=on_progress)
+
+    profile.save(tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == profile
+    node, forward = profile.node, profile.forward
+    assert (node.pool_tokens, node.page_size, node.context_length) == (2048, 16, 256)
+    assert (node.chunked_prefill_size, node.max_running_requests) == (64, 64)
+    assert node.kv_bytes_per_token == 2 * 8 * 4 * 32 * 2  # K and V, layers, heads, their size, bfloat16
+    assert 0 < forward.decode_s(1, 16) < 10
+    assert 0 < forward.extend_s([(0, 64)]) < 10
+    assert profile.router.request_s + profile.router.token_s + profile.router.prompt_token_s > 0
+    assert profile.transfer.message_s > 0 and node.start_s > 0
+    measured = {residual.what for residual in profile.measured.residuals}
+    assert {"prefill 64", "decode 2x16", f"transfer {16 * node.kv_bytes_per_token}"} <= measured
+    assert profile.measured.model == "builtin"
+    for phase in Phase:
+        fractions = [fraction for of, _, fraction in seen if of == phase]
+        assert fractions[0] == 0.0 and fractions[-1] == 1.0
+
+
+def test_points_stay_within_the_node() -> None:
+    limits = NodeLimits(context_length=4096, max_total_num_tokens=10_000, max_running_requests=48)
+    points = points_of(limits, 512, 16, has_cache=True, effort=Effort())
+    extends = [span for point in points if isinstance(point, Extend) for span in point.spans]
+    decodes = [point for point in points if isinstance(point, DecodeStep)]
+    assert max(start + length for start, length in extends) < 4096
+    assert max(start for start, _ in extends) > 3000
+    assert {length for _, length in extends} >= {16, 256, 512}
+    assert all(start % 16 == 0 for start, _ in extends)
+    assert {point.batch for point in decodes} == {1, 2, 4, 8, 16, 32, 48}
+    assert all(point.batch * (point.context + 16) <= 10_000 for point in decodes)
+    assert not [
+        point
+        for point in points_of(limits, 512, 16, has_cache=False, effort=Effort())
+        if isinstance(point, Extend) and point.spans[0][0]
+    ]
+
+
+def test_a_small_context_has_points(tmp_path: Path) -> None:
+    limits = NodeLimits(context_length=64, max_total_num_tokens=64, max_running_requests=1)
+    points = points_of(limits, 512, 16, has_cache=True, effort=Effort())
+    assert {type(point) for point in points} == {Extend, DecodeStep}
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--out", "/nowhere/profile.json"], "--out /nowhere/profile.json: there is no folder /nowhere"),
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--kv-tls"], "--kv-tls"),
+    ],
+    ids=["folder", "model", "transfer"],
+)
+def test_what_cannot_be_measured_is_refused(
+    argv: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = argv if "--out" in argv else [*argv, "--out", str(tmp_path / "profile.json")]
+    try:
+        code = main(given)
+    except SystemExit as exit_:
+        code = int(str(exit_.code))
+    assert code == 2
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith("router plan --measure: ") and says in error
+    assert not (tmp_path / "profile.json").exists()
