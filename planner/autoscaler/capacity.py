@@ -20,6 +20,8 @@ from shared.errors import ConfigError
 
 GOOD_SHARE = 0.9
 """Of requests that are to meet the SLO."""
+_MOST_GOOD = 0.999
+"""No queue lets all of its requests wait no longer than some time."""
 KV_USE = 0.7
 """Of the pages of a pool, as in the HorizontalPodAutoscaler of deploy/kubernetes."""
 BATCH_USE = 0.85
@@ -77,9 +79,12 @@ class Demand(NamedTuple):
 
 
 class Capacity:
-    """Of nodes as in `profile`, under `slo`. Raises ConfigError for an SLO that not even an idle node meets."""
+    """Of nodes as in `profile`, under `slo`, which `good_share` of the requests are to meet.
 
-    def __init__(self, profile: Profile, slo: Slo) -> None:
+    Raises ConfigError for an SLO that not even an idle node meets.
+    """
+
+    def __init__(self, profile: Profile, slo: Slo, good_share: float = GOOD_SHARE) -> None:
         forward = profile.forward
         for flag, given_s, least_s, what in (
             ("--slo-ttft-ms", slo.ttft_s, forward.extend_s([(0, 1)]), "the prefill of a single token"),
@@ -92,6 +97,8 @@ class Capacity:
                 )
         self._profile = profile
         self._slo = slo
+        self._tail = -math.log(1 - min(good_share, _MOST_GOOD))
+        """Of an exponential distribution: so many times its mean are exceeded by the share that need not be good."""
 
     def prefill(self, tokens: float, cached: float) -> PrefillCapacity:
         """For prompts of so many tokens, of which so many are cached.
@@ -106,7 +113,7 @@ class Capacity:
         shared_s = forward.extend_s([(begin, end - begin)]) - forward.a
         share = (end - begin) / chunk
         tokens_s = (end - begin) / max(forward.a * share + shared_s, forward.floor_s * share)
-        waits = 2 * max(0.0, self._slo.ttft_s - alone_s) / (alone_s * -math.log(1 - GOOD_SHARE))
+        waits = 2 * max(0.0, self._slo.ttft_s - alone_s) / (alone_s * self._tail)
         use = waits / (1 + waits)
         return PrefillCapacity(tokens_s, min(max(use, MIN_PREFILL_USE), MAX_PREFILL_USE))
 

@@ -26,6 +26,7 @@ from router.terminal.client import ClientError, RouterClient
 from shared import cli, log
 from shared.errors import ConfigError
 from shared.flags import FlagParser, add_flags, options_of
+from shared.protocol.messages import Role
 
 KEY_VARIABLE = "BATON_ADMIN_API_KEY"
 _STDIN = 0
@@ -70,22 +71,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def autoscalers_of(plan: PlanOptions, options: AutoscaleOptions, keep: frozenset[str]) -> list[Autoscaler]:
-    """One for each role of `options`, which have been checked. Raises ConfigError."""
+    """One for each role of `options`; both have been checked. Raises ConfigError."""
+    if not options.autoscale:
+        raise ConfigError("it needs --autoscale")
     if plan.plan_profile is None or plan.slo_ttft_ms is None or plan.slo_itl_ms is None:
         raise ConfigError("it needs --plan-profile, --slo-ttft-ms and --slo-itl-ms")
-    profile = load_profile(plan.plan_profile)
     slo = Slo(ttft_s=plan.slo_ttft_ms / 1e3, itl_s=plan.slo_itl_ms / 1e3)
-    pace = Pace(
-        start_s=profile.node.start_s,
-        settle_s=options.autoscale_settle_s,
-        window_s=options.autoscale_window_s,
-        interval_s=options.autoscale_interval_s,
-    )
-    capacity = Capacity(profile, slo)
-    return [
-        Autoscaler(scaled.role, NodeBounds(scaled.least, scaled.most), pace, capacity, keep)
-        for scaled in options.autoscale
-    ]
+    files = {Role.PREFILL: plan.plan_profile, Role.DECODE: plan.plan_decode_profile or plan.plan_profile}
+    autoscalers = []
+    for scaled in options.autoscale:
+        profile = load_profile(files[scaled.role])
+        pace = Pace(
+            start_s=profile.node.start_s,
+            settle_s=options.autoscale_settle_s,
+            window_s=options.autoscale_window_s,
+            interval_s=options.autoscale_interval_s,
+        )
+        bounds, capacity = NodeBounds(scaled.least, scaled.most), Capacity(profile, slo, plan.good_share)
+        autoscalers.append(Autoscaler(scaled.role, bounds, pace, capacity, keep))
+    return autoscalers
 
 
 def _hands(options: AutoscaleOptions, url: str, control: str) -> Hands:

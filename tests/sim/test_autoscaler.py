@@ -377,6 +377,8 @@ def test_what_a_node_takes_follows_from_its_profile() -> None:
         chunk / forward.extend_s([(chunk, chunk)])
     )
     uses = [CAPACITY.prefill(tokens, 0).use for tokens in (100, 2000, 5000, 9900)]
+    strict = [Capacity(PROFILE, SLO, share).prefill(3000, 0).use for share in (0.9, 0.99, 1.0)]
+    assert strict[0] > strict[1] > strict[2] > 0.3
     assert uses == sorted(uses, reverse=True) and uses[0] > uses[1] > uses[-1], (
         "longer prompts leave less to wait"
     )

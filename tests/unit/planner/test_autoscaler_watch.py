@@ -14,16 +14,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
+from planner.autoscaler.command import autoscalers_of
 from planner.autoscaler.decision import Autoscaler, NodeBounds, NodeState, Pace
 from planner.autoscaler.fleet_client import FleetClient, FleetNode
 from planner.autoscaler.hands import ActionFailed, Command, Printer, Webhook
 from planner.autoscaler.observe import FleetLoads, LoadReport, NodeReport
 from planner.autoscaler.watch import Watch
-from router.http.config import HttpOptions
+from router.http.config import AutoscaleOptions, HttpOptions, PlanOptions
+from router.http.topology import ScaledRole
 from router.terminal.client import ClientError, RouterClient
+from shared.errors import ConfigError
 from shared.protocol.messages import Load, Role
 from tests.patience import PATIENCE_S, eventually, until
 from tests.processes import assert_gone
@@ -424,3 +428,20 @@ def test_nodes_that_do_not_count_prompts_tell_nothing() -> None:
     loads = FleetLoads(Role.PREFILL)
     loads.observe(0.0, [report("a")])
     assert loads.observe(10.0, [report("a", num_prompt_tokens=1000)]).work is None
+
+
+# ---------------------------------------------------------------------------------------------- flags
+def test_each_role_has_the_profile_of_its_nodes(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "prefill.json")
+    slow_start = msgspec.structs.replace(PROFILE.node, start_s=70.0)
+    msgspec.structs.replace(PROFILE, node=slow_start).save(tmp_path / "decode.json")
+    plan = PlanOptions(plan_profile=tmp_path / "prefill.json", plan_decode_profile=tmp_path / "decode.json",
+                       slo_ttft_ms=1000.0, slo_itl_ms=30.0)  # fmt: skip
+    scaled = tuple(ScaledRole(role, 1, 2) for role in (Role.PREFILL, Role.DECODE))
+    autoscalers = autoscalers_of(plan, AutoscaleOptions(autoscale=scaled), frozenset())
+    assert [(one.role, one.pace.start_s) for one in autoscalers] == [
+        (Role.PREFILL, 20.0),
+        (Role.DECODE, 70.0),
+    ]
+    with pytest.raises(ConfigError, match="it needs --autoscale"):
+        autoscalers_of(plan, AutoscaleOptions(), frozenset())
