@@ -48,12 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not args.out.resolve().parent.is_dir():
             raise ConfigError(f"--out {args.out}: there is no folder {args.out.resolve().parent}")
-
-        # These import torch, for which --help and a wrong flag do not wait.
+        # It imports torch, for which --help and a wrong flag do not wait.
         from planner.measure.phases import Phase, measure
-        from shared.engine.node_process import SWITCH_INTERVAL_S
 
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         with _bars(console, [*Phase]) as on_progress:
             profile = measure(config, node_argv(args), on_progress=on_progress)
         profile.save(args.out)

@@ -7,6 +7,7 @@ at once, with whatever the pool holds: how long a decode step takes does not dep
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from shared.config import NodeConfig
 from shared.engine.build import Engine
 from shared.engine.forward_stream import ForwardStream, GenerationBatchResult
 from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.engine.node_process import SWITCH_INTERVAL_S
 from shared.engine.vitals import Vitals
 from shared.kvtransfer.layout import record_digest
 from shared.kvtransfer.links import Endpoint
@@ -67,9 +69,14 @@ class Forward:
 
 
 class NodeLoop:
-    """Feeds a DecodeScheduler. `engine` stays the caller's to close, after `close`."""
+    """Feeds a DecodeScheduler on the calling thread, at the switch interval of a node's process until `close`.
+
+    `engine` stays the caller's to close, after that.
+    """
 
     def __init__(self, config: NodeConfig, engine: Engine, *, clock: Clock = time.perf_counter) -> None:
+        self._switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._stream = _TimedStream(engine.stream, clock)
         self._clock = clock
         self._random = np.random.default_rng(0)
@@ -145,6 +152,7 @@ class NodeLoop:
 
     def close(self) -> None:
         """End the scheduler; the engine goes on."""
+        sys.setswitchinterval(self._switch_interval_s)
         self._scheduler.close("measured")
         self._sides.close()
         self._control.close()

@@ -21,7 +21,7 @@ import torch
 
 from planner.cost_model import CostModel
 from planner.measure.fitting import Forwards, remarks_of, residual
-from planner.measure.forwards import Effort, measure_forwards, points_of
+from planner.measure.forwards import Effort, OnProgress, measure_forwards, points_of
 from planner.measure.machine import MachineWatch, cpu_model
 from planner.measure.node_loop import NodeLoop
 from planner.measure.router_load import loads_for, measure_router, start_node
@@ -82,13 +82,12 @@ def measure(
 ) -> Profile:
     """The profile of a node with `config`, whose command line is `argv`. Raises ConfigError.
 
-    The thread that calls it takes the place of a node's scheduler, so its process should have the switch interval of
-    a node's. It takes about two minutes with the built-in model; a slow one takes longer, since every point has to be
-    measured a few times.
+    It takes about two minutes with the built-in model; a slow one takes longer, since every point has to be measured
+    a few times.
     """
     effort = effort or Effort()
     make_transports(config.transfer, resolve_device(config.model.device))  # its options are checked first
-    node, forwards, remarks = _engine(config, effort, partial(on_progress, Phase.ENGINE))
+    node, forwards, remarks = measure_engine(config, effort, partial(on_progress, Phase.ENGINE))
     costs = forwards.fit()
     residuals = forwards.residuals(costs)
     remarks += remarks_of((*forwards.extends, *forwards.decodes), residuals)
@@ -117,10 +116,10 @@ def measure(
     )
 
 
-def _engine(
-    config: NodeConfig, effort: Effort, on_progress: Callable[[str, float], None]
+def measure_engine(
+    config: NodeConfig, effort: Effort, on_progress: OnProgress = lambda what, fraction: None
 ) -> tuple[Node, Forwards, list[str]]:
-    """Everything that one process measures by itself."""
+    """What one process measures by itself: the node, its forwards, and remarks on the machine. Raises ConfigError."""
     on_progress("loading the model", 0.0)
     engine = build_engine(config, lambda what, fraction: on_progress(what, 0.0))
     node = Node(
@@ -149,9 +148,7 @@ def _engine(
     return node, forwards, remarks
 
 
-def _transfers(
-    config: NodeConfig, node: Node, effort: Effort, on_progress: Callable[[str, float], None]
-) -> Transfers:
+def _transfers(config: NodeConfig, node: Node, effort: Effort, on_progress: OnProgress) -> Transfers:
     """Pages of up to a whole context."""
     gc.collect()  # the engine's memory
     num_pages = min(node.limits.context_length // node.layout.page_size, MAX_NBYTES // node.page_nbytes)
@@ -169,7 +166,7 @@ def _router(
     node: Node,
     costs: CostModel,
     effort: Effort,
-    on_progress: Callable[[str, float], None],
+    on_progress: OnProgress,
 ) -> tuple[float, RouterCost, list[str]]:
     """Seconds until a node is ready, what a router costs, and remarks."""
     starts: list[float] = []

@@ -152,6 +152,8 @@ class _ReceivingNode:
     """This process: opens transfers, and notes when they have come."""
 
     def __init__(self, shape: Shape) -> None:
+        self._switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._num_transfers = 0
         self._random = np.random.default_rng(0)
         self._num_pages = shape.num_pages
@@ -220,6 +222,7 @@ class _ReceivingNode:
 
     def close(self) -> None:
         """End both sides."""
+        sys.setswitchinterval(self._switch_interval_s)
         if self.child.is_alive():
             self._pipe.send(None)
         self.child.join(_TIMEOUT_S)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from planner.cost_model import CostModel
+from planner.profile import load_profile
 
-FITTED = Path(__file__).with_name("cost_model.json")
+FITTED = Path(__file__).with_name("profile.json")
+"""Of `router plan --measure` with every default."""
 
 
 def load_cost_model(path: Path = FITTED) -> CostModel:
-    """The fitted model; see `tests/bench/fit_cost_model.py`."""
-    fitted = json.loads(path.read_text())
-    return CostModel(**fitted["prefill"], **fitted["decode"])
+    """What forwards cost in a profile."""
+    return load_profile(path).forward

@@ -1,7 +1,7 @@
 """How long it takes here to simulate 100,000 requests over 1,000 nodes with the real scheduler.
 
 Everything above the device and the network is the real code; see docs/simulator.md. Times are virtual seconds of
-the cost model in cost_model.json, except the wall and CPU minutes.
+the costs in profile.json, except the wall and CPU minutes.
 """
 
 from __future__ import annotations

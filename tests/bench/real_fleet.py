@@ -9,11 +9,17 @@ from pathlib import Path
 
 from planner.candidate import Candidate
 from planner.cost_model import CostModel
+from planner.measure.forwards import Effort
+from planner.measure.phases import measure_engine
+from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import own_cores, split_cores
-from tests.bench.fit_cost_model import Bench, fit, median_of
 from tests.bench.models import random_model
 from tests.bench.timed_node import router_flags
 from tests.processes import Router
+
+FIT_S = 20.0
+FIT_TOKENS = 1100
+"""Of the longest context that is measured for a fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +30,8 @@ class RealNodes:
     """`builtin`, or the shape of a random model."""
     vocab_size: int
     kv_bytes_per_token: int
-    prompt_lengths: tuple[int, ...]
-    decode_batches: tuple[int, ...]
-    decode_kv_lengths: tuple[int, ...]
-    """What is measured for the fit."""
+    max_batch: int
+    """Of the decode steps that are measured."""
     context_length: int = 2048
     pool_tokens: int = 32_768
     page_size: int = 16
@@ -41,35 +45,29 @@ class RealNodes:
 
     def forward(self, num_nodes: int) -> CostModel:
         """The cost of a forward on one of so many nodes, measured here and now."""
-        bench = Bench(self.folder, split_cores(own_cores(), num_nodes)[0])
-        bench.prefill_s(self.prompt_lengths[-1])
-        prefill = {n: median_of(lambda n=n: bench.prefill_s(n)) for n in self.prompt_lengths}  # type: ignore[misc]
-        decode = {
-            (batch, kv_len): median_of(lambda batch=batch, kv_len=kv_len: bench.decode_s(batch, kv_len))  # type: ignore[misc]
-            for batch in self.decode_batches
-            for kv_len in self.decode_kv_lengths
-        }
-        bench.engine.stream.close()
-        a, b, c = fit([(1, n, n * n) for n in prefill], list(prefill.values()))
-        d, e, f = fit([(1, batch, batch * kv_len) for batch, kv_len in decode], list(decode.values()))
-        return CostModel(a=a, b=b, c=c, d=d, e=e, f=f)
+        config = NodeConfig(
+            model=ModelOptions(model=self.folder, cpu_cores=split_cores(own_cores(), num_nodes)[0]),
+            cache=CacheOptions(page_size=self.page_size, max_total_tokens=self.pool_tokens),
+            schedule=ScheduleOptions(
+                chunked_prefill_size=self.chunked_prefill_size, max_running_requests=self.max_running_requests
+            ),
+        )
+        effort = Effort(engine_s=FIT_S, max_batch=self.max_batch, max_tokens=FIT_TOKENS)
+        _, forwards, _ = measure_engine(config, effort)
+        return forwards.fit()
 
 
 BUILTIN = RealNodes(
     model="builtin",
     vocab_size=4096,
     kv_bytes_per_token=4096,
-    prompt_lengths=(16, 64, 128, 256, 512),
-    decode_batches=(1, 2, 4, 8, 16),
-    decode_kv_lengths=(64, 512),
+    max_batch=16,
 )
 LLAMA = RealNodes(
     model="llama-160m",
     vocab_size=32_000,
     kv_bytes_per_token=36_864,
-    prompt_lengths=(16, 64, 256, 512),
-    decode_batches=(1, 4, 8),
-    decode_kv_lengths=(64, 512),
+    max_batch=8,
 )
 
 

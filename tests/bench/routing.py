@@ -8,7 +8,7 @@
     turns       conversations of several turns: prompt tokens computed against new ones
 
 `goodput` is the share of the requests with a TTFT and a mean time between tokens within TTFT_S and TPOT_S. Simulated
-times are virtual seconds of the cost model in cost_model.json.
+times are virtual seconds of the costs in profile.json.
 """
 
 from __future__ import annotations

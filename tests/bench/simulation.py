@@ -8,7 +8,7 @@ TTFT of short and of long prompts on one prefill node, with and without --short-
 TTFT while a decode node is short of pages, with and without --prefill-ahead-share.
 
 Everything above the device and the network is the real code; see docs/simulator.md. Times are virtual seconds of
-the cost model in cost_model.json.
+the costs in profile.json.
 """
 
 from __future__ import annotations

@@ -7,14 +7,16 @@ import shlex
 
 import pytest
 
+from planner.cost_model import CostModel
 from planner.simulator.fleet import FleetShape, SimFleet
 from shared.protocol.messages import Role, Work
 from shared.protocol.sampling_params import SamplingParams
-from tests.bench.fitted import load_cost_model
+
+COSTS = CostModel(a=0.0073, b=1.4e-4, c=1.6e-9, d=0.0097, e=2.3e-4, f=3.8e-6)
 
 
 def test_every_line_of_a_request_that_failed_over(caplog: pytest.LogCaptureFixture) -> None:
-    fleet = SimFleet(FleetShape(num_prefill=2, num_decode=1), load_cost_model())
+    fleet = SimFleet(FleetShape(num_prefill=2, num_decode=1), COSTS)
     fleet._output_lens["1"] = 4
     with caplog.at_level(logging.DEBUG, "baton"):
         work = Work(tuple(range(100, 900)), SamplingParams(max_new_tokens=4))

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
+from planner.cost_model import CostModel
 from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import NodeShape
 from planner.simulator.transport import NetworkModel
@@ -18,10 +19,11 @@ from planner.traffic.trace import SimRequest, scaled
 from router.dispatch.policy import POLICIES, RoutingPolicy, ttft
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
-from tests.bench.fitted import load_cost_model
 from tests.bench.recorded import load_trace
 from tests.sim.test_simulator_faults import assert_all_ended_and_empty
 from tests.sim.workloads import chats, few_shot
+
+COSTS = CostModel(a=0.0073, b=1.4e-4, c=1.6e-9, d=0.0097, e=2.3e-4, f=3.8e-6)
 
 BLOCK = 32
 
@@ -45,7 +47,7 @@ def fleet(
         decode_policy=policy,
         network=network or NetworkModel(),
     )
-    return SimFleet(shape, load_cost_model(), seed=seed, audits=audits)
+    return SimFleet(shape, COSTS, seed=seed, audits=audits)
 
 
 def requests_by_node(fleet: SimFleet, role: Role) -> dict[str, int]:
