@@ -44,7 +44,8 @@ def build_parser() -> FlagParser:
     parser = FlagParser(
         prog="router plan",
         description="Whether prefill and decode of your traffic should be split, and with how many nodes of each: "
-        "the schedulers that serve, simulated on a measured profile.",
+        "the schedulers that serve, simulated on a measured profile, which --measure makes "
+        "(router plan --measure --help).",
         allow_abbrev=False,
     )
     machines = parser.add_argument_group("machines")
@@ -136,7 +137,9 @@ def _check(args: Namespace) -> None:
         if (prefill is None) is not (decode is None):
             raise ConfigError(f"--prefill-{what} and --decode-{what} belong together")
     if args.profile is None and args.prefill_profile is None:
-        raise ConfigError("it needs --profile, or --prefill-profile and --decode-profile")
+        raise ConfigError(
+            "it needs --profile, or --prefill-profile and --decode-profile; --measure makes one"
+        )
     if (args.compare is None) is not (args.fleet is None):
         raise ConfigError(
             "--compare and --fleet belong together: --compare schedule-policy=fcfs,lpm --fleet 2P2D"

@@ -6,7 +6,8 @@
 All options see the same requests, at rates of one common grid, so what they differ in is not the luck of the draw.
 In all windows are simulated: the options that may be the cheapest to meet the SLOs; and of the fleets with as many
 nodes as the best one, one fewer or one more, those that may serve the highest rate. An option may do that unless even
-the upper end of its interval is a step of the grid (9 %) below the lower end of the best one's.
+the upper end of its interval is a step of the grid (9 %) below the lower end of the best one's. If that shows another
+number of nodes to be the best, it goes on around that one, so that an easy or a hard screen does no harm.
 """
 
 from __future__ import annotations
@@ -177,24 +178,23 @@ async def search(
     if trials.setting.windows == (trials.setting.screen,):
         return list(await asyncio.gather(*(one(option, whole) for option in asked)))
     screened = await asyncio.gather(*(one(option, (SCREEN,)) for option in asked))
-    num_nodes = (await choose(trials, screened, price_of)).option.candidate.num_nodes
-    again = [
-        (abs(seen.option.candidate.num_nodes - num_nodes) <= 1 and may_be_best(seen, screened))
-        or may_be_cheapest(seen, screened, price_of)
-        for seen in screened
-    ]
-    return list(
-        await asyncio.gather(
-            *(
-                one(seen.option, whole) if is_open else _as_it_is(seen)
-                for seen, is_open in zip(screened, again, strict=True)
+    full: dict[Option, Curve] = {}
+    while True:
+        known = [full.get(seen.option, seen) for seen in screened]
+        num_nodes = (await choose(trials, known, price_of)).option.candidate.num_nodes
+        wanted = [
+            seen.option
+            for seen in known
+            if seen.is_screened
+            and (
+                (abs(seen.option.candidate.num_nodes - num_nodes) <= 1 and may_be_best(seen, screened))
+                or may_be_cheapest(seen, known, price_of)
             )
-        )
-    )
-
-
-async def _as_it_is(seen: Curve) -> Curve:
-    return seen
+        ]
+        if not wanted:
+            return known
+        found = await asyncio.gather(*(one(option, whole) for option in wanted))
+        full |= {seen.option: seen for seen in found}
 
 
 def may_be_best(one: Curve, curves: Sequence[Curve]) -> bool:

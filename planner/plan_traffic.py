@@ -34,15 +34,9 @@ class Traffic:
 
     @cached_property
     def screen(self) -> Window:
-        """The window of a long trace that is most like the others; or the beginning of the only one."""
+        """The window that is most like the others; of a single window, a part of about the same load."""
         if len(self.windows) == 1:
-            window = self.windows[0]
-            length = max(MIN_SCREEN, len(window.requests) // SCREEN_SHARE)
-            return (
-                window
-                if length >= len(window.requests)
-                else replace(window, requests=window.requests[:length])
-            )
+            return _part_like_all(self.windows[0])
         middle = sum(map(_density, self.windows)) / len(self.windows)
         return min(self.windows, key=lambda window: abs(_density(window) - middle))
 
@@ -130,6 +124,22 @@ def _remarks(windows: Sequence[Window], requests: Sequence[SimRequest]) -> list[
             f"The caches of {cold} windows are not as full as they would be, so less reuse is planned than there is."
         )
     return remarks
+
+
+def _part_like_all(window: Window) -> Window:
+    """The part of a window whose load is nearest to that of all, behind a warm-up; or all, if it is short."""
+    requests = window.requests
+    length = max(MIN_SCREEN, len(requests) // SCREEN_SHARE)
+    warmup = length // 2
+    parts = []
+    for first in range(0, len(requests) - warmup - length + 1, max(1, length // 8)):
+        start_s = requests[first].at_s
+        part = tuple(
+            replace(one, at_s=one.at_s - start_s) for one in requests[first : first + warmup + length]
+        )
+        parts.append(replace(window, requests=part, counted_from_s=part[warmup].at_s))
+    aim = _density(window)
+    return min(parts, key=lambda part: abs(_density(part) - aim), default=window)
 
 
 def _density(window: Window) -> float:

@@ -79,7 +79,9 @@ def _candidates(answer: Answer) -> Table:
             table.add_row(*kept, style=_style(answer, one))
         table.add_section()
     if any(one.is_screened for one in answer.candidates):
-        table.caption = "* from the screen, a part of the traffic, where it was far from the best"
+        table.caption = (
+            "* from the screen, a part of the traffic: not to be compared with lines without a star"
+        )
     return table
 
 

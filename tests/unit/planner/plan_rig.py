@@ -17,7 +17,7 @@ from planner.figures import Served, Slo, figures_of
 from planner.plan_answer import Asked, answer_by
 from planner.plan_search import Aim, Prices
 from planner.plan_traffic import Traffic
-from planner.plan_trials import Setting, Trial, Variation
+from planner.plan_trials import SCREEN, Setting, Trial, Variation
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
 from planner.simulate import Bottleneck, FleetUse, Run
 from planner.traffic.trace import SimRequest
@@ -106,11 +106,12 @@ def planned(question: Asked) -> Answer:
     return asyncio.run(answer_by(question, run, lambda line: None))
 
 
-def planted(question: Asked, capacity: Capacity) -> Answer:
-    """The answer where a fleet serves what `capacity` says, and misses with all above it."""
+def planted(question: Asked, capacity: Capacity, *, in_screen: float = 1.0) -> Answer:
+    """The answer where a fleet serves what `capacity` says, `in_screen` times as much in the screen, and no more."""
 
     async def run(trial: Trial) -> Run:
-        return _planted_run(question.setting, trial, capacity(trial.option.candidate, trial.variation))
+        served = capacity(trial.option.candidate, trial.variation)
+        return _planted_run(question.setting, trial, served * (in_screen if trial.window == SCREEN else 1.0))
 
     return asyncio.run(answer_by(question, run, lambda line: None))
 

@@ -20,8 +20,11 @@ from planner.estimate import (
 )
 from planner.figures import Distribution
 from planner.plan_search import Prices
+from planner.plan_traffic import Traffic
 from planner.plan_trials import Variation, costing
 from planner.profile import RouterCost, TransferCost
+from planner.traffic.trace import SimRequest
+from planner.traffic.windows import whole_window
 from tests.unit.planner.plan_rig import PROFILE, asked, planted, traffic
 
 
@@ -77,6 +80,32 @@ def test_screening_never_loses_the_best_and_says_what_was_screened() -> None:
     assert not answer.candidate("6 together").is_screened
     assert answer.candidate("1 together").is_screened
     assert {one.now.num_reqs for one in answer.candidates} == {100, 300}
+
+
+@pytest.mark.parametrize("in_screen", [0.4, 1.0, 2.5])
+@pytest.mark.parametrize(
+    ("rate", "best"), [(1.0, "1 together"), (4.2, "4 together"), (6.4, "3P2D"), (20.0, "6 together")]
+)
+def test_an_easy_or_hard_screen_does_no_harm(rate: float, best: str, in_screen: float) -> None:
+    question = asked(of=traffic(100, rate=rate, windows=2), nodes=range(1, 7))
+    answer = planted(question, pipeline, in_screen=in_screen)
+    assert answer.verdict.best == best
+    assert not answer.candidate(best).is_screened
+
+
+def test_the_screen_is_a_part_like_all_of_the_traffic() -> None:
+    """Three quarters of the requests come at 10 a second, the others, in the middle, at one."""
+    at_s, requests = 0.0, []
+    for i in range(800):
+        at_s += 1.0 if 300 <= i < 500 else 0.1
+        requests.append(SimRequest(at_s, 100, 10, (i,), 100))
+    screen = Traffic((whole_window(requests),), "made up").screen
+    counted = [one for one in screen.requests if screen.counts(one)]
+    assert len(counted) == 200 and len(screen.requests) == 300, "a quarter behind a warm-up"
+    seconds = screen.requests[-1].at_s - screen.counted_from_s
+    assert 200 / seconds == pytest.approx(800 / 260, rel=0.2)
+    short = whole_window(requests[:120])
+    assert Traffic((short,), "made up").screen == short
 
 
 def test_prices_choose_the_fleet_and_give_goodput_a_price() -> None:
