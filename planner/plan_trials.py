@@ -180,19 +180,25 @@ class Sample:
 
     @cached_property
     def parts(self) -> list[tuple[int, float, list[Seen]]]:
-        """Stratum, weight and requests, in parts that follow each other; equal for samples of the same windows."""
+        """Stratum, weight and requests, in parts that follow each other; equal for samples of the same windows.
+
+        Runs with other seeds have the same requests, so they are in the same parts: they are no further evidence.
+        """
         counted: Counter[int] = Counter()
+        of_window: dict[int, tuple[Window, list[list[Seen]]]] = {}
         for window, run in zip(self.windows, self.runs, strict=True):
             counted[window.stratum] += len(run.served)
-        each = -(-NUM_PARTS // len(self.runs))
+            _, seen = of_window.setdefault(id(window), (window, []))
+            seen.append([FAILED if one is None else Seen(one.ttft_s, one.itl_s) for one in run.served])
+        each = -(-NUM_PARTS // len(of_window))
         parts = []
-        for window, run in zip(self.windows, self.runs, strict=True):
-            seen = [FAILED if one is None else Seen(one.ttft_s, one.itl_s) for one in run.served]
-            num, count = max(1, min(each, len(seen))), len(seen)
+        for window, seeds in of_window.values():
+            count = len(seeds[0])
+            num = max(1, min(each, count))
             weight = window.num_reqs / max(1, counted[window.stratum])
-            parts += [
-                (window.stratum, weight, seen[i * count // num : (i + 1) * count // num]) for i in range(num)
-            ]
+            for i in range(num):
+                part = [one for seen in seeds for one in seen[i * count // num : (i + 1) * count // num]]
+                parts.append((window.stratum, weight, part))
         return parts
 
     @cached_property

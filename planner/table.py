@@ -86,21 +86,23 @@ def _candidates(answer: Answer) -> Table:
 
 
 def _comparison(answer: Answer) -> Table:
-    flags = list(answer.candidates[0].settings)
-    table = _table(*flags, "good now", "TTFT p50 p99", "ITL p50 p99", "busy", "link", "held back by",
-                   "goodput", "TTFT", "ITL", "", skip=())  # fmt: skip
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for flag in answer.candidates[0].settings:
+        table.add_column(flag.replace("-", " "))
+    for title in ("good now", "TTFT p50 p99", "ITL p50 p99", "goodput", "mean TTFT, ms", "mean ITL, ms"):
+        table.add_column(title, justify="right")
+    table.add_column("from the base", no_wrap=True)
     for one in answer.candidates:
         differs = one.difference
-        differences = ("base", "", "", "")
+        differences = ("", "", "", "base")
         if differs is not None:
-            noise = "more than noise" if differs.is_more_than_noise else "noise"
             differences = (
-                _signed(differs.goodput, 1, "/s"),
-                _signed(differs.ttft_mean_s, 1000, " ms"),
-                _signed(differs.itl_mean_s, 1000, " ms"),
-                noise,
+                _signed(differs.goodput, 1),
+                _signed(differs.ttft_mean_s, 1000),
+                _signed(differs.itl_mean_s, 1000),
+                "differs" if differs.is_more_than_noise else "noise",
             )
-        table.add_row(*one.settings.values(), *_now(one), *differences, style=_style(answer, one))
+        table.add_row(*one.settings.values(), *_now(one)[:3], *differences, style=_style(answer, one))
     return table
 
 
@@ -160,8 +162,8 @@ def _sensitivity(answer: Answer) -> Table:
     return table
 
 
-def _signed(one: Estimate, times: float, unit: str) -> str:
-    return f"{times * one.value:+.3g}{unit} ({times * one.low:+.3g} to {times * one.high:+.3g})"
+def _signed(one: Estimate, times: float) -> str:
+    return f"{times * one.value:+.3g} ({times * one.low:+.3g} to {times * one.high:+.3g})"
 
 
 def _ms(seconds: float) -> str:

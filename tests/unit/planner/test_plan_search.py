@@ -7,6 +7,7 @@ from dataclasses import asdict
 import msgspec
 import pytest
 
+from planner import compare
 from planner.answer import Answer, Threshold
 from planner.candidate import Candidate
 from planner.estimate import (
@@ -176,6 +177,16 @@ def test_what_another_load_or_cost_would_change() -> None:
     assert (more.best, more.changes) == ("3 together", False), "3.12 requests/s"
     assert more.goodput_of_verdict == pytest.approx(3.12, rel=0.01)
     assert changed["cost", 1.2].goodput_of_verdict == pytest.approx(2.6, rel=0.01), "3.3 / 1.2 is enough"
+
+
+def test_the_same_requests_with_another_seed_are_no_further_evidence() -> None:
+    def widths(num_seeds: int) -> float:
+        ways = tuple(compare.ways(compare.parse_fleet("1"), ["schedule-policy=fcfs,lpm"]))
+        question = asked(of=traffic(100, rate=2.0), ways=ways, num_seeds=num_seeds)
+        share = planted(question, lambda candidate, varied: 1.3).candidates[0].now.good_share
+        return share.high - share.low
+
+    assert 0 < widths(1) == pytest.approx(widths(4))
 
 
 # ---------------------------------------------------------------------------------------------- the statistics

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+
 import msgspec
 import pytest
+from rich.console import Console
 
 from planner import compare
 from planner.answer import Answer
 from planner.figures import Slo
 from planner.profile import TransferCost
+from planner.table import print_answer
 from shared.errors import ConfigError
 from tests.unit.planner.plan_rig import PROFILE, asked, costing, planned, traffic
 
@@ -120,6 +124,13 @@ def test_smaller_chunks_are_compared_on_the_same_requests() -> None:
     assert small is not None and order is not None
     assert small.is_more_than_noise and small.ttft_mean_s.low > 0.05, "seven more chunks of 20 ms"
     assert not order.is_more_than_noise, "no prompt shares a prefix"
+    console = Console(width=160, file=io.StringIO(), record=True)
+    print_answer(answer, console)
+    lines = [line.split() for line in console.export_text().splitlines()]
+    told = {tuple(line[:2]): line[-1] for line in lines if line[1:2] in (["fcfs"], ["lpm"])}
+    assert told == {
+        ("1024", "fcfs"): "base", ("1024", "lpm"): "noise", ("128", "fcfs"): "differs", ("128", "lpm"): "differs"
+    }  # fmt: skip
     assert answer.candidates[1].settings == {"chunked-prefill-size": "1024", "schedule-policy": "lpm"}
 
 
