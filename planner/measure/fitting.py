@@ -194,9 +194,12 @@ def remarks_of(points: Sequence[Rounds], residuals: Sequence[Residual]) -> Itera
             f"The fit is off by more than {POOR_FIT:.0%} at {len(poor)} of {len(residuals)} points ({named}): where "
             "the traffic has many of those, predictions are off as well."
         )
-    few = min((len(point.seconds) for point in points), default=0)
-    if few < MIN_COLD_ROUNDS:
-        yield f"Only {few} rounds were measured in the given time: noise and cold caches may have gone unnoticed."
+    fewest = min(points, key=lambda point: len(point.seconds))
+    if len(fewest.seconds) < MIN_COLD_ROUNDS:
+        yield (
+            f"Only {len(fewest.seconds)} rounds of {fewest.what} were measured in the given time: noise and cold "
+            "caches may have gone unnoticed."
+        )
 
 
 def is_cold(point: Rounds) -> bool:

@@ -186,7 +186,7 @@ def test_a_poor_fit_is_said_with_its_worst_points() -> None:
 
 def test_few_rounds_are_said() -> None:
     (said,) = remarks_of(quiet(lambda i: (1.0, 1.0)), [])
-    assert said.startswith("Only 2 rounds")
+    assert said.startswith("Only 2 rounds of point 0 were measured")
 
 
 def watched(*, others_s: float = 0.0, steal_s: float = 0.0) -> list[str]:
