@@ -37,8 +37,13 @@ class Rounds:
     @property
     def spread(self) -> float:
         """(upper - lower quartile) / median."""
-        low, middle, high = np.percentile(self.seconds, (25, 50, 75))
-        return float((high - low) / middle)
+        return spread(self.seconds)
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """How far rounds are apart: (upper - lower quartile) / median."""
+    low, middle, high = np.percentile(seconds, (25, 50, 75))
+    return float((high - low) / middle)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +208,10 @@ def remarks_of(points: Sequence[Rounds], residuals: Sequence[Residual]) -> Itera
 
 
 def is_cold(point: Rounds) -> bool:
-    """Whether the rounds of a point begin much slower than they go on."""
+    """Whether the rounds of a point begin much slower than they go on; of noise nothing can be told."""
     first, *later = point.seconds
-    return len(later) + 1 >= MIN_COLD_ROUNDS and first > COLD * float(np.median(later))
+    return (
+        len(later) + 1 >= MIN_COLD_ROUNDS
+        and first > COLD * float(np.median(later))
+        and spread(later) <= NOISY
+    )

@@ -174,6 +174,11 @@ def test_cold_caches_are_said() -> None:
     assert "cold" in said
 
 
+def test_noise_is_not_taken_for_cold_caches() -> None:
+    (said,) = remarks_of(quiet(lambda i: (1.6, 1.0, 1.6, 1.0, 1.6, 1.0, 1.0)), [])
+    assert "further apart" in said
+
+
 def test_one_slow_point_is_not_cold() -> None:
     assert not [*remarks_of(quiet(lambda i: (1.6 if i == 0 else 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)), [])]
 
