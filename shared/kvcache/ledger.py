@@ -150,9 +150,14 @@ class KVLedger:
         """As `grow`, with pages that a transfer may write from outside the forward stream.
 
         False also when pages that are still cooling are needed, and prefixes may have been evicted for them. Pages
-        cool within a step, so the caller asks again after the next one.
+        cool within a step, so the caller asks again after the next one. Meanwhile a forward may take a page for each
+        live request, and those that cool first: so many more are evicted, or arrivals would wait for as long as
+        forwards take what was evicted for them.
         """
-        return self._grow(kv, num_tokens, self.allocator.alloc_for_arrival)
+        missing, allocator = self.pages_for(num_tokens) - kv.num_pages, self.allocator
+        if allocator.num_free_for_arrivals < missing <= self.num_available_pages:
+            allocator.free(self.radix_cache.evict(max(missing + len(self.live) - allocator.num_free, 0)))
+        return self._grow(kv, num_tokens, allocator.alloc_for_arrival)
 
     def cache_unfinished_req(self, kv: ReqKV, ids: Sequence[int]) -> None:
         """Insert the committed whole pages of a running request into the tree. `ids` begin with its committed tokens.

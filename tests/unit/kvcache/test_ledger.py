@@ -138,6 +138,25 @@ def test_an_arrival_waits_for_pages_that_cool() -> None:
     audit_idle(ledger)
 
 
+def test_an_arrival_gets_its_pages_although_every_forward_takes_some_that_cool() -> None:
+    ledger = new_ledger()
+    cached = list(range(100, 100 + 4 * NUM_PAGES))
+    ledger.cache_finished_req(admit(ledger, cached), cached)
+    running = ledger.admit(ledger.match_prefix([1], ""), "")
+    arriving = ledger.admit(ledger.match_prefix([2], ""), "")
+    assert running is not None and arriving is not None
+    ledger.allocator.forward_launched()
+    turns = 1
+    while not ledger.grow_for_arrival(arriving, 4):
+        assert turns < 4, "the arrival starves beside a cache that could be evicted"
+        assert ledger.grow(running, 4 * turns), "each decode step takes a page"
+        ledger.allocator.forward_launched()
+        ledger.allocator.forward_retired()
+        turns += 1
+    assert arriving.num_pages == 1
+    assert ledger.count().evictable >= NUM_PAGES - 4, "little more was evicted than was needed"
+
+
 def test_an_arrival_too_large_for_the_pool_is_refused_without_eviction() -> None:
     ledger = new_ledger()
     ledger.cache_finished_req(admit(ledger, TEN), TEN)
