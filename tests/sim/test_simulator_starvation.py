@@ -160,7 +160,7 @@ class AdmissionLog:
 
 
 def passed(place: Place, long_priority: int = 0, **schedule: object) -> tuple[list[int], int]:
-    """A prompt of 1,600 tokens among short ones: `AdmissionLog.passed`, and how many requests were retracted."""
+    """A prompt of 1,600 tokens among short ones: `AdmissionLog.passed`, and the requests retracted until it ended."""
     options = ScheduleOptions(max_running_requests=200, priority_aging_steps=AGING_STEPS, **schedule)  # type: ignore[arg-type]
     small = NodeShape(pool_tokens=POOL_TOKENS, page_size=16, context_length=POOL_TOKENS, schedule=options)
     large = dataclasses.replace(small, pool_tokens=8 * POOL_TOKENS)
@@ -174,7 +174,15 @@ def passed(place: Place, long_priority: int = 0, **schedule: object) -> tuple[li
         local_prefill_tokens=16 if place is Place.BEHIND_LOCAL else 0,
     )
     log = AdmissionLog(Role.PREFILL if place is Place.PREFILL else Role.DECODE)
-    fleet = SimFleet(shape, COSTS, on_step=log.on_step, audits=True)
+    num_retractions = 0
+
+    def on_step(node: SimNode) -> None:
+        nonlocal num_retractions
+        log.on_step(node)
+        if not any(one.num_ends for one in fleet.outcomes.values() if one.request is long):
+            num_retractions = fleet.nodes["d0000"].scheduler.batcher.num_retractions
+
+    fleet = SimFleet(shape, COSTS, on_step=on_step, audits=True)
     if place is Place.BEHIND_SPLIT:  # without a prefill node the long prompt is the decode node's alone
         fleet.loop.at(LONG_AT_S + GAP_S / 4, fleet.start, "p0000", Role.PREFILL)
     long = SimRequest(LONG_AT_S, 1600, 8, tuple(range(10**6, 10**6 + 100)), 16, priority=long_priority)
@@ -187,7 +195,7 @@ def passed(place: Place, long_priority: int = 0, **schedule: object) -> tuple[li
     fleet.run(max_events=1_000_000)
     assert all(outcome.ok for outcome in fleet.outcomes.values())
     (rid,) = (rid for rid, outcome in fleet.outcomes.items() if outcome.request is long)
-    return log.passed(rid), fleet.nodes["d0000"].scheduler.batcher.num_retractions
+    return log.passed(rid), num_retractions
 
 
 @pytest.mark.parametrize(
