@@ -23,15 +23,16 @@ from dataclasses import replace
 import msgspec
 
 from planner.candidate import Candidate
-from planner.figures import Slo
+from planner.figures import Slo, arrival_seconds
 from planner.plan_search import Aim
 from planner.plan_trials import Option, Sample, Setting, Trial, Trials
 from planner.profile import Profile, load_profile
-from planner.simulate import Run
+from planner.simulate import Run, fleet_shape
 from planner.traffic.arrival import Arrival
 from planner.traffic.router_log import RouterLog
 from planner.traffic.trace import SimRequest, TraceRow, scaled
-from planner.traffic.windows import whole_window
+from planner.traffic.windows import Window, draw_windows, whole_window
+from router.api.prefix_hashes import BLOCK_TOKENS
 from router.http.config import PlanOptions
 from router.processes.child_process import LOADED, READY
 from router.processes.feed import Advice
@@ -45,8 +46,9 @@ EVERY_S = 60.0
 POLL_S = 0.5
 MIN_REQS = 20
 MOST_REQS = 400
-"""Of one simulation. Of more, the latest."""
-MOST_MORE = 4
+"""That count in the simulation of one fleet. Of more, windows are drawn."""
+NUM_WINDOWS = 4
+MOST_MORE = 2
 """Nodes more than there are, that are tried."""
 NICENESS = 19
 """It has the cores that nobody else wants."""
@@ -64,10 +66,14 @@ class Recent:
         self._log = RouterLog()
         self.fleet: Candidate | None = None
         """None until a router has told it."""
+        self._num_refused = 0
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
 
     def take(self, line: bytes) -> None:
         """A request has ended."""
-        arrivals = list(self._log(line))
+        arrivals = list(self._log(line))  # counts those that were refused
         fleet = _FLEET.search(line)
         with self._lock:
             self._arrivals += arrivals
@@ -89,7 +95,12 @@ class Recent:
             )
             for at_s, input_len, output_len, blocks in lately
         ]
-        return list(scaled(rows, scale=1, block_tokens=self._log.block_tokens or 64))
+        return list(scaled(rows, scale=1, block_tokens=self._log.block_tokens or BLOCK_TOKENS))
+
+    def refused(self) -> int:
+        """How many requests were refused since the last call."""
+        before, self._num_refused = self._num_refused, self._log.num_refused
+        return self._num_refused - before
 
 
 async def advise(
@@ -105,8 +116,8 @@ async def advise(
             None,
         )
     prefill, decode = profiles
-    window = whole_window(requests[-MOST_REQS:])
-    setting = Setting(screen=window, windows=(window,), prefill=prefill, decode=decode, slo=aim.slo)
+    windows = _windows(requests, fleet.num_nodes * decode.node.pool_tokens)
+    setting = Setting(screen=windows[0], windows=windows, prefill=prefill, decode=decode, slo=aim.slo)
 
     async def run(trial: Trial) -> Run:
         return setting.run(trial)
@@ -121,8 +132,9 @@ async def advise(
         smaller = [await serve(candidate) for candidate in _with_more(fleet, -1)]
         enough = [sample for sample in smaller if aim.is_met_by(sample)]
         if not enough:
-            return Advice(f"{_words(now, aim)}, and with one node less would not", fleet.name, True, None)
-        best = _best(enough, aim)
+            words = ", and with one node less would not" if smaller else ""
+            return Advice(_words(now, aim) + words, fleet.name, True, None)
+        best = _best(_alike(enough, fleet), aim)
         return Advice(
             f"{_words(now, aim)}; {_nodes(fleet, best)} would as well ({_share(best, aim)})",
             fleet.name,
@@ -134,7 +146,7 @@ async def advise(
         samples = [await serve(candidate) for candidate in _with_more(fleet, num_more)]
         tried += samples
         if enough := [sample for sample in samples if aim.is_met_by(sample)]:
-            best = _best(enough, aim)
+            best = _best(_alike(enough, fleet), aim)
             return Advice(
                 f"{_nodes(fleet, best)} would meet the SLOs ({_share(best, aim)} of the requests); "
                 f"{_nodes(best.option.candidate, now, 'do not')} ({_share(now, aim)})",
@@ -152,14 +164,36 @@ async def advise(
     )
 
 
+def _windows(requests: Sequence[SimRequest], cache_tokens: int) -> tuple[Window, ...]:
+    """All requests, or of more than MOST_REQS some windows that stand for them."""
+    if len(requests) <= MOST_REQS:
+        return (whole_window(requests),)
+    rate = len(requests) / arrival_seconds([request.at_s for request in requests])
+    window_s = MOST_REQS / NUM_WINDOWS / rate
+    windows = draw_windows(
+        requests,
+        cache_tokens=cache_tokens,
+        num_windows=NUM_WINDOWS,
+        window_s=window_s,
+        min_warmup_s=window_s / 2,
+        max_warmup_s=2 * window_s,
+        tail_s=window_s / 2,
+    )
+    return tuple(window for window in windows if any(map(window.counts, window.requests)))
+
+
 def _with_more(fleet: Candidate, num_more: int) -> Iterator[Candidate]:
-    """Every other fleet of the same kind with so many nodes more."""
-    least = 1 if fleet.splits else 0
-    most = fleet.num_nodes + num_more - 1 if fleet.splits else 0
-    for num_prefill in range(least, most + 1):
-        other = replace(fleet, num_prefill=num_prefill, num_decode=fleet.num_nodes + num_more - num_prefill)
+    """Every other fleet with so many nodes more; nodes that do both are split by nobody's advice."""
+    num_nodes = fleet.num_nodes + num_more
+    for num_prefill in range(num_nodes if fleet.splits else 1):
+        other = replace(fleet, num_prefill=num_prefill, num_decode=num_nodes - num_prefill)
         if other != fleet and other.num_decode >= 1:
             yield other
+
+
+def _alike(samples: Sequence[Sample], fleet: Candidate) -> Sequence[Sample]:
+    """Those that split as the fleet does, if any: a node more is less of a change than the same machines together."""
+    return [one for one in samples if one.option.candidate.splits is fleet.splits] or samples
 
 
 def _best(samples: Sequence[Sample], aim: Aim) -> Sample:
@@ -177,13 +211,15 @@ def _words(now: Sample, aim: Aim) -> str:
 def _nodes(other: Candidate, sample: Sample, verb: str = "") -> str:
     """`3 prefill nodes` where nothing else differs from the `other` fleet, else `3P2D`; and what it does."""
     fleet = sample.option.candidate
-    if other.num_decode == fleet.num_decode:
+    if other.splits is not fleet.splits:
+        num, role = 1, ""
+    elif other.num_decode == fleet.num_decode:
         num, role = fleet.num_prefill, "prefill "
     elif other.num_prefill == fleet.num_prefill:
         num, role = fleet.num_decode, "decode " if fleet.splits else ""
     else:
         num, role = 1, ""
-    words = fleet.name if not role and fleet.splits else f"{num} {role}node{'s' * (num != 1)}"
+    words = f"{num} {role}node{'s' * (num != 1)}" if role else fleet.name
     return f"{words} {verb if num != 1 else verb.replace('do', 'does')}".rstrip()
 
 
@@ -194,6 +230,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options.check()
         profiles = _profiles(options)
+        fleet_shape(Candidate(num_prefill=1, num_decode=1), *profiles)  # pages of two sizes cannot move
     except ConfigError as error:
         print(f"router: error: {error}", file=sys.stderr)
         return 2
@@ -207,15 +244,16 @@ def main(argv: Sequence[str]) -> int:
     advised_at = -math.inf
     while True:
         time.sleep(POLL_S)
-        requests, fleet = recent.requests(time.time()), recent.fleet
-        is_first = advised_at == -math.inf and len(requests) < MIN_REQS
-        if (
-            time.monotonic() > advised_at + EVERY_S
-            and fleet is not None
-            and fleet.num_decode
-            and not is_first
-        ):
-            advice = asyncio.run(advise(requests, fleet, profiles, aim))
+        fleet, is_first = recent.fleet, advised_at == -math.inf
+        if time.monotonic() < advised_at + EVERY_S or fleet is None or not fleet.num_decode:
+            continue
+        if not is_first or len(recent) >= MIN_REQS:
+            advice = asyncio.run(advise(recent.requests(time.time()), fleet, profiles, aim))
+            if num_refused := recent.refused():
+                words = (
+                    f"{advice.words}. {num_refused} requests were refused meanwhile, and are not planned for"
+                )
+                advice = msgspec.structs.replace(advice, words=words)
             os.write(args.advice_fd, msgspec.msgpack.encode(advice))
             advised_at = time.monotonic()
 

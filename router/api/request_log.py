@@ -79,8 +79,8 @@ class RequestLog:
             if status is None or status >= 400 or scope["path"] not in PROBES:
                 group = group_of(scope)
                 trace = {} if group is None else _trace_fields(group, arrived_at, self._hasher)
-                if self._adviser is not None and trace:
-                    self._adviser.tell(trace)
+                if self._adviser is not None and (trace or status in (429, 503)):
+                    self._adviser.tell(trace or {"route": scope["method"], "status": status})
                 if self._logs:
                     fields = _request_fields(scope, status, began) | trace
                     fields["e2e_s"] = time.monotonic() - began

@@ -71,6 +71,20 @@ def test_a_full_pipe_loses_lines_and_holds_up_nothing(pipe: tuple[int, int]) -> 
     assert told.num_lost == 1
 
 
+def test_a_line_of_too_many_prompts_is_lost_whole(pipe: tuple[int, int]) -> None:
+    told = TrafficPipe(pipe[1], lambda: "1P1D")
+    told.tell({**trace(NOW), "prompt_lens": ";".join(["64"] * 2000), "prefixes": ";" * 1999})
+    told.tell(trace(NOW))
+    assert told.num_lost == 1 and os.read(pipe[0], 1 << 16).count(b"\n") == 1
+
+
+def test_refused_requests_are_counted(pipe: tuple[int, int]) -> None:
+    told, recent = TrafficPipe(pipe[1], lambda: "1P1D"), Recent()
+    told.tell({"route": "POST", "status": 429})
+    recent.take(os.read(pipe[0], 1 << 16))
+    assert (len(recent), recent.refused(), recent.refused()) == (0, 1, 0)
+
+
 def ask(fleet: str, rate: float, *, num: int = 80, itl_s: float = 1.0) -> Advice:
     """For prompts that a node of the profile computes in about half a second."""
     prefill, decode = int(fleet[0]), int(fleet[2])
@@ -99,10 +113,22 @@ def test_a_node_less_where_it_is_idle() -> None:
     assert "1 prefill node would as well" in advice.words
 
 
+def test_a_fleet_that_has_no_node_to_spare() -> None:
+    advice = ask("1P1D", rate=0.2, num=30)
+    assert advice.meets and advice.better in (None, "1 together")
+    alone = ask("0P1D", rate=0.2, num=30)
+    assert alone.meets and "node less" not in alone.words
+
+
+def test_more_requests_than_one_simulation_has_are_planned_by_windows() -> None:
+    advice = ask("2P1D", rate=4.0, num=900)
+    assert advice.meets is True
+
+
 def test_no_fleet_that_would_do() -> None:
     advice = ask("1P1D", rate=0.5, itl_s=1e-4)
     assert (advice.meets, advice.better) == (False, None)
-    assert "no fleet with up to 4 nodes more would" in advice.words
+    assert "no fleet with up to 2 nodes more would" in advice.words
 
 
 @pytest.mark.processes
