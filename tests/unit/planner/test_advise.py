@@ -100,11 +100,15 @@ def test_too_little_traffic() -> None:
 
 
 def test_more_nodes_where_prefill_is_short() -> None:
-    advice = ask("1P1D", rate=6.0)
+    advice = ask("1P1D", rate=6.0, itl_s=0.02)
     assert (advice.meets, advice.fleet) == (False, "1P1D")
     assert advice.better is not None and int(advice.better[0]) > 1 and advice.better[1:] == "P1D"
     assert advice.words.startswith(f"{advice.better[0]} prefill nodes would meet the SLOs")
     assert "1 prefill node does not" in advice.words
+
+
+def test_the_same_machines_together_where_that_is_enough() -> None:
+    assert ask("1P1D", rate=6.0).better == "3 together"
 
 
 def test_a_node_less_where_it_is_idle() -> None:
