@@ -100,7 +100,7 @@ def test_too_little_traffic() -> None:
 
 
 def test_more_nodes_where_prefill_is_short() -> None:
-    advice = ask("1P1D", rate=6.0, itl_s=0.02)
+    advice = ask("1P1D", rate=3.5)
     assert (advice.meets, advice.fleet) == (False, "1P1D")
     assert advice.better is not None and int(advice.better[0]) > 1 and advice.better[1:] == "P1D"
     assert advice.words.startswith(f"{advice.better[0]} prefill nodes would meet the SLOs")
