@@ -85,10 +85,12 @@ def test_refused_requests_are_counted(pipe: tuple[int, int]) -> None:
     assert (len(recent), recent.refused(), recent.refused()) == (0, 1, 0)
 
 
-def ask(fleet: str, rate: float, *, num: int = 80, itl_s: float = 1.0) -> Advice:
+def ask(fleet: str, rate: float, *, num: int = 80, itl_s: float = 1.0, output_len: int = 4) -> Advice:
     """For prompts that a node of the profile computes in about half a second."""
     prefill, decode = int(fleet[0]), int(fleet[2])
-    requests = [SimRequest(i / rate, 4000, 4, tuple(range(100 * i, 100 * i + 63)), 64) for i in range(num)]
+    requests = [
+        SimRequest(i / rate, 3900, output_len, tuple(range(100 * i, 100 * i + 63)), 64) for i in range(num)
+    ]
     aim = Aim(slo=Slo(ttft_s=1.5, itl_s=itl_s), good_share=0.9)
     now = Candidate(num_prefill=prefill, num_decode=decode, local_prefill_tokens=0)
     return asyncio.run(advise(requests, now, (PROFILE, PROFILE), aim))
@@ -100,7 +102,7 @@ def test_too_little_traffic() -> None:
 
 
 def test_more_nodes_where_prefill_is_short() -> None:
-    advice = ask("1P1D", rate=3.5)
+    advice = ask("1P1D", rate=3.5, itl_s=0.008, output_len=40)
     assert (advice.meets, advice.fleet) == (False, "1P1D")
     assert advice.better is not None and int(advice.better[0]) > 1 and advice.better[1:] == "P1D"
     assert advice.words.startswith(f"{advice.better[0]} prefill nodes would meet the SLOs")
