@@ -85,17 +85,26 @@ def _reasons(best: Curve, curves: Sequence[Curve], best_of: Sequence[BestOf]) ->
         ties = ", ".join(name for name in (same.name, *same.tied_with) if name != best.option.name)
         reasons.append(f"With as many nodes, {ties} cannot be told from it; the simplest of them is named.")
     others = [one for one in curves if one.option.candidate.splits is not best.option.candidate.splits]
-    rivals = [one for one in others if one.option.candidate.num_nodes == num_nodes] or others
+    kind = "fleet of the same machines together" if best.option.candidate.splits else "split"
+    rivals = [one for one in others if one.option.candidate.num_nodes == num_nodes]
     if rivals:
-        rival = max(rivals, key=lambda one: (one.max_rate.value if one.max_rate else 0.0, -one.slo_factor))
-        kind = "split" if rival.option.candidate.splits else "fleet of the same machines together"
-        reasons.append(f"The best {kind}{_of(rival, num_nodes)}: {_reach(rival, aim)}")
+        reasons.append(f"The best {kind}: {_reach(_most(rivals), aim)}")
+    elif others:  # the best is one node, which nothing splits
+        meeting = [one for one in others if aim.is_met_by(one.now)]
+        least = min((one.option.candidate.num_nodes for one in meeting), default=0)
+        rival = _most([one for one in meeting if one.option.candidate.num_nodes == least] or others)
+        what = (
+            f"The smallest {kind} that meets the SLOs"
+            if meeting
+            else f"No {kind} meets the SLOs; the nearest"
+        )
+        reasons.append(f"{what} has {rival.option.candidate.num_nodes} nodes: {_reach(rival, aim)}")
     return reasons
 
 
-def _of(rival: Curve, num_nodes: int) -> str:
-    num = rival.option.candidate.num_nodes
-    return "" if num == num_nodes else f" needs {num} nodes"
+def _most(curves: Sequence[Curve]) -> Curve:
+    """That with the highest rate; if none has one, the nearest to the SLOs."""
+    return max(curves, key=lambda one: (one.max_rate.value if one.max_rate else 0.0, -one.slo_factor))
 
 
 def _reach(one: Curve, aim: Aim) -> str:

@@ -130,6 +130,24 @@ def test_prices_choose_the_fleet_and_give_goodput_a_price() -> None:
     assert planted(swapped, fleets).verdict.best == "2P1D"
 
 
+@pytest.mark.parametrize(
+    ("served", "words"),
+    [
+        (1.0, "The smallest split that meets the SLOs has 2 nodes: 1P1D serves"),
+        (0.1, "No split meets the SLOs; the nearest has 4 nodes: "),
+    ],
+)
+def test_the_split_beside_one_node_is_the_smallest_that_meets_the_slos(served: float, words: str) -> None:
+    """No split has as many nodes, and one with more of them than are needed is no rival."""
+
+    def fleets(candidate: Candidate, varied: Variation) -> float:
+        return served * candidate.num_nodes if candidate.splits else 2.0
+
+    verdict = planted(asked(of=traffic(rate=1.0), nodes=range(1, 5)), fleets).verdict
+    assert verdict.best == "1 together"
+    assert any(reason.startswith(words) for reason in verdict.reasons), verdict.reasons
+
+
 def test_a_fleet_that_meets_no_slo_says_by_how_much() -> None:
     answer = planted(asked(of=traffic(rate=100.0)), pipeline)
     assert not answer.verdict.meets
