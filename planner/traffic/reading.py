@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -35,7 +36,7 @@ def read_trace(path: Path, trace_format: TraceFormat | None = None) -> Trace:
         return reader.read(trace_format)
     except (BadLine, msgspec.MsgspecError) as error:
         raise ConfigError(f"--trace {path}, line {reader.line_number}: {_in_words(error)}") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"--trace {path}: {getattr(error, 'strerror', None) or error}") from None
 
 

@@ -236,6 +236,11 @@ def test_bad_input_is_named(tmp_path: Path, text: str, words: str) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_trace(tmp_path / "none.jsonl")
+    damaged, packed = tmp_path / "damaged.gz", bytearray(gzip.compress(GOOD.encode()))
+    packed[12:20] = b"\xff" * 8
+    damaged.write_bytes(packed)
+    with pytest.raises(ConfigError, match=r"damaged\.gz: Error -3 while decompressing"):
+        read_trace(damaged)
     cut = tmp_path / "cut.gz"
     cut.write_bytes(gzip.compress(GOOD.encode())[:-9])
     with pytest.raises(ConfigError, match=r"cut\.gz: Compressed file ended"):
