@@ -237,7 +237,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_trace(tmp_path / "none.jsonl")
     damaged, packed = tmp_path / "damaged.gz", bytearray(gzip.compress(GOOD.encode()))
-    packed[12:20] = b"\xff" * 8
+    packed[10:18] = b"\xff" * 8
     damaged.write_bytes(packed)
     with pytest.raises(ConfigError, match=r"damaged\.gz: Error -3 while decompressing"):
         read_trace(damaged)
