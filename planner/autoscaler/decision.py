@@ -179,6 +179,7 @@ class Autoscaler:
     def drain_failed(self, node_id: str) -> None:
         """A node that was to be drained stays."""
         self._asked.discard(node_id)
+        self._met.add(node_id)
 
     # ------------------------------------------------------------------------------------------ inside
     def _follow(self, now: float, seen: FleetSeen) -> int:
@@ -189,7 +190,9 @@ class Autoscaler:
                 self._met.add(node_id)
                 if now != self._began_at:
                     self._came_at = now
-                if self._orders:
+                if (
+                    self._orders and node_id not in self._draining
+                ):  # else it is an old one, which stays after all
                     self._orders.popleft()
             elif state is NodeState.DRAINING and node_id not in self._draining:
                 self._met.discard(node_id)

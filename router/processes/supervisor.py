@@ -100,9 +100,9 @@ class Supervisor:
     async def start(self) -> None:
         """Bind the ports and start everything. Raises ConfigError; ChildFailed if a router has printed the reason."""
         config = self._config
-        config.check()
         if self._adviser is not None:
             self._exits.callback(self._adviser.close)
+        config.check()
         if self._autoscaler is not None:
             one_admin_key(config.http)  # it raises before anything is started
         if config.model is not None:

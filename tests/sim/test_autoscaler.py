@@ -397,3 +397,24 @@ def test_prompts_wait_no_longer_than_the_use_of_a_node_allows() -> None:
         waits.append(free_at - now)
     share = sum(wait <= slo.ttft_s for wait in waits) / len(waits)
     assert GOOD_SHARE - 0.02 <= share <= GOOD_SHARE + 0.07, (use, share)
+
+
+def test_a_node_whose_drain_fails_late_is_none_that_was_asked_for() -> None:
+    """More nodes were asked for meanwhile: all of them still come."""
+    pace = Pace(start_s=20.0, settle_s=10.0, window_s=60.0)
+    autoscaler = Autoscaler(Role.PREFILL, NodeBounds(1, 8), pace, CAPACITY)
+    nodes = tuple(NodeSeen(node_id=f"n{i}", state=NodeState.LIVE) for i in range(3))
+
+    def decide(now: float, prompt_tokens_s: float) -> Add | Drain | None:
+        work = Work(prompt_tokens_s=prompt_tokens_s, tokens_per_prompt=PROMPT)
+        return autoscaler.decide(now, FleetSeen(nodes=nodes, work=work)).action
+
+    now, drained = 0.0, None
+    while drained is None:
+        now += pace.interval_s
+        drained = decide(now, 0.0)
+    assert isinstance(drained, Drain)
+    now += 2 * pace.settle_s
+    assert isinstance(decide(now, 6 * PREFILL.tokens_s), Add)
+    autoscaler.drain_failed(drained.node_id)
+    assert decide(now + pace.interval_s, 6 * PREFILL.tokens_s) is None
