@@ -118,7 +118,9 @@ def load_profile(path: Path) -> Profile:
                 "measure anew with router plan --measure"
             )
         profile = msgspec.json.decode(text, type=Profile)
-    except (OSError, msgspec.MsgspecError) as error:
+    except OSError as error:
+        raise ConfigError(f"--profile {path}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
         raise ConfigError(f"--profile {path}: {error}") from None
     _check(path, profile)
     return profile

@@ -79,7 +79,7 @@ def test_table_json_and_html_of_one_answer(outputs: tuple[subprocess.CompletedPr
     done, folder = outputs
     assert done.returncode == 0, done.stderr
     answer = msgspec.json.decode((folder / "answer.json").read_bytes(), type=Answer)
-    assert answer.question.traffic.rate == pytest.approx(2.0, rel=0.5)
+    assert answer.question.traffic.rate == pytest.approx(2.0)
     assert answer.verdict.headline in done.stdout
     html = (folder / "answer.html").read_text()
     for one in answer.candidates:
