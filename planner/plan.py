@@ -136,6 +136,11 @@ def _check(args: Namespace) -> None:
             )
         if (prefill is None) is not (decode is None):
             raise ConfigError(f"--prefill-{what} and --decode-{what} belong together")
+    if args.profile is not None and args.prefill_price is not None:
+        raise ConfigError(
+            "--prefill-price and --decode-price are of two kinds of nodes, which need --prefill-profile and "
+            "--decode-profile; --price is that of every node"
+        )
     if args.profile is None and args.prefill_profile is None:
         raise ConfigError(
             "it needs --profile, or --prefill-profile and --decode-profile; --measure makes one"

@@ -124,6 +124,7 @@ def test_the_same_seed_gives_the_same_answer(
         ([*SLOS, "--profile", "p", "--decode-profile", "q"], "--profile is that of every node"),
         ([*SLOS, "--profile", "p", "--price", "1", "--prefill-price", "1"], "--price is that of every node"),
         ([*SLOS, "--profile", "p", "--decode-price", "1"], "--prefill-price and --decode-price belong together"),
+        ([*SLOS, "--profile", "p", "--prefill-price", "1", "--decode-price", "2"], "need --prefill-profile and"),
         ([*SLOS, "--profile", "p", "--price", "0"], "--price: 0.0 is not between 1e-06 and 1000000000.0"),
         ([*SLOS, "--nodes", "8..1"], "--nodes: it is 1..8 or 4, with numbers from 1 to 64"),
         ([*SLOS, "--nodes", "0"], "--nodes"),
