@@ -51,7 +51,7 @@ NUM_WINDOWS = 4
 MOST_MORE = 2
 """Nodes more than there are, that are tried."""
 NICENESS = 19
-"""It has the cores that nobody else wants."""
+"""It takes the cores only while no other process wants them."""
 
 _FLEET = re.compile(rb" fleet=(\d+)P(\d+)D\b")
 _STDIN = 0
@@ -183,7 +183,7 @@ def _windows(requests: Sequence[SimRequest], cache_tokens: int) -> tuple[Window,
 
 
 def _with_more(fleet: Candidate, num_more: int) -> Iterator[Candidate]:
-    """Every other fleet with so many nodes more; nodes that do both are split by nobody's advice."""
+    """Every other fleet with so many nodes more; nodes that do both are never advised to split."""
     num_nodes = fleet.num_nodes + num_more
     for num_prefill in range(num_nodes if fleet.splits else 1):
         other = replace(fleet, num_prefill=num_prefill, num_decode=num_nodes - num_prefill)

@@ -39,7 +39,7 @@ class _Scaled:
         self.ours: set[str] = set()
         """Nodes that are drained for this autoscaler."""
         self.others: set[str] = set()
-        """Draining nodes that somebody else drains."""
+        """Nodes that are being drained, but not by this autoscaler."""
         self.blocked_until = 0.0
         self.pause_s = 0.0
 

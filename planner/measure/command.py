@@ -40,7 +40,7 @@ def make_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the profile, and say what makes it doubtful. Returns the exit code; 2 for a ConfigError."""
+    """Measure, write the profile, say what makes it doubtful. Returns 0, 2 for a ConfigError, 130 for Ctrl-C."""
     parser = make_parser()
     args = parser.parse_args(argv)
     config = cli.node_config(parser, argv)
@@ -57,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{PROG}: stopped, without a profile", file=sys.stderr)
+        return 130
     show(profile, console)
     console.print(f"Written to {args.out}.", highlight=False)
     return 0

@@ -1,4 +1,4 @@
-"""What a profile was measured on, and whether somebody else used it meanwhile."""
+"""What a profile was measured on, and whether other processes used it meanwhile."""
 
 from __future__ import annotations
 

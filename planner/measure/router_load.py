@@ -95,7 +95,11 @@ def start_node(argv: Sequence[str]) -> tuple[Process, str, float]:
     """A decode node: the process, its address, and the seconds until it was ready. Raises ConfigError."""
     begin = time.monotonic()
     node = Process([sys.executable, "-u", "-m", "decode_node", *argv, "--port", "0", "--log-level", "info"])
-    found = node.wait_for(r" listening .*address=tcp://(\S+)")
+    try:
+        found = node.wait_for(r" listening .*address=tcp://(\S+)")
+    except BaseException:
+        node.close()
+        raise
     return node, found[1], time.monotonic() - begin
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
+from planner.measure import phases, router_load
 from planner.measure.command import main, make_parser, node_argv
 from planner.measure.forwards import DecodeStep, Effort, Extend, points_of
 from planner.measure.phases import Phase, measure
+from planner.measure.router_load import Process
 from planner.profile import load_profile
 from shared import cli
 from shared.protocol.messages import NodeLimits
@@ -100,3 +106,32 @@ def test_what_cannot_be_measured_is_refused(
     error = capsys.readouterr().err
     assert error.splitlines()[-1].startswith("router plan --measure: ") and says in error
     assert not (tmp_path / "profile.json").exists()
+
+
+def test_ctrl_c_ends_a_measurement_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(phases, "measure", stopped)
+    assert main(["--out", str(tmp_path / "profile.json")]) == 130
+    assert "stopped, without a profile" in capsys.readouterr().err
+    assert not (tmp_path / "profile.json").exists()
+
+
+def test_a_node_that_does_not_start_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Process] = []
+
+    class Silent(Process):
+        def __init__(self, argv: Sequence[str]) -> None:
+            super().__init__([sys.executable, "-c", "import time; time.sleep(600)"])
+            started.append(self)
+
+        def wait_for(self, pattern: str, timeout_s: float = 0.0) -> re.Match[str]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(router_load, "Process", Silent)
+    with pytest.raises(KeyboardInterrupt):
+        router_load.start_node([])
+    assert not psutil.pid_exists(started[0].pid)
