@@ -125,16 +125,24 @@ def reference_greedy(
 
     The model is loaded once per folder, so write a folder only once.
     """
-    model, output_ids, cache = _reference_model(folder), list[int](), None
-    step_ids = list(input_ids)
-    with torch.inference_mode():
-        while len(output_ids) < max_new_tokens:
-            out = model(torch.tensor([step_ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, step_ids = out.past_key_values, [int(out.logits[0, -1].argmax())]
-            output_ids += step_ids
-            if step_ids[0] in eos_ids:
-                break
+    model, prompt = _reference_model(folder), torch.tensor([list(input_ids)])
+    generated = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=list(eos_ids) or None,
+        pad_token_id=EOS_TOKEN_ID,
+    )
+    output_ids: list[int] = generated[0, len(input_ids) :].tolist()
     return output_ids
+
+
+def is_decided(folder: Path, input_ids: Sequence[int], output_ids: Sequence[int]) -> bool:
+    """Whether no greedy token was chosen by less than what another order of float32 sums may change."""
+    logits = reference_logits(folder, [*input_ids, *output_ids])[len(input_ids) - 1 : -1]
+    first, second = logits.topk(2).values.unbind(-1)
+    return bool((first - second).min() > 1e-4)
 
 
 def reference_logits(folder: Path, input_ids: Sequence[int]) -> torch.Tensor:
@@ -149,11 +157,9 @@ def reference_logits(folder: Path, input_ids: Sequence[int]) -> torch.Tensor:
 @lru_cache(maxsize=16)
 def _reference_model(folder: Path) -> Any:
     with _quiet_transformers() as transformers:
-        return (
-            transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-            .float()
-            .eval()
-        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        model.generation_config.eos_token_id = None
+        return model.float().eval()
 
 
 def _config(transformers: Any, architecture: str, overrides: dict[str, Any]) -> Any:

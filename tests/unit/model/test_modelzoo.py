@@ -8,7 +8,15 @@ import jinja2
 import pytest
 from tokenizers import Tokenizer
 
-from tests.modelzoo import ARCHITECTURES, EOS_TOKEN, EOS_TOKEN_ID, IM_END_ID, random_prompt, reference_greedy
+from tests.modelzoo import (
+    ARCHITECTURES,
+    EOS_TOKEN,
+    EOS_TOKEN_ID,
+    IM_END_ID,
+    is_decided,
+    random_prompt,
+    reference_greedy,
+)
 from tests.unit.model.conftest import ModelFolder
 
 
@@ -33,6 +41,14 @@ def test_eos_ends_the_reference(model_folder: ModelFolder) -> None:
     outputs = reference_greedy(folder, prompt, 16)
     end = outputs.index(outputs[5])
     assert reference_greedy(folder, prompt, 16, eos_ids=[outputs[5]]) == outputs[: end + 1]
+
+
+def test_a_tie_is_seen(model_folder: ModelFolder) -> None:
+    """After the prompt of seed 1211, the best two of the eighth token are 5e-6 apart."""
+    folder = model_folder("llama", max_position_embeddings=2048)
+    for seed, decided in ((1210, True), (1211, False)):
+        prompt = random_prompt(300, seed=seed)
+        assert is_decided(folder, prompt, reference_greedy(folder, prompt, 24)) == decided
 
 
 def test_the_tokenizer_round_trips(model_folder: ModelFolder) -> None:
