@@ -15,7 +15,7 @@ from pathlib import Path
 from planner.autoscaler.capacity import Capacity
 from planner.autoscaler.decision import Autoscaler, NodeBounds, Pace
 from planner.autoscaler.fleet_client import FleetClient
-from planner.autoscaler.hands import Command, Hands, Printer, Webhook
+from planner.autoscaler.scaling_actions import Command, Printer, ScalingActions, Webhook
 from planner.autoscaler.watch import Watch
 from planner.figures import Slo
 from planner.profile import load_profile
@@ -48,25 +48,25 @@ def main(argv: Sequence[str]) -> int:
         plan.check()
         options.check()
         autoscalers = autoscalers_of(plan, options, frozenset(args.keep))
-        hands = _hands(options, args.url, args.control)
+        actions = _scaling_actions(options, args.url, args.control)
     except ConfigError as error:
         print(f"autoscaler: error: {error}", file=sys.stderr)
         return 2
     watch = Watch(
         FleetClient(RouterClient(args.url, key, Path(args.certificate) if args.certificate else None)),
         autoscalers,
-        hands,
+        actions,
         drain_timeout_s=options.autoscale_drain_timeout_s,
     )
     if args.exit_with_parent:
         os.write(_STDIN, LOADED + READY)
-        threading.Thread(target=_watch_parent, args=(hands,), name="parent", daemon=True).start()
+        threading.Thread(target=_watch_parent, args=(actions,), name="parent", daemon=True).start()
     for autoscaler in autoscalers:
         bounds = autoscaler.bounds
         log.event(
             "autoscaler_started", role=autoscaler.role, least=bounds.least, most=bounds.most, url=args.url
         )
-    code = asyncio.run(_run(watch, hands))
+    code = asyncio.run(_run(watch, actions))
     os._exit(code)  # a call to the router may still wait on a thread, for as long as a drain takes
 
 
@@ -92,7 +92,7 @@ def autoscalers_of(plan: PlanOptions, options: AutoscaleOptions, keep: frozenset
     return autoscalers
 
 
-def _hands(options: AutoscaleOptions, url: str, control: str) -> Hands:
+def _scaling_actions(options: AutoscaleOptions, url: str, control: str) -> ScalingActions:
     if options.autoscale_command is not None:
         environment = {"BATON_ROUTER_URL": url, "BATON_CONTROL_ADDRESS": control}
         return Command(options.autoscale_command, options.autoscale_timeout_s, environment)
@@ -120,8 +120,8 @@ def _add_own_flags(parser: FlagParser) -> None:
     cli.add_log_flags(parser)
 
 
-async def _run(watch: Watch, hands: Hands) -> int:
-    stop = stop_on_signals(lambda: _end(hands, 1))
+async def _run(watch: Watch, actions: ScalingActions) -> int:
+    stop = stop_on_signals(lambda: _end(actions, 1))
     try:
         await unless(stop, watch.run())
     except ClientError as error:
@@ -133,14 +133,14 @@ async def _run(watch: Watch, hands: Hands) -> int:
     return 0
 
 
-def _watch_parent(hands: Hands) -> None:
+def _watch_parent(actions: ScalingActions) -> None:
     """End at once when the router is gone, and the operator's command with it."""
     while os.read(_STDIN, 4096):
         pass
     log.event("supervisor_gone")
-    _end(hands, 1)
+    _end(actions, 1)
 
 
-def _end(hands: Hands, code: int) -> None:
-    hands.close()
+def _end(actions: ScalingActions, code: int) -> None:
+    actions.close()
     os._exit(code)

@@ -1,10 +1,10 @@
 """The autoscaler beside a router: look at the fleet, decide, carry it out, again every few seconds.
 
-router ──GET /fleet──▶ FleetLoads ──▶ Autoscaler.decide ─┬─ Add ───▶ Hands.add
-                                                         └─ Drain ─▶ DELETE /fleet/nodes ──empty──▶ Hands.drained
+router ──GET /fleet──▶ FleetLoads ──▶ Autoscaler.decide ─┬─ Add ───▶ actions.add
+                                                         └─ Drain ─▶ DELETE /fleet/nodes ──empty──▶ actions.stop
 
 A router that does not answer is asked again; nothing is decided meanwhile. An Add that fails is repeated after a
-pause that doubles, if it is still needed. A node that is empty is told to the hands again and again, for a while.
+pause that doubles, if it is still needed. A stop that fails is repeated, too, a few times.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from planner.autoscaler.decision import Add, Autoscaler, Drain, NodeState
 from planner.autoscaler.fleet_client import FleetApi, FleetNode, reports
-from planner.autoscaler.hands import ActionFailed, Hands
 from planner.autoscaler.observe import FleetLoads
+from planner.autoscaler.scaling_actions import ActionFailed, ScalingActions
 from router.terminal.client import ClientError
 from shared.log import event, warn
 from shared.protocol.messages import Role
@@ -29,19 +29,19 @@ _REFUSED = frozenset({400, 401, 403, 409})
 """Answers to a DELETE that another try would not change."""
 
 
-class _Scaled:
+class ScaledFleet:
     """One fleet, and what happens to it."""
 
     def __init__(self, autoscaler: Autoscaler) -> None:
         self.autoscaler = autoscaler
         self.loads = FleetLoads(autoscaler.role)
         self.nodes: dict[str, FleetNode] = {}
-        self.ours: set[str] = set()
+        self.drained_here: set[str] = set()
         """Nodes that are drained for this autoscaler."""
-        self.others: set[str] = set()
+        self.drained_elsewhere: set[str] = set()
         """Nodes that are being drained, but not by this autoscaler."""
-        self.blocked_until = 0.0
-        self.pause_s = 0.0
+        self.no_add_until = 0.0
+        self.add_pause_s = 0.0
 
 
 class Watch:
@@ -51,15 +51,15 @@ class Watch:
         self,
         fleet: FleetApi,
         autoscalers: Sequence[Autoscaler],
-        hands: Hands,
+        actions: ScalingActions,
         *,
         drain_timeout_s: float,
         pause_s: float = 5.0,
         clock: Clock = time.monotonic,
     ) -> None:
         self._fleet = fleet
-        self._scaled = [_Scaled(autoscaler) for autoscaler in autoscalers]
-        self._hands = hands
+        self._scaled = [ScaledFleet(autoscaler) for autoscaler in autoscalers]
+        self._actions = actions
         self._drain_timeout_s = drain_timeout_s
         self._pause_s = pause_s
         self._clock = clock
@@ -96,9 +96,9 @@ class Watch:
 
     def close(self) -> None:
         """Stop; what was begun is said, since nothing will end it."""
-        self._hands.close()
+        self._actions.close()
         for scaled in self._scaled:
-            for node_id in sorted(scaled.ours):
+            for node_id in sorted(scaled.drained_here):
                 warn(
                     "drain_left_alone",
                     node=node_id,
@@ -106,67 +106,69 @@ class Watch:
                 )
 
     # ------------------------------------------------------------------------------------------ inside
-    def _look(self, now: float, scaled: _Scaled, nodes: Sequence[FleetNode]) -> None:
+    def _look(self, now: float, scaled: ScaledFleet, nodes: Sequence[FleetNode]) -> None:
         autoscaler = scaled.autoscaler
         scaled.nodes = {node.name: node for node in nodes}
         seen = scaled.loads.observe(now, reports(nodes))
-        draining = {node.node_id for node in seen.nodes if node.state is NodeState.DRAINING} - scaled.ours
-        for node_id in sorted(draining - scaled.others):
+        draining = {
+            node.node_id for node in seen.nodes if node.state is NodeState.DRAINING
+        } - scaled.drained_here
+        for node_id in sorted(draining - scaled.drained_elsewhere):
             warn("drained_by_others", node=node_id, reason="only one autoscaler may change a fleet")
-        scaled.others = draining
+        scaled.drained_elsewhere = draining
         decision = autoscaler.decide(now, seen)
         if decision.num_overdue:
             warn("nodes_overdue", role=autoscaler.role, num_nodes=decision.num_overdue,
                  after_s=autoscaler.pace.start_limit_s)  # fmt: skip
         match decision.action:
-            case Add(num_nodes) if now < scaled.blocked_until:
+            case Add(num_nodes) if now < scaled.no_add_until:
                 autoscaler.add_failed(num_nodes)
             case Add(num_nodes):
                 event("autoscale_add", role=autoscaler.role, num_nodes=num_nodes, reason=decision.reason)
-                self._begin(self._add(scaled, num_nodes, decision.reason))
+                self._start_task(self._add(scaled, num_nodes, decision.reason))
             case Drain(node_id):
                 event("autoscale_drain", role=autoscaler.role, node=node_id, reason=decision.reason)
-                scaled.ours.add(node_id)
-                self._begin(self._drain(scaled, node_id, decision.reason))
+                scaled.drained_here.add(node_id)
+                self._start_task(self._drain(scaled, node_id, decision.reason))
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _add(self, scaled: _Scaled, num_nodes: int, reason: str) -> None:
+    async def _add(self, scaled: ScaledFleet, num_nodes: int, reason: str) -> None:
         role = scaled.autoscaler.role
         try:
-            await self._hands.add(role, num_nodes, reason)
+            await self._actions.add(role, num_nodes, reason)
         except ActionFailed as error:
             scaled.autoscaler.add_failed(num_nodes)
-            scaled.pause_s = min(max(self._pause_s, 2 * scaled.pause_s), MAX_PAUSE_S)
-            scaled.blocked_until = self._clock() + scaled.pause_s
+            scaled.add_pause_s = min(max(self._pause_s, 2 * scaled.add_pause_s), MAX_PAUSE_S)
+            scaled.no_add_until = self._clock() + scaled.add_pause_s
             warn(
                 "autoscale_add_failed",
                 role=role,
                 num_nodes=num_nodes,
-                retry_in_s=scaled.pause_s,
+                retry_in_s=scaled.add_pause_s,
                 reason=error,
             )
         else:
-            scaled.pause_s = 0.0
+            scaled.add_pause_s = 0.0
 
-    async def _drain(self, scaled: _Scaled, node_id: str, reason: str) -> None:
+    async def _drain(self, scaled: ScaledFleet, node_id: str, reason: str) -> None:
         role, node = scaled.autoscaler.role, scaled.nodes[node_id]
         try:
-            if self._hands.does_drain:
+            if self._actions.drains_nodes:
                 await self._remove(node_id)
             else:
                 scaled.autoscaler.drain_failed(node_id)
-            await self._told(role, node_id, node.address, reason)
+            await self._stop_node(role, node_id, node.address, reason)
         except ClientError as error:
             scaled.autoscaler.drain_failed(node_id)
             warn("autoscale_drain_failed", role=role, node=node_id, reason=error)
         except ActionFailed as error:
             warn("empty_node_not_stopped", role=role, node=node_id, address=node.address, reason=error)
         finally:
-            scaled.ours.discard(node_id)
+            scaled.drained_here.discard(node_id)
 
     async def _remove(self, node_id: str) -> None:
         """Drain a node at the router. One that is restarted meanwhile hears of the drain from the node."""
@@ -180,10 +182,10 @@ class Watch:
             await asyncio.sleep(pause_s)
         return None
 
-    async def _told(self, role: Role, node_id: str, address: str, reason: str) -> None:
+    async def _stop_node(self, role: Role, node_id: str, address: str, reason: str) -> None:
         for pause_s in self._pauses():
             try:
-                return await self._hands.drained(role, node_id, address, reason)
+                return await self._actions.stop(role, node_id, address, reason)
             except ActionFailed as error:
                 if pause_s is None:
                     raise

@@ -21,8 +21,8 @@ import pytest
 from planner.autoscaler.command import autoscalers_of
 from planner.autoscaler.decision import Autoscaler, NodeBounds, NodeState, Pace
 from planner.autoscaler.fleet_client import FleetClient, FleetNode
-from planner.autoscaler.hands import ActionFailed, Command, Printer, Webhook
 from planner.autoscaler.observe import FleetLoads, LoadReport, NodeReport
+from planner.autoscaler.scaling_actions import ActionFailed, Command, Printer, Webhook
 from planner.autoscaler.watch import Watch
 from router.http.config import AutoscaleOptions, HttpOptions, PlanOptions
 from router.http.topology import ScaledRole
@@ -62,10 +62,10 @@ class FakeRouter:
         self.found = [node for node in self.found if node.node_id != node_id]
 
 
-class FakeHands:
+class FakeActions:
     """Remembers what it was told; `failures` times it cannot."""
 
-    does_drain = True
+    drains_nodes = True
 
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
@@ -74,7 +74,7 @@ class FakeHands:
     async def add(self, role: Role, num_nodes: int, reason: str) -> None:
         self._tell("add", role, num_nodes)
 
-    async def drained(self, role: Role, node_id: str, address: str, reason: str) -> None:
+    async def stop(self, role: Role, node_id: str, address: str, reason: str) -> None:
         self._tell("drain", role, node_id, address)
 
     def close(self) -> None:
@@ -90,11 +90,11 @@ class FakeHands:
 class Bed:
     """A watch with a clock that the test moves."""
 
-    def __init__(self, router: FakeRouter, hands: Any, least: int = 1, most: int = 4) -> None:
+    def __init__(self, router: FakeRouter, actions: Any, least: int = 1, most: int = 4) -> None:
         self.now = 0.0
         autoscaler = Autoscaler(Role.DECODE, NodeBounds(least, most), PACE, CAPACITY)
         self.watch = Watch(
-            router, [autoscaler], hands, drain_timeout_s=7.0, pause_s=0.01, clock=lambda: self.now
+            router, [autoscaler], actions, drain_timeout_s=7.0, pause_s=0.01, clock=lambda: self.now
         )
 
     async def run(self, seconds: float) -> None:
@@ -108,56 +108,56 @@ class Bed:
 def test_nodes_that_are_missing_are_asked_for_once_and_again_when_they_do_not_come(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    hands = FakeHands()
-    bed = Bed(FakeRouter(node("d0")), hands, least=3)
+    actions = FakeActions()
+    bed = Bed(FakeRouter(node("d0")), actions, least=3)
     asyncio.run(bed.run(PACE.settle_s + PACE.start_limit_s))
-    assert hands.told == [("add", Role.DECODE, 2)]
+    assert actions.told == [("add", Role.DECODE, 2)]
     asyncio.run(bed.run(10.0))
-    assert hands.told == 2 * [("add", Role.DECODE, 2)]
+    assert actions.told == 2 * [("add", Role.DECODE, 2)]
     assert "nodes_overdue role=decode num_nodes=2" in caplog.text
 
 
 def test_a_node_that_loads_counts_after_the_autoscaler_was_started_again() -> None:
-    hands = FakeHands()
+    actions = FakeActions()
     loading = FleetNode(node_id="d1", state="loading")
-    asyncio.run(Bed(FakeRouter(node("d0"), loading), hands, least=2).run(PACE.settle_s + 20))
-    assert hands.told == []
+    asyncio.run(Bed(FakeRouter(node("d0"), loading), actions, least=2).run(PACE.settle_s + 20))
+    assert actions.told == []
 
 
 def test_an_add_that_fails_is_tried_again_after_a_pause() -> None:
-    hands = FakeHands()
-    bed = Bed(FakeRouter(node("d0")), hands, least=2)
-    hands.failures = 2
+    actions = FakeActions()
+    bed = Bed(FakeRouter(node("d0")), actions, least=2)
+    actions.failures = 2
     asyncio.run(bed.run(PACE.settle_s + 5 * PACE.interval_s))
-    assert hands.told == 3 * [("add", Role.DECODE, 1)]
+    assert actions.told == 3 * [("add", Role.DECODE, 1)]
 
 
 def test_no_add_within_the_pause() -> None:
-    hands = FakeHands()
-    bed = Bed(FakeRouter(node("d0")), hands, least=2)
+    actions = FakeActions()
+    bed = Bed(FakeRouter(node("d0")), actions, least=2)
     bed.watch._pause_s = 100.0
-    hands.failures = 1
+    actions.failures = 1
     asyncio.run(bed.run(PACE.settle_s + 100.0))
-    assert len(hands.told) == 1
+    assert len(actions.told) == 1
     asyncio.run(bed.run(20.0))
-    assert len(hands.told) == 2
+    assert len(actions.told) == 2
 
 
 def test_a_node_is_drained_at_the_router_and_then_stopped() -> None:
     """Neither a router that is away for a moment nor a command that fails once ends that."""
-    hands, router = FakeHands(), FakeRouter(node("d0"), node("d1", num_running=3))
+    actions, router = FakeActions(), FakeRouter(node("d0"), node("d1", num_running=3))
     router.errors = [ClientError("no router answers"), ClientError("starting", 503)]
-    hands.failures = 2
-    asyncio.run(Bed(router, hands).run(PACE.window_s + 3 * PACE.interval_s))
+    actions.failures = 2
+    asyncio.run(Bed(router, actions).run(PACE.window_s + 3 * PACE.interval_s))
     assert router.removed == 3 * [("d0", 7.0)]
-    assert hands.told == 3 * [("drain", Role.DECODE, "d0", "tcp://d0:7200")]
+    assert actions.told == 3 * [("drain", Role.DECODE, "d0", "tcp://d0:7200")]
 
 
 def test_a_node_that_the_router_keeps_is_not_stopped() -> None:
-    hands, router = FakeHands(), FakeRouter(node("d0"), node("d1"))
+    actions, router = FakeActions(), FakeRouter(node("d0"), node("d1"))
     router.errors = [ClientError("it was added again", 409)]
-    asyncio.run(Bed(router, hands).run(PACE.window_s + 3 * PACE.interval_s))
-    assert router.removed == [("d0", 7.0)] and hands.told == []
+    asyncio.run(Bed(router, actions).run(PACE.window_s + 3 * PACE.interval_s))
+    assert router.removed == [("d0", 7.0)] and actions.told == []
 
 
 def test_where_decisions_are_printed_nothing_is_drained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,14 +171,14 @@ def test_where_decisions_are_printed_nothing_is_drained(capsys: pytest.CaptureFi
 
 def test_while_the_router_does_not_answer_nothing_is_decided(caplog: pytest.LogCaptureFixture) -> None:
     """A router that was restarted knows its nodes only after a while: those that were there count as coming back."""
-    hands, router = FakeHands(), FakeRouter(node("d0"), node("d1"))
-    bed = Bed(router, hands, least=2)
+    actions, router = FakeActions(), FakeRouter(node("d0"), node("d1"))
+    bed = Bed(router, actions, least=2)
     asyncio.run(bed.run(PACE.settle_s + 10.0))
     nodes, router.nodes = router.nodes, lambda: raising(ClientError("no router answers"))  # type: ignore[method-assign]
     asyncio.run(bed.run(300.0))
     router.nodes, router.found = nodes, []  # type: ignore[method-assign]
     asyncio.run(bed.run(20.0))
-    assert hands.told == [] and caplog.text.count("router_not_reached") == 1
+    assert actions.told == [] and caplog.text.count("router_not_reached") == 1
     router.nodes = lambda: raising(ClientError("wrong key", 401))  # type: ignore[method-assign]
     with pytest.raises(ClientError, match="wrong key"):
         asyncio.run(bed.run(5.0))
@@ -187,21 +187,21 @@ def test_while_the_router_does_not_answer_nothing_is_decided(caplog: pytest.LogC
 def test_what_others_drain_is_said_once_and_counts_for_the_settling_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    hands, router = FakeHands(), FakeRouter(node("d0"), node("d1"))
-    bed = Bed(router, hands, least=2)
+    actions, router = FakeActions(), FakeRouter(node("d0"), node("d1"))
+    bed = Bed(router, actions, least=2)
     asyncio.run(bed.run(PACE.settle_s + 10.0))
     router.found = [node("d0"), node("d1", "draining")]
     asyncio.run(bed.run(PACE.settle_s))
-    assert hands.told == [] and caplog.text.count("drained_by_others node=d1") == 1
+    assert actions.told == [] and caplog.text.count("drained_by_others node=d1") == 1
     asyncio.run(bed.run(10.0))
-    assert hands.told == [("add", Role.DECODE, 1)]
+    assert actions.told == [("add", Role.DECODE, 1)]
 
 
 def raising(error: Exception) -> Any:
     raise error
 
 
-# ------------------------------------------------------------------------------------------------- hands
+# ------------------------------------------------------------------------------------------------- actions
 def script(folder: Path, text: str) -> str:
     path = folder / "command with a space"
     path.write_text(f"#!/bin/bash\n{text}\n")
@@ -216,7 +216,7 @@ def test_a_command_gets_words_and_environment(tmp_path: Path) -> None:
 
     async def run() -> None:
         await command.add(Role.PREFILL, 2, "much; $(to do)")
-        await command.drained(Role.PREFILL, "p0", "tcp://p0:7100", "little to do")
+        await command.stop(Role.PREFILL, "p0", "tcp://p0:7100", "little to do")
 
     asyncio.run(run())
     assert told.read_text().splitlines() == [
@@ -253,6 +253,8 @@ def http_server(answer: Callable[[str], tuple[int, object]]) -> Iterator[tuple[s
             sent = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(sent)))
+            if 300 <= status < 400:
+                self.send_header("Location", "/elsewhere")
             self.end_headers()
             self.wfile.write(sent)
 
@@ -271,10 +273,21 @@ def http_server(answer: Callable[[str], tuple[int, object]]) -> Iterator[tuple[s
             thread.join()
 
 
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_webhook_that_redirects_has_done_nothing(status: int) -> None:
+    """urllib would ask /elsewhere by a GET, and its 200 would count as done."""
+    with http_server(lambda path: (status if path == "/hook" else 200, {})) as (url, got):
+        with pytest.raises(
+            ActionFailed, match=f"/hook answered {status} .*, to /elsewhere; redirects are not"
+        ):
+            asyncio.run(Webhook(f"{url}/hook", 60.0).add(Role.DECODE, 2, "much to do"))
+        assert [path for path, _ in got] == ["/hook"]
+
+
 def test_a_webhook_gets_json() -> None:
     with http_server(lambda path: (200 if path == "/hook" else 500, {})) as (url, got):
         asyncio.run(Webhook(f"{url}/hook", 60.0).add(Role.DECODE, 2, "much to do"))
-        asyncio.run(Webhook(f"{url}/hook", 60.0).drained(Role.DECODE, "d0", "tcp://d0:7200", "idle"))
+        asyncio.run(Webhook(f"{url}/hook", 60.0).stop(Role.DECODE, "d0", "tcp://d0:7200", "idle"))
         assert [body for _, body in got] == [
             {"action": "add", "role": "decode", "num_nodes": 2, "reason": "much to do"},
             {
@@ -334,12 +347,12 @@ def test_nodes_that_load_are_known_while_the_router_is_not_ready_for_the_lack_of
 
 
 def test_a_fleet_that_starts_is_not_added_to() -> None:
-    hands, router = FakeHands(), FakeRouter()
-    bed = Bed(router, hands)
+    actions, router = FakeActions(), FakeRouter()
+    bed = Bed(router, actions)
     asyncio.run(bed.run(PACE.start_limit_s - 5.0))
-    assert hands.told == []
+    assert actions.told == []
     asyncio.run(bed.run(10.0))
-    assert hands.told == [("add", Role.DECODE, 1)]
+    assert actions.told == [("add", Role.DECODE, 1)]
 
 
 @pytest.mark.processes

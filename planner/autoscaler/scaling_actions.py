@@ -30,17 +30,17 @@ class ActionFailed(Exception):
     """A command or a webhook did not do what it was told; the message says why."""
 
 
-class Hands(Protocol):
+class ScalingActions(Protocol):
     """Adds nodes and stops those that are empty. Both raise ActionFailed."""
 
-    does_drain: bool
+    drains_nodes: bool
     """Whether nodes may be drained for it."""
 
     async def add(self, role: Role, num_nodes: int, reason: str) -> None:
         """Start nodes, which join the router by themselves. Returns when they have been asked for."""
         ...
 
-    async def drained(self, role: Role, node_id: str, address: str, reason: str) -> None:
+    async def stop(self, role: Role, node_id: str, address: str, reason: str) -> None:
         """Stop a node that is empty, and that the router has removed."""
         ...
 
@@ -52,13 +52,13 @@ class Hands(Protocol):
 class Printer:
     """Prints what it would be told, on standard output."""
 
-    does_drain = False
+    drains_nodes = False
 
     async def add(self, role: Role, num_nodes: int, reason: str) -> None:
         """Print a line."""
         print(f"autoscale: add {num_nodes} {role} node{'s' * (num_nodes > 1)}: {reason}", flush=True)
 
-    async def drained(self, role: Role, node_id: str, address: str, reason: str) -> None:
+    async def stop(self, role: Role, node_id: str, address: str, reason: str) -> None:
         """Print a line. The node was not drained."""
         print(f"autoscale: drain {role} node {node_id} at {address}: {reason}", flush=True)
 
@@ -69,7 +69,7 @@ class Printer:
 class Command:
     """Runs the operator's command, one at a time, without a shell. `environment` is added to that of this process."""
 
-    does_drain = True
+    drains_nodes = True
 
     def __init__(self, command: str, timeout_s: float, environment: Mapping[str, str]) -> None:
         self._argv = shlex.split(command)
@@ -82,7 +82,7 @@ class Command:
         """CMD add ROLE N."""
         await self._run(reason, "add", role, str(num_nodes))
 
-    async def drained(self, role: Role, node_id: str, address: str, reason: str) -> None:
+    async def stop(self, role: Role, node_id: str, address: str, reason: str) -> None:
         """CMD drain NODE_ID ADDRESS."""
         await self._run(reason, "drain", node_id, address)
 
@@ -128,20 +128,28 @@ class Command:
         await process.wait()
 
 
-class Webhook:
-    """Posts JSON. An answer of 2xx says that it is taken care of."""
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would be sent again as a GET without its body."""
 
-    does_drain = True
+    def redirect_request(self, *args: object, **kwargs: object) -> None:
+        """Follow none: the answer is raised as an HTTPError."""
+
+
+class Webhook:
+    """Posts JSON. An answer of 2xx says that it is taken care of; a redirect is not followed."""
+
+    drains_nodes = True
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url = url
         self._timeout_s = timeout_s
+        self._opener = urllib.request.build_opener(_NoRedirect)
 
     async def add(self, role: Role, num_nodes: int, reason: str) -> None:
         """POST {"action": "add", ...}."""
         await self._post({"action": "add", "role": role, "num_nodes": num_nodes, "reason": reason})
 
-    async def drained(self, role: Role, node_id: str, address: str, reason: str) -> None:
+    async def stop(self, role: Role, node_id: str, address: str, reason: str) -> None:
         """POST {"action": "drain", ...}."""
         named = {"role": role, "node_id": node_id, "address": address}
         await self._post({"action": "drain", **named, "reason": reason})
@@ -154,14 +162,16 @@ class Webhook:
         request = urllib.request.Request(self._url, msgspec.json.encode(body), headers)
 
         def post() -> None:
-            with urllib.request.urlopen(request, timeout=self._timeout_s):
+            with self._opener.open(request, timeout=self._timeout_s):
                 pass
 
         try:
             await asyncio.to_thread(post)
         except urllib.error.HTTPError as error:
             error.close()
-            raise ActionFailed(f"{self._url} answered {error.code} {error.reason}") from None
+            location = error.headers.get("Location")
+            words = f", to {location}; redirects are not followed" if location else ""
+            raise ActionFailed(f"{self._url} answered {error.code} {error.reason}{words}") from None
         except (OSError, http.client.HTTPException) as error:
             raise ActionFailed(f"{self._url}: {error}") from None
 
