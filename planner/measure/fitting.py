@@ -144,19 +144,23 @@ def fit(points: Sequence[Rounds], rows: Sequence[Sequence[float]]) -> list[float
 
 
 def fit_extends(points: Sequence[ExtendPoint]) -> tuple[float, float, float, float]:
-    """a, b, c and floor_s. The floor is that of the first so many points by tokens with which all are met best."""
-    points = sorted(points, key=lambda point: point.num_tokens)
+    """a, b, c and floor_s. The floor is that of the first so many points by time with which all are met best.
+
+    The points above the floor may all have as many tokens, and then do not tell a and b apart: a may be 0 as well.
+    """
+    points = sorted(points, key=lambda point: point.typical_s)
     seconds = np.array([point.typical_s for point in points])
     rows = np.array([point.row for point in points], dtype=float)
     most = sum(point.num_tokens <= MAX_FLOOR_TOKENS for point in points)
     best: tuple[float, tuple[float, float, float, float]] | None = None
     for num_flat in range(max(min(most, len(points) - rows.shape[1]), 0) + 1):
-        a, b, c = nonnegative(rows[num_flat:].tolist(), seconds[num_flat:].tolist())
         floor_s = float(np.median(seconds[:num_flat])) if num_flat else 0.0
-        fitted = np.maximum(rows @ np.array((a, b, c)), floor_s)
-        error = float(np.sum((fitted / seconds - 1) ** 2))
-        if best is None or error < best[0]:
-            best = error, (a, b, c, floor_s)
+        for launch in (1, 0):
+            a, b, c = nonnegative((rows[num_flat:] * (launch, 1, 1)).tolist(), seconds[num_flat:].tolist())
+            fitted = np.maximum(rows @ np.array((a, b, c)), floor_s)
+            error = float(np.sum((fitted / seconds - 1) ** 2))
+            if best is None or error < best[0]:
+                best = error, (a, b, c, floor_s)
     assert best is not None
     return best[1]
 

@@ -99,7 +99,7 @@ def test_any_planted_forward_is_predicted(factors: list[float], seed: int) -> No
     fitted = measured.fit()
     assert min(asdict(fitted).values()) >= 0
     for residual_ in measured.residuals(fitted):
-        assert abs(residual_.error) < 0.12, residual_
+        assert abs(residual_.error) < 0.06, residual_
 
 
 def test_a_coefficient_is_never_negative() -> None:
