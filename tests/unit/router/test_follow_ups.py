@@ -138,14 +138,22 @@ def test_without_a_prefill_node_there_is_no_limit(model_folder: Path) -> None:
 
 
 def test_a_burst_is_shared_by_those_that_hold_the_same(model_folder: Path) -> None:
-    """No pong comes in between, so no load tells the router what it has just sent."""
+    """No node answers before all requests are sent, so no load tells the router what it has just sent."""
 
     async def run() -> None:
         async with contextlib.AsyncExitStack() as stack:
             prefill = await stack.enter_async_context(FakeNode(Role.PREFILL))
             decodes = [await stack.enter_async_context(FakeNode(Role.DECODE, f"d{i}")) for i in range(4)]
+            all_sent = asyncio.Event()
+
+            async def tell_when_all_are_sent(node: FakeNode, message: Prefill | Decode) -> None:
+                if sum(len(node.all(Decode)) for node in decodes) == 40:
+                    all_sent.set()
+                await all_sent.wait()
+                await tell_story(node, message)
+
             for node in decodes:
-                node.delay_s = 0.02
+                node.script = tell_when_all_are_sent
             joined = joined_router(model_folder, [prefill, *decodes], dispatch=SHORT)
             _, client = await stack.enter_async_context(joined)
             for node in decodes:
