@@ -12,8 +12,9 @@ import functools
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +45,8 @@ from tests.patience import PATIENCE_S
 from tests.processes import Call, Fleet, Process, Router, is_home, print_logs
 
 T = TypeVar("T")
+Links = tuple[tuple[str, bool], ...]
+"""The node at the other end of each, and whether pages come in over it."""
 
 POLL_S = 0.01
 NODES = ("p0", "d0", "d1")
@@ -123,8 +126,9 @@ class Matrix:
         for node in self.nodes:
             node.order()
         self.expected: dict[str, list[Answer]] = {}
-        self._baseline: dict[str, Resources] = {}
-        """What each process has when both decode nodes have served the requests and sent them to each other."""
+        self._baseline: dict[tuple[str, Links], Resources] = {}
+        """What a process has with these links, when nothing runs: as soon as both decode nodes have served the
+        requests and sent them to each other, or a link has been built that pages are lent over."""
         self._num_runs = 0
         self._log_starts: dict[str, int] = {}
         """Where the log of each process begins that must be clean: behind a cell that failed."""
@@ -319,7 +323,8 @@ class Matrix:
                 node.order()
             self.check(self._finished(calls))
         self._wait_home()
-        self._baseline = {process.name: resources(process) for process in self.fleet.processes}
+        for process in self.fleet.processes:
+            self._baseline[process.name, self._links(process)] = resources(process)
 
     def _prepare(self) -> HeldNode:
         """Empty every cache but that of one decode node, which keeps what the prompts have in common."""
@@ -425,11 +430,23 @@ class Matrix:
             self._check_resources(process)
 
     def _check_resources(self, process: Process) -> None:
-        baseline = self._baseline[process.name]
+        def is_back() -> bool:
+            has, links = resources(process), self._links(process)
+            # The copier of a link that pages are lent over starts with the first of them.
+            copiers = Counter(copier=links.count(("p0", False)))
+            first = replace(has, threads=has.threads + copiers)
+            return has.is_within(self._baseline.setdefault((process.name, links), first))
+
         self._until(
-            lambda: f"{process.name} has no more than {baseline}, but {resources(process)}",
-            lambda: resources(process).is_within(baseline),
+            lambda: f"{process.name} has no more than {self._baseline}, but {resources(process)}", is_back
         )
+
+    def _links(self, process: Process) -> Links:
+        """The links of a process, at most one to each node and one from it."""
+        links = self.router.loads()[process.name]["links"] if process.name in self.fleet.nodes else []
+        names = sorted((link["peer"].partition("#")[0], link["incoming"]) for link in links)
+        assert len(set(names)) == len(names), f"{process.name} has a link twice: {links}"
+        return tuple(names)
 
     def _wait_home(self) -> None:
         """Until two loads of each node, one after the other, say that it holds nothing."""
