@@ -129,7 +129,7 @@ class Acceptor:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while True:
-                oldest = next(iter(self._strangers), None)
+                oldest = self._oldest
                 timeout_s = None if oldest is None else max(0.0, oldest.leaves_at - time.monotonic())
                 for key, _ in selector.select(timeout_s):
                     if key.fileobj is self._woken:
@@ -140,9 +140,12 @@ class Acceptor:
                         self._meet()
                     elif key.data in self._strangers:  # it was not closed in this round
                         self._hear(key.data)
-                while oldest is not None and oldest.leaves_at <= time.monotonic():
+                while (oldest := self._oldest) is not None and oldest.leaves_at <= time.monotonic():
                     self._turn_away(oldest, f"no hello within {self._hello_timeout_s:g} s")
-                    oldest = next(iter(self._strangers), None)
+
+    @property
+    def _oldest(self) -> _Stranger | None:
+        return next(iter(self._strangers), None)
 
     def _meet(self) -> None:
         try:

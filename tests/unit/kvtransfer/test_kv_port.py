@@ -6,6 +6,7 @@ import datetime
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -118,6 +119,22 @@ def test_a_stranger_that_says_nothing_is_closed_in_time() -> None:
     with connect(acceptor.address, MAGIC) as first, connect(acceptor.address) as second:
         assert is_closed(first)
         assert is_closed(second)
+    acceptor.close()
+
+
+def test_a_stranger_that_leaves_when_its_time_is_up_is_closed_once() -> None:
+    """Its time is over when the thread, which was held up, comes to it."""
+    hello_timeout_s = 0.5
+    acceptor = Acceptor(socket.create_server(("127.0.0.1", 0)), DeviceThreads(), hello_timeout_s)
+    stranger = connect(acceptor.address)
+    time.sleep(0.2 * hello_timeout_s)  # it has been met
+    with acceptor._lock:  # the thread waits for it when the hello has come
+        stranger.sendall(HELLO)
+        time.sleep(2 * hello_timeout_s)
+    with stranger, acceptor.expecting(MAGIC + b"\x01" * 32) as arriving:
+        assert is_closed(stranger)
+        with connect(acceptor.address, MAGIC + b"\x01" * 32), arriving.result(PATIENCE_S):
+            pass
     acceptor.close()
 
 
