@@ -436,7 +436,7 @@ class Dispatcher:
         """Send the sequences whose turn it is, since `req` has its first token or has ended."""
         if req.api_key is None:
             return
-        self._fair_queue.leave(req.key.rid)
+        self._fair_queue.leave(req.key.rid, req.api_key)
         for turn in self._take_turns():
             self._send_held(turn)
 

@@ -9,7 +9,7 @@ them busy, and the other sequences wait here.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from router.dispatch.running_req import Node, RunningReq
@@ -29,8 +29,10 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, deque[tuple[RunningReq, int]]] = {}
-        """By key, each sequence with its cost. One that has ended stays until its turn comes."""
+        self._waiting: dict[int, dict[str, tuple[RunningReq, int]]] = {}
+        """By key and rid, each sequence with its cost. No key is without a sequence."""
+        self._num_waiting_tokens: Counter[int] = Counter()
+        """The costs of each key's sequences."""
         self._served: dict[int, float] = {}
         self._latest = 0.0
         """The counter of the key whose sequence was taken last."""
@@ -39,35 +41,35 @@ class FairQueue:
         self._num_taken_tokens = 0
 
     def __len__(self) -> int:
-        return sum(not req.ended for queue in self._waiting.values() for req, _ in queue)
+        return sum(map(len, self._waiting.values()))
 
     def join(self, req: RunningReq, api_key: int, num_tokens: int) -> None:
         """Have a sequence wait, of whose prompt `num_tokens` are to be computed."""
         if api_key not in self._waiting:
             floor = min((self._served[other] for other in self._waiting), default=self._latest)
             self._served[api_key] = max(self._served.get(api_key, 0.0), floor)
-            self._waiting[api_key] = deque()
-        self._waiting[api_key].append((req, num_tokens + SEQUENCE_TOKENS))
+            self._waiting[api_key] = {}
+        cost = num_tokens + SEQUENCE_TOKENS
+        self._waiting[api_key][req.key.rid] = req, cost
+        self._num_waiting_tokens[api_key] += cost
 
     def take(self, num_ahead_tokens: int) -> Iterator[RunningReq]:
         """The sequences whose turn it is, while fewer than `num_ahead_tokens` are taken, and one if none is."""
         while self._waiting and (not self._taken or self._num_taken_tokens < num_ahead_tokens):
             api_key = min(self._waiting, key=lambda key: (self._served[key], key))
-            queue = self._waiting[api_key]
-            req, cost = queue.popleft()
-            if not queue:
-                del self._waiting[api_key]
-            if req.ended:
-                continue
+            rid, (req, cost) = next(iter(self._waiting[api_key].items()))
+            self._stop_waiting(api_key, rid)
             self._latest = self._served[api_key]
             self._served[api_key] += cost
-            self._taken[req.key.rid] = cost
+            self._taken[rid] = cost
             self._num_taken_tokens += cost
             yield req
 
-    def leave(self, rid: str) -> None:
-        """A sequence has its first token, or has ended. No-op for one that waits, and from the second time on."""
+    def leave(self, rid: str, api_key: int) -> None:
+        """A sequence of this key has its first token, or has ended. No-op from the second time on."""
         self._num_taken_tokens -= self._taken.pop(rid, 0)
+        if rid in self._waiting.get(api_key, ()):
+            self._stop_waiting(api_key, rid)
 
     def count_output(self, api_key: int, num_tokens: int) -> None:
         """Count output tokens of a sequence of this key."""
@@ -75,9 +77,15 @@ class FairQueue:
 
     def num_tokens_ahead(self, api_key: int) -> int:
         """What is served before a new sequence of this key: its own that wait, and as much of each other key."""
-        waiting = {key: sum(cost for _, cost in queue) for key, queue in self._waiting.items()}
-        own = waiting.get(api_key, 0)
-        return sum(min(tokens, own) for tokens in waiting.values())
+        own = self._num_waiting_tokens[api_key]
+        return sum(min(tokens, own) for tokens in self._num_waiting_tokens.values())
+
+    def _stop_waiting(self, api_key: int, rid: str) -> None:
+        queue = self._waiting[api_key]
+        _, cost = queue.pop(rid)
+        self._num_waiting_tokens[api_key] -= cost
+        if not queue:
+            del self._waiting[api_key]
 
 
 def num_ahead_tokens(nodes: Sequence[Node]) -> int:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from router.dispatch.fair_queue import MIN_AHEAD_TOKENS, OUTPUT_WEIGHT, SEQUENCE_TOKENS
+from router.dispatch.fair_queue import MIN_AHEAD_TOKENS, OUTPUT_WEIGHT, SEQUENCE_TOKENS, FairQueue
 from router.dispatch.first_token_queue import FirstTokenQueue
 from router.dispatch.running_req import RunningReq
 from router.http.api_keys import ApiKeys, KeySource
 from router.http.config import DispatchOptions, HttpOptions
 from router.request.queue_limit import QueueLimit
 from shared.errors import RequestError
-from shared.protocol.messages import Decode, Finish, Load, Prefill, Role, TokenEntry, Work
+from shared.protocol.messages import Decode, Finish, Load, Prefill, ReqKey, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.dispatched import IDS, Fleet
 from tests.unit.router.fakes import figure, joined_router, pair, say_nothing, until_queued
@@ -111,15 +112,32 @@ def test_a_key_that_comes_back_has_saved_nothing_up() -> None:
 def test_a_sequence_that_ends_while_it_waits_is_never_sent() -> None:
     keys = Keys()
     greedy = keys.start(1, AHEAD + 5)
+    gone = [weakref.ref(req) for req in greedy[AHEAD : AHEAD + 4]]
     for req in greedy[AHEAD : AHEAD + 4]:
         keys.fleet.dispatcher.release(req)
     assert keys.fleet.dispatcher.num_without_turn == 1
+    del keys.reqs[AHEAD : AHEAD + 4], greedy[AHEAD : AHEAD + 4], req
+    assert not any(req() for req in gone), "it is not kept until its turn would have come"
     for req in greedy[:AHEAD]:
         keys.fleet.dispatcher.abort(req, "stop")
     assert len(keys.sent) == AHEAD + 1
     assert greedy[-1].nodes
     keys.fleet.dispatcher.close("stop")
     assert keys.fleet.dispatcher.num_running == len(keys.fleet.dispatcher.queue) == 0
+
+
+def test_a_sequence_that_has_ended_is_before_no_other() -> None:
+    """It would have new requests of its key refused (--ttft-limit-s)."""
+    queue, work = FairQueue(), Work(IDS, SamplingParams())
+    reqs = [RunningReq(ReqKey("r", str(i)), work, wake=lambda: None, now=0.0) for i in range(4)]
+    for req in reqs:
+        queue.join(req, 1, len(IDS))
+    assert queue.num_tokens_ahead(1) == 4 * COST
+    queue.leave("1", 1)
+    queue.leave("1", 1)
+    assert queue.num_tokens_ahead(1) == 3 * COST
+    assert [req.key.rid for req in queue.take(1 << 20)] == ["0", "2", "3"]
+    assert (queue.num_tokens_ahead(1), len(queue)) == (0, 0)
 
 
 def test_a_turn_without_nodes_waits_for_some() -> None:
