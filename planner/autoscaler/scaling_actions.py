@@ -17,6 +17,7 @@ import signal
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import msgspec
@@ -24,6 +25,8 @@ import msgspec
 from shared.protocol.messages import Role
 
 _KILL_S = 5.0
+_MAX_CALLS = 4
+"""Of a webhook at a time."""
 
 
 class ActionFailed(Exception):
@@ -97,8 +100,8 @@ class Command:
                     start_new_session=True,  # so that it can be ended with all that it started
                     env={**self._environment, "BATON_AUTOSCALE_REASON": reason},
                 )
-            except OSError as error:
-                raise ActionFailed(f"{self._argv[0]} cannot be run: {error.strerror}") from None
+            except (OSError, ValueError) as error:  # ValueError: a word of a node has a null byte
+                raise ActionFailed(f"{self._argv[0]} cannot be run: {error}") from None
             try:
                 async with asyncio.timeout(self._timeout_s):
                     code = await self._process.wait()
@@ -111,7 +114,7 @@ class Command:
                 if self._process.returncode is not None:
                     self._process = None
         if code:
-            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+            how = f"exit code {code}" if code > 0 else f"signal {-code}"
             raise ActionFailed(f"{self._argv[0]} {words[0]} ended with {how}")
 
     def close(self) -> None:
@@ -144,6 +147,8 @@ class Webhook:
         self._url = url
         self._timeout_s = timeout_s
         self._opener = urllib.request.build_opener(_NoRedirect)
+        # Not the threads that look at the fleet: a server may keep one for longer than the call is waited for.
+        self._threads = ThreadPoolExecutor(_MAX_CALLS, "webhook")
 
     async def add(self, role: Role, num_nodes: int, reason: str) -> None:
         """POST {"action": "add", ...}."""
@@ -155,7 +160,8 @@ class Webhook:
         await self._post({"action": "drain", **named, "reason": reason})
 
     def close(self) -> None:
-        """A call that is under way ends with this process."""
+        """Begin no call any more. One that is under way ends with this process."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _post(self, body: Mapping[str, object]) -> None:
         headers = {"Content-Type": "application/json"}
@@ -166,7 +172,10 @@ class Webhook:
                 pass
 
         try:
-            await asyncio.to_thread(post)
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.get_running_loop().run_in_executor(self._threads, post)
+        except TimeoutError:
+            raise ActionFailed(f"{self._url} took longer than {self._timeout_s:g} s") from None
         except urllib.error.HTTPError as error:
             error.close()
             location = error.headers.get("Location")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.server
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -228,8 +230,13 @@ def test_a_command_gets_words_and_environment(tmp_path: Path) -> None:
 def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(ActionFailed, match="command with a space add ended with exit code 3"):
         asyncio.run(Command(script(tmp_path, "exit 3"), 60.0, {}).add(Role.DECODE, 1, ""))
-    with pytest.raises(ActionFailed, match="/nowhere cannot be run: No such file"):
+    with pytest.raises(ActionFailed, match=r"/nowhere cannot be run: .*No such file"):
         asyncio.run(Command("/nowhere", 60.0, {}).add(Role.DECODE, 1, ""))
+    with pytest.raises(ActionFailed, match="cannot be run: embedded null byte"):
+        asyncio.run(Command(script(tmp_path, ""), 60.0, {}).stop(Role.DECODE, "d\0", "", ""))
+    line = script(tmp_path, f"kill -{signal.SIGRTMIN + 1} $$")  # which has no name
+    with pytest.raises(ActionFailed, match=f"add ended with signal {signal.SIGRTMIN + 1}"):
+        asyncio.run(Command(line, 60.0, {}).add(Role.DECODE, 1, ""))
 
 
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
@@ -302,6 +309,28 @@ def test_a_webhook_gets_json() -> None:
             asyncio.run(Webhook(f"{url}/wrong", 60.0).add(Role.DECODE, 1, ""))
     with pytest.raises(ActionFailed, match="refused"):
         asyncio.run(Webhook(f"{url}/hook", 60.0).add(Role.DECODE, 1, ""))
+
+
+def test_a_webhook_that_answers_byte_by_byte_is_not_waited_for() -> None:
+    is_over = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            while not is_over.wait(0.05):
+                connection.sendall(b"H")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        hook = Webhook(f"http://127.0.0.1:{listener.getsockname()[1]}", 0.5)
+        try:
+            with pytest.raises(ActionFailed, match=r"took longer than 0\.5 s"):
+                asyncio.run(hook.add(Role.DECODE, 1, ""))
+        finally:
+            hook.close()
+            is_over.set()
+            thread.join()
 
 
 # ------------------------------------------------------------------------------------------- a real router
