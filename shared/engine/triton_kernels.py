@@ -33,7 +33,7 @@ def triton_kernels(
     if not exact:
         numerics = f"{numerics}/cublas-{torch.__version__}"
         return partial(make_triton_kernels, config, product=linear, numerics=numerics)
-    product = ExactLinear.of(device)
+    product = ExactLinear.of(device, dtype)
     require_exact(product, config, dtype, device)
     return partial(make_triton_kernels, config, product=product, numerics=f"{numerics}/exact")
 

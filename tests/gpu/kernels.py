@@ -308,7 +308,7 @@ def product(tensors: Tensors, tokens: int) -> Pair:
     from shared.kernels.triton.linear import ExactLinear
 
     place = tensors.place
-    exact = ExactLinear(3) if place.is_dry else ExactLinear.of(torch.device(place.device))
+    exact = ExactLinear(3) if place.is_dry else ExactLinear.of(torch.device(place.device), torch.bfloat16)
     n, k = tensors.size(2 * FFN), tensors.size(HIDDEN)
     x, weights = tensors.one(tokens, k), tensors.sets(n, k)
     return Pair(

@@ -43,9 +43,18 @@ NARROW = Tile(64, 32, num_warps=4, num_stages=6)
 MEDIUM = Tile(128, 128, num_warps=8, num_stages=3)
 WIDE = Tile(128, 256, num_warps=8, num_stages=3)
 TILES = (WIDE, MEDIUM, NARROW)
-"""The largest first: of two that take the same time it reads less."""
+"""The largest first: of two that take the same time it reads less. The last is for few rows."""
+FLOAT32 = Tile(64, 32, num_warps=8, num_stages=6)
+"""For any number of rows. No matrix instruction has float32's precision, and larger tiles or fewer warps spill."""
 _LARGE = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities for WIDE. Others have 100 KiB of shared memory for a program, or too few registers (sm_80)."""
+
+
+def tiles_for(capability: tuple[int, int], dtype: torch.dtype) -> tuple[Tile, ...]:
+    """The tiles that a GPU can compute without spilling registers."""
+    if dtype == torch.float32:
+        return (FLOAT32,)
+    return TILES if capability in _LARGE else TILES[1:]
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -93,7 +102,11 @@ def linear_kernel(
 def linear(
     x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, tile: Tile, num_programs: int
 ) -> torch.Tensor:
-    """Return x W^T + bias by tiles of one shape. All tensors are contiguous and of one type."""
+    """Return x W^T + bias by tiles of one shape. All tensors are contiguous and of one type.
+
+    K is the hidden size of a model, its intermediate size, or its heads times head_dim. One that is no multiple of 16
+    makes rows that are not aligned. They are read element by element and spill registers: right, but slow.
+    """
     (M, K), N = x_MK.shape, len(weight_NK)
     out_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
     grid = (min(num_programs, triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n)),)
@@ -127,10 +140,10 @@ class ExactLinear:
     tiles: tuple[Tile, ...] = TILES
 
     @classmethod
-    def of(cls, device: torch.device) -> ExactLinear:
-        """The tiles for a GPU."""
+    def of(cls, device: torch.device, dtype: torch.dtype) -> ExactLinear:
+        """The products of a type on a GPU."""
         num_programs = torch.cuda.get_device_properties(device).multi_processor_count
-        return cls(num_programs, TILES if torch.cuda.get_device_capability(device) in _LARGE else TILES[1:])
+        return cls(num_programs, tiles_for(torch.cuda.get_device_capability(device), dtype))
 
     def __call__(
         self, x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
@@ -140,8 +153,8 @@ class ExactLinear:
 
     def tile_for(self, M: int, N: int) -> Tile:
         """The tile with which the busiest multiprocessor is done first. Few large tiles leave many without work."""
-        if NARROW.m >= M:
-            return NARROW
+        if self.tiles[-1].m >= M:
+            return self.tiles[-1]
 
         def time(tile: Tile) -> int:
             num_tiles = -(-M // tile.m) * -(-N // tile.n)
@@ -159,7 +172,7 @@ class ExactLinear:
             torch.randn(size, generator=generator, device="cpu").to(device, dtype)
             for size in ((160, K), (288, K))
         )
-        expected_MN = linear(x_MK, weight_NK, None, NARROW, self.num_programs)
+        expected_MN = linear(x_MK, weight_NK, None, self.tiles[-1], self.num_programs)
         return all(
             torch.equal(linear(x_MK[first:], weight_NK, None, tile, self.num_programs), expected_MN[first:])
             for tile in self.tiles

@@ -119,20 +119,24 @@ def rope_configuration(num_heads: int, num_kv_heads: int, head_dim: int, has_nor
     )
 
 
-def linear_configuration(tile: linear.Tile, has_bias: bool = False) -> Configuration:
-    """`linear_kernel`. Some GPUs are too small for the largest tile."""
-    large = [arch for arch in SHARED_NBYTES if divmod(arch, 10) in linear._LARGE]
+def linear_configuration(
+    tile: linear.Tile, element: str = "bf16", *, has_bias: bool = False, even_k: bool = True
+) -> Configuration:
+    """`linear_kernel`, for the GPUs that have the tile. K is a multiple of 16, and of K_CHUNK with `even_k`."""
+    dtype = ELEMENTS[element]
     return Configuration(
-        name=f"linear-{tile.m}x{tile.n}{'-bias' if has_bias else ''}",
+        name=f"linear-{tile.m}x{tile.n}-{element}{'-bias' * has_bias}{'' if even_k else '-odd'}",
         kernel=linear.linear_kernel,
-        types=pointers("bf16", "x", "weight", "out", *["bias"] * has_bias) | dict.fromkeys("MNK", "i32"),
+        types=pointers(element, "x", "weight", "out", *["bias"] * has_bias) | dict.fromkeys("MNK", "i32"),
         divisible=("N", "K"),
         constants={"BM": tile.m, "BN": tile.n, "BK": linear.K_CHUNK, "GROUP": linear.GROUP}
-        | {"HAS_BIAS": has_bias, "EVEN_K": True}
+        | {"HAS_BIAS": has_bias, "EVEN_K": even_k}
         | ({} if has_bias else {"bias": None}),
-        archs=large if tile is linear.WIDE else [*SHARED_NBYTES],
-        options=same_everywhere(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False),
-        has_products=True,
+        archs=[arch for arch in SHARED_NBYTES if tile in linear.tiles_for(divmod(arch, 10), dtype)],
+        options=same_everywhere(
+            num_warps=tile.num_warps, num_stages=tile.num_stages * 2 // dtype.itemsize, enable_fp_fusion=False
+        ),
+        has_products=element != "fp32",
     )
 
 
@@ -248,8 +252,11 @@ CONFIGURATIONS = [
     rope_configuration(16, 2, 256, has_norm=True),
     linear_configuration(linear.NARROW),
     linear_configuration(linear.NARROW, has_bias=True),
+    linear_configuration(linear.NARROW, even_k=False),
     linear_configuration(linear.WIDE),
     linear_configuration(linear.MEDIUM),
+    *(linear_configuration(tile, "fp16") for tile in linear.TILES),
+    linear_configuration(linear.FLOAT32, "fp32"),
     sample_configuration("drawn", all_greedy=False),
     sample_configuration("greedy", all_greedy=True),
     pages_configuration(scatter=False),

@@ -11,20 +11,39 @@ from torch.nn.functional import linear as torch_linear
 from shared.engine.triton_kernels import require_exact
 from shared.errors import ConfigError
 from shared.kernels.triton import linear as module
-from shared.kernels.triton.linear import MEDIUM, NARROW, TILES, WIDE, ExactLinear, Tile, linear
+from shared.kernels.triton.linear import (
+    FLOAT32,
+    MEDIUM,
+    NARROW,
+    TILES,
+    WIDE,
+    ExactLinear,
+    Tile,
+    linear,
+    tiles_for,
+)
 from tests.device import device
 from tests.token_engine import token_model_config
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
-tiles = pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.m}x{tile.n}")
 SHAPES = [(1, 1, 1), (3, 70, 40), (65, 33, 64), (129, 300, 200), (64, 256, 128)]
 
 
-TOLERANCE = {torch.float32: 1e-4}
-if device().type == "cuda":  # float32 needs more shared memory than a wide tile has
-    TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3}
+CAPABILITY = (9, 0)
+if device().type == "cuda":
+    TOLERANCE |= {torch.bfloat16: 1e-2}
+    CAPABILITY = torch.cuda.get_device_capability(device())
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+tiles = pytest.mark.parametrize(
+    ("tile", "dtype"),
+    [
+        pytest.param(tile, dtype, id=f"{tile.m}x{tile.n}-{dtype}")
+        for dtype in TOLERANCE
+        for tile in tiles_for(CAPABILITY, dtype)
+    ],
+)
 
 
 def operands(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,7 +52,6 @@ def operands(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return x, weight, bias
 
 
-@dtypes
 @tiles
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "plain"])
 @pytest.mark.parametrize(("M", "N", "K"), SHAPES)
@@ -45,14 +63,13 @@ def test_linear(M: int, N: int, K: int, has_bias: bool, tile: Tile, dtype: torch
         torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@dtypes
 @tiles
 def test_a_row_has_the_same_bits_among_any_number_of_others(tile: Tile, dtype: torch.dtype) -> None:
     x, weight, bias = operands(200, 70, 136, dtype)
-    together = linear(x, weight, bias, tile, 3)
+    exact, together = ExactLinear(3, tiles_for(CAPABILITY, dtype)), linear(x, weight, bias, tile, 3)
     for first, num in ((0, 1), (199, 1), (70, 63), (70, 64), (70, 65), (7, 150)):
         rows = slice(first, first + num)
-        assert torch.equal(ExactLinear(3)(x[rows], weight, bias), together[rows]), (first, num)
+        assert torch.equal(exact(x[rows], weight, bias), together[rows]), (first, num)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +88,21 @@ def test_no_tile_leaves_most_multiprocessors_idle(M: int, N: int, tile: Tile) ->
     assert ExactLinear(132).tile_for(M, N) is tile
 
 
+@pytest.mark.parametrize("M", [1, 64, 2048])
+def test_float32_has_tiles_of_its_own(M: int) -> None:
+    """WIDE and MEDIUM spill registers in float32, and the gates compile FLOAT32 alone for it."""
+    assert ExactLinear(132, tiles_for((9, 0), torch.float32)).tile_for(M, 4096) is FLOAT32
+
+
 DEPTHS = [40, 128]
 
 
 @dtypes
 def test_the_tiles_are_compared_on_the_device_itself(dtype: torch.dtype) -> None:
-    assert ExactLinear(7).same_bits([72], dtype, device())
+    assert ExactLinear(7, tiles_for(CAPABILITY, dtype)).same_bits([72], dtype, device())
 
 
-@tiles
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.m}x{tile.n}")
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_tile_with_other_bits_is_refused(depth: int, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(x: torch.Tensor, weight: torch.Tensor, bias: None, used: Tile, num: int) -> torch.Tensor:
