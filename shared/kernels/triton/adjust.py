@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 8192
-"""Logits of a row that a program of the vocab mask reads at a time."""
 LIST = 1024
 """Biases or tokens that are applied at a time."""
 
@@ -154,11 +152,11 @@ def add_biases(
 
 
 def apply_vocab_mask(
-    logits_SV: torch.Tensor, entries_G: torch.Tensor, allowed_GW: torch.Tensor, block: int = BLOCK
+    logits_SV: torch.Tensor, entries_G: torch.Tensor, allowed_GW: torch.Tensor, block: int
 ) -> None:
     """Set the logits of rows `entries_G` whose bit of `allowed_GW` (int32) is 0 to -inf, in place.
 
-    A row that is left without a token gets 0 for every allowed one.
+    A row that is left without a token gets 0 for every allowed one. A program has one row, `block` logits at a time.
     """
     vocab_mask_kernel[(len(entries_G),)](
         logits_SV,

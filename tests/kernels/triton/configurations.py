@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shared.engine.triton_ops import TritonTokens
 from shared.kernels.triton import (
     adjust,
     attention,
@@ -157,7 +158,12 @@ def sample_configuration(name: str, all_greedy: bool) -> Configuration:
             "V": "i32",
         },
         divisible=("V",),
-        constants={"ALL_GREEDY": all_greedy, "NUM_BLOCKS": 64, "BLOCK": sampling.BLOCK, "FEW": sampling.FEW}
+        constants={
+            "ALL_GREEDY": all_greedy,
+            "NUM_BLOCKS": 64,
+            "BLOCK": TritonTokens().block,
+            "FEW": TritonTokens().few,
+        }
         | (dict.fromkeys(drawn) if all_greedy else {}),
         options=same_everywhere(num_warps=16, enable_fp_fusion=False),
     )
@@ -222,7 +228,7 @@ OTHERS = [
         types=pointers("fp32", "logits") | pointers("i64", "entries") | pointers("i32", "allowed")
         | dict.fromkeys("VW", "i32"),
         divisible=("V",),
-        constants={"BLOCK": adjust.BLOCK},
+        constants={"BLOCK": TritonTokens().block},
         options=same_everywhere(num_warps=16, enable_fp_fusion=False),
     ),
 ]  # fmt: skip
@@ -247,15 +253,13 @@ CONFIGURATIONS = [
     norm_configuration(4096, has_residual=False),
     norm_configuration(1000, has_residual=True),
     rope_configuration(32, 8, 128, has_norm=False),
-    rope_configuration(16, 8, 128, has_norm=True),
+    rope_configuration(32, 8, 128, has_norm=True),
     rope_configuration(32, 32, 96, has_norm=False),
     rope_configuration(16, 2, 256, has_norm=True),
-    linear_configuration(linear.NARROW),
-    linear_configuration(linear.NARROW, has_bias=True),
-    linear_configuration(linear.NARROW, even_k=False),
-    linear_configuration(linear.WIDE),
-    linear_configuration(linear.MEDIUM),
+    *(linear_configuration(tile) for tile in linear.TILES),
+    *(linear_configuration(tile, has_bias=True) for tile in linear.TILES),
     *(linear_configuration(tile, "fp16") for tile in linear.TILES),
+    linear_configuration(linear.NARROW, even_k=False),
     linear_configuration(linear.FLOAT32, "fp32"),
     sample_configuration("drawn", all_greedy=False),
     sample_configuration("greedy", all_greedy=True),

@@ -1,26 +1,47 @@
-"""Call each launcher as on an H200, and compare what Triton would compile with `configurations.py`.
+"""Run whole forwards as on an H200, and compare what Triton would compile with `configurations.py`.
 
 `python -m tests.kernels.triton.launches` prints each launch that no configuration describes. Nothing is compiled or
-launched: Triton's driver is a fake, and its cache hook says that another process will compile.
+launched: Triton's driver is a fake, its cache hook says that another process will compile, and tensors are on torch's
+meta device. So a forward or its sampling that waits for a value raises, and so does one that mixes host and device.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from shared.kernels.triton import adjust, linear, norm, pages, resolve, rope, sampling, silu_mul
-from shared.kernels.triton.attention import PagedAttention
+from shared.engine.start.batches import EVERYTHING, GREEDY, Extend
+from shared.engine.triton_kernels import make_triton_kernels
+from shared.kernels.triton.linear import ExactLinear
+from shared.kernels.triton.pages import copy_pages
 from tests.kernels.triton.configurations import CONFIGURATIONS
 from tests.kernels.triton.cubins import Configuration
+from tests.meta_rig import META, MetaRig
+from tests.token_engine import token_model_config
 
 ARCH = 90
-CPU = torch.device("cpu")
+MODEL = replace(
+    token_model_config(),
+    vocab_size=151936,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+)
+"""One layer of an 8B."""
+FORWARDS: list[tuple[list[Extend], list[tuple[int, int]]]] = [
+    *(([Extend(0, 0, [0] * length)], []) for length in (1, 16, 256, 2048)),
+    ([], [(0, 40)]),
+    ([Extend(0, 3, [0, 0])], [(1, 7), (2, 70)]),
+]
+"""An argument of 1 would be a constant, and the binary another one."""
 
 
 class NoGpu:
@@ -40,13 +61,13 @@ class NoGpu:
 class Launches:
     """Every launch that came along, and what is wrong with it."""
 
-    num: int = 0
-    faults: list[str] = field(default_factory=list)
+    kernels: set[str] = field(default_factory=set)
+    faults: dict[str, None] = field(default_factory=dict)
 
     def hook(self, *, fn: Any, compile: dict[str, Any], **_: object) -> bool:
         """True: do not compile."""
-        self.num += 1
         kernel = fn.jit_function
+        self.kernels.add(kernel.__name__)
         names = kernel.arg_names
         types = {name: kind for name, kind in compile["signature"].items() if kind != "constexpr"}
         constants = {names[at]: value for (at,), value in compile["constants"].items()}
@@ -55,9 +76,8 @@ class Launches:
         seen = types, constants, aligned, options
         listed = [expected(each, options) for each in CONFIGURATIONS if each.kernel is kernel]
         if seen not in listed:
-            self.faults.append(
-                f"{kernel.__name__}:\n  {seen}\nis none of\n" + "\n".join(f"  {e}" for e in listed)
-            )
+            fault = f"{kernel.__name__}:\n  {seen}\nis none of\n" + "\n".join(f"  {e}" for e in listed)
+            self.faults[fault] = None
         return True
 
 
@@ -72,58 +92,46 @@ def expected(configuration: Configuration, seen: dict[str, Any]) -> tuple[object
     )
 
 
-def launch_all(T: int) -> None:
-    """The shapes of an 8B, with T tokens and few pages."""
-    bf16, int64 = {"dtype": torch.bfloat16}, {"dtype": torch.int64}
-    ids, floats = torch.zeros(T, **int64), torch.zeros(T)
-    x, weight = torch.zeros(T, 4096, **bf16), torch.zeros(4096, **bf16)
-    kv = torch.zeros(4, 8, 16, 128, **bf16)
-    attention = PagedAttention(
-        num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, device=CPU,
-        workspace_nbytes=1 << 20,
-    )  # fmt: skip
-    qkv = torch.zeros(T, 48, 128, **bf16)
-    attention(qkv[:, :32], kv, kv.clone(), torch.zeros(64, dtype=torch.int32))
-    norm.add_norm(x, x.clone(), weight, 1e-5)
-    norm.add_norm(x, None, weight, 1e-5)
-    cos, sin = rope.rotary(ids, torch.zeros(64), torch.bfloat16)
-    rope.norm_rope_write(qkv, 8, None, 1e-5, cos, sin, ids, ids.clone(), kv, kv.clone())
-    silu_mul.silu_mul(torch.zeros(T, 2 * 14336, **bf16))
-    for tile in linear.TILES:
-        linear.linear(x, torch.zeros(64, 4096, **bf16), None, tile, 4)
-    linear.linear(x, torch.zeros(64, 4096, **bf16), torch.zeros(64, **bf16), linear.NARROW, 4)
-    resolve.resolve(ids, ids.clone(), ids.clone(), ids.clone())
-    logits = torch.zeros(T, 151936)
-    drawn = sampling.Params(
-        floats, ids.clone(), floats.clone(), floats.clone(), torch.zeros(T, dtype=torch.float64)
-    )
-    for params in (None, drawn):
-        sampling.sample(logits, params, ids, ids.clone())
-    counts = torch.zeros(4, 151936, dtype=torch.int32)
-    adjust.penalize(logits, ids, ids, floats, floats, floats, counts, counts.bool())
-    adjust.add_biases(logits, (ids, ids, floats), (ids, ids))
-    adjust.apply_vocab_mask(logits, ids, torch.zeros(T, 4748, dtype=torch.int32))
-    pool = torch.zeros(4, 4, kv[0].nbytes, dtype=torch.uint8)
-    for scatter in (False, True):
-        pages.copy_pages(
-            pool,
-            range(4),
-            torch.zeros(4, T, pool.shape[2], dtype=torch.uint8),
-            torch.zeros(2 + T, **int64),
-            scatter=scatter,
-        )
+def launch_all() -> None:
+    """Forwards with every feature of sampling and without, for three kinds of projections, and copies of pages."""
+    for changes in ({}, {"qk_norm": True}, {"qkv_bias": True}):
+        model = replace(MODEL, **changes)
+        kernels = partial(make_triton_kernels, model, product=ExactLinear(132), numerics="")
+        rig = MetaRig(model, make_kernels=kernels, context_length=4096)
+        for extends, decodes in FORWARDS:
+            for params in (GREEDY, EVERYTHING):
+                rig.run(extends, decodes, params, with_grammars=params is EVERYTHING)
+    pages = torch.empty(4, 4, 2 * 8 * 16 * 128, dtype=torch.uint8, device=META)
+    for num_ids in (1, 16):
+        slot = torch.empty(4, num_ids, pages.shape[2], dtype=torch.uint8, device=META)
+        for scatter in (False, True):
+            copy_pages(
+                pages,
+                range(4),
+                slot,
+                torch.empty(2 + num_ids, dtype=torch.int64, device=META),
+                scatter=scatter,
+            )
+
+
+def require_device(*args: Any, **kwargs: Any) -> None:
+    """Refuse a launch with a tensor of the host."""
+    assert all(arg.device == META for arg in args if isinstance(arg, torch.Tensor)), "a pointer to the host"
 
 
 def main() -> int:
-    """1 if a launch has a fault."""
+    """1 if a launch has a fault, or if there is none of some kernel."""
     launches = Launches()
     triton.runtime.driver.set_active(NoGpu())
     triton.knobs.runtime.jit_cache_hook = launches.hook
-    for num_tokens in (1, 16):  # an argument of 1 would be a constant, and the binary another one
-        launch_all(num_tokens)
+    kernels = {configuration.kernel.__name__: configuration.kernel for configuration in CONFIGURATIONS}
+    for kernel in kernels.values():
+        kernel.add_pre_run_hook(require_device)
+    launch_all()
     print(*launches.faults, sep="\n")
-    print(f"{launches.num} launches, {len(launches.faults)} that no configuration describes")
-    return int(bool(launches.faults))
+    missing = sorted({*kernels} - launches.kernels)
+    print(f"{len(launches.faults)} launches that no configuration describes, not launched: {missing}")
+    return int(bool(launches.faults or missing))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The real forward and sampling on torch's `meta` device, which has shapes and no values.
+"""Neither the forward nor sampling by torch's operations waits for a value or mixes devices.
 
-An operation that needs a value on the host raises there, and so does one that mixes host and device. A GPU would wait
-at the first kind, and fail at the second.
+The test of Triton's launches shows the same of the kernels of a GPU (tests/kernels/triton/launches.py).
 """
 
 from __future__ import annotations
@@ -12,22 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from shared.config import CacheOptions, ScheduleOptions
-from shared.engine.model_runner import ModelRunner, SampledTensors
-from shared.engine.progress import Progress
-from shared.engine.start.batches import EVERYTHING, GREEDY, Extend, StartBatches
-from shared.engine.start.shape import EngineShape
-from shared.engine.torch_backend import TorchBackend
-from shared.engine.torch_ops import torch_kernels
-from shared.kvcache.pools import TokenToKVPool
-from shared.model.config import ModelConfig
+from shared.engine.model_runner import SampledTensors
+from shared.engine.start.batches import EVERYTHING, GREEDY, Extend
 from shared.model.decoder import Decoder
-from shared.model.dummy_weights import DummyWeights
 from shared.protocol.sampling_params import SamplingParams
+from tests.meta_rig import META, MetaRig
 from tests.token_engine import token_model_config
 
-META = torch.device("meta")
-PAGE_SIZE, NUM_ROWS = 8, 6
 MODELS = {
     "llama": token_model_config(),
     "qwen2": replace(token_model_config(), qkv_bias=True, num_heads=4, num_kv_heads=2),
@@ -35,46 +25,6 @@ MODELS = {
 }
 EXTENDS = [Extend(0, 16, [5, 6, 7]), Extend(3, 0, [8]), Extend(1, 0, [9, 10])]
 DECODES = [(2, 4), (4, 30)]
-
-
-class Rig:
-    def __init__(self, model: ModelConfig, decoder: type[Decoder] = Decoder) -> None:
-        shape = EngineShape(
-            name="meta",
-            model=model,
-            dtype=torch.bfloat16,
-            device=META,
-            cache=CacheOptions(page_size=PAGE_SIZE),
-            schedule=ScheduleOptions(max_running_requests=NUM_ROWS),
-            context_length=64,
-            decodes=True,
-        )
-        pool = TokenToKVPool(
-            num_pages=10,
-            page_size=PAGE_SIZE,
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=shape.dtype,
-            device=META,
-        )
-        weights = decoder.load(DummyWeights(0, META), model, dtype=shape.dtype, device=META)
-        backend = TorchBackend(torch_kernels(pool.device), weights, pool, Progress(), shape.forward_limits)
-        self.runner = ModelRunner(backend, NUM_ROWS, META)
-        self.batches = StartBatches(shape)
-
-    def run(
-        self,
-        extends: list[Extend],
-        decodes: list[tuple[int, int]],
-        params: SamplingParams,
-        *,
-        with_grammars: bool = False,
-    ) -> SampledTensors:
-        batch = self.batches.forward(extends, decodes, params)
-        batch = replace(batch, future_writes=tuple((row, 40) for row, _ in decodes[:1]))
-        mask = self.batches.mask_of(batch) if with_grammars else None
-        return self.runner.sample(self.runner.forward(batch), mask)
 
 
 def devices_of(sampled: SampledTensors) -> set[torch.device]:
@@ -108,7 +58,7 @@ def devices_of(sampled: SampledTensors) -> set[torch.device]:
 def test_nothing_waits_for_a_value_and_nothing_mixes_devices(
     model: str, params: SamplingParams, extends: list[Extend], decodes: list[tuple[int, int]]
 ) -> None:
-    rig = Rig(MODELS[model])
+    rig = MetaRig(MODELS[model])
     for with_grammars in (False, True):
         sampled = rig.run(extends, decodes, params, with_grammars=with_grammars)
         assert devices_of(sampled) == {META}
@@ -131,4 +81,4 @@ class MixesDevices(Decoder):
 @pytest.mark.parametrize("decoder", [LooksAtAValue, MixesDevices])
 def test_a_forward_that_does_either_is_caught(decoder: type[Decoder]) -> None:
     with pytest.raises((RuntimeError, NotImplementedError), match=r"meta|device"):
-        Rig(MODELS["llama"], decoder).run(EXTENDS, DECODES, GREEDY)
+        MetaRig(MODELS["llama"], decoder).run(EXTENDS, DECODES, GREEDY)
