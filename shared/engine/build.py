@@ -129,10 +129,10 @@ def build_engine(
                 )
 
             def bind(num_pages: int, num_host_pages: int = 0) -> BoundModel:
-                with _memory_of(device, "the KV pool"):
+                with _memory_of(device, "the KV pool with the workspace of attention"):
                     pool = _new_pool(shape, num_pages, new_page_mover(config.model.attention_backend, device))
+                    backend = model.bind(pool, progress, shape.forward_limits)
                 host_pool = new_host_pool(pool, num_host_pages)
-                backend = model.bind(pool, progress, shape.forward_limits)
                 cores = cpu_cores.pinned
                 if backend.has_threads:
                     cores = cores[:1]

@@ -66,16 +66,19 @@ class FailedLaunch:
         raise self.error
 
 
-def is_device_lost(error: Exception) -> bool:
-    """True for an error of the CUDA context (an illegal address, a device assert): every later call fails as well.
-
-    An allocation that fails, on the device or of pinned memory, leaves the context intact.
-    """
-    if str(error).startswith(_TRITON_ERROR):
-        return str(error) != f"{_TRITON_ERROR}out of memory"
-    return isinstance(error, torch.AcceleratorError) and (
-        getattr(error, "error_code", None) != _CUDA_ERROR_MEMORY_ALLOCATION
+def is_out_of_memory(error: Exception) -> bool:
+    """True for an allocation that failed, on the device or of pinned memory. The CUDA context is intact."""
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or str(error) == f"{_TRITON_ERROR}out of memory"
+        or getattr(error, "error_code", None) == _CUDA_ERROR_MEMORY_ALLOCATION
     )
+
+
+def is_device_lost(error: Exception) -> bool:
+    """True for an error of the CUDA context (an illegal address, a device assert): every later call fails as well."""
+    of_cuda = isinstance(error, torch.AcceleratorError) or str(error).startswith(_TRITON_ERROR)
+    return of_cuda and not is_out_of_memory(error)
 
 
 class ForwardStream(Protocol):

@@ -62,8 +62,8 @@ class PrefillAdder:
         self._reserved_tokens = sum(self._reserve(req) for req in running)
         self._short_prompt_share = options.short_prompt_share
         self._num_lookups = 0
-        self._rem_chunk_tokens = _beside(num_decodes, options.chunked_prefill_size)
-        self._rem_input_tokens = _beside(num_decodes, options.max_prefill_tokens)
+        self._rem_chunk_tokens = tokens_beside(num_decodes, options.chunked_prefill_size)
+        self._rem_input_tokens = tokens_beside(num_decodes, options.max_prefill_tokens)
         self._num_kept_rows = self._num_kept_pages = 0
         self.can_run: list[Req] = []
         self.chunked_req: Req | None = None
@@ -237,7 +237,8 @@ class PrefillAdder:
         return int(max(future, 0) * self._new_token_ratio)
 
 
-def _beside(num_decodes: int, budget: int) -> int:
+def tokens_beside(num_decodes: int, budget: int) -> int:
+    """The prompt tokens of a budget that a forward with a decode step of so many tokens may have."""
     return budget - min(num_decodes, budget // 2)
 
 

@@ -19,6 +19,7 @@ from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams, TokenBias
 from shared.scheduling.plan import ScheduleBatch, ScheduledReq
+from shared.scheduling.prefill_adder import tokens_beside
 from shared.scheduling.req import Req
 from shared.timeline import Role, Timeline
 
@@ -84,10 +85,11 @@ class StartBatches:
         return VocabMask(entries_G=np.arange(num_sampled), allowed_GW=allowed_GW)
 
     def largest(self) -> list[ModelWorkerBatch]:
-        """The forwards that need the most memory, with EVERYTHING: of most prompt tokens, and of most rows.
+        """The forwards that need the most memory, with EVERYTHING: of most prompt tokens, of most rows, and of both.
 
         The longest sequence of the first one fills the context. The decode step has as many tokens in all as one
-        whole context: Triton's attention needs the same memory for any, torch's needs more for more.
+        whole context: Triton's attention needs the same memory for any, torch's needs more for more. With mixed
+        chunks, a forward has prompt tokens beside a decode step, and may have more tokens than either alone.
         """
         shape = self._shape
         num_tokens = min(shape.max_extend_tokens, shape.context_length)
@@ -98,7 +100,12 @@ class StartBatches:
         found = [self.forward(extends, params=EVERYTHING)]
         if shape.decodes:
             last = max(shape.context_length // shape.num_rows, 1) - 1
-            found.append(self.forward([], [(row, last) for row in range(shape.num_rows)], EVERYTHING))
+            steps = [(row, last) for row in range(shape.num_rows)]
+            found.append(self.forward([], steps, EVERYTHING))
+            if shape.schedule.enable_mixed_chunk:
+                num_tokens = tokens_beside(len(steps) - 1, num_tokens)
+                extend = Extend(0, shape.context_length - num_tokens, [0] * num_tokens)
+                found.append(self.forward([extend], steps[1:], EVERYTHING))
         return found
 
     def usual(self) -> list[ModelWorkerBatch]:

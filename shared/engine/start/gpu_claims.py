@@ -67,7 +67,12 @@ class GpuClaim:
             fcntl.flock(self._loading, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        os.pwrite(self._loading, b"%*d" % (_DIGITS, os.getpid()), 0)
         return True
+
+    def loader(self) -> int:
+        """The process that loads on the GPU, or the last one that did; 0 if there was none."""
+        return int(os.pread(self._loading, _DIGITS, 0) or 0)
 
     def done_alone(self) -> None:
         """Let another node load on the GPU."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from shared import log
+from shared.engine.forward_stream import is_out_of_memory
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.start.batches import StartBatches
 from shared.engine.start.device_memory import CudaMemory, DeviceMemory, gpu_uuid
@@ -70,12 +71,17 @@ class GpuShare:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait until no other node loads on the GPU, and keep others from it. A node that dies leaves it at once."""
-        if not self._claim.try_alone():
-            log.event("waiting_for_gpu", device=self._shape.device, reason="another node loads on it")
-            self._on_progress("waiting for another node on the GPU", 0.0)
-            while not self._claim.try_alone():
-                self._sleep(POLL_S)
+        """Wait until no other node loads on the GPU, and keep others from it. A node that dies leaves it at once.
+
+        There is no deadline, since a large model may load for many minutes: the operator is told which process loads.
+        """
+        seen = None
+        while not self._claim.try_alone():
+            if (pid := self._claim.loader()) != seen:
+                log.event("waiting_for_gpu", device=self._shape.device, pid=pid, reason="it loads on the GPU")
+                seen = pid
+            self._on_progress(f"waiting for process {pid}, which loads on the GPU", 0.0)
+            self._sleep(POLL_S)
         try:
             yield
         finally:
@@ -117,7 +123,8 @@ class GpuShare:
             self._run(bound, self._batches.largest())
             scratch_nbytes = (NUM_SCRATCH_PAGES + 1) * shape.page_nbytes
             self._needs["activations"] = max(memory.peak() - self._needs["weights"] - scratch_nbytes, 0)
-            self._needs["graphs"] = max(bound.runner.measure_graphs(), 0)
+            with self._fitting("what CUDA graphs take"):
+                self._needs["graphs"] = max(bound.runner.measure_graphs(), 0)
         finally:
             bound.stream.close()
         self._needs["other"] = max(self._free_at_first - memory.free() - memory.held(), 0)
@@ -141,14 +148,17 @@ class GpuShare:
     def warm_up(self, bound: BoundModel) -> None:
         """Capture graphs, run each shape of forward over the scratch page, and move that: kernels are compiled."""
         self._on_progress("warming up", 0.0)
-        bound.runner.capture_graphs()
+        with self._fitting("what CUDA graphs take"):
+            bound.runner.capture_graphs()
         self._run(bound, [*self._batches.largest(), *self._batches.usual()])
-        pool = bound.pool
-        page = torch.empty(pool.gather_nbytes(1, 1), dtype=torch.uint8, device=pool.device)
-        pool.gather([0], 0, 1, page, seed=0)
-        pool.scatter([0], 0, 1, page, seed=0)
+        with self._fitting("a copy of a page"):
+            pool = bound.pool
+            page = torch.empty(pool.gather_nbytes(1, 1), dtype=torch.uint8, device=pool.device)
+            pool.gather([0], 0, 1, page, seed=0)
+            pool.scatter([0], 0, 1, page, seed=0)
         self._on_progress("testing", 0.0)
-        self_test(bound, self._shape, self._batches)
+        with self._fitting("the self test"):
+            self_test(bound, self._shape, self._batches)
 
     def close(self) -> None:
         """Leave the GPU to the other nodes."""
@@ -157,14 +167,23 @@ class GpuShare:
     def _run(self, bound: BoundModel, forwards: Sequence[ModelWorkerBatch]) -> None:
         """Run forwards one after the other. Raises ConfigError when one does not fit."""
         for batch in forwards:
-            try:
+            size = f"{int(batch.lengths_B.sum())} tokens and {len(batch.rows_B)} rows"
+            with self._fitting(f"a forward of {size}"):
                 bound.stream.sample(bound.stream.submit(batch), self._batches.mask_of(batch)).wait()
-            except torch.OutOfMemoryError as error:
-                raise ConfigError(
-                    f"{self._shape.name} does not fit on {self._shape.device}: {self._list_of_needs()}, and a "
-                    f"forward of {int(batch.lengths_B.sum())} tokens and {len(batch.rows_B)} rows does not fit "
-                    "beside them; lower --chunked-prefill-size, --max-running-requests or --context-length"
-                ) from error
+
+    @contextmanager
+    def _fitting(self, what: str) -> Iterator[None]:
+        """Raise ConfigError, with the numbers, when memory runs out: torch's allocator, CUDA and Triton say so."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"{self._shape.name} does not fit on {self._shape.device}: {self._list_of_needs()}, and {what} does "
+                "not fit beside them; lower --chunked-prefill-size, --max-running-requests, --context-length or "
+                "--cuda-graph-max-bs"
+            ) from error
 
     def _share(self) -> int:
         """Bytes that this node may take in all."""

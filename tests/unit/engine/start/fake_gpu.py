@@ -101,12 +101,19 @@ class FakeModel:
     context: int = 0
     graphs: int = 0
     """Bytes that capturing takes."""
+    fails_at: str = ""
+    """The step of the start, or the number of the forward, at which memory runs out."""
+    error: Exception = field(default_factory=RuntimeError)
     bound: list[int] = field(default_factory=list)
     forwards: list[ModelWorkerBatch] = field(default_factory=list)
     mover: CountingMover = field(default_factory=CountingMover)
 
     def load(self) -> None:
         self.memory.alloc(self.shape.weights_nbytes)
+
+    def reach(self, step: str) -> None:
+        if step == self.fails_at:
+            raise self.error
 
     def bind(self, num_pages: int) -> BoundModel:
         self.bound.append(num_pages)
@@ -137,9 +144,11 @@ class FakeRunner:
     captured: int = 0
 
     def measure_graphs(self) -> int:
+        self.model.reach("measure_graphs")
         return self.model.graphs
 
     def capture_graphs(self) -> None:
+        self.model.reach("capture_graphs")
         self.model.memory.alloc(self.model.graphs)
         self.captured = self.model.graphs
 
@@ -154,6 +163,7 @@ class FakeStream:
 
     def submit(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
         memory, nbytes = self.model.memory, int(batch.lengths_B.sum()) * self.model.per_token
+        self.model.reach(f"forward {len(self.model.forwards)}")
         if not memory.context:
             memory.take_context(self.model.context)
         memory.alloc(nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,6 +115,16 @@ def test_one_node_takes_nine_tenths_in_all(host: Host) -> None:
     assert host.progress == ["measuring memory", "warming up", "testing"]
 
 
+def test_a_chunk_beside_a_decode_step_is_measured_where_there_are_any(host: Host) -> None:
+    """It has half of a chunk beside a decode step, which is larger here than either alone."""
+    schedule = replace(SHAPE.schedule, chunked_prefill_size=8)
+    for mixed in (False, True):
+        node = host.node(replace(SHAPE, schedule=replace(schedule, enable_mixed_chunk=mixed)))
+        node.share.measure(node.model.bind)
+        sizes = [(int(batch.lengths_B.sum()), batch.num_decodes) for batch in node.model.forwards]
+        assert sizes == [(8, 0), (8, 8), (4 + 7, 7)][: 2 + mixed]
+
+
 @pytest.mark.parametrize("decodes", [True, False])
 def test_the_largest_forwards_are_measured_with_everything(host: Host, decodes: bool) -> None:
     shape = replace(SHAPE, decodes=decodes)
@@ -191,7 +202,7 @@ def test_a_node_waits_while_another_loads(host: Host) -> None:
     host.time.at.append((3.0, lambda: loading.__exit__(None, None, None)))
     with second.share.alone():
         assert host.time.now == pytest.approx(3.0, abs=0.3)
-    assert host.progress == ["waiting for another node on the GPU"]
+    assert {*host.progress} == {f"waiting for process {os.getpid()}, which loads on the GPU"}
 
 
 def test_given_fractions_are_kept_in_any_order(host: Host) -> None:
@@ -291,6 +302,7 @@ def test_one_node_loads_at_a_time(tmp_path: Path) -> None:
     first, second = GpuClaim(tmp_path), GpuClaim(tmp_path)
     assert first.try_alone()
     assert not second.try_alone()
+    assert second.loader() == os.getpid()
     first.done_alone()
     assert second.try_alone()
     second.close()  # as the kernel does for a process that dies
@@ -324,6 +336,45 @@ def test_a_forward_that_does_not_fit_is_refused_with_its_size(host: Host) -> Non
     with pytest.raises(
         ConfigError, match=r"a forward of 512 tokens and 8 rows does not fit.*--chunked-prefill-size"
     ):
+        node.start()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("Tried to allocate 2.00 GiB"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=["torch", "triton"],
+)
+@pytest.mark.parametrize(
+    ("step", "what"),
+    [
+        ("measure_graphs", "CUDA graphs"),
+        ("forward 0", "a forward of 512 tokens"),
+        ("capture_graphs", "CUDA graphs"),
+        ("the last forward", "the self test"),
+    ],
+)
+def test_memory_that_runs_out_anywhere_is_refused_with_the_numbers(
+    host: Host, tmp_path: Path, step: str, what: str, error: Exception
+) -> None:
+    if step == "the last forward":
+        sound = Host(tmp_path / "sound" / "gpu").node()
+        sound.start()
+        step = f"forward {len(sound.model.forwards) - 1}"
+    node = host.node()
+    node.model.fails_at, node.model.error = step, error
+    with pytest.raises(
+        ConfigError, match=rf"tiny does not fit on cuda:0: weights .*{what}.* not fit beside.*lower"
+    ):
+        node.start()
+
+
+def test_another_error_of_a_start_stays_what_it_is(host: Host) -> None:
+    node = host.node()
+    node.model.fails_at, node.model.error = "capture_graphs", RuntimeError("an illegal memory access")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
         node.start()
 
 
