@@ -96,7 +96,10 @@ class CudaRuntime:
         """Take another `library` and `driver` where this process's are not meant. LinkError: there are none."""
         self._device = device
         self._enter = threads.enter
-        library, driver = library or _loaded_library(), driver or _driver()
+        library, driver = (
+            library or loaded_library(Path("/proc/self/maps").read_text()),
+            driver or _library("libcuda.so.1"),
+        )
         address, size = ctypes.c_void_p, ctypes.c_size_t
         self._forget_error = library.cudaGetLastError
         self._error_string = library.cudaGetErrorString
@@ -200,18 +203,21 @@ class _DeviceArray:
         }
 
 
-def _loaded_library() -> ctypes.CDLL:
-    """The libcudart of this process: another one would have another state. LinkError: there is none."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.rpartition(" ")[2]
-        if "/libcudart.so" in path:
-            return ctypes.CDLL(path)
+def loaded_library(maps: str) -> ctypes.CDLL:
+    """The libcudart of a process with these /proc/PID/maps: another one would have another state.
+
+    LinkError: there is none.
+    """
+    for line in maps.splitlines():
+        path = "/" + line.partition("/")[2]
+        if Path(path).name.startswith("libcudart.so"):
+            return _library(path)
     raise LinkError("torch has loaded no libcudart")
 
 
-def _driver() -> ctypes.CDLL:
-    """The libcuda of this process. LinkError: there is none."""
+def _library(name: str) -> ctypes.CDLL:
+    """LinkError: it cannot be loaded."""
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL(name)
     except OSError as error:
         raise LinkError(str(error)) from None

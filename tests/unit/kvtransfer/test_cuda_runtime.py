@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
+import shutil
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
-from shared.kvtransfer.transports.cuda_runtime import CudaRuntime
+from shared.kvtransfer.transports.cuda_runtime import CudaRuntime, loaded_library
 
 GPU = torch.device("cuda", 1)
 ADDRESS, MAPPED_NBYTES = 0x7F00_0000_0000, 4096
@@ -131,6 +134,26 @@ def test_a_slot_that_ends_on_any_thread_is_freed_on_its_device(
     stranger.start()
     stranger.join()
     assert library.calls == ["stranger enters", name]
+
+
+MAPPED = "7f00-7f10 r-xp 00000000 08:01 12345  {}\n"
+
+
+def test_the_library_is_the_one_that_is_mapped_whatever_its_folder_is_called(tmp_path: Path) -> None:
+    path = tmp_path / "two words" / "libcudart.so.12"
+    path.parent.mkdir()
+    shutil.copy(_ctypes.__file__, path)
+    maps = "7f20-7f30 rw-p 00000000 00:00 0 \n" + MAPPED.format("/usr/lib/libc.so.6") + MAPPED.format(path)
+    library = loaded_library(maps)
+    _ctypes.dlclose(library._handle)  # type: ignore[attr-defined]  # or other tests find a libcudart in this process
+    assert library._name == str(path)
+
+
+def test_a_library_that_cannot_be_loaded_leaves_the_next_transport() -> None:
+    with pytest.raises(LinkError, match="cannot open shared object"):
+        loaded_library(MAPPED.format("/gone/libcudart.so.12 (deleted)"))
+    with pytest.raises(LinkError, match="torch has loaded no libcudart"):
+        loaded_library(MAPPED.format("/libcudart.so.folder/libc.so.6"))
 
 
 @pytest.mark.parametrize("failing", ["cuPointerGetAttribute", "torch"])
