@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 from shared.cli import add_fleet_flags, add_log_flags, add_net_flags, add_node_flags, make_parser, node_config
 from shared.timeline import Role
@@ -20,8 +19,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_fleet_flags(parser)
     add_log_flags(parser)
     config = node_config(parser, argv)
-    if config.net.fixed_role:  # nothing will ever decode here, so nothing is retracted to host memory
-        config = replace(config, schedule=replace(config.schedule, retract_policy="recompute"))
     # Torch takes seconds to import: --help and a wrong flag do not wait for it.
     from shared.engine.node_process import run_node
 

@@ -109,8 +109,9 @@ class CacheOptions:
     disable_radix_cache: bool = flag(False, "do not keep prefixes for later requests")
     host_kv_tokens: int | None = flag(
         None,
-        "host memory for the KV of requests that a decode node retracts; 0: none; None: as large as the KV pool, at "
-        "most 4 GiB, and none on a CPU unless --retract-policy is host",
+        "host memory for the KV of requests that a decode node retracts, which a prefill node has too unless "
+        "--fixed-role; 0: none; None: as large as the KV pool, at most 4 GiB, and none on a CPU unless "
+        "--retract-policy is host",
         whole(0),
         "TOKENS",
     )

@@ -96,7 +96,8 @@ def build_engine(
 ) -> Engine:
     """Load the model, measure, size the KV pool, bind, warm up, test (ADR 32). The calling thread will schedule.
 
-    `decodes` is False for a node that never runs a decode step. Raises ConfigError (ModelError for the folder).
+    `decodes` is False for a node that never runs a decode step, and so retracts nothing to host memory. Raises
+    ConfigError (ModelError for the folder).
     """
     folder = resolve_model(config.model.model, with_weights=False)
     shape = EngineShape.of(config, load_model_config(folder), decodes)
@@ -148,7 +149,9 @@ def build_engine(
             share.measure(bind)
             on_progress("allocating KV pages", 1.0)
             num_pages = share.num_pages()
-            num_host_pages = resolve_num_host_pages(config, num_pages, shape.page_nbytes, device)
+            num_host_pages = (
+                resolve_num_host_pages(config, num_pages, shape.page_nbytes, device) if decodes else 0
+            )
             bound = bind(num_pages, num_host_pages)
             share.warm_up(bound)
         undo.pop_all()

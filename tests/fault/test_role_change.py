@@ -104,7 +104,9 @@ def fleet_is_clean(fleet: Fleet) -> None:
         node.assert_clean_log()
 
 
-@pytest.mark.parametrize(("flags", "host_kv_mib"), [((), 150), (("--fixed-role",), 0)])
+@pytest.mark.parametrize(
+    ("flags", "host_kv_mib"), [((), 150), (("--fixed-role", "--host-kv-tokens", "64"), 0)]
+)
 def test_a_prefill_node_has_the_memory_of_a_decode_node_unless_its_role_is_fixed(
     flags: tuple[str, ...], host_kv_mib: int, slow_model: SlowModel, tmp_path: Path
 ) -> None:

@@ -190,6 +190,18 @@ class TestBuildEngine:
         assert progress[0] == ("loading weights", 0.0)
         assert progress[-1] == ("allocating KV pages", 1.0)
 
+    @pytest.mark.parametrize(("decodes", "num_host_pages"), [(True, 5), (False, 0)])
+    def test_a_node_that_never_decodes_has_no_host_pages(
+        self, folder: Path, decodes: bool, num_host_pages: int
+    ) -> None:
+        config = NodeConfig(
+            model=ModelOptions(model=str(folder), device="cpu", cpu_cores=CpuCores(1)),
+            cache=CacheOptions(page_size=8, max_total_tokens=800, host_kv_tokens=40),
+        )
+        engine = build_engine(config, lambda what, fraction: None, decodes=decodes)
+        assert engine.ledger.host.num_pages == num_host_pages
+        engine.close()
+
     def test_dummy_weights_need_a_config_alone(self, folder: Path, tmp_path: Path) -> None:
         """Nodes of one seed may exchange pages, those of two may not."""
         shutil.copy(folder / "config.json", tmp_path)
