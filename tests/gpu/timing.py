@@ -12,6 +12,8 @@ import torch
 
 SLEEP_CYCLES = 60_000_000
 """About 30 ms of a GPU, in which the host queues the work that is timed: its launches are no part of the times."""
+LONGEST_PAUSES = 32
+"""No pause is so many times SLEEP_CYCLES. The host waits then for a full queue of the GPU, not for launches."""
 
 
 def seconds_of(
@@ -23,22 +25,30 @@ def seconds_of(
 ) -> float:
     """The median time of `run(i)`, which queues work and does not wait. `i` chooses buffers that no cache holds.
 
-    The times are between events of the current stream, queued behind a pause. In a dry run it is the time of
-    one call.
+    The times are between events of the current stream, queued behind a pause, which is doubled until it outlasts the
+    launches. Raises RuntimeError where no pause does. In a dry run it is the time of one call.
     """
     if device == "cpu":
         return _host_seconds(run)
     for i in range(warm_up):
         run(i)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)
-    events[0].record()
-    for i in range(repeats):
-        run(i)
-        events[i + 1].record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
+    pauses = 1
+    while pauses < LONGEST_PAUSES:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(pauses * SLEEP_CYCLES)
+        events[0].record()
+        for i in range(repeats):
+            run(i)
+            events[i + 1].record()
+        is_queued = not events[0].query()
+        torch.cuda.synchronize()
+        if is_queued:
+            return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
+        pauses *= 2
+    raise RuntimeError(
+        f"{repeats} launches of what is timed outlast a pause of {pauses // 2 * SLEEP_CYCLES} cycles"
+    )
 
 
 def _host_seconds(run: Callable[[int], Any]) -> float:
