@@ -24,6 +24,7 @@ from tests.sim.streams.plants import (
     OneHostBlock,
     ResultsOnSideStream,
     ScatterWithoutEvent,
+    UploadsOfOneBlock,
 )
 from tests.sim.streams.scenarios import first_of, happenings, scenarios
 from tests.sim.streams.tensors import DEVICE, FakeTorch
@@ -54,7 +55,13 @@ PLANTED = {
     "no event between a scatter and a forward": (Parts(new_mover=ScatterWithoutEvent), {}, ""),
     "a scatter that raises and runs on": (
         Parts(new_mover=MoverThatRunsOn),
-        {"happenings": happenings("no memory"), "schedule": st.builds(Schedule, st.integers(0, 2**16))},
+        {
+            "happenings": happenings("no memory"),
+            "schedule": st.builds(Schedule, st.integers(0, 2**16)),
+            "num_reqs": st.just(5),
+            "tokens": st.just(48),
+            "overlap": st.just(True),  # many scatters
+        },
         "",
     ),
     "a copy that is not behind the making of its slot": (
@@ -66,6 +73,11 @@ PLANTED = {
         Parts(new_inputs=OneHostBlock),
         {"overlap": st.just(True)},
         "",
+    ),
+    "a host block of sampling parameters filled before its copy": (
+        Parts(make_stream=UploadsOfOneBlock),
+        {"overlap": st.just(True)},
+        "instead of",
     ),
     "a copy on the default stream": (
         Parts(make_stream=CopiesOnDefaultStream),

@@ -74,6 +74,8 @@ class TokenBackend:
         future_map: FutureMap,
     ) -> torch.Tensor:
         token_ids_S = logits_SV[:, 0].clone()
+        if inputs.draws is not None:
+            token_ids_S = drawn_token(token_ids_S, inputs.draws.temperatures_S, inputs.draws.uniforms_S)
         future_map.store(rows_S, token_ids_S)
         return token_ids_S
 
@@ -87,6 +89,13 @@ class TokenBackend:
     def _launch(self, name: str, kernel: Callable[..., None], *tensors: torch.Tensor) -> None:
         arrays = [tensor.backing.numpy() for tensor in tensors]  # type: ignore[attr-defined]
         self._torch.launch(name, partial(kernel, *arrays), tensors)
+
+
+def drawn_token(
+    likeliest_S: torch.Tensor, temperatures_S: torch.Tensor, uniforms_S: torch.Tensor
+) -> torch.Tensor:
+    """The likeliest token, and one that depends on the uniform where the temperature is not 0."""
+    return (likeliest_S + (temperatures_S > 0) * (uniforms_S * VOCAB_SIZE).long()) % VOCAB_SIZE
 
 
 def _write_kv(k: np.ndarray, v: np.ndarray, ids: np.ndarray, pages: np.ndarray, offsets: np.ndarray) -> None:

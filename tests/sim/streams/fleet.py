@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
+from shared.engine.collect_sampling import uniform
 from shared.engine.forward_stream import CudaForwardStream
 from shared.engine.input_block import InputBlock
 from shared.kvcache import page_digest
@@ -31,10 +32,17 @@ from shared.protocol.transfer_messages import Grant
 from tests.cluster import Cluster, Node
 from tests.fake_network import FakeNetwork, Faults
 from tests.sim.streams.device import FakeGpu, Schedule
-from tests.sim.streams.engine import MakeStream, NewInputs, NewMover, streams_engine, triton_mover
+from tests.sim.streams.engine import (
+    MakeStream,
+    NewInputs,
+    NewMover,
+    drawn_token,
+    streams_engine,
+    triton_mover,
+)
 from tests.sim.streams.links import GpuLinkFactory
 from tests.sim.streams.tensors import DeviceTensor, FakeTorch
-from tests.token_engine import reference_tokens
+from tests.token_engine import next_token
 
 PAGE_SIZE = 4
 CONTEXT_LENGTH = 96
@@ -185,9 +193,11 @@ class Fleet:
         shared, own = [rng.randrange(8, 900) for _ in range(9)], random.Random(100 + number)
         ids = [*shared, *(own.randrange(8, 900) for _ in range(3 + 5 * (number % 3)))]
         length = 6 + 7 * (number % 2)
-        params = SamplingParams(max_new_tokens=length, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(
+            max_new_tokens=length, temperature=float(number % 2), seed=number, ignore_eos=True
+        )
         key = self._cluster.router.submit(f"r{number}", ids, params, "p0", "d0")
-        self._wanted[key] = reference_tokens(ids, length, eos=None)
+        self._wanted[key] = _reference_tokens(ids, params)
 
     def _befall(self, happening: Happening) -> None:
         cluster = self._cluster
@@ -236,6 +246,15 @@ class Fleet:
         for node in self._cluster.live:
             audit_idle(node.engine.ledger)
             _check_cached_pages(node)
+
+
+def _reference_tokens(ids: list[int], params: SamplingParams) -> list[int]:
+    """What any order of streams must produce. Every second request samples, which takes parameters to the device."""
+    ids, num_input_ids = list(ids), len(ids)
+    for position in range(params.max_new_tokens):
+        drawn = next_token(ids), params.temperature, uniform(params.seed, position)
+        ids.append(int(drawn_token(*map(torch.tensor, drawn))))
+    return ids[num_input_ids:]
 
 
 def _check_cached_pages(node: Node) -> None:

@@ -21,7 +21,7 @@ from shared.engine.forward_stream import (
 from shared.engine.input_block import InputBlock
 from shared.engine.model_runner import Forwarded, ModelRunner
 from shared.engine.sampling_inputs import VocabMask
-from shared.engine.uploads import StartCopy
+from shared.engine.uploads import StartCopy, Uploads
 from shared.kernels.triton.pages import TritonPageMover
 from shared.kvcache.allocator import PageAllocator
 from shared.kvcache.host_pages import PageCopy
@@ -73,12 +73,36 @@ class OneHostBlock(InputBlock):
     def __init__(
         self, nbytes: int, num_rows: int, page_size: int, device: torch.device, start_copy: StartCopy
     ) -> None:
-        def copy(to: torch.Tensor, source: torch.Tensor) -> Passed:
-            start_copy(to, source)
-            return Passed()
-
-        super().__init__(nbytes, num_rows, page_size, device, copy)
+        super().__init__(nbytes, num_rows, page_size, device, without_event(start_copy))
         del self._ring._hosts[1:], self._ring._copied[1:]
+
+
+class OneUploadBlock(Uploads):
+    """The same for the parameters of sampling."""
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        tensors = super().send(arrays)
+        if self._ring is not None:
+            del self._ring._hosts[1:], self._ring._copied[1:]
+        return tensors
+
+
+class UploadsOfOneBlock(CudaForwardStream):
+    """Samples by a runner with OneUploadBlock."""
+
+    def __init__(self, runner: ModelRunner, host_pool: HostKVPool | None, gpu: FakeGpu) -> None:
+        super().__init__(runner, host_pool, gpu)
+        runner._uploads = OneUploadBlock(DEVICE, without_event(gpu.start_copy))
+
+
+def without_event(start_copy: StartCopy) -> StartCopy:
+    """Copies that count as done when they are queued."""
+
+    def copy(to: torch.Tensor, source: torch.Tensor) -> Passed:
+        start_copy(to, source)
+        return Passed()
+
+    return copy
 
 
 class ScatterWithoutEvent(TritonPageMover):
