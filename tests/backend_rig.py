@@ -12,7 +12,7 @@ import torch
 
 from shared.engine.backends import LoadedModel, NativeModel, load_model
 from shared.engine.future_map import FutureMap
-from shared.engine.input_block import ForwardLimits
+from shared.engine.input_block import BlockShape, ForwardLimits, InputBlock
 from shared.engine.model_runner import ModelBackend
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.progress import Progress
@@ -115,6 +115,11 @@ def batch_of(extends: dict[int, tuple[int, Sequence[int]]], decodes: dict[int, i
     # A row's pages lie backwards, so that none follows the one before.
     tables = 1 + np.arange(NUM_ROWS * PAGES_A_ROW, dtype=np.int32).reshape(NUM_ROWS, -1)[:, ::-1]
     return batch_over(tables, PAGE_SIZE, extends, decodes)
+
+
+def block_words(batch: ModelWorkerBatch, page_size: int, work: np.ndarray) -> torch.Tensor:
+    """The input block of a batch on the host, int32."""
+    return InputBlock(0, NUM_ROWS, page_size, CPU, None).fill(batch, BlockShape.of(batch), work).words
 
 
 def batch_over(

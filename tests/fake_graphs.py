@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shared.engine.forward_batch import ForwardBatch
-from shared.engine.input_block import BlockShape, Header
+from shared.engine.input_block import BlockShape
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.torch_ops import TorchOps
 from shared.kernels.reference import extend_attention
+from shared.kernels.triton.attention_work import Header
 from shared.model.ops import Rotary
 
 

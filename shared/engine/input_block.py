@@ -1,6 +1,6 @@
 """The inputs of a forward in one block, at places that a captured graph can know.
 
-    header        int32 [16]: `Header`
+    header        int32 [4]: `Header`
     per token     int64 [T] each: input_ids, positions, out_pages, out_offsets, hidden_rows
     per sequence  int64 [B] each: future_rows, future_tokens, seq_lens, rows, last_tokens
     page table    int32 [number of sequences, stride]
@@ -14,7 +14,6 @@ the address of the block, which never changes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import torch
@@ -22,20 +21,10 @@ import torch
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.uploads import BlockRing, StartCopy
+from shared.kernels.triton.attention_work import Header
 
-HEADER_NBYTES = 64
+HEADER_NBYTES = 16
 _PER_TOKEN = _PER_SEQUENCE = 5
-
-
-class Header(IntEnum):
-    """Words of the header. Numbers are those of the forward, without padding; places count words of the block."""
-
-    NUM_TOKENS = 0
-    NUM_SEQUENCES = 1
-    NUM_SAMPLED = 2
-    PAGE_TABLE = 3
-    TABLE_STRIDE = 4
-    WORK = 5
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -136,15 +125,9 @@ class InputBlock:
         host = ring.fill()[:nbytes]
         words = host.view(np.int32)
         table, end_of_table = shape.table_at // 4, shape.table_at // 4 + table_BP.size
-        words[: HEADER_NBYTES // 4] = 0
-        words[: len(Header)] = (
-            len(batch.input_ids) + batch.num_decodes,
-            len(batch.rows_B),
-            len(batch.sampled_B),
-            table,
-            table_BP.shape[1],
-            end_of_table,
-        )
+        words[Header.PAGE_TABLE] = table
+        words[Header.TABLE_STRIDE] = table_BP.shape[1]
+        words[Header.WORK] = end_of_table
         self._fill_numbers(host[HEADER_NBYTES : shape.table_at].view(np.int64), batch, shape)
         words[table:end_of_table] = table_BP.reshape(-1)
         words[end_of_table:] = work

@@ -20,7 +20,7 @@ from shared.engine.penalties import penalize
 from shared.engine.sampling_inputs import PenaltyInputs
 from shared.kernels.reference import write_kv
 from shared.model import layers
-from tests.backend_rig import batch_over
+from tests.backend_rig import batch_over, block_words
 from tests.gpu.limits import measured
 from tests.gpu.rows import figure
 from tests.gpu.steps import Place, Report
@@ -127,7 +127,6 @@ def attention(tensors: Tensors, of: Attended) -> Pair:
     """One layer's attention over pages in random order, against torch's over K and V that lie together."""
     from shared.engine.triton_attention import TritonAttention
     from shared.kernels.triton.attention import PagedAttention
-    from shared.kernels.triton.attention_work import block_words
 
     small, place = tensors.place.is_dry, tensors.place
     sequences, heads = (2, 4) if small and of.sequences > 1 else (of.sequences, 4 if small else HEADS)
@@ -151,7 +150,7 @@ def attention(tensors: Tensors, of: Attended) -> Pair:
     decodes = dict.fromkeys(range(sequences), start) if length == 1 else {}
     batch = batch_over(table_BP, PAGE_SIZE, extends, decodes)
     work = TritonAttention(kernel).work(batch)
-    words = torch.from_numpy(block_words(batch.page_table_BP, work)).to(place.device)
+    words = block_words(batch, PAGE_SIZE, work).to(place.device)
     k_pages, v_pages = (tensors.one(sequences * pages, kv_heads, PAGE_SIZE, HEAD_DIM) for _ in range(2))
     q = tensors.one(sequences * length, heads, HEAD_DIM)
     q_BHLD = tensors.one(sequences, heads, length, HEAD_DIM)
@@ -292,15 +291,9 @@ def silu(tensors: Tensors, tokens: int) -> Pair:
     return Pair(
         what=f"SiLU-mul, {tokens} tokens",
         ours=lambda i: silu_mul(gates[i % len(gates)]),
-        theirs=lambda i: torch_silu_mul(gates[i % len(gates)]),
+        theirs=lambda i: layers.silu_mul(gates[i % len(gates)]),
         nbytes=1.5 * gates[0].nbytes,
     )
-
-
-def torch_silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU's product in two operations."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def product(tensors: Tensors, tokens: int) -> Pair:

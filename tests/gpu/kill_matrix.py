@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.device import device
-from tests.fault.matrix.cells import Cell, Fault, Transport
+from tests.fault.matrix.cells import Cell, Fault
 from tests.fault.matrix.fleet_nodes import Computing, computing_here, make_matrix_model
 from tests.fault.matrix.holding import Stage
 from tests.fault.matrix.matrix import Matrix
@@ -45,4 +45,4 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
 @pytest.mark.parametrize(("fault", "stage"), CUT, ids=[f"{fault}, {stage}" for fault, stage in CUT])
 def test_kill_matrix(matrix: Matrix, fault: Fault, stage: Stage) -> None:
     with matrix.mended():
-        print(matrix.run(Cell(fault, stage, Transport.SHM)))
+        print(matrix.run(Cell(fault, stage, TRANSPORT)))

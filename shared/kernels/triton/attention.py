@@ -34,9 +34,9 @@ from shared.kernels.triton.attention_work import MERGE_ROWS, SPLIT
 HEADER_WORDS: tl.constexpr = tl.constexpr(work.HEADER_WORDS)
 ITEM_WORDS: tl.constexpr = tl.constexpr(work.ITEM_WORDS)
 MERGE_WORDS: tl.constexpr = tl.constexpr(work.MERGE_WORDS)
-PAGE_TABLE_WORD: tl.constexpr = tl.constexpr(work.PAGE_TABLE_WORD)
-TABLE_STRIDE_WORD: tl.constexpr = tl.constexpr(work.TABLE_STRIDE_WORD)
-WORK_WORD: tl.constexpr = tl.constexpr(work.WORK_WORD)
+PAGE_TABLE_WORD: tl.constexpr = tl.constexpr(int(work.Header.PAGE_TABLE))
+TABLE_STRIDE_WORD: tl.constexpr = tl.constexpr(int(work.Header.TABLE_STRIDE))
+WORK_WORD: tl.constexpr = tl.constexpr(int(work.Header.WORK))
 
 WORKSPACE_NBYTES = 128 << 20
 """The default bound on the states of cut tiles. Tiles that find no room are not cut, which costs time alone."""

@@ -17,6 +17,7 @@ Shapes: B sequences, L tiles, I items, M merges, P pages of a sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
@@ -25,9 +26,17 @@ MERGE_ROWS = 16
 
 HEADER_WORDS = ITEM_WORDS = MERGE_WORDS = 8
 """int32 words. 32 bytes, so that an item lies in one memory sector."""
-PAGE_TABLE_WORD, TABLE_STRIDE_WORD, WORK_WORD = 3, 4, 5
-"""Words of a forward's input block (int32) that say where its page table [B, P] begins, its P, and where the work
-begins. Places are counted in words."""
+
+
+class Header(IntEnum):
+    """The first words of a forward's input block, int32. Places count words of the block."""
+
+    PAGE_TABLE = 0
+    """Where the page table [B, P] begins."""
+    TABLE_STRIDE = 1
+    """Its P."""
+    WORK = 2
+    """Where the work begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +103,6 @@ def attention_work(
         items_I8[longest_first].astype(np.int32),
         _merges(tiles_L3[cut_L], num_rows_L[cut_L], workspace_L[cut_L], splits_L[cut_L]),
     )
-
-
-def block_words(page_table_BP: np.ndarray, work: np.ndarray) -> np.ndarray:
-    """Return an input block with nothing in it but what the kernels read, int32."""
-    words = np.zeros(16 + page_table_BP.size + len(work), dtype=np.int32)
-    words[PAGE_TABLE_WORD], words[TABLE_STRIDE_WORD] = 16, page_table_BP.shape[1]
-    words[WORK_WORD] = 16 + page_table_BP.size
-    words[16 : words[WORK_WORD]] = page_table_BP.reshape(-1)
-    words[words[WORK_WORD] :] = work
-    return words
 
 
 def most_words(

@@ -45,7 +45,8 @@ class Cell:
 
     fault: Fault
     stage: Stage
-    transport: Transport
+    transport: str
+    """As /fleet names it."""
 
     def __str__(self) -> str:
         return f"{self.fault} / {self.stage} / {self.transport}"

@@ -14,10 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from shared.engine.triton_attention import TritonAttention
 from shared.errors import ConfigError
 from shared.kernels.reference import extend_attention
 from shared.kernels.triton.attention import PagedAttention
-from shared.kernels.triton.attention_work import SPLIT, attention_work, block_words
+from shared.kernels.triton.attention_work import SPLIT
+from tests.backend_rig import batch_over, block_words
 from tests.device import device
 
 pytestmark = pytest.mark.usefixtures("beside_device")
@@ -61,6 +63,7 @@ class PagedKV:
         shuffled = 1 + torch.randperm(sum(num_pages) + 2, generator=generator)
         self.table_BP = np.zeros((len(lengths), max(num_pages) + 1), dtype=np.int32)
         shape = (len(shuffled) + 1, heads.K, heads.S, heads.D)
+        self.page_size = heads.S
         self.pages = [torch.full(shape, torch.nan, dtype=heads.dtype) for _ in range(2)]
         for b, count in enumerate(num_pages):
             self.table_BP[b, :count] = shuffled[sum(num_pages[:b]) :][:count]
@@ -74,16 +77,12 @@ class PagedKV:
         self, kernels: PagedAttention, q_THD: torch.Tensor, starts: Sequence[int], lengths: Sequence[int]
     ) -> torch.Tensor:
         """By the kernels, for the sequences in their order."""
-        work = attention_work(
-            np.array(starts),
-            np.array(lengths),
-            group=kernels.group,
-            num_kv_heads=kernels.num_kv_heads,
-            block_m=kernels.block_m,
-            num_programs=kernels.num_programs,
-            workspace_rows=kernels.workspace_rows,
-        )
-        words = torch.from_numpy(block_words(self.table_BP[: len(starts)], work.words()))
+        extends = {
+            row: (start, [0] * length)
+            for row, (start, length) in enumerate(zip(starts, lengths, strict=True))
+        }
+        batch = batch_over(self.table_BP, self.page_size, extends, {})
+        words = block_words(batch, self.page_size, TritonAttention(kernels).work(batch))
         k_pages, v_pages = (pages.to(DEVICE) for pages in self.pages)
         return kernels(q_THD.to(DEVICE), k_pages, v_pages, words.to(DEVICE)).cpu()
 

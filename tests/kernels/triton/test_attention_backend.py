@@ -16,7 +16,7 @@ import torch
 from shared.engine.attention import AttentionBackend, TorchAttention
 from shared.engine.cuda_graphs import Graphs
 from shared.engine.future_map import FutureMap
-from shared.engine.input_block import BlockShape, ForwardLimits, Header
+from shared.engine.input_block import BlockShape, ForwardLimits
 from shared.engine.progress import Progress
 from shared.engine.torch_backend import TorchBackend
 from shared.engine.torch_ops import torch_kernels
@@ -136,8 +136,3 @@ def test_decode_steps_and_chunks_leave_the_bits_of_one_extend(
     assert torch.equal(engine.kv(0, LENGTH), whole[1])
     assert torch.equal(engine.kv(1, 79), whole[1][:, :, :79])
     assert sum(graph.num_replays for graph in engine.graph_pool.graphs) == (10 if shapes else 0)
-
-
-def test_the_kernels_read_the_header_of_the_block() -> None:
-    words = attention_work.PAGE_TABLE_WORD, attention_work.TABLE_STRIDE_WORD, attention_work.WORK_WORD
-    assert words == (Header.PAGE_TABLE, Header.TABLE_STRIDE, Header.WORK)

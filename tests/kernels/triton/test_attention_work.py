@@ -13,7 +13,6 @@ from shared.kernels.triton.attention_work import (
     SPLIT,
     AttentionWork,
     attention_work,
-    block_words,
     most_words,
 )
 
@@ -100,12 +99,3 @@ def test_few_long_sequences_are_cut_and_many_are_not() -> None:
 def test_the_longest_items_come_first() -> None:
     ends = work_of([(0, 300)], 8, 1, 0).items_I8[:, 6]
     assert (np.diff(ends) <= 0).all()
-
-
-def test_block_words() -> None:
-    work = work_of([(5, 2), (9, 1)], 1, 1, 0).words()
-    table_BP = np.array([[7, 8, 9], [1, 2, 3]], dtype=np.int32)
-    words = block_words(table_BP, work)
-    table, stride, at = words[3:6]
-    assert words[table : table + 6].tolist() == [7, 8, 9, 1, 2, 3] and stride == 3
-    assert words[at:].tolist() == work.tolist() and work[:2].tolist() == [2, 0]
