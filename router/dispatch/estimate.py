@@ -111,6 +111,11 @@ class RequestEstimates:
         """The number of sequences on `node`. Those of other routers are as of its latest Pong."""
         return self._counts.seqs.of(node)
 
+    def has_pages(self, node: Node) -> bool:
+        """Whether `node` has a place for what it does not hold of the sequence."""
+        num_pages = ceil(self.num_missing_tokens(node) / node.page_size)
+        return self._counts.used_pages.of(node) + num_pages <= node.load.num_pages
+
     def load(self, node: Node) -> int:
         """Tokens that wait for their prefill on a prefill node; sequences on a decode node."""
         return self._counts.queued_tokens.of(node) if node.role is Role.PREFILL else self.num_seqs(node)
@@ -157,10 +162,7 @@ class RequestEstimates:
     def place_s(self, node: Node) -> float:
         """What a place on a decode node costs: its neighbours there, and the wait for pages that are not free."""
         neighbours_s = TOKENS_AHEAD * self.num_seqs(node) / self._decode_tokens_per_s
-        num_pages = self._counts.used_pages.of(node) + ceil(self.num_missing_tokens(node) / node.page_size)
-        return (
-            neighbours_s if num_pages <= node.load.num_pages else 2 * neighbours_s + node.load.reserve_wait_s
-        )
+        return neighbours_s if self.has_pages(node) else 2 * neighbours_s + node.load.reserve_wait_s
 
     def first_token(self, node: Node) -> FirstToken | None:
         """When the prompt is computed, if `node` does it. None while no node has measured how fast it prefills."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil
 from random import Random
 from typing import Protocol
 
@@ -134,7 +134,7 @@ class Placement:
         prefills = [prefill for prefill in prefills if like is None or prefill.numerics == like.prompt]
         prefill = self._choose(request, prefills) if prefills else None
         decodes = _preferred(decodes, avoid, like)
-        decode = self._choose(request, decodes, request.prefill_s(prefill) if prefill is not None else inf)
+        decode = self._choose(request, decodes, request.prefill_s(prefill) if prefill is not None else None)
         wanted = min(wanted, _room(decode) - num_known)
         max_new_tokens = num_outputs + wanted
         if decode.ref.incarnation in avoid:
@@ -168,10 +168,11 @@ class Placement:
         """So many suspects are tried at a time, since each takes a decode node from other work."""
         return max(1, len(self._fleet.live(Role.DECODE)) // 2)
 
-    def target(self, work: Work, source: Node) -> Node:
+    def target(self, work: Work, source: Node, refusals: Mapping[str, int]) -> Node:
         """The decode node to which a sequence moves that runs on `source`, not one that is shunned.
 
-        Raises RequestError if there is none.
+        Nodes that have pages for it come first, and of those the ones with the fewest `refusals`, by incarnation: a
+        target has its own margin, so it may refuse what fits by its Pong. Raises RequestError if there is no target.
         """
         num_tokens = len(work.input_ids) + work.params.max_new_tokens
         targets = [
@@ -184,7 +185,14 @@ class Placement:
         ]
         if not targets:
             raise self._refusal(work, again=True)
-        target = self._choose(self._estimates(work), targets)
+        request = self._estimates(work)
+        targets = [node for node in targets if request.has_pages(node)] or targets
+        fewest = min(refusals.get(node.ref.incarnation, 0) for node in targets)
+        targets = [node for node in targets if refusals.get(node.ref.incarnation, 0) == fewest]
+        last = self._last[Role.DECODE]
+        # The source has computed what is known of the sequence, and the target computes none of it.
+        moved = Candidates(request, targets, last, self._random, prefill_s=0.0, local_prefill_tokens=0)
+        target = self._policies[Role.DECODE](moved)
         self._last[Role.DECODE] = target.ref.node_id
         return target
 
@@ -192,7 +200,9 @@ class Placement:
         fleet = [*self._fleet.live(Role.PREFILL), *self._fleet.live(Role.DECODE)]
         return RequestEstimates(work, fleet, self._counts)
 
-    def _choose(self, request: RequestEstimates, nodes: Sequence[Node], prefill_s: float = inf) -> Node:
+    def _choose(
+        self, request: RequestEstimates, nodes: Sequence[Node], prefill_s: float | None = None
+    ) -> Node:
         """What the policy of their role chooses among `nodes`. Whether it takes part is decided later."""
         role = nodes[0].role
         last, local = self._last[role], self._local_prefill_tokens

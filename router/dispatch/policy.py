@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import ceil
 from random import Random
 
 from router.dispatch.estimate import RequestEstimates
@@ -38,15 +38,15 @@ class Candidates:
 
     `nodes` is not empty; they are live, of one role, and have room for the request. `last` is the node_id of the node
     that was chosen for the request before, in the same role. Where decode nodes are chosen from, `prefill_s` is how
-    long the prefill fleet would take to compute the prompt: infinite if it cannot. `local_prefill_tokens` decides
-    which of them compute it by themselves (`RequestEstimates.local_limit`).
+    long another node takes to compute the prompt; None: no other node can. `local_prefill_tokens` decides which of
+    them compute it by themselves (`RequestEstimates.local_limit`).
     """
 
     request: RequestEstimates
     nodes: Sequence[Node]
     last: str
     random: Random
-    prefill_s: float = inf
+    prefill_s: float | None = None
     local_prefill_tokens: int | None = None
 
 
@@ -120,9 +120,8 @@ def _prefill_s(candidates: Candidates, node: Node) -> float:
 
 
 def _decode_s(candidates: Candidates, node: Node) -> float:
-    request, prefill_s = candidates.request, candidates.prefill_s
-    is_local = request.local_limit(node, prefill_s, candidates.local_prefill_tokens) is not None
-    if is_local or prefill_s == inf:
+    request, prefill_s, most = candidates.request, candidates.prefill_s, candidates.local_prefill_tokens
+    if prefill_s is None or request.local_limit(node, prefill_s, most) is not None:
         first_token_s = request.local_prefill_s(node)
     else:
         first_token_s = max(prefill_s, request.transfer_s(node))

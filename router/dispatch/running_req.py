@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -139,7 +140,7 @@ class RunningReq:
         self.failover = Failover()
         self.moving: Attempt | None = None
         self.movable_at = now
-        self.num_failed_moves = 0
+        self.refused_moves: Counter[str] = Counter()
         self.left: Attempt | None = None
         self.left_until = 0
         self._num_attempts = 1

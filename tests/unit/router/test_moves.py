@@ -5,9 +5,20 @@ from __future__ import annotations
 import pytest
 
 from router.dispatch.failover import TRIAL_TOKENS
+from router.dispatch.policy import ttft
 from router.dispatch.running_req import RunningReq
 from shared.protocol.logprobs import LogprobParams, Logprobs
-from shared.protocol.messages import Cancel, Decode, Failed, Finish, Move, NodeLimits, ReqKey, TokenEntry
+from shared.protocol.messages import (
+    Cancel,
+    Decode,
+    Failed,
+    Finish,
+    Load,
+    Move,
+    NodeLimits,
+    ReqKey,
+    TokenEntry,
+)
 from tests.unit.router.dispatched import IDS, FakeNode, Fleet
 from tests.unit.router.test_failover import decode_of, kill, latest
 
@@ -53,6 +64,21 @@ def test_both_nodes_are_told() -> None:
     assert (decode.work.input_ids, decode.work.output_ids) == (IDS, (10, 11))
     assert (move.key, move.to_key, move.target) == (moving.key, moving.to_key, moving.target.ref)
     assert [moving.fleet.counts.seqs.of(n) for n in (moving.source, moving.target)] == [1, 1]
+
+
+def test_the_next_move_is_to_another_node_than_the_one_that_refused() -> None:
+    """A target needs more pages than the router knows of, so the node that refuses may still look like the best."""
+    fleet = Fleet(3, decode=ttft)
+    req = fleet.start()
+    source = decode_of(req)
+    others = [node for node in fleet.decodes if node is not source]
+    others[1].load = Load(num_running=20)
+    for node in (others[0], others[1], others[0]):
+        fleet.dispatcher.on_tokens(source, [TokenEntry(req.key, len(req.output_ids), (10,))])
+        fleet.dispatcher.move_held(source)
+        assert req.moving is not None and req.moving.nodes == (node,)
+        fleet.dispatcher.on_failed(node, Failed(req.moving.key, 503, "no room"))
+        fleet.wait(60)
 
 
 def test_each_position_is_sent_once() -> None:

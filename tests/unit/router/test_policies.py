@@ -274,8 +274,28 @@ def test_turns_are_those_of_the_nodes_that_took_part() -> None:
 
 def test_sequences_that_move_take_turns_too() -> None:
     fleet = Fleet(3, 0, decode=round_robin)
-    targets = [fleet.dispatcher._placement.target(WORK, fleet.decodes[0]) for _ in range(4)]
+    targets = [fleet.dispatcher._placement.target(WORK, fleet.decodes[0], {}) for _ in range(4)]
     assert [target.ref.node_id for target in targets] == ["d001", "d002"] * 2
+
+
+def test_a_sequence_moves_to_where_its_pages_have_room() -> None:
+    """Nothing is computed there, so what the idler node would compute sooner does not count."""
+    fleet = by_cost(1, 3)
+    source, full, roomy = fleet.decodes
+    full.load = Load(num_running=2, num_pages=4000, gen_throughput=1000.0)
+    roomy.load = Load(num_running=4, num_pages=4000, num_free_pages=3000, gen_throughput=1000.0)
+    assert fleet.dispatcher._placement.target(WORK, source, {}) is roomy
+    full.load = Load(num_running=2, num_pages=4000, num_evictable_pages=5, gen_throughput=1000.0)
+    assert fleet.dispatcher._placement.target(WORK, source, {}) is full
+
+
+def test_what_a_move_costs_is_the_transfer_and_the_place() -> None:
+    """Neither the rate of prefills nor --local-prefill-tokens counts, since the target computes nothing of it."""
+    fleet = by_cost(1, 3, local=2 * len(IDS))
+    source, idle, busy = fleet.decodes
+    for node, running, rate in ((idle, 1, 10.0), (busy, 20, 10_000.0)):
+        node.load = Load(num_running=running, num_pages=4000, num_free_pages=4000, prefill_tokens_per_s=rate)
+    assert fleet.dispatcher._placement.target(WORK, source, {}) is idle
 
 
 def test_a_place_costs_the_next_tokens_of_its_neighbours() -> None:
