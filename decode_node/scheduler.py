@@ -124,17 +124,15 @@ class DecodeScheduler:
                 case ReceiveFailed():
                     self._receive_failed(event)
         for sent in self._sender.poll():
+            if isinstance(sent, SendEnded):
+                self._vitals.count_transfer(sent.nbytes, sent.seconds, ok=sent.ok)
+            if self.lending.hear(sent):
+                continue
             match sent:
-                case Ready(key) if key in self.lending:
-                    self.lending.ready(sent)
                 case Ready():
                     self.moves.ready(sent)
-                case SendEnded(key):
-                    self._vitals.count_transfer(sent.nbytes, sent.seconds if sent.ok else 0.0)
-                    if key in self.lending:
-                        self.lending.ended(sent)
-                    else:
-                        self._move_ended(sent)
+                case SendEnded():
+                    self._move_ended(sent)
 
     def _start(self, message: Decode) -> None:
         if self._trial.excludes_others:

@@ -129,20 +129,18 @@ class PrefillScheduler:
                 case ReceiveFailed():
                     self.fetches.failed(event)
         for sent in self._sender.poll():
+            if isinstance(sent, SendEnded):
+                self._vitals.count_transfer(sent.nbytes, sent.seconds, ok=sent.ok)
+            if self.lending.hear(sent):
+                continue
             match sent:
-                case Ready(key) if key in self.lending:
-                    self.lending.ready(sent)
                 case Ready(key, prefix_pages):
                     self._admit(key, prefix_pages)
                 case ReadyOverdue(key) if (req := self.bootstrap_queue.get(key)) is not None:
                     if key not in self.fetches:  # else it might be computed while its pages come
                         self.run_ahead.add(req)
-                case SendEnded(key):
-                    self._vitals.count_transfer(sent.nbytes, sent.seconds if sent.ok else 0.0)
-                    if key in self.lending:
-                        self.lending.ended(sent)
-                    else:
-                        self._transfer_ended(sent)
+                case SendEnded():
+                    self._transfer_ended(sent)
 
     def _hand_back(self) -> None:
         """Let go of the requests that hold no KV yet: their routers send them to other nodes."""

@@ -16,17 +16,22 @@ class MovingRate:
     def __init__(self, prior: float) -> None:
         self._work = prior * PRIOR_WEIGHT_S
         self._seconds = PRIOR_WEIGHT_S
-        self.is_measured = False
+        self._is_measured = False
 
     @property
     def per_second(self) -> float:
         """The present estimate; always positive."""
         return self._work / self._seconds
 
+    @property
+    def measured(self) -> float:
+        """The present estimate; 0 until something was measured."""
+        return self.per_second if self._is_measured else 0.0
+
     def observe(self, work: float, seconds: float) -> None:
         """`work` took `seconds`. A measurement of no time or no work is ignored."""
         if work <= 0 or seconds <= 0:
             return
-        self.is_measured = True
+        self._is_measured = True
         self._work = self._work * DECAY + work
         self._seconds = self._seconds * DECAY + seconds

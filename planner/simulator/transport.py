@@ -118,15 +118,15 @@ class Transport:
         self._egress_free[sender] = self._ingress_free[to] = end
         self._egress_busy_s[sender] += end - start
         self._ingress_busy_s[to] += end - start
-        self.loop.at(end, self._sent, sender, offer)
+        self.loop.at(end, self._sent, sender, offer, nbytes)
         latency_s = self.model.pages_latency_s
         if latency_s is None:
             latency_s = self.draw(self.model.latency_s)
         self.loop.at(end + latency_s, self._arrive, sender, to, offer, nbytes)
 
-    def _sent(self, sender: str, offer: Offer) -> None:
+    def _sent(self, sender: str, offer: Offer, nbytes: int) -> None:
         if sender in self._senders:
-            self._senders[sender].on_sent(offer)
+            self._senders[sender].on_sent(offer, nbytes)
 
     def _arrive(self, sender: str, to: str, offer: Offer, nbytes: int) -> None:
         receiver = self._receivers.get(to)
@@ -203,7 +203,7 @@ class SimSender(_Side):
     def open(self, key: ReqKey, peer_id: str) -> None:
         """As KVSender does."""
         assert key not in self._transfers and key not in self._over, f"{key} opened twice"
-        self._transfers[key] = SendTransfer(key, peer_id, self._clock(), None)
+        self._transfers[key] = SendTransfer(key, peer_id, 1, self._clock(), None)
         self._check_alive(peer_id)
         for message in self._early.pop(key, ()):
             self.on_message(peer_id, message)
@@ -267,13 +267,14 @@ class SimSender(_Side):
         transfer = self._transfers.get(key)
         if transfer is None or transfer.state is SendState.ENDED:
             return 0, 1
-        return transfer.num_units_sent, len(transfer.page_ids)
+        return transfer.num_pages_sent, len(transfer.page_ids)
 
-    def on_sent(self, offer: Offer) -> None:
-        """The pages of an offer have left."""
+    def on_sent(self, offer: Offer, nbytes: int) -> None:
+        """The pages of an offer have left, if its transfer has not ended."""
         transfer = self._transfers.get(offer.key)
-        if transfer is not None:
-            transfer.num_units_sent += offer.num_pages
+        chunk = Chunk(offer.first_page, offer.num_pages, 0, 1)
+        if transfer is not None and transfer.begin_gather(chunk) is not None:
+            transfer.end_gather(chunk, nbytes, self._clock())
 
     def break_off(self, key: ReqKey) -> None:
         """A fault: the link of this transfer breaks now."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import nlargest
-from math import ceil
+from math import ceil, inf
 from statistics import median
 
 from router.dispatch.node_counts import NodeCounts
@@ -192,7 +192,8 @@ class RequestEstimates:
         lender = next((one for one in lenders if is_linked(one, node)), lenders[0])
         num_pages = self.num_cached_pages(lender)
         nbytes = (num_pages - held) * node.page_size * node.kv_nbytes_per_token
-        seconds = FETCH_S + nbytes / self._rate(lender, transfer_rate, PRIOR_TRANSFER_BYTES_PER_S)
+        bytes_per_s = self._rate(lender, transfer_rate, PRIOR_TRANSFER_BYTES_PER_S)
+        seconds = FETCH_S + nbytes / min(bytes_per_s, _slow_bytes_per_s(lender, node))
         rate = self._rate(node, prefill_rate, PRIOR_PREFILL_TOKENS_PER_S)
         wait_s = self._counts.queued_tokens.of(node) / rate
         num_left = self.num_tokens - num_pages * node.page_size
@@ -237,6 +238,15 @@ def is_linked(lender: Node, borrower: Node) -> bool:
     return any(link.peer == to and not link.incoming for link in lender.load.links)
 
 
+def _slow_bytes_per_s(lender: Node, borrower: Node) -> float:
+    """What `borrower` gets from `lender`, while their link is much slower than its rehearsal. Else infinite."""
+    of = lender.ref.incarnation
+    return min(
+        (link.slow_gb_s * 1e9 for link in borrower.load.links if link.peer == of and link.slow_gb_s > 0),
+        default=inf,
+    )
+
+
 def prefill_rate(load: Load) -> float:
     """Prompt tokens a second; 0 if the node has not measured it."""
     return min(load.prefill_tokens_per_s, MAX_TOKENS_PER_S)
@@ -244,7 +254,7 @@ def prefill_rate(load: Load) -> float:
 
 def transfer_rate(load: Load) -> float:
     """Bytes of KV a second; 0 if the node has not measured it."""
-    return load.kv_bytes_transferred / load.kv_transfer_s if load.kv_transfer_s > 0 else 0.0
+    return load.kv_bytes_per_s
 
 
 def _matchable_ids(work: Work) -> tuple[int, ...]:

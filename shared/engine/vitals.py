@@ -9,13 +9,15 @@ from shared.engine.progress import Progress
 from shared.kvcache.audit import LeakError, audit_idle
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import LinkReport, Load
-from shared.rates import PRIOR_PREFILL_TOKENS_PER_S, MovingRate
+from shared.rates import PRIOR_PREFILL_TOKENS_PER_S, PRIOR_TRANSFER_BYTES_PER_S, MovingRate
 from shared.scheduling.retraction import RetractionCounts
 from shared.timeline import Clock
 
 THROUGHPUT_WINDOW_S = 1.0
 MIN_MEASURED_TOKENS = 64
 """A shorter prefill takes as long as its launch, and tells nothing of a long one."""
+MIN_MEASURED_NBYTES = 1 << 20
+"""A smaller transfer takes as long as its messages, and tells nothing of a large one."""
 MAX_LEAK_CHARS = 300
 """Of the audit's finding, which every Pong repeats; the log has all of it."""
 
@@ -43,6 +45,7 @@ class Vitals:
         self.num_ahead_evicted_tokens = 0
         self.kv_bytes_transferred = 0
         self.kv_transfer_s = 0.0
+        self._transfer_rate = MovingRate(PRIOR_TRANSFER_BYTES_PER_S)
         self.prefill_busy_s = 0.0
         self._prefill_rate = MovingRate(PRIOR_PREFILL_TOKENS_PER_S)
 
@@ -58,10 +61,15 @@ class Vitals:
         self.num_jumped_tokens += num_jumped
         self._window_tokens += num_sampled + num_jumped
 
-    def count_transfer(self, nbytes: int, seconds: float) -> None:
-        """Count a transfer that has ended."""
+    def count_transfer(self, nbytes: int, seconds: float, *, ok: bool = True) -> None:
+        """Count a transfer that has ended.
+
+        A large one tells how fast they are here. One that failed tells nothing: it may have waited for a dead peer.
+        """
         self.kv_bytes_transferred += nbytes
         self.kv_transfer_s += seconds
+        if ok and nbytes >= MIN_MEASURED_NBYTES:
+            self._transfer_rate.observe(nbytes, seconds)
 
     def count_fetched(self, num_tokens: int) -> None:
         """Count prompt tokens whose KV another node has lent."""
@@ -134,12 +142,13 @@ class Vitals:
             num_free_host_pages=host.num_free,
             prefill_busy_s=self.prefill_busy_s,
             num_queued_tokens=num_queued_tokens,
-            prefill_tokens_per_s=self._prefill_rate.per_second if self._prefill_rate.is_measured else 0.0,
+            prefill_tokens_per_s=self._prefill_rate.measured,
             reserve_wait_s=reserve_wait_s,
             num_fetched_tokens=self.num_fetched_tokens,
             num_ahead_tokens=self.num_ahead_tokens,
             num_ahead_evicted_tokens=self.num_ahead_evicted_tokens,
             num_prompts=self.num_prompts,
+            kv_bytes_per_s=self._transfer_rate.measured,
         )
         if not idle:
             self._audited = False

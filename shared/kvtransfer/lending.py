@@ -22,7 +22,7 @@ from shared.kvcache.radix_cache import PrefixLock
 from shared.kvtransfer.layout import record_digest
 from shared.kvtransfer.peering import MAX_UNNAMED_PEERS, Peering
 from shared.kvtransfer.sender import KVSender
-from shared.kvtransfer.states import SendEnded
+from shared.kvtransfer.states import SendEnded, SendEvent
 from shared.protocol.messages import Lend, ReqKey
 from shared.protocol.transfer_messages import Handoff, Ready
 from shared.timeline import Clock
@@ -68,9 +68,6 @@ class Lending:
     def __len__(self) -> int:
         return len(self._loans)
 
-    def __contains__(self, key: ReqKey) -> bool:
-        return key in self._loans
-
     @property
     def offers_more(self) -> bool:
         """Whether the next `advance` has pages to offer."""
@@ -110,7 +107,18 @@ class Lending:
         latest = [*islice(reversed(self._borrowers.values()), MAX_UNNAMED_PEERS)]
         return len(latest) < MAX_UNNAMED_PEERS or latest[-1] <= lately
 
-    def ready(self, ready: Ready) -> None:
+    def hear(self, event: SendEvent) -> bool:
+        """Take an event of the sender; False if it is about none of the loans."""
+        if event.key not in self._loans:
+            return False
+        match event:
+            case Ready():
+                self._ready(event)
+            case SendEnded():
+                self._ended(event)
+        return True
+
+    def _ready(self, ready: Ready) -> None:
         """The borrower has reserved pages."""
         loan = self._loans[ready.key]
         end_page = min(ready.num_pages, len(loan.pages))
@@ -138,7 +146,7 @@ class Lending:
             if loan.next_page == loan.end_page:
                 self._sender.handoff(key, loan_record(key, loan.ids, loan.end_page, self._ledger.page_size))
 
-    def ended(self, ended: SendEnded) -> None:
+    def _ended(self, ended: SendEnded) -> None:
         """Release a loan, whose pages are not read any more. Corrupt pages are evicted, as they may be wrong here."""
         loan = self._loans.pop(ended.key)
         loan.lock.release()

@@ -69,7 +69,9 @@ class KVSender:
         """Begin a transfer to the node `peer_id`, which will ask for the pages of `key`. A key is opened once."""
         with self._lock:
             now = self._clock()
-            transfer = SendTransfer(key, peer_id, now, now + self._options.ready_timeout_s)
+            transfer = SendTransfer(
+                key, peer_id, self._own.layout.num_layers, now, now + self._options.ready_timeout_s
+            )
             self.transfers.open(transfer)
             if self._closed:
                 self._end(transfer, "this node is shutting down", tell_peer=False)
@@ -111,7 +113,7 @@ class KVSender:
             transfer = self._living(key)
             if transfer is None:
                 return 0, 1
-            return transfer.num_units_sent // self._own.layout.num_layers, len(transfer.page_ids)
+            return transfer.num_pages_sent, len(transfer.page_ids)
 
     def is_used_by(self, peer_id: str) -> bool:
         """Whether there is a transfer to this peer."""
@@ -199,7 +201,7 @@ class KVSender:
         with self._lock:
             transfer = self.transfers.get(key)
             assert transfer is not None, "a transfer is closed only after its last gather"
-            transfer.end_gather(chunk, nbytes)
+            transfer.end_gather(chunk, nbytes, self._clock())
             self._settle(transfer)
 
     # --------------------------------------------------------------------------------- under the lock

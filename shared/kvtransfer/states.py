@@ -28,7 +28,10 @@ from shared.protocol.transfer_messages import Handoff, Ready
 
 @dataclass(frozen=True, slots=True)
 class SendEnded:
-    """The last event of a key on a sending node: its pages may be freed. `seconds` count from the first offer."""
+    """The last event of a key on a sending node: its pages may be freed.
+
+    `seconds` count while offered pages are on their way. In between the next pages are computed.
+    """
 
     key: ReqKey
     ok: bool
@@ -114,18 +117,28 @@ class SendTransfer:
 
     key: ReqKey
     peer_id: str
+    num_layers: int
     opened_at: float
     deadline: float | None
     state: SendState = SendState.WAITING
     prefix_pages: int | None = None
     page_ids: list[int] = field(default_factory=list)
     nbytes: int = 0
-    num_units_sent: int = 0
+    _num_units: int = 0
     _overdue: bool = False
-    _started: float | None = None
+    _sends_since: float = 0.0
+    """The first offer since all pages before had been read."""
+    _read_at: float = 0.0
+    _seconds: float = 0.0
+    """How long pages were on their way before that offer."""
     _num_gathers: int = 0
     _end: SendEnded | None = None
     _taken: bool = False
+
+    @property
+    def num_pages_sent(self) -> int:
+        """Pages that have been read in all layers."""
+        return self._num_units // self.num_layers
 
     def ready(self, prefix_pages: int) -> bool:
         """The receiving node's reservation; False when it is a repetition or comes too late."""
@@ -146,9 +159,10 @@ class SendTransfer:
         """Hold these pages, the next of the sequence; returns the sequence index of the first."""
         assert self.state is SendState.OFFERING and self.prefix_pages is not None, f"offer while {self.state}"
         first = self.prefix_pages + len(self.page_ids)
+        if self.num_pages_sent == len(self.page_ids):
+            self._seconds += self._read_at - self._sends_since
+            self._sends_since = now
         self.page_ids.extend(page_ids)
-        if self._started is None:
-            self._started = now
         return first
 
     def handoff(self, total_pages: int, lease_until: float) -> None:
@@ -176,19 +190,25 @@ class SendTransfer:
         self._num_gathers += 1
         return self.page_ids[first : first + chunk.num_pages]
 
-    def end_gather(self, chunk: Chunk, nbytes: int) -> None:
+    def end_gather(self, chunk: Chunk, nbytes: int, now: float) -> None:
         """The data thread no longer reads the pages that `begin_gather` named."""
         self._num_gathers -= 1
-        self.num_units_sent += chunk.units
+        self._num_units += chunk.units
         self.nbytes += nbytes
+        self._read_at = now
 
     def end(self, *, ok: bool, reason: str, now: float, corrupt: bool = False) -> bool:
-        """Decide the outcome; False when it had been decided before."""
+        """Decide the outcome; False when it had been decided before.
+
+        When it is `ok`, the last pages have arrived by `now`. Their reading had ended before, in a slot of the link.
+        """
         if self.state is SendState.ENDED:
             return False
         handed_off = self.state is SendState.HANDED_OFF
         self.state = SendState.ENDED
-        seconds = 0.0 if self._started is None else now - self._started
+        awaits_pages = ok or self.num_pages_sent < len(self.page_ids)
+        until = now if awaits_pages else self._read_at
+        seconds = self._seconds + (until - self._sends_since if self.page_ids else 0.0)
         self._end = SendEnded(self.key, ok, reason, 0, seconds, handed_off, corrupt, self.prefix_pages or 0)
         return True
 

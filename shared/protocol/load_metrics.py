@@ -59,6 +59,11 @@ _GAUGES: Sequence[_Figure] = (
     ),
     ("baton:prefill_tokens_per_second", "What prefills usually reach.", "prefill_tokens_per_s"),
     (
+        "baton:kv_transfer_bytes_per_second",
+        "What transfers of KV that ended well reach lately.",
+        "kv_bytes_per_s",
+    ),
+    (
         "baton:reserve_wait_seconds",
         "How long the oldest request without a reservation of pages has waited.",
         "reserve_wait_s",
@@ -122,6 +127,14 @@ _COUNTERS: Sequence[_Figure] = (
     ),
     ("baton:node_generated_tokens", "Output tokens that the node has generated.", "num_generated_tokens"),
     ("baton:prefill_busy_seconds", "Time in which forwards with prompt tokens ran.", "prefill_busy_s"),
-    ("baton:kv_transfer_bytes", "KV moved over links.", "kv_bytes_transferred"),
-    ("baton:kv_transfer_busy_seconds", "Time in which KV was moving.", "kv_transfer_s"),
+    (
+        "baton:kv_transfer_bytes",
+        "KV that the node has sent, and KV that it has received in transfers that ended well.",
+        "kv_bytes_transferred",
+    ),
+    (
+        "baton:kv_transfer_busy_seconds",
+        "Time in which the pages of these transfers were on their way; those of several at a time add up.",
+        "kv_transfer_s",
+    ),
 )

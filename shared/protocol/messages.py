@@ -202,6 +202,8 @@ class Load(Record, frozen=True):
     """Those of them that were evicted before their request had its reservation or ended."""
     num_prompts: int = 0
     """The prompts of `num_prompt_tokens`."""
+    kv_bytes_per_s: float = 0.0
+    """What transfers that have ended well reach lately, sent and received; 0 until one was measured."""
 
 
 class Finish(Record, frozen=True):

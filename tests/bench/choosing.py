@@ -42,8 +42,7 @@ class _Nodes:
                     num_pages=8192,
                     num_free_pages=rng.randrange(4096),
                     gen_throughput=rng.uniform(500, 1000),
-                    kv_bytes_transferred=10**9,
-                    kv_transfer_s=rng.uniform(0.5, 2.0),
+                    kv_bytes_per_s=1e9 / rng.uniform(0.5, 2.0),
                     num_queued_tokens=rng.randrange(8192),
                     prefill_tokens_per_s=rng.uniform(5000, 10_000),
                 )

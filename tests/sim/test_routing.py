@@ -143,3 +143,6 @@ def test_pages_are_fetched_while_lenders_die_and_links_break(fault: str) -> None
     hurt = [outcome for outcome in simulated.outcomes.values() if not outcome.ok]
     assert len(hurt) <= (20 if fault == "broken links" else 0), "a handoff that breaks fails its request"
     assert num_fetched + num_fetched_tokens(simulated) > 0
+    if fault == "none":
+        nbytes = sum(node.vitals.kv_bytes_transferred for node in simulated.nodes.values())
+        assert nbytes == 2 * simulated.transport.nbytes, "what one node sends another one receives"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
 from shared.engine.progress import Progress
-from shared.engine.vitals import MAX_LEAK_CHARS, MIN_MEASURED_TOKENS, Vitals
+from shared.engine.vitals import MAX_LEAK_CHARS, MIN_MEASURED_NBYTES, MIN_MEASURED_TOKENS, Vitals
 from shared.protocol.messages import Load
 from shared.scheduling.retraction import RetractionCounts
 
@@ -49,3 +51,16 @@ def test_a_short_prefill_is_busy_time_and_no_measurement() -> None:
     vitals.count_prefill(MIN_MEASURED_TOKENS, 1.0)
     load = publish(vitals, idle=False)
     assert load.prefill_busy_s == 3.0 and load.prefill_tokens_per_s > 0
+
+
+def test_the_rate_of_transfers_is_that_of_late_and_large_ones_that_ended_well() -> None:
+    vitals = Vitals(make_ledger(500, CacheOptions(), 4, 64), Progress(), lambda: 0.0)
+    vitals.count_transfer(MIN_MEASURED_NBYTES - 1, 10.0)
+    vitals.count_transfer(MIN_MEASURED_NBYTES, 5.0, ok=False)
+    load = publish(vitals, idle=False)
+    assert (load.kv_bytes_transferred, load.kv_transfer_s) == (2 * MIN_MEASURED_NBYTES - 1, 15.0)
+    assert load.kv_bytes_per_s == 0
+    for seconds in (*[0.1] * 100, *[10.0] * 100):  # a network that was fast, and is slow
+        vitals.count_transfer(MIN_MEASURED_NBYTES, seconds)
+    slow = publish(vitals, idle=False).kv_bytes_per_s
+    assert slow == pytest.approx(MIN_MEASURED_NBYTES / 10.0, rel=0.01)

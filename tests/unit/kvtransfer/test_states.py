@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.states import Received, ReceiveTransfer
+from shared.kvtransfer.states import Received, ReceiveTransfer, SendEnded, SendTransfer
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Handoff
 
@@ -22,6 +22,35 @@ def test_seconds_count_only_while_offered_pages_are_awaited() -> None:
     assert transfer.complete()
     end = transfer.take_end()
     assert isinstance(end, Received) and (end.nbytes, end.pages, end.seconds) == (200, 2, 3.0)
+
+
+def sent(ends_at: float, *, ok: bool, num_read: int = 2) -> SendEnded:
+    """Two pages are offered at 1 and 10, the second after it was computed, and read within half a second."""
+    key = ReqKey("router", "1")
+    transfer = SendTransfer(key, "d0", 1, 0.0, None)
+    transfer.ready(0)
+    for page, offered_at in enumerate([1.0, 10.0]):
+        assert transfer.offer([page + 1], offered_at) == page
+        if page < num_read:
+            chunk = Chunk(page, 1, 0, 1)
+            assert transfer.begin_gather(chunk) == [page + 1]
+            transfer.end_gather(chunk, 100, offered_at + 0.5)
+    if ok:
+        transfer.handoff(2, 100.0)
+    assert transfer.end(ok=ok, reason="", now=ends_at)
+    end = transfer.take_end()
+    assert end is not None and end.nbytes == 100 * num_read
+    return end
+
+
+def test_a_sender_counts_no_time_in_which_pages_are_computed() -> None:
+    """Of the first page half a second. The last one has arrived when the receiving node says so, at 12."""
+    assert sent(12.0, ok=True).seconds == 0.5 + 2.0
+
+
+def test_a_sender_whose_transfer_fails_counts_the_time_too() -> None:
+    assert sent(40.0, ok=False).seconds == 0.5 + 0.5
+    assert sent(40.0, ok=False, num_read=1).seconds == 0.5 + 30.0
 
 
 def test_a_move_is_in_no_hurry_until_its_request_has_stopped() -> None:

@@ -68,9 +68,9 @@ def test_a_first_token_comes_behind_the_fetch_and_the_queue_whichever_takes_long
     node.holds(1)
     chosen.decodes[0].holds(4)
     computed = FirstToken(0.0, (len(IDS) - PAGE) / RATE)
-    linked(chosen.decodes[0], kv_bytes_transferred=3 * PAGE * 1024, kv_transfer_s=0.01)
+    linked(chosen.decodes[0], kv_bytes_per_s=3 * PAGE * 1024 / 0.01)
     assert chosen.estimates(work).first_token(node) == computed, "there is no link"
-    linked(chosen.decodes[0], node, kv_bytes_transferred=3 * PAGE * 1024, kv_transfer_s=0.01)
+    linked(chosen.decodes[0], node, kv_bytes_per_s=3 * PAGE * 1024 / 0.01)
     fetch_s = pytest.approx(FETCH_S + 0.01)
     first = chosen.estimates(work).first_token(node)
     assert first is not None and (first.wait_s, first.compute_s) == (fetch_s, PAGE / RATE)
@@ -96,7 +96,8 @@ def test_a_link_in_the_other_direction_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "why", ["one page", "slow link", "fast node", "other numerics", "here already", "no holder"]
+    "why",
+    ["one page", "slow lender", "slow link", "fast node", "other numerics", "here already", "no holder"],
 )
 def test_pages_that_are_not_worth_it_are_computed(why: str) -> None:
     chosen = fleet()
@@ -105,12 +106,14 @@ def test_pages_that_are_not_worth_it_are_computed(why: str) -> None:
     match why:
         case "one page":
             holder.holds(1)  # 16 ms to compute, 20 ms and more to fetch
-        case "slow link":
+        case "slow link":  # of this pair alone, as the receiving end tells
+            slow = LinkReport(holder.ref.incarnation, True, "tcp", slow_gb_s=1024 * RATE / 1e9)
+            prefill.load = Load(prefill_tokens_per_s=RATE, links=(slow,))
+        case "slow lender":
             linked(
                 holder,
                 prefill,
-                kv_bytes_transferred=4 * PAGE * 1024,
-                kv_transfer_s=4 * PAGE / RATE,
+                kv_bytes_per_s=1024 * RATE,
                 num_running=64,
                 num_pages=10,
                 reserve_wait_s=60.0,

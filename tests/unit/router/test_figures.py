@@ -37,7 +37,7 @@ def test_each_figure_that_is_absurd_counts_as_0(absurd: float) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "boast", ["prefill_tokens_per_s", "gen_throughput", "kv_bytes_transferred", "num_free_pages"]
+    "boast", ["prefill_tokens_per_s", "gen_throughput", "kv_bytes_per_s", "num_free_pages"]
 )
 def test_a_node_that_boasts_does_not_get_every_request(policy: str, boast: str) -> None:
     """It never ends one, and the others do nothing else than before."""
@@ -45,8 +45,7 @@ def test_a_node_that_boasts_does_not_get_every_request(policy: str, boast: str) 
     told = {
         "prefill_tokens_per_s": 2e3,
         "gen_throughput": 1e3,
-        "kv_bytes_transferred": 1e9,
-        "kv_transfer_s": 1.0,
+        "kv_bytes_per_s": 1e9,
     }
     for node in (*fleet.prefills, *fleet.decodes):
         node.load = Load(**told)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ OF_NODES: Mapping[str, tuple[str, ...]] = {
         "baton:num_transferring_reqs",
         "baton:num_retracted_reqs",
         "baton:links_up",
+        "baton:kv_transfer_bytes_per_second",
         "baton:num_pages",
         "baton:num_free_pages",
         "baton:num_evictable_pages",

@@ -138,7 +138,7 @@ class TestDecodeNodes:
     def test_a_slow_network_is_avoided(self) -> None:
         fleet = by_cost(1, 2)
         for node, seconds in zip(fleet.decodes, (10.0, 0.001), strict=True):
-            node.load = Load(kv_bytes_transferred=100_000, kv_transfer_s=seconds)
+            node.load = Load(kv_bytes_per_s=100_000 / seconds)
         assert names(fleet, Role.DECODE, 5) == ["d001"] * 5
 
     def test_without_prefill_nodes_the_holder_of_the_prefix_computes(self) -> None:
@@ -239,7 +239,7 @@ class TestWhoComputes:
         fleet = by_cost(1, 1, local=None)
         fleet.decodes[0].holds(3)
         roomy = {"num_running": 30, "num_pages": 4096, "num_free_pages": 4096}
-        fleet.decodes[0].load = Load(**roomy, kv_bytes_transferred=1000, kv_transfer_s=1.0)
+        fleet.decodes[0].load = Load(**roomy, kv_bytes_per_s=1000.0)
         assert self.sent(fleet).prefill is None
 
     def test_a_prompt_of_which_it_holds_nothing_is_computed_elsewhere(self) -> None:
