@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from shared.config import ScheduleOptions
 from shared.engine.vitals import Vitals
 from shared.kvcache.ledger import KVLedger
-from shared.protocol.messages import Finish, Work
+from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
@@ -28,9 +30,17 @@ class RunAhead:
     there, unless they were evicted. So no request waits for pages that were computed ahead.
     """
 
-    def __init__(self, ledger: KVLedger, options: ScheduleOptions, batcher: Batcher, vitals: Vitals) -> None:
+    def __init__(
+        self,
+        ledger: KVLedger,
+        options: ScheduleOptions,
+        batcher: Batcher,
+        fetches: Container[ReqKey],
+        vitals: Vitals,
+    ) -> None:
         self._ledger = ledger
         self._batcher = batcher
+        self._fetches = fetches
         self._vitals = vitals
         self._max_pages = int(options.prefill_ahead_share * ledger.allocator.num_pages)
         self._chunk_pages = max(
@@ -49,7 +59,10 @@ class RunAhead:
         return sum(map(self._num_ahead, self._waiting))
 
     def add(self, req: Req) -> None:
-        """Let the prompt of `req`, which waits for its reservation, be computed ahead. None of its KV is held."""
+        """Let the prompt of `req`, which waits for its reservation, be computed ahead. None of its KV is held.
+
+        While pages of it are fetched, no other is computed.
+        """
         if self._max_pages and self._ledger.keep_prefixes:
             self._waiting[req] = 0
 
@@ -118,7 +131,8 @@ class RunAhead:
     def _next(self) -> tuple[Req, int] | None:
         """The first request in order whose prompt is not cached, and the tokens with which its next chunk ends."""
         ledger, num_ahead = self._ledger, self.num_pages
-        for req in self._batcher.in_order(list(self._waiting))[:MAX_CANDIDATES]:
+        waiting = [req for req in self._waiting if req.key not in self._fetches]
+        for req in self._batcher.in_order(waiting)[:MAX_CANDIDATES]:
             num_cached = self._cached.peek(req).num_pages
             num_wanted = (len(req.matchable_ids) - 1) // ledger.page_size - num_cached
             if num_wanted <= 0:

@@ -72,12 +72,12 @@ class PrefillScheduler:
         self.grammar_queue = new_grammar_queue(engine, options, wake)
         self.batcher = Batcher(engine.ledger, options)
         self.bootstrap_queue = BootstrapQueue()
-        self.run_ahead = RunAhead(engine.ledger, options, self.batcher, vitals)
         self.inflight_queue = InflightQueue(engine.ledger, sender)
         self._opened: dict[ReqKey, str] = {}
         """Requests whose transfer has not ended, with the incarnation of their decode node; their KV is not released
         before it has."""
         self.fetches = Fetches(engine.ledger, receiver, self.batcher, engine.clock)
+        self.run_ahead = RunAhead(engine.ledger, options, self.batcher, self.fetches, vitals)
         self.lending = Lending(engine.ledger, sender, peering, engine.clock)
         self.queued_tokens = QueuedTokens(engine.ledger)
         queues = (
@@ -137,8 +137,7 @@ class PrefillScheduler:
                 case Ready(key, prefix_pages):
                     self._admit(key, prefix_pages)
                 case ReadyOverdue(key) if (req := self.bootstrap_queue.get(key)) is not None:
-                    if key not in self.fetches:  # else it might be computed while its pages come
-                        self.run_ahead.add(req)
+                    self.run_ahead.add(req)
                 case SendEnded():
                     self._transfer_ended(sent)
 
@@ -163,7 +162,9 @@ class PrefillScheduler:
         if message.source is None:
             self._fetched(req)
             return
-        num_tokens = min(message.source.num_pages * self._ledger.page_size, len(req.ids))
+        size = self._ledger.page_size
+        num_cached = self._ledger.peek_prefix(req.matchable_ids, req.extra_key).num_pages * size
+        num_tokens = min(message.source.num_pages * size, len(req.ids)) - num_cached
         within_s = self._vitals.prefill_s(self.queued_tokens.total + num_tokens)
         self.fetches.start(req, message.source, within_s, partial(self._fetched, req))
 

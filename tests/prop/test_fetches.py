@@ -528,8 +528,25 @@ def test_a_fetch_may_take_as_long_as_the_prompts_before_it_and_counts_behind_the
             cluster.step()
         assert fetched(cluster) == 160
         assert node.scheduler.queued_tokens.total > before, "30 more, and at most 16 were computed ahead"
+        # Its pages came when Ready was overdue already: what it lacks is computed ahead, up to the last whole page.
+        cluster.run(lambda: node.scheduler.queued_tokens.total == 4 + 2)
         cluster.network.release(Decode)
         check(cluster, (busy, other), (key, ids))
+
+
+@pytest.mark.parametrize("num_tokens", [150, 200])
+def test_a_fetch_may_take_as_long_as_what_is_missing_takes_to_compute(num_tokens: int) -> None:
+    """Of 240 tokens 80 are here."""
+    with fleet() as cluster:
+        common, node = prompt(3, 80), cluster.nodes["p0"]
+        ids = [*common, *TURN]
+        held(cluster, "p1", ids)
+        first = cluster.router.submit("first", common, params(6), "p0", "d1")
+        check(cluster, (first, common))
+        cluster.network.delay(Handoff, node.vitals.prefill_s(num_tokens))
+        key = ask(cluster, "next", ids, decode=None, num_new=1)
+        cluster.run(lambda: cluster.router.answers[key].ended)
+        assert fetched(cluster) == (160 - PAGE if num_tokens < 160 else 0)
 
 
 def test_a_node_forgets_the_borrowers_that_asked_longest_ago() -> None:
