@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-
+from prefill_node.fetches import Fetches
 from shared.config import ScheduleOptions
 from shared.engine.vitals import Vitals
 from shared.kvcache.ledger import KVLedger
-from shared.protocol.messages import Finish, ReqKey, Work
+from shared.protocol.messages import Finish, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
@@ -35,7 +34,7 @@ class RunAhead:
         ledger: KVLedger,
         options: ScheduleOptions,
         batcher: Batcher,
-        fetches: Container[ReqKey],
+        fetches: Fetches,
         vitals: Vitals,
     ) -> None:
         self._ledger = ledger
