@@ -130,6 +130,7 @@ class SimNode:
         self._loop = loop
         self._transport = transport
         self.page_size = shape.page_size
+        self.version = PROTOCOL_VERSION
         self.kv_nbytes_per_token = shape.kv_bytes_per_token
         self.numerics = "sim"
         self.prefixes = PrefixIndex()

@@ -16,7 +16,7 @@ from statistics import median
 from router.dispatch.node_counts import NodeCounts
 from router.dispatch.running_req import Node
 from shared.protocol.block_hash import BlockHashes
-from shared.protocol.messages import Load, NodeRef, Role, Work
+from shared.protocol.messages import Lend, Load, NodeRef, Role, Work
 from shared.rates import PRIOR_PREFILL_TOKENS_PER_S, PRIOR_TRANSFER_BYTES_PER_S
 
 PRIOR_DECODE_TOKENS_PER_S = 1_000.0
@@ -185,6 +185,7 @@ class RequestEstimates:
             for lender in self._lenders
             if lender is not node
             and lender.numerics == node.numerics
+            and min(lender.version, node.version) >= Lend.since_version
             and self.num_cached_pages(lender) > held
         ]
         if not lenders:

@@ -54,6 +54,11 @@ class Node(Protocol):
         ...
 
     @property
+    def version(self) -> int:
+        """Its PROTOCOL_VERSION: it is sent no message with a later `since_version`."""
+        ...
+
+    @property
     def numerics(self) -> str:
         """Equal on two nodes that compute the same bits (`KVLayout.numerics`)."""
         ...

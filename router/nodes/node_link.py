@@ -180,6 +180,11 @@ class LiveNode:
         return self.hello.limits
 
     @property
+    def version(self) -> int:
+        """The PROTOCOL_VERSION of the node."""
+        return self.hello.version
+
+    @property
     def numerics(self) -> str:
         """What decides about the bits that the node computes."""
         return self.hello.layout.numerics
@@ -195,7 +200,8 @@ class LiveNode:
         return self.hello.layout.nbytes_per_token
 
     def send(self, message: RouterToNode) -> None:
-        """Queue a message for the node. Dropped when the link is lost."""
+        """Queue a message for the node, whose version knows its type. Dropped when the link is lost."""
+        assert message.since_version <= self.version, f"{type(message).__name__} to version {self.version}"
         self.link.send(message)
 
     def pong(self, pong: Pong, now: float) -> None:

@@ -12,7 +12,7 @@ has ended.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -47,6 +47,9 @@ def other_version(sender: str, version: int) -> str:
 
 class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Base of all messages: a tagged array on the wire. A message is a tree, so the collector of cycles skips it."""
+
+    since_version: ClassVar[int] = 0
+    """The first PROTOCOL_VERSION that knows it. Set for the types that the version before this one does not know."""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -299,6 +302,8 @@ class Lend(Struct, frozen=True):
 
     It is not answered: the borrower hears what this node holds. Without `work`, see to it that there is a link.
     """
+
+    since_version: ClassVar[int] = 9
 
     key: ReqKey
     borrower: NodeRef

@@ -12,6 +12,7 @@ import pytest
 
 from shared.protocol.messages import PROTOCOL_VERSION
 from tests.fault.slow_model import SlowModel
+from tests.fault.test_fetches import FLAGS, ROUTER_FLAGS, Talk
 from tests.patience import until
 from tests.processes import Call, Fleet, Process, Router
 
@@ -38,6 +39,17 @@ NEXT = """
 """
 
 
+BEFORE = """
+    import functools
+    import operator
+    import typing
+
+    import shared.protocol.messages as messages
+
+    messages.PROTOCOL_VERSION -= 1
+    known = [one for one in typing.get_args(messages.RouterToNode) if one is not messages.Lend]
+    messages.RouterToNode = functools.reduce(operator.or_, known)
+"""
 AFTER_NEXT = """
     import shared.protocol.messages as messages
 
@@ -93,6 +105,20 @@ def test_every_process_is_replaced_under_streams(slow_model: SlowModel, tmp_path
         finally:
             new.close()
         fleet.stop()
+
+
+def test_nodes_that_do_not_know_a_message_are_not_sent_it(slow_model: SlowModel, tmp_path: Path) -> None:
+    """Those of the version before lend nothing, so what would be fetched is computed."""
+    version_before = version_in(tmp_path / "before", BEFORE)
+    fleet = Fleet(tmp_path, slow_model.folder, "2P2D", flags=FLAGS, router_flags=ROUTER_FLAGS)
+    for node in fleet.nodes.values():
+        node.environment = version_before
+    with fleet:
+        for talk in (Talk(fleet, slow_model), Talk(fleet, slow_model)):
+            for _ in range(3):
+                talk.hear(talk.say())
+        fleet.stop()
+        assert not [node.name for node in fleet.nodes.values() if "message_ignored" in node.log]
 
 
 def test_versions_too_far_apart_are_named(slow_model: SlowModel, tmp_path: Path) -> None:

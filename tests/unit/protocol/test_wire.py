@@ -49,6 +49,15 @@ def test_messages_only_grow_at_their_end() -> None:
         )
 
 
+def test_a_new_type_of_message_says_since_when() -> None:
+    """What is sent depends on it, so that a process of the version before gets no message that it cannot decode."""
+    before = json.loads(RECORD.read_text())
+    links = (messages.RouterToNode, messages.NodeToRouter, messages.Announcement)
+    peers = (transfer_messages.SenderToReceiver, transfer_messages.ReceiverToSender)
+    for one in (one for union in (*links, *peers) for one in typing.get_args(union)):
+        assert one.since_version == (0 if one.__name__ in before else PROTOCOL_VERSION), one
+
+
 def test_every_message_has_its_fields_by_position() -> None:
     """So a tail can be missing or unknown. Records that routers show as they come are objects, and may grow too."""
     for union in (messages.RouterToNode, messages.NodeToRouter, transfer_messages.SenderToReceiver):

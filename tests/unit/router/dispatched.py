@@ -13,7 +13,16 @@ from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
 from router.dispatch.prefix_index import PrefixIndex
 from router.dispatch.running_req import RunningReq
 from shared.protocol.block_hash import block_hashes
-from shared.protocol.messages import CacheEvents, Load, NodeLimits, NodeRef, Role, RouterToNode, Work
+from shared.protocol.messages import (
+    PROTOCOL_VERSION,
+    CacheEvents,
+    Load,
+    NodeLimits,
+    NodeRef,
+    Role,
+    RouterToNode,
+    Work,
+)
 from shared.protocol.sampling_params import SamplingParams
 
 PAGE = 16
@@ -31,6 +40,7 @@ class FakeNode:
         self.page_size = PAGE
         self.kv_nbytes_per_token = 1024
         self.numerics = "native"
+        self.version = PROTOCOL_VERSION
         self.prefixes = PrefixIndex()
         self.sent: list[RouterToNode] = []
 

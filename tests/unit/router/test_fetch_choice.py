@@ -97,7 +97,17 @@ def test_a_link_in_the_other_direction_is_none() -> None:
 
 @pytest.mark.parametrize(
     "why",
-    ["one page", "slow lender", "slow link", "fast node", "other numerics", "here already", "no holder"],
+    [
+        "one page",
+        "slow lender",
+        "slow link",
+        "fast node",
+        "other numerics",
+        "older lender",
+        "older borrower",
+        "here already",
+        "no holder",
+    ],
 )
 def test_pages_that_are_not_worth_it_are_computed(why: str) -> None:
     chosen = fleet()
@@ -123,6 +133,10 @@ def test_pages_that_are_not_worth_it_are_computed(why: str) -> None:
             prefill.load = Load(prefill_tokens_per_s=4 * PAGE / FETCH_S)
         case "other numerics":
             holder.numerics = "torch"
+        case "older lender":
+            holder.version = Lend.since_version - 1
+        case "older borrower":
+            prefill.version = Lend.since_version - 1
         case "here already":
             prefill.holds(4)
         case "no holder":
