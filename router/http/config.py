@@ -128,7 +128,7 @@ class FleetOptions:
         repeats=True,
     )
     discovery_namespace: str | None = flag(
-        None, "of --discovery k8s; None: the router's own", metavar="NAMESPACE"
+        None, "of --discovery k8s; None: the router's own, or kubectl's", metavar="NAMESPACE"
     )
     prefill_selector: str = flag(
         "app.kubernetes.io/component=prefill-node", "labels of the pods of prefill nodes", metavar="LABELS"

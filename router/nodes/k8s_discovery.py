@@ -59,16 +59,17 @@ class K8sDiscovery:
 
     @classmethod
     def connect(cls, namespace: str | None, selectors: Mapping[Role, str]) -> K8sDiscovery:
-        """As the service account of this pod, or as `kubectl` would. Raises ConfigError."""
+        """As the service account of this pod, or as `kubectl` would, also in the namespace. Raises ConfigError."""
         try:
             try:
                 config.load_incluster_config()
+                namespace = namespace or _OWN_NAMESPACE.read_text().strip()
             except config.ConfigException:
                 config.load_kube_config()
+                _, active = config.list_kube_config_contexts()
+                namespace = namespace or active["context"].get("namespace", "default")
         except (config.ConfigException, OSError) as error:
             raise ConfigError(f"--discovery k8s: {error}") from None
-        if namespace is None:
-            namespace = _OWN_NAMESPACE.read_text().strip() if _OWN_NAMESPACE.exists() else "default"
         return cls(client.CoreV1Api(), namespace, selectors)
 
     async def run(self, tell: Callable[[Listing], None]) -> None:

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -264,8 +265,12 @@ class ApiServer:
         threading.Thread(target=self.server.serve_forever, name="api server").start()
 
     @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    @property
     def client(self) -> client.CoreV1Api:
-        configuration = client.Configuration(host=f"http://127.0.0.1:{self.server.server_port}")
+        configuration = client.Configuration(host=self.url)
         return client.CoreV1Api(client.ApiClient(configuration))
 
     def list(self, selector: str) -> dict[str, Any]:
@@ -352,6 +357,30 @@ def api() -> Iterator[ApiServer]:
 
 def discovery(api: ApiServer) -> K8sDiscovery:
     return K8sDiscovery(api.client, "baton", SELECTORS, poll_s=0.01, retry_s=0.05)
+
+
+@pytest.mark.parametrize("namespace", [None, "baton"])
+def test_outside_a_cluster_the_context_of_kubectl_names_the_namespace(
+    namespace: str | None, api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API server of the test answers for one namespace alone."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    context = {"cluster": "c", "user": "u", "namespace": "other" if namespace else "baton"}
+    kubeconfig = {
+        "current-context": "here",
+        "contexts": [{"name": "here", "context": context}],
+        "clusters": [{"name": "c", "cluster": {"server": api.url}}],
+        "users": [{"name": "u", "user": {}}],
+    }
+    (tmp_path / ".kube").mkdir()
+    (tmp_path / ".kube" / "config").write_text(json.dumps(kubeconfig))
+    api.change("ADDED", pod("p0", PREFILL, "10.0.0.2"))
+
+    async def run() -> None:
+        async with listing_of(K8sDiscovery.connect(namespace, SELECTORS)) as told:
+            await eventually(lambda: told and told[-1] == {(Role.PREFILL, "tcp://10.0.0.2:7100")})
+
+    asyncio.run(run())
 
 
 def test_pods_are_listed_and_watched(api: ApiServer) -> None:
