@@ -45,7 +45,7 @@ from shared.protocol.transfer_messages import Place
 
 _PIECE_NBYTES = 1 << 20
 """Of a message, sent at once: the timeout is for a piece, so that a slow network is not a dead one."""
-_NUM_PROBES = 3
+_NUM_PROBES = 2
 
 
 class TcpLinkFactory:
@@ -112,19 +112,24 @@ class TcpLinkFactory:
             sock = exits.enter_context(socket.create_connection((host, int(port)), timeout_s))
             sock.sendall(hello)
         sock.settimeout(timeout_s)
-        self._notice_vanished(sock)
+        notice_vanished(sock, self._options.peer_timeout_s)
         return sock
 
-    def _notice_vanished(self, sock: socket.socket) -> None:
-        """Have the kernel end `sock` when the host of its peer does not answer any more, also while it is idle."""
-        timeout_s = self._options.peer_timeout_s
-        probe_s = max(1, round(timeout_s / _NUM_PROBES))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout_s))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+def notice_vanished(sock: socket.socket, timeout_s: float) -> None:
+    """Have the kernel end `sock` when the host of its peer has not answered for `timeout_s`, also while it is idle.
+
+    The kernel counts whole seconds, and needs two: one until it asks, and one for the answer. It looks whether the
+    time is over only when a probe is due, so the last one is due at its end.
+    """
+    whole_s = max(int(timeout_s), _NUM_PROBES)
+    interval_s = max(whole_s // (_NUM_PROBES + 1), 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(whole_s - _NUM_PROBES * interval_s, 1))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * whole_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class TcpLink:

@@ -25,6 +25,7 @@ from shared.errors import ConfigError
 from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports.choice import make_transports
 from shared.kvtransfer.transports.kv_port import HELLO_NBYTES, MAGIC, MAX_STRANGERS, Acceptor
+from shared.kvtransfer.transports.tcp import notice_vanished
 from shared.kvtransfer.transports.tls import MadeIdentity, secured
 from shared.protocol.messages import Struct
 from shared.protocol.transfer_messages import StoreSet
@@ -380,3 +381,18 @@ def test_certificate_files_that_do_not_fit_are_refused(tmp_path: Path, ca: Signe
             ConfigError, match=f"--kv-tls-cert {bad.kv_tls_cert} --kv-tls-key .* --kv-tls-ca "
         ):
             make_transports(bad, CPU)
+
+
+@pytest.mark.parametrize("timeout_s", [2, 2.9, 3, 4, 5, 7, 8, 10, 600])
+def test_a_host_that_vanishes_is_noticed_in_time(timeout_s: float) -> None:
+    """Linux looks at the time since the last answer whenever a probe is due, and sends one if it is not over."""
+    with socket.socket() as sock:
+        notice_vanished(sock, timeout_s)
+        names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_USER_TIMEOUT")
+        idle_s, interval_s, over_ms = (
+            sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names
+        )
+    due_s, num_sent = idle_s, 0
+    while not num_sent or 1000 * due_s < over_ms:
+        due_s, num_sent = due_s + interval_s, num_sent + 1
+    assert timeout_s - 1 < due_s <= timeout_s and num_sent <= 2
