@@ -43,6 +43,16 @@ def test_the_fleet() -> None:
         assert service["secrets"] == [secret] and flags.fleet_key == [f"/run/secrets/{secret}"]
 
 
+def test_prometheus_has_a_key_of_the_router() -> None:
+    """Both come from deploy/.env. An API key that is empty ends a router, so the variable is unset without one."""
+    assert SERVICES["router"]["environment"]["BATON_API_KEYS"] is None
+    (mounted,) = SERVICES["prometheus"]["configs"]
+    assert yaml.safe_load(TEXT)["configs"][mounted["source"]]["content"] == "${PROMETHEUS_KEY:-none}"
+    jobs = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    files = {job["job_name"]: job.get("authorization", {}).get("credentials_file") for job in jobs}
+    assert files == {"baton-router": mounted["target"], "baton-nodes": None}
+
+
 def test_what_is_published_is_for_this_machine_alone() -> None:
     for service in SERVICES.values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))

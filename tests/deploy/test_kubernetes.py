@@ -23,7 +23,7 @@ from tests.deploy.folder import DEPLOY, HTTP_PORT_OF_NODES, parse
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the manifests")
 
 Manifest = dict[str, Any]
-RESOURCES = ("base", "overlays/gpu", "autoscaling")
+RESOURCES = ("base", "overlays/gpu", "overlays/api-keys", "autoscaling")
 OPERATORS = ("monitoring.coreos.com/v1",)
 """Whose kinds have no schema here."""
 NODES = ("prefill-node", "decode-node")
@@ -236,6 +236,17 @@ def test_each_fleet_scales_by_a_metric_that_the_adapter_serves(
             case kind:
                 raise AssertionError(kind)
     assert set(scaled) == {*NODES} and len(set(scaled.values())) == 2 and set(scaled.values()) == served
+
+
+def test_prometheus_has_a_key_of_the_router(rendered: Mapping[str, list[Manifest]]) -> None:
+    """Nodes answer without one."""
+    with_keys = {m["metadata"]["name"]: m for m in rendered["overlays/api-keys"]}
+    (endpoint,) = with_keys["baton-router"]["spec"]["podMetricsEndpoints"]
+    environment = container_of(deployments(rendered["base"])["router"])["env"]
+    assert endpoint.pop("authorization")["credentials"]["name"] in {
+        entry["valueFrom"]["secretKeyRef"]["name"] for entry in environment
+    }
+    assert with_keys == {m["metadata"]["name"]: m for m in rendered["autoscaling"]}
 
 
 def test_gpus_are_asked_for_and_used(rendered: Mapping[str, list[Manifest]]) -> None:
