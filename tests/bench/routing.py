@@ -2,7 +2,7 @@
 
     policies    each policy on both fleets, over the recorded conversations and few-shot prompts. `before` is round
                 robin among prefill nodes, with prefixes counted on decode nodes only
-    fleet       `ttft` over 1,000 simulated nodes of which some die and some join
+    fleet       `ttft` over 1,000 simulated nodes of which some die and some join, with API keys and --ttft-limit-s
     real        parts of both recorded traces through real processes over nodes whose forwards are a wait, beside
                 what the simulator predicts for them
     turns       conversations of several turns: prompt tokens computed against new ones
@@ -17,6 +17,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from planner.candidate import Candidate
@@ -55,6 +56,7 @@ RATES = {MOONCAKE: 4.0, "few_shot": 2.0}
 NUM_REQUESTS = 1500
 BEFORE = {"prefill_policy": round_robin, "decode_policy": cache_aware, "local_prefill_tokens": 16}
 LARGE = {"nodes": 1000, "requests": 4000, "rate": 400.0}
+NUM_API_KEYS, TTFT_LIMIT_S = 8, 0.1
 NUM_DEATHS = 40
 REAL_PARTS = (mooncake(2.2, 1200), azure(2.0, 1200))
 """Two prefill nodes of `planner.COSTS` are then busy for about half of the time."""
@@ -114,12 +116,18 @@ def _tpot_s(outcome: Outcome) -> float:
 
 
 def run_large() -> dict[str, Any]:
-    """A thousand nodes, of which some die and are replaced. Every request must end once, with all its tokens."""
+    """A thousand nodes, of which some die and are replaced. Each request is refused, or ends once with all tokens."""
     rng = random.Random(0)
     rows = load_trace()
     half = LARGE["nodes"] // 2
-    shape = {"num_prefill": half, "num_decode": half, "local_prefill_tokens": None}
-    requests = itertools.islice(scaled(rows, rate=LARGE["rate"]), int(LARGE["requests"]))
+    shape = {
+        "num_prefill": half,
+        "num_decode": half,
+        "local_prefill_tokens": None,
+        "ttft_limit_s": TTFT_LIMIT_S,
+    }
+    recorded = itertools.islice(scaled(rows, rate=LARGE["rate"]), int(LARGE["requests"]))
+    requests = (replace(request, api_key=i % NUM_API_KEYS) for i, request in enumerate(recorded))
     fleet = simulated({**shape, "prefill_policy": ttft, "decode_policy": ttft}, requests)
     end = rows[int(LARGE["requests"]) - 1].at_s / LARGE["rate"]
     for i in range(NUM_DEATHS):
@@ -129,11 +137,13 @@ def run_large() -> dict[str, Any]:
         fleet.start(f"{role[0]}-new-{i}", role)
     fleet.run()
     assert all(outcome.num_ends == 1 and outcome.ok for outcome in fleet.outcomes.values())
+    assert len(fleet.outcomes) + fleet.num_refused == LARGE["requests"]
     taken = sorted(len(node.rids) for node in fleet.nodes.values() if node.role is Role.PREFILL)
     return {
         "bench": "fleet",
         "nodes": LARGE["nodes"],
         "died": NUM_DEATHS,
+        "refused": fleet.num_refused,
         "most_requests_of_a_prefill_node": taken[-1],
         "median_requests": taken[len(taken) // 2],
         **totals(fleet),
