@@ -78,7 +78,7 @@ test-clients: $(INSTALLED)
 test-deploy: $(INSTALLED)
 	@$(BIN)/python -m tests.deploy.image $(ARGS)
 
-# Long runs of what may go wrong. ARGS name some of the parts: corruption, matrix, planted, churn,
+# Long runs of what may go wrong. ARGS name some of the parts: corruption, races, matrix, planted, churn,
 # abort_storm, soak.
 chaos: $(INSTALLED)
 	@$(BIN)/python -m tests.chaos $(ARGS)

@@ -1,8 +1,8 @@
 """Streams of a device, and the events that order their work.
 
 Work that is queued on a stream runs behind all that was queued there before. Two streams run side by side: only an
-event orders them, for the streams or for the host. These protocols are all that Baton uses of CUDA's streams, so the
-tests run the same code over streams that run as early or as late as the events allow.
+event orders them, for the streams or for the host. Forwards, copies of pages and links order their work by these
+protocols, so the tests run the same code over streams that run as early or as late as the events allow.
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ from shared.engine.input_block import BlockShape
 EXTEND_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 """Larger extends are bound by arithmetic, not by launches. From 256 tokens on, padding costs what tokens cost."""
 MAX_EXTEND_SEQUENCES = 64
-"""A graph computes logits for every sequence of its shape, wanted or not."""
+"""Of the shapes that are for extends: a graph computes logits for every sequence of its shape, wanted or not.
+
+An extend that fits into the shape of a decode step first, with as many sequences as tokens, runs there.
+"""
 
 
 class Graph(Protocol):

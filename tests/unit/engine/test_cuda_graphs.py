@@ -238,8 +238,18 @@ class TestShapes:
         assert {s.num_sequences for s in extends} == {40}
         assert list(shapes) == sorted(shapes)
 
-    def test_an_extend_pays_for_the_logits_of_64_sequences_at_most(self) -> None:
-        assert {s.num_sequences for s in graph_shapes(256, 1024) if s.num_tokens > 256} == {64}
+    @pytest.mark.parametrize(
+        ("needed", "expected"),
+        [((200, 1), (200, 200)), ((150, 100), (152, 152)), ((257, 1), (320, 64))],
+        ids=str,
+    )
+    def test_an_extend_runs_in_the_shape_of_a_decode_step_or_pays_for_64_logits(
+        self, needed: tuple[int, int], expected: tuple[int, int]
+    ) -> None:
+        graphs = Graphs(FakeGraphPool(), graph_shapes(256, 1024))
+        graphs.capture(lambda shape: lambda: None)
+        assert graphs.shape_for(BlockShape(*needed)) == BlockShape(*expected)
+        assert graphs.shape_for(BlockShape(257, 65)) is None
 
     @pytest.mark.parametrize(
         ("max_tokens", "largest"), [(1, 16), (16, 16), (17, 32), (100, 128), (9999, 512)]
