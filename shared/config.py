@@ -314,7 +314,7 @@ class TransferOptions:
     ready_timeout_s: float = flag(600.0, "how long a prompt waits for its decode node's pages", _long_seconds)
     """Backpressure: a prefill node waits this long for the decode node to reserve pages."""
     connect_timeout_s: float = 10.0
-    """A decode node frees reserved pages when the prefill node has not connected for this long."""
+    """A receiving node frees reserved pages when the sending node has not connected for this long."""
     offer_timeout_s: float = flag(
         600.0, "how long reserved pages wait for the next pages of their prompt to be computed", _long_seconds
     )
@@ -322,13 +322,13 @@ class TransferOptions:
     transfer_timeout_s: float = flag(
         30.0, "longest time without progress while computed pages are on their way", _long_seconds
     )
-    """A decode node waits this long for the next chunk, while offered pages are on their way."""
+    """A receiving node waits this long for the next chunk, while offered pages are on their way."""
     lease_s: float = flag(
         15.0,
         "a prefill node frees the pages of a transfer when the decode node is silent for this long",
         _seconds,
     )
-    """The lease of pages that are handed off. The decode node renews it three times as often."""
+    """The lease of pages that are handed off. The receiving node renews it three times as often."""
 
     # messages that arrive too early or too late
     park_s: float = 30.0
@@ -343,12 +343,12 @@ class TransferOptions:
     peer_timeout_s: float = flag(5.0, "silence after which a peer counts as dead", _seconds)
     """The link to a dead peer and its transfers fail."""
     forget_peer_s: float = 120.0
-    """A decode node forgets a prefill node that is silent for this long. If it is alive, it says hello again."""
+    """A receiving node forgets a sending node that is silent for this long. If it is alive, it says hello again."""
     rebuild_min_s: float = 0.1
     rebuild_max_s: float = 5.0
     """A dead link is built again after a pause, which doubles from rebuild_min_s to rebuild_max_s."""
     hello_retry_s: float = 15.0
-    """A prefill node that is connected, and has had no link for this long, says hello again."""
+    """A sending node that is connected, and has had no link for this long, says hello again."""
 
     # links
     bind_host: str = "127.0.0.1"
