@@ -208,7 +208,7 @@ def fit(nodes: TimedNodes = NODES) -> Added:
     measured = _figures(lone, measure(candidate, lone, nodes))
 
     def predicted(added: Added) -> Figures:
-        return predict(candidate, lone, profile(nodes, nodes.costs, added)).figures
+        return predict(candidate, lone, timed_profile(nodes, added)).figures
 
     without, with_ms = predicted(added), predicted(replace(added, message_s=1e-3))
     messages = (with_ms.ttft_s.mean - without.ttft_s.mean) / 1e-3
@@ -228,7 +228,7 @@ def _thread_cpu_s(process: Process) -> dict[tuple[int, int], float]:
 
 
 def profile(nodes: TimedNodes | RealNodes, forward: CostModel, added: Added) -> Profile:
-    """What the planner is told of these nodes."""
+    """What the planner is told of these nodes. `forward` has the scheduler's own cost on them."""
     return Profile(
         measured=Measured(at="", machine="this machine", model="of the bench", versions={}),
         node=NodeKind(
@@ -240,10 +240,15 @@ def profile(nodes: TimedNodes | RealNodes, forward: CostModel, added: Added) -> 
             kv_bytes_per_token=nodes.kv_bytes_per_token,
             start_s=0.0,
         ),
-        forward=replace(forward, step_s=added.step_s),
+        forward=forward,
         transfer=TransferCost(latency_s=added.transfer_s, bytes_s=1e9, message_s=added.message_s),
         router=RouterCost(request_s=added.request_s, token_s=added.token_s),
     )
+
+
+def timed_profile(nodes: TimedNodes, added: Added) -> Profile:
+    """Of timed nodes, whose cost model knows of no scheduler: its cost is what was fitted."""
+    return profile(nodes, replace(nodes.costs, step_s=added.step_s), added)
 
 
 def predict(candidate: Candidate, requests: Sequence[SimRequest], nodes: Profile) -> Run:
@@ -265,9 +270,8 @@ def measured_row(candidate: Candidate, part: Part, added: Added) -> dict[str, An
     """Replay one case ROUNDS times, and predict it."""
     requests = part.requests(NODES.context_length)
     rounds = [measure(candidate, requests) for _ in range(ROUNDS)]
-    return row(
-        "timed", candidate, part, requests, rounds, predict(candidate, requests, profile(NODES, COSTS, added))
-    )
+    predicted = predict(candidate, requests, timed_profile(NODES, added))
+    return row("timed", candidate, part, requests, rounds, predicted)
 
 
 def real_row(nodes: RealNodes, candidate: Candidate, part: Part, added: Added) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from planner.candidate import Candidate
 from planner.cost_model import CostModel
 from tests.bench import planner
 from tests.bench.planner import Added, Part
+from tests.bench.real_fleet import BUILTIN
 from tests.bench.recorded import MOONCAKE
 from tests.bench.timed_node import TimedNodes
 
@@ -61,6 +62,14 @@ def test_a_prediction_without_added_costs_is_that_of_the_forwards() -> None:
     nodes = TimedNodes(costs=CostModel(a=0.1, b=0.0, c=0.0, d=0.01, e=0.0, f=0.0))
     requests = Part(trace=MOONCAKE, scale=64, rate=1.0, start_s=0.0, replayed_s=1.0).requests(16_384)[:1]
     run = planner.predict(
-        Candidate(num_prefill=1, num_decode=1), requests, planner.profile(nodes, nodes.costs, Added())
+        Candidate(num_prefill=1, num_decode=1), requests, planner.timed_profile(nodes, Added())
     )
     assert run.figures.ttft_s.mean == pytest.approx(0.1, abs=0.01)
+
+
+def test_the_scheduler_of_real_nodes_costs_what_was_measured_on_them() -> None:
+    measured = CostModel(a=0.1, b=0.0, c=0.0, d=0.01, e=0.0, f=0.0, step_s=0.0003, step_request_s=1e-5)
+    added = Added(step_s=0.002, token_s=1e-4)
+    assert planner.profile(BUILTIN, measured, added).forward == measured
+    timed = planner.timed_profile(TimedNodes(costs=measured), added).forward
+    assert (timed.step_s, timed.d) == (0.002, 0.01)
