@@ -104,7 +104,8 @@ class CandidateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill: int
     """0 where every node does both."""
     num_decode: int
-    enable_mixed_chunk: bool
+    enable_mixed_chunk: bool | None
+    """None: as the profile has it."""
     settings: dict[str, str]
     """In a comparison, the flags that differ from those of the base, such as schedule-policy: lpm."""
     price: float | None

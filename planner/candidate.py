@@ -13,10 +13,10 @@ class Candidate:
 
     num_prefill: int
     num_decode: int
-    enable_mixed_chunk: bool = False
+    enable_mixed_chunk: bool | None = None
     chunked_prefill_size: int | None = None
-    """None: that of the profile."""
-    schedule_policy: str = "fcfs"
+    schedule_policy: str | None = None
+    """None of these three: that of the profile."""
     prefill_policy: str = DEFAULT_POLICY
     decode_policy: str = DEFAULT_POLICY
     local_prefill_tokens: int | None = None

@@ -106,7 +106,7 @@ class Curve:
     def simplicity(self) -> tuple[bool, bool, str]:
         """The smaller, the simpler the fleet is to run."""
         candidate = self.option.candidate
-        return candidate.splits, candidate.enable_mixed_chunk, self.option.machine
+        return candidate.splits, bool(candidate.enable_mixed_chunk), self.option.machine
 
     @property
     def slo_factor(self) -> float:

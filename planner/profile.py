@@ -12,9 +12,10 @@ from typing import Annotated
 import msgspec
 
 from planner.cost_model import CostModel
+from shared.config import ScheduleOptions
 from shared.errors import ConfigError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_S = 86_400.0
 """No cost, and no start, takes longer than a day."""
 
@@ -24,7 +25,7 @@ BytesPerSecond = Annotated[float, msgspec.Meta(ge=1, le=1e15)]
 
 
 class NodeKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a node of this model on this machine holds."""
+    """What a node of this model on this machine holds, and how its flags have it schedule."""
 
     pool_tokens: Count
     page_size: Count
@@ -34,6 +35,20 @@ class NodeKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_bytes_per_token: Count
     start_s: Seconds
     """From the start of the process until it is ready."""
+    disable_radix_cache: bool = False
+    host_kv_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
+    """Host memory for the KV of requests that a decode node retracts."""
+    schedule: dict[str, bool | int | float | str] = {}
+    """The other fields of `shared.config.ScheduleOptions` that differ from their defaults."""
+
+    @property
+    def schedule_options(self) -> ScheduleOptions:
+        """Of a node with these flags. Raises msgspec.ValidationError for a value of another type."""
+        own = {
+            "chunked_prefill_size": self.chunked_prefill_size,
+            "max_running_requests": self.max_running_requests,
+        }
+        return msgspec.convert({**self.schedule, **own}, ScheduleOptions)
 
 
 class TransferCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,6 +133,7 @@ def load_profile(path: Path) -> Profile:
                 "measure anew with router plan --measure"
             )
         profile = msgspec.json.decode(text, type=Profile)
+        _ = profile.node.schedule_options
     except OSError as error:
         raise ConfigError(f"--profile {path}: {error.strerror}") from None
     except msgspec.MsgspecError as error:
@@ -138,6 +154,8 @@ def _check(path: Path, profile: Profile) -> None:
             f"--profile {path}: a forward of one token takes no time; one of forward.a, forward.b, forward.c and "
             "forward.floor_s, and one of forward.d, forward.e and forward.f, must be above 0"
         )
+    if unknown := node.schedule.keys() - ScheduleOptions.__dataclass_fields__.keys():
+        raise ConfigError(f"--profile {path}: node.schedule has no {min(unknown)}; measure anew")
     if node.pool_tokens < node.page_size:
         raise ConfigError(
             f"--profile {path}: node.pool_tokens is {node.pool_tokens}, less than a page of {node.page_size}"

@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -23,7 +25,6 @@ from planner.simulator.transport import NetworkModel
 from planner.traffic.trace import SimRequest
 from router.dispatch.policy import POLICIES
 from router.dispatch.verdict import StartStage
-from shared.config import ScheduleOptions
 from shared.errors import ConfigError
 from shared.protocol.messages import Role
 
@@ -178,17 +179,20 @@ def fleet_shape(candidate: Candidate, prefill: Profile, decode: Profile) -> Flee
 
 def _node_shape(candidate: Candidate, profile: Profile) -> NodeShape:
     node = profile.node
+    asked = {
+        "chunked_prefill_size": candidate.chunked_prefill_size,
+        "enable_mixed_chunk": candidate.enable_mixed_chunk,
+        "schedule_policy": candidate.schedule_policy,
+    }
+    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     return NodeShape(
         pool_tokens=node.pool_tokens,
         page_size=node.page_size,
         context_length=node.context_length,
         kv_bytes_per_token=node.kv_bytes_per_token,
-        schedule=ScheduleOptions(
-            chunked_prefill_size=candidate.chunked_prefill_size or node.chunked_prefill_size,
-            max_running_requests=node.max_running_requests,
-            enable_mixed_chunk=candidate.enable_mixed_chunk,
-            schedule_policy=candidate.schedule_policy,
-        ),
+        disable_radix_cache=node.disable_radix_cache,
+        host_kv_tokens=node.host_kv_tokens,
+        schedule=replace(node.schedule_options, **changes),
     )
 
 

@@ -11,11 +11,12 @@ import contextlib
 import gc
 import platform
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -27,7 +28,8 @@ from planner.measure.node_loop import NodeLoop
 from planner.measure.router_load import loads_for, measure_router, start_node
 from planner.measure.transfer import MAX_NBYTES, Shape, Transfers, measure_transfers
 from planner.profile import Measured, NodeKind, Profile, Residual, RouterCost
-from shared.config import NodeConfig
+from planner.simulator.runner import PAGE_COPY_S
+from shared.config import NodeConfig, ScheduleOptions
 from shared.engine.build import Engine, build_engine
 from shared.engine.resolve import resolve_device
 from shared.kvtransfer.transports.choice import make_transports
@@ -57,6 +59,7 @@ class Node:
     machine: str
     limits: NodeLimits
     layout: KVLayout
+    host_kv_tokens: int
     device: str
     kernels: str
 
@@ -98,7 +101,7 @@ def measure(
     remarks += [*transfers.remarks, *remarks_of(transfers.points, of_transfers)]
 
     start_s, router, slow = _router(config, argv, node, costs, effort, partial(on_progress, Phase.ROUTER))
-    remarks += slow
+    remarks += [*slow, *not_simulated(config, node.host_kv_tokens)]
     return Profile(
         measured=_measured(config, node, (*residuals, *of_transfers), remarks),
         node=NodeKind(
@@ -109,11 +112,35 @@ def measure(
             chunked_prefill_size=config.schedule.chunked_prefill_size,
             kv_bytes_per_token=node.token_nbytes,
             start_s=start_s,
+            disable_radix_cache=config.cache.disable_radix_cache,
+            host_kv_tokens=node.host_kv_tokens,
+            schedule=changed_options(config.schedule),
         ),
         forward=costs,
         transfer=transfer,
         router=router,
     )
+
+
+def changed_options(schedule: ScheduleOptions) -> dict[str, Any]:
+    """What NodeKind has no field for, where it differs from the default."""
+    return {
+        one.name: getattr(schedule, one.name)
+        for one in fields(schedule)
+        if one.name not in NodeKind.__struct_fields__ and getattr(schedule, one.name) != one.default
+    }
+
+
+def not_simulated(config: NodeConfig, host_kv_tokens: int) -> Iterator[str]:
+    """What the flags ask for and a plan leaves out; each a sentence."""
+    for name in ("enable_jump_forward", "enable_priority_scheduling"):
+        if getattr(config.schedule, name):
+            yield f"--{name.replace('_', '-')} changes nothing in a plan: traces have no grammars and no priorities."
+    if host_kv_tokens:
+        yield (
+            f"How long KV takes to host memory and back is not measured: a plan has {1e6 * PAGE_COPY_S:g} µs for "
+            "each page of a retracted request."
+        )
 
 
 def measure_engine(
@@ -126,6 +153,7 @@ def measure_engine(
         machine=_machine(engine),
         limits=engine.limits,
         layout=engine.layout,
+        host_kv_tokens=engine.ledger.host.num_pages * engine.layout.page_size,
         device=str(engine.pool.device),
         kernels=engine.attention_backend,
     )

@@ -71,7 +71,8 @@ class TimedNodes:
             *("--load-format", "dummy", "--attention-backend", "torch", "--grammar-backend", "none"),
             *("--page-size", str(self.page_size), "--max-total-tokens", str(self.pool_tokens)),
             *("--max-running-requests", str(self.max_running_requests)),
-            *("--chunked-prefill-size", str(chunk), "--schedule-policy", candidate.schedule_policy),
+            *("--chunked-prefill-size", str(chunk)),
+            *(["--schedule-policy", candidate.schedule_policy] if candidate.schedule_policy else []),
             *(["--enable-mixed-chunk"] if candidate.enable_mixed_chunk else []),
         ]
 

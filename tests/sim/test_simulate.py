@@ -19,6 +19,7 @@ from planner.simulate import Bottleneck, Run, fleet_shape, simulate
 from planner.simulator.fleet import SimFleet
 from planner.traffic.trace import SimRequest
 from router.dispatch.verdict import StartStage
+from shared.config import ScheduleOptions
 from shared.errors import ConfigError
 from tests.sim.workloads import unrelated
 
@@ -101,6 +102,30 @@ def test_nodes_that_do_both_take_the_decode_profile() -> None:
     assert (result.prefill.nodes, result.decode.nodes) == (0, 2)
     assert result.transfer_bytes_s == 0.0
     assert result.figures.num_failed == 0
+
+
+def test_nodes_have_the_flags_that_they_were_measured_with() -> None:
+    measured = profile(
+        disable_radix_cache=True,
+        host_kv_tokens=1024,
+        schedule={"schedule_policy": "lpm", "enable_mixed_chunk": True, "disable_overlap_schedule": True},
+    )
+    node = fleet_shape(SPLIT, measured, measured).prefill
+    assert (node.disable_radix_cache, node.host_kv_tokens) == (True, 1024)
+    assert node.schedule == ScheduleOptions(
+        chunked_prefill_size=512,
+        max_running_requests=32,
+        schedule_policy="lpm",
+        enable_mixed_chunk=True,
+        disable_overlap_schedule=True,
+    )
+    other = Candidate(num_prefill=0, num_decode=1, enable_mixed_chunk=False, schedule_policy="fcfs")
+    changed = fleet_shape(other, measured, measured).decode.schedule
+    assert (changed.schedule_policy, changed.enable_mixed_chunk) == ("fcfs", False)
+    assert changed.disable_overlap_schedule
+    again = [request_at(0.0, 512, 4), request_at(1.0, 512, 4)]
+    again[1] = dataclasses.replace(again[1], blocks=again[0].blocks)
+    assert run(again).cached_share > 0.4 and run(again, measured).cached_share == 0.0
 
 
 def test_what_does_not_fit_has_failed() -> None:

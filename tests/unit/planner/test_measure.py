@@ -29,6 +29,8 @@ ARGV = [
     "64",
     "--context-length",
     "256",
+    "--schedule-policy",
+    "lpm",
 ]
 
 
@@ -48,6 +50,7 @@ def test_a_real_node_is_measured(tmp_path: Path) -> None:
     node, forward = profile.node, profile.forward
     assert (node.pool_tokens, node.page_size, node.context_length) == (2048, 16, 256)
     assert (node.chunked_prefill_size, node.max_running_requests) == (64, 64)
+    assert (node.schedule, node.host_kv_tokens) == ({"schedule_policy": "lpm"}, 0)
     assert node.kv_bytes_per_token == 2 * 8 * 4 * 32 * 2  # K and V, layers, heads, their size, bfloat16
     assert 0 < forward.decode_s(1, 16) < 10
     assert 0 < forward.extend_s([(0, 64)]) < 10
@@ -59,6 +62,19 @@ def test_a_real_node_is_measured(tmp_path: Path) -> None:
     for phase in Phase:
         fractions = [fraction for of, _, fraction in seen if of == phase]
         assert fractions[0] == 0.0 and fractions[-1] == 1.0
+
+
+def test_flags_of_a_node_are_in_its_profile_or_a_remark_says_that_they_are_not() -> None:
+    flags = ["--chunked-prefill-size", "64", "--disable-overlap-schedule", "--retract-policy", "host"]
+    config = cli.node_config(make_parser(), [*flags, "--enable-jump-forward"])
+    assert phases.changed_options(config.schedule) == {
+        "disable_overlap_schedule": True,
+        "retract_policy": "host",
+        "enable_jump_forward": True,
+    }
+    jump, host = phases.not_simulated(config, 4096)
+    assert jump.startswith("--enable-jump-forward changes nothing") and "20 µs" in host
+    assert not list(phases.not_simulated(cli.node_config(make_parser(), []), 0))
 
 
 def test_points_stay_within_the_node() -> None:

@@ -32,6 +32,8 @@ PROFILE = Profile(
         chunked_prefill_size=512,
         kv_bytes_per_token=1024,
         start_s=1.0,
+        disable_radix_cache=True,
+        schedule={"schedule_policy": "lpm", "schedule_conservativeness": 0.5, "enable_mixed_chunk": True},
     ),
     forward=CostModel(a=0.002, b=1e-4, c=0.0, d=0.005, e=1e-4, f=0.0, floor_s=0.003, step_s=1e-4),
     transfer=TransferCost(latency_s=0.001, bytes_s=1e9),
@@ -56,7 +58,7 @@ def changed(where: str, value: object) -> str:
 
 
 def without(name: str) -> str:
-    content = json.loads(changed("schema_version", 1))
+    content = json.loads(changed("schema_version", 2))
     del content[name]
     return json.dumps(content)
 
@@ -65,7 +67,7 @@ DAMAGED: dict[str, tuple[Callable[[], str], str]] = {
     "no JSON": (lambda: "{", "Input data was truncated"),
     "empty": (lambda: "", "Input data was truncated"),
     "another file": (lambda: '{"a": 1}', "missing required field `schema_version`"),
-    "a version": (lambda: changed("schema_version", 2), "schema_version is 2, .* reads 1; measure anew"),
+    "a version": (lambda: changed("schema_version", 1), "schema_version is 1, .* reads 2; measure anew"),
     "a part is gone": (lambda: without("transfer"), "missing required field `transfer`"),
     "negative": (lambda: changed("router.token_s", -1e-6), r">= 0.0 - at `\$.router.token_s`"),
     "no bandwidth": (lambda: changed("transfer.bytes_s", 0), r">= 1.0 - at `\$.transfer.bytes_s`"),
@@ -79,6 +81,14 @@ DAMAGED: dict[str, tuple[Callable[[], str], str]] = {
     "a pool without a page": (
         lambda: changed("node.pool_tokens", 8),
         "pool_tokens is 8, less than a page of 16",
+    ),
+    "an option of another release": (
+        lambda: changed("node.schedule", {"colour": 1}),
+        "node.schedule has no colour; measure anew",
+    ),
+    "an option of another type": (
+        lambda: changed("node.schedule", {"schedule_policy": 1}),
+        r"Expected `str`, got `int` - at `\$.schedule_policy`",
     ),
     "an unknown field": (lambda: changed("node.colour", 1), "unknown field `colour`"),
 }
@@ -100,7 +110,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_forward_takes_time(tmp_path: Path) -> None:
-    content = json.loads(changed("schema_version", 1))
+    content = json.loads(changed("schema_version", 2))
     content["forward"] |= dict.fromkeys("def", 0.0)
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(content))
