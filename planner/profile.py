@@ -78,7 +78,7 @@ class Residual(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One point of a fit: the median of its rounds, what the fit says, and how far the rounds differed."""
 
     what: str
-    """prefill 512, decode 8x1536, transfer 1048576."""
+    """prefill 512, decode 8x1536, scheduler 16, transfer 1048576."""
     measured_s: Seconds
     fitted_s: Seconds
     spread: Annotated[float, msgspec.Meta(ge=0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,11 +41,12 @@ def make_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the profile, say what makes it doubtful. Returns 0, 2 for a ConfigError, 130 for Ctrl-C."""
+    """Measure, write the profile, say what makes it doubtful. Returns 0, 2 for a ConfigError, 130 for a signal."""
     parser = make_parser()
     args = parser.parse_args(argv)
     config = cli.node_config(parser, argv)
     console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends what it has started
     try:
         if not args.out.resolve().parent.is_dir():
             raise ConfigError(f"--out {args.out}: there is no folder {args.out.resolve().parent}")

@@ -114,10 +114,11 @@ class Forwards:
         )
 
     def residuals(self, costs: CostModel) -> tuple[Residual, ...]:
-        """Every forward against the fit. What the scheduler does is small beside them, and is not compared."""
+        """Every forward, and the scheduler's work for it, against the fit."""
         return (
             *(residual(point, costs.extend_s(point.spans)) for point in self.extends),
             *(residual(point, costs.decode_s(point.batch, point.kv_tokens)) for point in self.decodes),
+            *(residual(point, costs.host_s(point.num_requests)) for point in self.hosts),
         )
 
 

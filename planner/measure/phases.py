@@ -12,7 +12,7 @@ import gc
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
@@ -25,9 +25,9 @@ from planner.measure.fitting import Forwards, remarks_of, residual
 from planner.measure.forwards import Effort, OnProgress, measure_forwards, points_of
 from planner.measure.machine import MachineWatch, cpu_model
 from planner.measure.node_loop import NodeLoop
-from planner.measure.router_load import loads_for, measure_router, start_node
+from planner.measure.router_load import RouterMeasured, loads_for, measure_router, start_node
 from planner.measure.transfer import MAX_NBYTES, Shape, Transfers, measure_transfers
-from planner.profile import Measured, NodeKind, Profile, Residual, RouterCost
+from planner.profile import Measured, NodeKind, Profile, Residual
 from planner.simulator.runner import PAGE_COPY_S
 from shared.config import NodeConfig, ScheduleOptions
 from shared.engine.build import Engine, build_engine
@@ -93,17 +93,17 @@ def measure(
     node, forwards, remarks = measure_engine(config, effort, partial(on_progress, Phase.ENGINE))
     costs = forwards.fit()
     residuals = forwards.residuals(costs)
-    remarks += remarks_of((*forwards.extends, *forwards.decodes), residuals)
+    remarks += remarks_of((*forwards.extends, *forwards.decodes, *forwards.hosts), residuals)
 
     transfers = _transfers(config, node, effort, partial(on_progress, Phase.TRANSFER))
     transfer = transfers.fit()
     of_transfers = [residual(point, transfer.seconds(point.nbytes)) for point in transfers.points]
     remarks += [*transfers.remarks, *remarks_of(transfers.points, of_transfers)]
 
-    start_s, router, slow = _router(config, argv, node, costs, effort, partial(on_progress, Phase.ROUTER))
-    remarks += [*slow, *not_simulated(config, node.host_kv_tokens)]
+    start_s, router = _router(config, argv, node, costs, effort, partial(on_progress, Phase.ROUTER))
+    remarks += [*router.remarks, *not_simulated(config, node.host_kv_tokens)]
     return Profile(
-        measured=_measured(config, node, (*residuals, *of_transfers), remarks),
+        measured=_measured(config, node, (*residuals, *of_transfers, *router.residuals), remarks),
         node=NodeKind(
             pool_tokens=node.limits.max_total_num_tokens,
             page_size=node.layout.page_size,
@@ -118,7 +118,7 @@ def measure(
         ),
         forward=costs,
         transfer=transfer,
-        router=router,
+        router=router.cost,
     )
 
 
@@ -195,8 +195,8 @@ def _router(
     costs: CostModel,
     effort: Effort,
     on_progress: OnProgress,
-) -> tuple[float, RouterCost, list[str]]:
-    """Seconds until a node is ready, what a router costs, and remarks."""
+) -> tuple[float, RouterMeasured]:
+    """Seconds until a node is ready, and what a router costs, with remarks on both."""
     starts: list[float] = []
     has_text = (resolve_model(config.model.model, with_weights=False) / "tokenizer.json").is_file()
     streams = min(32, node.limits.max_running_requests)
@@ -216,16 +216,16 @@ def _router(
                 more = () if has_text else ("--skip-tokenizer-init",)
                 fleet_key = [word for path in config.net.fleet_key for word in ("--fleet-key", path)]
                 router = measure_router(
-                    address, config.model.model, loads, (*more, *fleet_key), on_progress=on_progress
+                    process, address, config.model.model, loads, (*more, *fleet_key), on_progress=on_progress
                 )
     on_progress("", 1.0)
-    remarks = []
     if max(starts) > START_SPREAD * min(starts):
-        remarks.append(
+        said = (
             f"A node took {min(starts):.1f} s to start and {max(starts):.1f} s another time: files that are not in "
             "memory yet, or a busy machine, make a start slower than the profile says."
         )
-    return statistics.median(starts), router, remarks
+        router = replace(router, remarks=(*router.remarks, said))
+    return statistics.median(starts), router
 
 
 def _machine(engine: Engine) -> str:

@@ -11,21 +11,24 @@ import contextlib
 import json
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from planner.measure.fitting import nonnegative
+from planner.measure.fitting import Rounds, nonnegative, residual
 from planner.measure.forwards import OnProgress
-from planner.measure.machine import process_cpu_s
-from planner.profile import RouterCost
+from planner.measure.machine import MachineWatch, process_cpu_s, read_cpu_times
+from planner.profile import Residual, RouterCost
 from shared.errors import ConfigError
 from shared.protocol.messages import NodeLimits
 
@@ -33,6 +36,12 @@ START_TIMEOUT_S = 1800.0
 """A large model takes minutes to load."""
 _STOP_TIMEOUT_S = 30.0
 _SERVING_PROCESS = "router.processes.router_process"
+_ROUTER = (
+    "import os, signal, sys, threading; from router.__main__ import main; "
+    "end = lambda: os.read(0, 1) or os.kill(os.getpid(), signal.SIGTERM); "
+    "threading.Thread(target=end, daemon=True).start(); sys.exit(main(sys.argv[1:]))"
+)
+"""A router that ends when its standard input closes."""
 _FEW_IDS = 200
 """Token ids that every vocabulary has."""
 _TAIL_BYTES = 1 << 16
@@ -77,6 +86,7 @@ class Load:
 class Used:
     """What a router did under a load."""
 
+    what: str
     requests: int
     prompt_tokens: int
     tokens: int
@@ -84,17 +94,35 @@ class Used:
     cpu_s: float
 
 
-def fit_router(used: Sequence[Used]) -> RouterCost:
+@dataclass(frozen=True, kw_only=True)
+class RouterMeasured:
+    """What was measured of a router."""
+
+    cost: RouterCost
+    residuals: tuple[Residual, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def fit_router(used: Sequence[Used]) -> RouterMeasured:
     """What a request, a token of output and a token of a prompt cost, beside what a router does when it is idle."""
     rows = [(one.requests, one.tokens, one.prompt_tokens, one.wall_s) for one in used]
-    request_s, token_s, prompt_token_s, _ = nonnegative(rows, [one.cpu_s for one in used])
-    return RouterCost(request_s=request_s, token_s=token_s, prompt_token_s=prompt_token_s)
+    costs = nonnegative(rows, [one.cpu_s for one in used])
+    seconds, fitted = defaultdict(list), defaultdict(list)
+    for one, row in zip(used, rows, strict=True):
+        seconds[one.what].append(one.cpu_s)
+        fitted[one.what].append(sum(cost * number for cost, number in zip(costs, row, strict=True)))
+    points = [Rounds(what=what, seconds=tuple(rounds)) for what, rounds in seconds.items()]
+    return RouterMeasured(
+        cost=RouterCost(request_s=costs[0], token_s=costs[1], prompt_token_s=costs[2]),
+        residuals=tuple(residual(point, statistics.median(fitted[point.what])) for point in points),
+    )
 
 
 def start_node(argv: Sequence[str]) -> tuple[Process, str, float]:
     """A decode node: the process, its address, and the seconds until it was ready. Raises ConfigError."""
     begin = time.monotonic()
-    node = Process([sys.executable, "-u", "-m", "decode_node", *argv, "--port", "0", "--log-level", "info"])
+    own = ("--port", "0", "--log-level", "info", "--exit-with-parent")
+    node = Process([sys.executable, "-u", "-m", "decode_node", *argv, *own])
     try:
         found = node.wait_for(r" listening .*address=tcp://(\S+)")
     except BaseException:
@@ -103,21 +131,33 @@ def start_node(argv: Sequence[str]) -> tuple[Process, str, float]:
     return node, found[1], time.monotonic() - begin
 
 
+def start_router(address: str, model: str, argv: Sequence[str] = ()) -> tuple[Process, str]:
+    """A router that has joined the node at `address`: the process, and its URL. Raises ConfigError."""
+    own = ["--decode", address, "--model", model, "--port", "0", "--control-port", "0"]
+    router = Process([sys.executable, "-u", "-c", _ROUTER, *own, *argv])
+    try:
+        return router, router.wait_for(r"Serving .* at (http\S+?):? ")[1].rstrip(":")
+    except BaseException:
+        router.close()
+        raise
+
+
 def measure_router(
+    node: Process,
     address: str,
     model: str,
     loads: Sequence[Load],
     router_argv: Sequence[str] = (),
     *,
     on_progress: OnProgress = lambda what, fraction: None,
-) -> RouterCost:
-    """A router that joins the node at `address`, under each load and without one. Raises ConfigError."""
-    argv = ["--decode", address, "--model", model, "--port", "0", "--control-port", "0", *router_argv]
+) -> RouterMeasured:
+    """A router in front of `node` at `address`, under each load and without one. Raises ConfigError."""
     on_progress("a router starts", 0.0)
-    with contextlib.closing(Process([sys.executable, "-u", "-m", "router", *argv])) as router:
-        url = router.wait_for(r"Serving .* at (http\S+?):? ")[1].rstrip(":")
+    router, url = start_router(address, model, router_argv)
+    with contextlib.closing(router):
         pid = serving_pid(router.pid)
         asyncio.run(_run(url, pid, replace(loads[0], num_requests=4), seed=0))  # imports, caches
+        watch = MachineWatch(partial(read_cpu_times, [node.pid, router.pid, pid]))
         used = []
         jobs = [load for load in loads for _ in range(load.rounds)]
         for index, load in enumerate(jobs):
@@ -127,13 +167,15 @@ def measure_router(
         begin, cpu_s = time.monotonic(), process_cpu_s(pid)
         time.sleep(1.0)
         idle = Used(
+            what="router without requests",
             requests=0,
             prompt_tokens=0,
             tokens=0,
             wall_s=time.monotonic() - begin,
             cpu_s=max(process_cpu_s(pid) - cpu_s, 1e-6),
         )
-    return fit_router([*used, idle])
+        remarks = tuple(watch.remarks("the router"))
+    return replace(fit_router([*used, idle]), remarks=remarks)
 
 
 def serving_pid(supervisor: int) -> int:
@@ -151,6 +193,7 @@ async def _run(url: str, pid: int, load: Load, seed: int) -> Used:
     usages = await asyncio.gather(*(_stream(url, *body) for body in bodies))
     cpu_s = process_cpu_s(pid) - cpu_s
     return Used(
+        what=f"router, {load.name}",
         requests=len(usages),
         prompt_tokens=sum(prompt for prompt, _ in usages),
         tokens=sum(output for _, output in usages),
@@ -200,11 +243,16 @@ async def _stream(url: str, path: str, body: bytes) -> tuple[int, int]:
 
 
 class Process:
-    """A child whose output is read by a thread, so that it is never stopped by a full pipe."""
+    """A child whose output is read by a thread, so that it is never stopped by a full pipe.
+
+    Its standard input closes when this process ends, however that ends.
+    """
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._argv = argv
-        self._popen = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._popen = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         self._lines: list[str] = []
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read, name="output", daemon=True)
@@ -238,7 +286,8 @@ class Process:
             self._popen.kill()
             self._popen.wait()
         self._reader.join()
-        assert self._popen.stdout is not None
+        assert self._popen.stdin is not None and self._popen.stdout is not None
+        self._popen.stdin.close()
         self._popen.stdout.close()
 
     def _read(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +129,7 @@ def test_a_planted_router_comes_back() -> None:
     costs, idle = RouterCost(request_s=1.5e-3, token_s=4e-5, prompt_token_s=2e-6), 0.003
     used = [
         Used(
+            what=f"{prompt} prompt tokens",
             requests=requests,
             prompt_tokens=prompt,
             tokens=tokens,
@@ -145,7 +146,11 @@ def test_a_planted_router_comes_back() -> None:
             (0, 0, 0, 1.0),
         )
     ]
-    fitted = fit_router(used)
+    measured = fit_router([*used, replace(used[0], cpu_s=1.02 * used[0].cpu_s)])
+    assert [one.what for one in measured.residuals] == [one.what for one in used]
+    assert measured.residuals[0].spread == pytest.approx(0.01, abs=0.001)
+    assert all(abs(one.error) < 0.02 for one in measured.residuals)
+    fitted = fit_router(used).cost
     assert fitted.request_s == pytest.approx(costs.request_s)
     assert fitted.token_s == pytest.approx(costs.token_s)
     assert fitted.prompt_token_s == pytest.approx(costs.prompt_token_s)

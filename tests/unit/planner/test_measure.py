@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +22,7 @@ from planner.measure.router_load import Process
 from planner.profile import load_profile
 from shared import cli
 from shared.protocol.messages import NodeLimits
+from tests.processes import assert_gone
 
 FEW = Effort(engine_s=1e-3, max_passes=2, max_batch=2, max_tokens=128, transfer_s=1e-3, starts=1, load_s=0.2)
 ARGV = [
@@ -58,6 +63,7 @@ def test_a_real_node_is_measured(tmp_path: Path) -> None:
     assert profile.transfer.message_s > 0 and node.start_s > 0
     measured = {residual.what for residual in profile.measured.residuals}
     assert {"prefill 64", "decode 2x16", f"transfer {16 * node.kv_bytes_per_token}"} <= measured
+    assert {"scheduler 1", "scheduler 2", "router without requests"} <= measured
     assert profile.measured.model == "builtin"
     for phase in Phase:
         fractions = [fraction for of, _, fraction in seen if of == phase]
@@ -124,11 +130,16 @@ def test_what_cannot_be_measured_is_refused(
     assert not (tmp_path / "profile.json").exists()
 
 
-def test_ctrl_c_ends_a_measurement_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_signal_ends_a_measurement_with_a_sentence(
+    sent: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def stopped(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), sent)
+        time.sleep(60)
 
     monkeypatch.setattr(phases, "measure", stopped)
     assert main(["--out", str(tmp_path / "profile.json")]) == 130
@@ -151,3 +162,21 @@ def test_a_node_that_does_not_start_is_not_left_behind(monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         router_load.start_node([])
     assert not psutil.pid_exists(started[0].pid)
+
+
+@pytest.mark.processes
+def test_what_was_started_ends_with_a_measurement_that_is_killed() -> None:
+    code = (
+        "import sys, time; from planner.measure.router_load import start_node, start_router; "
+        "node, address, _ = start_node(sys.argv[1:]); start_router(address, 'builtin'); "
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *ARGV], stdout=subprocess.PIPE, text=True
+    ) as measuring:
+        assert measuring.stdout is not None
+        assert measuring.stdout.readline() == "ready\n"
+        family = psutil.Process(measuring.pid).children(recursive=True)
+        assert len(family) >= 3, "a node, a router's supervisor and its router"
+        measuring.kill()
+    assert_gone(family)
