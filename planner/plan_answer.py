@@ -67,14 +67,18 @@ class Asked:
 
 def question_of(args: Namespace) -> Asked:
     """Read the files that the flags name. Raises ConfigError."""
-    paths = (args.profile,) if args.profile is not None else (args.prefill_profile, args.decode_profile)
+    names = ("profile",) if args.profile is not None else ("prefill_profile", "decode_profile")
     prices = None
     if args.price is not None or args.prefill_price is not None:
         prices = Prices(prefill=args.price or args.prefill_price, decode=args.price or args.decode_price)
     slo = Slo(ttft_s=args.slo_ttft_ms / 1000, itl_s=args.slo_itl_ms / 1000)
     ways = () if args.compare is None else tuple(compare.ways(compare.parse_fleet(args.fleet), args.compare))
-    profiles = tuple((path, load_profile(path)) for path in paths)
-    cache_tokens = args.nodes[-1] * max(profile.node.pool_tokens for _, profile in profiles)
+    profiles = tuple(
+        (path, load_profile(path, f"--{name.replace('_', '-')}"))
+        for name, path in ((name, getattr(args, name)) for name in names)
+    )
+    num_nodes = ways[0].candidate.num_nodes if ways else args.nodes[-1]
+    cache_tokens = num_nodes * max(profile.node.pool_tokens for _, profile in profiles)
     return Asked(
         profiles=profiles,
         prices=prices,

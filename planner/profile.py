@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from planner.cost_model import CostModel
+from router.http.config import PlanOptions
 from shared.config import ScheduleOptions
 from shared.errors import ConfigError
 
@@ -122,41 +123,46 @@ class _Versioned(msgspec.Struct):
     schema_version: int
 
 
-def load_profile(path: Path) -> Profile:
-    """Read a profile. Raises ConfigError that names the file, the field and its limits."""
+def load_profile(path: Path, flag: str = "--profile") -> Profile:
+    """Read a profile. Raises ConfigError that names `flag`, the file, the field and its limits."""
     try:
         text = path.read_bytes()
         version = msgspec.json.decode(text, type=_Versioned).schema_version
         if version != SCHEMA_VERSION:
             raise ConfigError(
-                f"--profile {path}: its schema_version is {version}, and this planner reads {SCHEMA_VERSION}; "
-                "measure anew with router plan --measure"
+                f"its schema_version is {version}, and this planner reads {SCHEMA_VERSION}; measure anew with router "
+                "plan --measure"
             )
         profile = msgspec.json.decode(text, type=Profile)
         _ = profile.node.schedule_options
+        _check(profile)
     except OSError as error:
-        raise ConfigError(f"--profile {path}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"--profile {path}: {error}") from None
-    _check(path, profile)
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from None
+    except (ConfigError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{flag} {path}: {error}") from None
     return profile
 
 
-def _check(path: Path, profile: Profile) -> None:
+def load_plan_profiles(options: PlanOptions) -> tuple[Profile, Profile]:
+    """Of the prefill and of the decode nodes of a router with --plan-profile. Raises ConfigError."""
+    assert options.plan_profile is not None
+    prefill = load_profile(options.plan_profile, "--plan-profile")
+    if options.plan_decode_profile is None:
+        return prefill, prefill
+    return prefill, load_profile(options.plan_decode_profile, "--plan-decode-profile")
+
+
+def _check(profile: Profile) -> None:
     forward, node = profile.forward, profile.node
     for name, value in asdict(forward).items():
         if not 0 <= value <= MAX_S:
-            raise ConfigError(
-                f"--profile {path}: forward.{name} is {value:g}, and must be between 0 and {MAX_S:g}"
-            )
+            raise ConfigError(f"forward.{name} is {value:g}, and must be between 0 and {MAX_S:g}")
     if not forward.extend_s([(0, 1)]) or not forward.decode_s(1, 1):
         raise ConfigError(
-            f"--profile {path}: a forward of one token takes no time; one of forward.a, forward.b, forward.c and "
-            "forward.floor_s, and one of forward.d, forward.e and forward.f, must be above 0"
+            "a forward of one token takes no time; one of forward.a, forward.b, forward.c and forward.floor_s, and "
+            "one of forward.d, forward.e and forward.f, must be above 0"
         )
     if unknown := node.schedule.keys() - ScheduleOptions.__dataclass_fields__.keys():
-        raise ConfigError(f"--profile {path}: node.schedule has no {min(unknown)}; measure anew")
+        raise ConfigError(f"node.schedule has no {min(unknown)}; measure anew")
     if node.pool_tokens < node.page_size:
-        raise ConfigError(
-            f"--profile {path}: node.pool_tokens is {node.pool_tokens}, less than a page of {node.page_size}"
-        )
+        raise ConfigError(f"node.pool_tokens is {node.pool_tokens}, less than a page of {node.page_size}")

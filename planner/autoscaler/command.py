@@ -18,7 +18,7 @@ from planner.autoscaler.fleet_client import FleetClient
 from planner.autoscaler.scaling_actions import Command, Printer, ScalingActions, Webhook
 from planner.autoscaler.watch import Watch
 from planner.figures import Slo
-from planner.profile import load_profile
+from planner.profile import load_plan_profiles
 from router.http.config import AutoscaleOptions, PlanOptions
 from router.processes.child_process import LOADED, READY
 from router.processes.stopping import stop_on_signals, unless
@@ -77,10 +77,10 @@ def autoscalers_of(plan: PlanOptions, options: AutoscaleOptions, keep: frozenset
     if plan.plan_profile is None or plan.slo_ttft_ms is None or plan.slo_itl_ms is None:
         raise ConfigError("it needs --plan-profile, --slo-ttft-ms and --slo-itl-ms")
     slo = Slo(ttft_s=plan.slo_ttft_ms / 1e3, itl_s=plan.slo_itl_ms / 1e3)
-    files = {Role.PREFILL: plan.plan_profile, Role.DECODE: plan.plan_decode_profile or plan.plan_profile}
+    profiles = dict(zip((Role.PREFILL, Role.DECODE), load_plan_profiles(plan), strict=True))
     autoscalers = []
     for scaled in options.autoscale:
-        profile = load_profile(files[scaled.role])
+        profile = profiles[scaled.role]
         pace = Pace(
             start_s=profile.node.start_s,
             settle_s=options.autoscale_settle_s,

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from planner import plan
 from planner.answer import Answer
+from planner.plan_answer import question_of
 from planner.table import print_answer
 from tests.patience import PATIENCE_S
 from tests.unit.planner.plan_rig import PROFILE, asked, planted, traffic
@@ -146,6 +147,8 @@ def test_wrong_files(capsys: pytest.CaptureFixture[str], profile: Path, tmp_path
     assert "No such file" in refusal(capsys, "--profile", "none.json", *SLOS, *DRAWN)
     profile_of_old = tmp_path / "old.json"
     profile_of_old.write_text('{"schema_version": 0}')
+    of_decode = ["--prefill-profile", str(profile), "--decode-profile", str(profile_of_old)]
+    assert f"--decode-profile {profile_of_old}: its schema" in refusal(capsys, *of_decode, *SLOS, *DRAWN)
     assert "schema_version is 0" in refusal(capsys, "--profile", str(profile_of_old), *SLOS, *DRAWN)
     trace = tmp_path / "trace.jsonl"
     good = '{"timestamp": 0, "input_length": 10, "output_length": 2, "hash_ids": [1]}\n'
@@ -160,6 +163,25 @@ def test_wrong_files(capsys: pytest.CaptureFixture[str], profile: Path, tmp_path
     assert "--prompt 9:1" in refusal(capsys, *known, "--rate", "1", "--prompt", "9:1", "--output", "5")
     bad = ["--compare", "schedule-policy=fcfs,best", "--fleet", "1P1D"]
     assert "schedule-policy=best" in refusal(capsys, *known, *DRAWN, *bad)
+
+
+def test_windows_of_a_comparison_are_warmed_up_for_the_fleet_that_is_compared(
+    profile: Path, tmp_path: Path
+) -> None:
+    lines = (
+        f'{{"timestamp": {100 * i}, "input_length": 512, "output_length": 2, "hash_ids": [{i % 700}]}}\n'
+        for i in range(3000)
+    )
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(lines))
+    known = ["--profile", str(profile), *SLOS, "--trace", str(trace), "--requests", "240"]
+
+    def simulated(fleet: str) -> int:
+        flags = ["--compare", "schedule-policy=fcfs,lpm", "--fleet", fleet]
+        windows = question_of(plan.build_parser().parse_args([*known, *flags])).traffic.windows
+        return sum(len(window.requests) for window in windows)
+
+    assert simulated("8P8D") > simulated("1P1D"), "more caches to fill"
 
 
 def test_machines_whose_pages_differ_cannot_split(capsys: pytest.CaptureFixture[str], profile: Path) -> None:
