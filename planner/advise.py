@@ -26,16 +26,16 @@ from planner.candidate import Candidate
 from planner.figures import Slo, arrival_seconds
 from planner.plan_search import Aim
 from planner.plan_trials import Option, Sample, Setting, Trial, Trials
-from planner.profile import Profile, load_profile
+from planner.profile import Profile, load_plan_profiles
 from planner.simulate import Run, fleet_shape
 from planner.traffic.arrival import Arrival
 from planner.traffic.router_log import RouterLog
 from planner.traffic.trace import SimRequest, TraceRow, scaled
 from planner.traffic.windows import Window, draw_windows, whole_window
+from router.api.live_feed import Advice
 from router.api.prefix_hashes import BLOCK_TOKENS
 from router.http.config import PlanOptions
 from router.processes.child_process import LOADED, READY
-from router.processes.feed import Advice
 from shared.errors import ConfigError
 from shared.flags import FlagParser, add_flags, options_of, whole
 from shared.log import crash
@@ -104,14 +104,25 @@ class Recent:
 
 
 async def advise(
-    requests: Sequence[SimRequest], fleet: Candidate, profiles: tuple[Profile, Profile], aim: Aim
+    requests: Sequence[SimRequest],
+    fleet: Candidate,
+    profiles: tuple[Profile, Profile],
+    aim: Aim,
+    now_s: float,
 ) -> Advice:
-    """Whether `fleet` meets the SLOs; if not, which with the fewest nodes more does, else whether one less would."""
+    """Whether `fleet` meets the SLOs; if not, which with the fewest nodes more does, else whether one less would.
+
+    From the fleet on, one role is varied at a time: 10 simulations at most, however many nodes there are.
+    """
+
+    def advice(words: str, meets: bool | None, better: Sample | None) -> Advice:
+        name = None if better is None else better.option.candidate.name
+        return Advice(words, f"{fleet.num_prefill}P{fleet.num_decode}D", now_s, meets, name)
+
     if len(requests) < MIN_REQS:
-        return Advice(
+        return advice(
             f"{len(requests)} requests in the last {WINDOW_S / 60:g} minutes are too few to plan for; {MIN_REQS} are "
             "needed",
-            fleet.name,
             None,
             None,
         )
@@ -129,36 +140,33 @@ async def advise(
 
     now = await serve(fleet)
     if aim.is_met_by(now):
-        smaller = [await serve(candidate) for candidate in _with_more(fleet, -1)]
+        smaller = [await serve(candidate) for candidate in _neighbours(fleet, -1)]
         enough = [sample for sample in smaller if aim.is_met_by(sample)]
         if not enough:
             words = ", and with one node less would not" if smaller else ""
-            return Advice(_words(now, aim) + words, fleet.name, True, None)
+            return advice(_words(now, aim) + words, True, None)
         best = _best(_alike(enough, fleet), aim)
-        return Advice(
-            f"{_words(now, aim)}; {_nodes(fleet, best)} would as well ({_share(best, aim)})",
-            fleet.name,
-            True,
-            best.option.candidate.name,
+        return advice(
+            f"{_words(now, aim)}; {_nodes(fleet, best)} would as well ({_share(best, aim)})", True, best
         )
-    tried = [now]
+    tried, near = [now], fleet
     for num_more in range(MOST_MORE + 1):
-        samples = [await serve(candidate) for candidate in _with_more(fleet, num_more)]
+        samples = [await serve(candidate) for candidate in _neighbours(near, min(num_more, 1))]
         tried += samples
         if enough := [sample for sample in samples if aim.is_met_by(sample)]:
             best = _best(_alike(enough, fleet), aim)
-            return Advice(
+            return advice(
                 f"{_nodes(fleet, best)} would meet the SLOs ({_share(best, aim)} of the requests); "
                 f"{_nodes(best.option.candidate, now, 'do not')} ({_share(now, aim)})",
-                fleet.name,
                 False,
-                best.option.candidate.name,
+                best,
             )
+        if num_more:
+            near = _best(_alike(samples, fleet), aim).option.candidate
     best = _best(tried, aim)
-    return Advice(
-        f"{fleet.name} does not meet the SLOs ({_share(now, aim)} of the requests), and no fleet with up to "
-        f"{MOST_MORE} nodes more would; {best.option.candidate.name} comes nearest ({_share(best, aim)})",
-        fleet.name,
+    return advice(
+        f"{fleet.name} does not meet the SLOs ({_share(now, aim)} of the requests), and no fleet that was tried, "
+        f"with up to {MOST_MORE} nodes more, would; {best.option.candidate.name} comes nearest ({_share(best, aim)})",
         False,
         None,
     )
@@ -182,11 +190,17 @@ def _windows(requests: Sequence[SimRequest], cache_tokens: int) -> tuple[Window,
     return tuple(window for window in windows if any(map(window.counts, window.requests)))
 
 
-def _with_more(fleet: Candidate, num_more: int) -> Iterator[Candidate]:
-    """Every other fleet with so many nodes more; nodes that do both are never advised to split."""
-    num_nodes = fleet.num_nodes + num_more
-    for num_prefill in range(num_nodes if fleet.splits else 1):
-        other = replace(fleet, num_prefill=num_prefill, num_decode=num_nodes - num_prefill)
+def _neighbours(fleet: Candidate, num_more: int) -> Iterator[Candidate]:
+    """Fleets with `num_more` nodes more: one role changes, or both by a node where the number stays.
+
+    The same machines together are one of them; nodes that do both are never advised to split.
+    """
+    num_nodes, num_prefill = fleet.num_nodes + num_more, fleet.num_prefill
+    of_prefill = (
+        {num_prefill + 1, num_prefill - 1} if num_more == 0 else {num_prefill, num_prefill + num_more}
+    )
+    for num in sorted({0, *of_prefill} if fleet.splits else {0}):
+        other = replace(fleet, num_prefill=num, num_decode=num_nodes - num)
         if other != fleet and other.num_decode >= 1:
             yield other
 
@@ -229,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
     options = options_of(PlanOptions, args)
     try:
         options.check()
-        profiles = _profiles(options)
+        profiles = load_plan_profiles(options)
         fleet_shape(Candidate(num_prefill=1, num_decode=1), *profiles)  # pages of two sizes cannot move
     except ConfigError as error:
         print(f"router: error: {error}", file=sys.stderr)
@@ -248,7 +262,8 @@ def main(argv: Sequence[str]) -> int:
         if time.monotonic() < advised_at + EVERY_S or fleet is None or not fleet.num_decode:
             continue
         if not is_first or len(recent) >= MIN_REQS:
-            advice = asyncio.run(advise(recent.requests(time.time()), fleet, profiles, aim))
+            now_s = time.time()
+            advice = asyncio.run(advise(recent.requests(now_s), fleet, profiles, aim, now_s))
             if num_refused := recent.refused():
                 words = (
                     f"{advice.words}. {num_refused} requests were refused meanwhile, and are not planned for"
@@ -264,14 +279,6 @@ def _parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--traffic-fd", type=whole(0), required=True)
     parser.add_argument("--advice-fd", type=whole(0), required=True)
     return parser.parse_args(argv)
-
-
-def _profiles(options: PlanOptions) -> tuple[Profile, Profile]:
-    """Of prefill and of decode nodes."""
-    assert options.plan_profile is not None
-    return load_profile(options.plan_profile), load_profile(
-        options.plan_decode_profile or options.plan_profile
-    )
 
 
 def _read(fd: int, recent: Recent) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 import zmq.asyncio
 
+from router.api.live_feed import Advice
 from router.api.live_state import LiveState
 from router.api.prefix_hashes import PrefixHasher
 from router.api.traffic_pipe import TrafficPipe
@@ -145,7 +146,9 @@ class Router:
                 keys=self.keys,
                 traces=self._traces,
                 log_hasher=self.log_hasher,
-                adviser=None if self._traffic_fd is None else TrafficPipe(self._traffic_fd, self._fleet),
+                adviser=None
+                if self._traffic_fd is None
+                else TrafficPipe(self._traffic_fd, self._membership.fleet),
                 flags=self._flags(),
             )
         )
@@ -197,9 +200,9 @@ class Router:
         """Take in what discoveries list now: role and address of each node."""
         self._membership.on_listing(listed)
 
-    def advise(self, words: str) -> None:
+    def advise(self, advice: Advice) -> None:
         """Show what the planner advises."""
-        self._live.advice = words
+        self._live.last_advice = advice
 
     def node_exited(self, node_id: str, role: Role, reason: str, *, crashed: bool) -> None:
         """Note that a node of this machine has ended. It announces itself when it has been started again."""
@@ -294,9 +297,6 @@ class Router:
             "Written to clients that are slow to take it.",
             lambda: server.connections.num_unsent_bytes,
         )
-
-    def _fleet(self) -> str:
-        return "{}P{}D".format(*(len(self._membership.live(role)) for role in (Role.PREFILL, Role.DECODE)))
 
     def _flags(self) -> dict[str, object]:
         return self._config.shown() | {

@@ -19,7 +19,7 @@ from planner.autoscaler.fleet_client import FleetApi, FleetNode, reports
 from planner.autoscaler.observe import FleetLoads
 from planner.autoscaler.scaling_actions import ActionFailed, ScalingActions
 from router.terminal.client import ClientError
-from shared.log import event, warn
+from shared.log import crash, event, warn
 from shared.protocol.messages import Role
 from shared.timeline import Clock
 
@@ -134,7 +134,16 @@ class Watch:
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        try:
+            task.result()
+        except Exception:
+            crash("autoscale_task_failed")
 
     async def _add(self, scaled: ScaledFleet, num_nodes: int, reason: str) -> None:
         role = scaled.autoscaler.role

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from router.http.answer import Answer
+from shared.protocol.messages import Struct
 
 SAMPLE_INTERVAL_S = 1.0
 MAX_SAMPLES = 600
@@ -118,3 +119,17 @@ class LiveEvent(Answer, frozen=True, kw_only=True):
     samples: list[Sample]
     verdict: str = ""
     advice: str = ""
+
+
+class Advice(Struct, frozen=True):
+    """What the planner says of the fleet for the traffic of the last minutes."""
+
+    words: str
+    fleet: str
+    """That served it: 2P1D."""
+    at: float
+    """When its traffic ended: seconds since 1970."""
+    meets: bool | None
+    """Whether it meets the SLOs in the simulation; None where there is too little traffic to tell."""
+    better: str | None
+    """With the fewest nodes more, one that meets them; of a fleet that does, one with a node less that would too."""

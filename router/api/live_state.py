@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -20,6 +21,7 @@ from router.api.live_feed import (
     MAX_SAMPLES,
     PERCENTILES,
     SAMPLE_INTERVAL_S,
+    Advice,
     FleetSample,
     LiveEvent,
     NodeNow,
@@ -36,6 +38,8 @@ from shared.protocol.messages import Role
 from shared.timeline import Clock
 
 _SHORTEST_RATE_S = 0.5
+ADVICE_S = 600.0
+"""Older advice is not shown: the planner advises each minute, for the traffic of ten."""
 _STATES: Mapping[MemberState, str] = {
     MemberState.DIALLING: "dialling",
     MemberState.ALIVE: "live",
@@ -91,8 +95,8 @@ class LiveState:
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._num_sampled = 0
         self._verdict = ""
-        self.advice = ""
-        """The planner's last."""
+        self.last_advice: Advice | None = None
+        """Of the planner."""
         self._sampled = asyncio.Event()
         self._closed = asyncio.Event()
 
@@ -155,6 +159,14 @@ class LiveState:
             verdict=self._verdict,
             advice=self.advice,
         )
+
+    @property
+    def advice(self) -> str:
+        """The planner's last, with its time. Empty where that is long ago, or the fleet is another one by now."""
+        told = self.last_advice
+        if told is None or told.fleet != self._membership.fleet() or time.time() > told.at + ADVICE_S:
+            return ""
+        return f"{told.words} (planned at {datetime.fromtimestamp(told.at, UTC):%H:%M} UTC)"
 
     def close(self) -> None:
         """End every feed."""

@@ -192,7 +192,7 @@ class PlanOptions:
     plan_profile: Path | None = flag(
         None,
         "a profile of the nodes (router plan --measure): plan for the traffic of the last ten minutes, and show what "
-        "number of nodes would serve it; needs both SLOs",
+        "number of nodes would serve it (with --autoscale: change it); needs both SLOs",
         Path,
         "FILE",
     )

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from router.api.live_feed import Advice
 from router.http.config import PlanOptions
 from router.processes.child_process import ChildProcess
-from router.processes.feed import Advice
 
 
 class Adviser:

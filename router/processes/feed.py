@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from router.api.live_feed import Advice
 from shared.log import crash, event
 from shared.protocol.messages import Announcement, Role, Struct
 
@@ -42,18 +43,6 @@ class LogKey(Struct, frozen=True):
     """Hash the prefixes of --log-requests under this key, as all routers of this supervisor do."""
 
     key: bytes
-
-
-class Advice(Struct, frozen=True):
-    """What the planner says of the fleet for the traffic of the last minutes."""
-
-    words: str
-    fleet: str
-    """That served it: 2P1D."""
-    meets: bool | None
-    """Whether it meets the SLOs in the simulation; None where there is too little traffic to tell."""
-    better: str | None
-    """With the fewest nodes more, one that meets them; of a fleet that does, one with a node less that would too."""
 
 
 ToRouter = Announcement | NodeExited | ReloadFiles | Listed | LogKey | Advice

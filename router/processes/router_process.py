@@ -18,12 +18,13 @@ from functools import partial
 
 import uvloop
 
+from router.api.live_feed import Advice
 from router.flags import build_parser, router_config
 from router.garbage import collect_rarely
 from router.http.config import RouterConfig
 from router.http.http_socket import bind_http, listen_http, start_listening
 from router.processes.child_process import HEARTBEAT, HEARTBEAT_S, LOADED, READY
-from router.processes.feed import Advice, FeedThread, Listed, LogKey, NodeExited, ReloadFiles, ToRouter
+from router.processes.feed import FeedThread, Listed, LogKey, NodeExited, ReloadFiles, ToRouter
 from router.processes.stopping import stop_on_signals, unless
 from router.server import Router, load_model
 from router.text.served_model import ServedModel
@@ -173,8 +174,8 @@ async def _pass_on(messages: asyncio.Queue[ToRouter], router: Router) -> None:
                 router.on_listing(nodes)
             case LogKey(key):
                 router.log_hasher.use(key)
-            case Advice(words):
-                router.advise(words)
+            case Advice() as advice:
+                router.advise(advice)
             case message:
                 router.on_announcement(message)
 

@@ -2,7 +2,7 @@
 
 supervisor              the HTTP port's reservation, the port where nodes announce themselves, discoveries
 ├─ router 0 .. N - 1    HTTP, tokenizer, connections to all nodes; all listen on one port (SO_REUSEPORT)
-├─ planner              advises what number of nodes would serve the traffic (--plan-profile)
+├─ planner              advises what number of nodes would serve the traffic (--plan-profile without --autoscale)
 ├─ autoscaler           asks the routers over HTTP (--autoscale); of the planner, which is not imported here
 └─ nodes of this machine (--local)
 
@@ -26,6 +26,7 @@ from typing import Any
 import zmq.asyncio
 from rich.console import Console
 
+from router.api.live_feed import Advice
 from router.api.prefix_hashes import KEY_NBYTES
 from router.http.api_keys import one_admin_key
 from router.http.config import RouterConfig
@@ -36,7 +37,7 @@ from router.nodes.load_progress import LoadProgress
 from router.processes import feed
 from router.processes.adviser import Adviser
 from router.processes.child_process import ChildFailed, ChildProcess, stop_all
-from router.processes.feed import Advice, Listed, LogKey, NodeExited, ReloadFiles, ToRouter
+from router.processes.feed import Listed, LogKey, NodeExited, ReloadFiles, ToRouter
 from shared.cpu_cores import split_cores
 from shared.errors import ConfigError
 from shared.log import event
@@ -68,7 +69,9 @@ class Supervisor:
         self._config = config
         self._flags = flags
         self._console = console
-        self._adviser = None if config.plan.plan_profile is None else Adviser(config.plan, self._on_advice)
+        # An autoscaler acts by the same profile: what is advised beside it would be out of date at once.
+        advises = config.plan.plan_profile is not None and not config.scaling.autoscale
+        self._adviser = Adviser(config.plan, self._on_advice) if advises else None
         self._routers = [self._router(index, router_stdout) for index in range(config.http.router_workers)]
         self._autoscaler = self._new_autoscaler() if config.scaling.autoscale else None
         self._nodes: dict[str, ChildProcess] = {}

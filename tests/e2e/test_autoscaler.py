@@ -43,7 +43,7 @@ def test_load_makes_the_command_start_a_node(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     with Router(tmp_path, "--local", "0P1D", *scaled, *slo, *pace, *SMALL) as router:
         router.wait_ready()
-        assert len(router.family()) == 5, "the supervisor, a router, a node, the autoscaler, the adviser"
+        assert len(router.family()) == 4, "the supervisor, a router, a node and the autoscaler; none advises"
         try:
             until(lambda: generate(router) and pid.exists(), "the command has run")
             until(lambda: set(router.loads()) == {"decode-0", "added"}, "the node has joined")

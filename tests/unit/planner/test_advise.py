@@ -13,9 +13,11 @@ from planner.advise import MIN_REQS, WINDOW_S, Recent, advise
 from planner.candidate import Candidate
 from planner.figures import Slo
 from planner.plan_search import Aim
+from planner.plan_trials import Setting, Trial
+from planner.simulate import Run
 from planner.traffic.trace import SimRequest, shared_tokens
+from router.api.live_feed import Advice
 from router.api.traffic_pipe import TrafficPipe
-from router.processes.feed import Advice
 from tests.patience import until
 from tests.processes import NODE_FLAGS, Router, assert_gone
 from tests.unit.planner.plan_rig import PROFILE
@@ -87,13 +89,13 @@ def test_refused_requests_are_counted(pipe: tuple[int, int]) -> None:
 
 def ask(fleet: str, rate: float, *, num: int = 80, itl_s: float = 1.0, output_len: int = 4) -> Advice:
     """For prompts that a node of the profile computes in about half a second."""
-    prefill, decode = int(fleet[0]), int(fleet[2])
+    prefill, decode = map(int, fleet.removesuffix("D").split("P"))
     requests = [
         SimRequest(i / rate, 3900, output_len, tuple(range(100 * i, 100 * i + 63)), 64) for i in range(num)
     ]
     aim = Aim(slo=Slo(ttft_s=1.5, itl_s=itl_s), good_share=0.9)
     now = Candidate(num_prefill=prefill, num_decode=decode, local_prefill_tokens=0)
-    return asyncio.run(advise(requests, now, (PROFILE, PROFILE), aim))
+    return asyncio.run(advise(requests, now, (PROFILE, PROFILE), aim, NOW))
 
 
 def test_too_little_traffic() -> None:
@@ -103,7 +105,7 @@ def test_too_little_traffic() -> None:
 
 def test_more_nodes_where_prefill_is_short() -> None:
     advice = ask("1P1D", rate=3.5, itl_s=0.008, output_len=40)
-    assert (advice.meets, advice.fleet) == (False, "1P1D")
+    assert (advice.meets, advice.fleet, advice.at) == (False, "1P1D", NOW)
     assert advice.better is not None and int(advice.better[0]) > 1 and advice.better[1:] == "P1D"
     assert advice.words.startswith(f"{advice.better[0]} prefill nodes would meet the SLOs")
     assert "1 prefill node does not" in advice.words
@@ -134,7 +136,21 @@ def test_more_requests_than_one_simulation_has_are_planned_by_windows() -> None:
 def test_no_fleet_that_would_do() -> None:
     advice = ask("1P1D", rate=0.5, itl_s=1e-4)
     assert (advice.meets, advice.better) == (False, None)
-    assert "no fleet with up to 2 nodes more would" in advice.words
+    assert "no fleet that was tried, with up to 2 nodes more, would" in advice.words
+
+
+def test_a_large_fleet_takes_as_few_simulations_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    run = Setting.run
+
+    def count(setting: Setting, trial: Trial) -> Run:
+        tried.append(trial.option.candidate.name)
+        return run(setting, trial)
+
+    monkeypatch.setattr(Setting, "run", count)
+    ask("10P10D", rate=5.0, itl_s=1e-4, num=MIN_REQS)
+    assert len(tried) == len(set(tried)) == 10
+    assert tried[:7] == ["10P10D", "20 together", "9P11D", "11P9D", "21 together", "10P11D", "11P10D"]
 
 
 @pytest.mark.processes

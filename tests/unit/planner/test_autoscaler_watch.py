@@ -119,6 +119,15 @@ def test_nodes_that_are_missing_are_asked_for_once_and_again_when_they_do_not_co
     assert "nodes_overdue role=decode num_nodes=2" in caplog.text
 
 
+def test_a_bug_in_an_action_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeActions):
+        async def add(self, role: Role, num_nodes: int, reason: str) -> None:
+            raise ZeroDivisionError("a bug")
+
+    asyncio.run(Bed(FakeRouter(node("d0")), Broken(), least=3).run(PACE.settle_s + PACE.interval_s))
+    assert "autoscale_task_failed" in caplog.text and "ZeroDivisionError: a bug" in caplog.text
+
+
 def test_a_node_that_loads_counts_after_the_autoscaler_was_started_again() -> None:
     actions = FakeActions()
     loading = FleetNode(node_id="d1", state="loading")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import httpx
 import msgspec
 import pytest
 
-from router.api.live_feed import LiveEvent, NodeNow
+from router.api.live_feed import Advice, LiveEvent, NodeNow
+from router.api.live_state import ADVICE_S
 from router.http.config import HttpOptions
 from shared.protocol.messages import LinkReport, Load, Loading, Role
 from tests.patience import PATIENCE_S, eventually
@@ -80,6 +82,26 @@ def test_traffic_becomes_samples(model_folder: Path) -> None:
             for percentiles in (sample.ttft_s, sample.itl_s):
                 assert len(percentiles) == 3 and list(percentiles) == sorted(percentiles)
             assert (sample.num_running_reqs, sample.num_queue_reqs) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_advice_is_shown_with_its_time_while_it_is_new_and_of_this_fleet(model_folder: Path) -> None:
+    async def run() -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (router, client):
+
+            async def shown(fleet: str, age_s: float) -> tuple[str, str]:
+                at = time.time() - age_s
+                router.advise(Advice("1P1D meets the SLOs", fleet, at, True, None))
+                said = (await client.get("/fleet")).json()["advice"]
+                return (await state(client)).advice, said
+
+            assert (await state(client)).advice == ""
+            noon = time.strftime("%H:%M", time.gmtime(time.time() - 60))
+            words = f"1P1D meets the SLOs (planned at {noon} UTC)"
+            assert await shown("1P1D", 60) == (words, words)
+            assert await shown("2P1D", 60) == ("", "")
+            assert await shown("1P1D", ADVICE_S + 1) == ("", "")
 
     asyncio.run(run())
 

@@ -68,10 +68,11 @@ def screen(
     trouble: str = "",
     width: int = 140,
     verdict: str = "",
+    advice: str = "",
 ) -> dict[str, str]:
     """Its lines by their first words."""
     console = Console(width=width, highlight=False, color_system=None)
-    event = LiveEvent(router=ROUTER, nodes=nodes, samples=list(samples), verdict=verdict)
+    event = LiveEvent(router=ROUTER, nodes=nodes, samples=list(samples), verdict=verdict, advice=advice)
     with console.capture() as capture:
         console.print(live_view(event, "host:8000", trouble))
     return {line.split("  ")[0]: line for line in capture.get().splitlines() if line.strip()}
@@ -107,6 +108,16 @@ def test_the_verdict_on_the_fleets() -> None:
         SAMPLE, verdict="prefill is the bottleneck: 84 % busy"
     )
     assert "no bottleneck" in screen(SAMPLE, verdict="no bottleneck")
+
+
+def test_the_advice_of_the_planner() -> None:
+    told = screen(SAMPLE, advice="3 prefill nodes would meet the SLOs\x1b[2J (planned at 12:00 UTC)")
+    (line,) = [line for line in told.values() if line.startswith("plan: ")]
+    assert line.startswith("plan: 3 prefill nodes would meet") and line.rstrip().endswith(
+        "(planned at 12:00 UTC)"
+    )
+    assert "\x1b" not in line
+    assert not [line for line in screen(SAMPLE).values() if line.startswith("plan:")]
 
 
 def test_nothing_yet() -> None:
