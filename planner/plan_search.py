@@ -76,6 +76,12 @@ class Curve:
         return self.windows == (SCREEN,)
 
     @property
+    def step(self) -> int:
+        """Of the grid: the last that meets the aim, or the lowest that was tried."""
+        met = [one for one in self.samples if self.aim.is_met_by(one)] or self.samples[:1]
+        return round(STEPS * math.log2(met[-1].load))
+
+    @property
     def now(self) -> Sample:
         """At the rate of the traffic."""
         return next(sample for sample in self.samples if sample.load == 1.0)
@@ -137,23 +143,31 @@ def options(nodes: range, machines: Sequence[str]) -> list[Option]:
     ]
 
 
-async def curve(trials: Trials, option: Option, aim: Aim, windows: Sequence[int]) -> Curve:
-    """The option at the rate of the traffic, and around the highest rate that it serves within the aim."""
+async def curve(
+    trials: Trials, option: Option, aim: Aim, windows: Sequence[int], near: int | None = None
+) -> Curve:
+    """The option at the rate of the traffic, and around the highest rate that it serves within the aim.
+
+    That rate is searched from the step `near` on, by steps that double; without one, by doubled rates.
+    """
     samples: dict[int, Sample] = {}
+    stride, end = STEPS if near is None else 1, STEPS * MAX_DOUBLINGS
 
     async def meets(step: int) -> bool:
         samples[step] = await trials.sample(option, windows, Variation(load=STEP**step))
         return aim.is_met_by(samples[step])
 
-    low = high = 0
-    if await meets(0):
-        while low == high and high < STEPS * MAX_DOUBLINGS:
-            high += STEPS
-            low = high if await meets(high) else low
+    low = high = near or 0
+    if near:
+        await meets(0)
+    if await meets(low):
+        while low == high and high < end:
+            high = min(high + stride, end)
+            low, stride = high if await meets(high) else low, min(2 * stride, STEPS)
     else:
-        while low == high and low > -STEPS * MAX_DOUBLINGS:
-            low -= STEPS
-            high = low if not await meets(low) else high
+        while low == high and low > -end:
+            low = max(low - stride, -end)
+            high, stride = low if not await meets(low) else high, min(2 * stride, STEPS)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if await meets(middle) else (low, middle)
@@ -169,8 +183,8 @@ async def search(
 ) -> list[Curve]:
     """A curve of every option, in their order: over all windows of those that may be the best."""
 
-    async def one(option: Option, windows: Sequence[int]) -> Curve:
-        found = await curve(trials, option, aim, windows)
+    async def one(option: Option, windows: Sequence[int], near: int | None = None) -> Curve:
+        found = await curve(trials, option, aim, windows, near)
         report(found)
         return found
 
@@ -183,7 +197,7 @@ async def search(
         known = [full.get(seen.option, seen) for seen in screened]
         num_nodes = (await choose(trials, known, price_of)).option.candidate.num_nodes
         wanted = [
-            seen.option
+            seen
             for seen in known
             if seen.is_screened
             and (
@@ -193,7 +207,7 @@ async def search(
         ]
         if not wanted:
             return known
-        found = await asyncio.gather(*(one(option, whole) for option in wanted))
+        found = await asyncio.gather(*(one(seen.option, whole, seen.step) for seen in wanted))
         full |= {seen.option: seen for seen in found}
 
 

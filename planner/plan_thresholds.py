@@ -108,9 +108,13 @@ class AxisSearch:
         return duel
 
     async def edge(self, inside: float, outside: float) -> float:
-        """Between a factor where splitting pays and one where it does not, within a step of the grid."""
+        """Between a factor where splitting pays and one where it does not, within a step of the grid if it can be."""
         while max(inside / outside, outside / inside) > STEP * 1.001:
             middle = math.sqrt(inside * outside)
+            if self._axis == "prompt":
+                middle = self._trials.setting.prompt_factor(middle)
+                if middle in (inside, outside):
+                    break
             pays = (await self.duel(middle, self.duels[inside].split.option)).pays
             inside, outside = (middle, outside) if pays else (inside, middle)
         return math.sqrt(inside * outside)
@@ -143,8 +147,9 @@ async def thresholds(
     """On each axis, for `num_nodes`. `now` is where the traffic is; prompts may become `max_prompt` times as long."""
     rivals = options(range(num_nodes, num_nodes + 1), machines)
     tried = {sample.load for one in curves if one.option in rivals for sample in one.samples}
+    prompts = sorted({trials.setting.prompt_factor(factor) for factor in GRID})
     grids: dict[Axis, Sequence[float]] = {
-        "prompt": [factor for factor in GRID if factor <= max_prompt],
+        "prompt": [factor for factor in prompts if factor <= max_prompt],
         "rate": sorted({load for load in tried if 1 / MAX_FACTOR <= load <= MAX_FACTOR} | set(GRID)),
         "slo_ttft": FINE_GRID,
         "slo_itl": FINE_GRID,

@@ -65,7 +65,7 @@ class Traffic:
 
     def max_prompt_factor(self, context_length: int) -> float:
         """By what prompts may be multiplied so that the longest request still fits into the context; 1 at least."""
-        room = context_length - 2 * max(request.output_len for request in self.requests)
+        room = context_length - max(request.output_len for request in self.requests)
         return max(1.0, room / max(request.input_len for request in self.requests))
 
 

@@ -98,10 +98,19 @@ class Setting:
         """Of a trial."""
         return self.screen if number == SCREEN else self.windows[number]
 
+    def number(self, number: int) -> int:
+        """The same for equal windows: where the screen is one of the windows, that one's."""
+        return self.windows.index(self.screen) if number == SCREEN and self.screen in self.windows else number
+
     @property
     def whole(self) -> tuple[int, ...]:
         """The numbers of all windows but the screen."""
         return tuple(range(len(self.windows)))
+
+    def prompt_factor(self, factor: float) -> float:
+        """The nearest one by which prompts can be multiplied: a block has a whole number of tokens."""
+        block_tokens = self.windows[0].requests[0].block_tokens
+        return max(1, round(factor * block_tokens)) / block_tokens
 
     def run(self, trial: Trial) -> Run:
         """Simulate it, and keep of what was served that of the requests that count. Deterministic, but for cpu_s."""
@@ -122,14 +131,12 @@ class Setting:
 
 
 def vary(request: SimRequest, varied: Variation) -> SimRequest:
-    """The request in other traffic."""
-    block_tokens = max(1, round(request.block_tokens * varied.prompt))
-    scaled = block_tokens / request.block_tokens
+    """The request in other traffic, with a factor of prompts that is one of `Setting.prompt_factor`."""
     return replace(
         request,
         at_s=request.at_s / varied.load,
-        input_len=max(1, round(request.input_len * scaled)),
-        block_tokens=block_tokens,
+        input_len=max(1, round(request.input_len * varied.prompt)),
+        block_tokens=round(request.block_tokens * varied.prompt),
     )
 
 
@@ -317,7 +324,8 @@ class Trials:
 
     async def sample(self, option: Option, windows: Sequence[int], variation: Variation = AS_ASKED) -> Sample:
         """The option in the windows of these numbers."""
-        asked = [(window, seed) for window in windows for seed in self._seeds]
+        numbers = [self.setting.number(window) for window in windows]
+        asked = [(window, seed) for window in numbers for seed in self._seeds]
         runs = await asyncio.gather(
             *(
                 self._once(Trial(option=option, window=window, seed=seed, variation=variation))

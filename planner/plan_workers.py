@@ -8,13 +8,13 @@ import os
 import queue
 import signal
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 
 from planner.plan_trials import Setting, Trial
 from planner.simulate import Run
-from shared.errors import ConfigError
 
 
 class WorkerDied(Exception):
@@ -58,7 +58,7 @@ class Workers:
             pipe.close()
 
     async def run(self, trial: Trial) -> Run:
-        """Simulate it when a process is free. Raises ConfigError as `simulate` does, and WorkerDied."""
+        """Simulate it when a process is free. Raises what `simulate` raises there, and WorkerDied."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, trial)
 
     def _ask(self, trial: Trial) -> Run:
@@ -72,7 +72,7 @@ class Workers:
             ) from None
         finally:
             self._idle.put(pipe)
-        if isinstance(answer, ConfigError):
+        if isinstance(answer, Exception):
             raise answer
         assert isinstance(answer, Run)
         return answer
@@ -87,7 +87,8 @@ def _work(pipe: Connection, setting: Setting) -> None:
             return
         try:
             pipe.send(setting.run(trial))
-        except ConfigError as error:
+        except Exception as error:
+            error.add_note(traceback.format_exc())  # a traceback itself cannot be sent
             pipe.send(error)
 
 

@@ -106,10 +106,17 @@ def planned(question: Asked) -> Answer:
     return asyncio.run(answer_by(question, run, lambda line: None))
 
 
-def planted(question: Asked, capacity: Capacity, *, in_screen: float = 1.0) -> Answer:
-    """The answer where a fleet serves what `capacity` says, `in_screen` times as much in the screen, and no more."""
+def planted(
+    question: Asked, capacity: Capacity, *, in_screen: float = 1.0, made: list[Trial] | None = None
+) -> Answer:
+    """The answer where a fleet serves what `capacity` says, `in_screen` times as much in the screen, and no more.
+
+    The trials are appended to `made`.
+    """
 
     async def run(trial: Trial) -> Run:
+        if made is not None:
+            made.append(trial)
         served = capacity(trial.option.candidate, trial.variation)
         return _planted_run(question.setting, trial, served * (in_screen if trial.window == SCREEN else 1.0))
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,6 +237,38 @@ def test_a_signal_ends_every_process(planning: psutil.Process, signum: signal.Si
     else:
         planning.send_signal(signum)
     assert planning.wait(PATIENCE_S) == code
+
+
+@pytest.mark.parametrize("kills", [False, True], ids=["a bug", "killed"])
+def test_a_process_that_cannot_simulate_is_told_apart_from_one_that_was_killed(
+    kills: bool, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = {"schedule_policy": "fcfs" if kills else "of a later release"}
+    node = msgspec.structs.replace(PROFILE.node, schedule=schedule)
+    msgspec.structs.replace(PROFILE, node=node).save(profile)
+    flags = ["--profile", str(profile), *SLOS, "--nodes", "1", "--jobs", "1"]
+    if not kills:
+        with pytest.raises(KeyError, match="of a later release") as raised:
+            plan.main([*flags, *DRAWN])
+        assert "in _work" in "".join(raised.value.__notes__), "where it was raised"
+        return
+    drawn = ["--rate", "5", "--prompt", "900:2000", "--output", "200", "--requests", "2000"]
+    killer = threading.Thread(target=_kill_the_worker)
+    killer.start()
+    assert plan.main([*flags, *drawn]) == 1
+    killer.join()
+    assert "was it out of memory?" in capsys.readouterr().err
+
+
+def _kill_the_worker() -> None:
+    """The child of this process that simulates, once it does."""
+    until_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until_s:
+        for child in psutil.Process().children():
+            if "spawn_main" in " ".join(child.cmdline()) and child.cpu_times().user > 2.0:
+                return child.kill()
+        time.sleep(0.05)
+    return None
 
 
 # -------------------------------------------------------------------------------------------------- the table

@@ -22,11 +22,11 @@ from planner.estimate import (
 from planner.figures import Distribution
 from planner.plan_search import Prices
 from planner.plan_traffic import Traffic
-from planner.plan_trials import Variation, costing
+from planner.plan_trials import Trial, Variation, costing, vary
 from planner.profile import RouterCost, TransferCost
 from planner.traffic.trace import SimRequest
 from planner.traffic.windows import whole_window
-from tests.unit.planner.plan_rig import PROFILE, asked, planted, traffic
+from tests.unit.planner.plan_rig import PROFILE, asked, planned, planted, traffic
 
 
 def pipeline(candidate: Candidate, varied: Variation) -> float:
@@ -88,10 +88,23 @@ def test_screening_never_loses_the_best_and_says_what_was_screened() -> None:
     ("rate", "best"), [(1.0, "1 together"), (4.2, "4 together"), (6.4, "3P2D"), (20.0, "6 together")]
 )
 def test_an_easy_or_hard_screen_does_no_harm(rate: float, best: str, in_screen: float) -> None:
-    question = asked(of=traffic(100, rate=rate, windows=2), nodes=range(1, 7))
+    question = asked(of=traffic(400, rate=rate), nodes=range(1, 7))
     answer = planted(question, pipeline, in_screen=in_screen)
     assert answer.verdict.best == best
     assert not answer.candidate(best).is_screened
+
+
+def test_the_screen_is_simulated_once_and_tells_where_to_go_on() -> None:
+    """It is one of the three windows, and all of them are served alike."""
+    made: list[Trial] = []
+    question = asked(of=traffic(100, rate=1.0, windows=3), nodes=range(2, 4))
+    answer = planted(question, pipeline, made=made)
+    best = answer.candidate("2 together")
+    assert not best.is_screened and best.max_rate is not None
+    assert best.max_rate.value == pytest.approx(2.2 / 0.9, rel=0.03)
+    assert len(set(made)) == len(made) and {one.window for one in made} == {0, 1, 2}
+    loads = {one.variation.load for one in made if one.option.name == "2 together" and one.window == 1}
+    assert max(loads) < 3, "the search does not begin again with doubled rates"
 
 
 def test_the_screen_is_a_part_like_all_of_the_traffic() -> None:
@@ -171,6 +184,31 @@ def test_thresholds_are_where_they_were_planted() -> None:
     assert (rate.pays, rate.pays_from, rate.pays_to) == ("nowhere", None, None)
     assert "does not pay" in rate.words and "0.125" in rate.words
     assert threshold(answer, "slo_ttft").pays == "nowhere"
+
+
+def test_prompts_grow_by_factors_that_can_be_simulated_each_once() -> None:
+    """A block of 16 tokens has 2 or 3 of them, and nothing between."""
+    made: list[Trial] = []
+    question = asked(of=traffic(100, rate=1.0, input_len=16), nodes=range(2, 3))
+
+    def duel(candidate: Candidate, varied: Variation) -> float:
+        return 2.2 if candidate.splits or varied.prompt < 0.15 else 0.5
+
+    answer = planted(question, duel, made=made)
+    factors = {one.variation.prompt for one in made}
+    assert factors <= {n / 16 for n in range(1, 129)} and 2 / 16 in factors and 3 / 16 in factors
+    for factor in factors:
+        assert vary(SimRequest(0.0, 40, 1, (1, 2, 3), 16), Variation(prompt=factor)).input_len == round(
+            40 * factor
+        )
+    found = threshold(answer, "prompt")
+    assert found.pays_from == pytest.approx(16 * (2 * 3) ** 0.5 / 16, rel=1e-6), "between the two"
+
+
+def test_prompts_may_grow_until_they_fill_the_context() -> None:
+    assert traffic(input_len=200, output_len=200).max_prompt_factor(1000) == 4.0
+    full = asked(of=traffic(10, input_len=4096 - 11), nodes=range(1, 2))
+    assert planned(full).candidates[0].now.num_failed == 0
 
 
 def test_a_split_pays_between_two_rates() -> None:
