@@ -3,9 +3,7 @@
 mooncake      JSONL: timestamp (ms), input_length, output_length, hash_ids. Mooncake's own, and aiperf's
               mooncake_trace, in which the turns of one session_id follow each other
 vllm          the same fields as vllm bench serve --dataset-name timed_trace reads them: timestamp in seconds
-bailian       the same fields and chat_id, as Alibaba publishes them: timestamp in seconds, 16 tokens a hash id
 azure         CSV or JSONL: TIMESTAMP (a date), ContextTokens, GeneratedTokens
-burstgpt      CSV: Timestamp (s), Request tokens, Response tokens
 aiperf        JSONL: the profile_export.jsonl of a run of aiperf
 vllm-result   JSON: the result of vllm bench serve --save-result --save-detailed
 router        the log of `router` with --log-requests, in which other lines are skipped
@@ -13,9 +11,9 @@ router        the log of `router` with --log-requests, in which other lines are 
 
 from __future__ import annotations
 
+import csv
 import json
-import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, TypeVar
@@ -32,9 +30,7 @@ class TraceFormat(StrEnum):
 
     MOONCAKE = "mooncake"
     VLLM = "vllm"
-    BAILIAN = "bailian"
     AZURE = "azure"
-    BURSTGPT = "burstgpt"
     AIPERF = "aiperf"
     VLLM_RESULT = "vllm-result"
     ROUTER = "router"
@@ -110,22 +106,22 @@ class _AzureLine(msgspec.Struct, rename="pascal"):
 
 
 def azure_line(line: bytes) -> Iterator[Arrival]:
-    """One JSON object; a CSV's lines go through `CsvLines`."""
+    """One JSON object; a CSV's lines go through `AzureCsv`."""
     row = msgspec.json.decode(line, type=_AzureLine)
     yield Arrival(_date(row.timestamp), row.context_tokens, row.generated_tokens)
 
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 
 
-class CsvLines:
-    """Lines below a header. `columns` are those of the time, the prompt's length and the answer's."""
+class AzureCsv:
+    """Lines below a header."""
 
-    def __init__(self, header: bytes, columns: Sequence[str], parse_time: Callable[[str], float]) -> None:
+    def __init__(self, header: bytes) -> None:
         self._names = _cells(header)
-        self._columns = [self._names.index(column) for column in columns]
-        self._parse_time = parse_time
+        missing = [column for column in AZURE_COLUMNS if column not in self._names]
+        if missing:
+            raise BadLine(f"the header has no column {missing[0]}")
         self._header: bytes | None = header
 
     def __call__(self, line: bytes) -> Iterator[Arrival]:
@@ -136,29 +132,16 @@ class CsvLines:
         cells = _cells(line)
         if len(cells) != len(self._names):
             raise BadLine(f"there are {len(cells)} fields, and the header has {len(self._names)}")
-        at, prompt, answer = self._columns
-        try:
-            at_s = self._parse_time(cells[at])
-        except BadLine as error:
-            raise BadLine(f"{self._names[at]} is {cells[at]!r}, and must be {error}") from None
-        yield Arrival(at_s, self._length(cells, prompt), self._length(cells, answer))
-
-    def _length(self, cells: Sequence[str], column: int) -> int:
-        return whole_number(self._names[column], cells[column])
+        at, *lengths = ((name, cells[self._names.index(name)]) for name in AZURE_COLUMNS)
+        prompt, answer = (whole_number(*length) for length in lengths)
+        yield Arrival(_date(at[1]), prompt, answer)
 
 
 def _cells(line: bytes) -> list[str]:
-    return [cell.strip() for cell in line.decode("utf-8-sig", "replace").split(",")]
-
-
-def _seconds(text: str) -> float:
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if 0 <= seconds <= 1e16:
-        return seconds
-    raise BadLine("a number of seconds, at least 0")
+        return [cell.strip() for cell in next(csv.reader([line.decode("utf-8-sig", "replace")]))]
+    except csv.Error as error:
+        raise BadLine(str(error)) from None
 
 
 def _date(text: str) -> float:
@@ -166,7 +149,9 @@ def _date(text: str) -> float:
     try:
         date = datetime.fromisoformat(text)
     except ValueError:
-        raise BadLine("a date such as 2023-11-16 18:15:46.6805900") from None
+        raise BadLine(
+            f"TIMESTAMP is {text!r}, and must be a date such as 2023-11-16 18:15:46.6805900"
+        ) from None
     return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
@@ -243,14 +228,12 @@ def _wanted(name: str, column: tuple[_T, ...] | None) -> tuple[_T, ...]:
 
 # ------------------------------------------------------------------------------------------------------- which format
 _FIELDS_OF = {
-    TraceFormat.BAILIAN: ("chat_id", "timestamp", "input_length", "output_length"),
     TraceFormat.MOONCAKE: ("timestamp", "input_length", "output_length"),
     TraceFormat.AZURE: AZURE_COLUMNS,
-    TraceFormat.BURSTGPT: BURSTGPT_COLUMNS,
     TraceFormat.AIPERF: ("metadata", "metrics"),
     TraceFormat.VLLM_RESULT: ("input_lens", "output_lens", "start_times"),
 }
-"""By which a format is known, the narrower one first."""
+"""By which a format is known."""
 _BY_ONE_FIELD = {"input_length": TraceFormat.MOONCAKE, "input_lens": TraceFormat.VLLM_RESULT}
 """A line with this field is of that format, so that a missing field is named rather than the format unknown."""
 
@@ -286,24 +269,13 @@ def parser_of(trace_format: TraceFormat, first: bytes) -> ParseLine:
     match trace_format:
         case TraceFormat.MOONCAKE:
             return TimedLines(1e3)
-        case TraceFormat.VLLM | TraceFormat.BAILIAN:
+        case TraceFormat.VLLM:
             return TimedLines(1.0)
-        case TraceFormat.AZURE if first.startswith(b"{"):
-            return azure_line
         case TraceFormat.AZURE:
-            return _csv(first, AZURE_COLUMNS, _date)
-        case TraceFormat.BURSTGPT:
-            return _csv(first, BURSTGPT_COLUMNS, _seconds)
+            return azure_line if first.startswith(b"{") else AzureCsv(first)
         case TraceFormat.AIPERF:
             return aiperf_line
         case TraceFormat.VLLM_RESULT:
             return VllmResults()
         case TraceFormat.ROUTER:
             return RouterLog()
-
-
-def _csv(header: bytes, columns: Sequence[str], parse_time: Callable[[str], float]) -> CsvLines:
-    missing = [column for column in columns if column not in _cells(header)]
-    if missing:
-        raise BadLine(f"the header has no column {missing[0]}")
-    return CsvLines(header, columns, parse_time)

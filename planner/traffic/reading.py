@@ -21,7 +21,7 @@ MAX_PLAUSIBLE_RATE = 1000.0
 """Requests a second. A trace above it was probably read with the wrong unit of time."""
 
 _BLOCK_SIZES = (BLOCK_TOKENS, 16, 32, 64, 128, 256, 1024, 8, 2048, 4096)
-"""Tokens of one hash id that traces have, the likely ones first: Mooncake's, then Bailian's."""
+"""Tokens of one hash id that traces have, the likely ones first: Mooncake's, then a page's."""
 _GZIP = b"\x1f\x8b"
 
 

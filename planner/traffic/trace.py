@@ -71,11 +71,6 @@ class Trace:
         """Between the first and the last arrival."""
         return self.rows[-1].at_s
 
-    @property
-    def has_prefixes(self) -> bool:
-        """Whether it tells which prompts share a prefix."""
-        return any(row.hash_ids for row in self.rows)
-
     def requests(self, *, rate: float = 1.0) -> Iterator[SimRequest]:
         """As a workload: lengths as recorded, arriving `rate` times as fast."""
         return scaled(self.rows, scale=1, rate=rate, block_tokens=self.block_tokens)

@@ -22,7 +22,7 @@ def test_median_and_percentile_are_those_asked_for() -> None:
     assert len(trace.rows) / trace.seconds == pytest.approx(4, rel=0.03)
     gaps = [after.at_s - before.at_s for before, after in zip(trace.rows, trace.rows[1:], strict=False)]
     assert statistics.stdev(gaps) == pytest.approx(statistics.mean(gaps), rel=0.05), "as Poisson has it"
-    assert shared_tokens(trace.requests()) == 0 and not trace.has_prefixes
+    assert shared_tokens(trace.requests()) == 0 and not any(row.hash_ids for row in trace.rows)
 
 
 def test_a_range_is_uniform() -> None:
@@ -49,10 +49,3 @@ def test_wrong_lengths_are_named(text: str) -> None:
         ConfigError, match=r"--output .*MEDIAN:P99, LOWEST\.\.HIGHEST or one length, in tokens from 1"
     ):
         print(Lengths.parse("--output", text))
-
-
-@pytest.mark.parametrize("rate", [0, -1, float("nan"), 1e6])
-def test_a_wrong_rate_is_named(rate: float) -> None:
-    lengths = Lengths.parse("--prompt", "9")
-    with pytest.raises(ConfigError, match=r"--rate .* above 0 and at most 100000"):
-        drawn_trace(rate=rate, prompt=lengths, output=lengths, num_requests=9)

@@ -17,14 +17,19 @@ MOONCAKE = """
 {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 2353, 2354]}
 {"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": [46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 2366]}
 """  # noqa: E501
-BAILIAN = """
-{"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 40, "output_length": 132, "type": "text", "turn": 1, "hash_ids": [1089, 1090, 1091]}
-{"chat_id": 160, "parent_chat_id": 159, "timestamp": 62.5, "input_length": 50, "output_length": 80, "type": "text", "turn": 2, "hash_ids": [1089, 1090, 7, 8]}
-"""  # noqa: E501
+PAGES = """
+{"timestamp": 61114, "input_length": 40, "output_length": 132, "hash_ids": [1089, 1090, 1091]}
+{"timestamp": 62500, "input_length": 50, "output_length": 80, "hash_ids": [1089, 1090, 7, 8]}
+"""
 AZURE = """
 TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
 2023-11-16 18:17:04.0319600,3180,8
+"""
+QUOTED = """
+"TIMESTAMP","Model, if known",ContextTokens,GeneratedTokens
+"2023-11-16 18:17:03.9799600","a, b",4808,10
+"2023-11-16 18:17:04.0319600","",3180,8
 """
 AZURE_2024 = """
 TIMESTAMP,ContextTokens,GeneratedTokens
@@ -34,11 +39,6 @@ TIMESTAMP,ContextTokens,GeneratedTokens
 AZURE_JSONL = """
 {"TIMESTAMP": "2023-11-16 18:17:03.9799600", "ContextTokens": 4808, "GeneratedTokens": 10}
 {"TIMESTAMP": "2023-11-16 18:17:04.0319600", "ContextTokens": 3180, "GeneratedTokens": 8}
-"""
-BURSTGPT = """
-Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
-5,ChatGPT,472,18,490,Conversation log
-45.5,GPT-4,1087,230,1317,API log
 """
 AIPERF = """
 {"metadata": {"request_start_ns": 1759813207532900363, "benchmark_phase": "profiling"}, "metrics": {"input_sequence_length": {"value": 550, "unit": "tokens"}, "output_sequence_length": {"value": 9, "unit": "tokens"}}, "error": null}
@@ -77,11 +77,11 @@ def facts(trace: Trace) -> list[tuple[float, int, int]]:
     ("text", "trace_format", "rows", "block_tokens"),
     [
         (MOONCAKE, "mooncake", [(0, 6955, 52), (3.053, 6472, 26)], 512),
-        (BAILIAN, "bailian", [(0, 40, 132), (1.386, 50, 80)], 16),
+        (PAGES, "mooncake", [(0, 40, 132), (1.386, 50, 80)], 16),
+        (QUOTED, "azure", [(0, 4808, 10), (0.052, 3180, 8)], 512),
         (AZURE, "azure", [(0, 4808, 10), (0.052, 3180, 8)], 512),
         (AZURE_2024, "azure", [(0, 2162, 5), (0.5, 2399, 6)], 512),
         (AZURE_JSONL, "azure", [(0, 4808, 10), (0.052, 3180, 8)], 512),
-        (BURSTGPT, "burstgpt", [(0, 472, 18), (40.5, 1087, 230)], 512),
         (AIPERF, "aiperf", [(0, 550, 9), (2.0, 60, 10)], 512),
         (json.dumps(VLLM_RESULT), "vllm-result", [(0, 100, 10), (2.0, 300, 30)], 512),
         (json.dumps(VLLM_RESULT, indent=2), "vllm-result", [(0, 100, 10), (2.0, 300, 30)], 512),
@@ -102,12 +102,12 @@ def test_every_format(
 
 def test_prefixes_are_those_of_the_ids(tmp_path: Path) -> None:
     assert shared_tokens(read(tmp_path, MOONCAKE).requests()) == 12 * 512
-    assert shared_tokens(read(tmp_path, BAILIAN).requests()) == 2 * 16
+    assert shared_tokens(read(tmp_path, PAGES).requests()) == 2 * 16
     assert shared_tokens(read(tmp_path, LOG).requests()) == 130 // 64 * 64 + 64, (
         "one more choice, one more prompt"
     )
     lone = read(tmp_path, AZURE)
-    assert shared_tokens(lone.requests()) == 0 and not lone.has_prefixes
+    assert shared_tokens(lone.requests()) == 0
     assert "share a prefix" in lone.remarks[0]
     first, second = read(tmp_path, MOONCAKE).requests(rate=2.0)
     assert second.at_s == pytest.approx(3.053 / 2)
@@ -194,7 +194,6 @@ GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1
         ),
         (AZURE + "2023-11-16 18:17:05,1\n", "line 5: there are 2 fields, and the header has 3"),
         (AZURE.replace("ContextTokens,", ""), "it has no request. It was read as the log of a router"),
-        (BURSTGPT.replace("45.5", "nan"), "line 4: Timestamp is 'nan', and must be a number of seconds"),
         (
             json.dumps({"input_lens": [1], "output_lens": [1]}),
             "start_times is missing: vllm bench serve writes it",
@@ -246,4 +245,4 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cut\.gz: Compressed file ended"):
         read_trace(cut)
     with pytest.raises(ConfigError, match="the header has no column TIMESTAMP"):
-        read(tmp_path, BURSTGPT, TraceFormat.AZURE)
+        read(tmp_path, "Timestamp,Request tokens\n5,472\n", TraceFormat.AZURE)
