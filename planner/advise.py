@@ -24,8 +24,9 @@ import msgspec
 
 from planner.candidate import Candidate
 from planner.figures import Slo, arrival_seconds
+from planner.plan_sample import Option, Sample
 from planner.plan_search import Aim
-from planner.plan_trials import Option, Sample, Setting, Trial, Trials
+from planner.plan_trials import Setting, Trial, Trials
 from planner.profile import Profile, load_plan_profiles
 from planner.simulate import Run, fleet_shape
 from planner.traffic.arrival import Arrival

@@ -32,7 +32,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetUse(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy the nodes of one role are while requests arrive."""
+    """How busy the nodes of one role are while requests arrive; of a burst, until all have ended."""
 
     role: Literal["prefill", "decode", "together"]
     num_nodes: int
@@ -42,7 +42,7 @@ class FleetUse(msgspec.Struct, frozen=True, kw_only=True):
     pool_share: float
     """The largest share of one node's KV pool that requests held."""
     queued: float
-    """Requests that waited on these nodes, on average over time."""
+    """Requests that waited on these nodes, on average over time: for pages, or for a place in a forward."""
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,19 +107,19 @@ class CandidateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     enable_mixed_chunk: bool | None
     """None: as the profile has it."""
     settings: dict[str, str]
-    """In a comparison, the flags that differ from those of the base, such as schedule-policy: lpm."""
+    """In a comparison, the flags that are compared, with their values, such as schedule-policy: lpm."""
     price: float | None
     """Of the whole fleet for an hour."""
     points: tuple[Point, ...]
     """Ascending rates. One has load 1."""
-    max_rate: Estimate | None
+    max_rate: Estimate | None = None
     """The highest rate at which `Question.good_share` of the requests meet both SLOs. None where not even the lowest
-    rate that was tried does that; 0 where a lone request misses."""
-    max_rate_is_bound: bool
+    rate that was tried does that, and in a comparison."""
+    max_rate_is_bound: bool = False
     """It was still met at the highest rate that was tried, so `max_rate` is a lower bound."""
-    goodput_a_price: float | None
+    goodput_a_price: float | None = None
     """Good requests for one unit of the price, at `max_rate`."""
-    is_screened: bool
+    is_screened: bool = False
     """Its figures are from a part of the traffic alone, the screen, where it was far from the best."""
     difference: Difference | None
     """From the best candidate, or in a comparison from the base. None for that candidate itself."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DEFAULT_POLICY = "ttft"
+MAX_NODES = 64
+"""Of the fleets of a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)

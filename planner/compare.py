@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from planner.candidate import Candidate
+from planner.candidate import MAX_NODES, Candidate
 from router.dispatch.policy import POLICIES as ROUTING_POLICIES
 from shared.errors import ConfigError
 from shared.scheduling.policies import POLICIES as SCHEDULE_POLICIES
 
 MAX_COMBINATIONS = 64
-MAX_NODES = 64
 
 _FLEET = re.compile(r"(?:(?P<prefill>[1-9]\d*)P)?(?P<decode>[1-9]\d*)(?P<d>D?)")
 

@@ -7,15 +7,12 @@ residuals of the parts within their strata (Cochran, Sampling Techniques, 1977, 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import accumulate
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 from planner.answer import Estimate
-from planner.figures import Distribution
 
 _T = (12.706, 4.303, 3.182, 2.776)
 """Student's t at 97.5 %, from one degree of freedom on; beyond, its expansion around the normal is within 0.3 %."""
@@ -58,24 +55,6 @@ def t95(freedom: int) -> float:
 def is_more_than_noise(one: Estimate) -> bool:
     """0 is not within it."""
     return one.low > 0 or one.high < 0
-
-
-def weighted_distribution(values: Sequence[tuple[float, float]]) -> Distribution:
-    """Of at least one (value, weight)."""
-    ordered = sorted(values)
-    total = sum(weight for _, weight in ordered)
-    return Distribution(
-        mean=sum(value * weight for value, weight in ordered) / total,
-        p50=weighted_quantile(ordered, 0.5),
-        p90=weighted_quantile(ordered, 0.9),
-        p99=weighted_quantile(ordered, 0.99),
-    )
-
-
-def weighted_quantile(ordered: Sequence[tuple[float, float]], share: float) -> float:
-    """Of ascending (value, weight): the smallest value that this share of the weights is not above."""
-    below = list(accumulate(weight for _, weight in ordered))
-    return ordered[min(bisect_left(below, share * below[-1] * (1 - 1e-12)), len(ordered) - 1)][0]
 
 
 def crossing(points: Sequence[tuple[float, float]], bound: float) -> float | None:

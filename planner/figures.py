@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -84,14 +86,22 @@ def arrival_seconds(arrivals: Sequence[float]) -> float:
 
 
 def distribution(values: Sequence[float]) -> Distribution:
-    """A percentile is the smallest value that so many are not above. Of no value everything is infinite."""
+    """Of values of which each counts as much. Of no value everything is infinite."""
     if not values:
         return Distribution(mean=math.inf, p50=math.inf, p90=math.inf, p99=math.inf)
+    return weighted_distribution([(value, 1.0) for value in values])
+
+
+def weighted_distribution(values: Sequence[tuple[float, float]]) -> Distribution:
+    """Of at least one (value, weight)."""
     ordered = sorted(values)
+    total = sum(weight for _, weight in ordered)
+    p50, p90, p99 = (weighted_quantile(ordered, share) for share in (0.5, 0.9, 0.99))
+    mean = sum(value * weight for value, weight in ordered) / total
+    return Distribution(mean=mean, p50=p50, p90=p90, p99=p99)
 
-    def percentile(q: float) -> float:
-        return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
 
-    return Distribution(
-        mean=sum(ordered) / len(ordered), p50=percentile(0.5), p90=percentile(0.9), p99=percentile(0.99)
-    )
+def weighted_quantile(ordered: Sequence[tuple[float, float]], share: float) -> float:
+    """Of ascending (value, weight): the smallest value that this share of the weights is not above."""
+    below = list(accumulate(weight for _, weight in ordered))
+    return ordered[min(bisect_left(below, share * below[-1] * (1 - 1e-12)), len(ordered) - 1)][0]

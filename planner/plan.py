@@ -13,12 +13,12 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from planner.candidate import MAX_NODES
 from planner.traffic.formats import TraceFormat
 from shared.cpu_cores import own_cores
 from shared.errors import ConfigError
 from shared.flags import FlagParser, fraction, whole
 
-MAX_NODES = 64
 TRACE_FORMATS = tuple(map(str, TraceFormat))
 
 

@@ -9,16 +9,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from planner import compare
 from planner.answer import Answer, CandidateAnswer, Effort, Estimate, Machine, Question, Verdict
 from planner.figures import Slo
+from planner.plan_sample import Option, Sample
 from planner.plan_search import Aim, Curve, Prices, differs, options, search
 from planner.plan_thresholds import Axis, sensitivity, thresholds
 from planner.plan_traffic import Traffic, traffic_of
-from planner.plan_trials import Option, Sample, Setting, Trial, Trials
+from planner.plan_trials import Setting, Trial, Trials
 from planner.plan_verdict import percent, point_now, rate, verdict
 from planner.plan_workers import Workers
 from planner.profile import Profile, load_profile
@@ -147,7 +149,7 @@ async def _plan(asked: Asked, trials: Trials, report: Report, effort: Callable[[
     )
     return Answer(
         question=_question(asked),
-        candidates=tuple(_candidate(asked, trials, curve, best) for curve in curves),
+        candidates=tuple(_curve(asked, trials, curve, best) for curve in curves),
         verdict=words,
         thresholds=tuple(found_thresholds),
         sensitivity=tuple(await sensitivity(trials, best, curves, asked.price_of)),
@@ -156,18 +158,33 @@ async def _plan(asked: Asked, trials: Trials, report: Report, effort: Callable[[
     )
 
 
-def _candidate(asked: Asked, trials: Trials, curve: Curve, best: Curve) -> CandidateAnswer:
-    candidate, made = curve.option.candidate, trials.made(curve.option)
-    price = None if asked.prices is None else asked.prices.of(curve.option)
-    is_comparable = curve is not best and curve.is_screened is best.is_screened
+def _candidate(
+    asked: Asked, trials: Trials, option: Option, samples: Sequence[Sample], **more: Any
+) -> CandidateAnswer:
+    """What is said of every option; `more` are the other fields of its answer."""
+    candidate, made = option.candidate, trials.made(option)
     return CandidateAnswer(
-        name=curve.option.name,
+        name=option.name,
         num_prefill=candidate.num_prefill,
         num_decode=candidate.num_decode,
         enable_mixed_chunk=candidate.enable_mixed_chunk,
-        settings={},
-        price=price,
-        points=tuple(sample.point(asked.aim.slo, asked.aim.good_share) for sample in curve.samples),
+        settings=dict(option.settings),
+        price=None if asked.prices is None else asked.prices.of(option),
+        points=tuple(sample.point(asked.aim.slo, asked.aim.good_share) for sample in samples),
+        num_simulated_reqs=sum(len(one.served) for one in made),
+        cpu_s=sum(one.cpu_s for one in made),
+        **more,
+    )
+
+
+def _curve(asked: Asked, trials: Trials, curve: Curve, best: Curve) -> CandidateAnswer:
+    price = None if asked.prices is None else asked.prices.of(curve.option)
+    is_comparable = curve is not best and curve.is_screened is best.is_screened
+    return _candidate(
+        asked,
+        trials,
+        curve.option,
+        curve.samples,
         max_rate=curve.max_rate,
         max_rate_is_bound=curve.is_bound,
         goodput_a_price=None
@@ -175,8 +192,6 @@ def _candidate(asked: Asked, trials: Trials, curve: Curve, best: Curve) -> Candi
         else curve.max_rate.value * asked.aim.good_share * 3600 / price,
         is_screened=curve.is_screened,
         difference=differs(best.now, curve.now, asked.aim.slo) if is_comparable else None,
-        num_simulated_reqs=sum(len(one.served) for one in made),
-        cpu_s=sum(one.cpu_s for one in made),
     )
 
 
@@ -191,7 +206,16 @@ async def _compare(asked: Asked, trials: Trials, report: Report, effort: Callabl
 
     samples = await asyncio.gather(*map(one, asked.ways))
     base = samples[0]
-    candidates = tuple(_setting(asked, trials, base, sample) for sample in samples)
+    candidates = tuple(
+        _candidate(
+            asked,
+            trials,
+            one.option,
+            [one],
+            difference=None if one is base else differs(base, one, asked.aim.slo),
+        )
+        for one in samples
+    )
     return Answer(
         question=_question(asked),
         candidates=candidates,
@@ -199,26 +223,6 @@ async def _compare(asked: Asked, trials: Trials, report: Report, effort: Callabl
         verdict=_compared(candidates, asked.aim),
         remarks=_remarks(asked),
         effort=effort(),
-    )
-
-
-def _setting(asked: Asked, trials: Trials, base: Sample, sample: Sample) -> CandidateAnswer:
-    candidate, made = sample.option.candidate, trials.made(sample.option)
-    return CandidateAnswer(
-        name=sample.option.name,
-        num_prefill=candidate.num_prefill,
-        num_decode=candidate.num_decode,
-        enable_mixed_chunk=candidate.enable_mixed_chunk,
-        settings=dict(sample.option.settings),
-        price=None if asked.prices is None else asked.prices.of(sample.option),
-        points=(sample.point(asked.aim.slo, asked.aim.good_share),),
-        max_rate=None,
-        max_rate_is_bound=False,
-        goodput_a_price=None,
-        is_screened=False,
-        difference=None if sample is base else differs(base, sample, asked.aim.slo),
-        num_simulated_reqs=sum(len(one.served) for one in made),
-        cpu_s=sum(one.cpu_s for one in made),
     )
 
 

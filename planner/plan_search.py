@@ -23,7 +23,8 @@ from planner.answer import Difference, Estimate
 from planner.candidate import Candidate
 from planner.estimate import crossing, difference, estimate, is_more_than_noise
 from planner.figures import Slo
-from planner.plan_trials import SCREEN, Option, Sample, Trials, Variation
+from planner.plan_sample import Option, Sample
+from planner.plan_trials import SCREEN, Trials, Variation
 
 STEPS = 8
 """Rates for each doubling. The highest rate is interpolated between two that are a step apart."""

@@ -17,8 +17,9 @@ from typing import Literal
 from planner.answer import Sensitivity, Threshold
 from planner.estimate import difference, is_more_than_noise
 from planner.figures import Slo
+from planner.plan_sample import Option, Sample
 from planner.plan_search import STEP, Aim, Curve, options
-from planner.plan_trials import AS_ASKED, Option, Sample, Trials, Variation
+from planner.plan_trials import AS_ASKED, Trials, Variation
 
 MAX_FACTOR = 8.0
 """A threshold is searched from 1/8 to 8 times what was asked for."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from planner.answer import BestOf, Estimate, Point, Verdict
+from planner.plan_sample import Option
 from planner.plan_search import Aim, Curve, choose, tied_with_best
-from planner.plan_trials import Option, Trials
+from planner.plan_trials import Trials
 from planner.simulate import Bottleneck
 
 WHAT_BOUNDS = {

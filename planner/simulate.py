@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from planner.answer import FleetUse
 from planner.candidate import Candidate
 from planner.figures import Figures, Served, Slo, arrival_seconds, figures_of
 from planner.profile import Profile
@@ -47,19 +48,6 @@ class Bottleneck(StrEnum):
     """The router's one thread, and messages."""
     NONE = "none"
     """At most FEW_MISSES of the requests missed an SLO or failed."""
-
-
-class FleetUse(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy the nodes of one role were while requests arrived; of a burst, until all had ended."""
-
-    nodes: int
-    busy_share: float
-    """Of the time of all devices, that in which a forward ran. Decode steps follow each other while anything runs,
-    so a high share alone is no bottleneck."""
-    pool_share: float
-    """The largest share of one node's KV pool that requests held."""
-    queued: float
-    """Requests that waited on these nodes, on average over time: for pages, or for a place in a forward."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,11 +209,13 @@ class _Loads:
     def __init__(self, fleet: SimFleet, use: dict[Role, _UseMeter], since: float) -> None:
         self.seconds = seconds = max(fleet.loop.now - since, 1e-9)
         self.of: dict[Role, FleetUse] = {}
+        splits = any(node.role is Role.PREFILL for node in fleet.nodes.values())
         for role, meter in use.items():
             nodes = [node for node in fleet.nodes.values() if node.role is role]
             device_s = seconds * max(1, len(nodes))
             self.of[role] = FleetUse(
-                nodes=len(nodes),
+                role="prefill" if role is Role.PREFILL else "decode" if splits else "together",
+                num_nodes=len(nodes),
                 busy_share=min(1.0, sum(node.stream.busy_s for node in nodes) / device_s),
                 pool_share=meter.pool_share,
                 queued=meter.queued_s / seconds,

@@ -28,7 +28,7 @@ NUM_CONTEXTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effort:
+class MeasureLimits:
     """How long to measure, and what. The defaults come to about two minutes with the built-in model."""
 
     engine_s: float = 50.0
@@ -83,7 +83,7 @@ class DecodeStep:
 
 
 def points_of(
-    limits: NodeLimits, chunk: int, page_size: int, *, has_cache: bool, effort: Effort
+    limits: NodeLimits, chunk: int, page_size: int, *, has_cache: bool, effort: MeasureLimits
 ) -> list[Extend | DecodeStep]:
     """What a node with these limits is measured at.
 
@@ -125,7 +125,7 @@ def geometric(least: int, most: int, number: int) -> list[int]:
 def measure_forwards(
     loop: NodeLoop,
     points: Sequence[Extend | DecodeStep],
-    effort: Effort,
+    effort: MeasureLimits,
     *,
     on_progress: OnProgress = lambda what, fraction: None,
     clock: Clock = time.monotonic,

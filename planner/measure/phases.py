@@ -22,7 +22,7 @@ import torch
 
 from planner.cost_model import CostModel
 from planner.measure.fitting import Forwards, remarks_of, residual
-from planner.measure.forwards import Effort, OnProgress, measure_forwards, points_of
+from planner.measure.forwards import MeasureLimits, OnProgress, measure_forwards, points_of
 from planner.measure.machine import MachineWatch, cpu_model
 from planner.measure.node_loop import NodeLoop
 from planner.measure.router_load import RouterMeasured, loads_for, measure_router, start_node
@@ -80,7 +80,7 @@ def measure(
     config: NodeConfig,
     argv: Sequence[str],
     *,
-    effort: Effort | None = None,
+    effort: MeasureLimits | None = None,
     on_progress: OnPhase = lambda phase, what, fraction: None,
 ) -> Profile:
     """The profile of a node with `config`, whose command line is `argv`. Raises ConfigError.
@@ -88,7 +88,7 @@ def measure(
     It takes about two minutes with the built-in model; a slow one takes longer, since every point has to be measured
     a few times.
     """
-    effort = effort or Effort()
+    effort = effort or MeasureLimits()
     make_transports(config.transfer, resolve_device(config.model.device))  # its options are checked first
     node, forwards, remarks = measure_engine(config, effort, partial(on_progress, Phase.ENGINE))
     costs = forwards.fit()
@@ -144,7 +144,7 @@ def not_simulated(config: NodeConfig, host_kv_tokens: int) -> Iterator[str]:
 
 
 def measure_engine(
-    config: NodeConfig, effort: Effort, on_progress: OnProgress = lambda what, fraction: None
+    config: NodeConfig, effort: MeasureLimits, on_progress: OnProgress = lambda what, fraction: None
 ) -> tuple[Node, Forwards, list[str]]:
     """What one process measures by itself: the node, its forwards, and remarks on the machine. Raises ConfigError."""
     on_progress("loading the model", 0.0)
@@ -176,7 +176,7 @@ def measure_engine(
     return node, forwards, remarks
 
 
-def _transfers(config: NodeConfig, node: Node, effort: Effort, on_progress: OnProgress) -> Transfers:
+def _transfers(config: NodeConfig, node: Node, effort: MeasureLimits, on_progress: OnProgress) -> Transfers:
     """Pages of up to a whole context."""
     gc.collect()  # the engine's memory
     num_pages = min(node.limits.context_length // node.layout.page_size, MAX_NBYTES // node.page_nbytes)
@@ -193,7 +193,7 @@ def _router(
     argv: Sequence[str],
     node: Node,
     costs: CostModel,
-    effort: Effort,
+    effort: MeasureLimits,
     on_progress: OnProgress,
 ) -> tuple[float, RouterMeasured]:
     """Seconds until a node is ready, and what a router costs, with remarks on both."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from planner.candidate import Candidate
 from planner.cost_model import CostModel
-from planner.measure.forwards import Effort
+from planner.measure.forwards import MeasureLimits
 from planner.measure.phases import measure_engine
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import own_cores, split_cores
@@ -52,7 +52,7 @@ class RealNodes:
                 chunked_prefill_size=self.chunked_prefill_size, max_running_requests=self.max_running_requests
             ),
         )
-        effort = Effort(engine_s=FIT_S, max_batch=self.max_batch, max_tokens=FIT_TOKENS)
+        effort = MeasureLimits(engine_s=FIT_S, max_batch=self.max_batch, max_tokens=FIT_TOKENS)
         _, forwards, _ = measure_engine(config, effort)
         return forwards.fit()
 

@@ -99,7 +99,7 @@ def test_pages_of_two_layouts_are_refused() -> None:
 def test_nodes_that_do_both_take_the_decode_profile() -> None:
     together = Candidate(num_prefill=0, num_decode=2)
     result = simulate(together, load(), prefill=profile(page_size=32), decode=PROFILE, slo=SLO)
-    assert (result.prefill.nodes, result.decode.nodes) == (0, 2)
+    assert (result.prefill.num_nodes, result.decode.num_nodes) == (0, 2)
     assert result.transfer_bytes_s == 0.0
     assert result.figures.num_failed == 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from planner.answer import Answer
+from planner.answer import Answer, FleetUse
 from planner.candidate import Candidate
 from planner.cost_model import CostModel
 from planner.figures import Served, Slo, figures_of
@@ -19,7 +19,7 @@ from planner.plan_search import Aim, Prices
 from planner.plan_traffic import Traffic
 from planner.plan_trials import SCREEN, Setting, Trial, Variation
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
-from planner.simulate import Bottleneck, FleetUse, Run
+from planner.simulate import Bottleneck, Run
 from planner.traffic.trace import SimRequest
 from planner.traffic.windows import Window
 
@@ -127,7 +127,7 @@ def _planted_run(setting: Setting, trial: Trial, capacity: float) -> Run:
     num = len(setting.window(trial.window).requests)
     share = min(1.0, capacity / (setting.rate * trial.variation.load))
     served = tuple(GOOD if int((i + 1) * share + 1e-9) > int(i * share + 1e-9) else BAD for i in range(num))
-    use = FleetUse(nodes=1, busy_share=0.5, pool_share=0.5, queued=0.0)
+    use = FleetUse(role="together", num_nodes=1, busy_share=0.5, pool_share=0.5, queued=0.0)
     return Run(
         candidate=trial.option.candidate,
         figures=figures_of(served, 0, num / setting.rate, setting.slo),

@@ -23,14 +23,14 @@ from planner.measure.fitting import (
     remarks_of,
     residual,
 )
-from planner.measure.forwards import DecodeStep, Effort, Extend, points_of
+from planner.measure.forwards import DecodeStep, Extend, MeasureLimits, points_of
 from planner.measure.machine import CpuTimes, MachineWatch
 from planner.measure.router_load import Used, fit_router
 from planner.profile import RouterCost, TransferCost
 from shared.protocol.messages import NodeLimits
 
 LIMITS = NodeLimits(context_length=8192, max_total_num_tokens=131_072, max_running_requests=64)
-POINTS = points_of(LIMITS, 512, 16, has_cache=True, effort=Effort())
+POINTS = points_of(LIMITS, 512, 16, has_cache=True, effort=MeasureLimits())
 CPU = CostModel(
     a=7e-4, b=4.5e-5, c=1.1e-8, d=6e-4, e=7e-5, f=1.4e-7, floor_s=2.4e-3, step_s=2.5e-4, step_request_s=1e-5
 )

@@ -16,7 +16,7 @@ import pytest
 
 from planner.measure import phases, router_load
 from planner.measure.command import main, make_parser, node_argv
-from planner.measure.forwards import DecodeStep, Effort, Extend, points_of
+from planner.measure.forwards import DecodeStep, Extend, MeasureLimits, points_of
 from planner.measure.phases import Phase, measure
 from planner.measure.router_load import Process
 from planner.profile import load_profile
@@ -24,7 +24,9 @@ from shared import cli
 from shared.protocol.messages import NodeLimits
 from tests.processes import assert_gone
 
-FEW = Effort(engine_s=1e-3, max_passes=2, max_batch=2, max_tokens=128, transfer_s=1e-3, starts=1, load_s=0.2)
+FEW = MeasureLimits(
+    engine_s=1e-3, max_passes=2, max_batch=2, max_tokens=128, transfer_s=1e-3, starts=1, load_s=0.2
+)
 ARGV = [
     "--cpu-cores",
     "any:1",
@@ -85,7 +87,7 @@ def test_flags_of_a_node_are_in_its_profile_or_a_remark_says_that_they_are_not()
 
 def test_points_stay_within_the_node() -> None:
     limits = NodeLimits(context_length=4096, max_total_num_tokens=10_000, max_running_requests=48)
-    points = points_of(limits, 512, 16, has_cache=True, effort=Effort())
+    points = points_of(limits, 512, 16, has_cache=True, effort=MeasureLimits())
     extends = [span for point in points if isinstance(point, Extend) for span in point.spans]
     decodes = [point for point in points if isinstance(point, DecodeStep)]
     assert max(start + length for start, length in extends) < 4096
@@ -96,14 +98,14 @@ def test_points_stay_within_the_node() -> None:
     assert all(point.batch * (point.context + 16) <= 10_000 for point in decodes)
     assert not [
         point
-        for point in points_of(limits, 512, 16, has_cache=False, effort=Effort())
+        for point in points_of(limits, 512, 16, has_cache=False, effort=MeasureLimits())
         if isinstance(point, Extend) and point.spans[0][0]
     ]
 
 
 def test_a_small_context_has_points(tmp_path: Path) -> None:
     limits = NodeLimits(context_length=64, max_total_num_tokens=64, max_running_requests=1)
-    points = points_of(limits, 512, 16, has_cache=True, effort=Effort())
+    points = points_of(limits, 512, 16, has_cache=True, effort=MeasureLimits())
     assert {type(point) for point in points} == {Extend, DecodeStep}
 
 

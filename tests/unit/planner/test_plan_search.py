@@ -17,9 +17,8 @@ from planner.estimate import (
     estimate,
     is_more_than_noise,
     t95,
-    weighted_distribution,
 )
-from planner.figures import Distribution
+from planner.figures import Distribution, weighted_distribution
 from planner.plan_search import Prices
 from planner.plan_traffic import Traffic
 from planner.plan_trials import Trial, Variation, costing, vary

@@ -12,8 +12,8 @@ import pytest
 
 from planner.answer import Estimate
 from planner.cost_model import CostModel
-from planner.estimate import Part, estimate, weighted_quantile
-from planner.figures import Served, Slo
+from planner.estimate import Part, estimate
+from planner.figures import Served, Slo, weighted_quantile
 from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import NodeShape
 from planner.traffic.trace import SimRequest, scaled
