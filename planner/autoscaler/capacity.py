@@ -1,14 +1,18 @@
 """What a node takes while requests meet the SLO, by its profile, and how many such nodes the work of a fleet needs.
 
-prompts    a node is used so far that the wait behind other prompts leaves the SLO of the first token to GOOD_SHARE
-decode     a batch is so large that a step, and the KV that it reads, take no longer than the SLO between tokens
+prompts    nodes are used so far that the wait behind other prompts leaves the SLO of the first token to GOOD_SHARE
+decode     a batch is so large that a step, and the KV that it reads, take no longer than the SLO between tokens;
+           there is room for as many requests as run at GOOD_SHARE of all times
 pages      a batch holds at most KV_USE of a pool, so that the rest is there for prefixes and for growth
+
+tests/sim/test_autoscaler_capacity.py compares these numbers with the fewest nodes that a simulation needs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import msgspec
@@ -24,8 +28,6 @@ _MOST_GOOD = 0.999
 """No queue lets all of its requests wait no longer than some time."""
 KV_USE = 0.7
 """Of the pages of a pool, as in the HorizontalPodAutoscaler of deploy/kubernetes."""
-BATCH_USE = 0.85
-"""Of the largest batch: requests are not spread evenly, and come in clusters."""
 MAX_PREFILL_USE = 0.85
 MIN_PREFILL_USE = 0.3
 """For prompts that take most of the SLO by themselves, so that no number of nodes would let all of them meet it."""
@@ -57,17 +59,35 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillCapacity(NamedTuple):
-    """Of one node: prompt tokens a second without a pause, and the share of that which meets the SLO."""
+    """Of one node: prompt tokens a second without a pause, and how many times their own time prompts may wait."""
 
     tokens_s: float
-    use: float
+    waits: float
+    """Twice the time that the SLO leaves, over a prompt's own and over what the tail of waits is above their mean."""
+
+    def nodes(self, tokens_s: float, most_use: float = MAX_PREFILL_USE) -> float:
+        """For so many tokens a second, where a node may be used up to `most_use`.
+
+        n nodes that are used by u each keep a prompt waiting for u / (1 - u) / 2n of its own time on average (an
+        M/D/n queue, of which this is a bound); the tail of waits is taken to be exponential.
+        """
+        load = tokens_s / self.tokens_s
+        by_waits = load / 2 + math.sqrt(load * load / 4 + load / self.waits) if self.waits else math.inf
+        return max(min(by_waits, load / MIN_PREFILL_USE), load / most_use)
 
 
 class DecodeCapacity(NamedTuple):
-    """Of one node: the largest batch within the SLO, and its tokens a second."""
+    """Of one node: the largest batch within the SLO, and the seconds of a step at the SLO."""
 
-    batch: float
-    tokens_s: float
+    batch: int
+    step_s: float
+    spread: float
+    """How many standard deviations above its mean the number of running requests may be."""
+
+    def nodes(self, tokens_s: float) -> float:
+        """For so many tokens a second. Those that run at once are as many as Poisson arrivals have it."""
+        running = tokens_s * self.step_s
+        return (running + self.spread * math.sqrt(running)) / self.batch
 
 
 class Demand(NamedTuple):
@@ -97,14 +117,13 @@ class Capacity:
                 )
         self._profile = profile
         self._slo = slo
-        self._tail = -math.log(1 - min(good_share, _MOST_GOOD))
+        share = min(good_share, _MOST_GOOD)
+        self._tail = -math.log(1 - share)
         """Of an exponential distribution: so many times its mean are exceeded by the share that need not be good."""
+        self._spread = max(0.0, NormalDist().inv_cdf(share))
 
     def prefill(self, tokens: float, cached: float) -> PrefillCapacity:
-        """For prompts of so many tokens, of which so many are cached.
-
-        The wait for a busy node is that of an M/D/1 queue; its tail is taken to be exponential.
-        """
+        """For prompts of so many tokens, of which so many are cached."""
         forward, chunk = self._profile.forward, self._profile.node.chunked_prefill_size
         begin, end = round(cached), max(round(tokens), round(cached) + 1)
         starts = range(begin, end, chunk)
@@ -114,8 +133,7 @@ class Capacity:
         share = (end - begin) / chunk
         tokens_s = (end - begin) / max(forward.a * share + shared_s, forward.floor_s * share)
         waits = 2 * max(0.0, self._slo.ttft_s - alone_s) / (alone_s * self._tail)
-        use = waits / (1 + waits)
-        return PrefillCapacity(tokens_s, min(max(use, MIN_PREFILL_USE), MAX_PREFILL_USE))
+        return PrefillCapacity(tokens_s, waits)
 
     def decode(self, kv_tokens: float, num_pages: float) -> DecodeCapacity:
         """For requests that hold so much KV each, on a node with so many pages."""
@@ -125,8 +143,8 @@ class Capacity:
             _quotient(itl_s - forward.step_s, forward.step_request_s),
         )
         in_pages = _quotient(KV_USE * num_pages * node.page_size, kv_tokens)
-        batch = max(1.0, min(BATCH_USE * in_time, BATCH_USE * node.max_running_requests, in_pages))
-        return DecodeCapacity(batch, batch / _step_s(forward, batch, kv_tokens))
+        batch = max(1.0, min(in_time, node.max_running_requests, in_pages))
+        return DecodeCapacity(int(batch), _step_s(forward, batch, kv_tokens), self._spread)
 
     def demand(self, work: Work, *, is_decode: bool, num_live: int, coming_s: Sequence[float]) -> Demand:
         """The nodes that `work` needs, if `num_live` have it and others come in `coming_s` seconds.
@@ -135,21 +153,21 @@ class Capacity:
         now: so the growth of a queue while nodes start is no reason to ask for more.
         """
         if not is_decode:
-            return self._prompts(work, num_live, coming_s, 1.0)
+            return self._prompts(work, num_live, coming_s, MAX_PREFILL_USE)
         # Prompts stop the tokens of a node that does both: the time they leave must do for a batch's steps.
-        prompts = self._prompts(
-            work, num_live, coming_s, BATCH_USE * (1 - self._profile.forward.d / self._slo.itl_s)
-        )
+        most_use = MAX_PREFILL_USE * (1 - self._profile.forward.d / self._slo.itl_s)
+        prompts = self._prompts(work, num_live, coming_s, most_use)
         placed = work.num_running + work.num_transferring
         # Requests that prefill nodes keep waiting hold pages here, and more decode nodes would not help them.
         waiting = work.num_waiting * (work.num_running / placed if placed else 1.0)
         kv_tokens = work.num_held_pages * self._profile.node.page_size / max(1, placed)
-        batch, tokens_s = self.decode(kv_tokens, work.num_pages)
-        by_tokens, by_batch = work.output_tokens_s / tokens_s, (work.mean_running + waiting) / batch
+        node = self.decode(kv_tokens, work.num_pages)
+        batch, by_tokens = node.batch, node.nodes(work.output_tokens_s)
+        by_batch = (work.mean_running + waiting) / batch
         words = (
-            f"{work.mean_running:.1f} requests run and {waiting:.0f} wait, {batch:.1f} for a node"
+            f"{work.mean_running:.1f} requests run and {waiting:.0f} wait, {batch} for a node"
             if by_batch > by_tokens
-            else f"{work.output_tokens_s:.0f} tokens/s, {tokens_s:.0f} for a node"
+            else f"{work.output_tokens_s:.0f} tokens/s, {batch / node.step_s:.0f} for a full node"
         )
         return Demand(
             prompts.nodes + max(by_tokens, by_batch),
@@ -160,16 +178,17 @@ class Capacity:
     def _prompts(self, work: Work, num_live: int, coming_s: Sequence[float], most_use: float) -> Demand:
         if not work.tokens_per_prompt:
             return Demand(0.0, 0.0, "no prompts")
-        tokens_s, use = self.prefill(work.tokens_per_prompt, work.cached_per_prompt)
-        use = min(use, most_use)
+        node = self.prefill(work.tokens_per_prompt, work.cached_per_prompt)
+        tokens_s = node.tokens_s
         start_s = self._profile.node.start_s
         computed_s = num_live * start_s + sum(max(0.0, start_s - due) for due in coming_s)
         waiting = max(0.0, work.num_queued_tokens + work.prompt_tokens_s * start_s - tokens_s * computed_s)
-        nodes = max(work.prompt_tokens_s / use, work.prompt_tokens_s + waiting / CATCH_UP_S) / tokens_s
+        by_queue = (work.prompt_tokens_s + waiting / CATCH_UP_S) / tokens_s
         words = (
             f"{work.prompt_tokens_s:.0f} prompt tokens/s and {work.num_queued_tokens:.0f} queued, "
-            f"{use * tokens_s:.0f}/s for a node"
+            f"{tokens_s:.0f}/s for a busy node"
         )
+        nodes = max(node.nodes(work.prompt_tokens_s, most_use), by_queue)
         return Demand(nodes, work.num_queued_tokens / CATCH_UP_S / tokens_s, words)
 
 

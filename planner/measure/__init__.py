@@ -1,6 +1,7 @@
 """`router plan --measure`: runs the real parts of a node on this machine, and fits what they cost.
 
-command      flags, the order of the phases, what the terminal shows
+command      flags, and what the terminal shows
+phases       the phases one after the other, and the profile that they make
 forwards     prefill and decode on the real engine, under the real scheduler (`node_loop`)
 transfer     pages between two processes
 router_load  CPU time of a router, and how long a node takes to start

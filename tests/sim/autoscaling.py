@@ -42,17 +42,7 @@ class SimAutoscaling:
     def _look(self, autoscaler: Autoscaler, loads: FleetLoads) -> None:
         fleet, role, pace = self._fleet, autoscaler.role, autoscaler.pace
         now = fleet.loop.now
-        nodes = [
-            NodeReport(
-                node_id=name,
-                state=NodeState.LIVE if fleet.is_live(node) else NodeState.DRAINING,
-                incarnation=node.ref.incarnation,
-                load=msgspec.convert(node.load, LoadReport, from_attributes=True),
-            )
-            for name, node in fleet.nodes.items()
-            if node.role is role
-        ]
-        decision = autoscaler.decide(now, loads.observe(now, nodes))
+        decision = autoscaler.decide(now, loads.observe(now, node_reports(fleet, role)))
         match decision.action:
             case Add(num_nodes):
                 for _ in range(num_nodes):
@@ -64,3 +54,17 @@ class SimAutoscaling:
             self.taken.append(Taken(now, role, decision.action, decision))
         if now + pace.interval_s <= self._until:
             fleet.loop.at(now + pace.interval_s, self._look, autoscaler, loads)
+
+
+def node_reports(fleet: SimFleet, role: Role) -> list[NodeReport]:
+    """The nodes of a role as a router's `GET /fleet` would tell them now."""
+    return [
+        NodeReport(
+            node_id=name,
+            state=NodeState.LIVE if fleet.is_live(node) else NodeState.DRAINING,
+            incarnation=node.ref.incarnation,
+            load=msgspec.convert(node.load, LoadReport, from_attributes=True),
+        )
+        for name, node in fleet.nodes.items()
+        if node.role is role
+    ]
