@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+
+_MODULES = {
+    "plan": "planner.plan",
+    "measure": "planner.measure.command",
+    "autoscale": "planner.autoscaler.command",
+    "advise": "planner.advise",
+}
+"""Each has a `main`, and imports what others do not need. A router's supervisor starts `advise`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -11,22 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *flags = (sys.argv[1:] if argv is None else argv) or [""]
     if command == "plan" and "--measure" in flags:
         command = "measure"
-    if command == "plan":
-        from planner import plan
-
-        return plan.main(flags)
-    if command == "advise":  # a child of a router's supervisor
-        from planner import advise
-
-        return advise.main(flags)
-    if command == "measure":
-        from planner.measure import command as measure
-
-        return measure.main(flags)
-    if command == "autoscale":
-        from planner.autoscaler import command as autoscale
-
-        return autoscale.main(flags)
+    if command in _MODULES:
+        return int(import_module(_MODULES[command]).main(flags))
     print(
         f"planner: error: {command or 'no command'!r} is not a command of it: plan, measure, autoscale",
         file=sys.stderr,

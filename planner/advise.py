@@ -226,14 +226,11 @@ def _words(now: Sample, aim: Aim) -> str:
 def _nodes(other: Candidate, sample: Sample, verb: str = "") -> str:
     """`3 prefill nodes` where nothing else differs from the `other` fleet, else `3P2D`; and what it does."""
     fleet = sample.option.candidate
-    if other.splits is not fleet.splits:
-        num, role = 1, ""
-    elif other.num_decode == fleet.num_decode:
+    num, role = 1, ""
+    if other.splits is fleet.splits and other.num_decode == fleet.num_decode:
         num, role = fleet.num_prefill, "prefill "
     elif other.num_prefill == fleet.num_prefill:
         num, role = fleet.num_decode, "decode " if fleet.splits else ""
-    else:
-        num, role = 1, ""
     words = f"{num} {role}node{'s' * (num != 1)}" if role else fleet.name
     return f"{words} {verb if num != 1 else verb.replace('do', 'does')}".rstrip()
 

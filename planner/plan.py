@@ -49,22 +49,15 @@ def build_parser() -> FlagParser:
         allow_abbrev=False,
     )
     machines = parser.add_argument_group("machines")
-    machines.add_argument("--profile", type=Path, metavar="FILE", help="of every node")
-    machines.add_argument(
-        "--prefill-profile", type=Path, metavar="FILE", help="of prefill nodes, where they differ"
-    )
-    machines.add_argument(
-        "--decode-profile", type=Path, metavar="FILE", help="of decode nodes, where they differ"
-    )
     price = fraction(1e-6, 1e9)
-    machines.add_argument("--price", type=price, metavar="PRICE", help="of a node for an hour; also gives goodput a "
-        "unit of the price")  # fmt: skip
-    machines.add_argument(
-        "--prefill-price", type=price, metavar="PRICE", help="of a prefill node, where they differ"
-    )
-    machines.add_argument(
-        "--decode-price", type=price, metavar="PRICE", help="of a decode node, where they differ"
-    )
+    for role, words in (
+        ("", "a node"),
+        ("prefill-", "prefill nodes alone"),
+        ("decode-", "decode nodes alone"),
+    ):
+        machines.add_argument(f"--{role}profile", type=Path, metavar="FILE", help=f"of {words}")
+        machines.add_argument(f"--{role}price", type=price, metavar="PRICE",
+            help=f"of {words}, for an hour of each; also gives goodput a unit of the price")  # fmt: skip
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument(
         "--trace", type=Path, metavar="FILE", help="of recorded requests, or the router's own log"

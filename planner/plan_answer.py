@@ -295,13 +295,12 @@ def _remarks(asked: Asked) -> tuple[str, ...]:
 def _remarks_on(best: Curve, asked: Asked) -> list[str]:
     """What makes this answer doubtful."""
     share: Estimate = point_now(best).good_share
-    remarks = []
-    if share.low < asked.aim.good_share <= share.high:
-        remarks.append(
-            f"{best.option.name} is close to the limit: {percent(share)} of the requests are good, and "
-            f"{asked.aim.good_share:.0%} are asked for."
-        )
-    return remarks
+    if not share.low < asked.aim.good_share <= share.high:
+        return []
+    return [
+        f"{best.option.name} is close to the limit: {percent(share)} of the requests are good, and "
+        f"{asked.aim.good_share:.0%} are asked for."
+    ]
 
 
 def _speed(made: Sequence[Run]) -> str:

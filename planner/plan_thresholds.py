@@ -20,6 +20,7 @@ from planner.figures import Slo
 from planner.plan_sample import Option, Sample
 from planner.plan_search import STEP, Aim, Curve, options
 from planner.plan_trials import AS_ASKED, Trials, Variation
+from planner.report.words import seconds
 
 MAX_FACTOR = 8.0
 """A threshold is searched from 1/8 to 8 times what was asked for."""
@@ -219,7 +220,7 @@ def _value(axis: Axis, value: float) -> str:
         case "rate":
             return f"{value:.3g} requests/s"
         case _:
-            return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
+            return seconds(value)
 
 
 # ------------------------------------------------------------------------------------------------ sensitivity

@@ -54,10 +54,7 @@ class Traffic:
             source=self.source,
             rate=self.windows[0].trace_rate,
             num_reqs=len(requests),
-            seconds=sum(
-                min(window.counted_until_s, window.requests[-1].at_s) - window.counted_from_s
-                for window in self.windows
-            ),
+            seconds=sum(map(_seconds, self.windows)),
             prompt_tokens=distribution([request.input_len for request in requests]),
             output_tokens=distribution([request.output_len for request in requests]),
             reused_share=sum(shared_tokens(window.requests) for window in self.windows) / all_tokens,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import msgspec
 
@@ -115,19 +115,17 @@ def costing(profile: Profile, factor: float) -> Profile:
     """The profile of a machine that takes `factor` times as long for everything."""
     if factor == 1.0:
         return profile
-    forward, transfer, router = profile.forward, profile.transfer, profile.router
+    transfer, router = profile.transfer, profile.router
     return msgspec.structs.replace(
         profile,
-        forward=CostModel(**{name: factor * getattr(forward, name) for name in forward.__dataclass_fields__}),
+        forward=CostModel(**{name: factor * seconds for name, seconds in asdict(profile.forward).items()}),
         transfer=TransferCost(
             latency_s=factor * transfer.latency_s,
             bytes_s=transfer.bytes_s / factor,
             message_s=factor * transfer.message_s,
         ),
         router=RouterCost(
-            request_s=factor * router.request_s,
-            token_s=factor * router.token_s,
-            prompt_token_s=factor * router.prompt_token_s,
+            **{name: factor * seconds for name, seconds in msgspec.structs.asdict(router).items()}
         ),
     )
 

@@ -8,6 +8,7 @@ from planner.answer import BestOf, Estimate, Point, Verdict
 from planner.plan_sample import Option
 from planner.plan_search import Aim, Curve, choose, tied_with_best
 from planner.plan_trials import Trials
+from planner.report.words import seconds
 from planner.simulate import Bottleneck
 
 WHAT_BOUNDS = {
@@ -70,7 +71,7 @@ def how_far(best: Curve) -> str:
     if point.slo_factor is None or ttft is None or itl is None:
         return f"{point.num_failed} of {point.num_reqs} requests fail, so no SLO would be met."
     missed = [
-        f"{share:.0%} of the requests have {name} within {milliseconds(value)}, {value / bound - 1:.0%} over the SLO"
+        f"{share:.0%} of the requests have {name} within {seconds(value)}, {value / bound - 1:.0%} over the SLO"
         for name, value, bound in (("TTFT", ttft, slo.ttft_s), ("ITL", itl, slo.itl_s))
         if value > bound
     ]
@@ -133,8 +134,3 @@ def percent(share: Estimate) -> str:
 def rate(value: float) -> str:
     """With its unit."""
     return f"{value:.3g} requests/s"
-
-
-def milliseconds(seconds: float) -> str:
-    """With its unit."""
-    return f"{1000 * seconds:.3g} ms"

@@ -45,11 +45,8 @@ class NodeKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def schedule_options(self) -> ScheduleOptions:
         """Of a node with these flags. Raises msgspec.ValidationError for a value of another type."""
-        own = {
-            "chunked_prefill_size": self.chunked_prefill_size,
-            "max_running_requests": self.max_running_requests,
-        }
-        return msgspec.convert({**self.schedule, **own}, ScheduleOptions)
+        names = ("chunked_prefill_size", "max_running_requests")
+        return msgspec.convert(self.schedule | {name: getattr(self, name) for name in names}, ScheduleOptions)
 
 
 class TransferCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -167,12 +167,10 @@ def fleet_shape(candidate: Candidate, prefill: Profile, decode: Profile) -> Flee
 
 def _node_shape(candidate: Candidate, profile: Profile) -> NodeShape:
     node = profile.node
-    asked = {
-        "chunked_prefill_size": candidate.chunked_prefill_size,
-        "enable_mixed_chunk": candidate.enable_mixed_chunk,
-        "schedule_policy": candidate.schedule_policy,
+    names = ("chunked_prefill_size", "enable_mixed_chunk", "schedule_policy")
+    changes: dict[str, Any] = {
+        name: getattr(candidate, name) for name in names if getattr(candidate, name) is not None
     }
-    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     return NodeShape(
         pool_tokens=node.pool_tokens,
         page_size=node.page_size,

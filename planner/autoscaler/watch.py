@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from planner.autoscaler.decision import Add, Autoscaler, Drain, NodeState
@@ -20,7 +21,6 @@ from planner.autoscaler.observe import FleetLoads
 from planner.autoscaler.scaling_actions import ActionFailed, ScalingActions
 from router.terminal.client import ClientError
 from shared.log import crash, event, warn
-from shared.protocol.messages import Role
 from shared.timeline import Clock
 
 MAX_PAUSE_S = 300.0
@@ -132,18 +132,15 @@ class Watch:
                 self._start_task(self._drain(scaled, node_id, decision.reason))
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
+        async def logged() -> None:
+            try:
+                await work
+            except Exception:
+                crash("autoscale_task_failed")
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled():
-            return
-        try:
-            task.result()
-        except Exception:
-            crash("autoscale_task_failed")
+        task = asyncio.create_task(logged())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _add(self, scaled: ScaledFleet, num_nodes: int, reason: str) -> None:
         role = scaled.autoscaler.role
@@ -167,10 +164,12 @@ class Watch:
         role, node = scaled.autoscaler.role, scaled.nodes[node_id]
         try:
             if self._actions.drains_nodes:
-                await self._remove(node_id)
+                # A router that is restarted meanwhile hears of the drain from the node.
+                remove = partial(self._fleet.remove, node_id, self._drain_timeout_s)
+                await self._retried(node_id, partial(asyncio.to_thread, remove))
             else:
                 scaled.autoscaler.drain_failed(node_id)
-            await self._stop_node(role, node_id, node.address, reason)
+            await self._retried(node_id, partial(self._actions.stop, role, node_id, node.address, reason))
         except ClientError as error:
             scaled.autoscaler.drain_failed(node_id)
             warn("autoscale_drain_failed", role=role, node=node_id, reason=error)
@@ -179,29 +178,14 @@ class Watch:
         finally:
             scaled.drained_here.discard(node_id)
 
-    async def _remove(self, node_id: str) -> None:
-        """Drain a node at the router. One that is restarted meanwhile hears of the drain from the node."""
-        for pause_s in self._pauses():
+    async def _retried(self, node_id: str, act: Callable[[], Awaitable[None]]) -> None:
+        """Repeat what fails, after pauses that double. Raises the last failure, or one that will not change."""
+        for pause_s in (*(min(self._pause_s * 2**at, MAX_PAUSE_S) for at in range(_TRIES - 1)), None):
             try:
-                return await asyncio.to_thread(self._fleet.remove, node_id, self._drain_timeout_s)
-            except ClientError as error:
-                if error.status in _REFUSED or pause_s is None:
+                return await act()
+            except (ClientError, ActionFailed) as error:
+                if pause_s is None or getattr(error, "status", None) in _REFUSED:
                     raise
                 warn("autoscale_drain_retried", node=node_id, retry_in_s=pause_s, reason=error)
             await asyncio.sleep(pause_s)
         return None
-
-    async def _stop_node(self, role: Role, node_id: str, address: str, reason: str) -> None:
-        for pause_s in self._pauses():
-            try:
-                return await self._actions.stop(role, node_id, address, reason)
-            except ActionFailed as error:
-                if pause_s is None:
-                    raise
-                warn("autoscale_stop_retried", node=node_id, retry_in_s=pause_s, reason=error)
-            await asyncio.sleep(pause_s)
-        return None
-
-    def _pauses(self) -> list[float | None]:
-        """The pause after each try; None after the last."""
-        return [*(min(self._pause_s * 2**at, MAX_PAUSE_S) for at in range(_TRIES - 1)), None]

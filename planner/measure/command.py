@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from planner.profile import Profile, Residual
+from planner.report.words import seconds
 from shared import cli
 from shared.errors import ConfigError
 from shared.flags import FlagParser
@@ -98,13 +99,13 @@ def show(profile: Profile, console: Console) -> None:
     for name, value in (
         (
             f"prompt of {node.chunked_prefill_size} tokens",
-            _ms(forward.extend_s([(0, node.chunked_prefill_size)])),
+            seconds(forward.extend_s([(0, node.chunked_prefill_size)])),
         ),
-        ("decode step of one request over 1000 tokens", _ms(forward.decode_s(1, 1000))),
-        ("decode step of 16 requests over 1000 tokens each", _ms(forward.decode_s(16, 16_000))),
-        ("scheduler, a step of 16 requests", _ms(forward.host_s(16))),
-        ("transfer", f"{_ms(transfer.latency_s)} and {transfer.bytes_s / 1e9:.3g} GB/s"),
-        ("router", f"{_ms(router.request_s)} a request, {1e6 * router.token_s:.3g} µs a token"),
+        ("decode step of one request over 1000 tokens", seconds(forward.decode_s(1, 1000))),
+        ("decode step of 16 requests over 1000 tokens each", seconds(forward.decode_s(16, 16_000))),
+        ("scheduler, a step of 16 requests", seconds(forward.host_s(16))),
+        ("transfer", f"{seconds(transfer.latency_s)} and {transfer.bytes_s / 1e9:.3g} GB/s"),
+        ("router", f"{seconds(router.request_s)} a request, {1e6 * router.token_s:.3g} µs a token"),
         ("start of a node", f"{node.start_s:.3g} s"),
         ("KV pool", f"{node.pool_tokens} tokens of {node.kv_bytes_per_token} bytes"),
         ("fit", _errors(profile.measured.residuals)),
@@ -113,10 +114,6 @@ def show(profile: Profile, console: Console) -> None:
     console.print(table)
     for remark in profile.measured.remarks:
         console.print(f"Note: {remark}", style="yellow", highlight=False)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
 
 
 def _errors(residuals: Sequence[Residual]) -> str:

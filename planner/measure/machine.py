@@ -75,9 +75,6 @@ class MachineWatch:
 
 def cpu_model() -> str:
     """As /proc/cpuinfo names it, else the architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.machine()

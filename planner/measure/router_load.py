@@ -45,24 +45,7 @@ _ROUTER = (
 _FEW_IDS = 200
 """Token ids that every vocabulary has."""
 _TAIL_BYTES = 1 << 16
-_WORDS = (
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "a",
-    "is",
-    "that",
-    "for",
-    "it",
-    "as",
-    "was",
-    "with",
-    "by",
-    "on",
-    "not",
-)
+_WORDS = ("the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "as", "was")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,22 +106,23 @@ def start_node(argv: Sequence[str]) -> tuple[Process, str, float]:
     begin = time.monotonic()
     own = ("--port", "0", "--log-level", "info", "--exit-with-parent")
     node = Process([sys.executable, "-u", "-m", "decode_node", *argv, *own])
-    try:
-        found = node.wait_for(r" listening .*address=tcp://(\S+)")
-    except BaseException:
-        node.close()
-        raise
-    return node, found[1], time.monotonic() - begin
+    address = _said(node, r" listening .*address=tcp://(\S+)")
+    return node, address, time.monotonic() - begin
 
 
 def start_router(address: str, model: str, argv: Sequence[str] = ()) -> tuple[Process, str]:
     """A router that has joined the node at `address`: the process, and its URL. Raises ConfigError."""
     own = ["--decode", address, "--model", model, "--port", "0", "--control-port", "0"]
     router = Process([sys.executable, "-u", "-c", _ROUTER, *own, *argv])
+    return router, _said(router, r"Serving .* at (http\S+?):? ").rstrip(":")
+
+
+def _said(process: Process, pattern: str) -> str:
+    """What it says when it is ready. A process that does not say it is ended."""
     try:
-        return router, router.wait_for(r"Serving .* at (http\S+?):? ")[1].rstrip(":")
+        return process.wait_for(pattern)[1]
     except BaseException:
-        router.close()
+        process.close()
         raise
 
 

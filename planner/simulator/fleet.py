@@ -313,10 +313,3 @@ class SimFleet:
     def run(self, until: float = float("inf"), *, max_events: int = 1 << 62) -> None:
         """Until every request has ended and nothing moves any more, or `until`."""
         self.loop.run(until, max_events=max_events)
-
-    def hit_ratio(self) -> float:
-        """Share of prompt tokens that prefill nodes (decode nodes, without any) found in their RadixCache."""
-        nodes = self._live.of[Role.PREFILL] or self._live.of[Role.DECODE]
-        return sum(n.vitals.num_cached_tokens for n in nodes) / max(
-            sum(n.vitals.num_prompt_tokens for n in nodes), 1
-        )

@@ -183,11 +183,6 @@ class SimNode:
         self._transport.kill(self.ref.node_id)
 
     @property
-    def is_empty(self) -> bool:
-        """It holds no request and no transfer."""
-        return not self.scheduler.reqs and not any(side.num_transfers for side in self.sides)
-
-    @property
     def sides(self) -> tuple[SimSender | SimReceiver, ...]:
         """Of the transfer."""
         return self.sender, self.receiver

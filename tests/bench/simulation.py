@@ -23,6 +23,7 @@ from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import NodeShape
 from planner.traffic.trace import SimRequest, scaled
 from shared.config import ScheduleOptions
+from shared.protocol.messages import Role
 from shared.scheduling.schedule_policy import POLICIES
 from tests.bench.fitted import load_cost_model
 from tests.bench.recorded import MOONCAKE, load_trace
@@ -130,10 +131,13 @@ def run_full(share: float, gap_s: float) -> dict[str, Any]:
 def totals(fleet: SimFleet) -> dict[str, Any]:
     """What a workload came to."""
     ttfts = sorted(outcome.ttft_s for outcome in fleet.outcomes.values() if outcome.ok)
+    vitals = [node.vitals for node in fleet.nodes.values() if node.role is Role.PREFILL]
     return {
         "requests": len(fleet.outcomes),
         "ok": len(ttfts),
-        "hit_ratio": round(fleet.hit_ratio(), 4),
+        "hit_ratio": round(
+            sum(v.num_cached_tokens for v in vitals) / sum(v.num_prompt_tokens for v in vitals), 4
+        ),
         "ttft_mean_s": round(sum(ttfts) / len(ttfts), 3),
         "ttft_p50_s": round(percentile(ttfts, 50), 3),
         "ttft_p99_s": round(percentile(ttfts, 99), 3),

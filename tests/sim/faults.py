@@ -11,6 +11,11 @@ from shared.protocol.messages import ReqKey, Role
 from shared.timeline import ReqStage
 
 
+def is_empty(node: SimNode) -> bool:
+    """It holds no request and no transfer."""
+    return not node.scheduler.reqs and not any(side.num_transfers for side in node.sides)
+
+
 class Place(StrEnum):
     """The queue or batch of a node that holds a request."""
 

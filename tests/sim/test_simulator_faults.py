@@ -12,7 +12,7 @@ from planner.simulator.node import NodeShape, OnStep
 from planner.simulator.transport import NetworkModel
 from shared.config import ScheduleOptions
 from shared.kvcache.audit import LeakError, audit_idle
-from tests.sim.faults import Fault, Place, Saboteur
+from tests.sim.faults import Fault, Place, Saboteur, is_empty
 from tests.sim.workloads import chats
 
 COSTS = CostModel(a=0.004, b=2e-4, c=1e-8, d=0.008, e=2e-4, f=1e-6)
@@ -65,7 +65,7 @@ def assert_all_ended_and_empty(fleet: SimFleet) -> None:
         assert outcome.num_ends == 1, f"{outcome.rid} ended {outcome.num_ends} times"
         assert outcome.finish is None or outcome.error is None
     for node in fleet.nodes.values():
-        assert node.is_empty, f"{node.ref.node_id} still holds {list(node.scheduler.reqs)}"
+        assert is_empty(node), f"{node.ref.node_id} still holds {list(node.scheduler.reqs)}"
         audit_idle(node.ledger)
 
 

@@ -18,6 +18,7 @@ from shared.protocol.messages import Role
 from shared.scheduling.plan import ScheduleBatch
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_policy import POLICIES
+from tests.sim.faults import is_empty
 from tests.sim.workloads import chats
 
 COSTS = CostModel(a=0.004, b=2e-4, c=1e-8, d=0.002, e=1e-5, f=1e-7)
@@ -255,4 +256,4 @@ def test_requests_that_hold_each_other_back_all_end(seed: int) -> None:
     fleet.submit(dataclasses.replace(request, priority=rng.randrange(6)) for request in requests)
     fleet.run(max_events=500_000)
     assert all(outcome.ok for outcome in fleet.outcomes.values())
-    assert all(node.is_empty for node in fleet.nodes.values())
+    assert all(map(is_empty, fleet.nodes.values()))
