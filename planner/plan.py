@@ -51,13 +51,13 @@ def build_parser() -> FlagParser:
     machines = parser.add_argument_group("machines")
     price = fraction(1e-6, 1e9)
     for role, words in (
-        ("", "a node"),
-        ("prefill-", "prefill nodes alone"),
-        ("decode-", "decode nodes alone"),
+        ("", "every node"),
+        ("prefill-", "a prefill node, where they differ"),
+        ("decode-", "a decode node, where they differ"),
     ):
         machines.add_argument(f"--{role}profile", type=Path, metavar="FILE", help=f"of {words}")
         machines.add_argument(f"--{role}price", type=price, metavar="PRICE",
-            help=f"of {words}, for an hour of each; also gives goodput a unit of the price")  # fmt: skip
+            help=f"for an hour of {words}; also gives goodput a unit of the price")  # fmt: skip
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument(
         "--trace", type=Path, metavar="FILE", help="of recorded requests, or the router's own log"
