@@ -40,9 +40,10 @@ class PreallocQueue:
     """Requests without a reservation, by `PriorityRule.rank` (SGLang: DecodePreallocQueue).
 
     No request holds pages on its prefill node before pages are reserved for it here: that is the backpressure on the
-    prefill fleet, which only computes ahead what it may evict again (ADR 40). A request that moves here while it runs on another decode node never waits, since it holds pages there: two nodes would wait for
-    each other's pages. It gets its room in the turn in which it came, or is refused. Only where its pages are free
-    and have to cool, it has one more turn.
+    prefill fleet, which only computes ahead what it may evict again (ADR 40). A request that moves here while it runs
+    on another decode node never waits, since it holds pages there: two nodes would wait for each other's pages. It
+    gets its room in the turn in which it came, or is refused. Only where its pages are free and have to cool, it has
+    one more turn.
     """
 
     def __init__(

@@ -174,11 +174,11 @@ async def advise(
 
 
 def _windows(requests: Sequence[SimRequest], cache_tokens: int) -> tuple[Window, ...]:
-    """All requests, or of more than MOST_REQS some windows that stand for them."""
-    if len(requests) <= MOST_REQS:
+    """All requests, or of more than MOST_REQS some windows that stand for them. A single batch has no windows."""
+    seconds = arrival_seconds([request.at_s for request in requests])
+    if len(requests) <= MOST_REQS or not seconds:
         return (whole_window(requests),)
-    rate = len(requests) / arrival_seconds([request.at_s for request in requests])
-    window_s = MOST_REQS / NUM_WINDOWS / rate
+    window_s = MOST_REQS / NUM_WINDOWS * seconds / len(requests)
     windows = draw_windows(
         requests,
         cache_tokens=cache_tokens,

@@ -142,9 +142,16 @@ def _check(args: Namespace) -> None:
         raise ConfigError(
             "--compare and --fleet belong together: --compare schedule-policy=fcfs,lpm --fleet 2P2D"
         )
-    for path in (args.html, None if args.json in (None, "-") else Path(args.json)):
-        if path is not None and not path.absolute().parent.is_dir():
+    paths = [path for path in (args.html, None if args.json in (None, "-") else Path(args.json)) if path]
+    for path in paths:
+        if not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: its folder does not exist")
+        if path.is_dir():
+            raise ConfigError(f"{path}: it is a folder")
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise ConfigError(f"{path}: it may not be written")
+    if len(set(map(Path.absolute, paths))) < len(paths):
+        raise ConfigError(f"{args.html}: --json and --html need a file each")
 
 
 def _plan(args: Namespace) -> int:

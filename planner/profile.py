@@ -21,7 +21,7 @@ MAX_S = 86_400.0
 """No cost, and no start, takes longer than a day."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_S)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 28)]
 BytesPerSecond = Annotated[float, msgspec.Meta(ge=1, le=1e15)]
 
 
@@ -137,6 +137,8 @@ def load_profile(path: Path, flag: str = "--profile") -> Profile:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from None
     except (ConfigError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{flag} {path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{flag} {path}: its JSON is nested too deeply") from None
     return profile
 
 

@@ -31,8 +31,13 @@ ParseLine = Callable[[bytes], Iterable[Arrival]]
 """Raises BadLine or msgspec.MsgspecError."""
 
 
+def is_number(text: str) -> bool:
+    """Whether it is a whole number of no more digits than MAX_TOKENS has."""
+    return text.isascii() and text.isdigit() and len(text) <= len(str(MAX_TOKENS))
+
+
 def whole_number(name: str, text: str) -> int:
     """The tokens that field `name` says. Raises BadLine."""
-    if text.isascii() and text.isdigit() and int(text) <= MAX_TOKENS:
+    if is_number(text) and int(text) <= MAX_TOKENS:
         return int(text)
     raise BadLine(f"{name} is {text[:40]!r}, and must be a whole number from 0 to {MAX_TOKENS}")

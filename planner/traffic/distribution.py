@@ -14,7 +14,7 @@ from itertools import accumulate
 from statistics import NormalDist
 
 from planner.figures import arrival_seconds
-from planner.traffic.arrival import MAX_TOKENS
+from planner.traffic.arrival import MAX_TOKENS, is_number
 from planner.traffic.trace import Trace, TraceRow
 from shared.errors import ConfigError
 
@@ -35,10 +35,7 @@ class Lengths:
         """MEDIAN:P99, LOW..HIGH or LENGTH. Raises ConfigError that names `flag`."""
         is_uniform = ".." in text
         first, found, second = text.partition(".." if is_uniform else ":")
-        numbers = [
-            int(part) if part.isascii() and part.isdigit() else 0
-            for part in (first, second if found else first)
-        ]
+        numbers = [int(part) if is_number(part) else 0 for part in (first, second if found else first)]
         if not 1 <= numbers[0] <= numbers[1] <= MAX_TOKENS:
             raise ConfigError(
                 f"{flag} {text}: it must be MEDIAN:P99, LOWEST..HIGHEST or one length, in tokens from 1 to "

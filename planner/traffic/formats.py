@@ -20,7 +20,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from planner.traffic.arrival import Arrival, BadLine, Length, ParseLine, Time, whole_number
+from planner.traffic.arrival import MAX_TOKENS, Arrival, BadLine, Length, ParseLine, Time, whole_number
 from planner.traffic.router_log import RouterLog
 from planner.traffic.trace import BLOCK_TOKENS
 
@@ -92,6 +92,11 @@ class TimedLines:
         if not session.blocks:
             session.blocks += row.hash_ids
         input_len = session.num_tokens + row.input_length
+        if input_len > MAX_TOKENS:
+            raise BadLine(
+                f"the prompt of session {row.session_id[:40]!r} has {input_len} tokens by now, "
+                f"and may have {MAX_TOKENS}"
+            )
         first, num_blocks = len(session.blocks), -(-input_len // BLOCK_TOKENS)
         session.blocks += ((row.session_id, block) for block in range(first, num_blocks))
         session.num_tokens = input_len + row.output_length
@@ -161,7 +166,7 @@ class _Tokens(msgspec.Struct):
 
 
 class _AiperfMetadata(msgspec.Struct):
-    request_start_ns: Annotated[int, msgspec.Meta(ge=0)]
+    request_start_ns: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     benchmark_phase: str = "profiling"
 
 

@@ -34,7 +34,7 @@ def read_trace(path: Path, trace_format: TraceFormat | None = None) -> Trace:
     reader = _Reader(path)
     try:
         return reader.read(trace_format)
-    except (BadLine, msgspec.MsgspecError) as error:
+    except (BadLine, msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(f"--trace {path}, line {reader.line_number}: {_in_words(error)}") from None
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"--trace {path}: {getattr(error, 'strerror', None) or error}") from None
@@ -161,5 +161,7 @@ def _remarks_on_log(log: RouterLog) -> Iterator[str]:
 
 def _in_words(error: Exception) -> str:
     """msgspec names the field last: Expected `int`, got `str` - at `$.input_length`."""
+    if isinstance(error, RecursionError):
+        return "its JSON is nested too deeply"
     what, found, where = str(error).partition(" - at `$.")
     return f"{where.rstrip('`')}: {what}" if found else what

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import select
 from pathlib import Path
 
 import pytest
 
-from planner.advise import MIN_REQS, WINDOW_S, Recent, advise
+from planner.advise import MIN_REQS, MOST_REQS, WINDOW_S, Recent, advise
 from planner.candidate import Candidate
 from planner.figures import Slo
 from planner.plan_search import Aim
@@ -131,6 +132,12 @@ def test_a_fleet_that_has_no_node_to_spare() -> None:
 def test_more_requests_than_one_simulation_has_are_planned_by_windows() -> None:
     advice = ask("2P1D", rate=4.0, num=900)
     assert advice.meets is True
+
+
+def test_one_large_batch() -> None:
+    """Its requests all arrive at the same time."""
+    advice = ask("1P1D", rate=math.inf, num=MOST_REQS + 1)
+    assert advice.meets is False
 
 
 def test_no_fleet_that_would_do() -> None:

@@ -136,6 +136,8 @@ def test_the_same_seed_gives_the_same_answer(
         ([*SLOS, "--profile", "p", "--compare", "schedule-policy=fcfs,lpm"], "--compare and --fleet belong together"),
         ([*SLOS, "--profile", "p", "--fleet", "1P1D"], "--compare and --fleet belong together"),
         ([*SLOS, "--profile", "p", "--json", "no/folder/x"], "its folder does not exist"),
+        ([*SLOS, "--profile", "p", "--html", "/"], "/: it is a folder"),
+        ([*SLOS, "--profile", "p", "--html", "x", "--json", "x"], "x: --json and --html need a file each"),
         ([*SLOS, "--requests", "3"], "--requests"),
     ],
 )  # fmt: skip

@@ -65,6 +65,10 @@ def without(name: str) -> str:
 
 DAMAGED: dict[str, tuple[Callable[[], str], str]] = {
     "no JSON": (lambda: "{", "Input data was truncated"),
+    "deep": (
+        lambda: f'{{"schema_version": 2, "x": {"[" * 100_000}{"]" * 100_000}}}',
+        "its JSON is nested too deeply",
+    ),
     "empty": (lambda: "", "Input data was truncated"),
     "another file": (lambda: '{"a": 1}', "missing required field `schema_version`"),
     "a version": (lambda: changed("schema_version", 1), "schema_version is 1, .* reads 2; measure anew"),

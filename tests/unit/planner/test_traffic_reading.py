@@ -152,6 +152,8 @@ def test_what_a_log_cannot_tell_is_remarked(tmp_path: Path) -> None:
     assert "1 requests without" in " ".join(read(tmp_path, AIPERF).remarks)
 
 
+DEEP = f'{{"a": {"[" * 100_000}{"]" * 100_000}}}\n'
+TURN = '{"timestamp": 0, "input_length": 1, "output_length": 10000000, "session_id": "a"}\n'
 GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n'
 
 
@@ -161,6 +163,13 @@ GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1
         ("", "it is empty"),
         (" \n\n", "it is empty"),
         (GOOD + "\n{oops}", "line 3: "),
+        (DEEP + GOOD, "line 1: its JSON is nested too deeply"),
+        (GOOD + DEEP, "line 2: its JSON is nested too deeply"),
+        (TURN + TURN, "line 2: the prompt of session 'a' has 10000002 tokens by now, and may have 10000000"),
+        (
+            '{"metadata": {"request_start_ns": 1' + "0" * 400 + '}, "metrics": {}}',
+            "line 1: metadata.request_start_ns: Expected `int` <= 9223372036854775807",
+        ),
         (GOOD + GOOD.replace("600", '"600"'), "line 2: input_length: Expected `int"),
         (GOOD + GOOD.replace("600", "-1"), "line 2: input_length: Expected `int` >= 0"),
         (GOOD + GOOD.replace("600", "10000001"), "line 2: input_length: Expected `int` <= 10000000"),
@@ -191,6 +200,10 @@ GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1
         (
             AZURE.replace("18:17:04", "24:17:04"),
             "line 4: TIMESTAMP is '2023-11-16 24:17:04.0319600', and must be a",
+        ),
+        (
+            AZURE.replace("3180", "1" * 5000),
+            f"line 4: ContextTokens is {'1' * 40!r}, and must be a whole number from 0 to",
         ),
         (AZURE + "2023-11-16 18:17:05,1\n", "line 5: there are 2 fields, and the header has 3"),
         (AZURE.replace("ContextTokens,", ""), "it has no request. It was read as the log of a router"),
