@@ -104,8 +104,7 @@ class CandidateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill: int
     """0 where every node does both."""
     num_decode: int
-    enable_mixed_chunk: bool | None
-    """None: as the profile has it."""
+    enable_mixed_chunk: bool
     settings: dict[str, str]
     """In a comparison, the flags that are compared, with their values, such as schedule-policy: lpm."""
     price: float | None

@@ -163,11 +163,14 @@ def _candidate(
 ) -> CandidateAnswer:
     """What is said of every option; `more` are the other fields of its answer."""
     candidate, made = option.candidate, trials.made(option)
+    as_measured = asked.profiles[-1][1].node.schedule_options.enable_mixed_chunk
     return CandidateAnswer(
         name=option.name,
         num_prefill=candidate.num_prefill,
         num_decode=candidate.num_decode,
-        enable_mixed_chunk=candidate.enable_mixed_chunk,
+        enable_mixed_chunk=as_measured
+        if candidate.enable_mixed_chunk is None
+        else candidate.enable_mixed_chunk,
         settings=dict(option.settings),
         price=None if asked.prices is None else asked.prices.of(option),
         points=tuple(sample.point(asked.aim.slo, asked.aim.good_share) for sample in samples),

@@ -15,6 +15,7 @@ from types import TracebackType
 
 from planner.plan_trials import Setting, Trial
 from planner.simulate import Run
+from shared.errors import ConfigError
 
 
 class WorkerDied(Exception):
@@ -87,9 +88,10 @@ def _work(pipe: Connection, setting: Setting) -> None:
             return
         try:
             pipe.send(setting.run(trial))
-        except Exception as error:
-            error.add_note(traceback.format_exc())  # a traceback itself cannot be sent
+        except ConfigError as error:
             pipe.send(error)
+        except Exception:  # not every exception can be sent, and no traceback can
+            pipe.send(RuntimeError(traceback.format_exc()))
 
 
 def _end_with_parent() -> None:

@@ -5,7 +5,8 @@ profile.json  ──load_profile──▶  Profile  ──▶  one simulated nod
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from argparse import ArgumentTypeError
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from planner.cost_model import CostModel
 from router.http.config import PlanOptions
 from shared.config import ScheduleOptions
 from shared.errors import ConfigError
+from shared.scheduling.policies import POLICIES
 
 SCHEMA_VERSION = 2
 MAX_S = 86_400.0
@@ -37,7 +39,7 @@ class NodeKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     start_s: Seconds
     """From the start of the process until it is ready."""
     disable_radix_cache: bool = False
-    host_kv_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
+    host_kv_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 28)] = 0
     """Host memory for the KV of requests that a decode node retracts."""
     schedule: dict[str, bool | int | float | str] = {}
     """The other fields of `shared.config.ScheduleOptions` that differ from their defaults."""
@@ -161,7 +163,18 @@ def _check(profile: Profile) -> None:
             "a forward of one token takes no time; one of forward.a, forward.b, forward.c and forward.floor_s, and "
             "one of forward.d, forward.e and forward.f, must be above 0"
         )
-    if unknown := node.schedule.keys() - ScheduleOptions.__dataclass_fields__.keys():
-        raise ConfigError(f"node.schedule has no {min(unknown)}; measure anew")
+    flags = {one.name: one.metadata["flag"] for one in fields(ScheduleOptions)}
+    for name, value in node.schedule.items():
+        if name not in flags:
+            raise ConfigError(f"node.schedule has no {name}; measure anew")
+        if isinstance(value, bool):
+            continue
+        choices = POLICIES if name == "schedule_policy" else flags[name].choices
+        try:
+            flags[name].type(str(value))
+        except ArgumentTypeError as error:
+            raise ConfigError(f"node.schedule.{name}: {error}") from None
+        if choices and value not in choices:
+            raise ConfigError(f"node.schedule.{name} is {value!r}, and must be one of {', '.join(choices)}")
     if node.pool_tokens < node.page_size:
         raise ConfigError(f"node.pool_tokens is {node.pool_tokens}, less than a page of {node.page_size}")

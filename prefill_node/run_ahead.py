@@ -60,7 +60,7 @@ class RunAhead:
     def add(self, req: Req) -> None:
         """Let the prompt of `req`, which waits for its reservation, be computed ahead. None of its KV is held.
 
-        While pages of it are fetched, no other is computed.
+        It is passed over while pages of it are fetched.
         """
         if self._max_pages and self._ledger.keep_prefixes:
             self._waiting[req] = 0

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
 from planner.autoscaler.decision import Add, Autoscaler, Drain, NodeState
 from planner.autoscaler.fleet_client import FleetApi, FleetNode, reports
@@ -125,16 +124,16 @@ class Watch:
                 autoscaler.add_failed(num_nodes)
             case Add(num_nodes):
                 event("autoscale_add", role=autoscaler.role, num_nodes=num_nodes, reason=decision.reason)
-                self._start_task(self._add(scaled, num_nodes, decision.reason))
+                self._start_task(partial(self._add, scaled, num_nodes, decision.reason))
             case Drain(node_id):
                 event("autoscale_drain", role=autoscaler.role, node=node_id, reason=decision.reason)
                 scaled.drained_here.add(node_id)
-                self._start_task(self._drain(scaled, node_id, decision.reason))
+                self._start_task(partial(self._drain, scaled, node_id, decision.reason))
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Callable[[], Awaitable[None]]) -> None:
         async def logged() -> None:
             try:
-                await work
+                await work()
             except Exception:
                 crash("autoscale_task_failed")
 
@@ -166,10 +165,11 @@ class Watch:
             if self._actions.drains_nodes:
                 # A router that is restarted meanwhile hears of the drain from the node.
                 remove = partial(self._fleet.remove, node_id, self._drain_timeout_s)
-                await self._retried(node_id, partial(asyncio.to_thread, remove))
+                await self._retried("autoscale_drain_retried", node_id, partial(asyncio.to_thread, remove))
             else:
                 scaled.autoscaler.drain_failed(node_id)
-            await self._retried(node_id, partial(self._actions.stop, role, node_id, node.address, reason))
+            stop = partial(self._actions.stop, role, node_id, node.address, reason)
+            await self._retried("autoscale_stop_retried", node_id, stop)
         except ClientError as error:
             scaled.autoscaler.drain_failed(node_id)
             warn("autoscale_drain_failed", role=role, node=node_id, reason=error)
@@ -178,7 +178,7 @@ class Watch:
         finally:
             scaled.drained_here.discard(node_id)
 
-    async def _retried(self, node_id: str, act: Callable[[], Awaitable[None]]) -> None:
+    async def _retried(self, what: str, node_id: str, act: Callable[[], Awaitable[None]]) -> None:
         """Repeat what fails, after pauses that double. Raises the last failure, or one that will not change."""
         for pause_s in (*(min(self._pause_s * 2**at, MAX_PAUSE_S) for at in range(_TRIES - 1)), None):
             try:
@@ -186,6 +186,6 @@ class Watch:
             except (ClientError, ActionFailed) as error:
                 if pause_s is None or getattr(error, "status", None) in _REFUSED:
                     raise
-                warn("autoscale_drain_retried", node=node_id, retry_in_s=pause_s, reason=error)
+                warn(what, node=node_id, retry_in_s=pause_s, reason=error)
             await asyncio.sleep(pause_s)
         return None

@@ -233,6 +233,12 @@ def _wanted(name: str, column: tuple[_T, ...] | None) -> tuple[_T, ...]:
 
 # ------------------------------------------------------------------------------------------------------- which format
 _FIELDS_OF = {
+    TraceFormat.VLLM: (
+        "chat_id",
+        "timestamp",
+        "input_length",
+        "output_length",
+    ),  # Alibaba's traces, in seconds
     TraceFormat.MOONCAKE: ("timestamp", "input_length", "output_length"),
     TraceFormat.AZURE: AZURE_COLUMNS,
     TraceFormat.AIPERF: ("metadata", "metrics"),

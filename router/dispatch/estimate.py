@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import nlargest
-from math import ceil, inf
+from math import ceil
 from statistics import median
 
 from router.dispatch.node_counts import NodeCounts
@@ -193,8 +193,7 @@ class RequestEstimates:
         lender = next((one for one in lenders if is_linked(one, node)), lenders[0])
         num_pages = self.num_cached_pages(lender)
         nbytes = (num_pages - held) * node.page_size * node.kv_nbytes_per_token
-        bytes_per_s = self._rate(lender, transfer_rate, PRIOR_TRANSFER_BYTES_PER_S)
-        seconds = FETCH_S + nbytes / min(bytes_per_s, _slow_bytes_per_s(lender, node))
+        seconds = FETCH_S + nbytes / self._rate(lender, transfer_rate, PRIOR_TRANSFER_BYTES_PER_S)
         rate = self._rate(node, prefill_rate, PRIOR_PREFILL_TOKENS_PER_S)
         wait_s = self._counts.queued_tokens.of(node) / rate
         num_left = self.num_tokens - num_pages * node.page_size
@@ -237,15 +236,6 @@ def is_linked(lender: Node, borrower: Node) -> bool:
     """Whether `lender` has told that a link to `borrower` is ready."""
     to = borrower.ref.incarnation
     return any(link.peer == to and not link.incoming for link in lender.load.links)
-
-
-def _slow_bytes_per_s(lender: Node, borrower: Node) -> float:
-    """What `borrower` gets from `lender`, while their link is much slower than its rehearsal. Else infinite."""
-    of = lender.ref.incarnation
-    return min(
-        (link.slow_gb_s * 1e9 for link in borrower.load.links if link.peer == of and link.slow_gb_s > 0),
-        default=inf,
-    )
 
 
 def prefill_rate(load: Load) -> float:

@@ -49,7 +49,7 @@ class Moves:
             return False
         work = req.remaining_work
         try:
-            target = self._placement.target(work, source, req.refused_moves)
+            target = self._placement.target(work, source, req.failed_moves)
         except RequestError:
             return False
         num_pages = ceil((len(work.input_ids) + len(work.output_ids)) / target.page_size)
@@ -82,8 +82,8 @@ class Moves:
         moving = req.moving
         assert moving is not None
         req.moving = None
-        req.movable_at = self._clock() + _RETRY_S * 2 ** min(req.refused_moves.total(), _MAX_DOUBLINGS)
-        req.refused_moves[moving.nodes[0].ref.incarnation] += 1
+        req.movable_at = self._clock() + _RETRY_S * 2 ** min(req.failed_moves.total(), _MAX_DOUBLINGS)
+        req.failed_moves[moving.nodes[0].ref.incarnation] += 1
         for other in (*req.attempt.holders, *moving.holders):
             if other is not node:
                 other.send(Cancel(moving.key))
@@ -100,5 +100,5 @@ class Moves:
         source.holders = []
         req.attempts.append(moving)
         req.moving, req.left, req.left_until = None, source, awaited
-        req.refused_moves.clear()
+        req.failed_moves.clear()
         self._metrics.move_ended(done=True)

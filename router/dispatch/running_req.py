@@ -145,7 +145,7 @@ class RunningReq:
         self.failover = Failover()
         self.moving: Attempt | None = None
         self.movable_at = now
-        self.refused_moves: Counter[str] = Counter()
+        self.failed_moves: Counter[str] = Counter()
         self.left: Attempt | None = None
         self.left_until = 0
         self._num_attempts = 1

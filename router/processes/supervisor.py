@@ -69,8 +69,12 @@ class Supervisor:
         self._config = config
         self._flags = flags
         self._console = console
-        # An autoscaler acts by the same profile: what is advised beside it would be out of date at once.
-        advises = config.plan.plan_profile is not None and not config.scaling.autoscale
+        # An autoscaler that acts does so by the same profile: advice beside it would be for a fleet of before.
+        scaling = config.scaling
+        acts = (
+            bool(scaling.autoscale) and (scaling.autoscale_command or scaling.autoscale_webhook) is not None
+        )
+        advises = config.plan.plan_profile is not None and not acts
         self._adviser = Adviser(config.plan, self._on_advice) if advises else None
         self._routers = [self._router(index, router_stdout) for index in range(config.http.router_workers)]
         self._autoscaler = self._new_autoscaler() if config.scaling.autoscale else None

@@ -60,7 +60,7 @@ _GAUGES: Sequence[_Figure] = (
     ("baton:prefill_tokens_per_second", "What prefills usually reach.", "prefill_tokens_per_s"),
     (
         "baton:kv_transfer_bytes_per_second",
-        "What transfers of KV that ended well reach lately.",
+        "What transfers of at least 1 MiB of KV that ended well reach lately; 0 until there was one.",
         "kv_bytes_per_s",
     ),
     (

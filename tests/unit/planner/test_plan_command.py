@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -20,7 +21,11 @@ from rich.console import Console
 
 from planner import plan
 from planner.answer import Answer
+from planner.candidate import Candidate
 from planner.plan_answer import question_of
+from planner.plan_sample import Option
+from planner.plan_trials import Trial, Variation
+from planner.plan_workers import Workers
 from planner.table import print_answer
 from tests.patience import PATIENCE_S
 from tests.unit.planner.plan_rig import PROFILE, asked, planted, traffic
@@ -241,25 +246,31 @@ def test_a_signal_ends_every_process(planning: psutil.Process, signum: signal.Si
     assert planning.wait(PATIENCE_S) == code
 
 
-@pytest.mark.parametrize("kills", [False, True], ids=["a bug", "killed"])
-def test_a_process_that_cannot_simulate_is_told_apart_from_one_that_was_killed(
-    kills: bool, profile: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    schedule = {"schedule_policy": "fcfs" if kills else "of a later release"}
-    node = msgspec.structs.replace(PROFILE.node, schedule=schedule)
-    msgspec.structs.replace(PROFILE, node=node).save(profile)
+def test_a_process_that_was_killed_is_named(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--profile", str(profile), *SLOS, "--nodes", "1", "--jobs", "1"]
-    if not kills:
-        with pytest.raises(KeyError, match="of a later release") as raised:
-            plan.main([*flags, *DRAWN])
-        assert "in _work" in "".join(raised.value.__notes__), "where it was raised"
-        return
     drawn = ["--rate", "5", "--prompt", "900:2000", "--output", "200", "--requests", "2000"]
     killer = threading.Thread(target=_kill_the_worker)
     killer.start()
     assert plan.main([*flags, *drawn]) == 1
     killer.join()
     assert "was it out of memory?" in capsys.readouterr().err
+
+
+def test_an_error_of_a_simulation_says_where_it_was_raised() -> None:
+    node = msgspec.structs.replace(
+        PROFILE.node, schedule={"schedule_policy": "unknown"}
+    )  # as no file may have it
+    of_later = msgspec.structs.replace(PROFILE, node=node)
+    setting = asked(of_later, of=traffic(20, rate=1.0)).setting
+
+    async def run() -> None:
+        async with Workers(setting, 1) as workers:
+            one = Option(candidate=Candidate(num_prefill=0, num_decode=1))
+            trial = Trial(option=one, window=0, seed=0, variation=Variation())
+            await workers.run(trial)
+
+    with pytest.raises(RuntimeError, match=r"(?s)in _work.*KeyError: 'unknown'"):
+        asyncio.run(run())
 
 
 def _kill_the_worker() -> None:

@@ -90,6 +90,14 @@ DAMAGED: dict[str, tuple[Callable[[], str], str]] = {
         lambda: changed("node.schedule", {"colour": 1}),
         "node.schedule has no colour; measure anew",
     ),
+    "a policy of another release": (
+        lambda: changed("node.schedule", {"schedule_policy": "sjf"}),
+        "node.schedule.schedule_policy is 'sjf', and must be one of fcfs, ",
+    ),
+    "an option out of bounds": (
+        lambda: changed("node.schedule", {"max_prefill_tokens": 0}),
+        "node.schedule.max_prefill_tokens: 0 is not between 1 and",
+    ),
     "an option of another type": (
         lambda: changed("node.schedule", {"schedule_policy": 1}),
         r"Expected `str`, got `int` - at `\$.schedule_policy`",

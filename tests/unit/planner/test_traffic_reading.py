@@ -21,6 +21,7 @@ PAGES = """
 {"timestamp": 61114, "input_length": 40, "output_length": 132, "hash_ids": [1089, 1090, 1091]}
 {"timestamp": 62500, "input_length": 50, "output_length": 80, "hash_ids": [1089, 1090, 7, 8]}
 """
+BAILIAN = PAGES.replace('{"timestamp": 61114', '{"chat_id": 1, "timestamp": 61114')
 AZURE = """
 TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
@@ -78,6 +79,7 @@ def facts(trace: Trace) -> list[tuple[float, int, int]]:
     [
         (MOONCAKE, "mooncake", [(0, 6955, 52), (3.053, 6472, 26)], 512),
         (PAGES, "mooncake", [(0, 40, 132), (1.386, 50, 80)], 16),
+        (BAILIAN, "vllm", [(0, 40, 132), (1386.0, 50, 80)], 16),
         (QUOTED, "azure", [(0, 4808, 10), (0.052, 3180, 8)], 512),
         (AZURE, "azure", [(0, 4808, 10), (0.052, 3180, 8)], 512),
         (AZURE_2024, "azure", [(0, 2162, 5), (0.5, 2399, 6)], 512),

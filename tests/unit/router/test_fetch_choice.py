@@ -100,7 +100,6 @@ def test_a_link_in_the_other_direction_is_none() -> None:
     [
         "one page",
         "slow lender",
-        "slow link",
         "fast node",
         "other numerics",
         "older lender",
@@ -116,9 +115,6 @@ def test_pages_that_are_not_worth_it_are_computed(why: str) -> None:
     match why:
         case "one page":
             holder.holds(1)  # 16 ms to compute, 20 ms and more to fetch
-        case "slow link":  # of this pair alone, as the receiving end tells
-            slow = LinkReport(holder.ref.incarnation, True, "tcp", slow_gb_s=1024 * RATE / 1e9)
-            prefill.load = Load(prefill_tokens_per_s=RATE, links=(slow,))
         case "slow lender":
             linked(
                 holder,
