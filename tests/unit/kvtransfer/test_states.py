@@ -53,6 +53,21 @@ def test_a_sender_whose_transfer_fails_counts_the_time_too() -> None:
     assert sent(40.0, ok=False, num_read=1).seconds == 0.5 + 30.0
 
 
+def test_time_in_which_several_offers_are_on_their_way_counts_once() -> None:
+    """From the first offer, at 1, until the receiving node has both pages, at 6."""
+    transfer = SendTransfer(ReqKey("router", "1"), "d0", 1, 0.0, None)
+    transfer.ready(0)
+    for page, offered_at in enumerate([1.0, 2.0]):
+        transfer.offer([page + 1], offered_at)
+    for page, read_at in enumerate([3.0, 5.0]):
+        transfer.begin_gather(Chunk(page, 1, 0, 1))
+        transfer.end_gather(Chunk(page, 1, 0, 1), 100, read_at)
+    transfer.handoff(2, 100.0)
+    assert transfer.end(ok=True, reason="", now=6.0)
+    end = transfer.take_end()
+    assert end is not None and end.seconds == 5.0
+
+
 def test_a_move_is_in_no_hurry_until_its_request_has_stopped() -> None:
     key = ReqKey("router", "1")
     transfer = ReceiveTransfer(key, "d0", [1], 0, 1, 4, 0.0, num_known=3)
