@@ -102,6 +102,13 @@ def test_any_planted_forward_is_predicted(factors: list[float], seed: int) -> No
         assert abs(residual_.error) < 0.06, residual_
 
 
+def test_a_short_chunk_is_predicted_where_whole_chunks_alone_are_above_the_floor() -> None:
+    """They all have 512 tokens: a launch is not told from tokens, but 16 tokens take no third more."""
+    measured = planted(replace(CPU, a=5e-4, b=1.2e-5, c=2.4e-8, floor_s=6.7e-3))
+    for residual_ in measured.residuals(measured.fit()):
+        assert abs(residual_.error) < 0.06, residual_
+
+
 def test_a_coefficient_is_never_negative() -> None:
     assert nonnegative([(1, n) for n in (1, 2, 4)], [0.4, 0.3, 0.2])[1] == 0.0
     assert nonnegative([(1, 0), (1, 0)], [1.0, 1.0]) == pytest.approx([1.0, 0.0])
