@@ -115,14 +115,17 @@ def test_one_node_takes_nine_tenths_in_all(host: Host) -> None:
     assert host.progress == ["measuring memory", "warming up", "testing"]
 
 
-def test_a_chunk_beside_a_decode_step_is_measured_where_there_are_any(host: Host) -> None:
-    """It has half of a chunk beside a decode step, which is larger here than either alone."""
-    schedule = replace(SHAPE.schedule, chunked_prefill_size=8)
+@pytest.mark.parametrize(("chunk", "beside"), [(8, 4), (32, 25)])
+def test_a_chunk_beside_a_decode_step_is_measured_where_there_are_any(
+    host: Host, chunk: int, beside: int
+) -> None:
+    """It has what the step leaves of a chunk, at least half: a small one and a step are larger than either alone."""
+    schedule = replace(SHAPE.schedule, chunked_prefill_size=chunk)
     for mixed in (False, True):
         node = host.node(replace(SHAPE, schedule=replace(schedule, enable_mixed_chunk=mixed)))
         node.share.measure(node.model.bind)
         sizes = [(int(batch.lengths_B.sum()), batch.num_decodes) for batch in node.model.forwards]
-        assert sizes == [(8, 0), (8, 8), (4 + 7, 7)][: 2 + mixed]
+        assert sizes == [(chunk, 0), (8, 8), (beside + 7, 7)][: 2 + mixed]
 
 
 @pytest.mark.parametrize("decodes", [True, False])
