@@ -77,6 +77,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_others(tile: Tile, dtype: t
     [
         (1, 151936, NARROW),
         (64, 4096, NARROW),
+        (64, 151936, NARROW),
         (128, 4096, NARROW),
         (256, 4096, MEDIUM),
         (128, 28672, WIDE),
