@@ -26,7 +26,7 @@ from shared.kvtransfer.lending import (
     Lending,
     loan_record,
 )
-from shared.kvtransfer.states import Received
+from shared.kvtransfer.states import READY_OVERDUE_S, Received
 from shared.protocol.messages import Decode, Flush, Leaving, Lend, ReqKey
 from shared.protocol.transfer_messages import Grant, Handoff
 from tests.cluster import Cluster, Node, receiver_of, ref, sender_of
@@ -532,6 +532,23 @@ def test_a_fetch_may_take_as_long_as_the_prompts_before_it_and_counts_behind_the
         cluster.run(lambda: node.scheduler.queued_tokens.total == 4 + 2)
         cluster.network.release(Decode)
         check(cluster, (busy, other), (key, ids))
+
+
+def test_what_is_being_fetched_is_not_computed_ahead() -> None:
+    """Its Ready is overdue meanwhile, and nothing else waits."""
+    with fleet() as cluster:
+        node, common = cluster.nodes["p0"], prompt(1, 340)
+        held(cluster, "p1", common)
+        ids = [*common, *prompt(2, 30)]
+        cluster.network.hold(Decode)
+        cluster.network.delay(Handoff, 1.3 * READY_OVERDUE_S)
+        assert node.vitals.prefill_s(len(common)) > 1.3 * READY_OVERDUE_S
+        key = ask(cluster, "next", ids)
+        cluster.run(lambda: fetched(cluster) > 0)
+        assert node.vitals.num_ahead_tokens == 0
+        cluster.run(lambda: node.vitals.num_ahead_tokens == 28)
+        cluster.network.release(Decode)
+        check(cluster, (key, ids))
 
 
 @pytest.mark.parametrize("num_tokens", [150, 200])
