@@ -342,6 +342,29 @@ def test_a_webhook_that_answers_byte_by_byte_is_not_waited_for() -> None:
             thread.join()
 
 
+def test_a_webhook_that_is_closed_begins_no_call() -> None:
+    """Four are made at a time, and the others wait for them."""
+    is_over = threading.Event()
+
+    def answer(path: str) -> tuple[int, object]:
+        is_over.wait(30.0)
+        return 200, {}
+
+    async def run(hook: Webhook) -> None:
+        calls = [asyncio.create_task(hook.add(Role.DECODE, 1, "")) for _ in range(6)]
+        await eventually(lambda: len(got) == 4)
+        hook.close()
+        is_over.set()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    with http_server(answer) as (url, got):
+        try:
+            asyncio.run(run(Webhook(url, 60.0)))
+        finally:
+            is_over.set()
+        assert len(got) == 4
+
+
 # ------------------------------------------------------------------------------------------- a real router
 def test_a_real_router_lists_its_nodes_and_drains_one(tmp_path: Path) -> None:
     async def run() -> None:
