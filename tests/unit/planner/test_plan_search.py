@@ -82,6 +82,16 @@ def test_screening_never_loses_the_best_and_says_what_was_screened() -> None:
     assert {one.now.num_reqs for one in answer.candidates} == {100, 300}
 
 
+@pytest.mark.parametrize(("num_short", "bottleneck"), [(1, "none"), (2, "prefill")])
+def test_a_bottleneck_is_that_of_most_windows(num_short: int, bottleneck: str) -> None:
+    """Of three windows so many have it."""
+    made: list[Trial] = []
+    question = asked(of=traffic(100, rate=1.0, windows=3), nodes=range(1, 2))
+    answer = planted(question, lambda *_: 0.5 if made[-1].window < num_short else 1.5, made=made)
+    best = answer.candidate(answer.verdict.best)
+    assert (best.is_screened, best.now.bottleneck) == (False, bottleneck)
+
+
 @pytest.mark.parametrize("in_screen", [0.4, 1.0, 2.5])
 @pytest.mark.parametrize(
     ("rate", "best"), [(1.0, "1 together"), (4.2, "4 together"), (6.4, "3P2D"), (20.0, "6 together")]
