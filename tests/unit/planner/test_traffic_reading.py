@@ -247,6 +247,14 @@ def test_bad_input_is_named(tmp_path: Path, text: str, words: str) -> None:
     assert str(error.value).startswith(f"--trace {tmp_path / 'trace'}") and words in str(error.value)
 
 
+def test_a_prompt_may_have_as_many_tokens_as_is_said(tmp_path: Path) -> None:
+    most = 10_000_000
+    assert facts(read(tmp_path, AZURE.replace("3180", str(most))))[1] == (0.052, most, 8)
+    turn = '{{"timestamp": {}, "input_length": {}, "output_length": 1, "session_id": "a"}}\n'
+    session = read(tmp_path, turn.format(0, most - 3) + turn.format(5000, 2))
+    assert facts(session) == [(0, most - 3, 1), (5.0, most, 1)]
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_trace(tmp_path / "none.jsonl")
