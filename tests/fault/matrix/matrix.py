@@ -14,7 +14,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,8 +45,10 @@ from tests.patience import PATIENCE_S
 from tests.processes import Call, Fleet, Process, Router, is_home, print_logs
 
 T = TypeVar("T")
-Links = tuple[tuple[str, bool], ...]
+Links = frozenset[tuple[str, bool]]
 """The node at the other end of each, and whether pages come in over it."""
+MOST_THREADS, MOST_FILES = 4, 8
+"""That one end of a link has."""
 
 POLL_S = 0.01
 NODES = ("p0", "d0", "d1")
@@ -126,9 +128,8 @@ class Matrix:
         for node in self.nodes:
             node.order()
         self.expected: dict[str, list[Answer]] = {}
-        self._baseline: dict[tuple[str, Links], Resources] = {}
-        """What a process has with these links, when nothing runs: as soon as both decode nodes have served the
-        requests and sent them to each other, or a link has been built that pages are lent over."""
+        self._baseline: dict[str, tuple[Resources, Links]] = {}
+        """What each process has when both decode nodes have served the requests and sent them to each other."""
         self._num_runs = 0
         self._log_starts: dict[str, int] = {}
         """Where the log of each process begins that must be clean: behind a cell that failed."""
@@ -323,8 +324,9 @@ class Matrix:
                 node.order()
             self.check(self._finished(calls))
         self._wait_home()
-        for process in self.fleet.processes:
-            self._baseline[process.name, self._links(process)] = resources(process)
+        self._baseline = {
+            process.name: (resources(process), self._links(process)) for process in self.fleet.processes
+        }
 
     def _prepare(self) -> HeldNode:
         """Empty every cache but that of one decode node, which keeps what the prompts have in common."""
@@ -430,15 +432,19 @@ class Matrix:
             self._check_resources(process)
 
     def _check_resources(self, process: Process) -> None:
-        def is_back() -> bool:
-            has, links = resources(process), self._links(process)
-            # The copier of a link that pages are lent over starts with the first of them.
-            copiers = Counter(copier=links.count(("p0", False)))
-            first = replace(has, threads=has.threads + copiers)
-            return has.is_within(self._baseline.setdefault((process.name, links), first))
+        baseline, links = self._baseline[process.name]
+
+        def allowed() -> Resources:
+            """Decode nodes may have built links since, which they lend pages over: it depends on measured rates."""
+            num_new = len(self._links(process) - links)
+            return Resources(
+                baseline.threads + Counter(link=MOST_THREADS * num_new),
+                baseline.files + Counter(link=MOST_FILES * num_new),
+            )
 
         self._until(
-            lambda: f"{process.name} has no more than {self._baseline}, but {resources(process)}", is_back
+            lambda: f"{process.name} has no more than {allowed()}, but {resources(process)}",
+            lambda: resources(process).is_within(allowed()),
         )
 
     def _links(self, process: Process) -> Links:
@@ -446,7 +452,7 @@ class Matrix:
         links = self.router.loads()[process.name]["links"] if process.name in self.fleet.nodes else []
         names = sorted((link["peer"].partition("#")[0], link["incoming"]) for link in links)
         assert len(set(names)) == len(names), f"{process.name} has a link twice: {links}"
-        return tuple(names)
+        return frozenset(names)
 
     def _wait_home(self) -> None:
         """Until two loads of each node, one after the other, say that it holds nothing."""
