@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from planner import compare
-from planner.answer import Answer, CandidateAnswer, Effort, Estimate, Machine, Question, Verdict
+from planner.answer import Answer, CandidateAnswer, Effort, Machine, Question, Verdict
 from planner.figures import Slo
 from planner.plan_sample import Option, Sample
 from planner.plan_search import Aim, Curve, Prices, differs, options, search
@@ -285,25 +285,28 @@ def _remarks(asked: Asked) -> tuple[str, ...]:
                 f"{num_long} of the requests are longer than the {limit} tokens of context of {path}. They fail "
                 "on every such node."
             )
-    shortest = min(window.requests[-1].at_s for window in asked.traffic.windows)
-    if shortest < MIN_TTFTS * asked.aim.slo.ttft_s:
-        remarks.append(
-            f"The shortest window of the traffic lasts {shortest:.3g} s, which is not long beside an SLO of "
-            f"{asked.aim.slo.ttft_s:.3g} s on TTFT: queues that would grow on have no time to, so rates are too "
-            "high. More requests (--requests, or a longer trace) help."
-        )
     return tuple(remarks)
 
 
 def _remarks_on(best: Curve, asked: Asked) -> list[str]:
     """What makes this answer doubtful."""
-    share: Estimate = point_now(best).good_share
-    if not share.low < asked.aim.good_share <= share.high:
-        return []
-    return [
-        f"{best.option.name} is close to the limit: {percent(share)} of the requests are good, and "
-        f"{asked.aim.good_share:.0%} are asked for."
-    ]
+    remarks: list[str] = []
+    share, ttft_s = point_now(best).good_share, asked.aim.slo.ttft_s
+    shortest_s = min(window.requests[-1].at_s for window in asked.traffic.windows)
+    if best.max_rate is not None:  # at a higher rate the same requests come in less time
+        shortest_s *= min(asked.setting.rate / best.max_rate.value, 1.0)
+    if shortest_s < MIN_TTFTS * ttft_s:
+        remarks.append(
+            f"At the highest rate of {best.option.name} the shortest window of the traffic lasts {shortest_s:.3g} s, "
+            f"which is not long beside an SLO of {ttft_s:.3g} s on TTFT: queues that would grow on have no time to, "
+            "so rates are too high. More requests (--requests, or a longer trace) help."
+        )
+    if share.low < asked.aim.good_share <= share.high:
+        remarks.append(
+            f"{best.option.name} is close to the limit: {percent(share)} of the requests are good, and "
+            f"{asked.aim.good_share:.0%} are asked for."
+        )
+    return remarks
 
 
 def _speed(made: Sequence[Run]) -> str:
