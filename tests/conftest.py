@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,3 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("processes"):
             item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+@pytest.fixture
+def log_restored() -> Iterator[None]:
+    """For tests that set the log up: a later test would write to a stderr that pytest has closed by then."""
+    logger = logging.getLogger("baton")
+    before = (logger.handlers[:], logger.propagate, logger.level)
+    yield
+    logger.handlers[:], logger.propagate, logger.level = before

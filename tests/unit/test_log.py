@@ -2,19 +2,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from shared import log
 
-
-@pytest.fixture(autouse=True)
-def _restore_logger() -> Iterator[None]:
-    logger = logging.getLogger("baton")
-    before = (logger.handlers[:], logger.propagate, logger.level)
-    yield
-    logger.handlers[:], logger.propagate, logger.level = before
+pytestmark = pytest.mark.usefixtures("log_restored")
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -224,6 +224,7 @@ def test_wrong_numbers_of_nodes(text: str, capsys: pytest.CaptureFixture[str]) -
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("log_restored")
 @pytest.mark.parametrize(
     "more", [("--api-key", "client"), ("--host", "0.0.0.0"), ("--plan-profile", "no such file")], ids=str
 )
