@@ -36,6 +36,9 @@ MAX_LENDERS = 4
 MAX_NARROWED = 64
 """Of so many nodes it is counted how many pages of a sequence they hold, and so many of them are looked at."""
 
+PAUSE_COSTS = 0.5
+"""A second for which a stream pauses counts as so many of waiting for a first token: its reader has text to read."""
+
 TOKENS_AHEAD = 64
 """A sequence makes each step of its neighbours longer. So many of their steps count as its costs."""
 
@@ -138,11 +141,8 @@ class RequestEstimates:
         return nbytes / self._rate(node, transfer_rate, PRIOR_TRANSFER_BYTES_PER_S)
 
     def local_prefill_s(self, node: Node) -> float:
-        """As `prefill_s` on a decode node, with the pauses of the sequences there, of which there is at least one.
-
-        A second for which a stream pauses is as bad as a second of waiting for a first token.
-        """
-        return self.prefill_s(node) * (1 + max(self.num_seqs(node), 1))
+        """As `prefill_s` on a decode node, with the pauses of the sequences there, of which there is at least one."""
+        return self.prefill_s(node) * (1 + PAUSE_COSTS * max(self.num_seqs(node), 1))
 
     def local_limit(self, node: Node, prefill_s: float, most: int | None) -> int | None:
         """Most tokens of the prompt that a decode node computes by itself; None: a prefill node, in `prefill_s`.
