@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -224,7 +224,7 @@ async def _compare(asked: Asked, trials: Trials, report: Report, effort: Callabl
         candidates=candidates,
         base=base.option.name,
         verdict=_compared(candidates, asked.aim),
-        remarks=_remarks(asked),
+        remarks=(*_remarks(asked), *_short_windows(asked, 1.0, "The")),
         effort=effort(),
     )
 
@@ -290,23 +290,28 @@ def _remarks(asked: Asked) -> tuple[str, ...]:
 
 def _remarks_on(best: Curve, asked: Asked) -> list[str]:
     """What makes this answer doubtful."""
-    remarks: list[str] = []
-    share, ttft_s = point_now(best).good_share, asked.aim.slo.ttft_s
-    shortest_s = min(window.requests[-1].at_s for window in asked.traffic.windows)
-    if best.max_rate is not None:  # at a higher rate the same requests come in less time
-        shortest_s *= min(asked.setting.rate / best.max_rate.value, 1.0)
-    if shortest_s < MIN_TTFTS * ttft_s:
-        remarks.append(
-            f"At the highest rate of {best.option.name} the shortest window of the traffic lasts {shortest_s:.3g} s, "
-            f"which is not long beside an SLO of {ttft_s:.3g} s on TTFT: queues that would grow on have no time to, "
-            "so rates are too high. More requests (--requests, or a longer trace) help."
-        )
+    highest = asked.setting.rate if best.max_rate is None else best.max_rate.value
+    load = max(highest / asked.setting.rate, 1.0)
+    remarks = [*_short_windows(asked, load, f"At the highest rate of {best.option.name} the")]
+    share = point_now(best).good_share
     if share.low < asked.aim.good_share <= share.high:
         remarks.append(
             f"{best.option.name} is close to the limit: {percent(share)} of the requests are good, and "
             f"{asked.aim.good_share:.0%} are asked for."
         )
     return remarks
+
+
+def _short_windows(asked: Asked, load: float, begin: str) -> Iterator[str]:
+    """A sentence that goes on from `begin` if windows are short; at `load`, the same requests come in less time."""
+    ttft_s = asked.aim.slo.ttft_s
+    shortest_s = min(window.requests[-1].at_s for window in asked.traffic.windows) / load
+    if shortest_s < MIN_TTFTS * ttft_s:
+        yield (
+            f"{begin} shortest window of the traffic lasts {shortest_s:.3g} s, which is not long beside an SLO of "
+            f"{ttft_s:.3g} s on TTFT: queues that would grow on have no time to, so rates and goodput are too high. "
+            "More requests (--requests, or a longer trace) help."
+        )
 
 
 def _speed(made: Sequence[Run]) -> str:

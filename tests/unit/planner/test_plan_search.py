@@ -195,6 +195,14 @@ def test_thresholds_are_where_they_were_planted() -> None:
     assert threshold(answer, "slo_ttft").pays == "nowhere"
 
 
+@pytest.mark.parametrize(("capacity", "is_short"), [(5.0, False), (20.0, True)])
+def test_a_window_is_short_if_it_is_at_the_highest_rate(capacity: float, is_short: bool) -> None:
+    """A hundred requests, one a second: five a second last for 20 s, twenty for 5 s, and 20 SLOs on TTFT are 10 s."""
+    answer = planted(asked(of=traffic(100, rate=1.0), nodes=range(1, 2)), lambda *_: capacity)
+    said = [remark for remark in answer.remarks if "the shortest window of the traffic lasts" in remark]
+    assert [remark.startswith("At the highest rate of 1 together ") for remark in said] == [True] * is_short
+
+
 def test_prompts_grow_by_factors_that_can_be_simulated_each_once() -> None:
     """A block of 16 tokens has 2 or 3 of them, and nothing between."""
     made: list[Trial] = []

@@ -99,6 +99,13 @@ def test_the_doubts_of_a_profile_are_those_of_the_answer() -> None:
     )
 
 
+def test_a_comparison_of_few_requests_is_doubtful() -> None:
+    ways = tuple(compare.ways(compare.parse_fleet("1"), ["schedule-policy=fcfs,lpm"]))
+    few, more = (planned(asked(of=traffic(num, rate=4.0), ways=ways)) for num in (10, 80))
+    assert any(remark.startswith("The shortest window of the traffic lasts ") for remark in few.remarks)
+    assert not more.remarks
+
+
 def test_an_answer_is_json_that_can_be_read_back(stalled: Answer) -> None:
     text = stalled.to_json()
     assert msgspec.json.decode(text, type=Answer) == stalled
