@@ -155,7 +155,7 @@ def _date(text: str) -> float:
         date = datetime.fromisoformat(text)
     except ValueError:
         raise BadLine(
-            f"TIMESTAMP is {text!r}, and must be a date such as 2023-11-16 18:15:46.6805900"
+            f"TIMESTAMP is {text[:40]!r}, and must be a date such as 2023-11-16 18:15:46.6805900"
         ) from None
     return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
@@ -259,7 +259,10 @@ def format_of(line: bytes) -> TraceFormat:
                 return TraceFormat.VLLM_RESULT
             raise BadLine("it begins as a JSON object, and is none") from None
     else:
-        names = _cells(line)
+        try:
+            names = _cells(line)
+        except BadLine:  # no header of a CSV; a log may begin with any line, such as a progress bar
+            return TraceFormat.ROUTER
     for trace_format, fields in _FIELDS_OF.items():
         if set(fields) <= set(names):
             return trace_format

@@ -102,6 +102,11 @@ def test_every_format(
     assert read_trace(packed) == trace
 
 
+def test_a_log_may_begin_with_a_progress_bar(tmp_path: Path) -> None:
+    """Its line has carriage returns inside, which no header of a CSV has."""
+    assert read(tmp_path, "Fetching:   0%\rFetching: 100%\n" + LOG) == read(tmp_path, LOG)
+
+
 def test_prefixes_are_those_of_the_ids(tmp_path: Path) -> None:
     assert shared_tokens(read(tmp_path, MOONCAKE).requests()) == 12 * 512
     assert shared_tokens(read(tmp_path, PAGES).requests()) == 2 * 16
@@ -202,6 +207,10 @@ GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1
         (
             AZURE.replace("18:17:04", "24:17:04"),
             "line 4: TIMESTAMP is '2023-11-16 24:17:04.0319600', and must be a",
+        ),
+        (
+            AZURE.replace("18:17:04", "1" * 5000),
+            "line 4: TIMESTAMP is '2023-11-16 " + "1" * 29 + "', and must be a",
         ),
         (
             AZURE.replace("3180", "1" * 5000),
