@@ -67,7 +67,7 @@ class K8sDiscovery:
             except config.ConfigException:
                 config.load_kube_config()
                 _, active = config.list_kube_config_contexts()
-                namespace = namespace or active["context"].get("namespace", "default")
+                namespace = namespace or active["context"].get("namespace") or "default"
         except (config.ConfigException, OSError) as error:
             raise ConfigError(f"--discovery k8s: {error}") from None
         return cls(client.CoreV1Api(), namespace, selectors)

@@ -224,6 +224,8 @@ class ApiServer:
 
     def __init__(self) -> None:
         self.pods: dict[str, dict[str, Any]] = {}
+        self.namespace = "baton"
+        """The only one that it answers for."""
         self.version = 100
         self.num_lists = 0
         self.num_watches = 0
@@ -241,7 +243,7 @@ class ApiServer:
             def do_GET(self) -> None:
                 url = urlsplit(self.path)
                 query = {key: values[0] for key, values in parse_qs(url.query).items()}
-                assert url.path == "/api/v1/namespaces/baton/pods"
+                assert url.path == f"/api/v1/namespaces/{api.namespace}/pods"
                 if api.broken:
                     self.send_error(503)
                 elif query.get("watch"):
@@ -359,13 +361,23 @@ def discovery(api: ApiServer) -> K8sDiscovery:
     return K8sDiscovery(api.client, "baton", SELECTORS, poll_s=0.01, retry_s=0.05)
 
 
-@pytest.mark.parametrize("namespace", [None, "baton"])
+@pytest.mark.parametrize(
+    ("namespace", "of_context", "expected"),
+    [(None, "baton", "baton"), ("baton", "other", "baton"), (None, None, "default")],
+)
 def test_outside_a_cluster_the_context_of_kubectl_names_the_namespace(
-    namespace: str | None, api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    namespace: str | None,
+    of_context: str | None,
+    expected: str,
+    api: ApiServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The API server of the test answers for one namespace alone."""
+    """A context may name none, or have the field without a value."""
+    api.namespace = expected
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)  # that of a pod in which the tests run
     monkeypatch.setenv("HOME", str(tmp_path))
-    context = {"cluster": "c", "user": "u", "namespace": "other" if namespace else "baton"}
+    context = {"cluster": "c", "user": "u", "namespace": of_context}
     kubeconfig = {
         "current-context": "here",
         "contexts": [{"name": "here", "context": context}],
