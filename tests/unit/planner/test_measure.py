@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -39,6 +39,14 @@ ARGV = [
     "--schedule-policy",
     "lpm",
 ]
+
+
+@pytest.fixture(autouse=True)
+def _signal_restored() -> Iterator[None]:
+    """`main` takes SIGTERM for as long as its process lives, which here is that of later tests."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -278,8 +279,9 @@ def _kill_the_worker() -> None:
     until_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < until_s:
         for child in psutil.Process().children():
-            if "spawn_main" in " ".join(child.cmdline()) and child.cpu_times().user > 2.0:
-                return child.kill()
+            with contextlib.suppress(psutil.Error):  # a child that has ended, perhaps that of another test
+                if "spawn_main" in " ".join(child.cmdline()) and child.cpu_times().user > 2.0:
+                    return child.kill()
         time.sleep(0.05)
     return None
 

@@ -90,18 +90,17 @@ def test_advice_is_shown_with_its_time_while_it_is_new_and_of_this_fleet(model_f
     async def run() -> None:
         async with pair() as nodes, joined_router(model_folder, list(nodes)) as (router, client):
 
-            async def shown(fleet: str, age_s: float) -> tuple[str, str]:
-                at = time.time() - age_s
+            async def shown(fleet: str, at: float) -> tuple[str, str]:
                 router.advise(Advice("1P1D meets the SLOs", fleet, at, True, None))
                 said = (await client.get("/fleet")).json()["advice"]
                 return (await state(client)).advice, said
 
             assert (await state(client)).advice == ""
-            noon = time.strftime("%H:%M", time.gmtime(time.time() - 60))
-            words = f"1P1D meets the SLOs (planned at {noon} UTC)"
-            assert await shown("1P1D", 60) == (words, words)
-            assert await shown("2P1D", 60) == ("", "")
-            assert await shown("1P1D", ADVICE_S + 1) == ("", "")
+            lately = time.time() - 60
+            words = f"1P1D meets the SLOs (planned at {time.strftime('%H:%M', time.gmtime(lately))} UTC)"
+            assert await shown("1P1D", lately) == (words, words)
+            assert await shown("2P1D", lately) == ("", "")
+            assert await shown("1P1D", time.time() - ADVICE_S - 1) == ("", "")
 
     asyncio.run(run())
 
