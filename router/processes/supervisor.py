@@ -2,7 +2,7 @@
 
 supervisor              the HTTP port's reservation, the port where nodes announce themselves, discoveries
 ├─ router 0 .. N - 1    HTTP, tokenizer, connections to all nodes; all listen on one port (SO_REUSEPORT)
-├─ planner              advises what number of nodes would serve the traffic (--plan-profile without --autoscale)
+├─ planner              advises what number of nodes would serve the traffic (--plan-profile), unless the next acts
 ├─ autoscaler           asks the routers over HTTP (--autoscale); of the planner, which is not imported here
 └─ nodes of this machine (--local)
 
