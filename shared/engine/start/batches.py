@@ -87,23 +87,26 @@ class StartBatches:
     def largest(self) -> list[ModelWorkerBatch]:
         """The forwards that need the most memory, with EVERYTHING: of most prompt tokens, of most rows, and of both.
 
-        The longest sequence of the first one fills the context. The decode step has as many tokens in all as one
+        The longest sequence of the first one fills the context; the others have a token each, or more where a chunk
+        is larger than the context, and so has several whole prompts. The decode step has as many tokens in all as one
         whole context: Triton's attention needs the same memory for any, torch's needs more for more. With mixed
         chunks, a forward has prompt tokens beside a decode step, and may have more tokens than either alone.
         """
         shape = self._shape
-        num_tokens = min(shape.max_extend_tokens, shape.context_length)
-        num_extends = min(shape.num_rows, num_tokens)
-        longest = num_tokens - num_extends + 1
-        extends = [Extend(0, shape.context_length - longest, [0] * longest)]
-        extends += [Extend(row, 0, [0]) for row in range(1, num_extends)]
+        num_left = min(shape.max_extend_tokens, shape.num_rows * shape.context_length)
+        extends: list[Extend] = []
+        for num_rows_left in range(min(shape.num_rows, num_left), 0, -1):
+            length = min(num_left - num_rows_left + 1, shape.context_length)
+            start = 0 if extends else shape.context_length - length
+            extends.append(Extend(len(extends), start, [0] * length))
+            num_left -= length
         found = [self.forward(extends, params=EVERYTHING)]
         if shape.decodes:
             last = max(shape.context_length // shape.num_rows, 1) - 1
             steps = [(row, last) for row in range(shape.num_rows)]
             found.append(self.forward([], steps, EVERYTHING))
             if shape.schedule.enable_mixed_chunk:
-                num_tokens = tokens_beside(len(steps) - 1, num_tokens)
+                num_tokens = min(tokens_beside(len(steps) - 1, shape.max_extend_tokens), shape.context_length)
                 extend = Extend(0, shape.context_length - num_tokens, [0] * num_tokens)
                 found.append(self.forward([extend], steps[1:], EVERYTHING))
         return found

@@ -142,6 +142,16 @@ def test_the_largest_forwards_are_measured_with_everything(host: Host, decodes: 
     assert shape.forward_limits.max_tokens == shape.max_extend_tokens + 8, "a chunk beside a decode step"
 
 
+def test_a_chunk_of_several_whole_prompts_is_measured_with_all_of_them(host: Host) -> None:
+    """512 tokens of prompts that have 200 at most: the first two fill the context, and each other row has some."""
+    schedule = replace(SHAPE.schedule, enable_mixed_chunk=True)
+    node = host.node(replace(SHAPE, schedule=schedule, context_length=200))
+    node.share.measure(node.model.bind)
+    extend, _, mixed = node.model.forwards
+    assert extend.lengths_B.tolist() == [200, 200, 107, 1, 1, 1, 1, 1]
+    assert (int(mixed.lengths_B.max()), mixed.num_decodes) == (200, 7)
+
+
 def test_what_the_process_has_taken_before_is_no_part_of_what_cuda_takes(host: Host) -> None:
     """A second engine of one process, as in tests."""
     node = host.node()
