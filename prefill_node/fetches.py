@@ -60,13 +60,15 @@ class Fetches:
         self._batcher = batcher
         self._clock = clock
         self._fetches: dict[ReqKey, _Fetch] = {}
+        self._awaited: dict[ReqKey, _Fetch] = {}
+        """The fetch that each waiting request waits for."""
 
     def __len__(self) -> int:
         return len(self._fetches)
 
     def __contains__(self, key: ReqKey) -> bool:
         """Whether the request of `key` waits."""
-        return any(req.key == key for fetch in self._fetches.values() for req in fetch.waiting)
+        return key in self._awaited
 
     def start(self, req: Req, source: Source, within_s: float, go_on: GoOn) -> None:
         """Fetch what `source` has of the prompt of `req`, and call `go_on` then, or when it turns out to be in vain.
@@ -83,19 +85,22 @@ class Fetches:
             return
         for shared in self._fetches.values():
             if shared.waiting and shared.gives(ids, req.extra_key):
-                shared.waiting[req] = _Waiting(go_on, now)
+                self._await(shared, req, go_on)
                 self._refuse(req.key, source.node.incarnation, "another request has asked for these pages")
                 return
         fetch = _Fetch(req.key, source.node.incarnation, ids, req.extra_key, now + within_s)
-        fetch.waiting[req] = _Waiting(go_on, now)
         self._fetches[req.key] = fetch
+        self._await(fetch, req, go_on)
         self._reserve(fetch, may_cool=True)
 
     def remove(self, req: Req) -> None:
         """Forget a request that ended, and give up its fetch if it was for no other request."""
-        for fetch in list(self._fetches.values()):
-            if fetch.waiting.pop(req, None) is not None and not fetch.waiting:
-                self._give_up(fetch, "the request has ended")
+        fetch = self._awaited.pop(req.key, None)
+        if fetch is None:
+            return
+        del fetch.waiting[req]
+        if not fetch.waiting:
+            self._give_up(fetch, "the request has ended")
 
     def advance(self) -> None:
         """Reserve pages that have cooled, and give up what has taken too long."""
@@ -131,6 +136,10 @@ class Fetches:
         if fetch is not None:  # else it was refused
             log.event("fetch_failed", **failed.key.fields, lender=fetch.lender, reason=failed.reason)
             self._end(fetch, 0)
+
+    def _await(self, fetch: _Fetch, req: Req, go_on: GoOn) -> None:
+        fetch.waiting[req] = _Waiting(go_on, self._clock())
+        self._awaited[req.key] = fetch
 
     def _reserve(self, fetch: _Fetch, *, may_cool: bool) -> None:
         """Find a place for the pages, or end the fetch. With `may_cool`, leave it to the next turn to decide."""
@@ -170,6 +179,8 @@ class Fetches:
     def _end(self, fetch: _Fetch, num_tokens: int) -> None:
         """Give the place back, and what has come in it to the RadixCache."""
         del self._fetches[fetch.key]
+        for req in fetch.waiting:
+            del self._awaited[req.key]
         if fetch.kv is not None:
             self._ledger.cache_finished_req(fetch.kv, fetch.ids)
         now = self._clock()
