@@ -49,13 +49,13 @@ class Aim:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Of one node for an hour."""
+    """What one node of each role costs an hour."""
 
     prefill: float
     decode: float
 
     def of(self, option: Option) -> float:
-        """Of the fleet."""
+        """What the fleet costs an hour."""
         if option.machine == "prefill":
             return self.prefill * option.candidate.num_nodes
         return self.prefill * option.candidate.num_prefill + self.decode * option.candidate.num_decode
@@ -63,7 +63,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Curve:
-    """One option over rates."""
+    """What one option did at each rate that was tried."""
 
     option: Option
     aim: Aim
@@ -73,18 +73,21 @@ class Curve:
 
     @property
     def is_screened(self) -> bool:
-        """It was tried in the screen alone."""
+        """Whether it was tried in the first window alone."""
         return self.windows == (SCREEN,)
 
     @property
     def step(self) -> int:
-        """Of the grid: the last that meets the aim, or the lowest that was tried."""
+        """The highest step of the grid of rates that meets the aim, or the lowest that was tried if none does.
+
+        Step 0 is the rate of the traffic, and STEPS more are twice the rate.
+        """
         met = [one for one in self.samples if self.aim.is_met_by(one)] or self.samples[:1]
         return round(STEPS * math.log2(met[-1].load))
 
     @property
     def now(self) -> Sample:
-        """At the rate of the traffic."""
+        """The sample at the rate of the traffic."""
         return next(sample for sample in self.samples if sample.load == 1.0)
 
     @cached_property
@@ -106,18 +109,18 @@ class Curve:
 
     @property
     def is_bound(self) -> bool:
-        """Enough requests meet both SLOs at the highest rate that was tried."""
+        """Whether enough requests meet both SLOs at the highest rate that was tried, so `max_rate` may be higher."""
         return self.aim.is_met_by(self.samples[-1])
 
     @property
     def simplicity(self) -> tuple[bool, bool, str]:
-        """The smaller, the simpler the fleet is to run."""
+        """A key to sort by: the smaller it is, the simpler the fleet is to run."""
         candidate = self.option.candidate
         return candidate.splits, bool(candidate.enable_mixed_chunk), self.option.machine
 
     @property
     def slo_factor(self) -> float:
-        """At the rate of the traffic."""
+        """What both SLOs must be multiplied by to be met at the rate of the traffic; infinite if none is enough."""
         factor = self.now.slo_factor(self.aim.slo, self.aim.good_share)
         return float("inf") if factor is None else factor
 

@@ -1,9 +1,11 @@
-"""What carries a decision out: nothing but a printed line, a command of the operator, or a webhook.
+"""How the autoscaler carries its decisions out: it prints a line, runs the operator's command or calls a webhook.
 
-             print   command                              webhook
-Add          a line  CMD add ROLE N                       POST {"action": "add", "role": .., "num_nodes": ..}
-Drain, when  a line  CMD drain NODE_ID ADDRESS            POST {"action": "drain", "node_id": .., "address": ..}
-it is empty
+decision      Printer  Command                 Webhook
+add nodes     a line   CMD add ROLE N          POST {"action": "add", "role": .., "num_nodes": .., "reason": ..}
+stop a node   a line   CMD drain NODE_ID ADDR  POST {"action": "drain", "role": .., "node_id": .., "address": ..,
+                                                     "reason": ..}
+
+The node to stop is empty. The router has drained and removed it before, except for a Printer, which stops nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from shared.protocol.messages import Role
 
 _KILL_S = 5.0
 _MAX_CALLS = 4
-"""Of a webhook at a time."""
+"""A webhook is called so many times at once at most."""
 
 
 class ActionFailed(Exception):
@@ -37,7 +39,7 @@ class ScalingActions(Protocol):
     """Adds nodes and stops those that are empty. Both raise ActionFailed."""
 
     drains_nodes: bool
-    """Whether nodes may be drained for it."""
+    """Whether the autoscaler may drain nodes, since `stop` then stops them."""
 
     async def add(self, role: Role, num_nodes: int, reason: str) -> None:
         """Start nodes, which join the router by themselves. Returns when they have been asked for."""
@@ -62,7 +64,7 @@ class Printer:
         print(f"autoscale: add {num_nodes} {role} node{'s' * (num_nodes > 1)}: {reason}", flush=True)
 
     async def stop(self, role: Role, node_id: str, address: str, reason: str) -> None:
-        """Print a line. The node was not drained."""
+        """Print a line. The node has not been drained."""
         print(f"autoscale: drain {role} node {node_id} at {address}: {reason}", flush=True)
 
     def close(self) -> None:
@@ -82,11 +84,11 @@ class Command:
         self._process: asyncio.subprocess.Process | None = None
 
     async def add(self, role: Role, num_nodes: int, reason: str) -> None:
-        """CMD add ROLE N."""
+        """Run `CMD add ROLE N`."""
         await self._run(reason, "add", role, str(num_nodes))
 
     async def stop(self, role: Role, node_id: str, address: str, reason: str) -> None:
-        """CMD drain NODE_ID ADDRESS."""
+        """Run `CMD drain NODE_ID ADDRESS`."""
         await self._run(reason, "drain", node_id, address)
 
     async def _run(self, reason: str, *words: str) -> None:
@@ -151,11 +153,11 @@ class Webhook:
         self._threads = ThreadPoolExecutor(_MAX_CALLS, "webhook")
 
     async def add(self, role: Role, num_nodes: int, reason: str) -> None:
-        """POST {"action": "add", ...}."""
+        """Post {"action": "add", ...}."""
         await self._post({"action": "add", "role": role, "num_nodes": num_nodes, "reason": reason})
 
     async def stop(self, role: Role, node_id: str, address: str, reason: str) -> None:
-        """POST {"action": "drain", ...}."""
+        """Post {"action": "drain", ...}."""
         named = {"role": role, "node_id": node_id, "address": address}
         await self._post({"action": "drain", **named, "reason": reason})
 

@@ -1,7 +1,8 @@
-"""Samples the fleets and this router's traffic each second, for the feed of `/live`.
+"""LiveState samples the fleets and this router's traffic each second, for the feed of `/live`.
 
-Sampling is always on, so that a page that is opened shows the last minutes. A sample reads the latest Pongs, which
-takes well under a millisecond for a small fleet. Totals of each fleet have a history, single nodes do not.
+It always does, so that a page that is opened shows the last minutes. A sample is made of what the nodes have told
+last (their Pongs), which takes well under a millisecond for a small fleet. The totals of each fleet have a history;
+of a single node only the state of now is known.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Counters:
 
 
 class LiveState:
-    """`run` takes samples; `feed` and `event` return them. All of it runs on the router's loop."""
+    """The samples of the last minutes. `run` takes them, `feed` and `event` return them, all on the router's loop."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class LiveState:
         self._num_sampled = 0
         self._verdict = ""
         self.last_advice: Advice | None = None
-        """Of the planner."""
+        """The planner's last advice."""
         self._sampled = asyncio.Event()
         self._closed = asyncio.Event()
 
@@ -162,7 +163,7 @@ class LiveState:
 
     @property
     def advice(self) -> str:
-        """The planner's last, with its time. Empty where that is long ago, or the fleet is another one by now."""
+        """The planner's last advice, with its time. It is empty if it is old, or was for another fleet than now's."""
         told = self.last_advice
         if told is None or told.fleet != self._membership.fleet() or time.time() > told.at + ADVICE_S:
             return ""

@@ -127,10 +127,11 @@ class SendTransfer:
     _num_units: int = 0
     _overdue: bool = False
     _sends_since: float = 0.0
-    """The first offer since all pages before had been read."""
+    """When pages were last offered while all that had been offered before were read."""
     _read_at: float = 0.0
+    """When pages were read last."""
     _seconds: float = 0.0
-    """How long pages were on their way before that offer."""
+    """How long pages were on their way before `_sends_since`."""
     _num_gathers: int = 0
     _end: SendEnded | None = None
     _taken: bool = False

@@ -145,6 +145,7 @@ class Acceptor:
 
     @property
     def _oldest(self) -> _Stranger | None:
+        """The stranger that leaves next, since each may stay equally long; None when there is none."""
         return next(iter(self._strangers), None)
 
     def _meet(self) -> None:
