@@ -27,7 +27,7 @@ class Tile:
     n: int
     num_warps: int
     num_stages: int
-    """Chunks of K in shared memory, of elements of two bytes; half as many of four."""
+    """Chunks of K in shared memory of elements of two bytes. Of four bytes there are half as many: FLOAT32 has 3."""
 
     @property
     def cost(self) -> int:
