@@ -71,7 +71,7 @@ class GpuClaim:
         return True
 
     def loader(self) -> int:
-        """The process that loads on the GPU, or the last one that did; 0 if there was none."""
+        """The process that loads on the GPU, or the last one that did; 0 before the first has told."""
         return int(os.pread(self._loading, _DIGITS, 0) or 0)
 
     def done_alone(self) -> None:

@@ -75,12 +75,13 @@ class GpuShare:
 
         There is no deadline, since a large model may load for many minutes: the operator is told which process loads.
         """
-        seen = None
+        seen = 0
         while not self._claim.try_alone():
             if (pid := self._claim.loader()) != seen:
                 log.event("waiting_for_gpu", device=self._shape.device, pid=pid, reason="it loads on the GPU")
                 seen = pid
-            self._on_progress(f"waiting for process {pid}, which loads on the GPU", 0.0)
+            loader = f"process {pid}" if pid else "another process"  # which has not told its id yet
+            self._on_progress(f"waiting for {loader}, which loads on the GPU", 0.0)
             self._sleep(POLL_S)
         try:
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -216,6 +217,15 @@ def test_a_node_waits_while_another_loads(host: Host) -> None:
     with second.share.alone():
         assert host.time.now == pytest.approx(3.0, abs=0.3)
     assert {*host.progress} == {f"waiting for process {os.getpid()}, which loads on the GPU"}
+
+
+def test_a_process_that_has_not_told_its_id_is_not_called_process_0(host: Host) -> None:
+    node = host.node()
+    with open(host.folder / "loading") as loading:
+        fcntl.flock(loading, fcntl.LOCK_EX)
+        host.time.at.append((3.0, lambda: fcntl.flock(loading, fcntl.LOCK_UN)))
+        with node.share.alone():
+            assert {*host.progress} == {"waiting for another process, which loads on the GPU"}
 
 
 def test_given_fractions_are_kept_in_any_order(host: Host) -> None:
