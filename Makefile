@@ -14,13 +14,15 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
+# What tests, checks and benches need on top of what serving needs.
+DEV := $(VENV)/.installed-dev
 
 # Where the two commands for GPUs run: in the venv, or with WHEELS=FOLDER beside the packages of PYTHON.
 ifdef WHEELS
 GPU_READY := .gpu/.installed
 GPU_PYTHON := PYTHONPATH=$(CURDIR)/.gpu/site $(PYTHON)
 else
-GPU_READY := $(INSTALLED)
+GPU_READY := $(DEV)
 GPU_PYTHON := $(BIN)/python
 endif
 
@@ -30,15 +32,20 @@ endif
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing torch $(TORCH_VERSION) and Baton into $(VENV)"
+	@echo "installing torch $(TORCH_VERSION) and Baton into $(VENV): 2.2 GB, more with a GPU; it takes minutes"
 	@if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then \
 	  $(PIP) install "torch==$(TORCH_VERSION)"; \
 	else \
 	  $(PIP) install "torch==$(TORCH_VERSION)+cpu" 2>/dev/null \
 	    || $(PIP) install "torch==$(TORCH_VERSION)" --index-url $(TORCH_CPU_INDEX); \
 	fi
-	$(PIP) install --editable ".[dev]"
+	$(PIP) install --editable .
 	@$(BIN)/python -m shared.kernels.cpu
+	@touch $@
+
+$(DEV): $(INSTALLED)
+	@echo "installing what tests and checks need into $(VENV): 0.8 GB"
+	$(PIP) install --editable ".[dev]"
 	@touch $@
 
 # Start one prefill node, one decode node and the router with the built-in model. ARGS are the router's flags.
@@ -50,7 +57,7 @@ demo: $(INSTALLED)
 	@$(BIN)/python -m router.demo
 
 # Three processes at a time, since many tests wait; those that start real nodes one after the other (tests/conftest.py).
-test: $(INSTALLED)
+test: $(DEV)
 	$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 # What stands on torch (model, kernels, engine, links, golden tokens), with each of TORCH_VERSIONS in a venv of its own in
@@ -64,23 +71,23 @@ test-torch:
 # Compile every Triton kernel for the GPUs that are supported, with the installed Triton and with TRITON_OLDEST in .triton/,
 # and look for spills, narrow loads and the like. No GPU is needed. ARGS are a part of the names of some kernels.
 CUBINS := TRITON_CACHE_DIR=build/triton $(BIN)/python -m tests.kernels.triton.cubins
-test-cubins: $(INSTALLED)
+test-cubins: $(DEV)
 	@$(CUBINS) $(ARGS)
 	@test -d .triton/$(TRITON_OLDEST) \
 	  || $(PIP) install --no-deps --target .triton/$(TRITON_OLDEST) "triton==$(TRITON_OLDEST)"
 	@PYTHONPATH=.triton/$(TRITON_OLDEST) $(CUBINS) $(ARGS)
 
 # Real clients and load generators, each in a venv of its own; writes docs/clients.md. ARGS name some of them.
-test-clients: $(INSTALLED)
+test-clients: $(DEV)
 	@$(BIN)/python -m tests.clients $(ARGS)
 
 # The steps of deploy/Dockerfile as a script in a fresh folder, and what they make at work. ARGS are --build-arg NAME=VALUE.
-test-deploy: $(INSTALLED)
+test-deploy: $(DEV)
 	@$(BIN)/python -m tests.deploy.image $(ARGS)
 
 # Long runs of what may go wrong. ARGS name some of the parts: corruption, races, matrix, planted, churn,
 # abort_storm, soak.
-chaos: $(INSTALLED)
+chaos: $(DEV)
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
 # What only a GPU can show, at most 8 minutes each: one table on stdout, JSON and logs in build/gpu (docs/gpu.md). ARGS
@@ -92,7 +99,7 @@ bench-gpu: $(GPU_READY)
 	@$(GPU_PYTHON) -m tests.gpu bench $(ARGS)
 
 # What a GPU machine without a package index lacks, as wheels in gpu-wheels/.
-gpu-wheels: $(INSTALLED)
+gpu-wheels: $(DEV)
 	@$(BIN)/python -m tests.gpu.wheels $(ARGS)
 
 .gpu/.installed: $(wildcard $(WHEELS)/*.whl)
@@ -102,28 +109,28 @@ gpu-wheels: $(INSTALLED)
 	@touch $@
 
 # Format, lint, types, import contracts.
-check: $(INSTALLED)
+check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(INSTALLED)
+format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 # Tables on stderr, a JSON line for each row and one that sums each bench up on stdout. ARGS name some of the benches, or
 # say where results are kept: ARGS="--save docs/performance".
-bench: $(INSTALLED)
+bench: $(DEV)
 	@$(BIN)/python -m tests.bench $(ARGS)
 
 # Against vLLM, OpenVINO GenAI and transformers, each in a venv of its own in .peers/ (6 GB). ARGS choose models, workloads,
 # engines and rounds.
-bench-peers: $(INSTALLED)
+bench-peers: $(DEV)
 	@$(BIN)/python -m tests.bench.peers $(ARGS)
 
 # Draw what `make bench ARGS="--save docs/performance"` has measured; fill in docs/performance.md and the README.
-bench-page: $(INSTALLED)
+bench-page: $(DEV)
 	@$(BIN)/python -m tests.bench.page
 
 clean:
