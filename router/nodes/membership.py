@@ -152,6 +152,7 @@ class Membership:
             for member in self._members
             if member.role is role
         ]
+        states += [f"{node.node_id} is loading ({node.what})" for node in self.loading if node.role is role]
         return f"no {role} node can serve this now: {'; '.join(states) or 'there is none'}"
 
     async def changed(self) -> None:

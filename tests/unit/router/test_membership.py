@@ -222,7 +222,11 @@ def test_a_node_that_says_nothing_more_is_not_loading() -> None:
         async with new_membership() as (membership, _):
             membership.on_announcement(Loading("d0", Role.DECODE, "loading weights", 0.5))
             assert [message.node_id for message in membership.loading] == ["d0"]
+            why = "no decode node can serve this now: "
+            assert membership.why_none(Role.DECODE) == f"{why}d0 is loading (loading weights)"
+            assert membership.why_none(Role.PREFILL).endswith("there is none")
             await eventually(lambda: not membership.loading)
+            assert membership.why_none(Role.DECODE) == f"{why}there is none"
 
     asyncio.run(run())
 
