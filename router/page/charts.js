@@ -29,7 +29,7 @@ const CHARTS = [
     series: [
       { name: "no token yet", style: "queued", of: (s) => s.num_queue_reqs },
       { name: "streaming", style: "decode", of: (s) => s.num_running_reqs },
-      { name: "429s/s", style: "p99", of: (s) => s.rejected_per_s, show: rate, rare: true },
+      { name: "refused/s", style: "p99", of: (s) => s.rejected_per_s, show: rate, rare: true },
     ],
   },
   {

@@ -147,7 +147,13 @@ def _traffic(now: Sample, window_s: float) -> Table:
         ("streaming", str(now.num_running_reqs), "", f"last {window_s:g} s", *shares),
         ("waiting", str(now.num_queue_reqs), "", "first token", *map(_duration, now.ttft_s or ()), *none),
         ("tokens/s", _number(now.tokens_per_s), "", "inter-token", *map(_duration, now.itl_s or ()), *none),
-        ("KV transfer", f"{_bytes(now.decode.kv_bytes_per_s)}/s", "", "429s/s", _number(now.rejected_per_s)),
+        (
+            "KV transfer",
+            f"{_bytes(now.decode.kv_bytes_per_s)}/s",
+            "",
+            "refused/s",
+            _number(now.rejected_per_s),
+        ),
     ):
         table.add_row(*row[: 4 + len(PERCENTILES)])
     return table

@@ -90,7 +90,7 @@ def test_a_busy_fleet() -> None:
         *["waiting", "7", "first", "token", "12.3", "ms", "250", "ms", "3.50", "s"]
     ]
     assert lines["tokens/s"].split() == ["tokens/s", "1,234", "inter-token", "–", "–", "–"]
-    assert "2 MB/s" in lines["KV transfer"]
+    assert lines["KV transfer"].split() == ["KV", "transfer", "2", "MB/s", "refused/s", "0"]
     assert "gone" in lines["prefill-0"] and "loading 50%" in lines["prefill-1"]
     assert "80/40/40" in lines["decode-0"]
     assert "1,234 out" in lines["decode-0"]
