@@ -71,6 +71,10 @@ def fleet_admin_routes(
             )
         return member
 
+    async def with_load(member: Member) -> FleetNode:
+        await membership.refresh(_REFRESH_S)
+        return describe_in_full(member)
+
     @router.get("")
     async def fleet() -> Fleet:
         """Every node that is dialled, with its load asked for now."""
@@ -83,7 +87,7 @@ def fleet_admin_routes(
         """Dial a running node; answers when it has been taken in or refused, or after ten seconds."""
         role = Role(asked.role)
         member = await changes.add(role, _address(role, asked.address), ADD_WAIT_S)
-        return NodeAdded(node=describe_in_full(member))
+        return NodeAdded(node=await with_load(member))
 
     @router.post("/nodes/{node_id:path}/role")
     async def change_role(
@@ -91,7 +95,7 @@ def fleet_admin_routes(
     ) -> RoleChanged:
         """Drain a node and have it serve in the other role; answers when it is back, with its model still loaded."""
         member = await changes.change_role(find(node_id), Role(asked.role), drain_timeout_s, ADD_WAIT_S)
-        return RoleChanged(node=describe_in_full(member))
+        return RoleChanged(node=await with_load(member))
 
     @router.delete("/nodes/{node_id:path}")
     async def remove_node(
@@ -127,12 +131,12 @@ def fleet_guards(keys: ApiKeys, host: str, admin_only: AdminGuard) -> Sequence[p
 
 
 def describe_in_full(member: Member) -> FleetNode:
-    """A member as in `GET /fleet`."""
+    """A member as in `GET /fleet`, with its load if it has told one since it was connected."""
     return FleetNode(
         **describe_member(member),
         role=member.role,
         pinned=member.pinned,
-        load=asdict(member.node.load) if member.node is not None else UNSET,
+        load=asdict(member.node.load) if member.node is not None and member.node.load_at else UNSET,
     )
 
 

@@ -59,7 +59,7 @@ class FleetMember(Answer, kw_only=True, frozen=True):
 
 
 class FleetNode(FleetMember, kw_only=True, frozen=True):
-    """A node with its load."""
+    """A node with its load, once it has told that."""
 
     role: Role
     pinned: Annotated[bool, Field(description="Named by the operator, and so never forgotten.")]

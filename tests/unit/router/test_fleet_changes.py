@@ -247,6 +247,7 @@ def test_adding_a_node(model_folder: Path) -> None:
     async def run() -> None:
         other = FakeNode(Role.DECODE, "decode-1")
         other.layout = msgspec.structs.replace(other.layout, numerics="native-1/amx/bfloat16")
+        other.load = Load(num_prompt_tokens=7)
         async with serving(model_folder) as (prefill, _, client), other:
             address = other.address.removeprefix("tcp://")
             for _ in range(2):  # it may be there already
@@ -254,6 +255,7 @@ def test_adding_a_node(model_folder: Path) -> None:
                 assert added.status_code == 200
                 node = added.json()["node"]
                 assert (node["node_id"], node["state"], node["pinned"]) == ("decode-1", "alive", True)
+                assert node["load"]["num_prompt_tokens"] == 7, "it is asked for it"
             await eventually(lambda: other.ref in prefill.all(Peers)[-1].decode_nodes)
             for _ in range(2):
                 assert (await client.post("/generate", json=BODY)).status_code == 200
@@ -262,6 +264,17 @@ def test_adding_a_node(model_folder: Path) -> None:
             await other.stop()
             other.start(port, incarnation="b")  # it is kept, as if it had been on the command line
             await eventually(lambda: len(other.identities) == 2)
+
+    asyncio.run(run())
+
+
+def test_a_node_that_has_told_no_load_has_none(model_folder: Path) -> None:
+    async def run() -> None:
+        other = FakeNode(Role.DECODE, "decode-1")
+        other.silent = True
+        async with serving(model_folder) as (_, _, client), other:
+            added = await client.post("/fleet/nodes", json={"role": "decode", "address": other.address})
+            assert added.json()["node"]["state"] == "alive" and "load" not in added.json()["node"]
 
     asyncio.run(run())
 
