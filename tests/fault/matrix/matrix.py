@@ -12,7 +12,6 @@ import functools
 import re
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +46,6 @@ from tests.processes import Call, Fleet, Process, Router, is_home, print_logs
 T = TypeVar("T")
 Links = frozenset[tuple[str, bool]]
 """The node at the other end of each, and whether pages come in over it."""
-MOST_THREADS, MOST_FILES = 4, 8
-"""That one end of a link has."""
 
 POLL_S = 0.01
 NODES = ("p0", "d0", "d1")
@@ -115,6 +112,7 @@ class Matrix:
         self.patience_s = patience_s
         self._computing = computing or computing_here()
         self._network = network
+        self._transport = transport
         self.fleet = Fleet(
             folder,
             model,
@@ -436,11 +434,8 @@ class Matrix:
 
         def allowed() -> Resources:
             """Decode nodes may have built links since, which they lend pages over: it depends on measured rates."""
-            num_new = len(self._links(process) - links)
-            return Resources(
-                baseline.threads + Counter(link=MOST_THREADS * num_new),
-                baseline.files + Counter(link=MOST_FILES * num_new),
-            )
+            new = [incoming for _, incoming in self._links(process) - links]
+            return baseline.with_links(self._transport, new, has_port=any(incoming for _, incoming in links))
 
         self._until(
             lambda: f"{process.name} has no more than {allowed()}, but {resources(process)}",

@@ -5,10 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.processes import Process
+
+THREADS = {"shm": (3, 2), "cuda-ipc": (3, 2), "gloo": (6, 4), "tcp": (4, 3), "tls": (4, 3)}
+"""Of the end of a link that sends, and of the one that receives. Both have the link's own thread and its `canary`;
+with gloo two of gloo's; with tcp and tls an `io`. The end that sends has a `copier`, and with gloo a `sender`."""
+FILES = {"shm": (7, 3), "cuda-ipc": (7, 3), "gloo": (9, 6), "tcp": (5, 2), "tls": (5, 2)}
+"""Likewise. The control thread of the end that sends has dialled the other: a socket and three eventfds of ZMQ there,
+a socket here. The link itself has a socket. For its one slot (`--kv-slots 1`), shm has a memfd that mmap opens once
+more, and where it is read what mmap has opened; cuda-ipc has a pipe, and where it is read one end of that. Gloo has a
+listener, an epoll and a pipe."""
+PORT_THREADS, PORT_FILES = 1, 4
+"""Of `--kv-port`, which tcp and tls open with the first link that a node receives over: its thread; a listener, an
+epoll and two sockets that wake it."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +30,13 @@ class Resources:
 
     threads: Counter[str]
     files: Counter[str]
+
+    def with_links(self, transport: str, incoming: Sequence[bool], *, has_port: bool) -> Resources:
+        """What it has with one link more for each of `incoming`, which says whether pages come in over it."""
+        num_ports = int(transport in ("tcp", "tls") and any(incoming) and not has_port)
+        threads = sum(THREADS[transport][end] for end in incoming) + PORT_THREADS * num_ports
+        files = sum(FILES[transport][end] for end in incoming) + PORT_FILES * num_ports
+        return Resources(self.threads + Counter(link=threads), self.files + Counter(link=files))
 
     def is_within(self, baseline: Resources) -> bool:
         """Whether there are no more than there were."""
