@@ -12,23 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import os
 import shlex
 import signal
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
 from shared.protocol.messages import Role
 
 _KILL_S = 5.0
-_MAX_CALLS = 4
-"""A webhook is called so many times at once at most."""
+_URL_CHARACTERS = "/?#[]@!$&'()*+,;=:%~"
+"""That are sent as they stand, beside letters and digits."""
 
 
 class ActionFailed(Exception):
@@ -133,24 +130,17 @@ class Command:
         await process.wait()
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would be sent again as a GET without its body."""
-
-    def redirect_request(self, *args: object, **kwargs: object) -> None:
-        """Follow none: the answer is raised as an HTTPError."""
-
-
 class Webhook:
-    """Posts JSON. An answer of 2xx says that it is taken care of; a redirect is not followed."""
+    """Posts JSON. An answer of 2xx says that it is taken care of; a redirect is not followed, and no proxy is used.
+
+    asyncio's streams, since a call of `urllib` that a slow server keeps cannot be ended, and neither can its thread.
+    """
 
     drains_nodes = True
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url = url
         self._timeout_s = timeout_s
-        self._opener = urllib.request.build_opener(_NoRedirect)
-        # Not the threads that look at the fleet: a server may keep one for longer than the call is waited for.
-        self._threads = ThreadPoolExecutor(_MAX_CALLS, "webhook")
 
     async def add(self, role: Role, num_nodes: int, reason: str) -> None:
         """Post {"action": "add", ...}."""
@@ -162,29 +152,47 @@ class Webhook:
         await self._post({"action": "drain", **named, "reason": reason})
 
     def close(self) -> None:
-        """Begin no call any more. One that is under way ends with this process."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """A call ends with its task."""
 
     async def _post(self, body: Mapping[str, object]) -> None:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url, msgspec.json.encode(body), headers)
-
-        def post() -> None:
-            with self._opener.open(request, timeout=self._timeout_s):
-                pass
-
         try:
             async with asyncio.timeout(self._timeout_s):
-                await asyncio.get_running_loop().run_in_executor(self._threads, post)
+                status, location = await self._answer(msgspec.json.encode(body))
         except TimeoutError:
             raise ActionFailed(f"{self._url} took longer than {self._timeout_s:g} s") from None
-        except urllib.error.HTTPError as error:
-            error.close()
-            location = error.headers.get("Location")
-            words = f", to {location}; redirects are not followed" if location else ""
-            raise ActionFailed(f"{self._url} answered {error.code} {error.reason}{words}") from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, ValueError) as error:  # ValueError: of a URL or an answer that is not HTTP
             raise ActionFailed(f"{self._url}: {error}") from None
+        if not status.startswith("2"):
+            words = f", to {location}; redirects are not followed" if location else ""
+            raise ActionFailed(f"{self._url} answered {status}{words}")
+
+    async def _answer(self, content: bytes) -> tuple[str, str]:
+        """The status with its words, and the header Location. The body of the answer is not read."""
+        url = urlsplit(self._url)
+        is_tls = url.scheme == "https"
+        port = url.port or (443 if is_tls else 80)
+        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        head = (
+            f"POST {quote(target, safe=_URL_CHARACTERS)} HTTP/1.1",
+            f"Host: {url.netloc}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(content)}",
+            "Connection: close",
+            "\r\n",
+        )
+        reader, writer = await asyncio.open_connection(url.hostname, port, ssl=is_tls)
+        try:
+            writer.write("\r\n".join(head).encode() + content)
+            protocol, _, status = (await reader.readline()).decode("latin-1").strip().partition(" ")
+            if not protocol.startswith("HTTP/1"):
+                raise ValueError("it does not answer in HTTP")
+            location = ""
+            while header := (await reader.readline()).decode("latin-1").strip():
+                name, _, value = header.partition(":")
+                location = value.strip() if name.lower() == "location" else location
+            return status, location
+        finally:
+            writer.transport.abort()
 
 
 def _signal(group: int, signum: signal.Signals) -> None:
