@@ -141,7 +141,9 @@ def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(model_folder: 
     asyncio.run(run())
 
 
-def test_what_still_runs_after_the_timeout_is_ended_and_the_node_told(model_folder: Path) -> None:
+def test_what_still_runs_after_the_timeout_is_ended_and_the_node_told(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         async with serving(model_folder) as (_, decode, client):
             decode.script = one_then_nothing
@@ -160,6 +162,11 @@ def test_what_still_runs_after_the_timeout_is_ended_and_the_node_told(model_fold
             nobody = await client.post("/generate", json=BODY)
             assert nobody.status_code == 503
             assert (await client.delete("/fleet/nodes/prefill-0")).status_code == 200
+            warnings = [record.message for record in caplog.records if "no_node_left" in record.message]
+            assert warnings == [
+                'no_node_left role=decode reason="requests wait for one"',
+                'no_node_left role=prefill reason="decode nodes compute prompts as well"',
+            ]
             health = await client.get("/health")
             assert health.status_code == 503
             assert health.json()["status"] == "unavailable", "nobody is on the way"
