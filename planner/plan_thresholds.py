@@ -202,14 +202,16 @@ def _words(
         axis
     ]
     least, most = _value(axis, now * grid[0]), _value(axis, now * grid[-1])
+    is_cut = axis == "prompt" and grid[-1] < MAX_FACTOR
+    end = ", as far as the context allows" if is_cut else ""
     if not pays:
-        words = f"Splitting does not pay for {what} from {least} to {most}"
+        words = f"Splitting does not pay for {what} from {least} to {most}{end}"
     elif low is None:
         words = f"Splitting pays for {what} from {least}, the least that was tried, to "
-        words += f"{most}, the most" if high is None else _value(axis, high)
+        words += f"{most}{end or ', the most'}" if high is None else _value(axis, high)
     else:
         words = f"Splitting pays for {what} from {_value(axis, low)} "
-        words += f"on (tried up to {most})" if high is None else f"to {_value(axis, high)}"
+        words += f"on (tried up to {most}{end})" if high is None else f"to {_value(axis, high)}"
     return f"{words} (now {_value(axis, now)})"
 
 

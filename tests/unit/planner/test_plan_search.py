@@ -228,6 +228,29 @@ def test_prompts_may_grow_until_they_fill_the_context() -> None:
     assert planned(full).candidates[0].now.num_failed == 0
 
 
+@pytest.mark.parametrize(
+    ("input_len", "split", "words"),
+    [
+        (
+            1000,
+            0.5,
+            "does not pay for mean prompts from 125 tokens to 4000 tokens, as far as the context allows (now",
+        ),
+        (1000, 2.2, "on (tried up to 4000 tokens, as far as the context allows) (now"),
+        (100, 2.2, "on (tried up to 800 tokens) (now"),
+    ],
+)
+def test_a_search_that_the_context_ends_says_so(input_len: int, split: float, words: str) -> None:
+    """A node's context is 4096 tokens."""
+
+    def duel(candidate: Candidate, varied: Variation) -> float:
+        return split if candidate.splits else 1.5 / varied.prompt
+
+    question = asked(of=traffic(200, rate=1.0, input_len=input_len), nodes=range(2, 3))
+    prompt = threshold(planted(question, duel), "prompt")
+    assert words in prompt.words
+
+
 def test_a_split_pays_between_two_rates() -> None:
     def duel(candidate: Candidate, varied: Variation) -> float:
         return 2.0 if candidate.splits else 1.5
