@@ -15,6 +15,7 @@ from planner.traffic.arrival import Arrival, BadLine
 from planner.traffic.formats import TimedLines, TraceFormat, format_of, parser_of
 from planner.traffic.router_log import RouterLog
 from planner.traffic.trace import BLOCK_TOKENS, Trace, TraceRow
+from router.api.prefix_hashes import BLOCK_TOKENS as LOG_BLOCK
 from shared.errors import ConfigError
 
 MAX_PLAUSIBLE_RATE = 1000.0
@@ -74,7 +75,7 @@ class _Reader:
             block_tokens = parse.block_tokens or BLOCK_TOKENS
             remarks += _remarks_on_log(parse)
         if self._num_left_out:
-            remarks.append(f"{self._num_left_out} requests without a prompt or an answer are left out.")
+            remarks.append(f"Requests without a prompt or an answer are left out: {self._num_left_out}.")
         return self._trace(rows, trace_format, block_tokens, remarks)
 
     def _trace(
@@ -93,10 +94,13 @@ class _Reader:
                 f"milliseconds, --trace-format {TraceFormat.VLLM} reads them so."
             )
         if not self._names:
-            remarks.append(
-                "The trace does not tell which prompts share a prefix, so no prompt is planned to find any of its "
-                "tokens in a cache."
+            is_short = trace_format is TraceFormat.ROUTER and all(row.input_len < LOG_BLOCK for row in rows)
+            why = (
+                f"A log tells of shared prefixes by blocks of {LOG_BLOCK} tokens, and every prompt is shorter"
+                if is_short
+                else "The trace does not tell which prompts share a prefix"
             )
+            remarks.append(f"{why}, so no prompt is planned to find any of its tokens in a cache.")
         for at, row in enumerate(rows):
             rows[at] = TraceRow(row.at_s - start_s, row.input_len, row.output_len, row.hash_ids)
         return Trace(
@@ -137,7 +141,7 @@ class _Reader:
 
     def _why_none(self, trace_format: TraceFormat) -> str:
         if self._num_left_out:
-            return f"none of its {self._num_left_out} requests has both a prompt and an answer"
+            return f"none of its requests ({self._num_left_out}) has both a prompt and an answer"
         if trace_format is TraceFormat.ROUTER:
             return (
                 "it has no request. It was read as the log of a router, which needs --log-requests; other formats "
@@ -149,8 +153,8 @@ class _Reader:
 def _remarks_on_log(log: RouterLog) -> Iterator[str]:
     if log.num_refused:
         yield (
-            f"{log.num_refused} requests were refused before they had a token. Their lengths are not known, so they "
-            "are left out: the real load was higher."
+            f"Requests that were refused before they had a token: {log.num_refused}. Their lengths are not known, so "
+            "they are left out: the real load was higher."
         )
     if len(log.keys) > 1:
         yield (

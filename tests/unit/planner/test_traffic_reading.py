@@ -155,8 +155,19 @@ def test_time_out_of_order_is_sorted_and_units_are_doubted(tmp_path: Path) -> No
 
 def test_what_a_log_cannot_tell_is_remarked(tmp_path: Path) -> None:
     remarks = " ".join(read(tmp_path, LOG).remarks)
-    assert "1 requests were refused" in remarks and "2 keys" in remarks
-    assert "1 requests without" in " ".join(read(tmp_path, AIPERF).remarks)
+    assert "refused before they had a token: 1." in remarks and "2 keys" in remarks
+    assert "without a prompt or an answer are left out: 1." in " ".join(read(tmp_path, AIPERF).remarks)
+
+
+def test_why_a_trace_tells_of_no_shared_prefix(tmp_path: Path) -> None:
+    """The router logs no hash for a prompt of fewer than 64 tokens."""
+    lines = [line for line in LOG.splitlines() if "request_id=e" in line]
+    short = lines[0].replace(' prefixes="" prefix_tokens=64 prefix_key=2e', "")
+    assert "blocks of 64 tokens, and every prompt is shorter, so no" in " ".join(
+        read(tmp_path, short).remarks
+    )
+    for text in (short.replace("prompt_lens=63", "prompt_lens=64"), AZURE):
+        assert "does not tell which prompts share a prefix, so no" in " ".join(read(tmp_path, text).remarks)
 
 
 DEEP = f'{{"a": {"[" * 100_000}{"]" * 100_000}}}\n'
@@ -193,7 +204,7 @@ GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1
         (GOOD + GOOD, "all 2 requests arrive at the same time"),
         (
             GOOD.replace("600", "0").replace("[1, 2]", "[]"),
-            "none of its 1 requests has both a prompt and an answer",
+            "none of its requests (1) has both a prompt and an answer",
         ),
         (
             '{"prompt": "hi", "output_tokens": 5}',
