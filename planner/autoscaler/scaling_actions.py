@@ -169,6 +169,8 @@ class Webhook:
     async def _answer(self, content: bytes) -> tuple[str, str]:
         """The status with its words, and the header Location. The body of the answer is not read."""
         url = urlsplit(self._url)
+        if url.hostname is None:
+            raise ValueError("it names no host")
         is_tls = url.scheme == "https"
         port = url.port or (443 if is_tls else 80)
         target = (url.path or "/") + (f"?{url.query}" if url.query else "")
