@@ -122,8 +122,7 @@ async def advise(
 
     if len(requests) < MIN_REQS:
         return advice(
-            f"{len(requests)} requests in the last {WINDOW_S / 60:g} minutes are too few to plan for; {MIN_REQS} are "
-            "needed",
+            f"{MIN_REQS} requests are needed to plan for; in the last {WINDOW_S / 60:g} minutes: {len(requests)}",
             None,
             None,
         )
@@ -264,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
             advice = asyncio.run(advise(recent.requests(now_s), fleet, profiles, aim, now_s))
             if num_refused := recent.refused():
                 words = (
-                    f"{advice.words}. {num_refused} requests were refused meanwhile, and are not planned for"
+                    f"{advice.words}. Requests that were refused meanwhile are not planned for: {num_refused}"
                 )
                 advice = msgspec.structs.replace(advice, words=words)
             os.write(args.advice_fd, msgspec.msgpack.encode(advice))

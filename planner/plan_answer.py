@@ -28,6 +28,8 @@ from planner.simulate import Run
 
 Report = Callable[[str], None]
 
+LINE_EVERY = 20
+"""Simulations. So often a line says how far a plan is where stderr is no terminal."""
 MIN_TTFTS = 20
 """A queue that grows must be seen to: a window is to last as long as so many SLOs on TTFT."""
 
@@ -96,13 +98,16 @@ async def solve(asked: Asked, num_jobs: int, console: Console) -> Answer:
     """Simulate in processes of their own and show progress. Raises ConfigError and WorkerDied."""
     async with Workers(asked.setting, num_jobs) as workers:
         with console.status("") as status:
-            num_runs = cpu_s = 0.0
+            num_runs, cpu_s = 0, 0.0
 
             async def run(trial: Trial) -> Run:
                 nonlocal num_runs, cpu_s
                 done = await workers.run(trial)
                 num_runs, cpu_s = num_runs + 1, cpu_s + done.cpu_s
-                status.update(f"{num_runs:.0f} simulations, {cpu_s:.0f} s of CPU; now {trial.option.name}")
+                words = f"{num_runs} simulations, {cpu_s:.0f} s of CPU; now {trial.option.name}"
+                status.update(words)
+                if not console.is_terminal and num_runs % LINE_EVERY == 0:
+                    console.print(words)
                 return done
 
             return await answer_by(asked, run, console.print)
@@ -242,12 +247,13 @@ def _compared(candidates: Sequence[CandidateAnswer], aim: Aim) -> Verdict:
         gain = best.difference.goodput
         interval = f"({gain.low:.3g} to {gain.high:.3g})"
         headline = f"{best.name} has {rate(gain.value)} {interval} more goodput than {base.name}."
+    differ = "differs" if len(other) == 1 else "differ"
     return Verdict(
         best=best.name,
         splits=best.num_prefill > 0,
         meets=best.now.good_share.value >= aim.good_share,
         headline=headline,
-        reasons=(f"{len(other)} of {len(candidates) - 1} differ from the base by more than noise.",),
+        reasons=(f"{len(other)} of {len(candidates) - 1} {differ} from the base by more than noise.",),
         best_of=(),
     )
 
@@ -282,8 +288,8 @@ def _remarks(asked: Asked) -> tuple[str, ...]:
         num_long = sum(one.input_len + one.output_len > limit for one in asked.traffic.requests)
         if num_long:
             remarks.append(
-                f"{num_long} of the requests are longer than the {limit} tokens of context of {path}. They fail "
-                "on every such node."
+                f"Requests that are longer than the {limit} tokens of context of {path}: {num_long}. They fail on "
+                "every such node."
             )
     return tuple(remarks)
 

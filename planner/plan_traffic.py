@@ -118,7 +118,8 @@ def _remarks(windows: Sequence[Window], requests: Sequence[SimRequest]) -> list[
         )
     if cold := sum(not window.is_warm for window in windows):
         remarks.append(
-            f"The caches of {cold} windows are not as full as they would be, so less reuse is planned than there is."
+            f"In {cold} of {len(windows)} windows the caches are not as full as they would be, so less reuse is "
+            "planned than there is."
         )
     return remarks
 

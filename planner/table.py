@@ -12,6 +12,7 @@ from planner.answer import Answer, CandidateAnswer, Estimate
 from planner.figures import Distribution
 
 _PLAIN_WIDTH = 150
+_LATENCIES = ("TTFT p50 p99, ms", "ITL p50 p99, ms")
 
 
 def print_answer(answer: Answer, console: Console | None = None) -> None:
@@ -64,8 +65,8 @@ def _question(answer: Answer) -> Text:
 
 def _candidates(answer: Answer) -> Table:
     has_prices = any(one.price is not None for one in answer.candidates)
-    table = _table("fleet", "price", "up to req/s", "req/price", "good now", "TTFT p50 p99", "ITL p50 p99", "busy",
-                   "link", "held back by", skip=() if has_prices else ("price", "req/price"))  # fmt: skip
+    table = _table("fleet", "price/h", "up to req/s", "req/price", "good now", *_LATENCIES, "busy",
+                   "link", "held back by", skip=() if has_prices else ("price/h", "req/price"))  # fmt: skip
     for num_nodes in sorted({one.num_nodes for one in answer.candidates}):
         for one in (one for one in answer.candidates if one.num_nodes == num_nodes):
             row = [
@@ -89,7 +90,7 @@ def _comparison(answer: Answer) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for flag in answer.candidates[0].settings:
         table.add_column(flag.replace("-", " "))
-    for title in ("good now", "TTFT p50 p99", "ITL p50 p99", "goodput", "mean TTFT, ms", "mean ITL, ms"):
+    for title in ("good now", *_LATENCIES, "goodput, req/s", "mean TTFT, ms", "mean ITL, ms"):
         table.add_column(title, justify="right")
     table.add_column("from the base", no_wrap=True)
     for one in answer.candidates:
@@ -151,7 +152,7 @@ def _percentiles(one: Distribution | None) -> str:
 
 
 def _sensitivity(answer: Answer) -> Table:
-    table = _table("if", "best", f"its goodput, of {answer.verdict.best}", "", skip=())
+    table = _table("if", "best", f"its goodput and that of {answer.verdict.best}, req/s", "", skip=())
     for one in answer.sensitivity:
         table.add_row(
             f"{one.what} {one.factor - 1:+.0%}",

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # It imports torch, for which --help and a wrong flag do not wait.
         from planner.measure.phases import Phase, measure
 
-        with _bars(console, [*Phase]) as on_progress:
+        with progress_on(console, [*Phase]) as on_progress:
             profile = measure(config, node_argv(args), on_progress=on_progress)
         profile.save(args.out)
     except (ConfigError, OSError) as error:
@@ -74,8 +74,19 @@ def node_argv(args: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
-def _bars(console: Console, phases: Sequence[str]) -> Iterator[Callable[[str, str, float], None]]:
-    """A bar for each phase, beside which it says what is being measured."""
+def progress_on(console: Console, phases: Sequence[str]) -> Iterator[Callable[[str, str, float], None]]:
+    """A bar for each phase, beside which it says what is being measured; where there is no terminal, lines."""
+    if not console.is_terminal:
+        told: set[tuple[str, int]] = set()
+
+        def tell(phase: str, what: str, fraction: float) -> None:
+            """One line for each tenth of a phase."""
+            if (tenth := (phase, int(10 * fraction))) not in told:
+                told.add(tenth)
+                console.print(f"{phase}: {fraction:.0%} {what}".rstrip(), highlight=False, soft_wrap=True)
+
+        yield tell
+        return
     columns = (
         TextColumn("{task.description:<10}"),
         BarColumn(),

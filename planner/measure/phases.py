@@ -233,7 +233,8 @@ def _machine(engine: Engine) -> str:
     device = engine.pool.device
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{cpu_model()}, {engine.cpu_cores.num_threads} cores"
+    num_cores = engine.cpu_cores.num_threads
+    return f"{cpu_model()}, {num_cores} core{'s' * (num_cores > 1)}"
 
 
 def _measured(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from planner.measure import phases, router_load
-from planner.measure.command import main, make_parser, node_argv
+from planner.measure.command import main, make_parser, node_argv, progress_on
 from planner.measure.forwards import DecodeStep, Extend, MeasureLimits, points_of
 from planner.measure.phases import Phase, measure
 from planner.measure.router_load import Process
@@ -109,6 +111,17 @@ def test_points_stay_within_the_node() -> None:
         for point in points_of(limits, 512, 16, has_cache=False, effort=MeasureLimits())
         if isinstance(point, Extend) and point.spans[0][0]
     ]
+
+
+def test_where_stderr_is_no_terminal_each_tenth_of_a_phase_is_a_line() -> None:
+    console = Console(file=io.StringIO(), width=20)
+    with progress_on(console, ["engine", "router"]) as on_progress:
+        for done in range(101):
+            on_progress("engine", f"decode step {done} over 2048 tokens", done / 100)
+        on_progress("router", "", 1.0)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0] == "engine: 0% decode step 0 over 2048 tokens" and lines[-1] == "router: 100%"
+    assert len(lines) == 12
 
 
 def test_a_small_context_has_points(tmp_path: Path) -> None:

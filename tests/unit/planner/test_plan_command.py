@@ -93,7 +93,7 @@ def test_table_json_and_html_of_one_answer(outputs: tuple[subprocess.CompletedPr
     for one in answer.candidates:
         assert one.name in done.stdout and one.name in html
         assert f"{one.name}: up to" in done.stderr, "progress"
-    assert "ms of CPU each" in done.stderr
+    assert "ms of CPU each" in done.stderr and "20 simulations, " in done.stderr
 
 
 def test_the_same_seed_gives_the_same_answer(
@@ -298,6 +298,8 @@ def test_a_table_shows_what_is_true_of_the_answer() -> None:
         "1 together *",
         "from the screen",
         answer.verdict.headline,
+        "TTFT p50 p99, ms",
+        "goodput and that of 3 together, req/s",
         "load +20%",
         "cost -20%",
     ):

@@ -84,7 +84,9 @@ def test_requests_beyond_the_context_fail_and_a_remark_says_so() -> None:
     answer = planned(asked(short, of=traffic(20), nodes=ONE_AND_TWO))
     assert answer.candidate("1 together").now.num_failed == 20
     assert "20 of 20 requests fail" in answer.verdict.headline
-    assert any("20 of the requests are longer than the 128 tokens" in remark for remark in answer.remarks)
+    assert any(
+        "longer than the 128 tokens of context of profile0.json: 20." in remark for remark in answer.remarks
+    )
     assert answer.candidate("1 together").now.ttft_s is None
 
 
