@@ -316,6 +316,8 @@ def test_a_webhook_gets_json() -> None:
         ]
         with pytest.raises(ActionFailed, match="/wrong answered 500"):
             asyncio.run(Webhook(f"{url}/wrong", 60.0).add(Role.DECODE, 1, ""))
+    with pytest.raises(ActionFailed, match="it names no host"):
+        asyncio.run(Webhook("http:///hook", 60.0).add(Role.DECODE, 1, ""))
     with pytest.raises(ActionFailed, match="Connect call failed"):
         asyncio.run(Webhook(f"{url}/hook", 60.0).add(Role.DECODE, 1, ""))
 
