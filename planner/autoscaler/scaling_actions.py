@@ -17,15 +17,13 @@ import shlex
 import signal
 from collections.abc import Mapping
 from typing import Protocol
-from urllib.parse import quote, urlsplit
 
+import httpx
 import msgspec
 
 from shared.protocol.messages import Role
 
 _KILL_S = 5.0
-_URL_CHARACTERS = "/?#[]@!$&'()*+,;=:%~"
-"""That are sent as they stand, beside letters and digits."""
 
 
 class ActionFailed(Exception):
@@ -131,10 +129,7 @@ class Command:
 
 
 class Webhook:
-    """Posts JSON. An answer of 2xx says that it is taken care of; a redirect is not followed, and no proxy is used.
-
-    asyncio's streams, since a call of `urllib` that a slow server keeps cannot be ended, and neither can its thread.
-    """
+    """Posts JSON. An answer of 2xx says that it is taken care of; a redirect is not followed."""
 
     drains_nodes = True
 
@@ -155,46 +150,22 @@ class Webhook:
         """A call ends with its task."""
 
     async def _post(self, body: Mapping[str, object]) -> None:
+        content, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
         try:
-            async with asyncio.timeout(self._timeout_s):
-                status, location = await self._answer(msgspec.json.encode(body))
+            async with (
+                asyncio.timeout(self._timeout_s),  # httpx counts it anew with each byte
+                httpx.AsyncClient(timeout=None) as client,
+                client.stream("POST", self._url, content=content, headers=headers) as answer,
+            ):
+                pass  # whatever it says besides the status is not waited for
         except TimeoutError:
             raise ActionFailed(f"{self._url} took longer than {self._timeout_s:g} s") from None
-        except (OSError, ValueError) as error:  # ValueError: of a URL or an answer that is not HTTP
-            raise ActionFailed(f"{self._url}: {error}") from None
-        if not status.startswith("2"):
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ActionFailed(f"{self._url}: {str(error) or type(error).__name__}") from None
+        if not answer.is_success:
+            location = answer.headers.get("Location")
             words = f", to {location}; redirects are not followed" if location else ""
-            raise ActionFailed(f"{self._url} answered {status}{words}")
-
-    async def _answer(self, content: bytes) -> tuple[str, str]:
-        """The status with its words, and the header Location. The body of the answer is not read."""
-        url = urlsplit(self._url)
-        if url.hostname is None:
-            raise ValueError("it names no host")
-        is_tls = url.scheme == "https"
-        port = url.port or (443 if is_tls else 80)
-        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        head = (
-            f"POST {quote(target, safe=_URL_CHARACTERS)} HTTP/1.1",
-            f"Host: {url.netloc}",
-            "Content-Type: application/json",
-            f"Content-Length: {len(content)}",
-            "Connection: close",
-            "\r\n",
-        )
-        reader, writer = await asyncio.open_connection(url.hostname, port, ssl=is_tls)
-        try:
-            writer.write("\r\n".join(head).encode() + content)
-            protocol, _, status = (await reader.readline()).decode("latin-1").strip().partition(" ")
-            if not protocol.startswith("HTTP/1"):
-                raise ValueError("it does not answer in HTTP")
-            location = ""
-            while header := (await reader.readline()).decode("latin-1").strip():
-                name, _, value = header.partition(":")
-                location = value.strip() if name.lower() == "location" else location
-            return status, location
-        finally:
-            writer.transport.abort()
+            raise ActionFailed(f"{self._url} answered {answer.status_code} {answer.reason_phrase}{words}")
 
 
 def _signal(group: int, signum: signal.Signals) -> None:

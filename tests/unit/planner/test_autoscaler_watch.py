@@ -291,7 +291,7 @@ def http_server(answer: Callable[[str], tuple[int, object]]) -> Iterator[tuple[s
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_webhook_that_redirects_has_done_nothing(status: int) -> None:
-    """urllib would ask /elsewhere by a GET, and its 200 would count as done."""
+    """/elsewhere would answer 200, which would count as done."""
     with http_server(lambda path: (status if path == "/hook" else 200, {})) as (url, got):
         with pytest.raises(
             ActionFailed, match=f"/hook answered {status} .*, to /elsewhere; redirects are not"
@@ -316,9 +316,9 @@ def test_a_webhook_gets_json() -> None:
         ]
         with pytest.raises(ActionFailed, match="/wrong answered 500"):
             asyncio.run(Webhook(f"{url}/wrong", 60.0).add(Role.DECODE, 1, ""))
-    with pytest.raises(ActionFailed, match="it names no host"):
+    with pytest.raises(ActionFailed, match="missing an 'http://'"):
         asyncio.run(Webhook("http:///hook", 60.0).add(Role.DECODE, 1, ""))
-    with pytest.raises(ActionFailed, match="Connect call failed"):
+    with pytest.raises(ActionFailed, match="/hook: All connection attempts failed"):
         asyncio.run(Webhook(f"{url}/hook", 60.0).add(Role.DECODE, 1, ""))
 
 
@@ -359,7 +359,7 @@ def test_a_webhook_that_is_no_http_server_has_done_nothing() -> None:
                 Role.DECODE, 1, ""
             )
 
-    with pytest.raises(ActionFailed, match="does not answer in HTTP"):
+    with pytest.raises(ActionFailed, match=r":\d+: (ReadError|illegal status line)"):
         asyncio.run(run())
 
 
