@@ -1,14 +1,14 @@
 """Which routing policy, and what does it cost to split conversations? 2P2D, simulated and for real.
 
-    policies    each policy on both fleets, over the recorded conversations and few-shot prompts. `before` is round
-                robin among prefill nodes, with prefixes counted on decode nodes only
+    policies    each policy on both fleets, over parts of the recorded conversations and few-shot prompts. `before` is
+                round robin among prefill nodes, with prefixes counted on decode nodes only
     fleet       `ttft` over 1,000 simulated nodes of which some die and some join, with API keys and --ttft-limit-s
     real        parts of both recorded traces through real processes over nodes whose forwards are a wait, beside
                 what the simulator predicts for them
     turns       conversations of several turns: prompt tokens computed against new ones
 
-`goodput` is the share of the requests with a TTFT and a mean time between tokens within TTFT_S and TPOT_S. Simulated
-times are virtual seconds of the costs in profile.json.
+`good_share` is the share of the requests that meet `planner.SLO`. Forwards cost what `planner.COSTS` says, and in the
+large fleet what profile.json says. A figure `of ttft` is divided by that of `ttft`, part by part or round by round.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from planner.candidate import Candidate
-from planner.figures import arrival_seconds, figures_of
-from planner.simulator.fleet import FleetShape, Outcome, SimFleet
+from planner.figures import Figures, arrival_seconds, figures_of
+from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import NodeShape
 from planner.traffic.trace import SimRequest, scaled
-from router.dispatch.policy import POLICIES, cache_aware, round_robin, ttft
+from router.dispatch.policy import POLICIES, ttft
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
 from tests.bench.fitted import load_cost_model
@@ -41,78 +42,69 @@ from tests.bench.planner import (
     mooncake,
     predict,
     profile,
+    timed_profile,
 )
-from tests.bench.recorded import MOONCAKE, load_trace
-from tests.bench.replay import Replayed
+from tests.bench.recorded import load_trace
 from tests.bench.servers import new_client, prompt_ids, servers, stream
-from tests.bench.stats import figure, percentile
+from tests.bench.stats import figure, percentile, ratios, significant
 from tests.bench.table import Row
 from tests.bench.timed_stream import VOCAB_SIZE
-from tests.bench.trace_serving import TPOT_S, TTFT_S
 from tests.sim.workloads import few_shot
 
-RATES = {MOONCAKE: 4.0, "few_shot": 2.0}
-"""Times the trace's own rate, or 0.06 s: two prefill nodes are then busy for two thirds of the time."""
-NUM_REQUESTS = 1500
-BEFORE = {"prefill_policy": round_robin, "decode_policy": cache_aware, "local_prefill_tokens": 16}
+WORKLOADS = ("conversations", "few-shot prompts")
+PARTS = 5
+"""Of each workload in the simulator. Conversations keep two prefill nodes busy for two thirds of the time."""
 LARGE = {"nodes": 1000, "requests": 4000, "rate": 400.0}
+NAMES = ("before", *POLICIES)
 NUM_API_KEYS, TTFT_LIMIT_S = 8, 0.1
 NUM_DEATHS = 40
 REAL_PARTS = (mooncake(2.2, 1200), azure(2.0, 1200))
 """Two prefill nodes of `planner.COSTS` are then busy for about half of the time."""
+ROUNDS = 3
+"""Of turns."""
 CONVERSATIONS, TURNS, FIRST_TOKENS = 6, 5, 400
 TALKS = {"short answers": (48, 40), "long answers": (100, 200)}
 """Tokens of each later turn, and of each answer."""
 
 
-def simulated(shape: dict[str, Any], requests: Iterable[SimRequest], seed: int = 0) -> SimFleet:
-    """A fleet before its first request. `shape` has the fields of FleetShape that are not the usual ones."""
-    node = NodeShape(pool_tokens=65_536, schedule=ScheduleOptions(max_running_requests=256))
-    fleet = SimFleet(FleetShape(**{"prefill": node, "decode": node, **shape}), load_cost_model(), seed=seed)
-    fleet.submit(requests)
-    return fleet
+def workload(name: str, part: int) -> Sequence[SimRequest]:
+    """The requests of one simulated run: about 1,000 or 1,500."""
+    if name == "few-shot prompts":
+        return few_shot(random.Random(part), 1500, gap_s=0.02)
+    return replace(mooncake(2.6, 350.0 * part), replayed_s=120.0).requests(NODES.context_length)
 
 
-def workload(name: str) -> Iterable[SimRequest]:
-    """The requests of one simulated run."""
-    if name == "few_shot":
-        return few_shot(random.Random(0), NUM_REQUESTS, gap_s=0.06 / RATES[name])
-    return itertools.islice(scaled(load_trace(name), rate=RATES[name]), NUM_REQUESTS)
+def run_policies(name: str) -> Iterator[dict[str, Any]]:
+    """Every policy on a simulated 2P2D."""
+    nodes = profile(NODES, COSTS, Added())
+    parts = [workload(name, part) for part in range(PARTS)]
+    runs = {policy: [predict(candidate(policy), part, nodes) for part in parts] for policy in NAMES}
+    values = {policy: [values_of(run.figures, run.cached_share) for run in of] for policy, of in runs.items()}
+    for policy, of in values.items():
+        yield {"bench": "policies", "workload": name, "policy": policy, **compared(of, values["ttft"])}
 
 
-def run_policy(name: str, policy: str) -> dict[str, Any]:
-    """One policy on 2P2D."""
-    both = POLICIES.get(policy, ttft)
-    chosen = {"prefill_policy": both, "decode_policy": both, "local_prefill_tokens": None}
-    shape = {"num_prefill": 2, "num_decode": 2, **(BEFORE if policy == "before" else chosen)}
-    fleet = simulated(shape, workload(name))
-    fleet.run()
-    return {"bench": "policies", "workload": name, "policy": policy, **totals(fleet)}
-
-
-def totals(fleet: SimFleet) -> dict[str, Any]:
-    """What a simulated workload came to."""
-    done = [outcome for outcome in fleet.outcomes.values() if outcome.ok]
-    first = sorted(outcome.ttft_s for outcome in done)
-    gaps = sorted(map(_tpot_s, done))
-    good = sum(outcome.ttft_s <= TTFT_S and _tpot_s(outcome) <= TPOT_S for outcome in done)
-    vitals = [node.vitals for node in fleet.nodes.values()]
-    computed = sum(one.num_prompt_tokens - one.num_cached_tokens for one in vitals)
+def values_of(of: Figures, cached_share: float) -> dict[str, float]:
+    """What is compared, of one run."""
     return {
-        "requests": len(fleet.outcomes),
-        "ok": len(done),
-        "ttft_mean_ms": round(1e3 * sum(first) / len(first)),
-        "ttft_p99_ms": round(1e3 * percentile(first, 99)),
-        "tpot_mean_ms": round(1e3 * sum(gaps) / len(gaps), 1),
-        "tpot_p99_ms": round(1e3 * percentile(gaps, 99), 1),
-        "cached_share": round(1 - computed / sum(outcome.request.input_len for outcome in done), 3),
-        "goodput": round(good / len(done), 3),
+        "ttft_mean_ms": 1e3 * of.ttft_s.mean,
+        "ttft_p99_ms": 1e3 * of.ttft_s.p99,
+        "itl_mean_ms": 1e3 * of.itl_s.mean,
+        "itl_p99_ms": 1e3 * of.itl_s.p99,
+        "cached_share": cached_share,
+        "good_share": of.good_share,
     }
 
 
-def _tpot_s(outcome: Outcome) -> float:
-    assert outcome.ended_at is not None and outcome.first_token_at is not None
-    return (outcome.ended_at - outcome.first_token_at) / max(outcome.num_tokens - 1, 1)
+def compared(of: Sequence[Mapping[str, float]], default: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """The medians and spreads of several runs, and of their ratios to those of the default policy."""
+    row: dict[str, Any] = {}
+    for name in of[0]:
+        values, others = [one[name] for one in of], [one[name] for one in default]
+        row |= figure(name, values)
+        if of is not default and all(others):
+            row |= figure(f"{name} of ttft", ratios(values, others))
+    return row
 
 
 def run_large() -> dict[str, Any]:
@@ -120,15 +112,19 @@ def run_large() -> dict[str, Any]:
     rng = random.Random(0)
     rows = load_trace()
     half = LARGE["nodes"] // 2
-    shape = {
+    shape: dict[str, Any] = {
         "num_prefill": half,
         "num_decode": half,
         "local_prefill_tokens": None,
         "ttft_limit_s": TTFT_LIMIT_S,
+        "prefill_policy": ttft,
+        "decode_policy": ttft,
     }
     recorded = itertools.islice(scaled(rows, rate=LARGE["rate"]), int(LARGE["requests"]))
     requests = (replace(request, api_key=i % NUM_API_KEYS) for i, request in enumerate(recorded))
-    fleet = simulated({**shape, "prefill_policy": ttft, "decode_policy": ttft}, requests)
+    node = NodeShape(pool_tokens=65_536, schedule=ScheduleOptions(max_running_requests=256))
+    fleet = SimFleet(FleetShape(prefill=node, decode=node, **shape), load_cost_model())
+    fleet.submit(requests)
     end = rows[int(LARGE["requests"]) - 1].at_s / LARGE["rate"]
     for i in range(NUM_DEATHS):
         fleet.run(until=end * (i + 1) / NUM_DEATHS)
@@ -146,7 +142,7 @@ def run_large() -> dict[str, Any]:
         "refused": fleet.num_refused,
         "most_requests_of_a_prefill_node": taken[-1],
         "median_requests": taken[len(taken) // 2],
-        **totals(fleet),
+        "ttft_mean_ms": round(1e3 * statistics.mean(one.ttft_s for one in fleet.outcomes.values())),
     }
 
 
@@ -154,29 +150,23 @@ def run_real(part: Part, added: Added) -> Iterator[dict[str, Any]]:
     """A part of a trace through real processes under each policy, in both orders, beside what is predicted."""
     requests = part.requests(NODES.context_length)
     seconds = arrival_seconds([request.at_s for request in requests])
-    rounds: dict[str, list[Replayed]] = {policy: [] for policy in ("before", *POLICIES)}
-    for order in (list(rounds), list(rounds)[::-1]):
+    rounds: dict[str, list[dict[str, float]]] = {policy: [] for policy in NAMES}
+    for order in (NAMES, NAMES[::-1]):
         for policy in order:
-            rounds[policy].append(measure(candidate(policy), requests))
+            seen = measure(candidate(policy), requests)
+            served = figures_of(list(seen.served.values()), len(seen.failed), seconds, SLO)
+            rounds[policy].append(values_of(served, seen.cached_share))
+    nodes = timed_profile(NODES, added)
     for policy, both in rounds.items():
-        seen = [figures_of(list(one.served.values()), len(one.failed), seconds, SLO) for one in both]
-        run = predict(candidate(policy), requests, profile(NODES, COSTS, added))
+        run = predict(candidate(policy), requests, nodes)
+        predicted = values_of(run.figures, run.cached_share)
         yield {
             "bench": "real",
             "workload": part.name,
             "policy": policy,
             "requests": len(requests),
-            **figure("ttft_mean_ms", [1e3 * one.ttft_s.mean for one in seen]),
-            "ttft_mean_ms_predicted": round(1e3 * run.figures.ttft_s.mean),
-            **figure("ttft_p99_ms", [1e3 * one.ttft_s.p99 for one in seen]),
-            "ttft_p99_ms_predicted": round(1e3 * run.figures.ttft_s.p99),
-            **figure("itl_mean_ms", [1e3 * one.itl_s.mean for one in seen]),
-            **figure("itl_p99_ms", [1e3 * one.itl_s.p99 for one in seen]),
-            "itl_p99_ms_predicted": round(1e3 * run.figures.itl_s.p99, 1),
-            **figure("cached_share", [one.cached_share for one in both]),
-            "cached_share_predicted": round(run.cached_share, 3),
-            **figure("good_share", [one.good_share for one in seen]),
-            "good_share_predicted": round(run.figures.good_share, 3),
+            **compared(both, rounds["ttft"]),
+            **{f"{name} predicted": significant(value) for name, value in predicted.items()},
         }
 
 
@@ -223,8 +213,16 @@ async def converse(url: str, talk: str, seed: int) -> tuple[int, int, list[float
 
 
 def run_turns(policy: str, talk: str) -> dict[str, Any]:
-    """Conversations side by side, each waiting for its answers, on a fleet that has had others before."""
+    """Conversations side by side, each waiting for its answers, on fresh fleets that have had others before."""
+    rounds = [_turns(policy, talk) for _ in range(ROUNDS)]
+    names = ("computed_to_new", "later_ttft_p50_ms", "later_ttft_p99_ms")
+    row: dict[str, Any] = {"bench": "turns", "workload": talk, "policy": policy}
+    for name, of in zip(names, zip(*rounds, strict=True), strict=True):
+        row |= figure(name, of)
+    return row
 
+
+def _turns(policy: str, talk: str) -> tuple[float, float, float]:
     async def all_of_them(url: str, first: int) -> list[tuple[int, int, list[float]]]:
         seeds = range(first, first + CONVERSATIONS)
         return await asyncio.gather(*(converse(url, talk, seed) for seed in seeds))
@@ -233,21 +231,14 @@ def run_turns(policy: str, talk: str) -> dict[str, Any]:
         asyncio.run(all_of_them(urls[policy], CONVERSATIONS))
         talks = asyncio.run(all_of_them(urls[policy], 0))
     later = sorted(seconds for _, _, ttfts in talks for seconds in ttfts)
-    return {
-        "bench": "turns",
-        "workload": talk,
-        "policy": policy,
-        "computed_to_new": round(sum(c for _, c, _ in talks) / sum(n for n, _, _ in talks), 3),
-        "later_ttft_p50_ms": round(1e3 * percentile(later, 50)),
-        "later_ttft_p99_ms": round(1e3 * percentile(later, 99)),
-    }
+    computed_to_new = sum(computed for _, computed, _ in talks) / sum(new for new, _, _ in talks)
+    return computed_to_new, 1e3 * percentile(later, 50), 1e3 * percentile(later, 99)
 
 
 def main() -> Iterator[dict[str, Any]]:
     """A row for each policy and workload."""
-    for name in RATES:
-        for policy in ("before", *POLICIES):
-            yield run_policy(name, policy)
+    for name in WORKLOADS:
+        yield from run_policies(name)
     yield run_large()
     added = fit()
     for part in REAL_PARTS:
@@ -263,6 +254,6 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     for row in rows:
         if row.get("policy") in ("before", "ttft"):
             of = f"{row.get('workload', row['bench'])} {row['policy']}"
-            names = ("ttft_mean_ms", "ttft_p99_ms", "goodput", "computed_to_new", "later_ttft_p50_ms")
+            names = ("ttft_mean_ms", "ttft_p99_ms", "good_share", "computed_to_new", "later_ttft_p50_ms")
             figures |= {f"{of} {name}": row[name] for name in names if name in row}
     return figures
