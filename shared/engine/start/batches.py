@@ -87,29 +87,38 @@ class StartBatches:
     def largest(self) -> list[ModelWorkerBatch]:
         """The forwards that need the most memory, with EVERYTHING: of most prompt tokens, of most rows, and of both.
 
-        The longest sequence of the first one fills the context; the others have a token each, or more where a chunk
-        is larger than the context, and so has several whole prompts. The decode step has as many tokens in all as one
-        whole context: Triton's attention needs the same memory for any, torch's needs more for more. With mixed
-        chunks, a forward has prompt tokens beside a decode step, and may have more tokens than either alone.
+        The decode step has as many tokens in all as one whole context: Triton's attention needs the same memory for
+        any, torch's needs more for more. With mixed chunks, a forward has prompt tokens beside a decode step, and may
+        have more tokens than either alone.
         """
-        shape = self._shape
-        num_left = min(shape.max_extend_tokens, shape.num_rows * shape.context_length)
-        extends: list[Extend] = []
-        for num_rows_left in range(min(shape.num_rows, num_left), 0, -1):
-            length = min(num_left - num_rows_left + 1, shape.context_length)
-            start = 0 if extends else shape.context_length - length
-            extends.append(Extend(len(extends), start, [0] * length))
-            num_left -= length
-        found = [self.forward(extends, params=EVERYTHING)]
+        shape, whole = self._shape, self._shape.context_length
+        found = [self.forward(self._prompts(shape.max_extend_tokens, shape.num_rows), params=EVERYTHING)]
         if shape.decodes:
-            last = max(shape.context_length // shape.num_rows, 1) - 1
+            last = max(whole // shape.num_rows, 1) - 1
             steps = [(row, last) for row in range(shape.num_rows)]
             found.append(self.forward([], steps, EVERYTHING))
             if shape.schedule.enable_mixed_chunk:
-                num_tokens = min(tokens_beside(len(steps) - 1, shape.max_extend_tokens), shape.context_length)
-                extend = Extend(0, shape.context_length - num_tokens, [0] * num_tokens)
-                found.append(self.forward([extend], steps[1:], EVERYTHING))
+                most_tokens = tokens_beside(shape.num_rows - 1, shape.max_extend_tokens)
+                num_prompts = min(-(-most_tokens // whole), shape.num_rows)
+                num_tokens = tokens_beside(shape.num_rows - num_prompts, shape.max_extend_tokens)
+                prompts = self._prompts(num_tokens, num_prompts)
+                found.append(self.forward(prompts, steps[num_prompts:], EVERYTHING))
         return found
+
+    def _prompts(self, num_tokens: int, num_rows: int) -> list[Extend]:
+        """So many tokens, or as many as fit, over so many rows, or one for each.
+
+        The first of them ends where the context does. The others are whole prompts: they have a token each, or more
+        where a chunk is larger than the context, and so has several whole prompts.
+        """
+        whole = self._shape.context_length
+        num_left = min(num_tokens, num_rows * whole)
+        extends: list[Extend] = []
+        for num_rows_left in range(min(num_rows, num_left), 0, -1):
+            length = min(num_left - num_rows_left + 1, whole)
+            extends.append(Extend(len(extends), 0 if extends else whole - length, [0] * length))
+            num_left -= length
+        return extends
 
     def usual(self) -> list[ModelWorkerBatch]:
         """A greedy forward of each size: extends of 1, 2, 4, ... tokens, and decode steps of 1, 2, 4, ... rows."""

@@ -16,6 +16,7 @@ from shared.engine.start.gpu_claims import GpuClaim, OtherNodes
 from shared.engine.start.gpu_share import SETTLE_S, GpuShare
 from shared.engine.start.shape import MIN_PAGES, EngineShape
 from shared.errors import ConfigError
+from shared.scheduling.prefill_adder import tokens_beside
 from tests.token_engine import token_model_config
 from tests.unit.engine.start.fake_gpu import FakeGpu, FakeMemory, FakeModel
 
@@ -150,7 +151,10 @@ def test_a_chunk_of_several_whole_prompts_is_measured_with_all_of_them(host: Hos
     node.share.measure(node.model.bind)
     extend, _, mixed = node.model.forwards
     assert extend.lengths_B.tolist() == [200, 200, 107, 1, 1, 1, 1, 1]
-    assert (int(mixed.lengths_B.max()), mixed.num_decodes) == (200, 7)
+    num_tokens = tokens_beside(5, 512)
+    assert num_tokens > 400, "three prompts are needed"
+    prompts = [length for length in mixed.lengths_B.tolist() if length > 1]
+    assert (prompts, mixed.num_decodes) == ([200, 200, num_tokens - 400], 5)
 
 
 def test_what_the_process_has_taken_before_is_no_part_of_what_cuda_takes(host: Host) -> None:
