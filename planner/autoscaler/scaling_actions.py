@@ -15,6 +15,7 @@ import contextlib
 import os
 import shlex
 import signal
+import ssl
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -136,6 +137,7 @@ class Webhook:
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url = url
         self._timeout_s = timeout_s
+        self._tls = ssl.create_default_context()  # trusts what the system trusts, not what comes with httpx
 
     async def add(self, role: Role, num_nodes: int, reason: str) -> None:
         """Post {"action": "add", ...}."""
@@ -154,13 +156,18 @@ class Webhook:
         try:
             async with (
                 asyncio.timeout(self._timeout_s),  # httpx counts it anew with each byte
-                httpx.AsyncClient(timeout=None) as client,
+                httpx.AsyncClient(timeout=None, verify=self._tls) as client,
                 client.stream("POST", self._url, content=content, headers=headers) as answer,
             ):
                 pass  # whatever it says besides the status is not waited for
         except TimeoutError:
             raise ActionFailed(f"{self._url} took longer than {self._timeout_s:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (
+            httpx.HTTPError,
+            OSError,
+            ValueError,
+            ImportError,
+        ) as error:  # the last two: of a wrong HTTP_PROXY
             raise ActionFailed(f"{self._url}: {str(error) or type(error).__name__}") from None
         if not answer.is_success:
             location = answer.headers.get("Location")

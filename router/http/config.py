@@ -6,6 +6,7 @@ import shlex
 from argparse import Namespace
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from router.http.limits import HttpLimits
 from router.http.tls import Tls, TlsOptions
@@ -262,15 +263,24 @@ class AutoscaleOptions:
             raise ConfigError("--autoscale-command and --autoscale-webhook exclude each other")
         if self.autoscale_command is not None and not _words(self.autoscale_command):
             raise ConfigError(f"--autoscale-command {self.autoscale_command!r} is not a command")
-        url = self.autoscale_webhook
-        if url is not None and not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--autoscale-webhook {url} is not like http://HOST[:PORT]/PATH")
+        if self.autoscale_webhook is not None and not _is_http_url(self.autoscale_webhook):
+            raise ConfigError(
+                f"--autoscale-webhook {self.autoscale_webhook} is not like http://HOST[:PORT]/PATH"
+            )
 
     def argv(self) -> list[str]:
         """The command line of these options."""
         scaled = [word for one in self.autoscale for word in ("--autoscale", str(one))]
         others = [one.name for one in fields(self) if one.name != "autoscale"]
         return [*scaled, *argv_of(AutoscaleOptions, Namespace(**vars(self)), *others)]
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False  # of a port that is none
 
 
 def _words(command: str) -> list[str]:

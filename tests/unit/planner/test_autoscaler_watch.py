@@ -316,10 +316,19 @@ def test_a_webhook_gets_json() -> None:
         ]
         with pytest.raises(ActionFailed, match="/wrong answered 500"):
             asyncio.run(Webhook(f"{url}/wrong", 60.0).add(Role.DECODE, 1, ""))
-    with pytest.raises(ActionFailed, match="missing an 'http://'"):
-        asyncio.run(Webhook("http:///hook", 60.0).add(Role.DECODE, 1, ""))
     with pytest.raises(ActionFailed, match="/hook: All connection attempts failed"):
         asyncio.run(Webhook(f"{url}/hook", 60.0).add(Role.DECODE, 1, ""))
+
+
+@pytest.mark.parametrize(
+    ("proxy", "words"), [("socks5://127.0.0.1:1", "socksio"), ("ftp://127.0.0.1", "ftp://127.0.0.1")]
+)
+def test_a_proxy_that_is_none_is_named(proxy: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with pytest.raises(ActionFailed, match=f"/hook: .*{words}"):
+        asyncio.run(Webhook("http://127.0.0.1:1/hook", 60.0).add(Role.DECODE, 1, ""))
 
 
 def test_a_webhook_that_answers_byte_by_byte_is_not_waited_for() -> None:
@@ -338,12 +347,12 @@ def test_a_webhook_that_answers_byte_by_byte_is_not_waited_for() -> None:
     async def run() -> None:
         async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
             hook = Webhook(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 0.2)
-            num_threads = threading.active_count()
+            threads = set(threading.enumerate())
             calls = [asyncio.create_task(hook.add(Role.DECODE, 1, "")) for _ in range(6)]
             for error in await asyncio.gather(*calls, return_exceptions=True):
                 assert isinstance(error, ActionFailed) and "took longer than 0.2 s" in str(error)
             await eventually(lambda: num_left == len(calls))
-            assert threading.active_count() == num_threads
+            assert set(threading.enumerate()) <= threads
 
     asyncio.run(run())
 

@@ -210,6 +210,8 @@ def test_an_autoscaler_gets_the_flags_of_the_router() -> None:
             (*SCALED, *PLANNED, "--autoscale-webhook", "host:80"),
             "--autoscale-webhook host:80 is not like http://",
         ),
+        ((*SCALED, *PLANNED, "--autoscale-webhook", "http:///hook"), "http:///hook is not like http://"),
+        ((*SCALED, *PLANNED, "--autoscale-webhook", "http://a:99999"), "http://a:99999 is not like http://"),
     ],
 )
 def test_wrong_flags_of_the_autoscaler(flags: tuple[str, ...], words: str) -> None:
