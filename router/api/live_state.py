@@ -1,6 +1,6 @@
 """LiveState samples the fleets and this router's traffic each second, for the feed of `/live`.
 
-It always does, so that a page that is opened shows the last minutes. A sample is made of what the nodes have told
+It samples always, so that a page that is opened shows the last minutes. A sample is made of what the nodes have told
 last (their Pongs), which takes well under a millisecond for a small fleet. The totals of each fleet have a history;
 of a single node only the state of now is known.
 """

@@ -2,8 +2,9 @@
 
 supervisor              the HTTP port's reservation, the port where nodes announce themselves, discoveries
 ├─ router 0 .. N - 1    HTTP, tokenizer, connections to all nodes; all listen on one port (SO_REUSEPORT)
-├─ planner              advises what number of nodes would serve the traffic (--plan-profile), unless the next acts
-├─ autoscaler           asks the routers over HTTP (--autoscale); of the planner, which is not imported here
+├─ planner              advises what number of nodes would serve the traffic (--plan-profile)
+├─ autoscaler           asks the routers over HTTP (--autoscale); of the planner, which is not imported here. Where it
+│                       has a command or a webhook, nothing is advised
 └─ nodes of this machine (--local)
 
 async with Supervisor(config, flags, console) as supervisor:

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from router.dispatch.estimate import TOKENS_AHEAD
+from router.dispatch.estimate import PAUSE_COSTS, TOKENS_AHEAD
 from router.dispatch.policy import (
     MAX_COMPARED,
     POLICIES,
@@ -296,6 +296,18 @@ def test_what_a_move_costs_is_the_transfer_and_the_place() -> None:
     for node, running, rate in ((idle, 1, 10.0), (busy, 20, 10_000.0)):
         node.load = Load(num_running=running, num_pages=4000, num_free_pages=4000, prefill_tokens_per_s=rate)
     assert fleet.dispatcher._placement.target(WORK, source, {}) is idle
+
+
+def test_a_prompt_on_a_decode_node_costs_the_pauses_of_its_streams() -> None:
+    fleet = by_cost(1, 1)
+    node: FakeNode = fleet.decodes[0]
+    for running, streams in ((0, 1), (5, 5)):
+        node.load = Load(
+            num_running=running, num_pages=4096, num_free_pages=4096, prefill_tokens_per_s=1000.0
+        )
+        estimates = fleet.estimates(WORK)
+        own_s = estimates.num_tokens / 1000.0
+        assert estimates.local_prefill_s(node) == pytest.approx(own_s * (1 + PAUSE_COSTS * streams))
 
 
 def test_a_place_costs_the_next_tokens_of_its_neighbours() -> None:
