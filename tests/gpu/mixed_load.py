@@ -23,8 +23,14 @@ from tests.gpu.steps import Place, Report
 ROUNDS = 2
 MIX = Mix(num_streams=32, stream_prompt_tokens=256, stream_output_tokens=3000, long_prompt_tokens=8192)
 DRY_MIX = Mix(
-    num_streams=2, stream_prompt_tokens=16, stream_output_tokens=900, num_long=1, long_prompt_tokens=64
+    num_streams=2,
+    stream_prompt_tokens=16,
+    stream_output_tokens=900,
+    num_long=1,
+    long_prompt_tokens=64,
+    pause_s=0.1,
 )
+"""A dry run's contexts end the streams soon."""
 POOL_TOKENS = 140_000
 NAMES = (SPLIT, UNSPLIT)
 SHARE = "0.3"
