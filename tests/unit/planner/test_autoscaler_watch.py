@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import http.server
 import json
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -35,6 +37,7 @@ from tests.patience import PATIENCE_S, eventually, until
 from tests.processes import assert_gone
 from tests.sim.test_autoscaler import CAPACITY, PROFILE
 from tests.unit.router.fakes import joined_router, pair, write_model
+from tests.unit.router.test_tls import make_certificate
 
 PACE = Pace(start_s=20.0, settle_s=30.0, window_s=60.0)
 
@@ -353,6 +356,34 @@ def test_a_webhook_that_answers_byte_by_byte_is_not_waited_for() -> None:
                 assert isinstance(error, ActionFailed) and "took longer than 0.2 s" in str(error)
             await eventually(lambda: num_left == len(calls))
             assert set(threading.enumerate()) <= threads
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+def test_a_webhook_trusts_the_authorities_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are OpenSSL's when it is made. httpx would take its own: the variable is gone when it is called."""
+    ours = make_certificate(tmp_path, "ours")
+    assert ours.ssl_certfile is not None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(ours.ssl_certfile, ours.ssl_keyfile)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+        await writer.drain()
+
+    async def run() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as server:
+            url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/hook"
+            monkeypatch.setenv("SSL_CERT_FILE", str(ours.ssl_certfile))
+            hook = Webhook(url, 60.0)
+            monkeypatch.delenv("SSL_CERT_FILE")
+            await hook.add(Role.DECODE, 1, "")
+            with pytest.raises(ActionFailed, match=r"/hook: .*certificate verify failed"):
+                await Webhook(url, 60.0).add(Role.DECODE, 1, "")
 
     asyncio.run(run())
 

@@ -212,11 +212,17 @@ def test_an_autoscaler_gets_the_flags_of_the_router() -> None:
         ),
         ((*SCALED, *PLANNED, "--autoscale-webhook", "http:///hook"), "http:///hook is not like http://"),
         ((*SCALED, *PLANNED, "--autoscale-webhook", "http://a:99999"), "http://a:99999 is not like http://"),
+        ((*SCALED, *PLANNED, "--autoscale-webhook", "http://a:0"), "http://a:0 is not like http://"),
     ],
 )
 def test_wrong_flags_of_the_autoscaler(flags: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config_of(*flags)
+
+
+@pytest.mark.parametrize("url", ["http://a", "https://a.example/hook", "http://[::1]:8080/hook?of=baton"])
+def test_urls_of_a_webhook(url: str) -> None:
+    assert config_of(*SCALED, *PLANNED, "--autoscale-webhook", url).scaling.autoscale_webhook == url
 
 
 @pytest.mark.parametrize("text", ["decode=0..2", "decode=3..2", "decode=1..1001", "both=1..2", "decode=1-2"])
