@@ -92,7 +92,9 @@ def test_the_fleet_is_listed_with_its_load(model_folder: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(model_folder: Path) -> None:
+def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         async with (
             pair() as (prefill, decode),
@@ -131,6 +133,7 @@ def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(model_folder: 
                 "address": decode.address,
                 "num_failed_over": 0,
             }
+            assert "no_node_left" not in caplog.text, "decode-1 lives"
             assert len((await running).json()["output_ids"]) == 8
             assert await states(client) == {"prefill-0": "alive", "decode-1": "alive"}
             assert (await client.get("/health")).json()["status"] == "ok"

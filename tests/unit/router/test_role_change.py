@@ -17,6 +17,7 @@ from shared.protocol.messages import (
     Decode,
     Drain,
     Drained,
+    Load,
     NodeLimits,
     Peers,
     Prefill,
@@ -68,6 +69,7 @@ def test_a_node_finishes_what_it_has_and_comes_back_in_the_other_role(model_fold
             assert (await client.post("/generate", json=BODY)).status_code == 200
             assert len(decode.all(Decode)) == 1 and not decode.all(Drained), "a request still runs there"
             decode.limits = NodeLimits(context_length=100, max_total_num_tokens=150, max_running_requests=3)
+            decode.load = Load(num_prompt_tokens=7)
 
             release.set()
             changed = (await changing).json()
@@ -76,6 +78,7 @@ def test_a_node_finishes_what_it_has_and_comes_back_in_the_other_role(model_fold
             assert (changed["node"]["role"], changed["node"]["state"]) == ("prefill", "alive")
             assert changed["node"]["incarnation"] == decode.ref.incarnation != before.incarnation
             assert changed["node"]["address"] == before.address
+            assert changed["node"]["load"]["num_prompt_tokens"] == 7, "it is asked for it when it is back"
             await decode.wait_for(Peers)
             assert decode.all(Peers)[-1] == Peers((other.ref,))
             assert prefill.all(Peers)[-1].decode_nodes == (other.ref,)
