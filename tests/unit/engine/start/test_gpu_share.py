@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -157,6 +158,26 @@ def test_a_chunk_of_several_whole_prompts_is_measured_with_all_of_them(host: Hos
     assert (prompts, mixed.num_decodes) == ([200, 200, num_tokens - 400], 5)
 
 
+def test_a_small_chunk_is_measured_at_the_end_of_the_context(host: Host) -> None:
+    """There its attention reads the most KV. Rows for which the chunk has no token are left out."""
+    schedule = replace(SHAPE.schedule, chunked_prefill_size=4, enable_mixed_chunk=True)
+    node = host.node(replace(SHAPE, schedule=schedule, context_length=200))
+    node.share.measure(node.model.bind)
+    extend, _, mixed = node.model.forwards
+    assert (extend.starts_B.tolist(), extend.lengths_B.tolist()) == ([199, 0, 0, 0], [1] * 4)
+    num_tokens = tokens_beside(7, 4)
+    assert (mixed.starts_B[0], mixed.lengths_B[0]) == (200 - num_tokens, num_tokens)
+
+
+def test_a_chunk_larger_than_all_rows_is_measured_with_every_row_full(host: Host) -> None:
+    schedule = replace(SHAPE.schedule, enable_mixed_chunk=True)
+    node = host.node(replace(SHAPE, schedule=schedule, context_length=40))
+    node.share.measure(node.model.bind)
+    extend, _, mixed = node.model.forwards
+    for batch in (extend, mixed):
+        assert (batch.lengths_B.tolist(), batch.num_decodes) == ([40] * 8, 0)
+
+
 def test_what_the_process_has_taken_before_is_no_part_of_what_cuda_takes(host: Host) -> None:
     """A second engine of one process, as in tests."""
     node = host.node()
@@ -223,13 +244,17 @@ def test_a_node_waits_while_another_loads(host: Host) -> None:
     assert {*host.progress} == {f"waiting for process {os.getpid()}, which loads on the GPU"}
 
 
-def test_a_process_that_has_not_told_its_id_is_not_called_process_0(host: Host) -> None:
+def test_a_process_that_has_not_told_its_id_is_not_called_process_0(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "baton")
     node = host.node()
     with open(host.folder / "loading") as loading:
         fcntl.flock(loading, fcntl.LOCK_EX)
         host.time.at.append((3.0, lambda: fcntl.flock(loading, fcntl.LOCK_UN)))
         with node.share.alone():
             assert {*host.progress} == {"waiting for another process, which loads on the GPU"}
+    assert "waiting_for_gpu" not in caplog.text, "the log names a process or none"
 
 
 def test_given_fractions_are_kept_in_any_order(host: Host) -> None:
