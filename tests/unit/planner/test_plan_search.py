@@ -195,10 +195,15 @@ def test_thresholds_are_where_they_were_planted() -> None:
     assert threshold(answer, "slo_ttft").pays == "nowhere"
 
 
-@pytest.mark.parametrize(("capacity", "is_short"), [(5.0, False), (20.0, True)])
-def test_a_window_is_short_if_it_is_at_the_highest_rate(capacity: float, is_short: bool) -> None:
-    """A hundred requests, one a second: five a second last for 20 s, twenty for 5 s, and 20 SLOs on TTFT are 10 s."""
-    answer = planted(asked(of=traffic(100, rate=1.0), nodes=range(1, 2)), lambda *_: capacity)
+@pytest.mark.parametrize(
+    ("rate", "capacity", "is_short"), [(1.0, 5.0, False), (1.0, 20.0, True), (20.0, 5.0, True)]
+)
+def test_a_window_is_short_if_it_is_at_the_highest_rate(rate: float, capacity: float, is_short: bool) -> None:
+    """A hundred requests: five a second last for 20 s, twenty for 5 s, and 20 SLOs on TTFT are 10 s.
+
+    A fleet that serves less than the rate of the traffic has been tried at that rate as well.
+    """
+    answer = planted(asked(of=traffic(100, rate=rate), nodes=range(1, 2)), lambda *_: capacity)
     said = [remark for remark in answer.remarks if "the shortest window of the traffic lasts" in remark]
     assert [remark.startswith("At the highest rate of 1 together ") for remark in said] == [True] * is_short
 
@@ -229,22 +234,27 @@ def test_prompts_may_grow_until_they_fill_the_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("input_len", "split", "words"),
+    ("input_len", "split", "together", "words"),
     [
         (
             1000,
             0.5,
+            1.5,
             "does not pay for mean prompts from 125 tokens to 4000 tokens, as far as the context allows (now",
         ),
-        (1000, 2.2, "on (tried up to 4000 tokens, as far as the context allows) (now"),
-        (100, 2.2, "on (tried up to 800 tokens) (now"),
+        (1000, 2.2, 1.5, "on (tried up to 4000 tokens, as far as the context allows) (now"),
+        (1000, 2.2, 0.05, "the least that was tried, to 4000 tokens, as far as the context allows (now"),
+        (100, 2.2, 0.05, "the least that was tried, to 800 tokens, the most (now"),
+        (100, 2.2, 1.5, "on (tried up to 800 tokens) (now"),
     ],
 )
-def test_a_search_that_the_context_ends_says_so(input_len: int, split: float, words: str) -> None:
+def test_a_search_that_the_context_ends_says_so(
+    input_len: int, split: float, together: float, words: str
+) -> None:
     """A node's context is 4096 tokens."""
 
     def duel(candidate: Candidate, varied: Variation) -> float:
-        return split if candidate.splits else 1.5 / varied.prompt
+        return split if candidate.splits else together / varied.prompt
 
     question = asked(of=traffic(200, rate=1.0, input_len=input_len), nodes=range(2, 3))
     prompt = threshold(planted(question, duel), "prompt")

@@ -133,6 +133,7 @@ def test_smaller_chunks_are_compared_on_the_same_requests() -> None:
     assert small is not None and order is not None
     assert small.is_more_than_noise and small.ttft_mean_s.low > 0.05, "seven more chunks of 20 ms"
     assert not order.is_more_than_noise, "no prompt shares a prefix"
+    assert answer.verdict.reasons == ("2 of 3 differ from the base by more than noise.",)
     console = Console(width=160, file=io.StringIO(), record=True)
     print_answer(answer, console)
     lines = [line.split() for line in console.export_text().splitlines()]
