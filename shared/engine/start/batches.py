@@ -111,8 +111,7 @@ class StartBatches:
         The first of them ends where the context does. The others are whole prompts: they have a token each, or more
         where a chunk is larger than the context, and so has several whole prompts.
         """
-        whole = self._shape.context_length
-        num_left = min(num_tokens, num_rows * whole)
+        whole, num_left = self._shape.context_length, num_tokens
         extends: list[Extend] = []
         for num_rows_left in range(min(num_rows, num_left), 0, -1):
             length = min(num_left - num_rows_left + 1, whole)

@@ -29,7 +29,7 @@ from shared.protocol.messages import (
     Prefill,
     Role,
 )
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import FakeNode, join_socket_of, joined_router, one_then_nothing, pair
 
 BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
@@ -251,8 +251,9 @@ def test_a_removed_node_is_not_let_in_when_it_asks_but_its_next_incarnation_is(m
     asyncio.run(run())
 
 
-def test_adding_a_node(model_folder: Path) -> None:
+def test_adding_a_node(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its numerics may differ: whether it gets pages is between the nodes."""
+    monkeypatch.setattr("router.api.fleet_api._REFRESH_S", PATIENCE_S)
 
     async def run() -> None:
         other = FakeNode(Role.DECODE, "decode-1")

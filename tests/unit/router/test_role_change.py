@@ -24,7 +24,7 @@ from shared.protocol.messages import (
     Role,
     SetRole,
 )
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
 from tests.unit.router.test_fleet_changes import BODY, wait_before_story
 from tests.unit.router.test_membership import new_membership
@@ -51,7 +51,11 @@ async def set_role(
     return await client.post(path, json={"role": role})
 
 
-def test_a_node_finishes_what_it_has_and_comes_back_in_the_other_role(model_folder: Path) -> None:
+def test_a_node_finishes_what_it_has_and_comes_back_in_the_other_role(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.api.fleet_api._REFRESH_S", PATIENCE_S)
+
     async def run() -> None:
         async with (
             pair() as (prefill, decode),
