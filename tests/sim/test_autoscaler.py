@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.autoscaler.capacity import (
@@ -101,6 +101,8 @@ class ModelFleet:
     coming: list[tuple[float, float, str]] = field(default_factory=list)
     """When asked for, when due, and the name."""
     draining: dict[str, float] = field(default_factory=dict)
+    num_late: int = 0
+    """Nodes that came after they had been given up."""
 
     def __post_init__(self) -> None:
         self.live = [f"n{i}" for i in range(self.num_nodes)]
@@ -116,6 +118,7 @@ class ModelFleet:
             for order in [order for order in self.coming if order[1] <= self.now]:
                 self.coming.remove(order)
                 self.live.append(order[2])
+                self.num_late += order[1] - order[0] >= self.pace.start_limit_s
             self.draining = {name: at for name, at in self.draining.items() if at > self.now}
             (self._prefill if self.role is Role.PREFILL else self._decode)()
             self.rates.append(self.rate if self.role is Role.PREFILL else self.served)
@@ -160,12 +163,15 @@ class ModelFleet:
                 num_queued_tokens=self.waiting * PROMPT,
                 tokens_per_prompt=PROMPT,
             )
+        num_running = math.ceil(
+            self.running
+        )  # each with its pages, or they would seem to have shorter contexts
         return Work(
             output_tokens_s=rate,
             mean_running=self.running,
-            num_running=math.ceil(self.running),
+            num_running=num_running,
             num_waiting=math.ceil(self.waiting),
-            num_held_pages=math.ceil(self.running * KV_TOKENS / PROFILE.node.page_size),
+            num_held_pages=math.ceil(num_running * KV_TOKENS / PROFILE.node.page_size),
             num_pages=NUM_PAGES,
         )
 
@@ -199,7 +205,9 @@ class ModelFleet:
             self.coming.append((self.now, due, f"n{self.num_ever}"))
             self.num_ever += 1
         expected = [order for order in self.coming if self.now - order[0] < self.pace.start_limit_s]
-        assert len(self.live) + len(expected) + len(self.draining) <= self.bounds.most
+        # One that comes after it was given up is taken for one that is on its way.
+        most = self.bounds.most + self.num_late
+        assert len(self.live) + len(expected) + len(self.draining) <= most
 
     def _drain(self, node_id: str) -> None:
         assert node_id in self.live and node_id not in self.keep
@@ -212,7 +220,7 @@ class ModelFleet:
         if self.role is Role.DECODE:
             assert self.running * KV_TOKENS <= KV_USE * left * PROFILE.node.pool_tokens
             assert self.running + self.waiting <= left * DECODE.batch
-        assert self.noise > 0.1 or self.needed <= left * (1 + self.noise)
+        assert self.noise > 0.1 or self.needed <= left * (1 + self.noise) + 1e-6
 
     # ------------------------------------------------------------------------------------------ runs
     def serve(self, rate: float, seconds: float) -> list[tuple[float, Add | Drain]]:
@@ -283,6 +291,7 @@ def test_whatever_comes_no_opposite_actions_and_no_more_nodes_than_allowed(
 
 @settings(max_examples=40, deadline=None)
 @given(roles, paces, st.lists(st.floats(0.05, 0.8), min_size=2, max_size=4), most_nodes)
+@example(Role.DECODE, Pace(start_s=2.0, settle_s=15.0, window_s=30.0), [0.5, 0.20703125], 5)
 def test_after_a_step_the_slo_is_met_again_within_the_stated_time(
     role: Role, pace: Pace, shares: list[float], most: int
 ) -> None:
@@ -309,7 +318,7 @@ def test_a_constant_load_ends_in_a_constant_number_of_nodes(
     assert all(isinstance(action, Drain) for action in actions[first:]), actions
     assert not fleet.serve(fleet.rate, 1000.0)
     left = len(fleet.live)
-    assert fleet.needed <= left * (1 + noise)
+    assert fleet.needed <= left * (1 + noise) + 1e-6
     assert left == 1 or fleet.needed * (1 + noise) > PACE.low * (left - 1) * 0.85, (fleet.needed, left)
 
 
