@@ -15,7 +15,7 @@ from tests.processes import NODE_FLAGS, Call, Fleet, Node, Router
 
 pytestmark = pytest.mark.processes
 
-NUM_NEW = 800
+NUM_NEW = 1400
 PROMPT_LENGTHS = (20, 30, 40, 50)
 FLAGS = ("--max-total-tokens", "16384")
 POOL_TOKENS = 1600
@@ -79,6 +79,7 @@ def test_a_node_changes_its_role_and_back_under_streams(fleet: Fleet, second_rou
     for router in routers:
         until(lambda router=router: roles(router) == wanted, "both have it in its new role")
     calls += start(routers, prompts)
+    assert any(not call.ended for call in calls[: len(expected)]), "streams went on meanwhile"
 
     back = set_role(other, "d0", "decode")
     assert back["role"] == "decode" and back["incarnation"] != changed["incarnation"]

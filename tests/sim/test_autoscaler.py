@@ -101,8 +101,6 @@ class ModelFleet:
     coming: list[tuple[float, float, str]] = field(default_factory=list)
     """When asked for, when due, and the name."""
     draining: dict[str, float] = field(default_factory=dict)
-    num_late: int = 0
-    """Nodes that came after they had been given up."""
 
     def __post_init__(self) -> None:
         self.live = [f"n{i}" for i in range(self.num_nodes)]
@@ -118,7 +116,6 @@ class ModelFleet:
             for order in [order for order in self.coming if order[1] <= self.now]:
                 self.coming.remove(order)
                 self.live.append(order[2])
-                self.num_late += order[1] - order[0] >= self.pace.start_limit_s
             self.draining = {name: at for name, at in self.draining.items() if at > self.now}
             (self._prefill if self.role is Role.PREFILL else self._decode)()
             self.rates.append(self.rate if self.role is Role.PREFILL else self.served)
@@ -205,9 +202,7 @@ class ModelFleet:
             self.coming.append((self.now, due, f"n{self.num_ever}"))
             self.num_ever += 1
         expected = [order for order in self.coming if self.now - order[0] < self.pace.start_limit_s]
-        # One that comes after it was given up is taken for one that is on its way.
-        most = self.bounds.most + self.num_late
-        assert len(self.live) + len(expected) + len(self.draining) <= most
+        assert len(self.live) + len(expected) + len(self.draining) <= self.bounds.most
 
     def _drain(self, node_id: str) -> None:
         assert node_id in self.live and node_id not in self.keep
