@@ -264,6 +264,7 @@ def rate_for(role: Role, nodes: float) -> float:
     roles, paces, most_nodes, st.integers(0, 8), st.lists(st.floats(0.0, 12.0), min_size=2, max_size=5),
     st.integers(0, 1 << 30),
 )  # fmt: skip
+@example(Role.PREFILL, Pace(start_s=20.0, settle_s=15.0, window_s=30.0), 5, 3, [3.0, 0.0, 4.0], 6225)
 def test_whatever_comes_no_opposite_actions_and_no_more_nodes_than_allowed(
     role: Role, pace: Pace, most: int, extra: int, loads: list[float], seed: int
 ) -> None:
