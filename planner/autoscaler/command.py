@@ -66,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
         log.event(
             "autoscaler_started", role=autoscaler.role, least=bounds.least, most=bounds.most, url=args.url
         )
-    code = asyncio.run(_run(watch, actions))
-    os._exit(code)  # a call to the router may still wait on a thread, for as long as a drain takes
+    # Not asyncio.run, which waits for threads: a call to the router may last as long as a drain takes.
+    os._exit(asyncio.Runner().run(_run(watch, actions)))
 
 
 def autoscalers_of(plan: PlanOptions, options: AutoscaleOptions, keep: frozenset[str]) -> list[Autoscaler]:

@@ -16,6 +16,8 @@ import os
 import shlex
 import signal
 import ssl
+import subprocess
+import threading
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -76,8 +78,11 @@ class Command:
         self._argv = shlex.split(command)
         self._timeout_s = timeout_s
         self._environment = {**os.environ, **environment}
-        self._lock = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._starting = threading.Lock()
+        """Held while a process starts: `close` comes from another thread, and must know of it."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
 
     async def add(self, role: Role, num_nodes: int, reason: str) -> None:
         """Run `CMD add ROLE N`."""
@@ -88,45 +93,51 @@ class Command:
         await self._run(reason, "drain", node_id, address)
 
     async def _run(self, reason: str, *words: str) -> None:
-        async with self._lock:
+        async with self._turn:
+            process = self._start(reason, *words)
+            waiting = asyncio.ensure_future(asyncio.to_thread(process.wait))
             try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._argv,
-                    *words,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=2,  # its words belong to the log
-                    start_new_session=True,  # so that it can be ended with all that it started
-                    env={**self._environment, "BATON_AUTOSCALE_REASON": reason},
-                )
-            except (OSError, ValueError) as error:  # ValueError: a word of a node has a null byte
-                raise ActionFailed(f"{self._argv[0]} cannot be run: {error}") from None
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    code = await self._process.wait()
+                code = await asyncio.wait_for(asyncio.shield(waiting), self._timeout_s)
             except TimeoutError:
-                await self._end(self._process)
+                await self._end(process, waiting)
                 raise ActionFailed(
                     f"{self._argv[0]} {words[0]} took longer than {self._timeout_s:g} s"
                 ) from None
             finally:
-                if self._process.returncode is not None:
+                if waiting.done():
                     self._process = None
         if code:
             how = f"exit code {code}" if code > 0 else f"signal {-code}"
             raise ActionFailed(f"{self._argv[0]} {words[0]} ended with {how}")
 
     def close(self) -> None:
-        """Kill the command that runs."""
-        if self._process is not None:
-            _signal(self._process.pid, signal.SIGKILL)
+        """Kill the command that runs; none starts any more. Thread-safe."""
+        with self._starting:
+            self._is_closed = True
+            if self._process is not None:
+                _signal(self._process.pid, signal.SIGKILL)
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    def _start(self, reason: str, *words: str) -> subprocess.Popen[bytes]:
+        try:
+            with self._starting:
+                if self._is_closed:
+                    raise ActionFailed("the autoscaler stops")
+                self._process = subprocess.Popen(
+                    [*self._argv, *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # its words belong to the log
+                    start_new_session=True,  # so that it can be ended with all that it started
+                    env={**self._environment, "BATON_AUTOSCALE_REASON": reason},
+                )
+        except (OSError, ValueError) as error:  # ValueError: a word of a node has a null byte
+            raise ActionFailed(f"{self._argv[0]} cannot be run: {error}") from None
+        return self._process
+
+    async def _end(self, process: subprocess.Popen[bytes], waiting: asyncio.Future[int]) -> None:
         _signal(process.pid, signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_KILL_S):
-                await process.wait()
+        await asyncio.wait({waiting}, timeout=_KILL_S)
         _signal(process.pid, signal.SIGKILL)  # also what the command has started, if that ignores SIGTERM
-        await process.wait()
+        await waiting
 
 
 class Webhook:

@@ -13,6 +13,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -259,6 +260,32 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) 
     assert_gone([psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))])
 
 
+def test_a_command_that_has_just_started_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router may be gone at any time: a thread closes while the command is being started."""
+    started = threading.Event()
+
+    class SlowToStart(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.set()
+            time.sleep(0.2)
+
+    monkeypatch.setattr(subprocess, "Popen", SlowToStart)
+    command = Command(script(tmp_path, "exec sleep 1000"), PATIENCE_S, {})
+
+    def close() -> None:
+        started.wait()
+        command.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    with pytest.raises(ActionFailed, match="add ended with signal 9"):
+        asyncio.run(command.add(Role.DECODE, 1, ""))
+    closing.join()
+    with pytest.raises(ActionFailed, match="the autoscaler stops"):
+        asyncio.run(command.add(Role.DECODE, 1, ""))
+
+
 @contextmanager
 def http_server(answer: Callable[[str], tuple[int, object]]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """A server on loopback: its URL, and the paths and bodies that it got."""
@@ -270,14 +297,15 @@ def http_server(answer: Callable[[str], tuple[int, object]]) -> Iterator[tuple[s
             got.append((self.path, json.loads(body) if body else None))
             status, content = answer(self.path)
             sent = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(sent)))
-            if 300 <= status < 400:
-                self.send_header("Location", "/elsewhere")
-            self.end_headers()
-            self.wfile.write(sent)
+            with contextlib.suppress(ConnectionError):  # whoever asked may be gone
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(sent)))
+                if 300 <= status < 400:
+                    self.send_header("Location", "/elsewhere")
+                self.end_headers()
+                self.wfile.write(sent)
 
-        do_GET = do_POST = _answer
+        do_GET = do_POST = do_DELETE = _answer
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -454,43 +482,68 @@ def test_a_fleet_that_starts_is_not_added_to() -> None:
     assert actions.told == [("add", Role.DECODE, 1)]
 
 
+@contextmanager
+def autoscale(folder: Path, bounds: str, *flags: str, **how: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """The process `python -m planner autoscale`."""
+    PROFILE.save(folder / "profile.json")
+    plan = ("--plan-profile", str(folder / "profile.json"), "--slo-ttft-ms", "1000", "--slo-itl-ms", "30")
+    pace = ("--autoscale-settle-s", "1", "--autoscale-window-s", "10", "--autoscale-interval-s", "0.5")
+    argv = [sys.executable, "-m", "planner", "autoscale", "--autoscale", bounds, *plan, *pace, *flags]
+    process = subprocess.Popen(argv, **how)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def listed(*names: str) -> dict[str, object]:
+    """What GET /fleet says of these decode nodes."""
+    nodes = [
+        {"node_id": name, "state": "alive", "role": "decode", "address": f"tcp://{name}:7200",
+         "incarnation": name, "load": {"num_pages": 1024}} for name in names
+    ]  # fmt: skip
+    return {"nodes": nodes}
+
+
 @pytest.mark.processes
 def test_the_process_and_its_command_end_with_the_router(tmp_path: Path) -> None:
     """Standard input is the router's socket: a key comes first, and its end is the router's."""
-    PROFILE.save(tmp_path / "profile.json")
     pid = tmp_path / "pid"
     line = script(tmp_path, f"echo $$ > {pid}.new; mv {pid}.new {pid}; sleep 1000")
-    one = {"node_id": "d0", "state": "alive", "role": "decode", "address": "tcp://d0:7200"}
-    answers = {"/fleet": {"nodes": [one]}, "/health": {"prefill": [], "decode": []}}
-    with http_server(lambda path: (200, answers[path])) as (url, _):
-        flags = ("--autoscale", "decode=2..3", "--plan-profile", str(tmp_path / "profile.json"))
-        slo = ("--slo-ttft-ms", "1000", "--slo-itl-ms", "30", "--autoscale-settle-s", "1")
-        own = (
-            "--autoscale-interval-s",
-            "0.5",
-            "--autoscale-command",
-            line,
-            "--url",
-            url,
-            "--exit-with-parent",
-        )
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "planner", "autoscale", *flags, *slo, *own], stdin=theirs
-            )
+    answers = {"/fleet": listed("d0"), "/health": {"prefill": [], "decode": []}}
+    ours, theirs = socket.socketpair()
+    with ours, theirs, http_server(lambda path: (200, answers[path])) as (url, _):
+        flags = ("--autoscale-command", line, "--url", url, "--exit-with-parent")
+        with autoscale(tmp_path, "decode=2..3", *flags, stdin=theirs) as process:
+            theirs.close()
+            ours.sendall(b"secret\n")
+            assert ours.recv(16) == b"LR"
+            until(pid.exists, "the command runs")
+            command = psutil.Process(int(pid.read_text()))
+            ours.close()
+            assert process.wait(PATIENCE_S) == 1
+            assert_gone([command])
+
+
+def test_the_process_ends_while_a_drain_is_under_way(tmp_path: Path) -> None:
+    drained = threading.Event()
+    answers = {"/fleet": listed("d0", "d1"), "/health": {"prefill": [], "decode": []}}
+
+    def answer(path: str) -> tuple[int, object]:
+        if path not in answers:  # a DELETE, which is answered when the node is empty
+            drained.wait()
+        return 200, answers.get(path, {})
+
+    with http_server(answer) as (url, got):
+        flags = ("--autoscale-command", "true", "--url", url)
+        with autoscale(tmp_path, "decode=1..2", *flags) as process:
             try:
-                theirs.close()
-                ours.sendall(b"secret\n")
-                assert ours.recv(16) == b"LR"
-                until(pid.exists, "the command runs")
-                command = psutil.Process(int(pid.read_text()))
-                ours.close()
-                assert process.wait(PATIENCE_S) == 1
-                assert_gone([command])
+                until(lambda: any(path.startswith("/fleet/nodes/") for path, _ in got), "a node is drained")
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(PATIENCE_S) == 0
             finally:
-                process.kill()
-                process.wait()
+                drained.set()
 
 
 # ---------------------------------------------------------------------------------------------- loads
