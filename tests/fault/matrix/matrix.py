@@ -343,8 +343,10 @@ class Matrix:
         return self.node(primary)
 
     def _is_linked(self) -> bool:
-        num_links = {name: load["num_links"] for name, load in self.router.loads().items()}
-        return set(num_links) == set(self.fleet.nodes) and num_links["p0"] == 2
+        """Whether the prefill node can send to both decode nodes. One that lends it pages has a link to it, too."""
+        if set(self.router.loads()) != set(self.fleet.nodes):
+            return False
+        return {peer for peer, incoming in self._links(self.node("p0")) if not incoming} == {"d0", "d1"}
 
     def _num_cached(self) -> dict[str, int]:
         return {name: load["num_evictable_pages"] for name, load in self.router.loads().items()}

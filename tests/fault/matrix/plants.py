@@ -253,7 +253,12 @@ PLANTS = {
     for plant in (
         Plant("a page not sent", _P, page_not_sent, FAILED, "corrupt_pages"),
         Plant("a page index off by one", _P, page_index_off_by_one),
-        Plant("a late write into a freed page", _D, late_write),
+        Plant(
+            "a late write into a freed page",
+            _D,
+            late_write,
+            cell=_cell(Fault.NONE, Stage.HANDED_OFF),  # else the request before may have ended
+        ),
         Plant("a handoff with a stale length", _P, stale_length, FAILED, "handoff of"),
         Plant("a seed position off by one", _D, seed_position_off_by_one),
         Plant(
