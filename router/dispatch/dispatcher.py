@@ -238,6 +238,7 @@ class Dispatcher:
                 for prefill in attempt.holders:
                     if prefill is not node:
                         self._breakers.served(prefill)
+                        self._counts.computed(attempt)
                 attempt.holders = [node]
             if entry.finish is not None:
                 attempt.finished_by = node

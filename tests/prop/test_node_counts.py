@@ -186,3 +186,14 @@ NodeCountsMachine.TestCase.settings = settings(
     max_examples=100, stateful_step_count=30, deadline=None, phases=[Phase.explicit, Phase.generate]
 )
 TestNodeCounts = NodeCountsMachine.TestCase
+
+
+def test_an_entry_of_the_decode_node_counts_the_prefill_node_off_even_without_tokens() -> None:
+    machine = NodeCountsMachine()
+    machine.begin("round-robin", 0)
+    machine.start(6 * PAGE, 30)
+    prefill, decode = machine.reqs[0].attempt.nodes
+    machine.fleet.dispatcher.on_tokens(decode, [TokenEntry(machine.reqs[0].key, 0, ())])
+    assert machine.fleet.counts.seqs.of(prefill) == 0
+    machine.counts_are_those_of_the_attempts()
+    machine.teardown()
