@@ -132,6 +132,8 @@ REAL_CASES: tuple[tuple[RealNodes, Candidate, Part], ...] = (
     (BUILTIN, split(1, 1), quarter(2.0, 600)),
     (LLAMA, together(1), eighth(0.3, 800)),
     (LLAMA, split(1, 1), eighth(0.3, 800)),
+    (replace(BUILTIN, half_is_free=True), together(1), quarter(2.0, 600)),
+    (replace(LLAMA, half_is_free=True), together(1), eighth(0.2, 800)),
 )
 
 
@@ -279,7 +281,7 @@ def real_row(nodes: RealNodes, candidate: Candidate, part: Part, added: Added) -
     requests = part.requests(nodes.context_length)
     told = profile(nodes, nodes.forward(candidate.num_nodes), added)
     rounds = [measure_real(nodes, candidate, requests) for _ in range(ROUNDS)]
-    return row(nodes.model, candidate, part, requests, rounds, predict(candidate, requests, told))
+    return row(nodes.name, candidate, part, requests, rounds, predict(candidate, requests, told))
 
 
 def row(

@@ -12,7 +12,7 @@ from planner.cost_model import CostModel
 from planner.measure.forwards import MeasureLimits
 from planner.measure.phases import measure_engine
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
-from shared.cpu_cores import own_cores, split_cores
+from shared.cpu_cores import CpuCores, own_cores, split_cores
 from tests.bench.models import random_model
 from tests.bench.timed_node import router_flags
 from tests.processes import Router
@@ -24,7 +24,7 @@ FIT_TOKENS = 1100
 
 @dataclass(frozen=True, kw_only=True)
 class RealNodes:
-    """A model on the cores of this machine, which the nodes share equally."""
+    """A model on cores of this machine, which the nodes share equally."""
 
     model: str
     """`builtin`, or the shape of a random model."""
@@ -37,6 +37,18 @@ class RealNodes:
     page_size: int = 16
     chunked_prefill_size: int = 512
     max_running_requests: int = 64
+    half_is_free: bool = False
+    """Whether the router and the client have half of the cores for themselves. Else they share those of the nodes."""
+
+    @property
+    def name(self) -> str:
+        """builtin, half of the cores free."""
+        return f"{self.model}, half of the cores free" if self.half_is_free else self.model
+
+    @property
+    def cores(self) -> CpuCores:
+        """Of all nodes together."""
+        return split_cores(own_cores(), 2)[0] if self.half_is_free else own_cores()
 
     @property
     def folder(self) -> str:
@@ -46,7 +58,7 @@ class RealNodes:
     def forward(self, num_nodes: int) -> CostModel:
         """The cost of a forward on one of so many nodes, measured here and now."""
         config = NodeConfig(
-            model=ModelOptions(model=self.folder, cpu_cores=split_cores(own_cores(), num_nodes)[0]),
+            model=ModelOptions(model=self.folder, cpu_cores=split_cores(self.cores, num_nodes)[0]),
             cache=CacheOptions(page_size=self.page_size, max_total_tokens=self.pool_tokens),
             schedule=ScheduleOptions(
                 chunked_prefill_size=self.chunked_prefill_size, max_running_requests=self.max_running_requests
@@ -76,6 +88,7 @@ def real_fleet(nodes: RealNodes, candidate: Candidate, folder: Path) -> Iterator
     """`router --local` with the nodes of `candidate`, ready to serve."""
     flags = [
         *("--local", f"{candidate.num_prefill}P{candidate.num_decode}D", "--model", nodes.folder),
+        *("--cpu-cores", str(nodes.cores)),
         *(
             "--max-total-tokens",
             str(nodes.pool_tokens),
