@@ -62,6 +62,8 @@ class PretendGpu(TorchFunctionMode):
         elif func in (torch.Tensor.to, torch.Tensor.cpu):
             target = HOST if func is torch.Tensor.cpu else _target(args[0], (*args[1:], *kwargs.values()))
             on_gpu = target == GPU
+            # torch copies from the CPU to GPU, which it takes for another device.
+            args, kwargs = tree_map_only(torch.device, lambda device: HOST, (args, kwargs))
         elif func is torch.Tensor.copy_:
             on_gpu = is_on_gpu(args[0])
         else:
