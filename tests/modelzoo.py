@@ -125,16 +125,30 @@ def reference_greedy(
 
     The model is loaded once per folder, so write a folder only once.
     """
-    model, prompt = _reference_model(folder), torch.tensor([list(input_ids)])
+    (output_ids,) = _generate(folder, [input_ids], max_new_tokens, eos_ids)
+    return output_ids
+
+
+def reference_greedy_batch(
+    folder: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[list[int]]:
+    """The same for several prompts of one length, in a fraction of the time; no token ends an output."""
+    return _generate(folder, prompts, max_new_tokens, ())
+
+
+def _generate(
+    folder: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
+) -> list[list[int]]:
+    model, ids = _reference_model(folder), torch.tensor([list(prompt) for prompt in prompts])
     generated = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
+        ids,
+        attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
         do_sample=False,
         eos_token_id=list(eos_ids) or None,
         pad_token_id=EOS_TOKEN_ID,
     )
-    output_ids: list[int] = generated[0, len(input_ids) :].tolist()
+    output_ids: list[list[int]] = generated[:, ids.shape[1] :].tolist()
     return output_ids
 
 

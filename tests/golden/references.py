@@ -17,7 +17,7 @@ from tests.modelzoo import (
     IM_END_ID,
     make_model,
     random_prompt,
-    reference_greedy,
+    reference_greedy_batch,
     reference_logits,
 )
 from tests.unit.engine.naive_sampler import naive_penalize, naive_sample
@@ -97,7 +97,10 @@ class Zoo:
     def greedy(self, model: str, i: int) -> list[int]:
         """NUM_NEW greedy tokens after prompt i, whatever they are."""
         if (model, i) not in self._greedy:
-            self._greedy[model, i] = reference_greedy(self.folder(model), self.prompts(model)[i], NUM_NEW)
+            prompts = self.prompts(model)
+            alike = [j for j, prompt in enumerate(prompts) if len(prompt) == len(prompts[i])]
+            outputs = reference_greedy_batch(self.folder(model), [prompts[j] for j in alike], NUM_NEW)
+            self._greedy |= {(model, j): output for j, output in zip(alike, outputs, strict=True)}
         return self._greedy[model, i]
 
     def with_eos(self, model: str, eos_ids: Sequence[int]) -> Path:
