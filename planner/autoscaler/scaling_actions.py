@@ -179,7 +179,10 @@ class Webhook:
             ValueError,
             ImportError,
         ) as error:  # the last two: of a wrong HTTP_PROXY
-            raise ActionFailed(f"{self._url}: {str(error) or type(error).__name__}") from None
+            first: BaseException = error
+            while isinstance(error, httpx.ConnectError) and (deeper := first.__cause__ or first.__context__):
+                first = deeper  # httpx says that all attempts failed, and not why
+            raise ActionFailed(f"{self._url}: {str(first) or type(first).__name__}") from None
         if not answer.is_success:
             location = answer.headers.get("Location")
             words = f", to {location}; redirects are not followed" if location else ""

@@ -347,7 +347,7 @@ def test_a_webhook_gets_json() -> None:
         ]
         with pytest.raises(ActionFailed, match="/wrong answered 500"):
             asyncio.run(Webhook(f"{url}/wrong", 60.0).add(Role.DECODE, 1, ""))
-    with pytest.raises(ActionFailed, match="/hook: All connection attempts failed"):
+    with pytest.raises(ActionFailed, match=r"/hook: .*Connect call failed"):
         asyncio.run(Webhook(f"{url}/hook", 60.0).add(Role.DECODE, 1, ""))
 
 
