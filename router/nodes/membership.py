@@ -107,7 +107,7 @@ class Membership:
         """Incarnations that the operator removed, the oldest first: their announcements are ignored."""
         self._dials = itertools.count(1)
         self._calls = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Answered]] = {}
+        self._waiting: dict[int, tuple[LiveNode, asyncio.Future[Answered]]] = {}
         self._fingerprint: str | None = None
         self.is_new = True
         """True until a node is admitted or removed, since nodes may not have announced themselves yet."""
@@ -284,13 +284,14 @@ class Membership:
     ) -> dict[str, Answered]:
         """Send a call to `nodes`, or all live ones, and collect the answers by node id.
 
-        A node that does not answer in time has refused.
+        A node that does not answer in time, or is lost before, has refused; its answer has the call id 0.
         """
         asked: dict[str, asyncio.Future[Answered]] = {}
         calls: list[int] = []
         for node in self.all_live() if nodes is None else nodes:
             calls.append(next(self._calls))
-            asked[node.ref.node_id] = self._waiting[calls[-1]] = asyncio.get_running_loop().create_future()
+            answer = asked[node.ref.node_id] = asyncio.get_running_loop().create_future()
+            self._waiting[calls[-1]] = node, answer
             node.send(message(calls[-1]))
         try:
             if asked:
@@ -409,6 +410,7 @@ class Membership:
             finally:
                 member.node = None
                 self._sort()
+                self._lost_before_answers(node)
                 events.on_node_lost(node, reason, loss)
                 self._announce_peers(node.role, None)
         finally:
@@ -470,9 +472,14 @@ class Membership:
             node.send(Peers(decode_nodes))
 
     def _on_answered(self, answered: Answered) -> None:
-        waiting = self._waiting.pop(answered.call_id, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answered)
+        if answered.call_id in self._waiting:
+            _, answer = self._waiting.pop(answered.call_id)
+            answer.set_result(answered)
+
+    def _lost_before_answers(self, node: LiveNode) -> None:
+        for call_id in [call_id for call_id, (asked, _) in self._waiting.items() if asked is node]:
+            _, answer = self._waiting.pop(call_id)
+            answer.set_result(Answered(0, False, "it was lost before it answered"))
 
     def _set(self, member: Member, state: MemberState, reason: str) -> None:
         is_new = (state, reason) != (member.state, member.reason)

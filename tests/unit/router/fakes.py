@@ -165,6 +165,7 @@ class FakeNode:
         self.refuses = ""
         self.fixed_role = False
         self.refuses_role = ""
+        self.hears_roles = True
         self.comes_back = True
         self._role_change: asyncio.Task[None] | None = None
         self.flushes = True
@@ -290,6 +291,8 @@ class FakeNode:
                     self._relay.greet(message.router, resume=message.resume)
                 case Drain(timeout_s):
                     self._relay.drain(timeout_s)
+                case SetRole() if not self.hears_roles:
+                    pass
                 case SetRole(call_id, role, timeout_s):
                     if not self.refuses_role:
                         self._relay.drain(timeout_s, role)

@@ -121,6 +121,29 @@ def test_what_still_runs_after_the_timeout_goes_on_elsewhere(model_folder: Path)
     asyncio.run(run())
 
 
+def test_a_node_that_leaves_before_it_answers_again_has_left_for_the_role(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as other,
+            joined_router(model_folder, [prefill, decode, other]) as (_, client),
+        ):
+            release = wait_before_story(decode)
+            running = asyncio.create_task(client.post("/generate", json=BODY))
+            await decode.wait_for(Decode)
+            changing = asyncio.create_task(set_role(client, "decode-0", "prefill"))
+            await decode.wait_for(SetRole)
+            decode.hears_roles = False
+            again = asyncio.create_task(set_role(client, "decode-0", "prefill"))
+            await decode.wait_for(SetRole, 2)
+            release.set()
+            assert (await again).json() == (await changing).json()
+            assert (await again).json()["node"]["role"] == "prefill"
+            assert (await running).status_code == 200
+
+    asyncio.run(run())
+
+
 def test_all_routers_let_the_node_go_before_it_leaves(model_folder: Path) -> None:
     async def run() -> None:
         async with (
