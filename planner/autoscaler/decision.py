@@ -127,8 +127,6 @@ class Autoscaler:
     keep: frozenset[str] = frozenset()
     _began_at: float | None = None
     _orders: deque[float] = field(default_factory=deque)
-    _num_overdue: int = 0
-    """Nodes that were given up, and have not come since."""
     _met: set[str] = field(default_factory=set)
     """Nodes that have lived here and were not drained."""
     _away_since: dict[str, float] = field(default_factory=dict)
@@ -173,10 +171,11 @@ class Autoscaler:
             num_overdue=num_overdue,
         )
 
-    def add_failed(self, num_nodes: int) -> None:
-        """The latest `num_nodes` that were asked for will not come."""
-        for _ in range(min(num_nodes, len(self._orders))):
-            self._orders.pop()
+    def add_failed(self, num_nodes: int, asked_at: float) -> None:
+        """So many nodes that were asked for then will not come."""
+        for _ in range(num_nodes):
+            if asked_at in self._orders:  # else it was given up before
+                self._orders.remove(asked_at)
 
     def drain_failed(self, node_id: str) -> None:
         """A node that was to be drained stays."""
@@ -192,11 +191,10 @@ class Autoscaler:
                 self._met.add(node_id)
                 if now != self._began_at:
                     self._came_at = now
-                if node_id not in self._draining:  # else it is an old one, which stays after all
-                    if self._num_overdue:  # it may be one of those: never more nodes than allowed
-                        self._num_overdue -= 1
-                    elif self._orders:
-                        self._orders.popleft()
+                if (
+                    self._orders and node_id not in self._draining
+                ):  # else it is an old one, which stays after all
+                    self._orders.popleft()
             elif state is NodeState.DRAINING and node_id not in self._draining:
                 self._met.discard(node_id)
                 self._drained_at = now
@@ -208,7 +206,6 @@ class Autoscaler:
             if now - since >= self.pace.start_limit_s:
                 self._met.discard(node_id)
         late = sum(now - at >= self.pace.start_limit_s for at in self._orders)
-        self._num_overdue += late
         for _ in range(late):
             self._orders.popleft()
         return late

@@ -11,19 +11,20 @@ The node to stop is empty. The router has drained and removed it before, except 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shlex
 import signal
 import ssl
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import httpx
 import msgspec
 
+from shared.errors import ConfigError
+from shared.log import warn
 from shared.protocol.messages import Role
 
 _KILL_S = 5.0
@@ -141,12 +142,20 @@ class Command:
 
 
 class Webhook:
-    """Posts JSON. An answer of 2xx says that it is taken care of; a redirect is not followed."""
+    """Posts JSON. An answer of 2xx says that it is taken care of; a redirect is not followed.
+
+    Raises ConfigError for a URL that httpx cannot call.
+    """
 
     drains_nodes = True
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        self._url = url
+        try:
+            self._url = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"--autoscale-webhook {url!r}: {error}") from None
+        self._name = str(self._url.copy_with(userinfo=b""))
+        """For the log, which is not to have a password."""
         self._timeout_s = timeout_s
         self._tls = ssl.create_default_context()  # trusts what the system trusts, not what comes with httpx
 
@@ -172,23 +181,43 @@ class Webhook:
             ):
                 pass  # whatever it says besides the status is not waited for
         except TimeoutError:
-            raise ActionFailed(f"{self._url} took longer than {self._timeout_s:g} s") from None
+            raise ActionFailed(f"{self._name} took longer than {self._timeout_s:g} s") from None
         except (
             httpx.HTTPError,
             OSError,
+            httpx.InvalidURL,  # this and the others: of a wrong HTTP_PROXY
             ValueError,
             ImportError,
-        ) as error:  # the last two: of a wrong HTTP_PROXY
-            first: BaseException = error
-            while isinstance(error, httpx.ConnectError) and (deeper := first.__cause__ or first.__context__):
-                first = deeper  # httpx says that all attempts failed, and not why
-            raise ActionFailed(f"{self._url}: {str(first) or type(first).__name__}") from None
+            ExceptionGroup,
+        ) as error:
+            raise ActionFailed(f"{self._name}: {_why(error)}") from None
         if not answer.is_success:
             location = answer.headers.get("Location")
             words = f", to {location}; redirects are not followed" if location else ""
-            raise ActionFailed(f"{self._url} answered {answer.status_code} {answer.reason_phrase}{words}")
+            raise ActionFailed(f"{self._name} answered {answer.status_code} {answer.reason_phrase}{words}")
+
+
+def _why(error: BaseException) -> str:
+    """For a connection that fails, what the system said of each attempt: httpx says that all failed."""
+    if isinstance(error, httpx.NetworkError | ExceptionGroup):
+        return "; ".join(dict.fromkeys(_first_causes(error)))
+    return str(error) or type(error).__name__
+
+
+def _first_causes(error: BaseException) -> Iterator[str]:
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _first_causes(one)
+    elif deeper := error.__cause__ or error.__context__:
+        yield from _first_causes(deeper)
+    else:
+        yield str(error) or type(error).__name__
 
 
 def _signal(group: int, signum: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    try:
         os.killpg(group, signum)
+    except ProcessLookupError:
+        pass  # it has ended
+    except PermissionError as error:
+        warn("command_not_ended", group=group, reason=error)  # it runs as another user

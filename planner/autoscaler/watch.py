@@ -121,10 +121,10 @@ class Watch:
                  after_s=autoscaler.pace.start_limit_s)  # fmt: skip
         match decision.action:
             case Add(num_nodes) if now < scaled.no_add_until:
-                autoscaler.add_failed(num_nodes)
+                autoscaler.add_failed(num_nodes, now)
             case Add(num_nodes):
                 event("autoscale_add", role=autoscaler.role, num_nodes=num_nodes, reason=decision.reason)
-                self._start_task(partial(self._add, scaled, num_nodes, decision.reason))
+                self._start_task(partial(self._add, scaled, num_nodes, now, decision.reason))
             case Drain(node_id):
                 event("autoscale_drain", role=autoscaler.role, node=node_id, reason=decision.reason)
                 scaled.drained_here.add(node_id)
@@ -141,12 +141,12 @@ class Watch:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _add(self, scaled: ScaledFleet, num_nodes: int, reason: str) -> None:
+    async def _add(self, scaled: ScaledFleet, num_nodes: int, asked_at: float, reason: str) -> None:
         role = scaled.autoscaler.role
         try:
             await self._actions.add(role, num_nodes, reason)
         except ActionFailed as error:
-            scaled.autoscaler.add_failed(num_nodes)
+            scaled.autoscaler.add_failed(num_nodes, asked_at)
             scaled.add_pause_s = min(max(self._pause_s, 2 * scaled.add_pause_s), MAX_PAUSE_S)
             scaled.no_add_until = self._clock() + scaled.add_pause_s
             warn(

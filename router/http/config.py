@@ -261,7 +261,7 @@ class AutoscaleOptions:
             raise ConfigError(f"--autoscale: a role is named twice: {', '.join(map(str, self.autoscale))}")
         if self.autoscale_command is not None and self.autoscale_webhook is not None:
             raise ConfigError("--autoscale-command and --autoscale-webhook exclude each other")
-        if self.autoscale_command is not None and not _words(self.autoscale_command):
+        if self.autoscale_command is not None and not any(_words(self.autoscale_command)[:1]):
             raise ConfigError(f"--autoscale-command {self.autoscale_command!r} is not a command")
         if self.autoscale_webhook is not None and not _is_http_url(self.autoscale_webhook):
             raise ConfigError(

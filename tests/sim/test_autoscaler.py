@@ -101,6 +101,10 @@ class ModelFleet:
     coming: list[tuple[float, float, str]] = field(default_factory=list)
     """When asked for, when due, and the name."""
     draining: dict[str, float] = field(default_factory=dict)
+    num_overdue: int = 0
+    """Nodes that were given up."""
+    num_late: int = 0
+    """Nodes that came after they had been given up."""
 
     def __post_init__(self) -> None:
         self.live = [f"n{i}" for i in range(self.num_nodes)]
@@ -116,6 +120,7 @@ class ModelFleet:
             for order in [order for order in self.coming if order[1] <= self.now]:
                 self.coming.remove(order)
                 self.live.append(order[2])
+                self.num_late += order[1] - order[0] >= self.pace.start_limit_s
             self.draining = {name: at for name, at in self.draining.items() if at > self.now}
             (self._prefill if self.role is Role.PREFILL else self._decode)()
             self.rates.append(self.rate if self.role is Role.PREFILL else self.served)
@@ -177,6 +182,7 @@ class ModelFleet:
         seen = [NodeSeen(node_id=name, state=NodeState.LIVE) for name in self.live]
         seen += [NodeSeen(node_id=name, state=NodeState.DRAINING) for name in self.draining]
         decision = self.autoscaler.decide(self.now, FleetSeen(nodes=tuple(seen), work=self._work()))
+        self.num_overdue += decision.num_overdue
         if decision.action is None:
             return
         assert decision.reason
@@ -187,7 +193,7 @@ class ModelFleet:
         failed = self.rng.random() < self.fails
         match decision.action:
             case Add(num_nodes) if failed:
-                self.autoscaler.add_failed(num_nodes)
+                self.autoscaler.add_failed(num_nodes, self.now)
             case Drain(node_id) if failed:
                 self.autoscaler.drain_failed(node_id)
             case Add(num_nodes):
@@ -202,7 +208,9 @@ class ModelFleet:
             self.coming.append((self.now, due, f"n{self.num_ever}"))
             self.num_ever += 1
         expected = [order for order in self.coming if self.now - order[0] < self.pace.start_limit_s]
-        assert len(self.live) + len(expected) + len(self.draining) <= self.bounds.most
+        # One that comes after it was given up is taken for one that is on its way.
+        most = self.bounds.most + self.num_late
+        assert len(self.live) + len(expected) + len(self.draining) <= most
 
     def _drain(self, node_id: str) -> None:
         assert node_id in self.live and node_id not in self.keep
@@ -300,6 +308,33 @@ def test_after_a_step_the_slo_is_met_again_within_the_stated_time(
         for _ in range(30):
             fleet.serve(rate, 2 * pace.interval_s)
             assert fleet.meets, (fleet.now, fleet.live, fleet.waiting, fleet.running, fleet.actions)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_nodes_that_never_come_are_given_up_once_and_forgotten(role: Role) -> None:
+    """What comes later is no slower for it: the SLO is met again within the stated time, and no other is given up."""
+    never = [math.inf, math.inf]
+    fleet = ModelFleet(
+        role, NodeBounds(1, 12), PACE, num_nodes=1, start_late=lambda: never.pop() if never else 0.0
+    )
+    fleet.serve(rate_for(role, 2.5), PACE.recovery_s + 2 * PACE.start_limit_s)
+    assert not never and fleet.num_overdue == 2 and fleet.meets
+    for nodes in (5.0, 10.0):
+        fleet.serve(rate_for(role, nodes), fleet.recovery_s(rate_for(role, nodes)))
+        assert fleet.meets
+    assert fleet.num_overdue == 2
+
+
+def test_an_add_that_fails_after_it_was_given_up_takes_no_other_node_away() -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(2, 4), PACE, CAPACITY)
+    seen = FleetSeen(nodes=(NodeSeen(node_id="n0", state=NodeState.LIVE),), work=None)
+    times = (PACE.interval_s * look for look in range(100))
+    added = (now for now in times if isinstance(autoscaler.decide(now, seen).action, Add))
+    first, second = next(added), next(added)
+    autoscaler.add_failed(1, first)
+    assert autoscaler.decide(second + 1.0, seen).action is None
+    autoscaler.add_failed(1, second)
+    assert autoscaler.decide(second + 2.0, seen).action == Add(1)
 
 
 @settings(max_examples=40, deadline=None)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.server
 import json
+import os
 import shutil
 import signal
 import socket
@@ -277,13 +278,26 @@ def test_a_command_that_has_just_started_is_killed(tmp_path: Path, monkeypatch: 
         started.wait()
         command.close()
 
-    closing = threading.Thread(target=close)
+    closing = threading.Thread(target=close, daemon=True)
     closing.start()
     with pytest.raises(ActionFailed, match="add ended with signal 9"):
         asyncio.run(command.add(Role.DECODE, 1, ""))
     closing.join()
     with pytest.raises(ActionFailed, match="the autoscaler stops"):
         asyncio.run(command.add(Role.DECODE, 1, ""))
+
+
+def test_a_command_of_another_user_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(group: int, signum: int) -> None:
+        raise PermissionError(f"{group} is not yours")
+
+    monkeypatch.setattr(os, "killpg", refuse)
+    command = Command(script(tmp_path, "exec sleep 0.5"), 0.1, {})
+    with pytest.raises(ActionFailed, match=r"add took longer than 0\.1 s"):
+        asyncio.run(command.add(Role.DECODE, 1, ""))
+    assert caplog.text.count("command_not_ended") == 2 and "is not yours" in caplog.text
 
 
 @contextmanager
@@ -297,7 +311,7 @@ def http_server(answer: Callable[[str], tuple[int, object]]) -> Iterator[tuple[s
             got.append((self.path, json.loads(body) if body else None))
             status, content = answer(self.path)
             sent = json.dumps(content).encode()
-            with contextlib.suppress(ConnectionError):  # whoever asked may be gone
+            with contextlib.suppress(ConnectionError):  # the client may be gone
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(sent)))
                 if 300 <= status < 400:
@@ -318,6 +332,24 @@ def http_server(answer: Callable[[str], tuple[int, object]]) -> Iterator[tuple[s
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize("url", ["http://256.256.256.256/", "http://münch..en/", "http://a/\n"])
+def test_a_webhook_that_nobody_can_call_is_refused_at_the_start(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--autoscale-webhook 'http://.*Invalid"):
+        Webhook(url, 60.0)
+
+
+def test_the_password_of_a_webhook_is_not_told() -> None:
+    with pytest.raises(ActionFailed, match=r"^http://127\.0\.0\.1:1/hook: "):
+        asyncio.run(Webhook("http://me:secret@127.0.0.1:1/hook", 60.0).add(Role.DECODE, 1, ""))
+
+
+def test_each_address_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{n}", 1)) for n in (1, 2)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **how: found)
+    with pytest.raises(ActionFailed, match=r"'127\.0\.0\.1', 1\); .*'127\.0\.0\.2', 1\)"):
+        asyncio.run(Webhook("http://twice:1/hook", 60.0).add(Role.DECODE, 1, ""))
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -352,7 +384,13 @@ def test_a_webhook_gets_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("proxy", "words"), [("socks5://127.0.0.1:1", "socksio"), ("ftp://127.0.0.1", "ftp://127.0.0.1")]
+    ("proxy", "words"),
+    [
+        ("socks5://127.0.0.1:1", "socksio"),
+        ("ftp://127.0.0.1", "ftp://127.0.0.1"),
+        ("http://127.0.0.1:99999", "port"),
+        ("http://[::1", "Invalid port"),
+    ],
 )
 def test_a_proxy_that_is_none_is_named(proxy: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALL_PROXY", proxy)
@@ -427,7 +465,7 @@ def test_a_webhook_that_is_no_http_server_has_done_nothing() -> None:
                 Role.DECODE, 1, ""
             )
 
-    with pytest.raises(ActionFailed, match=r":\d+: (ReadError|illegal status line)"):
+    with pytest.raises(ActionFailed, match=r":\d+: (\[Errno \d+\] |illegal status line)"):
         asyncio.run(run())
 
 
@@ -526,6 +564,7 @@ def test_the_process_and_its_command_end_with_the_router(tmp_path: Path) -> None
             assert_gone([command])
 
 
+@pytest.mark.processes
 def test_the_process_ends_while_a_drain_is_under_way(tmp_path: Path) -> None:
     drained = threading.Event()
     answers = {"/fleet": listed("d0", "d1"), "/health": {"prefill": [], "decode": []}}

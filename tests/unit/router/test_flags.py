@@ -206,6 +206,7 @@ def test_an_autoscaler_gets_the_flags_of_the_router() -> None:
             "exclude each other",
         ),
         ((*SCALED, *PLANNED, "--autoscale-command", "a 'b"), "is not a command"),
+        ((*SCALED, *PLANNED, "--autoscale-command", "'' add"), "is not a command"),
         (
             (*SCALED, *PLANNED, "--autoscale-webhook", "host:80"),
             "--autoscale-webhook host:80 is not like http://",
