@@ -344,9 +344,10 @@ class Matrix:
 
     def _is_linked(self) -> bool:
         """Whether the prefill node can send to both decode nodes. One that lends it pages has a link to it, too."""
-        if set(self.router.loads()) != set(self.fleet.nodes):
+        loads = self.router.loads()
+        if set(loads) != set(self.fleet.nodes):
             return False
-        return {peer for peer, incoming in self._links(self.node("p0")) if not incoming} == {"d0", "d1"}
+        return {peer for peer, incoming in _links(loads["p0"]) if not incoming} == {"d0", "d1"}
 
     def _num_cached(self) -> dict[str, int]:
         return {name: load["num_evictable_pages"] for name, load in self.router.loads().items()}
@@ -445,11 +446,7 @@ class Matrix:
         )
 
     def _links(self, process: Process) -> Links:
-        """The links of a process, at most one to each node and one from it."""
-        links = self.router.loads()[process.name]["links"] if process.name in self.fleet.nodes else []
-        names = sorted((link["peer"].partition("#")[0], link["incoming"]) for link in links)
-        assert len(set(names)) == len(names), f"{process.name} has a link twice: {links}"
-        return frozenset(names)
+        return _links(self.router.loads()[process.name]) if process.name in self.fleet.nodes else frozenset()
 
     def _wait_home(self) -> None:
         """Until two loads of each node, one after the other, say that it holds nothing."""
@@ -526,3 +523,10 @@ class Matrix:
         """The answers of a run over empty caches."""
         self._prepare()
         return self._run()
+
+
+def _links(load: Mapping[str, Any]) -> Links:
+    """The links of a node, at most one to each other and one from it."""
+    names = sorted((link["peer"].partition("#")[0], link["incoming"]) for link in load["links"])
+    assert len(set(names)) == len(names), f"a link is there twice: {load['links']}"
+    return frozenset(names)

@@ -254,7 +254,7 @@ PLANTS = {
         Plant("a page not sent", _P, page_not_sent, FAILED, "corrupt_pages"),
         Plant("a page index off by one", _P, page_index_off_by_one),
         Plant(
-            "a late write into a freed page",
+            "a late write into the pages of another request",
             _D,
             late_write,
             cell=_cell(Fault.NONE, Stage.HANDED_OFF),  # else the request before may have ended

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.advise import MIN_REQS, MOST_REQS, WINDOW_S, Recent, advise
+from planner.advise import MIN_REQS, MOST_REQS, NUM_WINDOWS, WINDOW_S, Recent, advise
 from planner.candidate import Candidate
 from planner.figures import Slo
 from planner.plan_search import Aim
@@ -135,9 +135,23 @@ def test_a_fleet_that_has_no_node_to_spare() -> None:
     assert alone.meets and "node less" not in alone.words
 
 
-def test_more_requests_than_one_simulation_has_are_planned_by_windows() -> None:
-    advice = ask("1P1D", rate=4.0, num=900, input_len=256)
-    assert advice.meets is True
+def test_more_requests_than_one_simulation_has_are_planned_by_windows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """About MOST_REQS requests count, from all over the ten minutes."""
+    counted: list[int] = []
+    run = Setting.run
+
+    def count(setting: Setting, trial: Trial) -> Run:
+        if trial.option.candidate.name == "1P1D":
+            window = setting.windows[trial.window]
+            counted.extend(one.blocks[0] // 100 for one in window.requests if window.counts(one))
+        return run(setting, trial)
+
+    monkeypatch.setattr(Setting, "run", count)
+    assert ask("1P1D", rate=4.0, num=900, input_len=256).meets is True
+    assert 0.8 * MOST_REQS <= len(set(counted)) == len(counted) <= 1.2 * MOST_REQS
+    assert {number * NUM_WINDOWS // 900 for number in counted} == set(range(NUM_WINDOWS)), "each quarter"
 
 
 def test_one_large_batch() -> None:
