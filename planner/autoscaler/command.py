@@ -62,10 +62,9 @@ def main(argv: Sequence[str]) -> int:
         os.write(_STDIN, LOADED + READY)
         threading.Thread(target=_watch_parent, args=(actions,), name="parent", daemon=True).start()
     for autoscaler in autoscalers:
-        bounds = autoscaler.bounds
-        log.event(
-            "autoscaler_started", role=autoscaler.role, least=bounds.least, most=bounds.most, url=args.url
-        )
+        bounds, pace = autoscaler.bounds, autoscaler.pace
+        log.event("autoscaler_started", role=autoscaler.role, least=bounds.least, most=bounds.most, url=args.url,
+                  first_node_wait_s=pace.start_limit_s)  # fmt: skip
     # Not asyncio.run, which waits for threads: a call to the router may last as long as a drain takes.
     os._exit(asyncio.Runner().run(_run(watch, actions)))
 
