@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from argparse import Namespace
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -261,8 +262,13 @@ class AutoscaleOptions:
             raise ConfigError(f"--autoscale: a role is named twice: {', '.join(map(str, self.autoscale))}")
         if self.autoscale_command is not None and self.autoscale_webhook is not None:
             raise ConfigError("--autoscale-command and --autoscale-webhook exclude each other")
-        if self.autoscale_command is not None and not any(_words(self.autoscale_command)[:1]):
-            raise ConfigError(f"--autoscale-command {self.autoscale_command!r} is not a command")
+        if self.autoscale_command is not None:
+            program = next(iter(_words(self.autoscale_command)), "")
+            if shutil.which(program) is None:
+                raise ConfigError(
+                    f"--autoscale-command {self.autoscale_command!r} is not a command: "
+                    f"there is no program {program!r} that may be run"
+                )
         if self.autoscale_webhook is not None and not _is_http_url(self.autoscale_webhook):
             raise ConfigError(
                 f"--autoscale-webhook {self.autoscale_webhook} is not like http://HOST[:PORT]/PATH"

@@ -182,7 +182,7 @@ SCALED = ("--autoscale", "decode=1..8")
 
 
 def test_an_autoscaler_gets_the_flags_of_the_router() -> None:
-    given = ("--autoscale", "prefill=2..3", *SCALED, *PLANNED, "--autoscale-command", "add 'a node'")
+    given = ("--autoscale", "prefill=2..3", *SCALED, *PLANNED, "--autoscale-command", "true 'a node'")
     config = config_of(*given, "--autoscale-settle-s", "30")
     options = config.scaling
     assert [(one.role, one.least, one.most) for one in options.autoscale] == [
@@ -206,7 +206,8 @@ def test_an_autoscaler_gets_the_flags_of_the_router() -> None:
             "exclude each other",
         ),
         ((*SCALED, *PLANNED, "--autoscale-command", "a 'b"), "is not a command"),
-        ((*SCALED, *PLANNED, "--autoscale-command", "'' add"), "is not a command"),
+        ((*SCALED, *PLANNED, "--autoscale-command", "'' add"), "is not a command: there is no program ''"),
+        ((*SCALED, *PLANNED, "--autoscale-command", "./pyproject.toml add"), "no program './pyproject.toml'"),
         (
             (*SCALED, *PLANNED, "--autoscale-webhook", "host:80"),
             "--autoscale-webhook host:80 is not like http://",
