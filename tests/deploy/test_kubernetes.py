@@ -29,19 +29,24 @@ OPERATORS = ("monitoring.coreos.com/v1",)
 NODES = ("prefill-node", "decode-node")
 
 
-@pytest.fixture(scope="module")
-def rendered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Manifest]]:
-    folder = tmp_path_factory.mktemp("kubernetes") / "kubernetes"
+def copy_to(folder: Path) -> Path:
+    """The manifests with a key, as the quickstart has a reader make it."""
     shutil.copytree(DEPLOY / "kubernetes", folder)
     (folder / "base" / "fleet.key").write_text("0123456789abcdef")
+    return folder
 
-    def render(name: str) -> list[Manifest]:
-        argv = ["kubectl", "kustomize", str(folder / name)]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        assert not done.returncode and not done.stderr, done.stderr
-        return [*yaml.safe_load_all(done.stdout)]
 
-    return {name: render(name) for name in RESOURCES}
+def render(folder: Path) -> list[Manifest]:
+    argv = ["kubectl", "kustomize", str(folder)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert not done.returncode and not done.stderr, done.stderr
+    return [*yaml.safe_load_all(done.stdout)]
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Manifest]]:
+    folder = copy_to(tmp_path_factory.mktemp("kubernetes") / "kubernetes")
+    return {name: render(folder / name) for name in RESOURCES}
 
 
 def deployments(manifests: list[Manifest]) -> dict[str, Manifest]:
@@ -257,3 +262,18 @@ def test_gpus_are_asked_for_and_used(rendered: Mapping[str, list[Manifest]]) -> 
         assert (flags.device, flags.model, flags.backend) == ("cuda", "/models/model", "auto")
     assert all(container_of(d)["image"] == "baton:cuda" for d in of.values())
     assert all(container_of(d)["image"] == "baton:cpu" for d in deployments(rendered["base"]).values())
+
+
+@pytest.mark.parametrize("registry", ["registry.example", "registry.example:5000/team"])
+def test_one_edit_says_where_the_images_are(registry: str, tmp_path: Path) -> None:
+    """The edit of the quickstart, in the base alone, holds for the GPU overlay too."""
+    page = (DEPLOY.parent / "docs/quickstart-kubernetes.md").read_text()
+    (edit,) = re.findall(r"`(newName: REGISTRY/\S+)`", page)
+    folder = copy_to(tmp_path / "kubernetes")
+    base = folder / "base" / "kustomization.yaml"
+    text, made = base.read_text(), edit.replace("REGISTRY", registry)
+    assert text.count("newName: baton\n") == 1
+    base.write_text(text.replace("newName: baton\n", f"{made}\n"))
+    for name, tag in (("base", "cpu"), ("overlays/gpu", "cuda")):
+        images = [container_of(of)["image"] for of in deployments(render(folder / name)).values()]
+        assert images == [f"{registry}/baton:{tag}"] * 3
