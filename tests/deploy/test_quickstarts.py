@@ -17,9 +17,17 @@ MADE = ("deploy/.env", "deploy/kubernetes/base/fleet.key")
 
 
 def commands(text: str) -> list[list[str]]:
-    """The lines of the code blocks, as a shell would split them."""
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines() if line]
+    """The commands of the code blocks, as a shell would split them. A quoted text may go on in the next line."""
+    found = []
+    for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        command = ""
+        for line in block.splitlines():
+            command += f"{line}\n"
+            if command.count("'") % 2 == 0 and command.strip():
+                found.append(shlex.split(command, comments=True))
+                command = ""
+        assert not command.strip(), "a quote that does not end"
+    return found
 
 
 @pytest.mark.parametrize("page", QUICKSTARTS, ids=lambda page: page.stem)
