@@ -53,5 +53,15 @@ def test_there_are_three() -> None:
 
 def test_flags_of_systemd_in_the_page() -> None:
     page = (ROOT / "docs/quickstart-two-machines.md").read_text()
-    (flags,) = re.findall(r'"NODE_FLAGS=(.*?)"', page)
-    parse(["decode-node", *flags.split()])
+    found = re.findall(r'"\w+_FLAGS=(.*?)" > /etc/baton/(.*?)\.env', page)
+    assert sorted(program for _, program in found) == sorted(PROGRAMS)
+    for flags, program in found:
+        parse([program, *flags.split()])
+
+
+def test_torch_of_the_page_is_that_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    names = ("TORCH_VERSION", "TORCH_CPU_INDEX")
+    version, index = (re.findall(rf"^{name} \?= (\S+)$", makefile, re.MULTILINE)[0] for name in names)
+    page = (ROOT / "docs/quickstart-two-machines.md").read_text()
+    assert f'"torch=={version}" --index-url {index} ' in page
