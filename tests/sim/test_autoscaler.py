@@ -337,6 +337,29 @@ def test_an_add_that_fails_after_it_was_given_up_takes_no_other_node_away() -> N
     assert autoscaler.decide(second + 2.0, seen).action == Add(1)
 
 
+def live(*names: str) -> FleetSeen:
+    return FleetSeen(nodes=tuple(NodeSeen(node_id=name, state=NodeState.LIVE) for name in names), work=None)
+
+
+def test_an_add_that_fails_takes_its_own_nodes_away() -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(1, 4), PACE, CAPACITY)
+    autoscaler._orders.extend([10.0, 20.0, 20.0, 30.0])
+    autoscaler.add_failed(2, 20.0)
+    assert list(autoscaler._orders) == [10.0, 30.0]
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_the_node_that_was_asked_for_first_counts_as_come_or_is_given_up_first(comes: bool) -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(1, 4), PACE, CAPACITY)
+    autoscaler.decide(0.0, live("n0"))
+    autoscaler._orders.extend([0.0, 50.0])
+    seen = live("n0", "n1") if comes else live("n0")
+    autoscaler.decide(60.0, seen)
+    limit_s = PACE.start_limit_s
+    overdue = [autoscaler.decide(now, seen).num_overdue for now in (limit_s, limit_s + 5.0, limit_s + 50.0)]
+    assert overdue == [0 if comes else 1, 0, 1]
+
+
 @settings(max_examples=40, deadline=None)
 @given(roles, st.floats(0.0, 8.0), st.floats(0.0, 0.1), st.integers(1, 8))
 def test_a_constant_load_ends_in_a_constant_number_of_nodes(

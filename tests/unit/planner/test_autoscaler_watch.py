@@ -7,6 +7,7 @@ import contextlib
 import http.server
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ import msgspec
 import psutil
 import pytest
 
+from planner.autoscaler import scaling_actions
 from planner.autoscaler.command import autoscalers_of
 from planner.autoscaler.decision import Autoscaler, NodeBounds, NodeState, Pace
 from planner.autoscaler.fleet_client import FleetClient, FleetNode
@@ -151,12 +153,25 @@ def test_an_add_that_fails_is_tried_again_after_a_pause() -> None:
 def test_no_add_within_the_pause() -> None:
     actions = FakeActions()
     bed = Bed(FakeRouter(node("d0")), actions, least=2)
-    bed.watch._pause_s = 100.0
+    bed.watch._pause_s = 50.0  # shorter than a node that was asked for would count
     actions.failures = 1
-    asyncio.run(bed.run(PACE.settle_s + 100.0))
+    asyncio.run(bed.run(PACE.settle_s + 50.0))
     assert len(actions.told) == 1
     asyncio.run(bed.run(20.0))
     assert len(actions.told) == 2
+
+
+def test_an_add_that_fails_late_is_tried_again_for_all_its_nodes() -> None:
+    class Slow(FakeActions):
+        async def add(self, role: Role, num_nodes: int, reason: str) -> None:
+            bed.now += 1.0
+            await super().add(role, num_nodes, reason)
+
+    actions = Slow()
+    actions.failures = 1
+    bed = Bed(FakeRouter(node("d0")), actions, least=3)
+    asyncio.run(bed.run(PACE.settle_s + 6 * PACE.interval_s))
+    assert actions.told == 2 * [("add", Role.DECODE, 2)]
 
 
 def test_a_node_is_drained_at_the_router_and_then_stopped() -> None:
@@ -255,10 +270,41 @@ def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
 
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    line = script(tmp_path, f"sleep 1000 & echo $! > {pids}; echo $$ >> {pids}; wait")
+    line = script(tmp_path, f"sleep 60 & echo $! > {pids}; echo $$ >> {pids}; wait")
     with pytest.raises(ActionFailed, match=r"add took longer than 0\.5 s"):
         asyncio.run(Command(line, 0.5, {}).add(Role.DECODE, 1, ""))
     assert_gone([psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))])
+
+
+def test_commands_run_one_after_the_other_and_their_words_belong_to_the_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = Command(script(tmp_path, "echo begun; sleep 0.2; echo done"), PATIENCE_S, {})
+
+    async def run() -> None:
+        await asyncio.gather(*(command.add(Role.DECODE, 1, "") for _ in range(2)))
+
+    asyncio.run(run())
+    assert capfd.readouterr() == ("", "begun\ndone\nbegun\ndone\n")
+
+
+def test_a_command_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling_actions, "_KILL_S", 0.1)
+    late = tmp_path / "late"
+    line = script(tmp_path, f"trap '' TERM; sleep 20; touch {late}")
+    with pytest.raises(ActionFailed, match="took longer"):
+        asyncio.run(Command(line, 0.5, {}).add(Role.DECODE, 1, ""))
+    assert not late.exists()
+
+
+def test_no_signal_goes_to_a_command_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process id may be another's."""
+    sent: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os, "killpg", lambda *words: sent.append(words))
+    command = Command(script(tmp_path, ""), 60.0, {})
+    asyncio.run(command.add(Role.DECODE, 1, ""))
+    command.close()
+    assert not sent
 
 
 def test_a_command_that_has_just_started_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +318,7 @@ def test_a_command_that_has_just_started_is_killed(tmp_path: Path, monkeypatch: 
             time.sleep(0.2)
 
     monkeypatch.setattr(subprocess, "Popen", SlowToStart)
-    command = Command(script(tmp_path, "exec sleep 1000"), PATIENCE_S, {})
+    command = Command(script(tmp_path, "exec sleep 60"), PATIENCE_S, {})
 
     def close() -> None:
         started.wait()
@@ -294,9 +340,16 @@ def test_a_command_of_another_user_is_waited_for(
         raise PermissionError(f"{group} is not yours")
 
     monkeypatch.setattr(os, "killpg", refuse)
-    command = Command(script(tmp_path, "exec sleep 0.5"), 0.1, {})
-    with pytest.raises(ActionFailed, match=r"add took longer than 0\.1 s"):
-        asyncio.run(command.add(Role.DECODE, 1, ""))
+    monkeypatch.setattr(scaling_actions, "_KILL_S", 0.05)
+    ended = tmp_path / "ended"
+    command = Command(script(tmp_path, f"sleep 0.5; touch {ended}"), 0.1, {})
+
+    async def run() -> None:
+        with pytest.raises(ActionFailed, match=r"add took longer than 0\.1 s"):
+            await command.add(Role.DECODE, 1, "")
+        assert ended.exists()
+
+    asyncio.run(run())
     assert caplog.text.count("command_not_ended") == 2 and "is not yours" in caplog.text
 
 
@@ -340,9 +393,26 @@ def test_a_webhook_that_nobody_can_call_is_refused_at_the_start(url: str) -> Non
         Webhook(url, 60.0)
 
 
-def test_the_password_of_a_webhook_is_not_told() -> None:
-    with pytest.raises(ActionFailed, match=r"^http://127\.0\.0\.1:1/hook: "):
-        asyncio.run(Webhook("http://me:secret@127.0.0.1:1/hook", 60.0).add(Role.DECODE, 1, ""))
+@pytest.mark.parametrize(
+    ("status", "timeout_s", "words"),
+    [(500, 60.0, " answered 500"), (200, 0.2, " took longer"), (0, 60.0, ": ")],
+)
+def test_the_password_of_a_webhook_is_not_told(status: int, timeout_s: float, words: str) -> None:
+    release = threading.Event()
+
+    def answer(path: str) -> tuple[int, object]:
+        if timeout_s < 1.0:
+            release.wait()
+        return status, {}
+
+    with http_server(answer) as (url, _):
+        if not status:
+            url = "http://127.0.0.1:1"
+        try:
+            with pytest.raises(ActionFailed, match=f"^{re.escape(url)}{words}"):
+                asyncio.run(Webhook(url.replace("//", "//me:secret@"), timeout_s).add(Role.DECODE, 1, ""))
+        finally:
+            release.set()
 
 
 def test_each_address_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

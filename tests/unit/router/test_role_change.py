@@ -9,11 +9,13 @@ import httpx
 import pytest
 
 from router.dispatch.running_req import Node
+from router.nodes import fleet_changes
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.member import MemberState
 from router.nodes.shared_news import SharedNews
 from shared.errors import RequestError
 from shared.protocol.messages import (
+    Answered,
     Decode,
     Drain,
     Drained,
@@ -140,6 +142,53 @@ def test_a_node_that_leaves_before_it_answers_again_has_left_for_the_role(model_
             assert (await again).json() == (await changing).json()
             assert (await again).json()["node"]["role"] == "prefill"
             assert (await running).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_node_that_does_not_answer_keeps_its_role(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_changes, "_ANSWER_S", 0.1)
+
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as other,
+            joined_router(model_folder, [prefill, decode, other]) as (_, client),
+        ):
+            decode.hears_roles = False
+            refused = await set_role(client, "decode-0", "prefill", 1)
+            assert refused.status_code == 409
+            assert "no answer within 0.1 s" in refused.json()["error"]["message"]
+            await until_roles(client, decode_0=("decode", "alive"))
+
+    asyncio.run(run())
+
+
+def test_a_node_that_is_lost_answers_for_no_other() -> None:
+    async def run() -> None:
+        async with (
+            FakeNode(Role.PREFILL) as lost,
+            FakeNode(Role.DECODE) as other,
+            new_membership() as (membership, events),
+        ):
+            news = SharedNews(membership.all_live, "router")
+            membership.report_to(events, FleetChanges(membership, NoReqs(), news, lambda rid: None))
+            for fake, role in ((lost, Role.PREFILL), (other, Role.DECODE)):
+                membership.dial(fake.ref.address, role, pinned=True)
+                fake.hears_roles = False
+            await eventually(lambda: len(membership.all_live()) == 2)
+            call = membership.call(lambda call_id: SetRole(call_id, Role.DECODE, 0.0), PATIENCE_S)
+            calling = asyncio.create_task(call)
+            await lost.wait_for(SetRole)
+            asked = await other.wait_for(SetRole)
+            await lost.stop()
+            await eventually(lambda: len(membership.all_live()) == 1)
+            other.send(Answered(asked.call_id, True, ""))
+            answers = await calling
+            assert answers[other.ref.node_id] == Answered(asked.call_id, True, "")
+            assert answers[lost.ref.node_id] == Answered(0, False, "it was lost before it answered")
 
     asyncio.run(run())
 
