@@ -22,6 +22,8 @@ RATE_S = 30.0
 """Rates are those of so many seconds."""
 _MAX_GAPS = 4
 """So many intervals without a look, such as while a router is restarted, and a window begins anew."""
+_REMEMBERED_S = 600.0
+"""A node may still come so long after it was given up."""
 _ROUNDING = 1e-6
 
 
@@ -127,6 +129,11 @@ class Autoscaler:
     keep: frozenset[str] = frozenset()
     _began_at: float | None = None
     _orders: deque[float] = field(default_factory=deque)
+    """When each node was asked for that may be on its way."""
+    _num_doubtful: int = 0
+    """So many of the oldest orders have come, or else nodes that had been given up have come in their place."""
+    _overdue: deque[float] = field(default_factory=deque)
+    """When nodes were asked for that have been given up and may still come."""
     _met: set[str] = field(default_factory=set)
     """Nodes that have lived here and were not drained."""
     _away_since: dict[str, float] = field(default_factory=dict)
@@ -174,8 +181,10 @@ class Autoscaler:
     def add_failed(self, num_nodes: int, asked_at: float) -> None:
         """So many nodes that were asked for then will not come."""
         for _ in range(num_nodes):
-            if asked_at in self._orders:  # else it was given up before
-                self._orders.remove(asked_at)
+            orders = self._orders if asked_at in self._orders else self._overdue
+            if asked_at in orders:
+                orders.remove(asked_at)
+        self._num_doubtful = min(self._num_doubtful, len(self._orders))
 
     def drain_failed(self, node_id: str) -> None:
         """A node that was to be drained stays."""
@@ -185,16 +194,17 @@ class Autoscaler:
     # ------------------------------------------------------------------------------------------ inside
     def _follow(self, now: float, seen: FleetSeen) -> int:
         """Notice what has come and gone. Returns the number of orders that are given up."""
+        start_limit_s = self.pace.start_limit_s
+        while self._overdue and now - self._overdue[0] >= start_limit_s + _REMEMBERED_S:
+            self._overdue.popleft()
         states = {node.node_id: node.state for node in seen.nodes}
         for node_id, state in states.items():
             if state is NodeState.LIVE and node_id not in self._met and node_id not in self._asked:
                 self._met.add(node_id)
                 if now != self._began_at:
                     self._came_at = now
-                if (
-                    self._orders and node_id not in self._draining
-                ):  # else it is an old one, which stays after all
-                    self._orders.popleft()
+                if node_id not in self._draining:  # else it is an old one, which stays after all
+                    self._has_come()
             elif state is NodeState.DRAINING and node_id not in self._draining:
                 self._met.discard(node_id)
                 self._drained_at = now
@@ -203,12 +213,26 @@ class Autoscaler:
         away = {i for i, state in states.items() if state is NodeState.COMING} | (self._met - states.keys())
         self._away_since = {node_id: self._away_since.get(node_id, now) for node_id in sorted(away)}
         for node_id, since in self._away_since.items():
-            if now - since >= self.pace.start_limit_s:
+            if now - since >= start_limit_s:
                 self._met.discard(node_id)
-        late = sum(now - at >= self.pace.start_limit_s for at in self._orders)
-        for _ in range(late):
+        num_late = sum(now - at >= start_limit_s for at in self._orders)
+        self._overdue.extend(self._orders.popleft() for _ in range(num_late))
+        num_doubtful = min(self._num_doubtful, num_late)
+        self._num_doubtful -= num_doubtful
+        return num_late - num_doubtful
+
+    def _has_come(self) -> None:
+        """Count a node that is new: as one that had been given up, if there is one, and as the one asked for first.
+
+        Which of them it is cannot be seen. As the latter it no longer counts as coming, and as the former it leaves
+        the place of the latter taken.
+        """
+        if self._overdue:
+            self._overdue.popleft()
+            self._num_doubtful += 1
+        elif self._orders:
             self._orders.popleft()
-        return late
+        self._num_doubtful = min(self._num_doubtful, len(self._orders))
 
     def _coming(self, now: float, seen: FleetSeen) -> list[float]:
         """Seconds until each node comes that was asked for, is new, or has been away for a while."""
@@ -216,7 +240,7 @@ class Autoscaler:
         since = {node_id: at for node_id, at in self._away_since.items() if now - at < limit_s}
         back = [at for node_id, at in since.items() if node_id in self._met]
         new = [at for node_id, at in since.items() if node_id not in self._met]
-        ordered = list(self._orders)  # the new ones are among those, as far as they go
+        ordered = list(self._orders)[self._num_doubtful :]  # the new ones are among those, as far as they go
         return [max(0.0, at + start_s - now) for at in (*back, *ordered, *new[len(ordered) :])]
 
     def _remember(self, now: float, demand: Demand | None) -> None:
@@ -254,7 +278,9 @@ class Autoscaler:
             words += f"; at least {bounds.least} are wanted"
         if num_live + num_coming < wanted:
             num_leaving = len(self._draining | self._asked)
-            room = bounds.most - num_live - num_coming - num_leaving
+            room = bounds.most - num_live - num_coming - num_leaving - self._num_doubtful
+            if room <= 0 and not num_leaving:
+                return None, f"{words}: {_nodes(self._num_doubtful)} that came late may be one too many"
             if room <= 0:
                 return None, f"{words}: waits until {_nodes(num_leaving)} being drained has left"
             if now - self._drained_at < pace.settle_s:
