@@ -181,10 +181,11 @@ class Autoscaler:
     def add_failed(self, num_nodes: int, asked_at: float) -> None:
         """So many nodes that were asked for then will not come."""
         for _ in range(num_nodes):
-            orders = self._orders if asked_at in self._orders else self._overdue
-            if asked_at in orders:
-                orders.remove(asked_at)
-        self._num_doubtful = min(self._num_doubtful, len(self._orders))
+            if asked_at in self._orders:
+                self._num_doubtful -= self._orders.index(asked_at) < self._num_doubtful
+                self._orders.remove(asked_at)
+            elif asked_at in self._overdue:
+                self._overdue.remove(asked_at)
 
     def drain_failed(self, node_id: str) -> None:
         """A node that was to be drained stays."""

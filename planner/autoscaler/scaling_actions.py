@@ -153,7 +153,7 @@ class Webhook:
         try:
             self._url = httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise ConfigError(f"--autoscale-webhook {url!r}: {error}") from None
+            raise ConfigError(f"--autoscale-webhook: {error}") from None
         self._name = str(self._url.copy_with(userinfo=b""))
         """For the log, which is not to have a password."""
         self._timeout_s = timeout_s
@@ -185,7 +185,7 @@ class Webhook:
         except (
             httpx.HTTPError,
             OSError,
-            httpx.InvalidURL,  # this and the others: of a wrong HTTP_PROXY
+            httpx.InvalidURL,  # a wrong HTTP_PROXY raises this and those below
             ValueError,
             ImportError,
             ExceptionGroup,

@@ -39,6 +39,8 @@ class ScaledFleet:
         """Nodes that are drained for this autoscaler."""
         self.drained_elsewhere: set[str] = set()
         """Nodes that are being drained, but not by this autoscaler."""
+        self.is_adding = False
+        """Whether an add has not ended. No other begins meanwhile, or all would run once a slow command has ended."""
         self.no_add_until = 0.0
         self.add_pause_s = 0.0
 
@@ -120,10 +122,11 @@ class Watch:
             warn("nodes_overdue", role=autoscaler.role, num_nodes=decision.num_overdue,
                  after_s=autoscaler.pace.start_limit_s)  # fmt: skip
         match decision.action:
-            case Add(num_nodes) if now < scaled.no_add_until:
+            case Add(num_nodes) if scaled.is_adding or now < scaled.no_add_until:
                 autoscaler.add_failed(num_nodes, now)
             case Add(num_nodes):
                 event("autoscale_add", role=autoscaler.role, num_nodes=num_nodes, reason=decision.reason)
+                scaled.is_adding = True
                 self._start_task(partial(self._add, scaled, num_nodes, now, decision.reason))
             case Drain(node_id):
                 event("autoscale_drain", role=autoscaler.role, node=node_id, reason=decision.reason)
@@ -158,6 +161,8 @@ class Watch:
             )
         else:
             scaled.add_pause_s = 0.0
+        finally:
+            scaled.is_adding = False
 
     async def _drain(self, scaled: ScaledFleet, node_id: str, reason: str) -> None:
         role, node = scaled.autoscaler.role, scaled.nodes[node_id]

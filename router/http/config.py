@@ -270,9 +270,7 @@ class AutoscaleOptions:
                     f"there is no program {program!r} that may be run"
                 )
         if self.autoscale_webhook is not None and not _is_http_url(self.autoscale_webhook):
-            raise ConfigError(
-                f"--autoscale-webhook {self.autoscale_webhook} is not like http://HOST[:PORT]/PATH"
-            )
+            raise ConfigError("--autoscale-webhook is not like http://HOST[:PORT]/PATH")
 
     def argv(self) -> list[str]:
         """The command line of these options."""

@@ -164,7 +164,7 @@ class FleetChanges:
             lambda call_id: SetRole(call_id, role, drain_timeout_s), _ANSWER_S, [node]
         )
         answer = answers[node.ref.node_id]
-        left = not answer.call_id and member.node is not node  # it may have left for this role
+        left = not answer.call_id and member.state is MemberState.LEFT  # it may have left for this role
         if not answer.ok and not left:
             if drain.role is role and member.node is node:
                 self._keep(member)

@@ -397,6 +397,17 @@ def test_an_add_that_fails_was_none_that_may_come_late() -> None:
     assert not autoscaler._orders
 
 
+def test_a_doubtful_order_that_fails_leaves_no_other_doubtful() -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(1, 4), PACE, CAPACITY)
+    autoscaler.decide(0.0, live("n0"))
+    autoscaler._orders.append(0.0)
+    autoscaler.decide(100.0, live("n0"))
+    autoscaler._orders.extend([110.0, 120.0])
+    assert autoscaler.decide(125.0, live("n0", "n1")).num_coming == 1
+    autoscaler.add_failed(1, 110.0)
+    assert autoscaler.decide(130.0, live("n0", "n1")).num_coming == 1
+
+
 @settings(max_examples=40, deadline=None)
 @given(roles, st.floats(0.0, 8.0), st.floats(0.0, 0.1), st.integers(1, 8))
 def test_a_constant_load_ends_in_a_constant_number_of_nodes(

@@ -210,16 +210,25 @@ def test_an_autoscaler_gets_the_flags_of_the_router() -> None:
         ((*SCALED, *PLANNED, "--autoscale-command", "./pyproject.toml add"), "no program './pyproject.toml'"),
         (
             (*SCALED, *PLANNED, "--autoscale-webhook", "host:80"),
-            "--autoscale-webhook host:80 is not like http://",
+            "--autoscale-webhook is not like http://",
         ),
-        ((*SCALED, *PLANNED, "--autoscale-webhook", "http:///hook"), "http:///hook is not like http://"),
-        ((*SCALED, *PLANNED, "--autoscale-webhook", "http://a:99999"), "http://a:99999 is not like http://"),
-        ((*SCALED, *PLANNED, "--autoscale-webhook", "http://a:0"), "http://a:0 is not like http://"),
+        (
+            (*SCALED, *PLANNED, "--autoscale-webhook", "http:///hook"),
+            "--autoscale-webhook is not like http://",
+        ),
+        ((*SCALED, *PLANNED, "--autoscale-webhook", "http://a:99999"), "webhook is not like http://"),
+        ((*SCALED, *PLANNED, "--autoscale-webhook", "http://a:0"), "webhook is not like http://"),
     ],
 )
 def test_wrong_flags_of_the_autoscaler(flags: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config_of(*flags)
+
+
+def test_the_password_of_a_wrong_webhook_is_not_told() -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of(*SCALED, *PLANNED, "--autoscale-webhook", "ftp://me:secret@host/")
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("url", ["http://a", "https://a.example/hook", "http://[::1]:8080/hook?of=baton"])

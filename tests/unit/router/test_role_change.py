@@ -146,6 +146,24 @@ def test_a_node_that_leaves_before_it_answers_again_has_left_for_the_role(model_
     asyncio.run(run())
 
 
+def test_a_node_that_dies_before_it_answers_has_not_left_for_the_role(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as other,
+            joined_router(model_folder, [prefill, decode, other]) as (_, client),
+        ):
+            decode.hears_roles = False
+            changing = asyncio.create_task(set_role(client, "decode-0", "prefill"))
+            await decode.wait_for(SetRole)
+            await decode.stop()
+            refused = await changing
+            assert refused.status_code == 409
+            assert "it was lost before it answered" in refused.json()["error"]["message"]
+
+    asyncio.run(run())
+
+
 def test_a_node_that_does_not_answer_keeps_its_role(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
