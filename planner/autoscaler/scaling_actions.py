@@ -27,8 +27,6 @@ from shared.errors import ConfigError
 from shared.log import warn
 from shared.protocol.messages import Role
 
-_KILL_S = 5.0
-
 
 class ActionFailed(Exception):
     """A command or a webhook did not do what it was told; the message says why."""
@@ -71,13 +69,19 @@ class Printer:
 
 
 class Command:
-    """Runs the operator's command, one at a time, without a shell. `environment` is added to that of this process."""
+    """Runs the operator's command, one at a time, without a shell. `environment` is added to that of this process.
+
+    One that takes longer than `timeout_s` is ended, and killed if it has not ended `kill_s` later.
+    """
 
     drains_nodes = True
 
-    def __init__(self, command: str, timeout_s: float, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: str, timeout_s: float, environment: Mapping[str, str], *, kill_s: float = 5.0
+    ) -> None:
         self._argv = shlex.split(command)
         self._timeout_s = timeout_s
+        self._kill_s = kill_s
         self._environment = {**os.environ, **environment}
         self._turn = asyncio.Lock()
         self._starting = threading.Lock()
@@ -136,7 +140,7 @@ class Command:
 
     async def _end(self, process: subprocess.Popen[bytes], waiting: asyncio.Future[int]) -> None:
         _signal(process.pid, signal.SIGTERM)
-        await asyncio.wait({waiting}, timeout=_KILL_S)
+        await asyncio.wait({waiting}, timeout=self._kill_s)
         _signal(process.pid, signal.SIGKILL)  # also what the command has started, if that ignores SIGTERM
         await waiting
 

@@ -32,7 +32,7 @@ from shared.errors import RequestError
 from shared.log import event
 from shared.timeline import ReqStage
 
-PROBES = frozenset({"/health", "/metrics", "/live/state"})
+POLLED = frozenset({"/health", "/metrics", "/live/state"})
 """Machines ask these every few seconds, so they are logged only when they fail."""
 
 _GROUP = "generation_group"
@@ -76,7 +76,7 @@ class RequestLog:
         try:
             await self._app(scope, watched_receive, watched_send)
         finally:
-            if status is None or status >= 400 or scope["path"] not in PROBES:
+            if status is None or status >= 400 or scope["path"] not in POLLED:
                 group = group_of(scope)
                 trace = {} if group is None else _trace_fields(group, arrived_at, self._hasher)
                 if self._adviser is not None and (trace or status in (429, 503)):

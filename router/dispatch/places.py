@@ -32,7 +32,7 @@ class _OnNode:
 
 
 class Places:
-    """Who has a place on which decode node, as far as this router has sent it there."""
+    """Which sequences have a place on each decode node, of those that this router has sent there."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

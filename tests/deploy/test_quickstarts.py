@@ -23,9 +23,12 @@ def commands(text: str) -> list[list[str]]:
         command = ""
         for line in block.splitlines():
             command += f"{line}\n"
-            if command.count("'") % 2 == 0 and command.strip():
-                found.append(shlex.split(command, comments=True))
-                command = ""
+            try:
+                words = shlex.split(command, comments=True)
+            except ValueError:  # a quote that has not ended yet
+                continue
+            found += [words] if words else []
+            command = ""
         assert not command.strip(), "a quote that does not end"
     return found
 

@@ -25,7 +25,6 @@ import msgspec
 import psutil
 import pytest
 
-from planner.autoscaler import scaling_actions
 from planner.autoscaler.command import autoscalers_of
 from planner.autoscaler.decision import Autoscaler, NodeBounds, NodeState, Pace
 from planner.autoscaler.fleet_client import FleetClient, FleetNode
@@ -317,12 +316,11 @@ def test_commands_run_one_after_the_other_and_their_words_belong_to_the_log(
     assert capfd.readouterr() == ("", "begun\ndone\nbegun\ndone\n")
 
 
-def test_a_command_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling_actions, "_KILL_S", 0.1)
+def test_a_command_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     late = tmp_path / "late"
     line = script(tmp_path, f"trap '' TERM; sleep 20; touch {late}")
     with pytest.raises(ActionFailed, match="took longer"):
-        asyncio.run(Command(line, 0.5, {}).add(Role.DECODE, 1, ""))
+        asyncio.run(Command(line, 0.5, {}, kill_s=0.1).add(Role.DECODE, 1, ""))
     assert not late.exists()
 
 
@@ -369,7 +367,6 @@ def test_a_command_of_another_user_is_waited_for(
         raise PermissionError(f"{group} is not yours")
 
     monkeypatch.setattr(os, "killpg", refuse)
-    monkeypatch.setattr(scaling_actions, "_KILL_S", 0.05)
     ended = tmp_path / "ended"
     command = Command(script(tmp_path, f"sleep 0.5; touch {ended}"), 0.1, {})
 
