@@ -154,10 +154,7 @@ class GlooLink:
     def _start(
         self, op: Callable[[list[torch.Tensor], int, int], Work], buffer: torch.Tensor, tag: int
     ) -> GlooOp:
-        try:
-            return GlooOp(op([buffer], self._peer, tag), buffer)
-        except RuntimeError as error:
-            raise LinkError(_first_line(error)) from None
+        return GlooOp(lambda: op([buffer], self._peer, tag), buffer)
 
     def _watch(self) -> None:
         try:
@@ -176,12 +173,19 @@ class GlooLink:
 
 
 class GlooOp:
-    """A send or receive; holds the buffer, since gloo reads or writes it from its own thread."""
+    """A send or receive; holds the buffer, since gloo reads or writes it from its own thread.
 
-    def __init__(self, work: Work, buffer: torch.Tensor) -> None:
-        self._work = work
+    One that cannot be started fails when it is waited for. An error kept by the future of a send would hold its
+    traceback, and with it the link and gloo's port.
+    """
+
+    def __init__(self, start: Callable[[], Work], buffer: torch.Tensor) -> None:
         self._buffer = buffer
         self._failure: str | None = None
+        try:
+            self._work = start()
+        except RuntimeError as error:
+            self._failure = _first_line(error)
 
     def wait(self, *, block: bool) -> bool:
         assert block, "a gloo op cannot be polled"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import socket
 import threading
@@ -133,6 +134,25 @@ def test_strangers_that_come_while_links_are_built_are_gone_with_the_link() -> N
     print(f"{num_connected} came through while 31 links were built")
     pair.close()
     until(lambda: num_descriptors() <= before)
+
+
+def test_the_port_of_a_lost_link_closes_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        pair = LinkPair(real("gloo"))
+        pair.until(pair.linked)
+        pages = list(range(1, 60))
+        pair.transfer(0, pages, pages)
+        worker = pair.p.links.worker("d0")
+        assert worker is not None
+        worker.abort_ops()
+        pair.until(lambda: key(0) in pair.sent)
+        pair.until(pair.linked)
+        pair.close()
+        until(lambda: not listening_ports())
+    finally:
+        gc.enable()
 
 
 def test_nothing_listens_before_both_ends_are_there() -> None:
