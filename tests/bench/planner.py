@@ -149,14 +149,15 @@ def measure_real(nodes: RealNodes, candidate: Candidate, requests: Sequence[SimR
 
 def measure(candidate: Candidate, requests: Sequence[SimRequest], nodes: TimedNodes = NODES) -> Replayed:
     """One replay in a fresh fleet."""
-    with _timed(candidate, nodes) as fleet:
+    with fresh_fleet(candidate, nodes) as fleet:
         seen = replay(fleet.router.port, requests, _family(fleet), VOCAB_SIZE)
         fleet.stop()
         return seen
 
 
 @contextmanager
-def _timed(candidate: Candidate, nodes: TimedNodes) -> Iterator[Fleet]:
+def fresh_fleet(candidate: Candidate, nodes: TimedNodes = NODES) -> Iterator[Fleet]:
+    """A router before timed nodes, ready to serve. The caller stops it, if all went well."""
     with (
         tempfile.TemporaryDirectory(prefix="baton-bench-") as folder,
         timed_fleet(nodes, candidate, Path(folder)) as fleet,
@@ -189,7 +190,7 @@ def fit(nodes: TimedNodes = NODES) -> Added:
     ]
     candidate = split(1, 1)
     router_s: list[float] = []
-    with _timed(candidate, nodes) as fleet:
+    with fresh_fleet(candidate, nodes) as fleet:
         started_s = sum(_thread_cpu_s(node)[node.pid, node.pid] for node in fleet.nodes.values())
         for load in (requests, short):
             before = _thread_cpu_s(fleet.router)

@@ -5,7 +5,7 @@
     fleet       `ttft` over 1,000 simulated nodes of which some die and some join, with API keys and --ttft-limit-s
     real        parts of both recorded traces through real processes over nodes whose forwards are a wait, beside
                 what the simulator predicts for them
-    turns       conversations of several turns: prompt tokens computed against new ones
+    turns       conversations of several turns over such nodes: prompt tokens computed against new ones
 
 `good_share` is the share of the requests that meet `planner.SLO`. Forwards cost what `planner.COSTS` says, and in the
 large fleet what profile.json says. A figure `of ttft` is divided by that of `ttft`, part by part or round by round.
@@ -38,6 +38,7 @@ from tests.bench.planner import (
     Part,
     azure,
     fit,
+    fresh_fleet,
     measure,
     mooncake,
     predict,
@@ -45,7 +46,7 @@ from tests.bench.planner import (
     timed_profile,
 )
 from tests.bench.recorded import load_trace
-from tests.bench.servers import new_client, prompt_ids, servers, stream
+from tests.bench.servers import new_client, prompt_ids, stream
 from tests.bench.stats import figure, percentile, ratios, significant
 from tests.bench.table import Row
 from tests.bench.timed_stream import VOCAB_SIZE
@@ -183,16 +184,6 @@ def candidate(policy: str) -> Candidate:
     return Candidate(num_prefill=2, num_decode=2, prefill_policy=policy, decode_policy=policy)
 
 
-def real_flags(policy: str) -> list[str]:
-    """Of a router with 2P2D."""
-    if policy == "before":
-        chosen = ["round-robin", "cache-aware", "16"]
-    else:
-        chosen = [policy, policy, "auto"]
-    names = ("--prefill-policy", "--decode-policy", "--local-prefill-tokens")
-    return ["--local", "2P2D", *itertools.chain.from_iterable(zip(names, chosen, strict=True))]
-
-
 async def converse(url: str, talk: str, seed: int) -> tuple[int, int, list[float]]:
     """One conversation: its new tokens, the prompt tokens that were computed, and the TTFT of each later turn."""
     rng = random.Random(seed)
@@ -227,9 +218,11 @@ def _turns(policy: str, talk: str) -> tuple[float, float, float]:
         seeds = range(first, first + CONVERSATIONS)
         return await asyncio.gather(*(converse(url, talk, seed) for seed in seeds))
 
-    with servers({policy: real_flags(policy)}) as urls:
-        asyncio.run(all_of_them(urls[policy], CONVERSATIONS))
-        talks = asyncio.run(all_of_them(urls[policy], 0))
+    with fresh_fleet(candidate(policy)) as fleet:
+        url = f"http://127.0.0.1:{fleet.router.port}"
+        asyncio.run(all_of_them(url, CONVERSATIONS))
+        talks = asyncio.run(all_of_them(url, 0))
+        fleet.stop()
     later = sorted(seconds for _, _, ttfts in talks for seconds in ttfts)
     computed_to_new = sum(computed for _, computed, _ in talks) / sum(new for new, _, _ in talks)
     return computed_to_new, 1e3 * percentile(later, 50), 1e3 * percentile(later, 99)
