@@ -41,7 +41,8 @@ class Pace:
     start_s: float
     """Until a node that is asked for lives."""
     settle_s: float = 60.0
-    """No two opposite actions are closer, and no two nodes are drained closer; an Add may follow an Add at once."""
+    """No two opposite actions are closer, and no two nodes are drained closer. An Add may follow an Add at once,
+    unless that has not been carried out yet."""
     window_s: float = 300.0
     """For so long one node less must have sufficed before a node is drained."""
     low: float = 0.8
@@ -130,13 +131,15 @@ class Autoscaler:
     _began_at: float | None = None
     _orders: deque[float] = field(default_factory=deque)
     """When each node was asked for that may be on its way."""
-    _num_doubtful: int = 0
-    """So many of the oldest orders have come, or else nodes that had been given up have come in their place."""
     _overdue: deque[float] = field(default_factory=deque)
     """When nodes were asked for that have been given up and may still come."""
+    _doubts: deque[float] = field(default_factory=deque)
+    """Of those, the ones of which it is not known whether they have come, or else one of the oldest orders each."""
     _met: set[str] = field(default_factory=set)
     """Nodes that have lived here and were not drained."""
     _away_since: dict[str, float] = field(default_factory=dict)
+    _lost: dict[str, float] = field(default_factory=dict)
+    """When nodes that had lived here were given up, which may come back."""
     _asked: set[str] = field(default_factory=set)
     """Nodes to be drained, which do not say yet that they are."""
     _draining: set[str] = field(default_factory=set)
@@ -154,14 +157,14 @@ class Autoscaler:
         live = [
             node for node in seen.nodes if node.state is NodeState.LIVE and node.node_id not in self._asked
         ]
-        coming_s = self._coming(now, seen)
+        coming_s, num_doubtful = self._coming(now)
         demand = None
         if seen.work is not None:
             demand = self.capacity.demand(
                 seen.work, is_decode=self.role is Role.DECODE, num_live=len(live), coming_s=coming_s
             )
         self._remember(now, demand)
-        action, why = self._action(now, live, len(coming_s), demand)
+        action, why = self._action(now, live, len(coming_s), num_doubtful, demand)
         if isinstance(action, Add):
             self._orders.extend([now] * action.num_nodes)
             self._came_at = now
@@ -182,10 +185,21 @@ class Autoscaler:
         """So many nodes that were asked for then will not come."""
         for _ in range(num_nodes):
             if asked_at in self._orders:
-                self._num_doubtful -= self._orders.index(asked_at) < self._num_doubtful
-                self._orders.remove(asked_at)
+                index = self._orders.index(asked_at)
+                del self._orders[index]
+                if index < len(self._doubts):
+                    del self._doubts[index]
             elif asked_at in self._overdue:
                 self._overdue.remove(asked_at)
+
+    def add_done(self, num_nodes: int, asked_at: float, now: float) -> None:
+        """So many nodes that were asked for then start only now. No Add has been decided on meanwhile."""
+        for _ in range(num_nodes):
+            if asked_at in self._orders:
+                self._orders[self._orders.index(asked_at)] = now
+            elif asked_at in self._overdue:
+                self._overdue.remove(asked_at)
+                self._orders.append(now)
 
     def drain_failed(self, node_id: str) -> None:
         """A node that was to be drained stays."""
@@ -198,14 +212,15 @@ class Autoscaler:
         start_limit_s = self.pace.start_limit_s
         while self._overdue and now - self._overdue[0] >= start_limit_s + _REMEMBERED_S:
             self._overdue.popleft()
+        self._lost = {node_id: at for node_id, at in self._lost.items() if now - at < _REMEMBERED_S}
         states = {node.node_id: node.state for node in seen.nodes}
         for node_id, state in states.items():
             if state is NodeState.LIVE and node_id not in self._met and node_id not in self._asked:
                 self._met.add(node_id)
                 if now != self._began_at:
                     self._came_at = now
-                if node_id not in self._draining:  # else it is an old one, which stays after all
-                    self._has_come()
+                if self._lost.pop(node_id, None) is None and node_id not in self._draining:
+                    self._has_come()  # else it is an old one, which is back or stays after all
             elif state is NodeState.DRAINING and node_id not in self._draining:
                 self._met.discard(node_id)
                 self._drained_at = now
@@ -214,35 +229,42 @@ class Autoscaler:
         away = {i for i, state in states.items() if state is NodeState.COMING} | (self._met - states.keys())
         self._away_since = {node_id: self._away_since.get(node_id, now) for node_id in sorted(away)}
         for node_id, since in self._away_since.items():
-            if now - since >= start_limit_s:
+            if now - since >= start_limit_s and node_id in self._met:
                 self._met.discard(node_id)
-        num_late = sum(now - at >= start_limit_s for at in self._orders)
-        self._overdue.extend(self._orders.popleft() for _ in range(num_late))
-        num_doubtful = min(self._num_doubtful, num_late)
-        self._num_doubtful -= num_doubtful
-        return num_late - num_doubtful
+                self._lost[node_id] = now
+        late = [self._orders.popleft() for at in list(self._orders) if now - at >= start_limit_s]
+        doubts = [self._doubts.popleft() for _ in range(min(len(self._doubts), len(late)))]
+        # One node of each doubt may still come. It is forgotten when that of the doubt is, or there might be no end.
+        self._overdue = deque((*doubts, *self._overdue, *late[len(doubts) :]))
+        return len(late) - len(doubts)
 
     def _has_come(self) -> None:
-        """Count a node that is new: as one that had been given up, if there is one, and as the one asked for first.
+        """Count a new node as the one that was given up first, else as the one that was asked for first.
 
-        Which of them it is cannot be seen. As the latter it no longer counts as coming, and as the former it leaves
-        the place of the latter taken.
+        It cannot be seen which of them it is. So where one had been given up, the oldest order that was not in doubt
+        is now: it no longer counts as coming, but keeps its place until it is given up, too.
         """
         if self._overdue:
-            self._overdue.popleft()
-            self._num_doubtful += 1
+            self._doubts.append(self._overdue.popleft())
         elif self._orders:
             self._orders.popleft()
-        self._num_doubtful = min(self._num_doubtful, len(self._orders))
+        while len(self._doubts) > len(self._orders):
+            self._doubts.pop()
 
-    def _coming(self, now: float, seen: FleetSeen) -> list[float]:
-        """Seconds until each node comes that was asked for, is new, or has been away for a while."""
+    def _coming(self, now: float) -> tuple[list[float], int]:
+        """Seconds until each node comes that was asked for, is new, or has been away for a while.
+
+        And how many more may come, since those that are new may be ones that had been given up.
+        """
         start_s, limit_s = self.pace.start_s, self.pace.start_limit_s
         since = {node_id: at for node_id, at in self._away_since.items() if now - at < limit_s}
-        back = [at for node_id, at in since.items() if node_id in self._met]
-        new = [at for node_id, at in since.items() if node_id not in self._met]
-        ordered = list(self._orders)[self._num_doubtful :]  # the new ones are among those, as far as they go
-        return [max(0.0, at + start_s - now) for at in (*back, *ordered, *new[len(ordered) :])]
+        known = self._met | self._lost.keys()
+        back = [at for node_id, at in since.items() if node_id in known]
+        new = [at for node_id, at in since.items() if node_id not in known]
+        ordered = list(self._orders)[len(self._doubts) :]  # the new ones are among those, as far as they go
+        expected = [*ordered, *new[len(ordered) :]]
+        most = max(len(self._orders) + min(len(self._overdue), len(new)), len(new))
+        return [max(0.0, at + start_s - now) for at in (*back, *expected)], most - len(expected)
 
     def _remember(self, now: float, demand: Demand | None) -> None:
         """Keep the demands of the window, of which the first is the largest: those below a later one are dropped.
@@ -263,7 +285,7 @@ class Autoscaler:
             self._demands.popleft()
 
     def _action(
-        self, now: float, live: list[NodeSeen], num_coming: int, demand: Demand | None
+        self, now: float, live: list[NodeSeen], num_coming: int, num_doubtful: int, demand: Demand | None
     ) -> tuple[Add | Drain | None, str]:
         pace, bounds, num_live = self.pace, self.bounds, len(live)
         assert self._began_at is not None
@@ -279,9 +301,9 @@ class Autoscaler:
             words += f"; at least {bounds.least} are wanted"
         if num_live + num_coming < wanted:
             num_leaving = len(self._draining | self._asked)
-            room = bounds.most - num_live - num_coming - num_leaving - self._num_doubtful
+            room = bounds.most - num_live - num_coming - num_leaving - num_doubtful
             if room <= 0 and not num_leaving:
-                return None, f"{words}: {_nodes(self._num_doubtful)} that came late may be one too many"
+                return None, f"{words}: {_nodes(num_doubtful)} more may come, late"
             if room <= 0:
                 return None, f"{words}: waits until {_nodes(num_leaving)} being drained has left"
             if now - self._drained_at < pace.settle_s:

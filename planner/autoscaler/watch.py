@@ -4,7 +4,8 @@ router ──GET /fleet──▶ FleetLoads ──▶ Autoscaler.decide ─┬�
                                                          └─ Drain ─▶ DELETE /fleet/nodes ──empty──▶ actions.stop
 
 A router that does not answer is asked again; nothing is decided meanwhile. An Add that fails is repeated after a
-pause that doubles, if it is still needed. A stop that fails is repeated, too, a few times.
+pause that doubles, if it is still needed, and no other Add begins before it has ended. A stop that fails is repeated,
+too, a few times.
 """
 
 from __future__ import annotations
@@ -161,6 +162,7 @@ class Watch:
             )
         else:
             scaled.add_pause_s = 0.0
+            scaled.autoscaler.add_done(num_nodes, asked_at, self._clock())
         finally:
             scaled.is_adding = False
 

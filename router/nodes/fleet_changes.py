@@ -168,7 +168,8 @@ class FleetChanges:
         if not answer.ok and not left:
             if drain.role is role and member.node is node:
                 self._keep(member)
-            raise _role_stays(member, role, answer.detail)
+            may = "" if answer.call_id else "; it may still take the role"
+            raise _role_stays(member, role, answer.detail + may)
         return await self._until_back(drain, node, role, drain_timeout_s + wait_s)
 
     # --------------------------------------------------------------------- changes of other routers

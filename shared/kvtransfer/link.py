@@ -94,12 +94,12 @@ class Link(Protocol):
     def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> Op:
         """Start sending the first `nbytes` of `slot`, which the link's factory made, as message `seq`.
 
-        The `header` of HEADER_NBYTES goes with it. Raises LinkError.
+        The `header` of HEADER_NBYTES goes with it. Raises LinkError, or its Op does, if it cannot be started.
         """
         ...
 
     def recv(self, nbytes: int, seq: int) -> Arrival:
-        """Start receiving message `seq` with a payload of exactly `nbytes`. Raises LinkError."""
+        """Start receiving message `seq` with a payload of exactly `nbytes`. Raises LinkError, as `send` does."""
         ...
 
     def abort(self) -> None:

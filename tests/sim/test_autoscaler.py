@@ -87,6 +87,10 @@ class ModelFleet:
     """Seconds by which a node comes late; infinity for one that never comes."""
     fails: float = 0.0
     """Of the actions, the share that cannot be carried out."""
+    loses: float = 0.0
+    """Nodes a second that are lost. Some come back."""
+    shows_coming: bool = False
+    """Whether nodes are seen while they start."""
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     now: float = 0.0
     rate: float = 0.0
@@ -100,6 +104,10 @@ class ModelFleet:
     live: list[str] = field(default_factory=list)
     coming: list[tuple[float, float, str]] = field(default_factory=list)
     """When asked for, when due, and the name."""
+    lost: list[tuple[float, float, str]] = field(default_factory=list)
+    """Since when, until when, and the name."""
+    seen_live: list[str] = field(default_factory=list)
+    """At the last look. One that comes and goes between two looks is as one that never came."""
     draining: dict[str, float] = field(default_factory=dict)
     num_overdue: int = 0
     """Nodes that were given up."""
@@ -115,9 +123,15 @@ class ModelFleet:
         """Serve for so long, and let nodes come and leave."""
         for _ in range(round(seconds)):
             self.now += 1
-            for order in [order for order in self.coming if order[1] <= self.now]:
-                self.coming.remove(order)
-                self.live.append(order[2])
+            for nodes in (self.coming, self.lost):
+                for node in [node for node in nodes if node[1] <= self.now]:
+                    nodes.remove(node)
+                    self.live.append(node[2])
+            if self.seen_live and self.rng.random() < self.loses:
+                away_s = self.rng.choice([20.0, 150.0, 500.0, math.inf])
+                name = self.seen_live.pop()
+                self.live.remove(name)
+                self.lost.append((self.now, self.now + away_s, name))
             self.draining = {name: at for name, at in self.draining.items() if at > self.now}
             (self._prefill if self.role is Role.PREFILL else self._decode)()
             self.rates.append(self.rate if self.role is Role.PREFILL else self.served)
@@ -174,10 +188,18 @@ class ModelFleet:
             num_pages=NUM_PAGES,
         )
 
+    def seen_coming(self) -> list[str]:
+        """Nodes that start, or are started again."""
+        if not self.shows_coming:
+            return []
+        return [name for _, due, name in (*self.coming, *self.lost) if due - self.now < self.pace.start_s]
+
     def look(self) -> None:
         """One look of the autoscaler, and what it decides is done."""
         seen = [NodeSeen(node_id=name, state=NodeState.LIVE) for name in self.live]
         seen += [NodeSeen(node_id=name, state=NodeState.DRAINING) for name in self.draining]
+        seen += [NodeSeen(node_id=name, state=NodeState.COMING) for name in self.seen_coming()]
+        self.seen_live = list(self.live)
         decision = self.autoscaler.decide(self.now, FleetSeen(nodes=tuple(seen), work=self._work()))
         self.num_overdue += decision.num_overdue
         if decision.action is None:
@@ -204,12 +226,15 @@ class ModelFleet:
             due = self.now + self.pace.start_s + self.start_late()
             self.coming.append((self.now, due, f"n{self.num_ever}"))
             self.num_ever += 1
-        expected = [order for order in self.coming if self.now - order[0] < self.pace.start_limit_s]
+        limit_s = self.pace.start_limit_s
+        expected = {name for at, _, name in (*self.coming, *self.lost) if self.now - at < limit_s}
+        expected.update(self.seen_coming())
         assert len(self.live) + len(expected) + len(self.draining) <= self.bounds.most
 
     def _drain(self, node_id: str) -> None:
         assert node_id in self.live and node_id not in self.keep
         self.live.remove(node_id)
+        self.seen_live.remove(node_id)
         self.draining[node_id] = self.now + 10
         left = len(self.live)
         assert left >= max(1, self.bounds.least)
@@ -271,7 +296,10 @@ def rate_for(role: Role, nodes: float) -> float:
 def test_whatever_comes_no_opposite_actions_and_no_more_nodes_than_allowed(
     role: Role, pace: Pace, most: int, extra: int, loads: list[float], seed: int
 ) -> None:
-    """Also where nodes come late or never, actions fail, and what is seen is noisy. `ModelFleet` checks each."""
+    """Also where nodes come late or never or are lost, actions fail, and what is seen is noisy.
+
+    `ModelFleet` checks each.
+    """
     rng = random.Random(seed)
     fleet = ModelFleet(
         role,
@@ -282,6 +310,8 @@ def test_whatever_comes_no_opposite_actions_and_no_more_nodes_than_allowed(
         noise=0.5,
         start_late=lambda: rng.choice([0.0, 0.0, 30.0, 400.0, math.inf]),
         fails=rng.choice([0.0, 0.3]),
+        loses=rng.choice([0.0, 0.01]),
+        shows_coming=rng.choice([False, True]),
         rng=rng,
     )
     for load in loads:
@@ -369,8 +399,85 @@ def test_a_node_that_came_late_leaves_the_place_of_the_one_that_was_asked_for_ag
     assert decide(160.0) == (Add(2), 1, 2)
     assert decide(170.0, "n1") == (None, 2, 0)
     assert decide(200.0, "n1") == (None, 1, 0)  # n0 is lost, but both of the second two may still come
-    assert "1 node that came late may be one too many" in autoscaler.decide(201.0, live("n1")).reason
+    assert "1 node more may come, late" in autoscaler.decide(201.0, live("n1")).reason
     assert decide(260.0, "n1") == (Add(2), 0, 1)
+
+
+def states(**of: NodeState) -> FleetSeen:
+    nodes = tuple(NodeSeen(node_id=name, state=state) for name, state in of.items())
+    return FleetSeen(nodes=nodes, work=None)
+
+
+@pytest.mark.parametrize("state", [NodeState.LIVE, NodeState.COMING])
+def test_a_lost_node_that_comes_back_is_not_the_one_that_was_asked_for_in_its_place(state: NodeState) -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(2, 4), PACE, CAPACITY)
+    autoscaler.decide(0.0, live("n0", "n1"))
+    assert autoscaler.decide(40.0, live("n0")).action is None
+    assert autoscaler.decide(140.0, live("n0")).action == Add(1)
+    assert autoscaler.decide(145.0, live("n0")).action is None
+    autoscaler.bounds = NodeBounds(3, 4)
+    decision = autoscaler.decide(150.0, states(n0=NodeState.LIVE, n1=state))
+    assert (decision.action, decision.num_live + decision.num_coming) == (None, 3)
+
+
+def test_a_lost_node_that_comes_back_after_ten_minutes_is_a_new_one() -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(2, 4), PACE, CAPACITY)
+    autoscaler.decide(0.0, live("n0", "n1"))
+    autoscaler.decide(40.0, live("n0"))
+    assert autoscaler.decide(140.0, live("n0")).action == Add(1)
+    assert autoscaler.decide(160.0, live("n0", "n2")).action is None
+    autoscaler.bounds = NodeBounds(3, 4)
+    assert autoscaler.decide(740.0, live("n0", "n2")).action == Add(1)
+    assert autoscaler.decide(745.0, live("n0", "n1", "n2")).num_coming == 0
+
+
+def test_a_node_whose_add_took_a_while_is_given_up_later() -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(2, 4), PACE, CAPACITY)
+    autoscaler.decide(0.0, live("n0"))
+    assert autoscaler.decide(60.0, live("n0")).action == Add(1)
+    autoscaler.add_done(1, 60.0, 110.0)
+    assert autoscaler.decide(205.0, live("n0")).action is None
+    assert autoscaler.decide(210.0, live("n0")).action == Add(1)
+
+
+def test_a_node_that_starts_after_one_was_given_up_may_be_either() -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(2, 3), PACE, CAPACITY)
+    autoscaler.decide(0.0, live("n0"))
+    assert autoscaler.decide(60.0, live("n0")).action == Add(1)
+    assert autoscaler.decide(160.0, live("n0")).action == Add(1)
+    autoscaler.bounds = NodeBounds(3, 3)
+    decision = autoscaler.decide(170.0, states(n0=NodeState.LIVE, n1=NodeState.COMING))
+    assert decision.action is None and "1 node more may come" in decision.reason
+
+
+def test_a_node_that_is_seen_to_start_takes_one_place() -> None:
+    """Of two that were asked for one after the other, the first was given up. One of the two starts."""
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(2, 4), PACE, CAPACITY)
+    assert autoscaler.decide(0.0, live("n0")).action is None
+    assert autoscaler.decide(60.0, live("n0")).action == Add(1)
+    assert autoscaler.decide(160.0, live("n0")).action == Add(1)
+    assert autoscaler.decide(170.0, live("n0", "n1")).action is None  # the other may still come
+    autoscaler.bounds = NodeBounds(4, 4)
+    seen = states(n0=NodeState.LIVE, n1=NodeState.LIVE, n2=NodeState.COMING)
+    decision = autoscaler.decide(175.0, seen)
+    assert (decision.action, decision.num_coming) == (Add(1), 1)
+
+
+def test_a_node_that_never_comes_is_in_doubt_for_ten_minutes() -> None:
+    """However often another is asked for meanwhile, and comes."""
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(2, 3), PACE, CAPACITY)
+    assert autoscaler.decide(0.0, live("n0")).action is None
+    assert autoscaler.decide(60.0, live("n0")).action == Add(1)
+    assert autoscaler.decide(160.0, live("n0")).action == Add(1)
+    autoscaler.bounds = NodeBounds(3, 3)
+    assert "1 node more may come" in autoscaler.decide(170.0, live("n0", "n1")).reason
+    assert autoscaler.decide(260.0, live("n0", "n1")).action == Add(1)
+    assert autoscaler.decide(280.0, live("n0", "n1", "n2")).action is None
+    for drained, at in (("n2", 765.0), ("n3", 825.0)):
+        left = {"n0": NodeState.LIVE, "n1": NodeState.LIVE}
+        autoscaler.decide(at, states(**left, **{drained: NodeState.DRAINING}))
+        assert autoscaler.decide(at + PACE.settle_s, live(*left)).action == Add(1)
+        assert autoscaler.decide(at + PACE.settle_s + 20.0, live(*left, "n3")).action is None
 
 
 @pytest.mark.parametrize(("asked_s", "is_remembered"), [(699.0, True), (700.0, False)])
@@ -381,9 +488,9 @@ def test_a_node_that_was_given_up_is_remembered_for_ten_minutes(asked_s: float, 
     assert autoscaler.decide(PACE.start_limit_s, live("n0")).num_overdue == 1
     autoscaler._orders.append(asked_s)
     autoscaler.decide(asked_s, live("n0", "n1"))
-    assert autoscaler._num_doubtful == is_remembered
+    assert len(autoscaler._doubts) == is_remembered
     assert autoscaler.decide(asked_s + PACE.start_limit_s, live("n0", "n1")).num_overdue == 0
-    assert autoscaler._num_doubtful == 0
+    assert not autoscaler._doubts
 
 
 def test_an_add_that_fails_was_none_that_may_come_late() -> None:

@@ -175,12 +175,13 @@ class GlooLink:
 class GlooOp:
     """A send or receive; holds the buffer, since gloo reads or writes it from its own thread.
 
-    One that cannot be started fails when it is waited for. An error kept by the future of a send would hold its
+    An op that cannot be started fails when it is waited for. An error kept by the future of a send would hold its
     traceback, and with it the link and gloo's port.
     """
 
     def __init__(self, start: Callable[[], Work], buffer: torch.Tensor) -> None:
         self._buffer = buffer
+        self._work: Work | None = None
         self._failure: str | None = None
         try:
             self._work = start()
@@ -189,7 +190,7 @@ class GlooOp:
 
     def wait(self, *, block: bool) -> bool:
         assert block, "a gloo op cannot be polled"
-        if self._failure is None:
+        if self._work is not None and self._failure is None:
             try:
                 self._work.wait()
             except RuntimeError as error:

@@ -174,7 +174,7 @@ def test_an_add_that_fails_late_is_tried_again_for_all_its_nodes() -> None:
 
 
 def test_nodes_given_up_while_their_add_hangs_are_not_asked_for_a_second_time() -> None:
-    """Else each of the adds would run once the first has ended."""
+    """Each of the adds would run once the first has ended, and its nodes start only then."""
 
     class Hanging(FakeActions):
         async def add(self, role: Role, num_nodes: int, reason: str) -> None:
@@ -196,7 +196,9 @@ def test_nodes_given_up_while_their_add_hangs_are_not_asked_for_a_second_time() 
         assert actions.told == [("add", Role.DECODE, 1)]
         ends.set()
         await bed.watch.settled()
-        await look_for(2 * PACE.interval_s)
+        await look_for(PACE.start_limit_s - PACE.interval_s)
+        assert actions.told == [("add", Role.DECODE, 1)]
+        await look_for(PACE.interval_s)
         assert actions.told == 2 * [("add", Role.DECODE, 1)]
 
     asyncio.run(run())
@@ -368,7 +370,7 @@ def test_a_command_of_another_user_is_waited_for(
 
     monkeypatch.setattr(os, "killpg", refuse)
     ended = tmp_path / "ended"
-    command = Command(script(tmp_path, f"sleep 0.5; touch {ended}"), 0.1, {})
+    command = Command(script(tmp_path, f"sleep 0.5; touch {ended}"), 0.1, {}, kill_s=0.05)
 
     async def run() -> None:
         with pytest.raises(ActionFailed, match=r"add took longer than 0\.1 s"):
