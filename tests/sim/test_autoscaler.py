@@ -515,6 +515,75 @@ def test_a_doubtful_order_that_fails_leaves_no_other_doubtful() -> None:
     assert autoscaler.decide(130.0, live("n0", "n1")).num_coming == 1
 
 
+def test_an_order_that_fails_leaves_an_older_one_doubtful() -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(1, 4), PACE, CAPACITY)
+    autoscaler.decide(0.0, live("n0"))
+    autoscaler._orders.append(0.0)
+    autoscaler.decide(100.0, live("n0"))
+    autoscaler._orders.extend([110.0, 120.0])
+    assert autoscaler.decide(125.0, live("n0", "n1")).num_coming == 1
+    autoscaler.add_failed(1, 120.0)
+    assert autoscaler.decide(130.0, live("n0", "n1")).num_coming == 0
+
+
+def test_a_drained_node_that_is_kept_is_none_that_was_asked_for() -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(3, 4), PACE, CAPACITY)
+    autoscaler.decide(0.0, live("n0", "n1"))
+    assert autoscaler.decide(30.0, live("n0", "n1")).action == Add(1)
+    autoscaler.decide(35.0, states(n0=NodeState.LIVE, n1=NodeState.DRAINING))
+    assert autoscaler.decide(40.0, live("n0", "n1")).num_coming == 1
+
+
+def test_a_late_node_and_its_replacement_leave_no_place_taken() -> None:
+    """Both have come. Others drain two of the five, so one of four is missing, and may be asked for."""
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(4, 4), PACE, CAPACITY)
+    old = ("n0", "n1", "n2")
+    autoscaler.decide(0.0, live(*old))
+    assert autoscaler.decide(60.0, live(*old)).action == Add(1)
+    assert autoscaler.decide(160.0, live(*old)).action == Add(1)
+    autoscaler.decide(165.0, live(*old, "late"))
+    autoscaler.decide(170.0, live(*old, "late", "new"))
+    left = dict.fromkeys(("n0", "late", "new"), NodeState.LIVE)
+    autoscaler.decide(175.0, states(**left, n1=NodeState.DRAINING, n2=NodeState.DRAINING))
+    assert autoscaler.decide(205.0, states(**left)).action == Add(1)
+
+
+def test_a_late_node_that_was_not_asked_for_again_leaves_no_doubt() -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(1, 4), PACE, CAPACITY)
+    autoscaler.decide(0.0, live("n0"))
+    autoscaler._orders.append(0.0)
+    autoscaler.decide(100.0, live("n0"))
+    autoscaler.decide(105.0, live("n0", "n1"))
+    autoscaler._orders.append(110.0)
+    assert autoscaler.decide(115.0, live("n0", "n1")).num_coming == 1
+
+
+def test_of_the_orders_the_newest_are_still_to_come() -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(1, 4), PACE, CAPACITY)
+    autoscaler.decide(0.0, live("n0"))
+    autoscaler._orders.append(0.0)
+    autoscaler.decide(100.0, live("n0"))
+    autoscaler._orders.extend([100.0, 110.0])
+    autoscaler.decide(115.0, live("n0", "n1"))
+    assert autoscaler._coming(115.0) == ([110.0 + PACE.start_s - 115.0], 1)
+
+
+def test_a_node_being_drained_is_named_before_one_that_may_come() -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(4, 4), PACE, CAPACITY)
+    autoscaler.decide(0.0, live("n0", "n1"))
+    autoscaler._orders.append(0.0)
+    autoscaler.decide(100.0, live("n0", "n1"))
+    seen = states(n0=NodeState.LIVE, n1=NodeState.DRAINING, n2=NodeState.LIVE)
+    assert "waits until 1 node being drained has left" in autoscaler.decide(105.0, seen).reason
+
+
+def test_a_node_that_comes_at_the_last_look_is_not_given_up() -> None:
+    autoscaler = Autoscaler(Role.DECODE, NodeBounds(1, 4), PACE, CAPACITY)
+    autoscaler.decide(0.0, live("n0"))
+    autoscaler._orders.append(0.0)
+    assert autoscaler.decide(PACE.start_limit_s, live("n0", "n1")).num_overdue == 0
+
+
 @settings(max_examples=40, deadline=None)
 @given(roles, st.floats(0.0, 8.0), st.floats(0.0, 0.1), st.integers(1, 8))
 def test_a_constant_load_ends_in_a_constant_number_of_nodes(

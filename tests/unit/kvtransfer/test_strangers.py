@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import Work
 
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.states import Received
-from shared.kvtransfer.transports.gloo import GlooLinkFactory
+from shared.kvtransfer.transports.gloo import GlooLinkFactory, GlooOp
 from shared.kvtransfer.transports.listener_filter import drop_connections
 from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.link_pair import LinkPair, key, num_descriptors, real
@@ -153,6 +154,15 @@ def test_the_port_of_a_lost_link_closes_without_the_garbage_collector() -> None:
         until(lambda: not listening_ports())
     finally:
         gc.enable()
+
+
+def test_an_op_that_cannot_be_started_fails_when_it_is_waited_for() -> None:
+    def start() -> Work:
+        raise RuntimeError("[/torch/gloo/pair.cc:1] Connection closed")
+
+    op = GlooOp(start, torch.zeros(1))
+    with pytest.raises(LinkError, match=r"^Connection closed$"):
+        op.wait(block=True)
 
 
 def test_nothing_listens_before_both_ends_are_there() -> None:

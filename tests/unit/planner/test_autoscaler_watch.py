@@ -125,13 +125,16 @@ def test_nodes_that_are_missing_are_asked_for_once_and_again_when_they_do_not_co
     assert "nodes_overdue role=decode num_nodes=2" in caplog.text
 
 
-def test_a_bug_in_an_action_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_in_an_action_is_logged_and_nodes_are_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FakeActions):
         async def add(self, role: Role, num_nodes: int, reason: str) -> None:
+            await super().add(role, num_nodes, reason)
             raise ZeroDivisionError("a bug")
 
-    asyncio.run(Bed(FakeRouter(node("d0")), Broken(), least=3).run(PACE.settle_s + PACE.interval_s))
+    actions = Broken()
+    asyncio.run(Bed(FakeRouter(node("d0")), actions, least=3).run(PACE.settle_s + PACE.start_limit_s + 10.0))
     assert "autoscale_task_failed" in caplog.text and "ZeroDivisionError: a bug" in caplog.text
+    assert actions.told == 2 * [("add", Role.DECODE, 2)]
 
 
 def test_a_node_that_loads_counts_after_the_autoscaler_was_started_again() -> None:
@@ -192,7 +195,7 @@ def test_nodes_given_up_while_their_add_hangs_are_not_asked_for_a_second_time() 
             await asyncio.sleep(0)
 
     async def run() -> None:
-        await look_for(PACE.settle_s + 4 * PACE.start_limit_s)
+        await look_for(PACE.settle_s + 3.5 * PACE.start_limit_s)
         assert actions.told == [("add", Role.DECODE, 1)]
         ends.set()
         await bed.watch.settled()
@@ -202,6 +205,31 @@ def test_nodes_given_up_while_their_add_hangs_are_not_asked_for_a_second_time() 
         assert actions.told == 2 * [("add", Role.DECODE, 1)]
 
     asyncio.run(run())
+
+
+def test_an_add_that_hangs_stops_no_add_of_the_other_role() -> None:
+    class Hanging(FakeActions):
+        async def add(self, role: Role, num_nodes: int, reason: str) -> None:
+            await super().add(role, num_nodes, reason)
+            await asyncio.sleep(PATIENCE_S)
+
+    class Both(FakeRouter):
+        def nodes(self) -> dict[Role, list[FleetNode]]:
+            return {role: list(self.found) for role in Role}
+
+    actions, router = Hanging(), Both(node("d0"))
+    bed = Bed(router, actions)
+    scalers = [Autoscaler(role, NodeBounds(2, 4), PACE, CAPACITY) for role in Role]
+    bed.watch = Watch(router, scalers, actions, drain_timeout_s=7.0, clock=lambda: bed.now)
+
+    async def run() -> None:
+        for _ in range(10):
+            bed.now += PACE.interval_s
+            await bed.watch.turn()
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert sorted(actions.told) == sorted(("add", role, 1) for role in Role)
 
 
 def test_a_node_is_drained_at_the_router_and_then_stopped() -> None:
@@ -360,6 +388,17 @@ def test_a_command_that_has_just_started_is_killed(tmp_path: Path, monkeypatch: 
     closing.join()
     with pytest.raises(ActionFailed, match="the autoscaler stops"):
         asyncio.run(command.add(Role.DECODE, 1, ""))
+
+
+def test_a_command_that_takes_too_long_is_given_time_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = tmp_path / "ended"
+    signals: list[tuple[int, bool]] = []
+    monkeypatch.setattr(os, "killpg", lambda group, signum: signals.append((signum, ended.exists())))
+    with pytest.raises(ActionFailed, match="took longer"):
+        asyncio.run(Command(script(tmp_path, f"sleep 0.5; touch {ended}"), 0.1, {}).add(Role.DECODE, 1, ""))
+    assert signals == [(signal.SIGTERM, False), (signal.SIGKILL, True)]
 
 
 def test_a_command_of_another_user_is_waited_for(
