@@ -88,6 +88,8 @@ class FleetSeen(msgspec.Struct, frozen=True, kw_only=True):
 
     nodes: tuple[NodeSeen, ...]
     work: Work | None
+    elsewhere: frozenset[str] = frozenset()
+    """Ids of the nodes that have the other role."""
 
 
 class Add(msgspec.Struct, frozen=True):
@@ -224,6 +226,11 @@ class Autoscaler:
             elif state is NodeState.DRAINING and node_id not in self._draining:
                 self._met.discard(node_id)
                 self._drained_at = now
+        if (
+            changed := self._met & seen.elsewhere - states.keys()
+        ):  # drained by others, perhaps between two looks
+            self._met -= changed
+            self._drained_at = now
         self._draining = {node_id for node_id, state in states.items() if state is NodeState.DRAINING}
         self._asked = {i for i in self._asked if states.get(i) is NodeState.LIVE}
         away = {i for i, state in states.items() if state is NodeState.COMING} | (self._met - states.keys())

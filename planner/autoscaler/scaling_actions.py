@@ -158,8 +158,8 @@ class Webhook:
             self._url = httpx.URL(url)
         except httpx.InvalidURL as error:
             raise ConfigError(f"--autoscale-webhook: {error}") from None
-        self._name = str(self._url.copy_with(userinfo=b""))
-        """For the log, which is not to have a password."""
+        self._name = f"webhook {self._url.scheme}://{self._url.netloc.decode()}"
+        """For the log, without what may be secret: the user, the path and the query."""
         self._timeout_s = timeout_s
         self._tls = ssl.create_default_context()  # trusts what the system trusts, not what comes with httpx
 
@@ -196,9 +196,10 @@ class Webhook:
         ) as error:
             raise ActionFailed(f"{self._name}: {_why(error)}") from None
         if not answer.is_success:
-            location = answer.headers.get("Location")
-            words = f", to {location}; redirects are not followed" if location else ""
-            raise ActionFailed(f"{self._name} answered {answer.status_code} {answer.reason_phrase}{words}")
+            words = "; redirects are not followed" if answer.has_redirect_location else ""
+            raise ActionFailed(
+                f"{self._name} answered {answer.status_code} {answer.reason_phrase[:80]}{words}"
+            )
 
 
 def _why(error: BaseException) -> str:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+import msgspec
+
 from planner.autoscaler.decision import Add, Autoscaler, Drain, NodeState
 from planner.autoscaler.fleet_client import FleetApi, FleetNode, reports
 from planner.autoscaler.observe import FleetLoads
@@ -89,7 +91,9 @@ class Watch:
         self._answers = True
         now = self._clock()
         for scaled in self._scaled:
-            self._look(now, scaled, nodes[scaled.autoscaler.role])
+            role = scaled.autoscaler.role
+            elsewhere = {node.name for other, those in nodes.items() if other is not role for node in those}
+            self._look(now, scaled, nodes[role], frozenset(elsewhere))
 
     async def settled(self) -> None:
         """Wait until all that was begun is done."""
@@ -108,10 +112,12 @@ class Watch:
                 )
 
     # ------------------------------------------------------------------------------------------ inside
-    def _look(self, now: float, scaled: ScaledFleet, nodes: Sequence[FleetNode]) -> None:
+    def _look(
+        self, now: float, scaled: ScaledFleet, nodes: Sequence[FleetNode], elsewhere: frozenset[str]
+    ) -> None:
         autoscaler = scaled.autoscaler
         scaled.nodes = {node.name: node for node in nodes}
-        seen = scaled.loads.observe(now, reports(nodes))
+        seen = msgspec.structs.replace(scaled.loads.observe(now, reports(nodes)), elsewhere=elsewhere)
         draining = {
             node.node_id for node in seen.nodes if node.state is NodeState.DRAINING
         } - scaled.drained_here

@@ -63,11 +63,15 @@ class HeldReqs(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Removed:
-    """A node that was removed, and how many of this router's sequences went to other nodes for that."""
+    """A node that was removed, and how many of this router's sequences went to other nodes for that.
+
+    One that `became` a node of another role meanwhile has not been removed.
+    """
 
     node_id: str
     address: str
     num_failed_over: int
+    became: Role | None
 
 
 @dataclass(eq=False)
@@ -133,18 +137,23 @@ class FleetChanges:
         """Drain a node, here and at all other routers, and remove it.
 
         The drain continues when the caller is cancelled. A second call for the same node may shorten its time.
-        Raises RequestError when the node is added again meanwhile, at another router.
+        Raises RequestError when the node is added again meanwhile, at another router, or has left for another role.
         """
+        if member.node is None and member.next_role is not None:
+            raise _becomes(member, member.next_role)
         at = self._news.next_time(member.address)
         self._news.send(RemovedNode(member.address, member.incarnation, drain_timeout_s, at))
         removing = self._remove(member, drain_timeout_s)
         try:
-            return await asyncio.shield(removing)
+            removed = await asyncio.shield(removing)
         except asyncio.CancelledError:
             if not removing.cancelled():
                 raise
             why = f"{member.name} stays: it was added again before it was drained"
             raise RequestError(why, status=409, code="node_added") from None
+        if removed.became is not None:
+            raise _becomes(member, removed.became)
+        return removed
 
     async def change_role(self, member: Member, role: Role, drain_timeout_s: float, wait_s: float) -> Member:
         """Drain a node, here and at all other routers, and wait until it is back in `role`, with its model loaded.
@@ -160,12 +169,14 @@ class FleetChanges:
             raise _role_stays(member, role, why or "it is not connected")
         self._drain(member, drain_timeout_s, role)  # so no other change counts on this node
         drain = self._drains[member]
+        member.next_role = role  # as it will say; a removal waits until it says something else
         answers = await self._membership.call(
             lambda call_id: SetRole(call_id, role, drain_timeout_s), _ANSWER_S, [node]
         )
         answer = answers[node.ref.node_id]
         left = not answer.call_id and member.state is MemberState.LEFT  # it may have left for this role
         if not answer.ok and not left:
+            member.next_role = None
             if drain.role is role and member.node is node:
                 self._keep(member)
             may = "" if answer.call_id else "; it may still take the role"
@@ -186,9 +197,12 @@ class FleetChanges:
                 self._emptying.add(task)
                 task.add_done_callback(self._emptying.discard)
             return
+        member.next_role = draining.role
         if draining.role is None:
             self._news.forget_added(member.address, draining.left_s)
-        self._drain(member, draining.left_s, draining.role)
+        drain = self._drains.get(member)
+        if drain is None or drain.role is not None or draining.role is None:  # else it is being removed since
+            self._drain(member, draining.left_s, draining.role)
 
     def on_relay(self, relay: Relay) -> None:
         """Do here what another router has done."""
@@ -258,12 +272,16 @@ class FleetChanges:
                 if self._reqs.num_held(node):
                     self._reqs.move_held(node)
                 elif drain.role is None:
-                    break
+                    if member.next_role is None:  # else it may be leaving for that role
+                        break
                 elif told is not node:
                     node.send(Drained())
                     told = node
                 await asyncio.sleep(_DRAIN_POLL_S)
-            if drain.role is None:
+            became = member.next_role if drain.role is None else None
+            if became is not None:
+                self._membership.keep(member)
+            elif drain.role is None:
                 await self._forget(member, num_failed_over)
         finally:
             if self._drains.get(member) is drain:
@@ -272,6 +290,7 @@ class FleetChanges:
             node_id=member.node_id,
             address=member.address,
             num_failed_over=num_failed_over,
+            became=became,
         )
 
     async def _forget(self, member: Member, num_failed_over: int) -> None:
@@ -303,10 +322,12 @@ class FleetChanges:
             async with asyncio.timeout(wait_s):
                 while member is None or member.node is None or member.node.ref == node.ref:
                     if drain.role is not role:
-                        why = f"{name} was removed before it became a {role} node"
+                        why = f"{name} was to be removed before it became a {role} node"
                         raise RequestError(why, status=409, code="node_removed")
                     await self._membership.changed()
-                    member = self._at(node.ref.address)
+                    member = self._at(node.ref.address) or self.find(
+                        name
+                    )  # a new process may have another address
         except TimeoutError:
             state = f"{member.state} ({member.reason})" if member is not None else "not there"
             why = f"{name} has not come back as a {role} node within {wait_s:g} s: it is {state}"
@@ -340,6 +361,11 @@ def _is_at(member: Member, text: str) -> bool:
         return member.address == address_of(member.role, text)
     except ValueError:
         return False  # an id may have characters that an address has not
+
+
+def _becomes(member: Member, role: Role) -> RequestError:
+    why = f"{member.name} stays: it has left to become a {role} node; remove it when it is back"
+    return RequestError(why, status=409, code="node_changes_role")
 
 
 def _role_stays(member: Member, role: Role, why: str) -> RequestError:

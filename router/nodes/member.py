@@ -45,6 +45,8 @@ class Member:
     node: LiveNode | None = None
     listed: bool = False
     leaving: bool = False
+    next_role: Role | None = None
+    """In which it is to come back, if it was told so and is connected or has just left."""
     resume: bool = False
     since: float = 0.0
     task: asyncio.Task[None] | None = None

@@ -345,18 +345,23 @@ class Membership:
         self.dial(ref.address, role, pinned=False, node_id=ref.node_id)
 
     async def _keep_dialled(self, member: Member) -> None:
+        back_by = 0.0  # in another role
         while True:
             pause_s = self._timing.redial_s
             try:
                 await self._one_connection(member)
             except NodeLost as e:
                 left = e.loss is Loss.LEFT
+                back_by = time.monotonic() + self._timing.hello_s
+                member.next_role = member.next_role if left else None
                 self._set(member, MemberState.LEFT if left else MemberState.LOST, str(e))
             except Refusal as e:
                 self._set(member, MemberState.REFUSED, str(e))
                 pause_s = self._timing.redial_refused_s
             except LinkError as e:
-                self._set(member, MemberState.LOST, str(e))
+                if member.next_role is None or time.monotonic() > back_by:
+                    member.next_role = None
+                    self._set(member, MemberState.LOST, str(e))
             except Exception:
                 crash("member_task", address=member.address)
                 self._set(member, MemberState.LOST, "internal error")
@@ -452,7 +457,7 @@ class Membership:
         liveness = Liveness(now, timeout_s=self._timing.node_timeout_s, interval_s=self._timing.ping_s)
         node = LiveNode(hello, link, liveness)
         self._fingerprint = hello.layout.fingerprint
-        member.node = node
+        member.node, member.next_role = node, None
         self.is_new = False
         self._loading.pop(node.ref.node_id, None)
         self._set(member, MemberState.ALIVE, "")
@@ -498,10 +503,14 @@ class Membership:
         self._signal()
 
     def _is_stale(self, member: Member) -> bool:
-        """The last one of its role stays, so that /health goes on telling what the fleet lacks."""
+        """The last one of its role stays, so that /health goes on telling what the fleet lacks.
+
+        So does one that has left to come back in another role.
+        """
         others = any(other.role is member.role and other is not member for other in self._members)
         is_old = time.monotonic() - member.since > self._timing.forget_s
-        return member.state is MemberState.LEFT or (is_old and others)
+        has_gone = member.state is MemberState.LEFT and member.next_role is None
+        return has_gone or (is_old and others)
 
     def _forget(self, member: Member) -> None:
         event("node_forgotten", **member.log_fields)

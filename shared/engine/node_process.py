@@ -257,7 +257,7 @@ def _run(
         if not scheduler.step():
             stop.wake.wait(IDLE_WAIT_S)
             stop.wake.clear()
-        if (next_role := router_port.next_role) is not None:
+        if (next_role := router_port.take_role()) is not None:
             return next_role
     return None
 

@@ -138,10 +138,9 @@ class RouterPort:
         self._wake.set()
 
     # -------------------------------------------------------------------------- the scheduler thread
-    @property
-    def next_role(self) -> Role | None:
-        """The role in which this node is to go on now, since no router has work here any more."""
-        return self._relay.next_role
+    def take_role(self) -> Role | None:
+        """The role in which this node goes on now, since no router has work here any more. None: it stays."""
+        return self._relay.take_role()
 
     def take(self) -> list[FromRouter]:
         """Everything that has come since the last call, in order. A key is dispatched once, whatever is repeated."""

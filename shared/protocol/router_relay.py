@@ -8,6 +8,7 @@ added or removed, by way of that node. A router that comes later is told what st
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
@@ -29,7 +30,7 @@ MAX_ABORTS_A_SECOND = 500
 
 
 class RouterRelay:
-    """Used by the control thread, except `next_role`. `routers` returns those that the node has heard lately."""
+    """Used by the control thread, except `take_role`. `routers` returns those that the node has heard lately."""
 
     def __init__(self, outbox: Outbox, routers: Callable[[], Iterable[str]], clock: Clock) -> None:
         self._outbox = outbox
@@ -39,6 +40,9 @@ class RouterRelay:
         """When the time of running requests is up; None: the node is not drained."""
         self._stops = False
         self._next_role: Role | None = None
+        self._takes_role = False
+        self._lock = threading.Lock()
+        """So that a removal is told to routers, or comes after the node has taken its role."""
         self._let_go: set[str] = set()
         """The routers that have no work here any more, while the node is drained to take `_next_role`."""
         self._added: OrderedDict[str, Relay] = OrderedDict()
@@ -74,6 +78,15 @@ class RouterRelay:
             return None
         return self._next_role
 
+    def take_role(self) -> Role | None:
+        """The `next_role`, which the node takes now: no removal counts any more."""
+        if self._next_role is None:
+            return None
+        with self._lock:
+            role = self.next_role
+            self._takes_role = role is not None
+            return role
+
     def drain(self, timeout_s: float, role: Role | None = None, *, stops: bool = False) -> None:
         """Tell every router to send nothing new, and that requests may run for `timeout_s`.
 
@@ -82,13 +95,18 @@ class RouterRelay:
         """
         self._stops |= stops
         drained_at = self._clock() + timeout_s
-        if stops or self._drained_at is None or role is not self._next_role or drained_at < self._drained_at:
-            if role is not self._next_role:
+        with self._lock:
+            if self._takes_role and not stops:
+                return
+            is_same = role is self._next_role
+            if not stops and self._drained_at is not None and is_same and drained_at >= self._drained_at:
+                return
+            if not is_same:
                 self._let_go.clear()
             self._drained_at, self._next_role = drained_at, role
-            log.event("draining", timeout_s=timeout_s, stops=stops, next_role=role)
-            for router in self._routers():
-                self._outbox.send(router, Draining(timeout_s, self._stops, role))
+        log.event("draining", timeout_s=timeout_s, stops=stops, next_role=role)
+        for router in self._routers():
+            self._outbox.send(router, Draining(timeout_s, self._stops, role))
 
     def let_go(self, router: str) -> None:
         """Note that a router has no work here any more."""

@@ -125,11 +125,11 @@ def test_nothing_of_a_refused_router_counts_until_it_is_greeted(rig: Rig) -> Non
     assert not rig.port.is_draining
     rig.port.on_message("good", SetRole(2, Role.DECODE, 0.0))
     rig.port.on_message("good", Drained())
-    assert rig.port.next_role is Role.DECODE
+    assert rig.port.take_role() is Role.DECODE
     rig.port.on_message("one", RouterHello("one", PROTOCOL_VERSION))
-    assert rig.port.next_role is None, "now it has to let the node go too"
+    assert rig.port.take_role() is None, "now it has to let the node go too"
     rig.port.on_message("one", Drained())
-    assert rig.port.next_role is Role.DECODE
+    assert rig.port.take_role() is Role.DECODE
 
 
 def test_the_oldest_of_many_refused_routers_is_forgotten(rig: Rig) -> None:
@@ -380,4 +380,4 @@ def test_another_role_is_taken_or_refused(
     rig.wake.clear()
     rig.port.on_message("one", Drained())
     assert rig.wake.is_set()
-    assert rig.port.next_role == (None if words else role)
+    assert rig.port.take_role() == (None if words else role)

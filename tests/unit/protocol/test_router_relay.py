@@ -31,6 +31,18 @@ def rig() -> Rig:
     return Rig()
 
 
+def test_a_removal_comes_too_late_for_a_node_that_takes_its_role(rig: Rig) -> None:
+    rig.relay.drain(60.0, Role.PREFILL)
+    for router in ("a", "b", "c"):
+        rig.relay.let_go(router)
+    rig.take()
+    assert rig.relay.take_role() is Role.PREFILL
+    rig.relay.drain(10.0)
+    assert rig.take() == [] and not rig.relay.is_leaving
+    rig.relay.drain(10.0, stops=True)
+    assert rig.take() == [(router, Draining(10.0, stops=True)) for router in ("a", "b", "c")]
+
+
 def test_news_goes_to_all_others_and_to_nobody_in_anothers_name(rig: Rig) -> None:
     news = Relay("a", 1, AbortedReqs("x"))
     rig.relay.relay("a", news)

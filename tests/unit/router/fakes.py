@@ -168,6 +168,10 @@ class FakeNode:
         self.hears_roles = True
         self.comes_back = True
         self._role_change: asyncio.Task[None] | None = None
+        self.may_leave, self.may_return = asyncio.Event(), asyncio.Event()
+        """For another role."""
+        self.may_leave.set()
+        self.may_return.set()
         self.flushes = True
         self.profiles = True
         self.profile_calls: list[StartProfile | StopProfile] = []
@@ -221,10 +225,12 @@ class FakeNode:
 
     async def become(self, role: Role) -> None:
         """Leave, and come back in another role at the same address."""
+        await self.may_leave.wait()
         for router in self._identity_of:
             self.send(Leaving(f"{self.node_id} becomes a {role} node"), router)
         await self.stop()
         self._identity_of.clear()
+        await self.may_return.wait()
         if self.comes_back:
             self.role, self.script = role, tell_first_token if role is Role.PREFILL else tell_story
             self.start(self.port, incarnation=f"{self.ref.incarnation[-1]}{role[0]}")
@@ -289,6 +295,8 @@ class FakeNode:
                     )
                     self.send(hello)
                     self._relay.greet(message.router, resume=message.resume)
+                case Drain() if self._role_change is not None and not self._role_change.done():
+                    pass  # it has been let go
                 case Drain(timeout_s):
                     self._relay.drain(timeout_s)
                 case SetRole() if not self.hears_roles:

@@ -164,6 +164,52 @@ def test_a_node_that_dies_before_it_answers_has_not_left_for_the_role(model_fold
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_node_that_has_left_for_its_role_is_not_removed(model_folder: Path, is_pinned: bool) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as other,
+            joined_router(model_folder, [prefill, decode, other]) as (router, client),
+        ):
+            for member in router._membership.members:
+                member.pinned = is_pinned
+            decode.may_return.clear()
+            changing = asyncio.create_task(set_role(client, "decode-0", "prefill"))
+            await until_roles(client, decode_0=("decode", "left"))
+            refused = await client.delete("/fleet/nodes/decode-0")
+            assert refused.status_code == 409
+            assert "has left to become a prefill node" in refused.json()["error"]["message"]
+            decode.may_return.set()
+            assert (await changing).json()["node"]["state"] == "alive"
+            assert (await client.delete("/fleet/nodes/decode-0")).status_code == 200
+            assert "decode-0" not in await roles(client)
+
+    asyncio.run(run())
+
+
+def test_a_node_that_leaves_for_its_role_while_it_is_removed_stays(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as other,
+            joined_router(model_folder, [prefill, decode, other]) as (_, client),
+        ):
+            decode.may_leave.clear()
+            changing = asyncio.create_task(set_role(client, "decode-0", "prefill"))
+            await decode.wait_for(Drained)
+            removing = asyncio.create_task(client.delete("/fleet/nodes/decode-0"))
+            await decode.wait_for(Drain)
+            assert "was to be removed before" in (await changing).text
+            decode.may_leave.set()
+            refused = await removing
+            assert refused.status_code == 409
+            assert "has left to become a prefill node" in refused.json()["error"]["message"]
+            await until_roles(client, decode_0=("prefill", "alive"))
+
+    asyncio.run(run())
+
+
 def test_a_node_that_does_not_answer_keeps_its_role(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +364,7 @@ def test_a_change_and_a_removal(model_folder: Path) -> None:
             removing = asyncio.create_task(other.delete("/fleet/nodes/decode-0"))
             given_up = await changing
             assert given_up.status_code == 409
-            assert "decode-0 was removed before" in given_up.json()["error"]["message"]
+            assert "decode-0 was to be removed before" in given_up.json()["error"]["message"]
             assert (await set_role(other, "decode-0", "prefill")).status_code == 409
             release.set()
             assert (await removing).status_code == 200 and (await running).status_code == 200
@@ -343,9 +389,9 @@ class NoReqs:
         return 0
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-def test_a_node_that_dies_meanwhile(restarts: bool) -> None:
-    """A node that was restarted has the role of its flags."""
+@pytest.mark.parametrize("restarts", ["no", "there", "elsewhere"])
+def test_a_node_that_dies_meanwhile(restarts: str) -> None:
+    """A node that was restarted has the role of its flags. One of --local has another port then."""
 
     async def run() -> None:
         async with (
@@ -359,13 +405,14 @@ def test_a_node_that_dies_meanwhile(restarts: bool) -> None:
             assert member is not None
             await eventually(lambda: member.state is MemberState.ALIVE)
             node.comes_back = False
-            changing = asyncio.create_task(
-                changes.change_role(member, Role.DECODE, 0.0, 3.0 if restarts else 0.5)
-            )
+            changing = asyncio.create_task(changes.change_role(member, Role.DECODE, 0.0, 3.0))
             await eventually(lambda: member.state is MemberState.LOST)
-            if restarts:
-                node.start(node.port, incarnation="b")
-            words = "was restarted as a prefill node" if restarts else "it is lost"
+            if restarts != "no":
+                node.start(node.port if restarts == "there" else 0, incarnation="b")
+            if restarts == "elsewhere":
+                await membership.remove(member)
+                membership.dial(node.ref.address, Role.PREFILL, pinned=False)
+            words = "it is lost" if restarts == "no" else "was restarted as a prefill node"
             with pytest.raises(RequestError, match=words) as refused:
                 await changing
             assert refused.value.status == 503
