@@ -136,7 +136,7 @@ class Autoscaler:
     _overdue: deque[float] = field(default_factory=deque)
     """When nodes were asked for that have been given up and may still come."""
     _doubts: deque[float] = field(default_factory=deque)
-    """Of those, the ones of which it is not known whether they have come, or else one of the oldest orders each."""
+    """The same of nodes that seem to have come. Each has, or else the order has that is as old among `_orders`."""
     _met: set[str] = field(default_factory=set)
     """Nodes that have lived here and were not drained."""
     _away_since: dict[str, float] = field(default_factory=dict)
@@ -226,10 +226,8 @@ class Autoscaler:
             elif state is NodeState.DRAINING and node_id not in self._draining:
                 self._met.discard(node_id)
                 self._drained_at = now
-        if (
-            changed := self._met & seen.elsewhere - states.keys()
-        ):  # drained by others, perhaps between two looks
-            self._met -= changed
+        if changed := self._met & seen.elsewhere - states.keys():
+            self._met -= changed  # they were drained by others, perhaps between two looks
             self._drained_at = now
         self._draining = {node_id for node_id, state in states.items() if state is NodeState.DRAINING}
         self._asked = {i for i in self._asked if states.get(i) is NodeState.LIVE}

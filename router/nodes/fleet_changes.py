@@ -325,9 +325,8 @@ class FleetChanges:
                         why = f"{name} was to be removed before it became a {role} node"
                         raise RequestError(why, status=409, code="node_removed")
                     await self._membership.changed()
-                    member = self._at(node.ref.address) or self.find(
-                        name
-                    )  # a new process may have another address
+                    # A new process may have another address.
+                    member = self._at(node.ref.address) or self.find(name)
         except TimeoutError:
             state = f"{member.state} ({member.reason})" if member is not None else "not there"
             why = f"{name} has not come back as a {role} node within {wait_s:g} s: it is {state}"

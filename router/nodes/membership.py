@@ -353,14 +353,12 @@ class Membership:
             except NodeLost as e:
                 left = e.loss is Loss.LEFT
                 back_by = time.monotonic() + self._timing.hello_s
-                member.next_role = member.next_role if left else None
                 self._set(member, MemberState.LEFT if left else MemberState.LOST, str(e))
             except Refusal as e:
                 self._set(member, MemberState.REFUSED, str(e))
                 pause_s = self._timing.redial_refused_s
             except LinkError as e:
                 if member.next_role is None or time.monotonic() > back_by:
-                    member.next_role = None
                     self._set(member, MemberState.LOST, str(e))
             except Exception:
                 crash("member_task", address=member.address)
@@ -457,7 +455,7 @@ class Membership:
         liveness = Liveness(now, timeout_s=self._timing.node_timeout_s, interval_s=self._timing.ping_s)
         node = LiveNode(hello, link, liveness)
         self._fingerprint = hello.layout.fingerprint
-        member.node, member.next_role = node, None
+        member.node = node
         self.is_new = False
         self._loading.pop(node.ref.node_id, None)
         self._set(member, MemberState.ALIVE, "")
@@ -491,6 +489,8 @@ class Membership:
         if state is MemberState.ALIVE or (state is not member.state and member.state is MemberState.ALIVE):
             member.since = time.monotonic()
         member.state, member.reason = state, reason
+        if state in (MemberState.ALIVE, MemberState.LOST, MemberState.REFUSED):
+            member.next_role = None
         if member.node is not None:
             self._sort()
         if is_new:

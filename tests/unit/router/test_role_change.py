@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from router.dispatch.running_req import Node
@@ -184,6 +185,23 @@ def test_a_node_that_has_left_for_its_role_is_not_removed(model_folder: Path, is
             assert (await changing).json()["node"]["state"] == "alive"
             assert (await client.delete("/fleet/nodes/decode-0")).status_code == 200
             assert "decode-0" not in await roles(client)
+
+    asyncio.run(run())
+
+
+def test_a_node_that_comes_back_in_its_role_and_is_refused_can_be_removed(model_folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            pair() as (prefill, decode),
+            FakeNode(Role.DECODE, "decode-1") as other,
+            joined_router(model_folder, [prefill, decode, other]) as (_, client),
+        ):
+            decode.layout = msgspec.structs.replace(decode.layout, fingerprint="another model")
+            changing = asyncio.create_task(set_role(client, "decode-0", "prefill"))
+            while (await roles(client))["decode-0"][1] != "refused":
+                await asyncio.sleep(0.01)
+            assert (await client.delete("/fleet/nodes/decode-0")).status_code == 200
+            changing.cancel()
 
     asyncio.run(run())
 
