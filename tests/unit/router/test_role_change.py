@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from router.dispatch.running_req import Node
 from router.nodes import fleet_changes
 from router.nodes.fleet_changes import FleetChanges
-from router.nodes.member import MemberState
+from router.nodes.member import Member, MemberState
 from router.nodes.shared_news import SharedNews
 from shared.errors import RequestError
 from shared.protocol.messages import (
@@ -20,6 +21,7 @@ from shared.protocol.messages import (
     Decode,
     Drain,
     Drained,
+    Draining,
     Load,
     NodeLimits,
     Peers,
@@ -30,7 +32,7 @@ from shared.protocol.messages import (
 from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
 from tests.unit.router.test_fleet_changes import BODY, wait_before_story
-from tests.unit.router.test_membership import new_membership
+from tests.unit.router.test_membership import TIMING, new_membership
 from tests.unit.router.test_shared_news import two_routers
 
 Roles = dict[str, tuple[str, str]]
@@ -405,6 +407,73 @@ class NoReqs:
 
     def fail_over_held(self, node: Node, reason: str) -> int:
         return 0
+
+
+class OneReq(NoReqs):
+    """Of a router with one sequence, which stays for as long as it is held."""
+
+    is_held = True
+
+    def num_held(self, node: Node) -> int:
+        return int(self.is_held)
+
+    def move_held(self, node: Node) -> None:
+        pass
+
+
+def test_a_removal_waits_until_the_node_takes_no_role_any_more() -> None:
+    """What the node said of a role before it heard of its removal does not count."""
+    heard: list[Role | None] = []
+
+    class Listening(FleetChanges):
+        def on_draining(self, member: Member, draining: Draining) -> None:
+            heard.append(draining.role)
+            super().on_draining(member, draining)
+
+    async def run() -> None:
+        async with FakeNode(Role.PREFILL) as node, new_membership() as (membership, events):
+            reqs = OneReq()
+            news = SharedNews(membership.all_live, "router")
+            changes = Listening(membership, reqs, news, lambda rid: None)
+            membership.report_to(events, changes)
+            member = membership.dial(node.ref.address, Role.PREFILL, pinned=True)
+            assert member is not None
+            await eventually(lambda: member.state is MemberState.ALIVE)
+            removing = asyncio.create_task(changes.remove(member, PATIENCE_S))
+            await eventually(lambda: heard == [None])
+            changes.on_draining(member, Draining(PATIENCE_S, role=Role.DECODE))
+            reqs.is_held = False
+            await asyncio.sleep(0.3)
+            assert not removing.done() and member in membership.members
+            changes.on_draining(member, Draining(PATIENCE_S))
+            assert (await removing).became is None
+            assert member not in membership.members
+            await changes.close()
+
+    asyncio.run(run())
+
+
+def test_a_node_that_has_left_for_its_role_is_not_lost_while_it_is_away() -> None:
+    async def run() -> None:
+        timing = dataclasses.replace(TIMING, hello_s=PATIENCE_S)
+        async with FakeNode(Role.PREFILL) as node, new_membership(timing=timing) as (membership, events):
+            changes = FleetChanges(
+                membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None
+            )
+            membership.report_to(events, changes)
+            member = membership.dial(node.ref.address, Role.PREFILL, pinned=True)
+            assert member is not None
+            await eventually(lambda: member.state is MemberState.ALIVE)
+            node.may_return.clear()
+            changing = asyncio.create_task(changes.change_role(member, Role.DECODE, 0.0, PATIENCE_S))
+            await eventually(lambda: member.state is MemberState.LEFT)
+            await asyncio.sleep(10 * timing.redial_s)
+            assert member.state is MemberState.LEFT and member.next_role is Role.DECODE
+            node.may_return.set()
+            assert (await changing).role is Role.DECODE
+            await changes.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("restarts", ["no", "there", "elsewhere"])
