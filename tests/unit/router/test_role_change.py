@@ -421,8 +421,9 @@ class OneReq(NoReqs):
         pass
 
 
-def test_a_removal_waits_until_the_node_takes_no_role_any_more() -> None:
-    """What the node said of a role before it heard of its removal does not count."""
+@pytest.mark.parametrize("takes_it", [False, True])
+def test_a_removal_waits_until_it_is_known_whether_the_node_takes_a_role(takes_it: bool) -> None:
+    """It may have said so before it heard of its removal."""
     heard: list[Role | None] = []
 
     class Listening(FleetChanges):
@@ -445,9 +446,15 @@ def test_a_removal_waits_until_the_node_takes_no_role_any_more() -> None:
             reqs.is_held = False
             await asyncio.sleep(0.3)
             assert not removing.done() and member in membership.members
-            changes.on_draining(member, Draining(PATIENCE_S))
-            assert (await removing).became is None
-            assert member not in membership.members
+            if takes_it:
+                await node.become(Role.DECODE)
+                with pytest.raises(RequestError, match="has left to become a decode node"):
+                    await removing
+                await eventually(lambda: (member.state, member.role) == (MemberState.ALIVE, Role.DECODE))
+            else:
+                changes.on_draining(member, Draining(PATIENCE_S))
+                assert (await removing).became is None
+                assert member not in membership.members
             await changes.close()
 
     asyncio.run(run())
