@@ -504,26 +504,17 @@ def test_an_add_that_fails_was_none_that_may_come_late() -> None:
     assert not autoscaler._orders
 
 
-def test_a_doubtful_order_that_fails_leaves_no_other_doubtful() -> None:
+@pytest.mark.parametrize(("failed", "num_coming"), [(110.0, 1), (120.0, 0)])
+def test_of_two_orders_one_fails_of_which_the_older_is_in_doubt(failed: float, num_coming: int) -> None:
+    """No other order is in doubt for it, and the older one stays so if it is the other that fails."""
     autoscaler = Autoscaler(Role.DECODE, NodeBounds(1, 4), PACE, CAPACITY)
     autoscaler.decide(0.0, live("n0"))
     autoscaler._orders.append(0.0)
     autoscaler.decide(100.0, live("n0"))
     autoscaler._orders.extend([110.0, 120.0])
     assert autoscaler.decide(125.0, live("n0", "n1")).num_coming == 1
-    autoscaler.add_failed(1, 110.0)
-    assert autoscaler.decide(130.0, live("n0", "n1")).num_coming == 1
-
-
-def test_an_order_that_fails_leaves_an_older_one_doubtful() -> None:
-    autoscaler = Autoscaler(Role.DECODE, NodeBounds(1, 4), PACE, CAPACITY)
-    autoscaler.decide(0.0, live("n0"))
-    autoscaler._orders.append(0.0)
-    autoscaler.decide(100.0, live("n0"))
-    autoscaler._orders.extend([110.0, 120.0])
-    assert autoscaler.decide(125.0, live("n0", "n1")).num_coming == 1
-    autoscaler.add_failed(1, 120.0)
-    assert autoscaler.decide(130.0, live("n0", "n1")).num_coming == 0
+    autoscaler.add_failed(1, failed)
+    assert autoscaler.decide(130.0, live("n0", "n1")).num_coming == num_coming
 
 
 def test_a_drained_node_that_is_kept_is_none_that_was_asked_for() -> None:
