@@ -76,6 +76,9 @@ class Stepping:
             self.admitted_at.setdefault(item.req.key.rid, self.num_steps)
         outcome = self.launcher.turn(plan)
         assert not outcome.failed and not plan.copies and not plan.unservable
+        for req in outcome.computed:  # as a decode node does: no transfer reads them
+            if req.kv is not None:
+                self.ledger.release_superseded(req.kv)
         for req in outcome.finished:
             self.end(req)
         audit(self.ledger)
