@@ -209,6 +209,7 @@ class DecodeScheduler:
             self.reqs.release(req)
         elif ended.ok:
             self._router_port.moved(req.key)
+            req.evict_first = True
             self.reqs.end(req.key, "moved to another node")
         elif ended.corrupt:
             reason = "the pages of this request left this node corrupt"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shared import log
+from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger, ReqKV
 from shared.kvtransfer.lending import loan_record
 from shared.kvtransfer.receiver import KVReceiver
@@ -54,9 +55,17 @@ class _Fetch:
 class Fetches:
     """The fetches of a prefill node, by the key of the request that came first. Used by the scheduler thread."""
 
-    def __init__(self, ledger: KVLedger, receiver: KVReceiver, batcher: Batcher, clock: Clock) -> None:
+    def __init__(
+        self,
+        ledger: KVLedger,
+        receiver: KVReceiver,
+        options: ScheduleOptions,
+        batcher: Batcher,
+        clock: Clock,
+    ) -> None:
         self._ledger = ledger
         self._receiver = receiver
+        self._forward_tokens = min(options.chunked_prefill_size, options.max_prefill_tokens)
         self._batcher = batcher
         self._clock = clock
         self._fetches: dict[ReqKey, _Fetch] = {}
@@ -153,7 +162,7 @@ class Fetches:
             return
         with ledger.tentative(match, fetch.extra_key) as tentative:
             kv = tentative.kv
-            if kv is not None and ledger.grow_for_arrival(kv, len(fetch.ids)):
+            if kv is not None and ledger.grow_for_arrival(kv, len(fetch.ids), self._forward_tokens):
                 fetch.kv = tentative.keep()
         if fetch.kv is not None:
             pages = ledger.rows.read(fetch.kv.row, len(match.pages), fetch.kv.num_pages)

@@ -76,7 +76,7 @@ class PrefillScheduler:
         self._opened: dict[ReqKey, str] = {}
         """Requests whose transfer has not ended, with the incarnation of their decode node; their KV is not released
         before it has."""
-        self.fetches = Fetches(engine.ledger, receiver, self.batcher, engine.clock)
+        self.fetches = Fetches(engine.ledger, receiver, options, self.batcher, engine.clock)
         self.run_ahead = RunAhead(engine.ledger, options, self.batcher, self.fetches, vitals)
         self.lending = Lending(engine.ledger, sender, peering, engine.clock)
         self.queued_tokens = QueuedTokens(engine.ledger)
@@ -233,6 +233,7 @@ class PrefillScheduler:
         req = self.reqs.get(ended.key)
         if req is None:
             return
+        req.evict_first &= ended.ok  # else nothing says that the decode node has it
         if not ended.handed_off and not ended.corrupt:
             # Before the handoff this node tells the router, since the decode node may be gone. The stage of the
             # request does not say whether the handoff was sent: it may be that of the step in flight.

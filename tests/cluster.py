@@ -154,6 +154,7 @@ class ScriptedRouter:
         lender: str | None = None,
         num_lent_pages: int = 1 << 20,
         extra_key: str = "",
+        evicts_first: str | None = None,
     ) -> ReqKey:
         """Send a request to its nodes; the party `lender` is to lend what it has cached to the prefill node."""
         key = ReqKey(ROUTER, rid, attempt)
@@ -170,7 +171,14 @@ class ScriptedRouter:
         self._works[key] = work
         if decode:
             origin = ref(prefill) if prefill else None
-            message = Decode(key, work, origin, local_prefill_limit, alone_tokens=alone_tokens)
+            message = Decode(
+                key,
+                work,
+                origin,
+                local_prefill_limit,
+                alone_tokens=alone_tokens,
+                evict_first=evicts_first == decode,
+            )
             self.outbox.send(decode, message)
         if prefill:
             target = ref(decode) if decode else None
@@ -178,7 +186,7 @@ class ScriptedRouter:
             if lender:
                 self.outbox.send(lender.partition(".")[0], Lend(key, ref(receiver_of(prefill)), work))
                 source = Source(ref(lender), num_lent_pages)
-            self.outbox.send(prefill, Prefill(key, work, target, source))
+            self.outbox.send(prefill, Prefill(key, work, target, source, evicts_first == prefill))
         return key
 
     def cancel(self, key: ReqKey) -> None:

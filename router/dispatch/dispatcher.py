@@ -466,7 +466,14 @@ class Dispatcher:
             source = route.prefill.ref if route.prefill else None
             alone_tokens = TRIAL_TOKENS if req in self._quarantine else 0
             route.decode.send(
-                Decode(req.key, work, source, route.local_prefill_limit, alone_tokens=alone_tokens)
+                Decode(
+                    req.key,
+                    work,
+                    source,
+                    route.local_prefill_limit,
+                    alone_tokens=alone_tokens,
+                    evict_first=route.evicts_first is route.decode,
+                )
             )
         if route.prefill is not None:
             target = route.decode.ref if route.decode else None
@@ -476,7 +483,9 @@ class Dispatcher:
                     lent = Source(fetch.lender.ref, fetch.num_pages)
                 # Without a link there is one for the next request, and this one does not wait for it.
                 fetch.lender.send(Lend(req.key, route.prefill.ref, work if fetch.is_linked else None))
-            route.prefill.send(Prefill(req.key, work, target, lent))
+            route.prefill.send(
+                Prefill(req.key, work, target, lent, evict_first=route.evicts_first is route.prefill)
+            )
 
     def _held(self, node: Node, key: ReqKey) -> RunningReq | None:
         """The sequence whose latest attempt is `key` and held by `node`, if there is one."""

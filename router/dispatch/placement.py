@@ -57,6 +57,8 @@ class Route:
     first_token: FirstToken | None
     fetch: Fetch | None = None
     local_prefill_limit: int | None = None
+    evicts_first: Node | None = None
+    """Which of two nodes evicts the prompt before all other prefixes, since the other one keeps it."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -235,7 +237,18 @@ class Placement:
             request.first_token(first),
             fetch,
             local_prefill_limit,
+            self._evicts_first(prefill, decode),
         )
+
+    def _evicts_first(self, prefill: Node | None, decode: Node | None) -> Node | None:
+        """Draws which fleet keeps a prompt that both will have cached: in proportion to what it can keep.
+
+        Otherwise both fleets would hold the same prompts, and half of their pages were worth nothing.
+        """
+        if prefill is None or decode is None:
+            return None
+        rooms = [_cache_pages(node) * len(self._fleet.live(node.role)) for node in (prefill, decode)]
+        return self._random.choices((decode, prefill), rooms if any(rooms) else None)[0]
 
     def _with_room(self, role: Role, num_tokens: int) -> list[Node]:
         roomy = [node for node in self._fleet.live(role) if _room(node) >= num_tokens]
@@ -269,6 +282,11 @@ def _preferred(decodes: list[Node], avoid: Collection[str], like: Numerics | Non
     if like is None:
         return decodes
     return [decode for decode in decodes if decode.numerics == like.output] or decodes
+
+
+def _cache_pages(node: Node) -> int:
+    """Pages of a node in which prefixes are cached, or may be."""
+    return node.load.num_free_pages + node.load.num_evictable_pages
 
 
 def _room(node: Node) -> int:

@@ -86,7 +86,7 @@ class ReqTable(Mapping[ReqKey, Req]):
     def release(self, req: Req) -> None:
         """Give back the KV of a request that has ended, and forget it."""
         if req.kv is not None:
-            self._ledger.cache_finished_req(req.kv, req.ids)
+            self._ledger.cache_finished_req(req.kv, req.ids, evict_first=req.evict_first)
             req.kv = None
         del self._reqs[req.key]
         log.event(

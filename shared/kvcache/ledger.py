@@ -38,6 +38,8 @@ class ReqKV:
     num_pages: int
     kv_committed_len: int
     kv_allocated_len: int
+    num_found_pages: int
+    """Pages that the tree had of it already when the request came."""
     superseded: list[int] = field(default_factory=list)
     """Pages of the request that the tree has too. The row names the tree's. A transfer may still read these."""
 
@@ -125,6 +127,7 @@ class KVLedger:
             num_pages=num_pages,
             kv_committed_len=num_pages * self.page_size,
             kv_allocated_len=num_pages * self.page_size,
+            num_found_pages=num_pages,
         )
         self.live[row] = kv
         return kv
@@ -146,17 +149,18 @@ class KVLedger:
         """
         return self._grow(kv, num_tokens, self.allocator.alloc)
 
-    def grow_for_arrival(self, kv: ReqKV, num_tokens: int) -> bool:
+    def grow_for_arrival(self, kv: ReqKV, num_tokens: int, beside_tokens: int = 0) -> bool:
         """As `grow`, with pages that a transfer may write from outside the forward stream.
 
         False also when pages that are still cooling are needed, and prefixes may have been evicted for them. Pages
         cool within a step, so the caller asks again after the next one. Meanwhile a forward may take a page for each
-        live request, and those that cool first: so many more are evicted, or arrivals would wait for as long as
-        forwards take what was evicted for them.
+        live request, and those of `beside_tokens` prompt tokens, and it takes those that cool first: so many more are
+        evicted, or arrivals would wait for as long as forwards take what was evicted for them.
         """
         missing, allocator = self.pages_for(num_tokens) - kv.num_pages, self.allocator
         if allocator.num_free_for_arrivals < missing <= self.num_available_pages:
-            allocator.free(self.radix_cache.evict(max(missing + len(self.live) - allocator.num_free, 0)))
+            wanted = missing + len(self.live) + self.pages_for(beside_tokens)
+            allocator.free(self.radix_cache.evict(max(wanted - allocator.num_free, 0)))
         return self._grow(kv, num_tokens, allocator.alloc_for_arrival)
 
     def cache_unfinished_req(self, kv: ReqKV, ids: Sequence[int]) -> None:
@@ -171,8 +175,7 @@ class KVLedger:
         num_known, size = kv.num_tree_pages, self.page_size
         own = self.rows.read(kv.row, num_known, num_full)
         new_ids = ids[num_known * size : num_full * size]
-        inserted = self.radix_cache.insert(new_ids, own, kv.extra_key, behind=kv.lock.node)
-        kv.lock.move_to(inserted.node)
+        inserted = self.radix_cache.insert(new_ids, own, kv.extra_key, kv.lock)
         self.rows.write(kv.row, num_known, inserted.pages)
         kv.superseded += inserted.duplicates
         kv.num_tree_pages = num_full
@@ -182,15 +185,16 @@ class KVLedger:
         self.allocator.free(kv.superseded)
         kv.superseded = []
 
-    def cache_finished_req(self, kv: ReqKV, ids: Sequence[int]) -> int:
+    def cache_finished_req(self, kv: ReqKV, ids: Sequence[int], *, evict_first: bool = False) -> int:
         """End a request: insert its committed whole pages, free its other pages and its row. Returns the pages freed.
 
-        Forwards of the request may still run (see the reuse rule of `PageAllocator`). No transfer may read its pages.
+        With `evict_first`, what it has added to the tree is evicted before other prefixes. Forwards of the request
+        may still run (see the reuse rule of `PageAllocator`). No transfer may read its pages.
         """
         self.cache_unfinished_req(kv, ids)
         freed = self.rows.read(kv.row, kv.num_tree_pages, kv.num_pages) + kv.superseded
         self.allocator.free(freed)
-        kv.lock.release()
+        kv.lock.release(kv.num_found_pages if evict_first else None)
         self.rows.free(kv.row)
         del self.live[kv.row]
         return len(freed)

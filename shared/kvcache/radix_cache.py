@@ -16,6 +16,9 @@ from typing import cast
 from shared.kvcache.cache_changes import CacheChanges
 from shared.protocol.block_hash import next_hash, root_hash
 
+EVICT_FIRST = 0
+"""The last access of what is evicted before all other prefixes, in the order in which it was released."""
+
 Page = tuple[int | str, ...]
 """The token ids of one page. The first page of a prefix begins with its extra_key, if it has one."""
 
@@ -89,9 +92,15 @@ class PrefixLock:
         """Every node that this lock protects, from the end of its prefix to the root."""
         return self._cache._path(self._node)
 
-    def release(self) -> None:
-        """Unlock the prefix. A second call is a bug."""
+    def release(self, evict_first_from: int | None = None) -> None:
+        """Unlock the prefix. A second call is a bug.
+
+        With `evict_first_from`, its pages from that one on are evicted before all other prefixes, until they are used
+        again. Those that other requests read or have continued keep their place.
+        """
         assert self._node is not None, "released twice"
+        if evict_first_from is not None:
+            self._cache._age(self._node, evict_first_from)
         self._cache._unlock(self._node)
         self._node = None
 
@@ -100,7 +109,8 @@ class RadixCache:
     """The prefixes whose KV is computed. A prefix is inserted when its forward is committed.
 
     Requests with different `extra_key` never share pages. The leaf that was matched or inserted least recently, by a
-    logical clock, is evicted first. The cache is not thread-safe. It belongs to the scheduler thread.
+    logical clock, is evicted first, after what locks have released as EVICT_FIRST. The cache is not thread-safe. It
+    belongs to the scheduler thread.
     """
 
     def __init__(self, page_size: int, changes: CacheChanges | None = None) -> None:
@@ -158,14 +168,14 @@ class RadixCache:
         return max(peek.num_pages - held, 0)
 
     def insert(
-        self, ids: Sequence[int], page_ids: Sequence[int], extra_key: str = "", behind: TreeNode | None = None
+        self, ids: Sequence[int], page_ids: Sequence[int], extra_key: str = "", lock: PrefixLock | None = None
     ) -> Inserted:
         """Insert the pages of a computed prefix. `ids` and `page_ids` cover the same whole pages.
 
-        They continue the prefix that ends in `behind`, if that is given, so that a prompt of many chunks costs its
-        length. The tree takes the pages that it lacks. The others are returned as duplicates.
+        They continue the prefix of `lock`, if that is given, so that a prompt of many chunks costs its length, and
+        `lock` protects them, too. The tree takes the pages that it lacks. The others are returned as duplicates.
         """
-        top = behind or self._root
+        top = lock.node if lock is not None else self._root
         keys = self._cut(ids, extra_key if top is self._root else "")
         assert len(keys) == len(page_ids) and len(ids) == len(keys) * self.page_size
         node, rest = self._descend(keys, top)
@@ -177,9 +187,11 @@ class RadixCache:
             node.children[rest[0]] = leaf
             self.num_changes += 1
             self._touch(leaf)
-            self._queue_for_eviction(leaf)
             self.num_evictable_pages += len(rest)
             node = leaf
+        if lock is not None:
+            lock.move_to(node)
+        self._queue_for_eviction(node)
         pages = self._path_pages(node, top)
         return Inserted(
             node, pages, [ours for ours, tree in zip(page_ids, pages, strict=True) if ours != tree]
@@ -339,6 +351,18 @@ class RadixCache:
                 self.num_evictable_pages += len(ancestor.pages)
                 self.num_protected_pages -= len(ancestor.pages)
                 self._queue_for_eviction(ancestor)
+
+    def _age(self, end: TreeNode, num_pages: int) -> None:
+        """Have what one request alone uses, behind the first `num_pages` pages of its prefix, evicted first."""
+        path = list(self._path(end))
+        num_behind = sum(len(node.pages) for node in path) - num_pages
+        for node in path:
+            num_behind -= len(node.pages)
+            is_shared = node.lock_ref > 1 or any(child.last_access for child in node.children.values())
+            if num_behind < 0 or is_shared:
+                return
+            node.last_access = EVICT_FIRST
+            node.queued = False  # if it has an entry, then of an earlier access
 
     def _path(self, node: TreeNode | None) -> Iterator[TreeNode]:
         while node is not None:

@@ -288,13 +288,15 @@ class Source(Record, frozen=True):
 class Prefill(Struct, frozen=True):
     """Compute the KV of a sequence and sample its next token; `decode` continues after it, None: no node does.
 
-    What a `source` lends need not be computed.
+    What a `source` lends need not be computed. With `evict_first`, the decode node keeps the prompt: once it has it,
+    what this request adds to the RadixCache here is evicted before the rest.
     """
 
     key: ReqKey
     work: Work
     decode: NodeRef | None
     source: Source | None = None
+    evict_first: bool = False
 
 
 class Lend(Struct, frozen=True):
@@ -317,6 +319,8 @@ class Decode(Struct, frozen=True):
     request is `moving`, `prefill` is the decode node that it leaves: room is reserved at once, or the answer is
     Failed with 503. With `alone_tokens`, the node runs nothing else until the request has so many tokens more: it
     has others moved, hands them back when that takes too long, says RunsAlone, and hands back what comes meanwhile.
+    With `evict_first`, the prefill node keeps the prompt, and what this request adds to the RadixCache here is
+    evicted before the rest.
     """
 
     key: ReqKey
@@ -325,6 +329,7 @@ class Decode(Struct, frozen=True):
     local_prefill_limit: int | None = None
     moving: bool = False
     alone_tokens: int = 0
+    evict_first: bool = False
 
 
 class Move(Struct, frozen=True):

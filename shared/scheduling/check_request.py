@@ -33,7 +33,7 @@ def accept(
     max_output_len = min(wanted, len(work.output_ids) + 1) if is_prefill else wanted
     check_request(work, max_output_len, limits, vocab_size)
     timeline = Timeline(Role.PREFILL if is_prefill else Role.DECODE, clock=stamp_clock)
-    return Req(message.key, work, timeline, max_output_len)
+    return Req(message.key, work, timeline, max_output_len, evict_first=message.evict_first)
 
 
 def check_request(work: Work, max_output_len: int, limits: NodeLimits, vocab_size: int) -> None:

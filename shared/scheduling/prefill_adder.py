@@ -148,6 +148,7 @@ class PrefillAdder:
             found = (
                 kv.kv_committed_len if req.ahead_from is None else min(kv.kv_committed_len, req.ahead_from)
             )
+            kv.num_found_pages = found // ledger.page_size
             req.cached_tokens = min(found, req.num_input_ids)
         return self._take(req)
 

@@ -116,6 +116,19 @@ def test_a_conversation_is_not_sent_to_and_fro() -> None:
     assert set(Counter(turns[0] for turns in homes.values()).values()) == {2}, "and they are spread"
 
 
+def test_both_fleets_together_hold_more_prompts_than_either() -> None:
+    """Prompts in turn, of which a pool holds three quarters: where both fleets hold the same, LRU finds none."""
+    simulated = fleet(1, pool_tokens=8192)
+    for _ in range(3):
+        for i in range(20):
+            blocks = tuple(100 * i + block for block in range(16))
+            simulated.send(SimRequest(0.0, BLOCK * len(blocks), 2, blocks, BLOCK))
+            simulated.run()
+    outcomes = list(simulated.outcomes.values())
+    found = [outcome.cached_tokens > BLOCK for outcome in outcomes[20:]]
+    assert sum(found) > 0.8 * len(found)
+
+
 def num_fetched_tokens(fleet: SimFleet) -> int:
     """Prompt tokens that came from other nodes, to the prefill nodes that are there."""
     return sum(node.vitals.num_fetched_tokens for node in fleet.nodes.values())

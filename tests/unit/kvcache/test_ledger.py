@@ -138,7 +138,8 @@ def test_an_arrival_waits_for_pages_that_cool() -> None:
     audit_idle(ledger)
 
 
-def test_an_arrival_gets_its_pages_although_every_forward_takes_some_that_cool() -> None:
+@pytest.mark.parametrize("num_each", [1, 3], ids=["a decode step", "a chunk of a prompt"])
+def test_an_arrival_gets_its_pages_although_every_forward_takes_some_that_cool(num_each: int) -> None:
     ledger = new_ledger()
     cached = list(range(100, 100 + 4 * NUM_PAGES))
     ledger.cache_finished_req(admit(ledger, cached), cached)
@@ -147,14 +148,26 @@ def test_an_arrival_gets_its_pages_although_every_forward_takes_some_that_cool()
     assert running is not None and arriving is not None
     ledger.allocator.forward_launched()
     turns = 1
-    while not ledger.grow_for_arrival(arriving, 4):
-        assert turns < 4, "the arrival starves beside a cache that could be evicted"
-        assert ledger.grow(running, 4 * turns), "each decode step takes a page"
+    while not ledger.grow_for_arrival(arriving, 4, 4 * num_each):
+        assert turns < 2, "the arrival starves beside a cache that could be evicted"
+        assert ledger.grow(running, 4 * num_each * turns)
         ledger.allocator.forward_launched()
         ledger.allocator.forward_retired()
         turns += 1
     assert arriving.num_pages == 1
-    assert ledger.count().evictable >= NUM_PAGES - 4, "little more was evicted than was needed"
+    assert ledger.count().evictable >= NUM_PAGES - 3 - num_each, "little more was evicted than was needed"
+
+
+def test_what_another_node_keeps_is_evicted_before_the_rest_but_for_what_was_cached_before() -> None:
+    ledger = new_ledger()
+    for ids in (TEN[:5], [90, 91, 92, 93]):
+        ledger.cache_finished_req(admit(ledger, ids), ids)
+    kept_elsewhere = admit(ledger, TEN)
+    assert kept_elsewhere.num_found_pages == 1
+    ledger.cache_finished_req(kept_elsewhere, TEN, evict_first=True)
+    ledger.allocator.free(ledger.radix_cache.evict(1))
+    assert len(ledger.match_prefix(TEN, "").pages) == 1
+    assert len(ledger.match_prefix([90, 91, 92, 93, 94], "").pages) == 1
 
 
 def test_an_arrival_too_large_for_the_pool_is_refused_without_eviction() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.kvcache.radix_cache import RadixCache
+from shared.kvcache.radix_cache import PrefixLock, RadixCache
 
 
 def cached(*prefixes: tuple[list[int], list[int]], page_size: int = 2) -> RadixCache:
@@ -162,6 +162,78 @@ def test_a_lock_is_released_once() -> None:
         lock.release()
     with pytest.raises(AssertionError):
         lock.move_to(cache.match_prefix([1, 1]).node)
+
+
+class TestEvictFirst:
+    """What a request that ends has added goes before what was used earlier, but not what others use, too."""
+
+    def old(self) -> RadixCache:
+        return cached(([7, 7], [20]))
+
+    def added(self, cache: RadixCache, ids: list[int], pages: list[int], num_found: int = 0) -> PrefixLock:
+        """The lock of a request that found so many pages of `ids`, and has computed the others."""
+        lock = cache.lock(cache.match_prefix(ids[: 2 * num_found]).node)
+        cache.insert(ids[2 * num_found :], pages, lock=lock)
+        return lock
+
+    def test_it_goes_before_what_is_older_in_the_order_of_its_release(self) -> None:
+        cache = self.old()
+        first, second = self.added(cache, ABCDEF[:4], [10, 11]), self.added(cache, [8, 8], [30])
+        second.release(evict_first_from=0)
+        first.release(evict_first_from=0)
+        cache.insert([9, 9], [40])
+        assert [cache.evict(1) for _ in range(5)] == [[30], [11], [10], [20], [40]]
+
+    def test_every_chunk_of_it_does(self) -> None:
+        cache = self.old()
+        lock = self.added(cache, ABCDEF[:2], [10])
+        cache.insert(ABCDEF[2:6], [11, 12], lock=lock)
+        lock.release(evict_first_from=0)
+        assert sorted(cache.evict(3)) == [10, 11, 12]
+
+    def test_what_was_computed_ahead_of_it_does(self) -> None:
+        cache = self.old()
+        cache.insert(ABCDEF[:4], [10, 11])
+        cache.lock(cache.match_prefix(ABCDEF[:4]).node).release(evict_first_from=0)
+        assert [cache.evict(1) for _ in range(3)] == [[11], [10], [20]]
+
+    def test_what_it_has_found_keeps_its_place(self) -> None:
+        cache = cached((ABCDEF[:2], [10]), ([7, 7], [20]))
+        self.added(cache, ABCDEF[:4], [11], num_found=1).release(evict_first_from=1)
+        assert [cache.evict(1) for _ in range(3)] == [[11], [20], [10]]
+
+    def test_what_begins_before_it_keeps_its_place_as_a_whole(self) -> None:
+        cache = self.old()
+        self.added(cache, ABCDEF[:4], [10, 11]).release(evict_first_from=1)
+        assert cache.evict(1) == [20]
+
+    def test_what_another_request_has_continued_keeps_its_place(self) -> None:
+        cache = self.old()
+        lock = self.added(cache, ABCDEF[:4], [10, 11])
+        self.added(cache, ABCDEF[:6], [12], num_found=2).release()
+        lock.release(evict_first_from=0)
+        assert cache.evict(1) == [20]
+
+    def test_what_another_request_reads_keeps_its_place(self) -> None:
+        cache = self.old()
+        lock = self.added(cache, ABCDEF[:4], [10, 11])
+        reader = cache.lock(cache.match_prefix(ABCDEF[:4]).node)
+        lock.release(evict_first_from=0)
+        reader.release()
+        assert cache.evict(1) == [20]
+
+    def test_what_two_requests_added_one_behind_the_other_goes_as_a_whole(self) -> None:
+        cache = self.old()
+        first = self.added(cache, ABCDEF[:4], [10, 11])
+        self.added(cache, ABCDEF[:6], [12], num_found=2).release(evict_first_from=2)
+        first.release(evict_first_from=0)
+        assert sorted(cache.evict(3)) == [10, 11, 12]
+
+    def test_what_is_used_again_is_a_prefix_like_any_other(self) -> None:
+        cache = self.old()
+        self.added(cache, ABCDEF[:4], [10, 11]).release(evict_first_from=0)
+        cache.match_prefix(ABCDEF[:4])
+        assert cache.evict(1) == [20]
 
 
 def test_different_extra_keys_share_nothing() -> None:

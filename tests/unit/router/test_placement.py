@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
@@ -11,7 +12,7 @@ from router.dispatch.failover import Loss
 from router.dispatch.policy import MAX_IMBALANCE, MIN_SAVED_TOKENS, POLICIES, Candidates
 from router.dispatch.prefix_index import PrefixIndex
 from shared.protocol.logprobs import LogprobParams
-from shared.protocol.messages import Decode, Failed, Finish, Load, NodeLimits, Role, TokenEntry, Work
+from shared.protocol.messages import Decode, Failed, Finish, Load, NodeLimits, Prefill, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
 
@@ -105,6 +106,48 @@ def test_a_decode_node_without_any_link_prefills_by_itself() -> None:
     (sent,) = cut_off.sent
     assert isinstance(sent, Decode)
     assert (sent.prefill, sent.local_prefill_limit) == (None, None)
+
+
+class TestWhichNodeEvictsFirst:
+    """Of the prompts that two nodes will have cached, each fleet keeps a share: that of its room for them in all."""
+
+    def told(
+        self, fleet: Fleet, count: int = 400, **params: object
+    ) -> Counter[tuple[bool | None, bool | None]]:
+        """What each request tells its prefill and its decode node; None where it has none."""
+        told: Counter[tuple[bool | None, bool | None]] = Counter()
+        for _ in range(count):
+            for node in (*fleet.prefills, *fleet.decodes):
+                node.sent.clear()
+            fleet.start(**params)  # type: ignore[arg-type]
+            flags = {type(m): m.evict_first for n in (*fleet.prefills, *fleet.decodes) for m in n.sent}
+            told[flags.get(Prefill), flags.get(Decode)] += 1
+        return told
+
+    @pytest.mark.parametrize(
+        ("prefill", "decode", "kept"),
+        [
+            (Load(), Load(), 0.5),
+            (Load(num_free_pages=30), Load(num_evictable_pages=30), 0.25),
+            (Load(num_free_pages=10, num_evictable_pages=80), Load(num_free_pages=10), 0.75),
+            (Load(num_free_pages=9), Load(num_held_pages=99), 1.0),
+            (Load(num_held_pages=99), Load(num_free_pages=9), 0.0),
+        ],
+    )
+    def test_a_fleet_keeps_as_much_as_it_has_room_for(self, prefill: Load, decode: Load, kept: float) -> None:
+        fleet = Fleet(3)
+        fleet.prefills[0].load = prefill
+        for node in fleet.decodes:
+            node.load = decode
+        told = self.told(fleet)
+        assert set(told) <= {(True, False), (False, True)}, "one of the two, and not both"
+        assert told[False, True] / told.total() == pytest.approx(kept, abs=0.1 if 0 < kept < 1 else 0.0)
+
+    def test_a_prompt_that_is_on_one_node_is_kept_there(self) -> None:
+        fleet = Fleet(2, local_prefill_tokens=len(IDS))
+        fleet.decodes[0].holds(1)
+        assert self.told(fleet, 4) == {(None, False): 4}
+        assert self.told(Fleet(1), 4, max_new_tokens=1) == {(False, None): 4}
 
 
 def test_one_token_needs_no_link() -> None:
