@@ -20,7 +20,7 @@ STEPS = st.lists(
         st.tuples(st.just("insert"), TOKENS, KEYS),
         st.tuples(st.just("match"), TOKENS, KEYS),
         st.tuples(st.just("lock"), TOKENS, KEYS),
-        st.tuples(st.just("unlock"), st.integers(0, 5), KEYS),
+        st.tuples(st.sampled_from(["unlock", "evict first"]), st.integers(0, 5), KEYS),
         st.tuples(st.just("evict"), st.integers(1, 4), KEYS),
         st.tuples(st.just("evict_behind"), TOKENS, KEYS),
         st.tuples(st.just("tell"), st.booleans(), KEYS),
@@ -49,6 +49,8 @@ def test_a_follower_knows_exactly_what_can_be_matched(
                 locks.append(cache.lock(cache.match_prefix(ids, extra_key).node))
             case "unlock", int(at) if at < len(locks):
                 locks.pop(at).release()
+            case "evict first", int(at) if at < len(locks):
+                locks.pop(at).release(evict_first_from=at % 2)
             case "evict", int(count):
                 cache.evict(count)
             case "evict_behind", list(ids):

@@ -39,8 +39,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def pages_of(self, kv: ReqKV) -> list[int]:
         return self.ledger.rows.read(kv.row, 0, kv.num_pages)
 
-    @rule(target=held, ids=TOKENS, extra_key=st.sampled_from(["", "a"]), arrival=st.booleans())
-    def admit(self, ids: list[int], extra_key: str, arrival: bool) -> Held | None:  # type: ignore[return]
+    @rule(
+        target=held, ids=TOKENS, extra_key=st.sampled_from(["", "a"]), arrival=st.sampled_from([None, 0, 8])
+    )
+    def admit(self, ids: list[int], extra_key: str, arrival: int | None) -> Held | None:  # type: ignore[return]
         ledger = self.ledger
         match = ledger.match_prefix(ids, extra_key)
         before = ledger.count()
@@ -50,17 +52,20 @@ class LedgerMachine(RuleBasedStateMachine):
                 return Held(ids, None, extra_key)  # type: ignore[arg-type]
             kv = tentative.kv
             owned = kv.num_pages
-            grown = ledger.grow_for_arrival(kv, len(ids)) if arrival else ledger.grow(kv, len(ids))
+            is_arrival = arrival is not None
+            grown = (
+                ledger.grow_for_arrival(kv, len(ids), arrival) if is_arrival else ledger.grow(kv, len(ids))
+            )
             if grown:
                 tentative.keep()
-                if arrival:
+                if is_arrival:
                     fresh = set(ledger.rows.read(kv.row, owned, kv.num_pages))
                     for named in self.in_flight:
                         assert not fresh & named, "a transfer was given a page that a running forward names"
         if not grown:
             after = ledger.count()
             assert (after.held, after.protected) == (before.held, before.protected)
-            assert arrival or ledger.pages_for(len(ids)) > before.free
+            assert is_arrival or ledger.pages_for(len(ids)) > before.free
             return Held(ids, None, extra_key)  # type: ignore[arg-type]
         for i, page in enumerate(match.pages):
             assert self.content[page] == (extra_key, *ids[: (i + 1) * ledger.page_size])
@@ -83,14 +88,14 @@ class LedgerMachine(RuleBasedStateMachine):
             req.ids = [*req.ids, token]
             req.kv.kv_allocated_len = len(req.ids)
 
-    @rule(req=consumes(held))
-    def finish(self, req: Held) -> None:
+    @rule(req=consumes(held), evict_first=st.booleans())
+    def finish(self, req: Held, evict_first: bool) -> None:
         if req.kv is not None and self.ledger.live.get(req.kv.row) is req.kv:
             superseded = set(req.kv.superseded)
             kept = set(self.pages_of(req.kv)[: req.kv.kv_committed_len // self.ledger.page_size])
             assert not superseded & kept, "a superseded page is still in the row"
             self.note(req)
-            self.ledger.cache_finished_req(req.kv, req.ids)
+            self.ledger.cache_finished_req(req.kv, req.ids, evict_first=evict_first)
 
     @rule(ids=TOKENS, num_pages=st.integers(0, 4), extra_key=st.sampled_from(["", "a"]))
     def evict_behind(self, ids: list[int], num_pages: int, extra_key: str) -> None:
