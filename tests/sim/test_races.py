@@ -354,7 +354,9 @@ def test_random_work_with_faults_and_deaths(seed: int) -> None:
                 ids, n = prompt(rng.randint(3, 50), seed=rng.randrange(10**6)), rng.randint(2, 30)
                 p, d = f"p{rng.randrange(2)}", f"d{rng.randrange(2)}"
                 if cluster.nodes[p].alive and cluster.nodes[d].alive:
-                    key = cluster.router.submit(f"r{step}", ids, params(n), p, d)
+                    key = cluster.router.submit(
+                        f"r{step}", ids, params(n), p, d, evicts_first=rng.choice([p, d])
+                    )
                     wanted[key], homes[key] = reference_tokens(ids, n), (p, d)
             if rng.random() < lossy:
                 cluster.network.drop_next(rng.choice([Ready, Offer, Grant, Handoff, Done, CancelTransfer]))

@@ -223,7 +223,7 @@ def test_a_chunk_waits_for_a_row() -> None:
 def test_a_request_that_ended_is_not_kept() -> None:
     """Its prompt was looked up, and the RadixCache may not change for long after."""
     with full() as fleet:
-        key = fleet.submit("a", 42)
+        key = fleet.submit("not kept", 42)
         fleet.run(100)
         fleet.router.give_up(key, "cancelled")
         fleet.run(5)

@@ -24,6 +24,8 @@ from tests.sim.workloads import unrelated
 SLO = Slo(ttft_s=1.0, itl_s=1.0)
 FIGURES = ("good_share", "cached_share", "ttft_mean_s")
 CACHE_TOKENS = 100_000
+POOL_TOKENS = 12_000
+"""Of each of four simulated nodes."""
 
 Answered = tuple[SimRequest, Served, int]
 """A request, what its client saw, and how many of its prompt tokens were cached."""
@@ -51,7 +53,7 @@ def one_server(requests: Sequence[SimRequest]) -> Iterable[Answered]:
 
 def simulated(requests: Sequence[SimRequest]) -> Iterable[Answered]:
     """The real schedulers and router, on nodes whose caches hold a part of the trace."""
-    node = NodeShape(pool_tokens=CACHE_TOKENS // 4, context_length=32_768)
+    node = NodeShape(pool_tokens=POOL_TOKENS, context_length=POOL_TOKENS)
     shape = FleetShape(num_prefill=2, num_decode=2, prefill=node, decode=node)
     fleet = SimFleet(shape, CostModel(a=0.002, b=4e-5, c=1e-10, d=0.005, e=2e-5, f=0.0))
     fleet.submit(requests)
@@ -132,9 +134,9 @@ def test_intervals_hold_what_the_whole_trace_comes_to() -> None:
 
 
 def test_the_real_schedulers_agree() -> None:
-    requests = list(islice(scaled(load_trace(), rate=6.0), 400))
+    requests = list(islice(scaled(load_trace(), rate=6.0), 1000))
     windows = draw_windows(
-        requests, cache_tokens=CACHE_TOKENS // 4, num_windows=6, window_s=1.0, min_warmup_s=0.7, tail_s=0.3
+        requests, cache_tokens=4 * POOL_TOKENS, num_windows=6, window_s=1.0, min_warmup_s=0.7, tail_s=0.3
     )
     assert sum(len(window.requests) for window in windows) < 0.8 * len(requests)
     truth, found = found_in(whole(requests), simulated), found_in(windows, simulated)
