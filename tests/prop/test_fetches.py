@@ -126,6 +126,19 @@ def test_only_what_no_node_has_is_computed(lender: str) -> None:
         assert report.cached_tokens == report.num_fetched_tokens == num_held and report.fetch_s > 0
 
 
+def test_a_fetch_finds_its_place_beside_the_chunks_of_another_prompt() -> None:
+    """The pool is full of prefixes, and a forward takes pages while those that were evicted for the fetch cool."""
+    with fleet(tokens=400) as cluster:
+        ids = [*held(cluster, "p1", TURN), *prompt(2, 30)]
+        for seed in (4, 5, 6):
+            held(cluster, "p0", prompt(seed, 130))
+        ledger = cluster.nodes["p0"].engine.ledger
+        other = cluster.router.submit("other", prompt(7, 120), params(6), "p0", "d1")
+        cluster.run(lambda: other in cluster.nodes["p0"].scheduler.reqs and ledger.allocator.num_free == 0)
+        check(cluster, (ask(cluster, "next", ids), ids), (other, prompt(7, 120)))
+        assert fetched(cluster) == 160
+
+
 def test_what_is_here_already_is_not_fetched_again() -> None:
     with fleet() as cluster:
         common = prompt(3, 80)

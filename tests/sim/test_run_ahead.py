@@ -59,10 +59,19 @@ class Full:
         self.computed.clear()
 
     def submit(
-        self, rid: str, length: int, *, num_new: int = 4, decode: str | None = "d0", priority: int = 0
+        self,
+        rid: str,
+        length: int,
+        *,
+        num_new: int = 4,
+        decode: str | None = "d0",
+        priority: int = 0,
+        evicts_first: str | None = None,
     ) -> ReqKey:
-        ids = prompt(length, seed=length)
-        return self.router.submit(rid, ids, params(num_new), "p0", decode, priority=priority)
+        ids, wanted = prompt(length, seed=length), params(num_new)
+        return self.router.submit(
+            rid, ids, wanted, "p0", decode, priority=priority, evicts_first=evicts_first
+        )
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -143,6 +152,19 @@ def test_what_was_computed_ahead_for_a_request_is_not_cached_for_it() -> None:
         assert of_second.cached_tokens == 40 and of_second.ahead_s == 0
         assert fleet.vitals.num_prompt_tokens - before == 84
         assert fleet.vitals.num_cached_tokens == 40
+
+
+def test_what_was_computed_ahead_is_evicted_first_where_the_decode_node_keeps_it() -> None:
+    with full() as fleet:
+        fleet.submit("older", 40, num_new=1, decode=None)
+        fleet.submit("a", 42, evicts_first="p0")
+        fleet.run(100)
+        assert fleet.prefill.run_ahead.num_pages == 10
+        fleet.free()
+        ledger = fleet.cluster.nodes["p0"].engine.ledger
+        ledger.allocator.free(ledger.radix_cache.evict(10))
+        older, ahead = (ledger.radix_cache.peek(prompt(n, seed=n), n).num_pages for n in (40, 42))
+        assert (older, ahead) == (10, 0)
 
 
 @pytest.mark.parametrize("options", [{"share": 0.0}, {"keep": False}], ids=["share 0", "no RadixCache"])

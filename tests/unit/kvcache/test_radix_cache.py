@@ -211,8 +211,10 @@ class TestEvictFirst:
         cache = self.old()
         lock = self.added(cache, ABCDEF[:4], [10, 11])
         self.added(cache, ABCDEF[:6], [12], num_found=2).release()
+        cache.insert([9, 9], [40])
+        cache.match_prefix(ABCDEF[:4])
         lock.release(evict_first_from=0)
-        assert cache.evict(1) == [20]
+        assert [cache.evict(1) for _ in range(4)] == [[20], [12], [40], [11]]
 
     def test_what_another_request_reads_keeps_its_place(self) -> None:
         cache = self.old()
