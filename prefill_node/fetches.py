@@ -1,12 +1,12 @@
 """Pages of a prompt that come from another node's cache, so that they need not be computed here.
 
-    cooling      free pages are still in use by a forward, and may not be in the next turn
+    cooling      free pages are still in use by a forward, or went to the next one; there are enough of them
     reserved     the pages have a place here, and the receiver owns it; the lender is asked for them
     (ended)      what came is in the RadixCache, and the requests that waited for it are matched with it
 
-A fetch never waits for pages that are taken, and takes none before a request that ranks higher and lacks room: it
-gets its place at once or the prompt is computed. The prompt is also computed when the fetch fails, or takes longer
-than computing would. Requests that want the same pages share one fetch.
+A fetch never waits for pages that are taken, and takes none before a request that ranks higher and lacks room: then
+the prompt is computed. It is also computed when the fetch fails, or takes longer than computing would. Requests that
+want the same pages share one fetch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shared import log
-from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger, ReqKV
 from shared.kvtransfer.lending import loan_record
 from shared.kvtransfer.receiver import KVReceiver
@@ -55,17 +54,9 @@ class _Fetch:
 class Fetches:
     """The fetches of a prefill node, by the key of the request that came first. Used by the scheduler thread."""
 
-    def __init__(
-        self,
-        ledger: KVLedger,
-        receiver: KVReceiver,
-        options: ScheduleOptions,
-        batcher: Batcher,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, ledger: KVLedger, receiver: KVReceiver, batcher: Batcher, clock: Clock) -> None:
         self._ledger = ledger
         self._receiver = receiver
-        self._forward_tokens = min(options.chunked_prefill_size, options.max_prefill_tokens)
         self._batcher = batcher
         self._clock = clock
         self._fetches: dict[ReqKey, _Fetch] = {}
@@ -116,7 +107,7 @@ class Fetches:
         now = self._clock()
         for fetch in list(self._fetches.values()):
             if fetch.kv is None:
-                self._reserve(fetch, may_cool=False)
+                self._reserve(fetch, may_cool=now < fetch.deadline)
             elif now >= fetch.deadline:
                 self._give_up(fetch, "computing these pages takes no longer")
 
@@ -157,12 +148,13 @@ class Fetches:
         num_missing = ledger.pages_for(len(fetch.ids)) - len(match.pages)
         first = next(iter(fetch.waiting))
         is_open = self._batcher.is_open_to(first, self._batcher.first_blocked())
-        if not is_open or not 0 < num_missing <= ledger.num_available_pages:
+        has_room = ledger.rows.num_free and 0 < num_missing <= ledger.num_available_pages
+        if not is_open or not has_room:
             self._end_without_place(fetch)
             return
         with ledger.tentative(match, fetch.extra_key) as tentative:
-            kv = tentative.kv
-            if kv is not None and ledger.grow_for_arrival(kv, len(fetch.ids), self._forward_tokens):
+            assert tentative.kv is not None, "a row was free a moment ago"
+            if ledger.grow_for_arrival(tentative.kv, len(fetch.ids)):
                 fetch.kv = tentative.keep()
         if fetch.kv is not None:
             pages = ledger.rows.read(fetch.kv.row, len(match.pages), fetch.kv.num_pages)

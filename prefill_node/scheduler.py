@@ -76,7 +76,7 @@ class PrefillScheduler:
         self._opened: dict[ReqKey, str] = {}
         """Requests whose transfer has not ended, with the incarnation of their decode node; their KV is not released
         before it has."""
-        self.fetches = Fetches(engine.ledger, receiver, options, self.batcher, engine.clock)
+        self.fetches = Fetches(engine.ledger, receiver, self.batcher, engine.clock)
         self.run_ahead = RunAhead(engine.ledger, options, self.batcher, self.fetches, vitals)
         self.lending = Lending(engine.ledger, sender, peering, engine.clock)
         self.queued_tokens = QueuedTokens(engine.ledger)

@@ -149,18 +149,17 @@ class KVLedger:
         """
         return self._grow(kv, num_tokens, self.allocator.alloc)
 
-    def grow_for_arrival(self, kv: ReqKV, num_tokens: int, beside_tokens: int = 0) -> bool:
+    def grow_for_arrival(self, kv: ReqKV, num_tokens: int) -> bool:
         """As `grow`, with pages that a transfer may write from outside the forward stream.
 
         False also when pages that are still cooling are needed, and prefixes may have been evicted for them. Pages
         cool within a step, so the caller asks again after the next one. Meanwhile a forward may take a page for each
-        live request, and those of `beside_tokens` prompt tokens, and it takes those that cool first: so many more are
-        evicted, or arrivals would wait for as long as forwards take what was evicted for them.
+        live request, and those that cool first: so many more are evicted, or arrivals would wait for as long as
+        forwards take what was evicted for them.
         """
         missing, allocator = self.pages_for(num_tokens) - kv.num_pages, self.allocator
         if allocator.num_free_for_arrivals < missing <= self.num_available_pages:
-            wanted = missing + len(self.live) + self.pages_for(beside_tokens)
-            allocator.free(self.radix_cache.evict(max(wanted - allocator.num_free, 0)))
+            allocator.free(self.radix_cache.evict(max(missing + len(self.live) - allocator.num_free, 0)))
         return self._grow(kv, num_tokens, allocator.alloc_for_arrival)
 
     def cache_unfinished_req(self, kv: ReqKV, ids: Sequence[int]) -> None:

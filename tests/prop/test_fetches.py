@@ -126,19 +126,6 @@ def test_only_what_no_node_has_is_computed(lender: str) -> None:
         assert report.cached_tokens == report.num_fetched_tokens == num_held and report.fetch_s > 0
 
 
-def test_a_fetch_finds_its_place_beside_the_chunks_of_another_prompt() -> None:
-    """The pool is full of prefixes, and a forward takes pages while those that were evicted for the fetch cool."""
-    with fleet(tokens=400) as cluster:
-        ids = [*held(cluster, "p1", TURN), *prompt(2, 30)]
-        for seed in (4, 5, 6):
-            held(cluster, "p0", prompt(seed, 130))
-        ledger = cluster.nodes["p0"].engine.ledger
-        other = cluster.router.submit("other", prompt(7, 120), params(6), "p0", "d1")
-        cluster.run(lambda: other in cluster.nodes["p0"].scheduler.reqs and ledger.allocator.num_free == 0)
-        check(cluster, (ask(cluster, "next", ids), ids), (other, prompt(7, 120)))
-        assert fetched(cluster) == 160
-
-
 def test_what_is_here_already_is_not_fetched_again() -> None:
     with fleet() as cluster:
         common = prompt(3, 80)
@@ -314,18 +301,35 @@ def test_pages_that_cool_are_waited_for_and_no_others() -> None:
         assert fetched(cluster) == 160 - PAGE
 
 
-def test_pages_that_cool_are_waited_for_a_turn() -> None:
+@pytest.mark.parametrize("in_time", [True, False])
+def test_pages_that_cool_are_waited_for_as_long_as_computing_would_take(in_time: bool) -> None:
     with fleet() as cluster:
         held(cluster, "p1", TURN)
         node = cluster.nodes["p0"]
         let_cool = all_cooling(node)
         key = ask(cluster)
         cluster.run(lambda: len(node.scheduler.fetches) == 1)
-        cluster.step()
-        assert not len(node.scheduler.fetches)
+        for _ in range(5):
+            cluster.step()
+        assert len(node.scheduler.fetches) == 1
+        if not in_time:
+            cluster.run(lambda: not len(node.scheduler.fetches))
         let_cool()
         check(cluster, (key, TURN))
-        assert fetched(cluster) == 0
+        assert fetched(cluster) == (160 - PAGE if in_time else 0)
+
+
+def test_without_a_free_row_nothing_is_fetched() -> None:
+    with fleet() as cluster:
+        held(cluster, "p1", TURN)
+        rows = cluster.nodes["p0"].engine.ledger.rows
+        taken = [rows.alloc() for _ in range(rows.num_free)]
+        key = ask(cluster)
+        cluster.run(lambda: key in cluster.nodes["p0"].scheduler.reqs)
+        assert not len(cluster.nodes["p0"].scheduler.fetches)
+        for row in taken:
+            rows.free(row)
+        check(cluster, (key, TURN))
 
 
 def test_a_fetch_takes_no_pages_before_a_prompt_that_came_first() -> None:

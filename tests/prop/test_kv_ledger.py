@@ -39,10 +39,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def pages_of(self, kv: ReqKV) -> list[int]:
         return self.ledger.rows.read(kv.row, 0, kv.num_pages)
 
-    @rule(
-        target=held, ids=TOKENS, extra_key=st.sampled_from(["", "a"]), arrival=st.sampled_from([None, 0, 8])
-    )
-    def admit(self, ids: list[int], extra_key: str, arrival: int | None) -> Held | None:  # type: ignore[return]
+    @rule(target=held, ids=TOKENS, extra_key=st.sampled_from(["", "a"]), arrival=st.booleans())
+    def admit(self, ids: list[int], extra_key: str, arrival: bool) -> Held | None:  # type: ignore[return]
         ledger = self.ledger
         match = ledger.match_prefix(ids, extra_key)
         before = ledger.count()
@@ -52,20 +50,17 @@ class LedgerMachine(RuleBasedStateMachine):
                 return Held(ids, None, extra_key)  # type: ignore[arg-type]
             kv = tentative.kv
             owned = kv.num_pages
-            is_arrival = arrival is not None
-            grown = (
-                ledger.grow_for_arrival(kv, len(ids), arrival) if is_arrival else ledger.grow(kv, len(ids))
-            )
+            grown = ledger.grow_for_arrival(kv, len(ids)) if arrival else ledger.grow(kv, len(ids))
             if grown:
                 tentative.keep()
-                if is_arrival:
+                if arrival:
                     fresh = set(ledger.rows.read(kv.row, owned, kv.num_pages))
                     for named in self.in_flight:
                         assert not fresh & named, "a transfer was given a page that a running forward names"
         if not grown:
             after = ledger.count()
             assert (after.held, after.protected) == (before.held, before.protected)
-            assert is_arrival or ledger.pages_for(len(ids)) > before.free
+            assert arrival or ledger.pages_for(len(ids)) > before.free
             return Held(ids, None, extra_key)  # type: ignore[arg-type]
         for i, page in enumerate(match.pages):
             assert self.content[page] == (extra_key, *ids[: (i + 1) * ledger.page_size])
