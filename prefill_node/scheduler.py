@@ -233,7 +233,7 @@ class PrefillScheduler:
         req = self.reqs.get(ended.key)
         if req is None:
             return
-        req.evict_first &= ended.ok  # else nothing says that the decode node has it
+        req.evict_first &= ended.ok  # else nothing says that the decode node has the prompt
         if not ended.handed_off and not ended.corrupt:
             # Before the handoff this node tells the router, since the decode node may be gone. The stage of the
             # request does not say whether the handoff was sent: it may be that of the step in flight.

@@ -237,13 +237,13 @@ class Placement:
             request.first_token(first),
             fetch,
             local_prefill_limit,
-            self._evicts_first(prefill, decode),
+            self._draw_evicting(prefill, decode),
         )
 
-    def _evicts_first(self, prefill: Node | None, decode: Node | None) -> Node | None:
+    def _draw_evicting(self, prefill: Node | None, decode: Node | None) -> Node | None:
         """Draws which fleet keeps a prompt that both will have cached: in proportion to what it can keep.
 
-        Otherwise both fleets would hold the same prompts, and half of their pages were worth nothing.
+        If both kept it, they would hold the same prompts, and half of their pages would be worth nothing.
         """
         if prefill is None or decode is None:
             return None

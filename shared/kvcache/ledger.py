@@ -39,7 +39,7 @@ class ReqKV:
     kv_committed_len: int
     kv_allocated_len: int
     num_found_pages: int
-    """Pages that the tree had of it already when the request came."""
+    """Pages of the request that the tree had already when it came, or that others have put there meanwhile."""
     superseded: list[int] = field(default_factory=list)
     """Pages of the request that the tree has too. The row names the tree's. A transfer may still read these."""
 
@@ -177,6 +177,8 @@ class KVLedger:
         inserted = self.radix_cache.insert(new_ids, own, kv.extra_key, kv.lock)
         self.rows.write(kv.row, num_known, inserted.pages)
         kv.superseded += inserted.duplicates
+        if inserted.duplicates:
+            kv.num_found_pages = num_known + len(inserted.duplicates)
         kv.num_tree_pages = num_full
 
     def release_superseded(self, kv: ReqKV) -> None:

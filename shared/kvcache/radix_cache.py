@@ -16,9 +16,6 @@ from typing import cast
 from shared.kvcache.cache_changes import CacheChanges
 from shared.protocol.block_hash import next_hash, root_hash
 
-EVICT_FIRST = 0
-"""The last access of what is evicted before all other prefixes, in the order in which it was released."""
-
 Page = tuple[int | str, ...]
 """The token ids of one page. The first page of a prefix begins with its extra_key, if it has one."""
 
@@ -33,8 +30,9 @@ class TreeNode:
     children: dict[Page, TreeNode] = field(default_factory=dict)
     lock_ref: int = 0
     last_access: int = 0
+    """By a logical clock. Below 0: evicted before all other prefixes."""
     queued: bool = False
-    """True while the node has an entry in the eviction heap."""
+    """True only while the node has an entry in the eviction heap."""
     hashes: list[int] = field(default_factory=list)
     """The block hash of each page. Empty when `RadixCache.changes` is None."""
 
@@ -96,11 +94,11 @@ class PrefixLock:
         """Unlock the prefix. A second call is a bug.
 
         With `evict_first_from`, its pages from that one on are evicted before all other prefixes, until they are used
-        again. Those that other requests read or have continued keep their place.
+        again, and in the order of such releases. Those that other requests read or have continued keep their place.
         """
         assert self._node is not None, "released twice"
         if evict_first_from is not None:
-            self._cache._age(self._node, evict_first_from)
+            self._cache._put_first(self._node, evict_first_from)
         self._cache._unlock(self._node)
         self._node = None
 
@@ -109,8 +107,8 @@ class RadixCache:
     """The prefixes whose KV is computed. A prefix is inserted when its forward is committed.
 
     Requests with different `extra_key` never share pages. The leaf that was matched or inserted least recently, by a
-    logical clock, is evicted first, after what locks have released as EVICT_FIRST. The cache is not thread-safe. It
-    belongs to the scheduler thread.
+    logical clock, is evicted first, behind what locks have released to be evicted before. The cache is not
+    thread-safe. It belongs to the scheduler thread.
     """
 
     def __init__(self, page_size: int, changes: CacheChanges | None = None) -> None:
@@ -122,6 +120,7 @@ class RadixCache:
         self.num_protected_pages = 0
         self._root = TreeNode(parent=None, keys=[], pages=[])
         self._clock = 0
+        self._clock_of_first = -(1 << 62)
         self._num_queued = 0
         self._heap: list[tuple[int, int, TreeNode]] = []
         """Evictable leaves by last access. An entry may be out of date, so it is checked when it is popped."""
@@ -352,17 +351,19 @@ class RadixCache:
                 self.num_protected_pages -= len(ancestor.pages)
                 self._queue_for_eviction(ancestor)
 
-    def _age(self, end: TreeNode, num_pages: int) -> None:
+    def _put_first(self, end: TreeNode, num_pages: int) -> None:
         """Have what one request alone uses, behind the first `num_pages` pages of its prefix, evicted first."""
+        self._clock_of_first += 1
         path = list(self._path(end))
         num_behind = sum(len(node.pages) for node in path) - num_pages
         for node in path:
             num_behind -= len(node.pages)
-            is_shared = node.lock_ref > 1 or any(child.last_access for child in node.children.values())
-            if num_behind < 0 or is_shared:
+            if num_behind < 0 or node.parent is None or node.lock_ref > 1:
                 return
-            node.last_access = EVICT_FIRST
-            node.queued = False  # if it has an entry, then of an earlier access
+            if any(child.last_access >= 0 for child in node.children.values()):
+                return
+            node.last_access = self._clock_of_first
+            node.queued = False  # an older entry would come too late, so the unlock adds another one
 
     def _path(self, node: TreeNode | None) -> Iterator[TreeNode]:
         while node is not None:

@@ -288,8 +288,8 @@ class Source(Record, frozen=True):
 class Prefill(Struct, frozen=True):
     """Compute the KV of a sequence and sample its next token; `decode` continues after it, None: no node does.
 
-    What a `source` lends need not be computed. With `evict_first`, the decode node keeps the prompt: once it has it,
-    what this request adds to the RadixCache here is evicted before the rest.
+    What a `source` lends need not be computed. With `evict_first`, the decode node keeps the prompt: if the
+    transfer ends well, what this request adds to the RadixCache here is evicted before the rest.
     """
 
     key: ReqKey

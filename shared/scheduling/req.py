@@ -60,7 +60,7 @@ class Req:
     stalled_output_len: int = -1
     """The forward since which it gets no further, and its output length then: see `retraction`."""
     evict_first: bool = False
-    """Whether another node keeps its KV, so that what it adds to the RadixCache here is evicted before the rest."""
+    """Whether another node keeps its KV, so that what it adds to the RadixCache is evicted before the rest."""
     kv_pages_transferred: int = 0
     kv_bytes_transferred: int = 0
     fetch_s: float = 0.0

@@ -170,6 +170,17 @@ def test_what_another_node_keeps_is_evicted_before_the_rest_but_for_what_was_cac
         assert ledger.radix_cache.peek([90, 91, 92, 93], 4).num_pages == num_older
 
 
+def test_what_another_request_has_computed_too_keeps_its_place() -> None:
+    ledger = new_ledger()
+    keeps, kept_elsewhere = admit(ledger, TEN), admit(ledger, TEN)
+    ledger.cache_finished_req(keeps, TEN)
+    ledger.cache_finished_req(admit(ledger, [90, 91, 92, 93]), [90, 91, 92, 93])
+    ledger.cache_finished_req(kept_elsewhere, TEN, evict_first=True)
+    ledger.allocator.free(ledger.radix_cache.evict(1))
+    assert ledger.radix_cache.peek([90, 91, 92, 93], 4).num_pages == 0
+    assert ledger.radix_cache.peek(TEN, 8).num_pages == 2
+
+
 def test_an_arrival_too_large_for_the_pool_is_refused_without_eviction() -> None:
     ledger = new_ledger()
     ledger.cache_finished_req(admit(ledger, TEN), TEN)

@@ -179,10 +179,11 @@ class TestEvictFirst:
     def test_it_goes_before_what_is_older_in_the_order_of_its_release(self) -> None:
         cache = self.old()
         first, second = self.added(cache, ABCDEF[:4], [10, 11]), self.added(cache, [8, 8], [30])
-        second.release(evict_first_from=0)
-        first.release(evict_first_from=0)
+        third = self.added(cache, [6, 6, 5, 5], [50, 51])
+        for lock in (second, first, third):
+            lock.release(evict_first_from=0)
         cache.insert([9, 9], [40])
-        assert [cache.evict(1) for _ in range(5)] == [[30], [11], [10], [20], [40]]
+        assert [cache.evict(1) for _ in range(7)] == [[30], [11], [10], [51], [50], [20], [40]]
 
     def test_every_chunk_of_it_does(self) -> None:
         cache = self.old()
@@ -211,10 +212,11 @@ class TestEvictFirst:
         cache = self.old()
         lock = self.added(cache, ABCDEF[:4], [10, 11])
         self.added(cache, ABCDEF[:6], [12], num_found=2).release()
+        self.added(cache, [*ABCDEF[:4], 4, 4], [13], num_found=2).release(evict_first_from=2)
         cache.insert([9, 9], [40])
         cache.match_prefix(ABCDEF[:4])
         lock.release(evict_first_from=0)
-        assert [cache.evict(1) for _ in range(4)] == [[20], [12], [40], [11]]
+        assert [cache.evict(1) for _ in range(6)] == [[13], [20], [12], [40], [11], [10]]
 
     def test_what_another_request_reads_keeps_its_place(self) -> None:
         cache = self.old()
