@@ -186,10 +186,10 @@ def cached_before_computed(parts: NodeParts, is_active: IsActive) -> None:
     ledger = parts.engine.ledger
     finished = ledger.cache_finished_req
 
-    def faulty(kv: ReqKV, ids: Sequence[int]) -> int:
+    def faulty(kv: ReqKV, ids: Sequence[int], *, evict_first: bool = False) -> int:
         if is_active():
             kv.kv_committed_len = min(len(ids), kv.num_pages * ledger.page_size)
-        return finished(kv, ids)
+        return finished(kv, ids, evict_first=evict_first)
 
     hold(ledger, "cache_finished_req", faulty)
 
