@@ -84,7 +84,7 @@ class Runtime(Protocol):
 
 
 class CudaRuntime:
-    """The runtime that torch has loaded, and the driver below it, by ctypes. HAS NOT RUN ON A GPU.
+    """The runtime that torch has loaded, and the driver below it, by ctypes.
 
     Each call makes the device current first: a slot is freed on the thread that drops its last reference, which may
     touch no device otherwise.
