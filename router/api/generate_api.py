@@ -13,7 +13,6 @@ from router.api.generate_requests import GenerateRequest, read_generate
 from router.api.logprobs import NativeLogprobs
 from router.api.native_answers import FirstTokenAnswer, GenerateAnswer, MetaInfo, StampAnswer
 from router.api.request_log import note_group
-from router.http.api_keys import cache_owner_of
 from router.http.json_bodies import JsonRoute
 from router.http.limits import HttpLimits
 from router.http.responses import event_stream, json_response, stream_response, while_connected
@@ -38,8 +37,7 @@ def generate_routes(generator: Generator, model: ModelSlot, limits: HttpLimits) 
         with generator.claim() as claim:
             reading = read_generate(body, model.get(), limits, request.headers, places, claim)
             asked = await while_connected(request.receive, reading)
-            owner = cache_owner_of(request.scope)
-            group = generator.open(asked.prompts, model.get().tokenizer, claim, places, owner)
+            group = generator.open(asked.prompts, model.get().tokenizer, claim, places)
             note_group(request, group)
             if asked.stream:
                 return await stream_response(request, _events(group, asked, model.get().tokenizer))

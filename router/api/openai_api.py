@@ -17,7 +17,6 @@ from router.api.openai_shapes import ChatShape, CompletionShape, MaybeUsage, Rep
 from router.api.request_log import note_group
 from router.dispatch.live_rids import Claim
 from router.http.answer import Answer
-from router.http.api_keys import cache_owner_of
 from router.http.json_bodies import JsonRoute
 from router.http.limits import HttpLimits
 from router.http.responses import event_stream, json_response, stream_response, while_connected
@@ -41,8 +40,7 @@ def openai_routes(
     async def respond(
         request: Request, asked: OpenAIRequest, shape: Shape, places: QueuePlaces, claim: Claim
     ) -> Response:
-        owner = cache_owner_of(request.scope)
-        group = generator.open(asked.prompts, model.get().tokenizer, claim, places, owner)
+        group = generator.open(asked.prompts, model.get().tokenizer, claim, places)
         workers = model.get().tokenizer.workers
         note_group(request, group)
         if asked.stream is not None:

@@ -299,20 +299,15 @@ class Generator:
         self._patience_s = patience_s
 
     def open(
-        self,
-        prompts: Sequence[Prompt],
-        tokenizer: Tokenizer,
-        claim: Claim,
-        places: QueuePlaces | None = None,
-        cache_owner: bytes = b"",
+        self, prompts: Sequence[Prompt], tokenizer: Tokenizer, claim: Claim, places: QueuePlaces | None = None
     ) -> GenerationGroup:
         """The sequences of `prompts`, an asynchronous context.
 
         `places` holds their places in the queue until they are sent; without places they do not wait for a node.
-        `claim` has their rids, which are released when the context is left. They share cached prefixes with
-        sequences of the same `cache_owner` alone (`Prompt.in_cache_of`).
+        `claim` has their rids, which are released when the context is left.
         """
-        prompts = [prompt.in_cache_of(cache_owner) for prompt in prompts]
+        if places is not None:
+            prompts = [prompt.in_cache_of(places.cache_owner) for prompt in prompts]
         patience_s = 0.0 if places is None else self._patience_s
         return GenerationGroup(prompts, tokenizer, self._dispatcher, claim, places, patience_s)
 
