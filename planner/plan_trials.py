@@ -121,7 +121,7 @@ def costing(profile: Profile, factor: float) -> Profile:
         forward=CostModel(**{name: factor * seconds for name, seconds in asdict(profile.forward).items()}),
         transfer=TransferCost(
             latency_s=factor * transfer.latency_s,
-            bytes_s=transfer.bytes_s / factor,
+            bytes_s=None if transfer.bytes_s is None else transfer.bytes_s / factor,
             message_s=factor * transfer.message_s,
         ),
         router=RouterCost(

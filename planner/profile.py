@@ -5,6 +5,7 @@ profile.json  ──load_profile──▶  Profile  ──▶  one simulated nod
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentTypeError
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -55,14 +56,20 @@ class TransferCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Pages from one node to another: latency_s + bytes / bytes_s."""
 
     latency_s: Seconds
-    bytes_s: BytesPerSecond
+    bytes_s: BytesPerSecond | None
+    """None: not measurable, since transfers of every size took the same time. A plan then has bytes take no time."""
     message_s: Seconds = 0.0002
     """Of a message between two processes, from its sending until its receiver's thread acts on it. The default is
     that of two idle cores; where nodes and a router share cores, it is several times as long."""
 
     def seconds(self, nbytes: int) -> float:
         """From the offer of so many bytes until all have come."""
-        return self.latency_s + nbytes / self.bytes_s
+        return self.latency_s + nbytes / self.bandwidth_bytes_s
+
+    @property
+    def bandwidth_bytes_s(self) -> float:
+        """`bytes_s`, infinite where it is not measurable."""
+        return math.inf if self.bytes_s is None else self.bytes_s
 
 
 class RouterCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -148,7 +148,7 @@ def fleet_shape(candidate: Candidate, prefill: Profile, decode: Profile) -> Flee
                 )
     message_s = max(prefill.transfer.message_s, decode.transfer.message_s)
     network = NetworkModel(
-        bandwidth_bytes_s=min(prefill.transfer.bytes_s, decode.transfer.bytes_s),
+        bandwidth_bytes_s=min(prefill.transfer.bandwidth_bytes_s, decode.transfer.bandwidth_bytes_s),
         latency_s=(message_s, message_s),
         pages_latency_s=max(prefill.transfer.latency_s, decode.transfer.latency_s),
     )

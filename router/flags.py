@@ -174,7 +174,9 @@ def _add_topology_flags(parser: argparse.ArgumentParser) -> None:
 def _add_key_flags(parser: argparse.ArgumentParser) -> None:
     """Other users of this machine can see its command lines: files and the environment are the better places."""
     title = "API keys (also $BATON_API_KEYS, $BATON_ADMIN_API_KEYS: KEY,KEY)"
-    group = add_flags(parser, title, HttpOptions, "api_key_file", "admin_api_key_file")
+    group = add_flags(
+        parser, title, HttpOptions, "api_key_file", "admin_api_key_file", "share_cache_across_api_keys"
+    )
     for flag, what in (
         ("--api-key", "clients must send one of these as a bearer token, except to /health"),
         ("--admin-api-key", "routes that change the service need one of these instead"),

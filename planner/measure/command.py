@@ -51,9 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not args.out.resolve().parent.is_dir():
             raise ConfigError(f"--out {args.out}: there is no folder {args.out.resolve().parent}")
-        # It imports torch, for which --help and a wrong flag do not wait.
-        from planner.measure.phases import Phase, measure
-
+        try:  # It imports torch, for which --help and a wrong flag do not wait.
+            from planner.measure.phases import Phase, measure
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{error.name} is missing: pip install 'baton-serve[planner]'") from None
         with progress_on(console, [*Phase]) as on_progress:
             profile = measure(config, node_argv(args), on_progress=on_progress)
         profile.save(args.out)
@@ -106,6 +107,7 @@ def progress_on(console: Console, phases: Sequence[str]) -> Iterator[Callable[[s
 def show(profile: Profile, console: Console) -> None:
     """The costs in words, the worst residuals, and the remarks."""
     forward, node, transfer, router = profile.forward, profile.node, profile.transfer, profile.router
+    bandwidth = "any number of bytes" if transfer.bytes_s is None else f"{transfer.bytes_s / 1e9:.3g} GB/s"
     table = Table(title=f"{profile.measured.model} on {profile.measured.machine}", show_header=False)
     for name, value in (
         (
@@ -115,7 +117,7 @@ def show(profile: Profile, console: Console) -> None:
         ("decode step of one request over 1000 tokens", seconds(forward.decode_s(1, 1000))),
         ("decode step of 16 requests over 1000 tokens each", seconds(forward.decode_s(16, 16_000))),
         ("scheduler, a step of 16 requests", seconds(forward.host_s(16))),
-        ("transfer", f"{seconds(transfer.latency_s)} and {transfer.bytes_s / 1e9:.3g} GB/s"),
+        ("transfer", f"{seconds(transfer.latency_s)} and {bandwidth}"),
         ("router", f"{seconds(router.request_s)} a request, {1e6 * router.token_s:.3g} µs a token"),
         ("start of a node", f"{node.start_s:.3g} s"),
         ("KV pool", f"{node.pool_tokens} tokens of {node.kv_bytes_per_token} bytes"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import nnls
 
 from planner.cost_model import CostModel
 from planner.profile import Residual
@@ -19,6 +20,9 @@ COLD = 1.25
 MIN_COLD_ROUNDS = 3
 MAX_FLOOR_TOKENS = 1024
 """Forwards of more tokens are never at the floor: no device needs so many to be busy."""
+MEASURABLE = 0.01
+"""Bytes that add a smaller share of the latency to the longest transfer cannot be told from noise: rounds of a point
+differ by more."""
 MAX_NAMED = 3
 
 
@@ -123,20 +127,11 @@ class Forwards:
 
 
 def nonnegative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Least squares over relative errors. A coefficient that would be negative is 0, and the rest are fitted anew."""
-    y = np.array(seconds, dtype=float)
-    x = np.array(rows, dtype=float) / y[:, None]
-    used = list(range(x.shape[1]))
-    coefficients = np.zeros(x.shape[1])
-    while used:
-        scale = np.abs(x[:, used]).max(axis=0)
-        scale[scale == 0] = 1.0
-        solution, *_ = np.linalg.lstsq(x[:, used] / scale, np.ones(len(y)), rcond=None)
-        if solution.min() >= 0:
-            coefficients[used] = solution / scale
-            break
-        del used[int(solution.argmin())]
-    return [float(value) for value in coefficients]
+    """Least squares over relative errors, by coefficients of which none is negative, nor is any number in `rows`."""
+    x = np.array(rows, dtype=float) / np.array(seconds, dtype=float)[:, None]
+    scale = np.maximum(x.max(axis=0), np.finfo(float).tiny)  # a column may be all zeros
+    solution, _ = nnls(x / scale, np.ones(len(x)))
+    return [float(value) for value in solution / scale]
 
 
 def fit(points: Sequence[Rounds], rows: Sequence[Sequence[float]]) -> list[float]:
@@ -166,11 +161,15 @@ def fit_extends(points: Sequence[ExtendPoint]) -> tuple[float, float, float, flo
     return best[1]
 
 
-def fit_transfers(points: Sequence[TransferPoint]) -> tuple[float, float]:
-    """Seconds of latency, and bytes a second; the best that was seen where more bytes did not take longer."""
+def fit_transfers(points: Sequence[TransferPoint]) -> tuple[float, float | None]:
+    """Seconds of latency, and bytes a second; None where the longest transfer took no measurable time for its bytes.
+
+    Then the latency alone is what any number of bytes takes.
+    """
     latency_s, byte_s = fit(points, [(1, point.nbytes) for point in points])
-    best = max(point.nbytes / point.typical_s for point in points)
-    return latency_s, 1 / byte_s if byte_s else best
+    if byte_s * max(point.nbytes for point in points) < MEASURABLE * latency_s:
+        return fit(points, [(1,) for _ in points])[0], None
+    return latency_s, 1 / byte_s
 
 
 def residual(point: Rounds, fitted_s: float) -> Residual:

@@ -1,9 +1,9 @@
 """What --log-requests tells of the text of a prompt: a keyed hash of its first 64 tokens, its first 128, and so on.
 
-Two prompts have a hash in common where they share that prefix, which is what a plan needs to know of reuse. Without
-the key a hash tells nothing of the tokens. A prompt of fewer than 64 tokens has none. A reader of the log who may
-also send requests can test a guess: the router logs the same hash for it if the guess is right. The guess must have a
-whole block of 64 tokens, and everything before it.
+Two prompts have a hash in common where they may share that prefix in a cache, which is what a plan needs to know of
+reuse. Without the key a hash tells nothing of the tokens. A prompt of fewer than 64 tokens has none. A reader of the
+log who may also send requests, under the same API key, can test a guess: the router logs the same hash for it if the
+guess is right. The guess must have a whole block of 64 tokens, and everything before it.
 """
 
 from __future__ import annotations

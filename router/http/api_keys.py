@@ -36,6 +36,7 @@ OPEN_PATHS = frozenset({"/health"}) | PAGE_PATHS
 
 _ACCESS = "access"
 _API_KEY = "api_key"
+_CACHE_OWNER = "cache_owner"
 
 
 class Access(IntEnum):
@@ -98,7 +99,9 @@ def one_admin_key(options: HttpOptions) -> str:
 class ApiKeys:
     """The keys in force. Raises ConfigError when one cannot be used."""
 
-    def __init__(self, *, clients: KeySource, admins: KeySource) -> None:
+    def __init__(self, *, clients: KeySource, admins: KeySource, share_cache: bool = False) -> None:
+        """With `share_cache`, cached prefixes of one key serve the requests of all."""
+        self._share_cache = share_cache
         self._sources = clients, admins
         self._clients, self._admins = clients.digests(), admins.digests()
 
@@ -134,6 +137,12 @@ class ApiKeys:
         known, digest = (*self._clients, *self._admins), _digest_of(authorization)
         return sum(at * hmac.compare_digest(digest, each) for at, each in enumerate(known, 1))
 
+    def cache_owner(self, authorization: bytes) -> bytes:
+        """The digest of the sender's key; empty for a sender without a key, and where all share one cache."""
+        digest = _digest_of(authorization)
+        known = not self._share_cache and _is_one_of(digest, (*self._clients, *self._admins))
+        return digest if known else b""
+
     @property
     def needed(self) -> bool:
         """True when clients must send one."""
@@ -154,11 +163,18 @@ def api_key_of(scope: Scope) -> int | None:
     return number
 
 
+def cache_owner_of(scope: Scope) -> bytes:
+    """`ApiKeys.cache_owner` of the caller, behind an ApiKeyCheck."""
+    owner: bytes = scope["state"][_CACHE_OWNER]
+    return owner
+
+
 def api_keys(http: HttpOptions) -> ApiKeys:
     """The keys that clients and administrators may use. Raises ConfigError."""
     return ApiKeys(
         clients=KeySource(flag="--api-key", given=http.api_keys, file=http.api_key_file),
         admins=KeySource(flag="--admin-api-key", given=http.admin_api_keys, file=http.admin_api_key_file),
+        share_cache=http.share_cache_across_api_keys,
     )
 
 
@@ -187,7 +203,8 @@ class ApiKeyCheck:
             if access is Access.NOTHING and scope["path"] not in OPEN_PATHS:
                 await refuse(_refusal("the API key is missing or wrong"), scope, receive, send)
                 return
-            scope.setdefault("state", {}).update({_ACCESS: access, _API_KEY: self._keys.number(given)})
+            number, owner = self._keys.number(given), self._keys.cache_owner(given)
+            scope.setdefault("state", {}).update({_ACCESS: access, _API_KEY: number, _CACHE_OWNER: owner})
         await self._app(scope, receive, send)
 
 

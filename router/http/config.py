@@ -68,6 +68,11 @@ class HttpOptions:
     )
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_key_file: Path | None = flag(None, "those of administrators, likewise", Path, "FILE")
+    share_cache_across_api_keys: bool = flag(
+        False,
+        "a prefix that is cached serves the requests of every key; then one key can find out, by guesses, what "
+        "another has sent",
+    )
     limits: HttpLimits = field(default_factory=HttpLimits)
     tls: TlsOptions = field(default_factory=TlsOptions)
 

@@ -163,6 +163,8 @@ class LiveNode:
         self.prefixes = PrefixIndex()
         self._wrong_load = LimitedWarning("wrong_load")
         self._pong = asyncio.Event()
+        self._last_refresh = self._last_refreshed = 0
+        """Their pings count down from -1. Other pings count up from 1, and a pong without a ping has 0."""
 
     @property
     def ref(self) -> NodeRef:
@@ -214,10 +216,14 @@ class LiveNode:
         self.liveness.pong(now, self.load)
         if not self.prefixes.compare(pong.cache_seq):
             self.send(CacheResync())
+        self._last_refreshed = min(self._last_refreshed, pong.seq)
         self._pong.set()
 
     async def refresh(self) -> None:
-        """Wait until `load` is newer than this call."""
-        self._pong.clear()
-        self.send(Ping(0))
-        await self._pong.wait()
+        """Wait until `load` is newer than this call: a pong that was under way before may come first."""
+        self._last_refresh -= 1
+        asked = self._last_refresh
+        self.send(Ping(asked))
+        while self._last_refreshed > asked:
+            self._pong.clear()
+            await self._pong.wait()

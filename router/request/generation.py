@@ -306,6 +306,8 @@ class Generator:
         `places` holds their places in the queue until they are sent; without places they do not wait for a node.
         `claim` has their rids, which are released when the context is left.
         """
+        if places is not None:
+            prompts = [prompt.in_cache_of(places.cache_owner) for prompt in prompts]
         patience_s = 0.0 if places is None else self._patience_s
         return GenerationGroup(prompts, tokenizer, self._dispatcher, claim, places, patience_s)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 import msgspec
 
@@ -46,6 +47,16 @@ class Prompt:
         params = self.work.params
         seed = (params.seed + choice) & MAX_SEED
         return msgspec.structs.replace(self.work, params=msgspec.structs.replace(params, seed=seed))
+
+    def in_cache_of(self, owner: bytes) -> Prompt:
+        """The prompt, which shares cached prefixes with prompts of the same `owner` alone; as it is if that is empty.
+
+        `owner` is a digest of an API key. Nodes are sent a digest under it, which tells neither key nor `extra_key`.
+        """
+        if not owner:
+            return self
+        digest = blake2b(self.work.extra_key.encode(), key=owner, digest_size=16, person=b"baton-cache")
+        return replace(self, work=msgspec.structs.replace(self.work, extra_key=digest.hexdigest()))
 
     def in_terms_of_request(self, error: RequestError) -> RequestError:
         """A node's error about the grammar names its kind; the result names the client's field instead."""

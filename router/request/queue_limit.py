@@ -21,7 +21,7 @@ from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.dispatch.first_token_queue import FirstTokenQueue, retry_after_s
-from router.http.api_keys import api_key_of
+from router.http.api_keys import api_key_of, cache_owner_of
 from router.http.responses import refuse
 from shared.errors import RequestError
 
@@ -46,13 +46,13 @@ class QueueLimit:
         """Sequences without a first token, dispatched or not."""
         return self._held.total() + len(self._queue)
 
-    def places(self, api_key: int | None = None) -> QueuePlaces:
+    def places(self, api_key: int | None = None, cache_owner: bytes = b"") -> QueuePlaces:
         """The places of one request, a context. Raises RequestError when the queue is full.
 
-        `api_key` is the number of the client's key, if several share the fleet.
+        `api_key` is the number of the client's key, if several share the fleet, `cache_owner` ApiKeys.cache_owner.
         """
         self._check(1, api_key)
-        return QueuePlaces(self, api_key)
+        return QueuePlaces(self, api_key, cache_owner)
 
     def hold(self, num_sequences: int, api_key: int | None) -> None:
         """Take places. Raises RequestError, and takes none, when too few are free."""
@@ -93,9 +93,9 @@ class QueueLimit:
 class QueuePlaces:
     """The places that one request holds, each until its sequence is dispatched or the with block ends."""
 
-    def __init__(self, limit: QueueLimit, api_key: int | None) -> None:
+    def __init__(self, limit: QueueLimit, api_key: int | None, cache_owner: bytes) -> None:
         self._limit = limit
-        self.api_key = api_key
+        self.api_key, self.cache_owner = api_key, cache_owner
         self._num_held = 0
 
     def __enter__(self) -> QueuePlaces:
@@ -139,7 +139,7 @@ class QueueGate:
             await self._app(scope, receive, send)
             return
         try:
-            places = self._limit.places(api_key_of(scope))
+            places = self._limit.places(api_key_of(scope), cache_owner_of(scope))
         except RequestError as e:
             await refuse(e, scope, receive, send)
             return

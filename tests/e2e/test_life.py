@@ -35,6 +35,7 @@ def test_local_2p2d_ends_in_order_on_sigterm(tmp_path: Path) -> None:
         assert all(output == outputs[0] for output in outputs)
         moved = [call.last["meta_info"]["kv_pages_transferred"] for call in calls]
         assert moved[0] > 0 < moved[1], moved
+        router.wait_home()
         assert all(load["num_generated_tokens"] > 0 for load in router.loads().values())
         under_way = router.generate(PROMPT, 1900, stream=True)
         under_way.wait_tokens(3)

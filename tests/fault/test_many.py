@@ -45,8 +45,8 @@ def test_64_streams_through_a_pool_a_quarter_of_what_they_need(tiny_model: Path,
         router.wait_load("p0", num_bootstrapping=64)
         decode_node.send(signal.SIGCONT)
         outputs = [call.tokens() for call in calls]
-        assert router.loads()["d0"]["num_retractions"] > 0, "the pool was never too small"
         router.wait_home()
+        assert router.loads()["d0"]["num_retractions"] > 0, "the pool was never too small"
         fleet.stop()
     assert outputs == [reference_greedy(tiny_model, ids, num_new) for ids in prompts]
 

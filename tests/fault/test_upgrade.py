@@ -97,7 +97,9 @@ def test_every_process_is_replaced_under_streams(slow_model: SlowModel, tmp_path
             _start_next(old, next_version)
             fleet.wait_ready()
             begin(old, new)
-            assert {load["of_the_next"] for load in new.loads().values()} == {7}
+            until(
+                lambda: {load["of_the_next"] for load in new.loads().values()} == {7}, "all are of the next"
+            )
             for prompt, call in streams:
                 assert call.tokens() == slow_model.greedy(prompt, NUM_NEW)
             assert new.stop() == 0

@@ -127,8 +127,9 @@ def test_a_stranger_that_leaves_when_its_time_is_up_is_closed_once() -> None:
     """Its time is over when the thread, which was held up, comes to it."""
     hello_timeout_s = 0.5
     acceptor = Acceptor(socket.create_server(("127.0.0.1", 0)), DeviceThreads(), hello_timeout_s)
+    before = num_descriptors()
     stranger = connect(acceptor.address)
-    time.sleep(0.2 * hello_timeout_s)  # it has been met
+    until(lambda: num_descriptors() >= before + 2, "it has been met")
     with acceptor._lock:  # the thread waits for it when the hello has come
         stranger.sendall(HELLO)
         time.sleep(2 * hello_timeout_s)

@@ -24,6 +24,7 @@ from planner.measure.router_load import Process
 from planner.profile import load_profile
 from shared import cli
 from shared.protocol.messages import NodeLimits
+from tests.patience import PATIENCE_S
 from tests.processes import assert_gone
 
 FEW = MeasureLimits(
@@ -203,3 +204,13 @@ def test_what_was_started_ends_with_a_measurement_that_is_killed() -> None:
         assert len(family) >= 3, "a node, a router's supervisor and its router"
         measuring.kill()
     assert_gone(family)
+
+
+def test_the_package_that_fits_is_named_where_it_is_missing(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['scipy'] = None; from planner.measure.command import main; sys.exit(main([]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S
+    )
+    assert done.returncode == 2 and not list(tmp_path.iterdir())
+    said = r"router plan --measure: scipy(\.\w+)? is missing: pip install 'baton-serve\[planner\]'\n"
+    assert re.fullmatch(said, done.stderr), done.stderr

@@ -343,3 +343,5 @@ def test_a_machine_that_is_slower_is_slower_in_everything() -> None:
     assert asdict(after.forward) == {name: 2 * value for name, value in asdict(before.forward).items()}
     assert msgspec.structs.astuple(after.router) == tuple(2 * s for s in msgspec.structs.astuple(router))
     assert after.transfer == TransferCost(latency_s=0.002, bytes_s=5e8, message_s=0.0004)
+    of_latency = msgspec.structs.replace(before, transfer=TransferCost(latency_s=0.001, bytes_s=None))
+    assert costing(of_latency, 2.0).transfer.bytes_s is None

@@ -49,6 +49,21 @@ def test_a_slow_link_never_pays() -> None:
     }  # fmt: skip
 
 
+def test_a_link_whose_bandwidth_cannot_be_measured_is_a_link_of_its_latency() -> None:
+    """Pages that take no time are as pages over a link so fast that they take a nanosecond."""
+    answers = [
+        planned(asked(msgspec.structs.replace(PROFILE, transfer=transfer), of=traffic(12), nodes=ONE_AND_TWO))
+        for transfer in (
+            TransferCost(latency_s=0.001, bytes_s=None),
+            TransferCost(latency_s=0.001, bytes_s=1e15),
+        )
+    ]
+    unmeasured, fastest = (answer.candidate("1P1D").now for answer in answers)
+    assert unmeasured.transfer is not None and unmeasured.transfer.link_busy_share == 0.0
+    assert unmeasured.ttft_s is not None and fastest.ttft_s is not None
+    assert unmeasured.ttft_s.p50 == pytest.approx(fastest.ttft_s.p50)
+
+
 def test_long_prompts_beside_short_streams_pay(stalled: Answer) -> None:
     assert (stalled.verdict.best, stalled.verdict.meets) == ("1P1D", True)
     together = stalled.candidate("2 together")

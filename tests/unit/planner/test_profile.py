@@ -46,6 +46,13 @@ def test_a_profile_comes_back(tmp_path: Path) -> None:
     assert load_profile(tmp_path / "profile.json") == PROFILE
 
 
+def test_a_bandwidth_that_was_not_measurable_comes_back(tmp_path: Path) -> None:
+    of_latency = msgspec.structs.replace(PROFILE, transfer=TransferCost(latency_s=0.001, bytes_s=None))
+    of_latency.save(tmp_path / "profile.json")
+    assert '"bytes_s": null' in (tmp_path / "profile.json").read_text()
+    assert load_profile(tmp_path / "profile.json") == of_latency
+
+
 def changed(where: str, value: object) -> str:
     """The JSON of PROFILE with another value at `where`."""
     content: Any = json.loads(msgspec.json.encode(PROFILE))
@@ -75,6 +82,10 @@ DAMAGED: dict[str, tuple[Callable[[], str], str]] = {
     "a part is gone": (lambda: without("transfer"), "missing required field `transfer`"),
     "negative": (lambda: changed("router.token_s", -1e-6), r">= 0.0 - at `\$.router.token_s`"),
     "no bandwidth": (lambda: changed("transfer.bytes_s", 0), r">= 1.0 - at `\$.transfer.bytes_s`"),
+    "no measured bandwidth": (
+        lambda: changed("transfer.bytes_s", 3e23),
+        r"<= 10{15}.0 - at `\$.transfer.bytes_s`",
+    ),
     "a word": (lambda: changed("forward.a", "fast"), r"Expected `float`, got `str` - at `\$.forward.a`"),
     "a negative forward": (
         lambda: changed("forward.c", -1e-9),

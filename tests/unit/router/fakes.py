@@ -161,7 +161,7 @@ class FakeNode:
         self.version = PROTOCOL_VERSION
         self.silent = False
         self.stalled = False
-        self._progress = 0
+        self.progress = 0
         self.refuses = ""
         self.fixed_role = False
         self.refuses_role = ""
@@ -313,8 +313,8 @@ class FakeNode:
                     self._relay.relay(self._router.decode().split("|")[1], message)
                 case Ping(seq):
                     if not self.silent:
-                        self._progress += not self.stalled
-                        load = msgspec.structs.replace(self.load, progress=self._progress)
+                        self.progress += not self.stalled
+                        load = msgspec.structs.replace(self.load, progress=self.progress)
                         self.send(Pong(seq, load, self.cache_seq))
                     continue
                 case Flush(call_id):
@@ -415,10 +415,27 @@ async def joined_router(
         if wait:
 
             async def joined() -> bool:
-                return len((await client.get("/server_info")).json()["nodes"]) == len(nodes)
+                states = (await client.get("/server_info")).json()["internal_states"]
+                return len(states) == len(nodes)
 
             await eventually(joined)
+            await until_loads(client, *nodes)
         yield router, client
+
+
+async def until_loads(client: httpx.AsyncClient, *nodes: FakeNode) -> None:
+    """Until the router has heard all that these nodes have sent so far, and knows their present loads.
+
+    Every pong of a node tells more progress, unless it is to seem stalled or silent: such a node is left out.
+    """
+    sent = {node.node_id: node.progress for node in nodes if not (node.silent or node.stalled)}
+
+    async def known() -> bool:
+        states = (await client.get("/server_info")).json()["internal_states"]
+        heard = {state["node_id"]: state["progress"] for state in states}
+        return all(heard.get(node_id, 0) > progress for node_id, progress in sent.items())
+
+    await eventually(known)
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -14,7 +16,9 @@ from router.flags import build_parser, router_config
 from router.http.api_keys import Access, ApiKeys, KeySource, keys_from_environment, warn_if_open
 from router.http.config import HttpOptions
 from shared.errors import ConfigError
+from shared.protocol.messages import Decode, Prefill
 from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.test_admission import ROUTES
 
 
 def keys(clients: tuple[str, ...] = (), admins: tuple[str, ...] = ()) -> ApiKeys:
@@ -159,6 +163,66 @@ def test_routes_need_a_key(model_folder: Path) -> None:
                 with pytest.raises(openai.AuthenticationError) as caught:
                     await sdk.models.list()
             assert caught.value.code == "invalid_api_key"
+
+    asyncio.run(run())
+
+
+def test_the_owner_of_a_cache_is_a_key_that_is_known() -> None:
+    several = keys(("a", "b"), ("root",))
+    owners = {key: several.cache_owner(f"Bearer {key}".encode()) for key in ("a", "b", "root")}
+    assert len(set(owners.values())) == 3 and all(owners.values())
+    assert several.cache_owner(b"bearer  a ") == owners["a"]
+    assert keys(("a",)).cache_owner(b"Bearer a") == owners["a"], "another router with other keys agrees"
+    for stranger in (b"", b"Bearer", b"Bearer c", b"Basic a"):
+        assert keys(admins=("root",)).cache_owner(stranger) == keys().cache_owner(stranger) == b""
+    shared = ApiKeys(
+        clients=KeySource(flag="--api-key", given=("a",)),
+        admins=KeySource(flag="--admin-api-key"),
+        share_cache=True,
+    )
+    assert shared.cache_owner(b"Bearer a") == b""
+
+
+def test_whose_cache_a_request_has_is_decided_by_its_key(model_folder: Path) -> None:
+    """On every route, and beside the request's own `extra_key`. No node is told a key, or what the client chose."""
+
+    async def namespaces(http: HttpOptions, *headers: dict[str, bytes]) -> list[list[str]]:
+        """Of each caller, what nodes were told for every route, without and with an `extra_key`."""
+        async with (
+            pair() as (prefill, decode),
+            joined_router(model_folder, [prefill, decode], http=http, wait=False) as (router, client),
+        ):
+            await router.ready(["prefill-0", "decode-0"])
+            for caller in headers:
+                for path, body in ROUTES:
+                    for extra_key in ({}, {"extra_key": "chosen"}):
+                        asked = {**body, **extra_key, "rid": f"{len(decode.all(Decode))}"}
+                        answer = await client.post(path, json=asked, headers=caller)
+                        assert answer.status_code == 200, answer.text
+            told = [message.work.extra_key for message in decode.all(Decode)]
+            assert set(told) == {message.work.extra_key for message in prefill.all(Prefill)}
+            size = 2 * len(ROUTES)
+            return [told[at : at + size] for at in range(0, len(told), size)]
+
+    async def run() -> None:
+        several = HttpOptions(port=0, api_keys=("a-key", "b-key"), admin_api_keys=("root-key",))
+        callers = [bearer(key) for key in ("a-key", "b-key", "root-key")]
+        told = await namespaces(several, *callers)
+        for of_one in told:
+            assert len(set(of_one[0::2])) == len(set(of_one[1::2])) == 1, "the same on every route"
+        words = {word for of_one in told for word in of_one}
+        assert len(words) == 6, "no two have anything in common"
+        digests = [hashlib.sha256(key.encode()).hexdigest() for key in ("a-key", "b-key", "root-key")]
+        for word in words:
+            assert word and "key" not in word and "chosen" not in word
+            assert not any(word in digest or digest[:8] in word for digest in digests)
+
+        one_key = HttpOptions(port=0, api_keys=("b-key",))
+        assert await namespaces(one_key, bearer("b-key")) == [told[1]], "another router agrees"
+        plain = ["", "chosen"] * len(ROUTES)
+        assert await namespaces(HttpOptions(port=0), {}, bearer("any")) == [plain, plain]
+        shared = replace(several, share_cache_across_api_keys=True)
+        assert await namespaces(shared, *callers) == [plain] * 3
 
     asyncio.run(run())
 

@@ -18,8 +18,9 @@ from router.request.queue_limit import QueueLimit
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Finish, Load, Prefill, ReqKey, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
+from tests.patience import eventually
 from tests.unit.router.dispatched import IDS, Fleet
-from tests.unit.router.fakes import figure, joined_router, pair, say_nothing, until_queued
+from tests.unit.router.fakes import figure, joined_router, pair, say_nothing, until_figure, until_queued
 
 COST = len(IDS) + SEQUENCE_TOKENS
 AHEAD = -(-MIN_AHEAD_TOKENS // COST)
@@ -198,12 +199,18 @@ def test_the_key_of_a_request_decides(model_folder: Path) -> None:
                 client.post("/generate", json={"text": "a", "sampling_params": {"n": 60}})
             )
             await until_queued(client, 60)
-            num_held = int(await figure(client, "baton:num_held_reqs"))
-            assert 0 < num_held < 60
+
+            async def held() -> int:
+                """The rest of those that were sent: all have their place before the first is sent."""
+                num_held = int(await figure(client, "baton:num_held_reqs"))
+                return num_held if num_held + len(nodes[1].all(Decode)) == 60 else 0
+
+            num_held = await eventually(held)
+            assert num_held < 60
             client.headers["Authorization"] = "Bearer b"
             other = asyncio.create_task(client.post("/generate", json={"text": "a", "rid": "other"}))
             await until_queued(client, 61)
-            assert await figure(client, "baton:num_held_reqs") == num_held + 1
+            await until_figure(client, "baton:num_held_reqs", num_held + 1)
             first = await nodes[1].wait_for(Decode, 60 - num_held)
             nodes[1].tokens(first.key, 0, [1], Finish("length"))
             newest = await nodes[1].wait_for(Decode, 61 - num_held)

@@ -17,6 +17,8 @@ import zmq.asyncio
 from router.dispatch.metrics import stage_durations
 from router.http.config import FleetOptions, HttpOptions, RouterConfig
 from router.http.topology import LocalTopology
+from router.nodes.liveness import Liveness
+from router.nodes.node_link import LiveNode, NodeLink
 from shared.protocol.messages import (
     Announcement,
     Decode,
@@ -26,6 +28,7 @@ from shared.protocol.messages import (
     LoadFailed,
     Loading,
     NodeRef,
+    Pong,
     Prefill,
     Role,
     Stamp,
@@ -47,6 +50,33 @@ def test_health_generate_goes_through_both_fleets(model_folder: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_load_that_is_asked_for_is_newer_than_the_call() -> None:
+    """A pong that was under way before, and one that tells of a change of links, are no answers to it."""
+
+    async def run() -> None:
+        async with FakeNode(Role.DECODE) as decode:
+            with (
+                zmq.asyncio.Context() as context,
+                contextlib.closing(NodeLink(context, decode.address, "router|here", None)) as link,
+            ):
+                hello = await link.hello("here", PATIENCE_S)
+                node = LiveNode(hello, link, Liveness(0.0, timeout_s=10.0, interval_s=1.0))
+                decode.load = Load(num_running=3)
+                asked = [asyncio.create_task(node.refresh()) for _ in range(2)]
+                for seq in (1, 2, 0):
+                    node.pong(Pong(seq, Load(num_running=1)), 0.0)
+                    await asyncio.wait(asked, timeout=0.05)
+                    assert not any(one.done() for one in asked)
+                for _ in asked:
+                    answer = await link.receive()
+                    assert isinstance(answer, Pong)
+                    node.pong(answer, 0.0)
+                await asyncio.gather(*asked)
+                assert node.load.num_running == 3
+
+    asyncio.run(run())
+
+
 def test_information(model_folder: Path) -> None:
     async def run() -> None:
         async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
@@ -57,13 +87,15 @@ def test_information(model_folder: Path) -> None:
                 assert model["vocab_size"] > 256 and model["is_generation"] is True
             decode.load = Load(num_pages=10, num_free_pages=4)
             for path in ("/server_info", "/get_server_info"):
-                server = (await client.get(path)).json()
+
+                async def told(path: str = path) -> dict[str, Any] | None:
+                    server: dict[str, Any] = (await client.get(path)).json()
+                    return server if server["internal_states"][1]["num_free_pages"] == 4 else None
+
+                server = await eventually(told)
                 assert (server["context_length"], server["page_size"]) == (256, 16)
                 assert server["max_total_num_tokens"] == 200
                 assert [state["node_id"] for state in server["internal_states"]] == ["prefill-0", "decode-0"]
-                assert server["internal_states"][1]["num_free_pages"] == 4, (
-                    "loads are asked for, not remembered"
-                )
                 assert "api_key" not in server
 
     asyncio.run(run())
@@ -172,7 +204,13 @@ def test_metrics(model_folder: Path) -> None:
             await client.post(
                 "/generate", json={"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5}}
             )
-            text = (await client.get("/metrics")).text
+            node = 'model_name="tiny",node="decode-0",role="decode"'
+
+            async def with_load() -> str | None:
+                text = (await client.get("/metrics")).text
+                return text if figure(text, f"sglang:num_running_reqs{{{node}}}") == 3 else None
+
+            text = await eventually(with_load)
             for name, value in (
                 ("sglang:prompt_tokens_total", 3),
                 ("sglang:generation_tokens_total", 5),
@@ -184,8 +222,6 @@ def test_metrics(model_folder: Path) -> None:
                 ("baton:kv_transfer_seconds_count", 1),
             ):
                 assert figure(text, f"{name}{{{own}}}") == value, name
-            node = 'model_name="tiny",node="decode-0",role="decode"'
-            assert figure(text, f"sglang:num_running_reqs{{{node}}}") == 3
             assert figure(text, f"sglang:token_usage{{{node}}}") == 0.5
             stage = 'model_name="tiny",role="prefill",stage="queued"'
             assert figure(text, f"baton:stage_duration_seconds_sum{{{stage}}}") == 0.5

@@ -30,7 +30,14 @@ from shared.protocol.messages import (
     Role,
 )
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import FakeNode, join_socket_of, joined_router, one_then_nothing, pair
+from tests.unit.router.fakes import (
+    FakeNode,
+    join_socket_of,
+    joined_router,
+    one_then_nothing,
+    pair,
+    until_loads,
+)
 
 BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
 
@@ -69,13 +76,14 @@ def test_the_fleet_is_listed_with_its_load(model_folder: Path) -> None:
         async with serving(model_folder) as (prefill, decode, client):
             link = LinkReport("prefill-0#1", True, "gloo", 2.5, 0.3, {"shm": "the nodes are not on one host"})
             decode.load = Load(num_running=3, num_links=1, links=(link,))
+            await until_loads(client, decode)
             nodes = (await client.get("/fleet")).json()["nodes"]
             assert [(node["node_id"], node["role"], node["state"]) for node in nodes] == [
                 ("prefill-0", "prefill", "alive"),
                 ("decode-0", "decode", "alive"),
             ]
             assert nodes[1]["incarnation"] == decode.ref.incarnation
-            assert nodes[1]["load"]["num_running"] == 3, "asked for now, not remembered"
+            assert nodes[1]["load"]["num_running"] == 3
             assert nodes[1]["load"]["links"] == [
                 {
                     "peer": "prefill-0#1",
@@ -112,6 +120,7 @@ def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(
                 "decode-1": "alive",
             }
             decode.load = Load(leak="pages with none [7]")
+            await until_loads(client, decode)
             drained = (await client.get("/fleet")).json()["nodes"][1]
             assert (drained["load"]["leak"], drained["reason"]) == (
                 decode.load.leak,

@@ -28,7 +28,15 @@ from shared.protocol.messages import (
     TokenEntry,
     Tokens,
 )
-from tests.unit.router.fakes import LAYOUT, FakeNode, joined_router, pair, say_nothing, tell_story
+from tests.unit.router.fakes import (
+    LAYOUT,
+    FakeNode,
+    joined_router,
+    pair,
+    say_nothing,
+    tell_story,
+    until_loads,
+)
 
 SIZE = LAYOUT.page_size
 IDS = [3 + i % 50 for i in range(5 * SIZE)]
@@ -38,12 +46,7 @@ SHORT = DispatchOptions(local_prefill_tokens=SIZE)
 async def holds(client: httpx.AsyncClient, node: FakeNode, num_pages: int) -> None:
     blocks = tuple(block_hashes(IDS[: num_pages * SIZE], SIZE))
     node.send(CacheEvents(0, blocks, (), reset=True))
-    await settle(client)
-
-
-async def settle(client: httpx.AsyncClient) -> None:
-    """The router asks every node for its load, and what they said before has been heard when they answer."""
-    await client.get("/server_info")
+    await until_loads(client, node)
 
 
 async def ask(client: httpx.AsyncClient, **fields: object) -> list[int]:
@@ -87,7 +90,7 @@ def test_the_decode_node_that_holds_most_is_chosen_unless_it_is_much_busier(mode
                 await ask(client)
             assert (len(one.all(Decode)), len(two.all(Decode))) == (0, 3)
             two.load = Load(num_running=1000)
-            await settle(client)
+            await until_loads(client, two)
             for _ in range(2):
                 await ask(client)
             assert len(one.all(Decode)) > 0
@@ -209,12 +212,12 @@ def test_what_was_lost_is_noticed_though_nothing_follows(model_folder: Path, wha
                 await holds(client, decode, 4)
             decode.cache_seq = 1
             for _ in range(ASK_AFTER_PONGS):
-                await settle(client)
+                await until_loads(client, decode)
             await decode.wait_for(CacheResync)
             blocks = tuple(block_hashes(IDS[: 4 * SIZE], SIZE))
             decode.send(CacheEvents(1, blocks, (), reset=True))
             for _ in range(3 * ASK_AFTER_PONGS):
-                await settle(client)
+                await until_loads(client, decode)
             await ask(client)
             assert decode.all(Decode)[0].prefill is None
             assert len(decode.all(CacheResync)) == 1
@@ -231,7 +234,7 @@ def test_missing_events_are_asked_for(model_folder: Path) -> None:
             await holds(client, decode, 4)
             decode.send(CacheEvents(2, (5,), ()))
             await decode.wait_for(CacheResync)
-            await settle(client)
+            await until_loads(client, decode)
             await ask(client)
             assert decode.all(Decode)[0].prefill == prefill.ref, "nothing is known until all has come"
             await holds(client, decode, 4)

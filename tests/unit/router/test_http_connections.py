@@ -102,7 +102,11 @@ def test_what_is_refused_below_the_app_is_logged(
         async with raw_client(port) as client:
             client.send(b"no http\r\n\r\n")
             answer = await client.answer()
-            told = [r.getMessage() for r in caplog.records if "status=400" in r.getMessage()]
+
+            def logged() -> list[str]:
+                return [r.getMessage() for r in caplog.records if "status=400" in r.getMessage()]
+
+            told = await eventually(logged)
             assert len(told) == 1 and told[0].startswith("request ")
             assert f"request_id={answer.headers['x-request-id']}" in told[0]
 

@@ -20,7 +20,7 @@ from router.http.responses import error_response
 from shared.errors import RequestError
 from shared.protocol.messages import Cancel, Role
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import FakeNode, events, figure, joined_router
+from tests.unit.router.fakes import FakeNode, events, figure, joined_router, until_figure
 from tests.unit.router.raw_client import post, raw_client
 from tests.unit.router.stepping_node import ROOMY, SteppingNode
 
@@ -80,8 +80,8 @@ def test_who_takes_nothing_for_too_long_is_dropped_and_its_request_aborted(model
             stuck.send(post("/generate", request(ENDLESS), headers="X-SMG-Routing-Key: stuck:1:0.001\n"))
             await decode.wait_for(Cancel)
             assert not (await stuck.closed()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-            assert await figure(client, "baton:http_connections") == 1
-            assert await figure(client, "baton:http_unsent_bytes") == 0
+            await until_figure(client, "baton:http_connections", 1)
+            await until_figure(client, "baton:http_unsent_bytes", 0)
 
     uvloop.run(run())
 
