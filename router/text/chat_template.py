@@ -54,14 +54,10 @@ class ChatTemplate:
         limits: Limits | None = None,
     ) -> None:
         self._special_tokens = dict(special_tokens)
-        self._sandbox = SandboxedTemplates(limits or Limits())
-        self._control_tokens = ControlTokens(added_tokens, sources.values())
+        self._sandbox = SandboxedTemplates(limits or Limits(), ControlTokens(added_tokens, sources.values()))
         self._knows_developer = any("developer" in source for source in sources.values())
         try:
-            self._compiled = {
-                name: self._sandbox.compile(source, self._control_tokens.mark_whole)
-                for name, source in sources.items()
-            }
+            self._compiled = {name: self._sandbox.compile(source) for name, source in sources.items()}
         except jinja2.TemplateError as e:
             raise ConfigError(f"{origin}: the chat template cannot be compiled: {e}") from e
 
@@ -71,21 +67,19 @@ class ChatTemplate:
 
     def render_now(self, chat: Chat) -> str:
         """Render in the calling thread. `Limits` bounds time and size."""
-        mark = self._control_tokens.mark
-        messages = [self._with_known_role(message) for message in mark(chat.messages)]
+        messages = [self._with_known_role(message) for message in chat.messages]
         if chat.continue_final_message:
             messages[-1] = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{_TAG}"}
-        names = {
-            **mark(chat.variables),
-            **self._special_tokens,
+        sent = {
+            **chat.variables,
             "messages": messages,
-            "tools": mark(chat.tools),
-            "documents": mark(chat.documents),
-            "add_generation_prompt": chat.add_generation_prompt,
+            "tools": chat.tools,
+            "documents": chat.documents,
         }
+        own = {**self._special_tokens, "add_generation_prompt": chat.add_generation_prompt}
         with_tools = chat.tools is not None and "tool_use" in self._compiled
         template = self._compiled["tool_use" if with_tools else "default"]
-        text = self._sandbox.render(template, names)
+        text = self._sandbox.render(template, sent, own)
         return _up_to_tag(text) if chat.continue_final_message else text
 
     def _with_known_role(self, message: Message) -> dict[str, Any]:

@@ -57,9 +57,14 @@ class MarkedEncoder:
         self._only_tokens = [token.content for i, token in added if i in self._ids(token.content)]
         self._names = {token.content: secrets.token_hex(16) for _, token in added}
         self._pattern = _pattern(self._names)
-        for _, token in added:
-            name, strips = self._names[token.content], {"lstrip": token.lstrip, "rstrip": token.rstrip}
-            self._renamed.add_tokens([tokenizers.AddedToken(name, normalized=False, **strips)])
+        self._renamed.add_tokens(
+            [
+                tokenizers.AddedToken(
+                    self._names[token.content], lstrip=token.lstrip, rstrip=token.rstrip, normalized=False
+                )
+                for _, token in added
+            ]
+        )
         self._id_of = {self._renamed.token_to_id(self._names[token.content]): i for i, token in added}
 
     def encode(self, text: str) -> list[int]:

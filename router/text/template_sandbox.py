@@ -10,7 +10,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
@@ -21,7 +21,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.text.control_tokens import MARK
+from router.text.control_tokens import MARK, ControlTokens
 from shared.errors import RequestError
 
 _SEARCHES = re.compile("r?(find|index|partition|split)|(starts|ends)with|replace|remove(prefix|suffix)|count")
@@ -39,24 +39,28 @@ class Limits:
 class SandboxedTemplates:
     """Compiles and renders templates."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, control_tokens: ControlTokens) -> None:
         self._limits = limits
+        self._control_tokens = control_tokens
         self._environment = _Environment()
 
-    def compile(self, source: str, searched: Callable[[str], str]) -> jinja2.Template:
-        """The compiled template, where `searched` replaces texts that are looked for. Raises jinja2.TemplateError."""
+    def compile(self, source: str) -> jinja2.Template:
+        """The compiled template, which finds what it looks for in marked texts. Raises jinja2.TemplateError."""
         tree = self._environment.parse(source)
         for constant in _searched(tree):
-            constant.value = searched(constant.value)
+            constant.value = self._control_tokens.mark_whole(constant.value)
         return self._environment.from_string(tree)
 
-    def render(self, template: jinja2.Template, variables: Mapping[str, object]) -> str:
-        """The text. Raises RequestError when the template refuses the variables or exceeds a limit."""
+    def render(self, template: jinja2.Template, sent: Mapping[str, object], own: Mapping[str, object]) -> str:
+        """The text, where what a client `sent` has MARKs. The server's `own` variables win over those.
+
+        Raises RequestError when the template refuses the variables or exceeds a limit.
+        """
         pieces: list[str] = []
         num_chars = 0
         self._environment.deadline.at = time.monotonic() + self._limits.time_s
         try:
-            for piece in template.generate(variables):
+            for piece in template.generate({**self._control_tokens.mark(sent), **own}):
                 self._environment.check_time()
                 num_chars += len(piece)
                 if num_chars > self._limits.chars:
