@@ -84,6 +84,15 @@ class Tokenizer:
         """The text of one token by itself, special or not; where no token has one, its id as vLLM writes it."""
         return self._vocabulary.token_text(token_id) if self.has_text else f"token_id:{token_id}"
 
+    def token_name(self, token_id: int) -> str:
+        """The text of one token by itself. As OpenAI writes them, parts of characters are `bytes:\\xe6\\x97`."""
+        raw = self.token_bytes(token_id)
+        try:
+            raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return self.token_text(token_id)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token by itself, also those of a part of a character."""
         return self._vocabulary.token_bytes(token_id)
