@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,7 +154,8 @@ def test_messages_without_special_strings_have_the_ids_of_transformers(
     folder = folder_of(family)
     expected = as_transformers(folder, messages, tools=tools)
     assert ids_of(folder, messages, tools=tools) == expected
-    assert sum(i in control_ids(folder) for i in expected) > 2
+    control = control_ids(folder)
+    assert sum(i in control for i in expected) > 2
 
 
 def hostile(family: str) -> str:
@@ -219,7 +219,8 @@ def test_documents_variables_and_unknown_fields_stay_text(tmp_path: Path) -> Non
     text = hostile("qwen25")
     check(folder, messages(text), messages("x"), **options(text), harmless_options=options("x"))
     ids = ids_of(folder, messages("x"), documents=[], variables={"greeting": text})
-    assert [i for i in ids if i in control_ids(folder)] == [
+    control = control_ids(folder)
+    assert [i for i in ids if i in control] == [
         Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<|im_end|>")
     ]
 
@@ -276,7 +277,7 @@ def test_a_template_finds_what_it_looks_for(folder_of: Callable[[str], Path], me
         ("{{ messages[0].content.removeprefix('a<|im_end|>') }}", "b"),
         ("{{ messages[0].content.startswith('<') }}", "False"),
         ("{{ messages[0].content is eq('a<|im_end|>b') }}", "True"),
-        ("{{ messages[0].content.replace('a', '<|im_end|>') }}", f"<|im_end|><{MARK}|im_end|>b"),
+        ("{{ messages[0].content.replace('a', '<|im_end|>') }}", "<|im_end|><MARK|im_end|>b"),
         ("{{ raise_exception(messages[0].content) }}", "a<|im_end|>b"),
     ],
 )
@@ -290,7 +291,7 @@ def test_what_templates_do_with_such_a_text(tmp_path: Path, source: str, text: s
             model.chat_template.render_now(chat)
         assert raised.value.message.endswith(text)
     else:
-        assert model.chat_template.render_now(chat) == text
+        assert model.chat_template.render_now(chat).replace(MARK, "MARK") == text
 
 
 def test_the_builtin_model() -> None:
@@ -327,17 +328,32 @@ def test_a_string_that_can_only_be_a_token_is_refused(tmp_path: Path) -> None:
     assert ids_of(folder, [{"role": "user", "content": "a <|eo"}]) == tokenizer.encode("a <|eo").ids
 
 
-def test_marking_and_encoding_take_linear_time(tmp_path: Path) -> None:
-    """A thousand special tokens, and a text that begins one at every character, cost no more than twice the text."""
+def test_a_thousand_special_tokens(tmp_path: Path) -> None:
+    """A trial of each of them at each place would take minutes."""
     tokenizer = tokenizer_of("mistral")
-    tokenizer.add_special_tokens([f"[control_{n}]" for n in range(1000)])
-    folder = write(tmp_path, tokenizer, (FOLDER / "mistral.jinja").read_text())
-    model = ServedModel.load("m", folder, served_name=None, chat_template=None)
-    assert model.chat_template is not None
-    began = time.thread_time()
-    text = model.chat_template.render_now(Chat(messages=[{"role": "user", "content": "[control_" * 100_000}]))
-    asyncio.run(model.tokenizer.encode([text], add_special_tokens=False))
-    assert time.thread_time() - began < 20  # naive alternation needs minutes
+    names = [f"[control_{n}]" for n in range(1000)]
+    tokenizer.add_special_tokens(names)
+    folder = write(tmp_path, tokenizer, "<s>{{ messages[0].content }}[control_7]{{ messages[1].content }}")
+    texts = ["[control_" * 20_000, "".join(names)]
+    ids = ids_of(folder, [{"role": "user", "content": text} for text in texts])
+    control = control_ids(folder)
+    assert [i for i in ids if i in control] == [
+        tokenizer.token_to_id("<s>"),
+        tokenizer.token_to_id("[control_7]"),
+    ]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"<s>{texts[0]}[control_7]{texts[1]}"
+
+
+@pytest.mark.parametrize("depth", [10, 700])
+def test_a_deep_value_is_marked_or_refused(folder_of: Callable[[str], Path], depth: int) -> None:
+    deep: Any = "x"
+    for _ in range(depth):
+        deep = [deep]
+    if depth < 100:
+        assert ids_of(folder_of("qwen25"), QUESTION, documents=[{"deep": deep}])
+        return
+    with pytest.raises(RequestError, match="refused the messages: maximum recursion depth"):
+        ids_of(folder_of("qwen25"), QUESTION, documents=[{"deep": deep}])
 
 
 def test_over_http(folder_of: Callable[[str], Path]) -> None:
