@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any
 
-import tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from shared.errors import RequestError
 
@@ -23,12 +23,10 @@ MARK = "\ud800"
 class ControlTokens:
     """The tokens that come from templates alone: special ones, and added ones that the templates' `sources` name."""
 
-    def __init__(self, added: Iterable[tokenizers.AddedToken], sources: Iterable[str]) -> None:
+    def __init__(self, added: Iterable[AddedToken], sources: Iterable[str]) -> None:
         source = "".join(sources)
         self._strings = frozenset(
-            token.content
-            for token in added
-            if token.content.strip() and (token.special or token.content in source)
+            t.content for t in added if t.content.strip() and (t.special or t.content in source)
         )
         self._pattern = _pattern(self._strings)
 
@@ -48,33 +46,27 @@ class ControlTokens:
 class MarkedEncoder:
     """A tokenizer whose added tokens have names that no client can guess. It shares the tables of the original."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._renamed = tokenizers.Tokenizer(tokenizer.model)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._renamed = Tokenizer(tokenizer.model)
         self._renamed.normalizer, self._renamed.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
-        added = sorted(
-            (i, token) for i, token in tokenizer.get_added_tokens_decoder().items() if token.content
-        )
-        self._only_tokens = [token.content for i, token in added if i in self._ids(token.content)]
-        self._names = {token.content: secrets.token_hex(16) for _, token in added}
-        self._pattern = _pattern(self._names)
+        added = [(i, t) for i, t in sorted(tokenizer.get_added_tokens_decoder().items()) if t.content]
+        self._only_tokens = [t.content for i, t in added if i in self._ids(t.content)]
+        self._names = names = {t.content: secrets.token_hex(16) for _, t in added}
+        self._pattern = _pattern(names)
         self._renamed.add_tokens(
             [
-                tokenizers.AddedToken(
-                    self._names[token.content], lstrip=token.lstrip, rstrip=token.rstrip, normalized=False
-                )
-                for _, token in added
+                AddedToken(names[t.content], lstrip=t.lstrip, rstrip=t.rstrip, normalized=False)
+                for _, t in added
             ]
         )
-        self._id_of = {self._renamed.token_to_id(self._names[token.content]): i for i, token in added}
+        self._id_of = {self._renamed.token_to_id(names[t.content]): i for i, t in added}
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text with MARKs. Raises RequestError for a marked string that can only be a token."""
         for string in self._only_tokens:
             if _marked(string) in text:
-                raise RequestError(
-                    f"the messages have {string!r}, which this model's tokenizer cannot write as text",
-                    param="messages",
-                )
+                why = f"the messages have {string!r}, which this model's tokenizer cannot write as text"
+                raise RequestError(why, param="messages")
         named = self._pattern.sub(lambda found: self._names.get(found[0], found[0]), text)
         return [self._id_of.get(i, i) for i in self._ids(named.replace(MARK, ""))]
 
