@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 from router.http.body import Body, FailFast, OneOf, Refused
 from router.request.fields import (
     CHOSEN_HERE,
+    AddSpecialTokens,
     ExtraKey,
     IdPrompts,
     Priority,
@@ -66,6 +67,7 @@ class NativeSampling(SamplingBody):
     max_new_tokens: Annotated[NewTokens, Field(description="0 only scores the prompt.")] = 128
     min_new_tokens: Annotated[NewTokens, Field(description="Nothing ends it before.")] = 0
     sampling_seed: Seed = None
+    add_special_tokens: Annotated[Any, Refused(why="a field beside sampling_params here")] = None
     # vLLM's names of these fields
     max_tokens: Annotated[Any, Refused(why="called max_new_tokens here")] = None
     min_tokens: Annotated[Any, Refused((0,), why="called min_new_tokens here")] = None
@@ -111,6 +113,7 @@ class GenerateBody(Body):
         ),
         Field(description="For all prompts, or a list with one for each."),
     ] = None
+    add_special_tokens: AddSpecialTokens = True
     stream: Annotated[bool, Field(description="Send events, each with all that there is so far.")] = False
     rid: Rids = None
     return_logprob: ReturnLogprob = False

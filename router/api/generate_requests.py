@@ -66,7 +66,8 @@ async def read_generate(
     whole = given_rid if isinstance(given_rid, str) else None
     claim.take(rids, [options.n for _, options in asked], whole=whole, shared=body.rid is None)
     if texts:
-        ids = await encode_prompts(texts, model, limits, "text", batched=batched)
+        special = body.add_special_tokens
+        ids = await encode_prompts(texts, model, limits, "text", batched=batched, add_special_tokens=special)
     for at, input_ids in enumerate(ids):
         where = f"prompt {at}" if batched else "the prompt"
         limits.check_prompt(input_ids, where, field)

@@ -175,15 +175,19 @@ class ScoredText:
             logprobs += generation.output_logprobs[output_from:]
             offsets += self._in_output.of(generation.output_ids)[output_from:]
         scored = list(zip(token_ids, logprobs, strict=True))
-        text_of = self._tokenizer.token_text
         return CompletionLogprobs(
-            tokens=[text_of(token_id) for token_id in token_ids],
+            tokens=[self._tokenizer.token_name(token_id) for token_id in token_ids],
             token_logprobs=[known.logprob if known else None for known in logprobs],
             top_logprobs=[self._likeliest(token_id, known) if known else None for token_id, known in scored],
             text_offset=offsets,
         )
 
     def _likeliest(self, token_id: int, known: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens and the token itself, as OpenAI has them."""
-        text_of = self._tokenizer.token_text
-        return {text_of(other): logprob for logprob, other in (*known.top, (known.logprob, token_id))}
+        """The likeliest tokens and the token itself, as OpenAI has them. Names that are taken become `token_id:N`."""
+        found: dict[str, float] = {}
+        own = self._tokenizer.token_name(token_id)
+        for other, logprob in {i: p for p, i in (*known.top, (known.logprob, token_id))}.items():
+            name = own if other == token_id else self._tokenizer.token_name(other)
+            is_taken = name in found or (name == own and other != token_id)
+            found[f"token_id:{other}" if is_taken else name] = logprob
+        return found

@@ -10,6 +10,7 @@ from router.http.body import Body, OneOf, Refused
 from router.http.limits import MAX_CHOICES
 from router.request.fields import (
     CHOSEN_HERE,
+    AddSpecialTokens,
     ExtraKey,
     IdRows,
     Priority,
@@ -112,6 +113,7 @@ class CompletionBody(OpenAIBody):
         ),
         Field(description="Text or token ids, one prompt or several."),
     ]
+    add_special_tokens: AddSpecialTokens = True
     echo: Annotated[bool, Field(description="The answer begins with the prompt.")] = False
     logprobs: Annotated[
         TopNum | None,

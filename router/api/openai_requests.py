@@ -77,7 +77,10 @@ async def read_completion(
     places.hold(num_prompts * best_of)
     claim.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
     if texts:
-        ids = await encode_prompts(texts, model, limits, "prompt", batched=batched)
+        special = body.add_special_tokens
+        ids = await encode_prompts(
+            texts, model, limits, "prompt", batched=batched, add_special_tokens=special
+        )
     for at, input_ids in enumerate(ids):
         limits.check_prompt(input_ids, f"prompt {at}" if batched else "the prompt", "prompt")
     prompts = [

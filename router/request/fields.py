@@ -54,6 +54,9 @@ MAX_PRIORITY = 1000
 MAX_ROUTING_KEY_CHARS = 256
 ROUTING_KEY_HEADER = "x-smg-routing-key"
 """SGLang's name. Proxies in front of a fleet set this header, since they do not rewrite bodies."""
+AddSpecialTokens = Annotated[
+    bool, Field(description="A text gets those that the tokenizer adds, such as the BOS.")
+]
 Priority = Annotated[
     int,
     Field(

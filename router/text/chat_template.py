@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import msgspec
+import tokenizers
 
+from router.text.control_tokens import ControlTokens
 from router.text.template_sandbox import Limits, SandboxedTemplates
 from router.text.text_workers import TextWorkers
 from shared.errors import ConfigError, ModelError, RequestError
@@ -38,7 +40,8 @@ class Chat:
 class ChatTemplate:
     """Compiled templates, and the special tokens that templates name (`bos_token`, `eos_token`, ...).
 
-    `sources` is by name. A model may have one of the name "tool_use", which then serves requests with tools.
+    `sources` is by name. A model may have one of the name "tool_use", which then serves requests with tools. The
+    strings of `added_tokens` in a client's values get a MARK, so that they stay text.
     """
 
     def __init__(
@@ -47,10 +50,11 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         *,
         origin: str,
+        added_tokens: Collection[tokenizers.AddedToken] = (),
         limits: Limits | None = None,
     ) -> None:
         self._special_tokens = dict(special_tokens)
-        self._sandbox = SandboxedTemplates(limits or Limits())
+        self._sandbox = SandboxedTemplates(limits or Limits(), ControlTokens(added_tokens, sources.values()))
         self._knows_developer = any("developer" in source for source in sources.values())
         try:
             self._compiled = {name: self._sandbox.compile(source) for name, source in sources.items()}
@@ -58,7 +62,7 @@ class ChatTemplate:
             raise ConfigError(f"{origin}: the chat template cannot be compiled: {e}") from e
 
     async def render(self, chat: Chat, workers: TextWorkers) -> str:
-        """The prompt, up to where the model continues. Raises RequestError when the template refuses the messages."""
+        """The prompt with MARKs, up to where the model continues. Raises RequestError if the template refuses it."""
         return await workers.run(chat.num_chars(), lambda: self.render_now(chat))
 
     def render_now(self, chat: Chat) -> str:
@@ -66,17 +70,16 @@ class ChatTemplate:
         messages = [self._with_known_role(message) for message in chat.messages]
         if chat.continue_final_message:
             messages[-1] = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{_TAG}"}
-        names = {
-            **self._special_tokens,
+        sent = {
             **chat.variables,
             "messages": messages,
             "tools": chat.tools,
             "documents": chat.documents,
-            "add_generation_prompt": chat.add_generation_prompt,
         }
+        own = {**self._special_tokens, "add_generation_prompt": chat.add_generation_prompt}
         with_tools = chat.tools is not None and "tool_use" in self._compiled
         template = self._compiled["tool_use" if with_tools else "default"]
-        text = self._sandbox.render(template, names)
+        text = self._sandbox.render(template, sent, own)
         return _up_to_tag(text) if chat.continue_final_message else text
 
     def _with_known_role(self, message: Message) -> dict[str, Any]:
@@ -89,8 +92,10 @@ class ChatTemplate:
         )
 
 
-def load_chat_template(folder: Path, override: Path | None) -> ChatTemplate | None:
-    """The template of a model folder, or of `override`; None when there is none.
+def load_chat_template(
+    folder: Path, override: Path | None, added_tokens: Collection[tokenizers.AddedToken] = ()
+) -> ChatTemplate | None:
+    """The template of a model folder with these `added_tokens`, or of `override`; None when there is none.
 
     As in transformers, chat_template.jinja is preferred to the `chat_template` of tokenizer_config.json.
     """
@@ -100,17 +105,18 @@ def load_chat_template(folder: Path, override: Path | None) -> ChatTemplate | No
         for name, value in tokenizer_config.items()
         if name.endswith("_token") and (text := _special_token(value)) is not None
     }
+    origin = override or folder / "chat_template.jinja"
     if override is not None:
-        return ChatTemplate({"default": _read(override)}, special_tokens, origin=str(override))
-    path = folder / "chat_template.jinja"
-    if path.is_file():
+        sources = {"default": _read(override)}
+    elif origin.is_file():
         others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-        sources = {other.stem: _read(other) for other in others} | {"default": _read(path)}
-        return ChatTemplate(sources, special_tokens, origin=str(path))
-    sources = _named_sources(tokenizer_config.get("chat_template"))
+        sources = {other.stem: _read(other) for other in others} | {"default": _read(origin)}
+    else:
+        origin = folder / "tokenizer_config.json"
+        sources = _named_sources(tokenizer_config.get("chat_template"))
     if "default" not in sources:
         return None
-    return ChatTemplate(sources, special_tokens, origin=str(folder / "tokenizer_config.json"))
+    return ChatTemplate(sources, special_tokens, origin=str(origin), added_tokens=added_tokens)
 
 
 def _up_to_tag(text: str) -> str:

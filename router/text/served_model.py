@@ -35,12 +35,13 @@ class ServedModel:
     ) -> ServedModel:
         """Read a model folder's config, tokenizer and template. Raises ConfigError."""
         config = load_model_config(path)
+        tokenizer = Tokenizer(None) if skip_tokenizer_init else Tokenizer.load(path)
         return cls(
             name=served_name or model,
             model=model,
             path=path,
-            tokenizer=Tokenizer(None) if skip_tokenizer_init else Tokenizer.load(path),
-            chat_template=load_chat_template(path, chat_template),
+            tokenizer=tokenizer,
+            chat_template=load_chat_template(path, chat_template, tokenizer.added_tokens),
             vocab_size=config.vocab_size,
             context_length=config.context_length,
         )

@@ -6,6 +6,7 @@ begun that is not complete. The hold-back is therefore exact within these bounds
 
     A match has at most MAX_MATCH_CHARS. A longer one is found only if its end matches by itself.
     At most MAX_HELD_CHARS are held back. The part of a longer match that was shown stays shown.
+    A match of no characters (`\\b`) counts behind the first character, since an empty text helps no client.
     A lookbehind sees CONTEXT_CHARS before the first place where a match may begin.
     Searching may take BASE_BUDGET_S, and BUDGET_S for each token. A request that needs more fails.
     Compiling writes counted repeats out, so `expanded_size` is bounded before a pattern is compiled.
@@ -120,9 +121,12 @@ class StopPatternCursor:
     ) -> regex.Match[str] | None:
         if self._cpu_clock() > self._until:
             raise TimeoutError  # one call of `feed` may need many searches, each within the timeout
-        return pattern.search(
+        found = pattern.search(
             self._text, start, end, partial=partial, timeout=_SEARCH_TIMEOUT_S, concurrent=False
         )
+        if found and self._start + found.end() == 0:
+            return self._search(pattern, 1, end, partial=partial)
+        return found
 
     def _forget(self) -> None:
         """Drop text in which no match can begin. CONTEXT_CHARS are kept, so ^ matches only at the text's start."""

@@ -7,9 +7,10 @@ thread. Each lookup, each call and each piece of output checks the time.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
@@ -20,7 +21,11 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.text.control_tokens import MARK, ControlTokens
 from shared.errors import RequestError
+
+_SEARCHES = re.compile("r?(find|index|partition|split)|(starts|ends)with|replace|remove(prefix|suffix)|count")
+"""Methods of texts whose first argument is looked for in the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +39,28 @@ class Limits:
 class SandboxedTemplates:
     """Compiles and renders templates."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, control_tokens: ControlTokens) -> None:
         self._limits = limits
+        self._control_tokens = control_tokens
         self._environment = _Environment()
 
     def compile(self, source: str) -> jinja2.Template:
-        """The compiled template. Raises jinja2.TemplateError."""
-        return self._environment.from_string(source)
+        """The compiled template, which finds what it looks for in marked texts. Raises jinja2.TemplateError."""
+        tree = self._environment.parse(source)
+        for constant in _searched(tree):
+            constant.value = self._control_tokens.mark_whole(constant.value)
+        return self._environment.from_string(tree)
 
-    def render(self, template: jinja2.Template, variables: Mapping[str, object]) -> str:
-        """The text. Raises RequestError when the template refuses the variables or exceeds a limit."""
+    def render(self, template: jinja2.Template, sent: Mapping[str, object], own: Mapping[str, object]) -> str:
+        """The text, where what a client `sent` has MARKs. The server's `own` variables win over those.
+
+        Raises RequestError when the template refuses the variables or exceeds a limit.
+        """
         pieces: list[str] = []
         num_chars = 0
         self._environment.deadline.at = time.monotonic() + self._limits.time_s
         try:
-            for piece in template.generate(variables):
+            for piece in template.generate({**self._control_tokens.mark(sent), **own}):
                 self._environment.check_time()
                 num_chars += len(piece)
                 if num_chars > self._limits.chars:
@@ -68,8 +80,20 @@ class SandboxedTemplates:
             ValueError,
         ) as e:
             # A template computes with the client's messages, so each of these errors is about the messages.
-            raise RequestError(f"the chat template refused the messages: {e}", param="messages") from e
+            why = str(e).replace(MARK, "")
+            raise RequestError(f"the chat template refused the messages: {why}", param="messages") from e
         return "".join(pieces)
+
+
+def _searched(tree: nodes.Template) -> Iterator[nodes.Const]:
+    """The texts in `'</think>' in content`, `content.split('</think>')` and the like."""
+    sought = [test.args for test in tree.find_all(nodes.Test)]
+    sought += [found.args[:1] for found in tree.find_all(nodes.Filter) if found.name == "replace"]
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and _SEARCHES.fullmatch(call.node.attr):
+            sought.append(call.args[:1])
+    for part in (*tree.find_all(nodes.Compare), *map(nodes.List, sought)):
+        yield from (constant for constant in part.find_all(nodes.Const) if isinstance(constant.value, str))
 
 
 class _TooSlow(Exception):

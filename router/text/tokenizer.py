@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import tokenizers
 
+from router.text.control_tokens import MARK, MarkedEncoder
 from router.text.detokenizer import Detokenizer, make_detokenizer
 from router.text.text_workers import TextWorkers
 from router.text.vocabulary import Vocabulary
@@ -27,6 +28,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._marked_encoder = MarkedEncoder(tokenizer)
         self._vocabulary = Vocabulary(tokenizer)
         self.workers = workers or TextWorkers()
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
@@ -49,6 +51,11 @@ class Tokenizer:
     def close(self) -> None:
         """End the worker threads."""
         self.workers.close()
+
+    @property
+    def added_tokens(self) -> Collection[tokenizers.AddedToken]:
+        """The tokens that a text has wherever it has their strings."""
+        return self._tokenizer.get_added_tokens_decoder().values()
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """The ids of each text. With `add_special_tokens` the tokenizer's own post-processor adds them.
@@ -77,6 +84,15 @@ class Tokenizer:
         """The text of one token by itself, special or not; where no token has one, its id as vLLM writes it."""
         return self._vocabulary.token_text(token_id) if self.has_text else f"token_id:{token_id}"
 
+    def token_name(self, token_id: int) -> str:
+        """The text of one token by itself. As OpenAI writes them, parts of characters are `bytes:\\xe6\\x97`."""
+        raw = self.token_bytes(token_id)
+        try:
+            raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return self.token_text(token_id)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token by itself, also those of a part of a character."""
         return self._vocabulary.token_bytes(token_id)
@@ -89,6 +105,8 @@ class Tokenizer:
 
     # The library releases the GIL in its calls for a batch, not in those for a single text, which are no faster.
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if MARK in text:
+            return self._marked_encoder.encode(text)
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

@@ -88,7 +88,7 @@ class Vocabulary:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token by itself, also where they are only a part of a character."""
-        if self.is_byte_level:
+        if self.may_show_half_characters:
             return self.bytes_of(token_id)
         byte = self.byte_of.get(token_id)
         return self.token_text(token_id).encode() if byte is None else bytes((byte,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.api.logprobs import NativeLogprobs
+from router.api.logprobs import NativeLogprobs, ScoredText
 from router.dispatch.running_req import RunningReq
 from router.request.fields import MAX_ANSWER_LOGPROBS
 from router.request.generation import Generation
@@ -20,7 +21,7 @@ from router.request.prompt import Prompt
 from router.request.stop_matcher import StopConditions
 from router.text.text_workers import INLINE_CHARS
 from router.text.tokenizer import Tokenizer
-from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams
+from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams, Logprobs
 from shared.protocol.messages import (
     Decode,
     NodeLimits,
@@ -39,6 +40,7 @@ from tests.unit.router.fakes import (
     pair,
     tell_first_token,
 )
+from tests.unit.router.sample_tokenizers import KINDS, sample
 from tests.unit.router.scoring import packed, scored_first_token, scored_story, value
 
 PROMPT_IDS = [10, 11, 12, 13, 14]
@@ -374,13 +376,72 @@ class TestCompletions:
         assert logprobs["token_logprobs"] == [value(i) for i in range(NUM_NEW)]
         for i, top in enumerate(logprobs["top_logprobs"]):
             assert top == {
-                tokenizer.token_text(100): value(i),
-                tokenizer.token_text(101): value(i, 1),
+                tokenizer.token_name(100): value(i),
+                tokenizer.token_name(101): value(i, 1),
                 tokenizer.token_text(story[i]): value(i),
             }
         for offset, text in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
             assert choice["text"][offset:].startswith(text)
         assert prefill.all(Prefill)[0].work.params.logprobs == LogprobParams(top_num=2)
+
+    @pytest.mark.parametrize("echo", [False, True])
+    def test_every_token_has_an_entry(self, model_folder: Path, tokenizer: Tokenizer, echo: bool) -> None:
+        """Tokens 100 to 104 are parts of characters, which have no text of their own."""
+        body = {**COMPLETION, "prompt": "ᚠᛇ", "logprobs": 5, "echo": echo}
+        logprobs = run(model_folder, "/v1/completions", body)[0]["choices"][0]["logprobs"]
+        positions = [i - 1000 for i in range(1, 6)] if echo else []
+        tops = logprobs["top_logprobs"][1:] if echo else logprobs["top_logprobs"]
+        for name, position, top in zip(
+            logprobs["tokens"][echo:], [*positions, *range(NUM_NEW)], tops, strict=True
+        ):
+            assert len(top) == 6 and top[name] == value(position)
+            assert [top[tokenizer.token_name(100 + rank)] for rank in range(5)] == [
+                value(position, rank) for rank in range(5)
+            ]
+        if echo:
+            told = b"".join(
+                bytes.fromhex(name.removeprefix("bytes:").replace("\\x", ""))
+                for name in logprobs["tokens"][:6]
+            )
+            assert told == "ᚠᛇ".encode()
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("own", [0, 150])
+    def test_tokens_of_one_text_are_told_apart(self, kind: str, own: int) -> None:
+        """Whatever the vocabulary, and ids beyond it too; the token itself has the name that `tokens` has."""
+        tokenizer = Tokenizer(sample(kind))
+        params = SamplingParams(logprobs=LogprobParams(top_num=250))
+        prompt = Prompt(rid="a", work=Work((1,), params))
+        req = RunningReq(ReqKey("router", "1"), prompt.work, wake=lambda: None, now=0.0)
+        generation = Generation(prompt, 0, 0, 0, OutputText(tokenizer, prompt, StopConditions(())))
+        generation.dispatched(req)
+        ids = [*range(200), *range(100_000, 100_050)]
+        scores = {token_id: -1 - at / 64 for at, token_id in enumerate(ids)}
+        known = Logprobs(
+            struct.pack("<f", scores[own]),
+            struct.pack("<250i", *ids),
+            struct.pack("<250f", *scores.values()),
+            b"",
+        )
+        req.arrive_logprobs(TokenEntry(req.key, 0, (own,), logprobs=known))
+        req.arrive(0, (own,), None, 0.0)
+        generation.advance()
+        told = ScoredText(generation, tokenizer, None).logprobs(prompt=False, output_from=0)
+        (top,), (name,) = told.top_logprobs, told.tokens
+        assert top is not None
+        assert list(top.values()) == [*scores.values()]
+        assert top[name] == scores[own] and name == tokenizer.token_name(own)
+
+    @pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "gemma", "nested_bytes"])
+    def test_parts_of_a_character_are_named_by_their_bytes(self, kind: str) -> None:
+        tokenizer = Tokenizer(sample(kind))
+        (ids,) = asyncio.run(tokenizer.encode(["ᚠ"], add_special_tokens=False))
+        names = [tokenizer.token_name(i) for i in ids if tokenizer.token_text(i) != " "]
+        assert len(names) > 1 and all(name.startswith("bytes:\\x") for name in names)
+        told = "".join(name.removeprefix("bytes:") for name in names).replace("\\x", "")
+        assert bytes.fromhex(told) == "ᚠ".encode()
+        letter = sample(kind).token_to_id("T")
+        assert letter is not None and tokenizer.token_name(letter) == "T"
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_long_echo_is_written_beside_the_loop(self, model_folder: Path, stream: bool) -> None:

@@ -120,6 +120,32 @@ def test_a_match_that_is_complete_too_early_does_not_count() -> None:
     assert (found.text, found.matched) == ("", "a+b")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "text", "shown"),
+    [
+        (r"\b", "Hello, world", "H"),
+        (r"\b", " Hello", " "),
+        (r"\b|\d", "Hello", "H"),
+        (r"\b(?!x)", "Hello", "H"),
+        ("(?=H)", "Hello, Hugo", "Hello, "),
+        ("(?=[a-z])|x", "xx", "x"),
+        ("(?<=\n)", "\nHello", "\n"),
+        (r"(?m)^\w", "Hello", ""),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 20])
+def test_a_match_of_no_characters_does_not_end_a_text_before_it_begins(
+    pattern: str, text: str, shown: str, size: int
+) -> None:
+    assert scan(text, [*range(size, len(text), size)], [pattern], []) == (shown, pattern)
+
+
+@pytest.mark.parametrize("pattern", [r"\b", "(?=.)", "(?=a)"])
+def test_such_a_match_holds_no_text_back(pattern: str) -> None:
+    matcher = StopMatcher(StopConditions([], [pattern]))
+    assert matcher.feed("a", armed=False).text == "a"
+
+
 def test_what_is_held_back_is_bounded_but_the_match_is_found() -> None:
     matcher = StopMatcher(StopConditions([], [r"<a>[\s\S]*?</a>"]))
     text = "<a>" + "x" * 5000 + "</a> and more"
