@@ -20,7 +20,7 @@ from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, SENDER, Link, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.staging import HEADER_NBYTES
-from shared.kvtransfer.transports.shared_memory import SharedSlot, map_read_only
+from shared.kvtransfer.transports.shared_memory import SharedSlot, map_slot
 from shared.kvtransfer.transports.shm import ShmLinkFactory
 from shared.kvtransfer.transports.unix_link import accept_from
 from tests.patience import PATIENCE_S
@@ -33,7 +33,7 @@ OPTIONS = TransferOptions(op_timeout_s=PATIENCE_S, build_timeout_s=PATIENCE_S)
 
 def test_a_slot_is_seen_through_its_descriptor_and_cannot_be_written_there() -> None:
     slot = SharedSlot(8192)
-    seen = map_read_only(os.dup(slot.descriptor))
+    seen = map_slot(os.dup(slot.descriptor))
     slot.buffer.copy_(torch.arange(8192) % 251)
     assert torch.equal(seen, slot.buffer)
     with pytest.raises(PermissionError):
@@ -46,7 +46,7 @@ def test_memory_that_its_owner_could_shrink_is_not_mapped() -> None:
     descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, 4096)
     with pytest.raises(LinkError, match="not sealed"):
-        map_read_only(descriptor)
+        map_slot(descriptor)
     with pytest.raises(OSError, match="Bad file descriptor"):  # it was taken over, and closed
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
 
@@ -54,7 +54,7 @@ def test_memory_that_its_owner_could_shrink_is_not_mapped() -> None:
 def test_a_mapping_lives_as_long_as_its_last_tensor() -> None:
     before = num_shared_mappings()
     slot = SharedSlot(1 << 20)
-    part = map_read_only(os.dup(slot.descriptor))[5:10]
+    part = map_slot(os.dup(slot.descriptor))[5:10]
     slot.buffer.fill_(3)
     del slot
     assert part.tolist() == [3] * 5
