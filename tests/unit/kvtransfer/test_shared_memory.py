@@ -23,6 +23,7 @@ from shared.kvtransfer.staging import HEADER_NBYTES
 from shared.kvtransfer.transports.shared_memory import SharedSlot, map_slot
 from shared.kvtransfer.transports.shm import ShmLinkFactory
 from shared.kvtransfer.transports.unix_link import accept_from
+from tests.fake_cuda import is_writable
 from tests.patience import PATIENCE_S
 from tests.unit.kvtransfer.link_pair import num_descriptors, num_shared_mappings
 
@@ -31,13 +32,14 @@ HEADER = bytes(HEADER_NBYTES)
 OPTIONS = TransferOptions(op_timeout_s=PATIENCE_S, build_timeout_s=PATIENCE_S)
 
 
-def test_a_slot_is_seen_through_its_descriptor_and_cannot_be_written_there() -> None:
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_slot_is_seen_through_its_descriptor_and_cannot_be_shrunk_there(writable: bool) -> None:
+    """A GPU node pins what it maps, which not every driver does for memory that cannot be written."""
     slot = SharedSlot(8192)
-    seen = map_slot(os.dup(slot.descriptor))
+    seen = map_slot(os.dup(slot.descriptor), writable=writable)
     slot.buffer.copy_(torch.arange(8192) % 251)
     assert torch.equal(seen, slot.buffer)
-    with pytest.raises(PermissionError):
-        mmap.mmap(slot.descriptor, 8192)
+    assert is_writable(seen.data_ptr()) == writable
     with pytest.raises(PermissionError):
         os.ftruncate(slot.descriptor, 0)
 
@@ -122,6 +124,16 @@ def test_a_slot_stays_with_its_send_until_the_receiver_has_released_it(ends: End
         arrival.release()
         sender.join(PATIENCE_S)
         assert left == list(range(seq + 1))
+
+
+def test_what_a_dead_peer_has_sent_is_not_read_from_its_slots(ends: Ends) -> None:
+    """Its record is in the socket still. The memory of a GPU process that has died must not be touched."""
+    arrival = ends.receiver.recv(50, 0)
+    ends.sender.send(ends.factory.new_slot(100), 50, 0, HEADER)
+    ends.sender.abort()
+    for _ in range(2):
+        with pytest.raises(LinkError, match="the peer is gone, and its slots with it"):
+            arrival.wait(block=True)
 
 
 def test_a_message_of_another_length_than_was_granted_ends_the_link(ends: Ends) -> None:
