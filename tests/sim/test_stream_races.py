@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shared.kernels.triton.pages import TritonPageMover
 from shared.kvcache.page_mover import TorchPageMover
 from tests.sim.streams.device import FakeGpu, Schedule
-from tests.sim.streams.engine import NewMover, copy_pages, triton_mover
+from tests.sim.streams.engine import NewMover, copy_pages
 from tests.sim.streams.fleet import Happening, Parts, Scenario, run
 from tests.sim.streams.plants import (
     AllocatorWithoutEpochs,

@@ -3,8 +3,8 @@
 A program copies one slice: one page of K or of V of one layer, or the part of it that belongs to a range of heads.
 It digests the words that it has loaded and is about to store. The digest of a chunk is the sum of its programs' parts
 modulo 2^64. What differs from chunk to chunk (the seed, the page ids) is read from host memory, and the parts are
-written there. So a chunk is one kernel: no copy before or behind it, which would be three hand-overs between engines of
-the GPU, at each of which a GPU that two processes share may turn to the other one.
+written there. So a chunk is one kernel. A copy before it and one behind it would each be another launch, and a change
+of the GPU's engine: a GPU that two processes share in turns may turn to the other one there.
 
 The slow twin is a copy by indexing with `chunk_digest`. The interfaces are Baton's own.
 """
@@ -54,9 +54,9 @@ def copy_pages_kernel(
 ):  # fmt: skip
     """Copy slice `program` of a chunk, and write its part of the digest.
 
-    `pages_ptr` is a pool in int64 words, `slot_ptr` a chunk [rows, ids, slice_words]. `pinned_block_ptr` has the seed, the
-    page ids, and room for a part of each program, int64. Of each page the words [first_word, first_word + slice_words)
-    are copied.
+    `pages_ptr` is a pool in int64 words, `slot_ptr` a chunk [rows, ids, slice_words]. `pinned_block_ptr` has the
+    seed, the page ids, and room for a part of each program, int64. Of each page the words [first_word, first_word +
+    slice_words) are copied.
     """
     place = tl.program_id(0).to(tl.int64)
     page = tl.load(pinned_block_ptr + 1 + place % num_ids)
@@ -103,9 +103,9 @@ def copy_pages(
 ) -> None:
     """Copy pages into `slot`, or `slot` into pages, on the current stream.
 
-    `block`, int64, has the seed, the page ids, and room for the part that each slice has in the digest. It may be pinned
-    host memory. `part` names the bytes of each page that are copied: those of a range of heads. The pool, the slot and
-    the bounds of `part` are multiples of 8 bytes. Page ids are not checked.
+    `block`, int64, has the seed, the page ids, and room for the part that each slice has in the digest. It may be
+    pinned host memory. `part` names the bytes of each page that are copied: those of a range of heads. The pool, the
+    slot and the bounds of `part` are multiples of 8 bytes. Page ids are not checked.
     """
     part = part or range(pages_RPN.shape[2])
     num_ids = (len(block) - _IDS_AT) // (1 + len(rows))
@@ -125,8 +125,8 @@ class TritonPageMover:
     """A PageMover for pages in the memory of `device`, in multiples of 8 bytes.
 
     The other tensor of a copy is on the same device, or in host memory, pinned if the copy is to be fast. A copy runs
-    on the stream of the calling thread, which waits for it, once, also when it raises half-way: then its pages and its
-    slot go to others.
+    on the stream of the calling thread, which waits for it, once, also when it raises half-way: then its pages and
+    its slot go to others.
     """
 
     name = "triton"
@@ -182,7 +182,7 @@ class TritonPageMover:
 
 
 class _Lane:
-    """What one copy at a time needs: pinned memory for page ids and digest, and device memory for a slot of the host."""
+    """What one copy at a time needs: pinned memory for ids and digest, and device memory for a slot of the host."""
 
     def __init__(
         self, device: torch.device, streams: DeviceStreams | None, kernel: Callable[..., None]

@@ -130,8 +130,8 @@ class CudaRuntime:
         self._call("cudaIpcCloseMemHandle", self._close_handle, address)
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        # `torch.as_tensor` asks CUDA where memory resides, and copies what another GPU has. This device reads it there.
-        storage = torch._C._construct_storage_from_data_pointer(address, self._device, nbytes)  # type: ignore[attr-defined]
+        # `torch.as_tensor` asks CUDA where the memory is, and copies what another GPU has. This device reads it there.
+        storage = torch._C._construct_storage_from_data_pointer(address, self._device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def register(self, memory: torch.Tensor) -> None:

@@ -139,7 +139,9 @@ class UnixLink:
             raise LinkError(
                 f"corrupt peer: message {seq} of {nbytes} bytes in slot {number}, which {slot_is}"
             )
-        if wait_for_hang_up(self._socket, 0):  # what a dead peer has sent is still read, but its slots go with it
+        if wait_for_hang_up(
+            self._socket, 0
+        ):  # what a dead peer has sent is still read, but its slots go with it
             raise PeerGone("the peer is gone, and its slots with it")
         return header, slot
 

@@ -30,7 +30,7 @@ from shared.kvcache.page_digest import chunk_digest
 from shared.kvcache.page_mover import TorchPageMover
 from shared.kvtransfer.link import Arrival, Link, LinkSpec, Op
 from shared.kvtransfer.staging import Slot
-from tests.sim.streams.device import FakeGpu, FakeStream
+from tests.sim.streams.device import FakeGpu
 from tests.sim.streams.engine import copy_pages
 from tests.sim.streams.links import GpuLinkFactory
 from tests.sim.streams.tensors import DEVICE, FakeTorch

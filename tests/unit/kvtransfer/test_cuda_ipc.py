@@ -20,7 +20,6 @@ from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
 from shared.kvtransfer.states import Received, ReceiveFailed
-from shared.kvtransfer.transports.choice import Transports
 from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory, IpcSharing, IpcSlot
 from shared.kvtransfer.transports.shared_memory import SharedSlot
 from shared.kvtransfer.transports.shm import ShmLinkFactory

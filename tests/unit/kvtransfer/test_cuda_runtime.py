@@ -164,7 +164,7 @@ def test_memory_that_was_mapped_in_vain_is_unmapped(failing: str) -> None:
 
 
 def test_memory_is_read_where_it_lies_by_the_device_of_the_runtime() -> None:
-    """`torch.as_tensor` would ask CUDA which GPU has the memory, and copy what another one has: to where no peer writes."""
+    """`torch.as_tensor` asks CUDA which GPU has the memory, and copies what another one has. No peer writes there."""
     memory = torch.zeros(64, dtype=torch.uint8)
     seen = new_runtime(Library(), torch.device("cpu")).tensor(memory.data_ptr(), 64)
     memory.fill_(7)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import secrets
 import socket
