@@ -60,7 +60,7 @@ class Runtime(Protocol):
 
 
 class CudaRuntime:
-    """The runtime that torch has loaded, and the driver below it, by ctypes. HAS NOT RUN ON A GPU.
+    """The runtime that torch has loaded, and the driver below it, by ctypes. Has run on one H200, not on two GPUs.
 
     Each call makes the device current first: a slot is freed on the thread that drops its last reference, which may
     touch no device otherwise.
@@ -130,7 +130,7 @@ class CudaRuntime:
         self._call("cudaIpcCloseMemHandle", self._close_handle, address)
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        # `torch.as_tensor` asks CUDA where the memory is, and copies what another GPU has. This device reads it there.
+        # `torch.as_tensor` asks CUDA where memory is, and copies what another GPU has. This device reads it there.
         storage = torch._C._construct_storage_from_data_pointer(address, self._device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
