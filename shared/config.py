@@ -301,7 +301,7 @@ class TransferOptions:
     # staging: one ring per link
     slot_nbytes: int | None = flag(
         None,
-        "size of a staging slot; None: 4 MiB, or 32 MiB where KV pages are on a GPU",
+        "size of a staging slot; None: 4 MiB, or 128 MiB where KV pages are on a GPU",
         whole(4096, 1 << 30),
         "BYTES",
         names=("--kv-slot-bytes",),

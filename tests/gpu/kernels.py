@@ -178,7 +178,10 @@ def page_copy(tensors: Tensors, *, scatter: bool) -> Pair:
     page_nbytes = tensors.size(8 * PAGE_SIZE * HEAD_DIM * 2)
     pages = torch.randint(0, 255, (rows, num_pages, page_nbytes), dtype=torch.uint8, device=device)
     ids = torch.randperm(num_pages, device=device)[:16]
-    block = torch.cat([torch.zeros(2, dtype=torch.int64, device=device), ids])
+    block = torch.zeros(
+        17 * (1 + rows) - rows, dtype=torch.int64, device="cpu", pin_memory=not tensors.place.is_dry
+    )
+    block[1:17] = ids
     slot = torch.zeros(rows, 16, page_nbytes, dtype=torch.uint8, device=device)
     pages_RPW, slot_RPW = pages.view(torch.int64), slot.view(torch.int64)
     return Pair(

@@ -72,7 +72,7 @@ def pages_configuration(*, scatter: bool) -> Configuration:
         name=f"pages-{'scatter' if scatter else 'gather'}",
         kernel=pages.copy_pages_kernel,
         types={
-            **pointers("i64", "pages_ptr", "slot_ptr", "block_ptr"),
+            **pointers("i64", "pages_ptr", "slot_ptr", "pinned_block_ptr"),
             **dict.fromkeys(("first_row", "num_ids", *sizes), "i32"),
         },
         constants={"SCATTER": scatter, "BLOCK_LINES": pages.BLOCK_LINES},

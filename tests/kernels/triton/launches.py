@@ -105,13 +105,8 @@ def launch_all() -> None:
     for num_ids in (1, 16):
         slot = torch.empty(4, num_ids, pages.shape[2], dtype=torch.uint8, device=META)
         for scatter in (False, True):
-            copy_pages(
-                pages,
-                range(4),
-                slot,
-                torch.empty(2 + num_ids, dtype=torch.int64, device=META),
-                scatter=scatter,
-            )
+            block = torch.empty(1 + num_ids + 4 * num_ids, dtype=torch.int64, device=META)
+            copy_pages(pages, range(4), slot, block, scatter=scatter)
 
 
 def require_device(*args: Any, **kwargs: Any) -> None:
