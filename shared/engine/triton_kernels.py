@@ -27,8 +27,8 @@ def triton_kernels(
 ) -> Callable[[TokenToKVPool], Kernels]:
     """What makes those for a pool on a GPU. Raises ConfigError where the GPU's products cannot be exact.
 
-    Their numerics name SUMS, Triton's version, the GPU, and `exact` or `inexact` with cuBLAS's version of torch: then a
-    decode step has other bits than a prefill, and so has a continued stream.
+    Their numerics name SUMS, Triton's version, the GPU, and `exact`, or `inexact` with torch's version for cuBLAS.
+    Then a decode step has other bits than a prefill, and so may a stream that is continued.
     """
     numerics = f"triton-{SUMS}-{triton.__version__}/{torch.cuda.get_device_name(device)}"
     if not exact:

@@ -21,7 +21,6 @@ The slow twins are `extend_attention` and `decode_attention` of `shared.kernels.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
