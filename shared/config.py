@@ -225,14 +225,14 @@ class ScheduleOptions:
         0, "test knob: force a retraction every so many decode steps; 0: never", _retract_interval, "STEPS"
     )
 
-
-_seconds = fraction(0.5, 3600)
-_long_seconds = fraction(0.1, 86400)
-
     @property
     def chunk_tokens(self) -> int:
         """The longest part of a prompt in one forward. Options that no device has resolved are for a CPU."""
         return self.chunked_prefill_size or CPU_CHUNK_TOKENS
+
+
+_seconds = fraction(0.5, 3600)
+_long_seconds = fraction(0.1, 86400)
 
 
 @dataclass(frozen=True, kw_only=True)

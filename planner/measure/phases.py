@@ -12,7 +12,7 @@ import gc
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial

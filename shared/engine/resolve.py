@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from shared.config import GPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS, ModelOptions, NodeConfig, ScheduleOptions
+from shared.config import CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS, ModelOptions, NodeConfig, ScheduleOptions
 from shared.errors import ConfigError
 from shared.model.config import ModelConfig
 

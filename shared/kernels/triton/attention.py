@@ -220,9 +220,9 @@ def attention_kernel(
 ):  # fmt: skip
     """Items pid, pid + grid, ..: outputs of whole tiles, states of cut ones.
 
-    `scale` turns a score into an exponent of 2. `q_stride` is from one token to the next. Items of at most FEW_M rows
-    are tiles of as many, if FEW_M is not 0. With a SPLIT of 0 an item is one split. Else each program has BLOCK_M rows
-    of its own at the workspace's end, for the state of the splits before the present one.
+    `scale` turns a score into an exponent of 2. `q_stride` is from one token to the next. An item of at most FEW_M
+    rows is a tile of as many, if FEW_M is not 0. With a SPLIT of 0 an item is one split. Else each program has
+    BLOCK_M rows of its own at the workspace's end, for the state of the splits before the present one.
     """
     work_at = tl.load(words_ptr + WORK_WORD)
     num_items = tl.load(words_ptr + work_at) * NUM_KV_HEADS
@@ -231,7 +231,7 @@ def attention_kernel(
         kv_head = i % NUM_KV_HEADS
         item_ptr = words_ptr + work_at + HEADER_WORDS + (i // NUM_KV_HEADS) * ITEM_WORDS
         is_few = tl.load(item_ptr + 4) <= FEW_M
-        if FEW_M:
+        if FEW_M:  # noqa: SIM102 - known at compile time, and no tile has 0 rows
             if is_few:
                 _item(
                     q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first,

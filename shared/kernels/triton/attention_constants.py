@@ -1,4 +1,4 @@
-"""What `attention_kernel` and `merge_kernel` are compiled with, by shape of heads, type, GPU, and whether bits matter.
+"""What `attention_kernel` and `merge_kernel` are compiled with, by shape of heads, type, GPU, and `exact`.
 
 With `exact` a token has one order of sums, so decode steps have the tiles of a prefill, and splits begin at multiples
 of SPLIT. Without, cuBLAS's products break that anyway: a tile of few rows is a smaller one, which leaves the memory

@@ -125,8 +125,7 @@ def build(configuration: Configuration, arch: int) -> Cubin:
 def tiles_ahead(ttgir: str) -> int:
     """How many turns before its use a turn's two loads are begun, in the loop of which it is least; 0 without one.
 
-    Of each loop's `async_wait`, `num` is the number of loads that may still be on their way. The one behind a loop has
-    0, and the loops are those with products.
+    Of a loop's `async_wait`, `num` is the number of loads that may still be on their way.
     """
     waits = re.findall(r"scf\.for .*?(?:async_wait.*?num = (\d+).*?)?scf\.yield", ttgir, re.DOTALL)
     return min((int(wait) // 2 for wait in waits if wait), default=0)

@@ -59,7 +59,7 @@ PRODUCT = Configuration(
 
 
 def test_the_depth_is_that_of_the_loop_that_waits_most() -> None:
-    loop = "scf.for %i = 0 to 8 { %w = ttg.async_wait %k, %v {num = NUM : i32} scf.yield } ttg.async_wait {num = 0 : i32}"
+    loop = "scf.for %i = 0 to 8 { ttg.async_wait %k, %v {num = NUM : i32} scf.yield } ttg.async_wait {num = 0 : i32}"
     ahead, waiting = loop.replace("NUM", "2"), loop.replace("NUM", "0")
     assert (tiles_ahead(ahead), tiles_ahead(ahead + waiting), tiles_ahead("")) == (1, 0, 0)
 

@@ -1,7 +1,7 @@
 """The priority of captured kernels, over streams and graphs that keep to what CUDA and PyTorch document.
 
-A node of a graph runs with the priority of the stream that it was captured on (`cudaLaunchAttributePriority`), whatever
-the stream of the replay (https://github.com/pytorch/pytorch/issues/167346).
+A node of a graph runs with the priority of the stream that it was captured on (`cudaLaunchAttributePriority`),
+whatever the stream of the replay (https://github.com/pytorch/pytorch/issues/167346).
 """
 
 from __future__ import annotations
