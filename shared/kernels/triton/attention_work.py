@@ -1,10 +1,10 @@
 """The work list of paged attention: which rows attend to which keys, as numbers that the kernels read.
 
 A *row* is one query head of one new token. The rows of the query heads that share a KV head lie side by side, token
-by token, and are cut into tiles of `block_m`. The keys of a sequence are cut into splits of SPLIT keys, counted from
-position 0, so the keys of a split depend neither on the length of the sequence nor on its cut into forwards. The
-state of a row over a split is the same however work is shared out, and the states of its splits are merged in order.
-So the list decides about time and never about bits.
+by token, and are cut into tiles of `block_m`. Where bits matter, the keys of a sequence are cut into splits of SPLIT
+keys, counted from position 0, so the keys of a split depend neither on the length of the sequence nor on its cut
+into forwards. The state of a row over a split is the same however work is shared out, and the states of its splits
+are merged in order. So the list decides about time and never about bits. Elsewhere a split is as long as suits.
 
 An *item* is a tile with all keys that it sees, or a *cut* tile with the keys of one split. A cut tile leaves its
 states in a workspace, and a *merge* of at most MERGE_ROWS rows adds them up. Tiles are cut where so few of them are
@@ -150,7 +150,8 @@ def _even_splits(ends_L: np.ndarray, num_kv_heads: int, num_programs: int) -> np
     """The keys of a split of each tile."""
     wanted = max(ends_L.sum() * num_kv_heads // (num_programs * SPLITS_A_PROGRAM), MIN_SPLIT)
     keys_L: np.ndarray = -(-ends_L // np.maximum((ends_L + wanted // 2) // wanted, 1))
-    return np.maximum(-(-keys_L // SPLIT_UNIT) * SPLIT_UNIT, MIN_SPLIT)
+    split_L: np.ndarray = np.maximum(-(-keys_L // SPLIT_UNIT) * SPLIT_UNIT, MIN_SPLIT)
+    return split_L
 
 
 def _there_and_back(num_items: int, at_once: int) -> np.ndarray:
