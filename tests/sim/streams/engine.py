@@ -193,7 +193,7 @@ def streams_engine(
         mover=new_mover(gpu, torch_mode),
     )
     num_rows = config.schedule.max_running_requests
-    nbytes = BlockShape(4 * config.schedule.chunked_prefill_size, num_rows).nbytes(num_rows * num_pages)
+    nbytes = BlockShape(4 * config.schedule.chunk_tokens, num_rows).nbytes(num_rows * num_pages)
     inputs = new_inputs(nbytes, num_rows, config.cache.page_size, DEVICE, gpu.start_copy)
     backend = TokenBackend(torch_mode, pool, inputs)
     runner = ModelRunner(backend, num_rows, DEVICE, start_copy=gpu.start_copy)
