@@ -23,7 +23,7 @@ import numpy as np
 
 SPLIT = 512
 """Keys of a split where bits must not depend on the list."""
-MIN_SPLIT, SPLIT_UNIT, SPLITS_A_PROGRAM = 128, 64, 2
+MIN_SPLIT, SPLIT_UNIT, SPLITS_A_PROGRAM = 256, 64, 1
 """Elsewhere: the fewest keys of a split, what they are a multiple of, and how many splits a program is to have."""
 MERGE_ROWS = 16
 

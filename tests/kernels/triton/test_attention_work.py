@@ -120,9 +120,9 @@ def test_splits_follow_from_what_there_is_to_do() -> None:
         return {*(items_I8[:, 6] - items_I8[:, 5]).tolist()}
 
     assert keys([(2047, 1)]) == {MIN_SPLIT}
-    assert keys([(2047, 1)] * 64) == {512}
+    assert keys([(2047, 1)] * 64) == {1024}
     assert keys([(2047, 1)] * 1000) == {2048}
-    assert keys([(8191, 1)] + [(63, 1)] * 2000) == {64, 512}, "no program waits for the long one"
+    assert keys([(8191, 1)] + [(63, 1)] * 2000) == {64, 1024}, "no program waits for the long one"
 
 
 def test_programs_have_equal_shares_of_a_prefill() -> None:
