@@ -42,9 +42,7 @@ class RunAhead:
         self._fetches = fetches
         self._vitals = vitals
         self._max_pages = int(options.prefill_ahead_share * ledger.allocator.num_pages)
-        self._chunk_pages = max(
-            min(options.chunked_prefill_size, options.max_prefill_tokens) // ledger.page_size, 1
-        )
+        self._chunk_pages = max(min(options.chunk_tokens, options.max_prefill_tokens) // ledger.page_size, 1)
         self._cached = CachedPrefixes(ledger)
         self._waiting: dict[Req, int] = {}
         """How many tokens were computed ahead for each."""

@@ -117,12 +117,19 @@ class CacheOptions:
     )
 
 
+CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 512, 2048
+"""By default. Of 2048 tokens an H200 computes an 8B at 0.74 of its speed, of 512 at less, of 8192 no faster."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
     """Budgets of one scheduling decision, in tokens or requests."""
 
-    chunked_prefill_size: int = flag(
-        512, "longest part of a prompt computed in one forward", whole(1), "TOKENS"
+    chunked_prefill_size: int | None = flag(
+        None,
+        "longest part of a prompt computed in one forward; None: 512 on a CPU, 2048 on a GPU",
+        whole(1),
+        "TOKENS",
     )
     short_prompt_share: float = flag(
         0.5,
@@ -218,6 +225,11 @@ class ScheduleOptions:
         0, "test knob: force a retraction every so many decode steps; 0: never", _retract_interval, "STEPS"
     )
 
+    @property
+    def chunk_tokens(self) -> int:
+        """The longest part of a prompt in one forward. Options that no device has resolved are for a CPU."""
+        return self.chunked_prefill_size or CPU_CHUNK_TOKENS
+
 
 _seconds = fraction(0.5, 3600)
 _long_seconds = fraction(0.1, 86400)
@@ -301,7 +313,7 @@ class TransferOptions:
     # staging: one ring per link
     slot_nbytes: int | None = flag(
         None,
-        "size of a staging slot; None: 4 MiB, or 32 MiB where KV pages are on a GPU",
+        "size of a staging slot; None: 4 MiB, or 128 MiB where KV pages are on a GPU",
         whole(4096, 1 << 30),
         "BYTES",
         names=("--kv-slot-bytes",),

@@ -13,6 +13,9 @@ from typing import Protocol
 
 import torch
 
+FORWARD_PRIORITY = -1
+"""Of forwards, captured ones too. No other stream has it, so no link is ever handed the forward stream."""
+
 
 class StreamEvent(Protocol):
     """A point on a stream."""

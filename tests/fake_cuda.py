@@ -1,7 +1,7 @@
 """A CUDA runtime without a GPU: device memory is a memfd, which other processes open by its place in /proc.
 
-It is as strict as the documentation of CUDA: freeing memory that another process has mapped is a defect. An event
-that is held back stays unfinished, as that of a stream whose kernels have not run.
+It is as strict as the documentation of CUDA: freeing memory that another process has mapped is a defect. Small blocks
+share an allocation, and another process maps all of it. Host memory that is pinned can be written.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import weakref
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,32 +18,40 @@ from shared.errors import LinkError
 
 _NAME = "baton-kv-slot-fake"
 """Found by what counts mappings of slots."""
+ALLOCATION_NBYTES = 2 << 20
+"""Blocks that are no multiple of this lie in allocations of this size, one behind the other."""
 
 
 class FakeRuntime:
     """The calls of one process, which counts what is there.
 
-    `without_ipc` is a container that forbids it. `pins_read_only` is False for drivers that pin no read-only memory.
+    `without_ipc` is a container that forbids it.
     """
 
-    def __init__(self, *, without_ipc: bool = False, pins_read_only: bool = True) -> None:
+    def __init__(self, *, without_ipc: bool = False) -> None:
         self._without_ipc = without_ipc
-        self._pins_read_only = pins_read_only
         self._memory: dict[int, _Memory] = {}
-        """Allocated or mapped, by address."""
+        """Allocated or mapped, by address. Small blocks have their allocation in common."""
+        self._shared: tuple[_Memory, int] | None = None
+        """The newest allocation of small blocks, and how much of it is taken."""
         self.registered: set[int] = set()
-        self.events: weakref.WeakSet[FakeEvent] = weakref.WeakSet()
-        """Those of this process."""
 
     def malloc(self, nbytes: int) -> int:
-        descriptor = os.memfd_create(_NAME)
-        os.ftruncate(descriptor, nbytes)
-        memory = _Memory(descriptor, is_own=True)
-        self._memory[memory.address] = memory
-        return memory.address
+        if nbytes % ALLOCATION_NBYTES == 0:
+            memory, at = _Memory(_new_area(nbytes), is_own=True), 0
+        else:
+            memory, at = self._shared or (_Memory(_new_area(ALLOCATION_NBYTES), is_own=True), 0)
+            if at + nbytes > ALLOCATION_NBYTES:
+                memory, at = _Memory(_new_area(ALLOCATION_NBYTES), is_own=True), 0
+            self._shared = memory, at + -(-nbytes // 512) * 512
+        self._memory[memory.address + at] = memory
+        return memory.address + at
 
     def free(self, address: int) -> None:
-        self._memory.pop(address).free()
+        memory = self._memory.pop(address)
+        if memory not in self._memory.values():
+            memory.free()
+            self._shared = None if self._shared and self._shared[0] is memory else self._shared
 
     def ipc_handle(self, address: int) -> bytes:
         return _place(self._memory[address].descriptor)
@@ -61,26 +69,17 @@ class FakeRuntime:
         fcntl.flock(memory.descriptor, fcntl.LOCK_UN)  # tensors over the area may live a moment longer
         os.close(memory.descriptor)
 
-    def new_event(self) -> FakeEvent:
-        descriptor = os.memfd_create(_NAME)
-        os.ftruncate(descriptor, 16)
-        event = FakeEvent(descriptor)
-        self.events.add(event)
-        return event
-
-    def open_event(self, handle: bytes) -> FakeEvent:
-        return FakeEvent(_open(handle))
-
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        area = self._memory[address].area
-        assert nbytes <= len(area), "a tensor is larger than its memory: a GPU would read or write beyond it"
-        return torch.frombuffer(area, dtype=torch.uint8)[:nbytes]
+        memory = self._memory[address]
+        at = address - memory.address
+        assert at + nbytes <= len(memory.area), (
+            "a tensor is larger than its memory: a GPU would read or write beyond it"
+        )
+        return torch.frombuffer(memory.area, dtype=torch.uint8)[at : at + nbytes]
 
-    def register(self, memory: torch.Tensor, *, read_only: bool) -> None:
-        if read_only and not self._pins_read_only:
+    def register(self, memory: torch.Tensor) -> None:
+        if not is_writable(memory.data_ptr()):  # drivers differ in whether they pin it
             raise LinkError("cudaHostRegister: operation not supported")
-        if not read_only:
-            memory[0] = 0  # what CUDA pins for writing can be written
         assert memory.data_ptr() not in self.registered
         self.registered.add(memory.data_ptr())
 
@@ -113,30 +112,20 @@ class _Memory:
             os.close(self.descriptor)
 
 
-class FakeEvent:
-    """Two counters that processes share: how often it was recorded, and how many of these are over."""
+def _new_area(nbytes: int) -> int:
+    descriptor = os.memfd_create(_NAME)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
-        self._recorded, self._over = range(2)
-        self._counts = np.frombuffer(mmap.mmap(descriptor, 16), dtype=np.int64)
-        self.is_held = False
 
-    def record(self) -> None:
-        self._counts[self._recorded] += 1
-        if not self.is_held:
-            self.finish()
-
-    def finish(self) -> None:
-        """All that was recorded is over."""
-        self._counts[self._over] = self._counts[self._recorded]
-
-    def query(self) -> bool:
-        return bool(self._counts[self._over] == self._counts[self._recorded])
-
-    def ipc_handle(self) -> bytes:
-        return _place(self._descriptor)
+def is_writable(address: int) -> bool:
+    """Whether this process has memory mapped there that it can write."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        area, access, *_ = line.split()
+        first, last = (int(end, 16) for end in area.split("-"))
+        if first <= address < last:
+            return "w" in access
+    return False
 
 
 def _place(descriptor: int) -> bytes:

@@ -31,7 +31,7 @@ from planner.profile import Measured, NodeKind, Profile, Residual
 from planner.simulator.runner import PAGE_COPY_S
 from shared.config import NodeConfig, ScheduleOptions
 from shared.engine.build import Engine, build_engine
-from shared.engine.resolve import resolve_device
+from shared.engine.resolve import resolve_device, resolve_schedule
 from shared.kvtransfer.transports.choice import make_transports
 from shared.model.files import resolve_model
 from shared.protocol.messages import KVLayout, NodeLimits
@@ -60,6 +60,7 @@ class Node:
     limits: NodeLimits
     layout: KVLayout
     host_kv_tokens: int
+    chunk_tokens: int
     device: str
     kernels: str
 
@@ -109,7 +110,7 @@ def measure(
             page_size=node.layout.page_size,
             context_length=node.limits.context_length,
             max_running_requests=node.limits.max_running_requests,
-            chunked_prefill_size=config.schedule.chunked_prefill_size,
+            chunked_prefill_size=node.chunk_tokens,
             kv_bytes_per_token=node.token_nbytes,
             start_s=start_s,
             disable_radix_cache=config.cache.disable_radix_cache,
@@ -149,17 +150,19 @@ def measure_engine(
     """What one process measures by itself: the node, its forwards, and remarks on the machine. Raises ConfigError."""
     on_progress("loading the model", 0.0)
     engine = build_engine(config, lambda what, fraction: on_progress(what, 0.0))
+    config = replace(config, schedule=resolve_schedule(config.schedule, engine.pool.device))
     node = Node(
         machine=_machine(engine),
         limits=engine.limits,
         layout=engine.layout,
         host_kv_tokens=engine.ledger.host.num_pages * engine.layout.page_size,
+        chunk_tokens=config.schedule.chunk_tokens,
         device=str(engine.pool.device),
         kernels=engine.attention_backend,
     )
     points = points_of(
         engine.limits,
-        config.schedule.chunked_prefill_size,
+        node.chunk_tokens,
         config.cache.page_size,
         has_cache=not config.cache.disable_radix_cache,
         effort=effort,

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from shared import log
+from shared.device_streams import FORWARD_PRIORITY
 from shared.engine.input_block import BlockShape
 
 EXTEND_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
@@ -55,7 +56,8 @@ class CudaGraphPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # A replayed kernel has the priority of the stream that it was captured on, and not of the one of the replay.
+        self._stream = torch.cuda.Stream(device, FORWARD_PRIORITY)  # type: ignore[no-untyped-call]
 
     def capture(self, forward: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture on a stream of the pool's own."""

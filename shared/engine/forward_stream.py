@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shared import log
-from shared.device_streams import CudaStreams, DeviceStreams, StreamEvent
+from shared.device_streams import FORWARD_PRIORITY, CudaStreams, DeviceStreams, StreamEvent
 from shared.engine.model_runner import Forwarded, ModelRunner, SampledTensors
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import VocabMask
@@ -28,8 +28,6 @@ from shared.scheduling.commit import Sampled
 _CUDA_ERROR_MEMORY_ALLOCATION = 2
 _TRITON_ERROR = "Triton Error [CUDA]: "
 """How Triton begins the text of a driver's error. It raises a plain RuntimeError."""
-FORWARD_PRIORITY = -1
-"""No other stream has it, so no link is ever handed the forward stream. Its kernels go first on a busy GPU."""
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -25,7 +25,7 @@ from shared import log
 from shared.config import NodeConfig
 from shared.engine.build import Engine, build_engine
 from shared.engine.node_http import InRole, NodeHttp, NodeStatus
-from shared.engine.resolve import resolve_device
+from shared.engine.resolve import resolve_device, resolve_schedule
 from shared.engine.vitals import Vitals
 from shared.errors import ConfigError
 from shared.kvtransfer.links import Endpoint
@@ -138,7 +138,8 @@ def _serve(role: Role, config: NodeConfig, builder_of: Callable[[Role], BuildRol
                     exits.callback(loaded.engine.close)
                     # The node keeps its name and its port in the other role.
                     own = replace(net, node_id=presence.node.node_id, port=presence.port)
-                    config = replace(config, net=own)
+                    schedule = resolve_schedule(config.schedule, loaded.engine.pool.device)
+                    config = replace(config, net=own, schedule=schedule)
                 next_role = _serve_in_role(presence, config, loaded, builder_of(next_role), stop, status)
     return 0
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import xxhash
 
-from shared.config import ModelOptions, NodeConfig
+from shared.config import CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS, ModelOptions, NodeConfig, ScheduleOptions
 from shared.errors import ConfigError
 from shared.model.config import ModelConfig
 
@@ -43,6 +44,12 @@ def resolve_dtype(options: ModelOptions, model: ModelConfig, device: torch.devic
         name = "bfloat16"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def resolve_schedule(options: ScheduleOptions, device: torch.device) -> ScheduleOptions:
+    """Give a chunk the size that suits the device, unless the options have one."""
+    by_itself = GPU_CHUNK_TOKENS if device.type == "cuda" else CPU_CHUNK_TOKENS
+    return replace(options, chunked_prefill_size=options.chunked_prefill_size or by_itself)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

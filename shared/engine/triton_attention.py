@@ -43,6 +43,7 @@ class TritonAttention:
             group=self.kernels.group,
             num_kv_heads=self.kernels.num_kv_heads,
             block_m=self.kernels.block_m,
+            split=self.kernels.split,
             num_programs=self.kernels.num_programs,
             workspace_rows=self.kernels.workspace_rows,
         ).words()
@@ -54,6 +55,7 @@ class TritonAttention:
             shape.num_sequences,
             group=self.kernels.group,
             block_m=self.kernels.block_m,
+            split=self.kernels.split,
             context_length=context_length,
             workspace_rows=self.kernels.workspace_rows,
         )

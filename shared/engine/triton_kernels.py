@@ -18,7 +18,7 @@ from shared.kernels.triton.linear import ExactLinear
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import ModelConfig
 
-SUMS = 1
+SUMS = 2
 """Raised by every change of a kernel that gives other bits for the same inputs."""
 
 
@@ -27,11 +27,12 @@ def triton_kernels(
 ) -> Callable[[TokenToKVPool], Kernels]:
     """What makes those for a pool on a GPU. Raises ConfigError where the GPU's products cannot be exact.
 
-    Their numerics name SUMS, Triton's version, the GPU, and the products: exact, or cuBLAS's of a version of torch.
+    Their numerics name SUMS, Triton's version, the GPU, and `exact`, or `inexact` with torch's version for cuBLAS.
+    Then a decode step has other bits than a prefill, and so may a stream that is continued.
     """
     numerics = f"triton-{SUMS}-{triton.__version__}/{torch.cuda.get_device_name(device)}"
     if not exact:
-        numerics = f"{numerics}/cublas-{torch.__version__}"
+        numerics = f"{numerics}/inexact/cublas-{torch.__version__}"
         return partial(make_triton_kernels, config, product=linear, numerics=numerics)
     product = ExactLinear.of(device, dtype)
     require_exact(product, config, dtype, device)
@@ -49,6 +50,7 @@ def require_exact(
 
 def make_triton_kernels(config: ModelConfig, pool: TokenToKVPool, product: Linear, numerics: str) -> Kernels:
     """Those for a pool on any device that Triton computes for, an interpreted CPU included."""
+    is_exact = isinstance(product, ExactLinear)
     attention = PagedAttention(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -56,11 +58,12 @@ def make_triton_kernels(config: ModelConfig, pool: TokenToKVPool, product: Linea
         page_size=pool.page_size,
         dtype=pool.dtype,
         device=pool.device,
+        exact=is_exact,
     )
     return Kernels(
         name="triton",
         numerics=numerics,
-        is_exact=isinstance(product, ExactLinear),
+        is_exact=is_exact,
         attention=TritonAttention(attention),
         make_ops=partial(TritonOps, product=product),
         tokens=TritonTokens(),

@@ -94,7 +94,8 @@ class Link(Protocol):
     def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> Op:
         """Start sending the first `nbytes` of `slot`, which the link's factory made, as message `seq`.
 
-        The `header` of HEADER_NBYTES goes with it. Raises LinkError, or its Op does, if it cannot be started.
+        The payload is there: no stream has work left on the slot. The `header` of HEADER_NBYTES goes with it. Raises
+        LinkError, or its Op does, if it cannot be started.
         """
         ...
 

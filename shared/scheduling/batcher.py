@@ -253,7 +253,7 @@ class Batcher:
         """A decode step of `reqs`; there are pages for it."""
         self._num_decode_steps += 1
         self._new_token_ratio.decay()
-        batch = schedule_step(reqs, self._ledger, max(self._options.chunked_prefill_size // 2, 1))
+        batch = schedule_step(reqs, self._ledger, max(self._options.chunk_tokens // 2, 1))
         if batch.extends:  # `_settle_last_batch` brings their requests back, as those of every extend
             gone = {id(item.req) for item in batch.extends}
             self.running_batch = [req for req in self.running_batch if id(req) not in gone]

@@ -62,7 +62,7 @@ class PrefillAdder:
         self._reserved_tokens = sum(self._reserve(req) for req in running)
         self._short_prompt_share = options.short_prompt_share
         self._num_lookups = 0
-        self._rem_chunk_tokens = tokens_beside(num_decodes, options.chunked_prefill_size)
+        self._rem_chunk_tokens = tokens_beside(num_decodes, options.chunk_tokens)
         self._rem_input_tokens = tokens_beside(num_decodes, options.max_prefill_tokens)
         self._num_kept_rows = self._num_kept_pages = 0
         self.can_run: list[Req] = []

@@ -89,7 +89,7 @@ def run_mix(share: float) -> dict[str, Any]:
     decode = NodeShape(pool_tokens=DECODE_POOL_TOKENS, context_length=2 * LONG_TOKENS, schedule=schedule)
     costs = MIX_COSTS
     fleet = SimFleet(FleetShape(num_decode=2, prefill=node, decode=decode), costs)
-    chunk = schedule.chunked_prefill_size
+    chunk = schedule.chunk_tokens
     chunks = [(start, chunk) for start in range(0, LONG_TOKENS, chunk)]
     busy_s = 0.9 * costs.extend_s([(0, SHORT_TOKENS)]) + 0.1 * sum(costs.extend_s([span]) for span in chunks)
     lens = [SHORT_TOKENS] * 9 + [LONG_TOKENS]

@@ -108,7 +108,8 @@ ATTENDED = (
 def pairs(tensors: Tensors) -> Iterator[Pair]:
     """Those of one decode step and of a chunk of a prompt. Each is made when the one before it is done."""
     for attended in ATTENDED:
-        yield attention(tensors, attended)
+        for exact in (False, True):
+            yield attention(tensors, attended, exact=exact)
     for tokens in (64, tensors.size(8192)):
         yield norm(tensors, tokens)
         yield silu(tensors, tokens)
@@ -123,7 +124,7 @@ def pairs(tensors: Tensors) -> Iterator[Pair]:
         yield page_copy(tensors, scatter=scatter)
 
 
-def attention(tensors: Tensors, of: Attended) -> Pair:
+def attention(tensors: Tensors, of: Attended, *, exact: bool) -> Pair:
     """One layer's attention over pages in random order, against torch's over K and V that lie together."""
     from shared.engine.triton_attention import TritonAttention
     from shared.kernels.triton.attention import PagedAttention
@@ -140,6 +141,7 @@ def attention(tensors: Tensors, of: Attended) -> Pair:
         page_size=PAGE_SIZE,
         dtype=tensors.dtype,
         device=torch.device(place.device),
+        exact=exact,
     )
     pages = -(-end // PAGE_SIZE)
     table_BP = (
@@ -159,7 +161,7 @@ def attention(tensors: Tensors, of: Attended) -> Pair:
     seen = torch.ones(length, end, dtype=torch.bool, device=place.device).tril(start) if masked else None
     causal = start == 0
     return Pair(
-        what=f"attention, {of.name}",
+        what=f"{'exact ' * exact}attention, {of.name}",
         ours=lambda i: kernel(q, k_pages, v_pages, words),
         theirs=lambda i: F.scaled_dot_product_attention(
             q_BHLD, k, v, attn_mask=seen, is_causal=causal, enable_gqa=True
@@ -178,7 +180,10 @@ def page_copy(tensors: Tensors, *, scatter: bool) -> Pair:
     page_nbytes = tensors.size(8 * PAGE_SIZE * HEAD_DIM * 2)
     pages = torch.randint(0, 255, (rows, num_pages, page_nbytes), dtype=torch.uint8, device=device)
     ids = torch.randperm(num_pages, device=device)[:16]
-    block = torch.cat([torch.zeros(2, dtype=torch.int64, device=device), ids])
+    block = torch.zeros(
+        17 * (1 + rows) - rows, dtype=torch.int64, device="cpu", pin_memory=not tensors.place.is_dry
+    )
+    block[1:17] = ids
     slot = torch.zeros(rows, 16, page_nbytes, dtype=torch.uint8, device=device)
     pages_RPW, slot_RPW = pages.view(torch.int64), slot.view(torch.int64)
     return Pair(

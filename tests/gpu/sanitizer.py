@@ -23,7 +23,7 @@ SMALL = {
     "silu_mul_kernel": "test_silu_mul and 3-70",
     "rotary_kernel": "test_rotary and 12",
     "norm_rope_write_kernel": "test_norm_rope_write and H5",
-    "linear_kernel": "test_linear and 65-33",
+    "linear_kernel": "test_linear and 65-33 and bias",
     "resolve_kernel": "test_writes_enter_before_the_map_is_read and 11-3",
     "sample_kernel": "test_every_row_equals_the_twin and normal",
     "bias_kernel": "test_biases_masked_tokens_and_a_vocab_mask",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.kernels.triton.pages import TritonPageMover
 from shared.kvcache.page_mover import TorchPageMover
 from tests.sim.streams.device import FakeGpu, Schedule
-from tests.sim.streams.engine import NewMover, copy_pages, triton_mover
+from tests.sim.streams.engine import NewMover, copy_pages
 from tests.sim.streams.fleet import Happening, Parts, Scenario, run
 from tests.sim.streams.plants import (
     AllocatorWithoutEpochs,
@@ -65,7 +66,7 @@ PLANTED = {
         "",
     ),
     "a copy that is not behind the making of its slot": (
-        Parts(new_mover=lambda gpu, mode: MoverWithoutOrder(DEVICE, gpu, partial(copy_pages, mode))),
+        Parts(new_mover=MoverWithoutOrder),
         {},
         "",
     ),
@@ -100,8 +101,18 @@ def test_a_race_that_was_planted_is_found(name: str) -> None:
     assert run(scenario) == []
 
 
+def triton_mover_that_fails(gpu: FakeGpu, torch_mode: FakeTorch) -> TritonPageMover:
+    """Behind its kernel there is no memory left."""
+
+    def kernel(*args: Any, scatter: bool) -> None:
+        copy_pages(torch_mode, *args, scatter=scatter)
+        raise torch.OutOfMemoryError
+
+    return TritonPageMover(DEVICE, gpu, kernel)
+
+
 @pytest.mark.parametrize(
-    "of", [triton_mover, lambda gpu, torch_mode: TorchPageMover(gpu)], ids=["triton", "torch"]
+    "of", [triton_mover_that_fails, lambda gpu, torch_mode: TorchPageMover(gpu)], ids=["triton", "torch"]
 )
 def test_a_copy_that_raises_half_way_leaves_nothing_to_run(of: NewMover) -> None:
     """Its pages and its slot have other owners as soon as it has raised."""

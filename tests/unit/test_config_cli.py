@@ -46,7 +46,7 @@ FLAGS = """\
 --gpu-memory-timeout-s GPU_MEMORY_TIMEOUT_S = 60.0
 --disable-radix-cache
 --host-kv-tokens TOKENS
---chunked-prefill-size TOKENS = 512
+--chunked-prefill-size TOKENS
 --short-prompt-share SHARE = 0.5
 --prefill-ahead-share SHARE = 0.25
 --max-prefill-tokens TOKENS = 16384

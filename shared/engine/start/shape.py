@@ -9,7 +9,7 @@ import torch
 
 from shared.config import CacheOptions, NodeConfig, ScheduleOptions
 from shared.engine.input_block import ForwardLimits
-from shared.engine.resolve import resolve_context_length, resolve_device, resolve_dtype
+from shared.engine.resolve import resolve_context_length, resolve_device, resolve_dtype, resolve_schedule
 from shared.errors import ConfigError
 from shared.kvtransfer.transports.choice import links_nbytes
 from shared.model.config import ModelConfig
@@ -45,7 +45,7 @@ class EngineShape:
             dtype=resolve_dtype(config.model, model, device),
             device=device,
             cache=config.cache,
-            schedule=config.schedule,
+            schedule=resolve_schedule(config.schedule, device),
             context_length=resolve_context_length(config.model, model),
             decodes=decodes,
             links_nbytes=links_nbytes(config.transfer, device),
@@ -71,7 +71,7 @@ class EngineShape:
     @property
     def max_extend_tokens(self) -> int:
         """Most prompt tokens of a forward."""
-        return min(self.schedule.chunked_prefill_size, self.schedule.max_prefill_tokens)
+        return min(self.schedule.chunk_tokens, self.schedule.max_prefill_tokens)
 
     @property
     def forward_limits(self) -> ForwardLimits:

@@ -1,6 +1,7 @@
-"""Paged attention for extends and decode steps in one kernel, whose bits depend neither on the batch nor on its cut.
+"""Paged attention for extends and decode steps in one kernel, whose bits may not depend on the batch nor on its cut.
 
-The output of a token has the same bits from a decode step, a prefill or a chunk of one, beside any other sequences:
+With `exact` the output of a token has the same bits from a decode step, a prefill or a chunk of one, beside any
+others:
 - A tile has BLOCK_M rows always, and a row's sums have nothing of other rows in them.
 - The keys of a split are taken TILE at a time from its first one. Keys that a row does not see have weight zero, and
   TILE keys of which a row sees none multiply its sums by one.
@@ -21,7 +22,6 @@ The slow twins are `extend_attention` and `decode_attention` of `shared.kernels.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -29,7 +29,13 @@ import triton.language as tl
 
 from shared.errors import ConfigError
 from shared.kernels.triton import attention_work as work
-from shared.kernels.triton.attention_work import MERGE_ROWS, SPLIT
+from shared.kernels.triton.attention_constants import (
+    MERGE_OPTIONS,
+    attention_constants,
+    attention_options,
+    merge_constants,
+    processors,
+)
 
 HEADER_WORDS: tl.constexpr = tl.constexpr(work.HEADER_WORDS)
 ITEM_WORDS: tl.constexpr = tl.constexpr(work.ITEM_WORDS)
@@ -97,98 +103,148 @@ def _rows(item_ptr, row, GROUP: tl.constexpr, token_stride, HEAD_DIM: tl.constex
     return row < tl.load(item_ptr + 4), (tl.load(item_ptr + 1) + first_row // GROUP).to(tl.int64), at
 
 
+@triton.jit
+def _attend(
+    q, position, k_ptr, v_ptr, words_ptr, pages_at, kv_head, first_key, until_key, end_key, scale,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The state of the rows over the keys from `first_key` to before `until_key`. Keys from `end_key` on may be NaN.
+
+    The pages of TILE keys are looked up while the ones before are computed. A load whose address waits for another
+    load of the same turn would not be started ahead.
+    """
+    tile = tl.arange(0, TILE)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d[None, :] < HEAD_DIM
+    acc = tl.zeros((q.shape[0], BLOCK_D), dtype=tl.float32)
+    total = tl.zeros((q.shape[0],), dtype=tl.float32)
+    reference = tl.full((q.shape[0],), float("-inf"), dtype=tl.float32)
+    key = first_key + tile
+    page = tl.load(words_ptr + pages_at + tl.minimum(key, end_key - 1) // PAGE_SIZE)
+    for first in range(first_key, until_key, TILE):
+        key = first + tile
+        # What lies behind the last key may be NaN, and 0 * NaN is NaN.
+        is_key = key < end_key
+        slot = (page.to(tl.int64) * NUM_KV_HEADS + kv_head) * PAGE_SIZE + key % PAGE_SIZE
+        at = (slot * HEAD_DIM)[:, None] + d[None, :]
+        k = tl.load(k_ptr + at, mask=in_head, other=0.0)
+        v = tl.load(v_ptr + at, mask=is_key[:, None] & in_head, other=0.0)
+        page = tl.load(words_ptr + pages_at + tl.minimum(key + TILE, end_key - 1) // PAGE_SIZE)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        joint = tl.maximum(reference, tl.max(scores, 1) * scale)
+        exponent = _exponent(joint)
+        shrink = tl.exp2(reference - exponent)
+        weights = tl.exp2(tl.fma(scores, scale, -exponent[:, None]))
+        total = tl.fma(total, shrink, tl.sum(weights, 1))
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        reference = joint
+    return acc, total, reference
+
+
+@triton.jit
+def _item(
+    q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first, q_stride,
+    workspace_rows, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The output of a whole tile of BLOCK_M rows, or the state of a cut one."""
+    row = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d[None, :] < HEAD_DIM
+    pages_at = tl.load(words_ptr + PAGE_TABLE_WORD)
+    pages_at += tl.load(item_ptr) * tl.load(words_ptr + TABLE_STRIDE_WORD)
+    first_key = tl.load(item_ptr + 5)
+    end_key = tl.load(item_ptr + 6)
+    is_row, first_token, row_at = _rows(item_ptr, row, GROUP, q_stride, HEAD_DIM)
+    position = tl.where(is_row, tl.load(item_ptr + 2) + (tl.load(item_ptr + 3) + row) // GROUP, -1)
+    tile_q_ptr = q_ptr + first_token * q_stride + kv_head * (GROUP * HEAD_DIM)
+    q = tl.load(tile_q_ptr + row_at[:, None] + d[None, :], mask=is_row[:, None] & in_head, other=0.0)
+    step = SPLIT if SPLIT else end_key - first_key
+    for split in range(first_key, end_key, step):
+        until_key = tl.minimum(split + step, end_key)
+        acc, total, reference = _attend(
+            q, position, k_ptr, v_ptr, words_ptr, pages_at, kv_head, split, until_key, end_key, scale,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE,
+        )  # fmt: skip
+        # Rows are loaded and computed again. Kept during the loop they would take the registers that acc needs.
+        # The minimum is 0, which the compiler does not know.
+        stored_row = row + tl.minimum(split, 0)
+        is_stored, first_token, row_at = _rows(
+            item_ptr, stored_row, GROUP, NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM
+        )
+        workspace_row = tl.load(item_ptr + 7)
+        state_first = own_first
+        if workspace_row >= 0:
+            state_first = kv_head.to(tl.int64) * workspace_rows + workspace_row
+        elif SPLIT:
+            tl.debug_barrier()  # One thread may load what another one stored.
+            earlier = _load_state(
+                workspace_ptr,
+                totals_ptr,
+                own_first,
+                stored_row,
+                d,
+                stored_row < tl.where(split == first_key, 0, tl.load(item_ptr + 4)),
+                HEAD_DIM,
+            )
+            tl.debug_barrier()
+            acc, total, reference = _add_split(earlier[0], earlier[1], earlier[2], acc, total, reference)
+        if (workspace_row >= 0) | (until_key < end_key):
+            _store_state(
+                workspace_ptr,
+                totals_ptr,
+                state_first,
+                stored_row,
+                d,
+                acc,
+                total,
+                reference,
+                is_stored,
+                HEAD_DIM,
+            )
+        else:
+            tile_out_ptr = out_ptr + (first_token * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
+            out = _output(acc, total).to(out_ptr.dtype.element_ty)
+            tl.store(tile_out_ptr + row_at[:, None] + d[None, :], out, mask=is_stored[:, None] & in_head)
+
+
 # `workspace_rows` is not specialized, since another binary could add up in another order.
 @triton.jit(do_not_specialize=["workspace_rows"], do_not_specialize_on_alignment=["words_ptr"])
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, q_stride, workspace_rows, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, FEW_M: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Items pid, pid + grid, ..: outputs of whole tiles, states of cut ones.
 
-    `scale` turns a score into an exponent of 2. `q_stride` is from one token to the next. At the workspace's end each
-    program has BLOCK_M rows of its own, for the state of the splits before the present one.
+    `scale` turns a score into an exponent of 2. `q_stride` is from one token to the next. An item of at most FEW_M
+    rows is a tile of as many, if FEW_M is not 0. With a SPLIT of 0 an item is one split. Else each program has
+    BLOCK_M rows of its own at the workspace's end, for the state of the splits before the present one.
     """
     work_at = tl.load(words_ptr + WORK_WORD)
     num_items = tl.load(words_ptr + work_at) * NUM_KV_HEADS
     own_first = tl.cast(workspace_rows, tl.int64) * NUM_KV_HEADS + tl.program_id(0) * BLOCK_M
-    row = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    in_head = d[None, :] < HEAD_DIM
     for i in range(tl.program_id(0), num_items, tl.num_programs(0)):
         kv_head = i % NUM_KV_HEADS
         item_ptr = words_ptr + work_at + HEADER_WORDS + (i // NUM_KV_HEADS) * ITEM_WORDS
-        pages_at = tl.load(words_ptr + PAGE_TABLE_WORD)
-        pages_at += tl.load(item_ptr) * tl.load(words_ptr + TABLE_STRIDE_WORD)
-        first_key = tl.load(item_ptr + 5)
-        end_key = tl.load(item_ptr + 6)
-        is_row, first_token, row_at = _rows(item_ptr, row, GROUP, q_stride, HEAD_DIM)
-        position = tl.where(is_row, tl.load(item_ptr + 2) + (tl.load(item_ptr + 3) + row) // GROUP, -1)
-        tile_q_ptr = q_ptr + first_token * q_stride + kv_head * (GROUP * HEAD_DIM)
-        q = tl.load(tile_q_ptr + row_at[:, None] + d[None, :], mask=is_row[:, None] & in_head, other=0.0)
-
-        for split in range(first_key, end_key, SPLIT):
-            acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-            total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-            reference = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-            for first in range(split, tl.minimum(split + SPLIT, end_key), TILE):
-                key = first + tl.arange(0, TILE)
-                # What lies behind the last key may be NaN, and 0 * NaN is NaN.
-                is_key = key < end_key
-                page = tl.load(words_ptr + pages_at + key // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
-                slot = (page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + key % PAGE_SIZE
-                at = (slot * HEAD_DIM)[:, None] + d[None, :]
-                k = tl.load(k_ptr + at, mask=is_key[:, None] & in_head, other=0.0)
-                v = tl.load(v_ptr + at, mask=is_key[:, None] & in_head, other=0.0)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-                scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-                joint = tl.maximum(reference, tl.max(scores, 1) * scale)
-                exponent = _exponent(joint)
-                shrink = tl.exp2(reference - exponent)
-                weights = tl.exp2(tl.fma(scores, scale, -exponent[:, None]))
-                total = tl.fma(total, shrink, tl.sum(weights, 1))
-                acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-                reference = joint
-            # Rows are loaded and computed again. Kept during the loop they would take the registers that acc needs.
-            # The minimum is 0, which the compiler does not know.
-            stored_row = row + tl.minimum(split, 0)
-            is_stored, first_token, row_at = _rows(
-                item_ptr, stored_row, GROUP, NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM
-            )
-            workspace_row = tl.load(item_ptr + 7)
-            state_first = own_first
-            if workspace_row >= 0:
-                state_first = kv_head.to(tl.int64) * workspace_rows + workspace_row
-            else:
-                tl.debug_barrier()  # One thread may load what another one stored.
-                earlier = _load_state(
-                    workspace_ptr,
-                    totals_ptr,
-                    own_first,
-                    stored_row,
-                    d,
-                    stored_row < tl.where(split == first_key, 0, tl.load(item_ptr + 4)),
-                    HEAD_DIM,
-                )
-                tl.debug_barrier()
-                acc, total, reference = _add_split(earlier[0], earlier[1], earlier[2], acc, total, reference)
-            if (workspace_row >= 0) | (split + SPLIT < end_key):
-                _store_state(
-                    workspace_ptr,
-                    totals_ptr,
-                    state_first,
-                    stored_row,
-                    d,
-                    acc,
-                    total,
-                    reference,
-                    is_stored,
-                    HEAD_DIM,
-                )
-            else:
-                tile_out_ptr = out_ptr + (first_token * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
-                out = _output(acc, total).to(out_ptr.dtype.element_ty)
-                tl.store(tile_out_ptr + row_at[:, None] + d[None, :], out, mask=is_stored[:, None] & in_head)
+        is_few = tl.load(item_ptr + 4) <= FEW_M
+        if FEW_M:  # noqa: SIM102 - known at compile time, and no tile has 0 rows
+            if is_few:
+                _item(
+                    q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first,
+                    q_stride, workspace_rows, scale,
+                    NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, SPLIT, FEW_M,
+                )  # fmt: skip
+        if not is_few:
+            _item(
+                q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first,
+                q_stride, workspace_rows, scale,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, SPLIT, BLOCK_M,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["workspace_rows"], do_not_specialize_on_alignment=["words_ptr"])
@@ -240,12 +296,13 @@ class PagedAttention:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        exact: bool,
         workspace_nbytes: int = WORKSPACE_NBYTES,
         num_programs: int | None = None,
     ) -> None:
         """Raise ConfigError for a head size that cannot be loaded 16 bytes at a time.
 
-        Takes memory for at most `workspace_nbytes` of states, and BLOCK_M more for each program.
+        Takes memory for at most `workspace_nbytes` of states, and if `exact` BLOCK_M more for each program.
 
         `num_programs` is by default as many as the device runs at once.
         """
@@ -255,14 +312,17 @@ class PagedAttention:
                 f"Triton's attention loads 16 bytes at a time, and heads have {head_dim} elements"
             )
         self.num_kv_heads, self.group, self.head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
-        self._constants = attention_constants(num_heads, num_kv_heads, head_dim, page_size, dtype)
-        self.block_m = self._constants["BLOCK_M"]
-        num_processors, capability = _processors(device)
+        self._constants = attention_constants(
+            num_heads, num_kv_heads, head_dim, page_size, dtype, exact=exact
+        )
+        self.block_m, self.few_m = self._constants["BLOCK_M"], self._constants["FEW_M"]
+        self.split = self._constants["SPLIT"]
+        num_processors, capability = processors(device)
         self._options = attention_options(capability, self._constants, dtype)
         self._num_merge_programs = 4 * num_processors
         self.num_programs = num_programs or num_processors * 8 // self._options["num_warps"]
         self.workspace_rows = workspace_nbytes // (num_kv_heads * (head_dim + 2) * 4)
-        num_rows = num_kv_heads * self.workspace_rows + self.num_programs * self.block_m
+        num_rows = num_kv_heads * self.workspace_rows + self.num_programs * self.block_m * exact
         self._states_RD = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)
         self._totals_R2 = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
 
@@ -294,50 +354,3 @@ class PagedAttention:
             out_THD, *workspace, self.workspace_rows, **merge_constants(self._constants), **MERGE_OPTIONS
         )
         return out_THD
-
-
-MERGE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-
-
-def attention_constants(
-    num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
-) -> dict[str, int]:
-    """Return the constexprs of `attention_kernel`. They decide about bits.
-
-    Decode steps have the tiles of a prefill, and with them its matrix instructions and its bits.
-    """
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    return {
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": num_heads // num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_d,
-        "PAGE_SIZE": page_size,
-        "BLOCK_M": 64 if block_d <= 128 else 32,
-        "TILE": max(16, min(64, 16384 // (block_d * dtype.itemsize))),
-        "SPLIT": SPLIT,
-    }
-
-
-def merge_constants(attention: dict[str, int]) -> dict[str, int]:
-    """Return the constexprs of `merge_kernel`."""
-    shared = {name: attention[name] for name in ("NUM_KV_HEADS", "GROUP", "HEAD_DIM", "BLOCK_D")}
-    return {**shared, "MERGE_ROWS": MERGE_ROWS}
-
-
-def attention_options(capability: int, constants: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the launch options of `attention_kernel` on a GPU of compute capability 80, 90, ..
-
-    Four warps leave room for two programs on a multiprocessor, where their registers suffice (`make test-cubins`).
-    """
-    fits = capability <= 90 and constants["HEAD_DIM"] == constants["BLOCK_D"] and dtype.itemsize == 2
-    num_stages = 3 if dtype.itemsize == 2 else 2
-    return {"num_warps": 4 if fits else 8, "num_stages": num_stages, "enable_fp_fusion": False}
-
-
-def _processors(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors and compute capability; those of a small GPU for Triton's interpreter on a CPU."""
-    if device.type != "cuda":
-        return 4, 90
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, 10 * properties.major + properties.minor

@@ -28,6 +28,8 @@ class Tile:
     num_warps: int
     num_stages: int
     """Chunks of K in shared memory of elements of two bytes. Of four bytes there are half as many: FLOAT32 has 3."""
+    num_programs: int = 1
+    """Of a multiprocessor, for as many bytes on their way as its memory needs. An H200 needs about 32 KB each."""
 
     @property
     def cost(self) -> int:
@@ -38,12 +40,14 @@ class Tile:
         return max(self.m * self.n, 64 * (self.m + self.n))
 
 
-NARROW = Tile(64, 32, num_warps=4, num_stages=6)
-"""For few rows: the weights are read once, by as many programs as a GPU has multiprocessors."""
+FEW = Tile(16, 32, num_warps=4, num_stages=8, num_programs=4)
+"""For the fewest rows of a matrix instruction. Of four programs 96 KB of weights are on their way."""
+NARROW = Tile(64, 32, num_warps=4, num_stages=6, num_programs=3)
+"""For few rows: the weights are read once. Of three programs 60 KB of weights are on their way."""
 MEDIUM = Tile(128, 128, num_warps=8, num_stages=3)
 WIDE = Tile(128, 256, num_warps=8, num_stages=3)
-TILES = (WIDE, MEDIUM, NARROW)
-"""The largest first: of two that take the same time it reads less. The last is for few rows."""
+TILES = (WIDE, MEDIUM, NARROW, FEW)
+"""The largest first: of two that take the same time it reads less."""
 FLOAT32 = Tile(64, 32, num_warps=8, num_stages=6)
 """For any number of rows. No matrix instruction has float32's precision, and larger tiles or fewer warps spill."""
 _LARGE = ((9, 0), (10, 0), (10, 3))
@@ -54,7 +58,8 @@ def tiles_for(capability: tuple[int, int], dtype: torch.dtype) -> tuple[Tile, ..
     """The tiles that a GPU can compute without spilling registers."""
     if dtype == torch.float32:
         return (FLOAT32,)
-    return TILES if capability in _LARGE else TILES[1:]
+    tiles = TILES if capability in _LARGE else TILES[1:]
+    return tiles[:-1] if capability[0] == 10 else tiles  # sm_100 has other instructions for tiles of 64 rows
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -100,7 +105,7 @@ def linear_kernel(
 
 
 def linear(
-    x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, tile: Tile, num_programs: int
+    x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, tile: Tile, num_processors: int
 ) -> torch.Tensor:
     """Return x W^T + bias by tiles of one shape. All tensors are contiguous and of one type.
 
@@ -109,7 +114,7 @@ def linear(
     """
     (M, K), N = x_MK.shape, len(weight_NK)
     out_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
-    grid = (min(num_programs, triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n)),)
+    grid = (min(num_processors * tile.num_programs, triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n)),)
     linear_kernel[grid](
         x_MK,
         weight_NK,
@@ -135,30 +140,30 @@ def linear(
 class ExactLinear:
     """Chooses the tile by the number of rows and columns."""
 
-    num_programs: int
-    """The number of multiprocessors."""
+    num_processors: int
     tiles: tuple[Tile, ...] = TILES
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype) -> ExactLinear:
         """The products of a type on a GPU."""
-        num_programs = torch.cuda.get_device_properties(device).multi_processor_count
-        return cls(num_programs, tiles_for(torch.cuda.get_device_capability(device), dtype))
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        return cls(num_processors, tiles_for(torch.cuda.get_device_capability(device), dtype))
 
     def __call__(
         self, x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return x W^T + bias."""
-        return linear(x_MK, weight_NK, bias_N, self.tile_for(len(x_MK), len(weight_NK)), self.num_programs)
+        return linear(x_MK, weight_NK, bias_N, self.tile_for(len(x_MK), len(weight_NK)), self.num_processors)
 
     def tile_for(self, M: int, N: int) -> Tile:
         """The tile with which the busiest multiprocessor is done first. Few large tiles leave many without work."""
-        if self.tiles[-1].m >= M:
-            return self.tiles[-1]
+        for tile in reversed(self.tiles):
+            if M <= tile.m <= NARROW.m:
+                return tile
 
         def time(tile: Tile) -> int:
             num_tiles = -(-M // tile.m) * -(-N // tile.n)
-            return -(-num_tiles // self.num_programs) * tile.cost
+            return -(-num_tiles // self.num_processors) * tile.cost
 
         return min(self.tiles, key=time)
 
@@ -172,9 +177,9 @@ class ExactLinear:
             torch.randn(size, generator=generator, device="cpu").to(device, dtype)
             for size in ((160, K), (288, K))
         )
-        expected_MN = linear(x_MK, weight_NK, None, self.tiles[-1], self.num_programs)
+        expected_MN = linear(x_MK, weight_NK, None, self.tiles[-1], self.num_processors)
         return all(
-            torch.equal(linear(x_MK[first:], weight_NK, None, tile, self.num_programs), expected_MN[first:])
+            torch.equal(linear(x_MK[first:], weight_NK, None, tile, self.num_processors), expected_MN[first:])
             for tile in self.tiles
             for first in range(0, 160, 37)
         )

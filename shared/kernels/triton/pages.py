@@ -1,8 +1,10 @@
 """Gather and scatter of KV pages in device memory, which also take the digest of what they copy (`page_digest`).
 
 A program copies one slice: one page of K or of V of one layer, or the part of it that belongs to a range of heads.
-It digests the words that it has loaded and is about to store. Programs add to the digest modulo 2^64, so their order
-does not matter. What differs from chunk to chunk (the page ids, the seed) is read from device memory.
+It digests the words that it has loaded and is about to store. The digest of a chunk is the sum of its programs' parts
+modulo 2^64. What differs from chunk to chunk (the seed, the page ids) is read from host memory, and the parts are
+written there. So a chunk is one kernel. A copy before it and one behind it would each be another launch, and a change
+of the GPU's engine: a GPU that two processes share in turns may turn to the other one there.
 
 The slow twin is a copy by indexing with `chunk_digest`. The interfaces are Baton's own.
 """
@@ -24,7 +26,7 @@ _LANES = tl.constexpr(8)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
-_IDS_AT = 2
+_IDS_AT = 1
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 BLOCK_LINES = 64
 """A program has 4 KiB in flight, 32 bytes a thread; some dozens of programs share an SM."""
@@ -47,16 +49,17 @@ def _key_and_step(index_W):
 
 @triton.jit(do_not_specialize=["first_row", "num_ids"])
 def copy_pages_kernel(
-    pages_ptr, slot_ptr, block_ptr, first_row, num_ids, row_words, page_words, first_word, slice_words,
+    pages_ptr, slot_ptr, pinned_block_ptr, first_row, num_ids, row_words, page_words, first_word, slice_words,
     SCATTER: tl.constexpr, BLOCK_LINES: tl.constexpr,
 ):  # fmt: skip
-    """Copy slice `program` of a chunk and add its part to the digest.
+    """Copy slice `program` of a chunk, and write its part of the digest.
 
-    `pages_ptr` is a pool in int64 words, `slot_ptr` a chunk [rows, ids, slice_words]. `block_ptr` has the digest, the
-    seed and the page ids, int64. Of each page the words [first_word, first_word + slice_words) are copied.
+    `pages_ptr` is a pool in int64 words, `slot_ptr` a chunk [rows, ids, slice_words]. `pinned_block_ptr` has the
+    seed, the page ids, and room for a part of each program, int64. Of each page the words [first_word, first_word +
+    slice_words) are copied.
     """
     place = tl.program_id(0).to(tl.int64)
-    page = tl.load(block_ptr + 2 + place % num_ids)
+    page = tl.load(pinned_block_ptr + 1 + place % num_ids)
     in_pool = pages_ptr + (first_row + place // num_ids) * row_words + page * page_words + first_word
     in_slot = slot_ptr + place * slice_words
     if SCATTER:
@@ -84,9 +87,9 @@ def copy_pages_kernel(
     sum_W = tl.sum(sums_LW, axis=0)
     is_neighbour_WW = (lane_W[:, None] ^ 1) == lane_W[None, :]
     lanes_W = product_W + tl.sum(tl.where(is_neighbour_WW, sum_W[None, :], 0), axis=1)
-    seed = tl.load(block_ptr + 1)
+    seed = tl.load(pinned_block_ptr)
     mixed_W = _mix(lanes_W + seed + (place * 8 + lane_W + 1) * _GOLDEN)
-    tl.atomic_add(block_ptr, tl.sum(mixed_W, axis=0))
+    tl.store(pinned_block_ptr + 1 + num_ids + place, tl.sum(mixed_W, axis=0))
 
 
 def copy_pages(
@@ -98,13 +101,14 @@ def copy_pages(
     scatter: bool,
     part: range | None = None,
 ) -> None:
-    """Copy pages into `slot`, or `slot` into pages, on the current stream; the digest is added to `block[0]`.
+    """Copy pages into `slot`, or `slot` into pages, on the current stream.
 
-    `block` is int64: [digest, seed, page ids]. `part` names the bytes of each page that are copied: those of a range
-    of heads. The pool, the slot and the bounds of `part` are multiples of 8 bytes. Page ids are not checked.
+    `block`, int64, has the seed, the page ids, and room for the part that each slice has in the digest. It may be
+    pinned host memory. `part` names the bytes of each page that are copied: those of a range of heads. The pool, the
+    slot and the bounds of `part` are multiples of 8 bytes. Page ids are not checked.
     """
     part = part or range(pages_RPN.shape[2])
-    num_ids = len(block) - _IDS_AT
+    num_ids = (len(block) - _IDS_AT) // (1 + len(rows))
     words_RPW = pages_RPN.view(torch.int64)
     assert part.start % WORD_NBYTES == part.stop % WORD_NBYTES == 0 and part.stop <= pages_RPN.shape[2]
     assert slot.is_contiguous() and slot.nbytes == len(rows) * num_ids * len(part)
@@ -121,8 +125,8 @@ class TritonPageMover:
     """A PageMover for pages in the memory of `device`, in multiples of 8 bytes.
 
     The other tensor of a copy is on the same device, or in host memory, pinned if the copy is to be fast. A copy runs
-    on a stream of its own, behind what the calling thread has queued. It blocks until that stream is done, once, also
-    when it raises half-way: then its pages and its slot go to others.
+    on the stream of the calling thread, which waits for it, once, also when it raises half-way: then its pages and
+    its slot go to others.
     """
 
     name = "triton"
@@ -178,19 +182,16 @@ class TritonPageMover:
 
 
 class _Lane:
-    """What one copy at a time needs: a stream, and memory on both sides for page ids and digest."""
+    """What one copy at a time needs: pinned memory for ids and digest, and device memory for a slot of the host."""
 
     def __init__(
         self, device: torch.device, streams: DeviceStreams | None, kernel: Callable[..., None]
     ) -> None:
         self._device = device
         self._streams = streams
-        self._stream = None if streams is None else streams.new()
         self._kernel = kernel
-        with self._on_stream():  # so that no other stream has work left on this memory
-            self._on_host = self._host(_IDS_AT)
-            self._block = self._on_device(_IDS_AT, torch.int64)
-            self._staging = self._on_device(0, torch.uint8)
+        self._block = self._host(0)
+        self._staging = self._on_device(0)
 
     def copy(
         self,
@@ -202,51 +203,49 @@ class _Lane:
         *,
         scatter: bool,
     ) -> int:
-        if not all(0 <= page < pages_RPN.shape[1] for page in page_ids):
+        if page_ids and not 0 <= min(page_ids) <= max(page_ids) < pages_RPN.shape[1]:
             raise IndexError(f"of pages {page_ids} one is not of these {pages_RPN.shape[1]}")
-        with self._on_stream():
-            block = self._bring(page_ids, seed or 0)
+        first_part = _IDS_AT + len(page_ids)
+        block = self._room_for(first_part + len(rows) * len(page_ids))
+        words = block.numpy()
+        words[:first_part] = (_signed(seed or 0), *page_ids)
+        with self._waiting():
             staged = slot if slot.device == pages_RPN.device else self._stage(slot.nbytes)
             if scatter and staged is not slot:
                 staged.copy_(slot.view(-1), non_blocking=True)
             self._kernel(pages_RPN, rows, staged, block, scatter=scatter)
             if not scatter and staged is not slot:
                 slot.view(-1).copy_(staged, non_blocking=True)
-            self._on_host[:1].copy_(block[:1], non_blocking=True)
-        return 0 if seed is None else int(self._on_host[0]) % (1 << 64)
+        return 0 if seed is None else int(words[first_part:].sum()) % (1 << 64)
 
-    def _bring(self, page_ids: Sequence[int], seed: int) -> torch.Tensor:
-        """The digest (0), the seed and the page ids on the device: one copy from pinned memory."""
-        num_words = _IDS_AT + len(page_ids)
+    def _room_for(self, num_words: int) -> torch.Tensor:
         if num_words > len(self._block):
-            self._on_host = self._host(2 * num_words)
-            self._block = self._on_device(2 * num_words, torch.int64)
-        self._on_host.numpy()[:num_words] = (0, seed - (1 << 64) if seed >> 63 else seed, *page_ids)
-        block = self._block[:num_words]
-        return block.copy_(self._on_host[:num_words], non_blocking=True)
+            self._block = self._host(2 * num_words)
+        return self._block[:num_words]
 
     def _stage(self, nbytes: int) -> torch.Tensor:
         """Device memory between the pages and a slot in host memory."""
         if nbytes > len(self._staging):
-            self._staging = self._on_device(nbytes, torch.uint8)
+            self._staging = self._on_device(nbytes)
         return self._staging[:nbytes]
 
     def _host(self, num_words: int) -> torch.Tensor:
         is_pinned = self._device.type == "cuda"
         return torch.empty(num_words, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
 
-    def _on_device(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(length, dtype=dtype, device=self._device)
+    def _on_device(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     @contextmanager
-    def _on_stream(self) -> Iterator[None]:
+    def _waiting(self) -> Iterator[None]:
         """At the end of the `with` block all that it queued is done."""
-        if self._streams is None or self._stream is None:
-            yield
-            return
-        self._stream.wait(self._streams.current().record())
         try:
-            with self._stream.use():
-                yield
+            yield
         finally:
-            self._stream.synchronize()
+            if self._streams is not None:
+                self._streams.current().synchronize()
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits as an int64."""
+    return seed - (1 << 64) if seed >> 63 else seed

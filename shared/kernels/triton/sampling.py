@@ -15,6 +15,8 @@ import triton.language as tl
 
 BLOCK = 4096
 """Logits that a program reads at a time. With twice as many its registers do not suffice on sm_120."""
+STAGES: tl.constexpr = tl.constexpr(4)
+"""Reads of BLOCK logits that are on their way while a program computes."""
 FEW = 4096
 """Candidates for a threshold that are copied, so that the rest of the bisection reads only them."""
 
@@ -42,7 +44,7 @@ def _above(logits, V, top, temperature, pivot, BLOCK: tl.constexpr):
     """The number and the mass of the tokens likelier than `pivot`."""
     count = tl.zeros((BLOCK,), dtype=tl.int64)
     mass = tl.zeros((BLOCK,), dtype=tl.int64)
-    for first in range(0, V, BLOCK):
+    for first in tl.range(0, V, BLOCK, num_stages=STAGES):
         p = _load(logits, first, V, top, temperature, BLOCK)
         count += (p > pivot).to(tl.int64)
         mass += tl.where(p > pivot, _mass(p), 0)
@@ -75,7 +77,7 @@ def _cut(
     if low < high:
         num_few = tl.full((), 0, tl.int32)
         tl.debug_barrier()  # an earlier cut has read `scratch`
-        for first in range(0, V, BLOCK):
+        for first in tl.range(0, V, BLOCK, num_stages=STAGES):
             p = _load(logits, first, V, top, temperature, BLOCK)
             bits = p.to(tl.int32, bitcast=True)
             chosen = (bits >= low) & (bits <= high)
@@ -132,7 +134,7 @@ def _draw(
     """The first id at which the mass of the tokens from `lowest` on exceeds `uniform` of it all."""
     blocks = tl.arange(0, NUM_BLOCKS)
     mass_of = tl.zeros((NUM_BLOCKS,), dtype=tl.int64)
-    for block in range(tl.cdiv(V, BLOCK)):
+    for block in tl.range(tl.cdiv(V, BLOCK), num_stages=STAGES):
         p = _load(logits, block * BLOCK, V, top, temperature, BLOCK)
         mass = tl.sum(tl.where(p >= lowest, _mass(p), 0), axis=0)
         mass_of = tl.where(blocks == block, mass, mass_of)
@@ -171,7 +173,7 @@ def sample_kernel(
     logits += row * V
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
     best_at = tl.arange(0, BLOCK)
-    for first in range(0, V, BLOCK):
+    for first in tl.range(0, V, BLOCK, num_stages=STAGES):
         v = first + tl.arange(0, BLOCK)
         x = tl.load(logits + v, mask=v < V, other=-float("inf"))
         best_at = tl.where(x > best, v, best_at)

@@ -27,8 +27,8 @@ from shared.kvtransfer.transports.rehearsal import Rehearsal
 from shared.protocol.transfer_messages import Place
 
 HOST_SLOT_NBYTES = 4 << 20
-GPU_SLOT_NBYTES = 32 << 20
-"""A GPU copies 4 MiB in less time than a chunk costs on the host."""
+GPU_SLOT_NBYTES = 128 << 20
+"""A GPU copies 32 MiB within itself in 21 us (H200), and a chunk costs each host 100 us or more."""
 BEST_FIRST = ("cuda-ipc", "shm", "nccl", "gloo")
 ON_A_CPU = ("shm", "gloo")
 """What `--kv-transfer auto` tries, the best first."""

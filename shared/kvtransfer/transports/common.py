@@ -164,11 +164,11 @@ def peer_answers(sock: socket.socket) -> Iterator[None]:
         raise PeerGone(f"the peer is gone: {error}") from None
 
 
-def wait_for_hang_up(sock: socket.socket) -> None:
-    """Block until the peer has closed its end of `sock`, is dead, or `sock` is shut down here."""
+def wait_for_hang_up(sock: socket.socket, timeout_ms: int | None = None) -> bool:
+    """Block until the peer has closed its end of `sock`, is dead, or `sock` is shut down here. False: not in time."""
     hang_up = select.poll()
     hang_up.register(sock, select.POLLRDHUP)
-    hang_up.poll()
+    return bool(hang_up.poll(timeout_ms))
 
 
 def not_one_host(ours: Place, theirs: Place) -> str | None:

@@ -1,10 +1,10 @@
 """Links between two GPU processes of one host, also on one GPU. The receiver reads device memory of the sender.
 
-Slots come from cudaMalloc and are mapped by the receiver (CUDA IPC). With the first record of a slot go the handles
-of its memory and of an event of both processes. The sender records the event before each record, and the receiver
-reads the slot when the event is over. With the handles goes one end of a pipe, the *witness*: it closes when the
-receiver has unmapped the slot, or is dead. CUDA leaves undefined what becomes of mappings of freed memory, so a slot
-is freed only then.
+Slots come from cudaMalloc and are mapped by the receiver (CUDA IPC). A gather blocks until it is done, since its
+digest goes with the record, and a scatter until the slot may be released. So the hosts order the work of the two
+processes, which share no event of CUDA. With the first record of a slot goes the handle of its memory, and one end
+of a pipe, the *witness*: it closes when the receiver has unmapped the slot, or is dead. CUDA leaves undefined what
+becomes of mappings of freed memory, so a slot is freed only then.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
-
 from shared import log
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
@@ -25,11 +23,12 @@ from shared.errors import LinkError
 from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.common import ThreadDriver, not_one_host, thread_copier
-from shared.kvtransfer.transports.cuda_runtime import DeviceEvent, Runtime
+from shared.kvtransfer.transports.cuda_runtime import Runtime
 from shared.kvtransfer.transports.unix_link import build_unix_link
 from shared.protocol.transfer_messages import Place
 
-_POLL_S = 20e-6
+_ALLOCATION_NBYTES = 2 << 20
+"""cudaMalloc puts smaller blocks into one allocation of this size, and a handle is one of the whole allocation."""
 
 
 class CudaIpcLinkFactory:
@@ -62,21 +61,10 @@ class IpcSlot(Slot):
     """A staging slot in device memory that another process can map. It is freed with the last reference to it."""
 
     def __init__(self, runtime: Runtime, nbytes: int) -> None:
-        self.address = runtime.malloc(nbytes)
+        self.address = runtime.malloc(-(-nbytes // _ALLOCATION_NBYTES) * _ALLOCATION_NBYTES)
         # The memory of a process that ends is freed by the driver, which may have shut down before finalizers run.
         weakref.finalize(self, runtime.free, self.address).atexit = False
-        self.event = runtime.new_event()
         super().__init__(runtime.tensor(self.address, nbytes))
-
-
-class _Shown(msgspec.Struct, frozen=True, array_like=True):
-    """What makes a slot visible to another process."""
-
-    memory: bytes
-    event: bytes
-
-
-_decoder = msgspec.msgpack.Decoder(_Shown)
 
 
 class IpcSharing:
@@ -90,42 +78,29 @@ class IpcSharing:
         """Slots, and the ends of pipes that hang up when the peer has let go of them."""
         self._passed: list[int] = []
         """Of the newest slot the other end, which this process holds until the record has been sent."""
-        self._seen: dict[Slot, tuple[DeviceEvent, int]] = {}
-        """Slots: their event, and the witness to close when they are unmapped."""
+        self._seen: dict[Slot, int] = {}
+        """Slots, and the witness to close when they are unmapped."""
 
     def show(self, slot: Slot) -> tuple[bytes, int]:
         assert isinstance(slot, IpcSlot)
-        shown = _Shown(self._runtime.ipc_handle(slot.address), slot.event.ipc_handle())
+        shown = self._runtime.ipc_handle(slot.address)
         self._close_passed()
         self._shown[slot], witness = os.pipe()
         self._passed.append(witness)
-        return msgspec.msgpack.encode(shown), witness
+        return shown, witness
 
     def see(self, shown: bytes, descriptor: int) -> Slot:
         try:
-            decoded = _decoder.decode(shown)
-            event = self._runtime.open_event(decoded.event)
-            slot = Slot(self._runtime.open(decoded.memory))
-        except (LinkError, RuntimeError, msgspec.MsgspecError) as error:  # RuntimeError: of torch
+            slot = Slot(self._runtime.open(shown))
+        except (LinkError, RuntimeError) as error:  # RuntimeError: of torch
             os.close(descriptor)
             raise LinkError(f"the peer's slot cannot be mapped: {error}") from None
-        self._seen[slot] = event, descriptor
+        self._seen[slot] = descriptor
         return slot
-
-    def written(self, slot: Slot) -> None:
-        assert isinstance(slot, IpcSlot)
-        slot.event.record()
-
-    def wait_written(self, slot: Slot) -> None:
-        event, deadline = self._seen[slot][0], time.monotonic() + self._timeout_s
-        while not event.query():
-            if time.monotonic() >= deadline:
-                raise LinkError(f"the peer's copy was not done after {self._timeout_s:g} s")
-            time.sleep(_POLL_S)
 
     def close(self) -> None:
         seen, self._seen = self._seen, {}
-        for slot, (_, witness) in seen.items():
+        for slot, witness in seen.items():
             try:
                 self._runtime.close(slot.buffer.data_ptr())
             except LinkError as error:  # the device is lost, and with it this process

@@ -18,25 +18,9 @@ from shared.errors import LinkError
 
 _HANDLE_NBYTES = 64
 _LAZY_PEER_ACCESS = 1
-_REGISTER_READ_ONLY = 8
+_REGISTER_DEFAULT = 0
 _RANGE_SIZE = 12
 """CU_POINTER_ATTRIBUTE_RANGE_SIZE: how many bytes are mapped around an address. The runtime cannot tell."""
-
-
-class DeviceEvent(Protocol):
-    """An event of two processes."""
-
-    def record(self) -> None:
-        """Mark what this thread's stream has to do so far."""
-        ...
-
-    def query(self) -> bool:
-        """Whether all that was marked last has been done."""
-        ...
-
-    def ipc_handle(self) -> bytes:
-        """What another process opens the event with."""
-        ...
 
 
 class Runtime(Protocol):
@@ -62,20 +46,12 @@ class Runtime(Protocol):
         """Unmap what `open` mapped at this address."""
         ...
 
-    def new_event(self) -> DeviceEvent:
-        """An event that another process can open."""
-        ...
-
-    def open_event(self, handle: bytes) -> DeviceEvent:
-        """Another process's event."""
-        ...
-
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
         """The memory as uint8. The tensor does not own it."""
         ...
 
-    def register(self, memory: torch.Tensor, *, read_only: bool) -> None:
-        """Pin host memory, so that the device can copy from and to it at full speed."""
+    def register(self, memory: torch.Tensor) -> None:
+        """Pin host memory that can be written, so that the device can copy from and to it at full speed."""
         ...
 
     def unregister(self, memory: torch.Tensor) -> None:
@@ -153,25 +129,13 @@ class CudaRuntime:
     def close(self, address: int) -> None:
         self._call("cudaIpcCloseMemHandle", self._close_handle, address)
 
-    def new_event(self) -> DeviceEvent:
-        event: DeviceEvent = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-        return event
-
-    def open_event(self, handle: bytes) -> DeviceEvent:
-        try:
-            event: DeviceEvent = torch.cuda.Event.from_ipc_handle(self._device, handle)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise LinkError(f"cudaIpcOpenEventHandle: {error}") from None
-        return event
-
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        tensor = torch.as_tensor(_DeviceArray(address, nbytes), device=self._device)
-        if tensor.data_ptr() != address:  # torch copies what it takes for memory of another GPU
-            raise LinkError(f"torch sees no memory of {self._device} at {address:#x}")
-        return tensor
+        # `torch.as_tensor` asks CUDA where memory is, and copies what another GPU has. This device reads it there.
+        storage = torch._C._construct_storage_from_data_pointer(address, self._device, nbytes)
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
-    def register(self, memory: torch.Tensor, *, read_only: bool) -> None:
-        what = memory.data_ptr(), memory.nbytes, _REGISTER_READ_ONLY if read_only else 0
+    def register(self, memory: torch.Tensor) -> None:
+        what = memory.data_ptr(), memory.nbytes, _REGISTER_DEFAULT
         self._call(f"cudaHostRegister of {memory.nbytes} bytes", self._register, *what)
 
     def unregister(self, memory: torch.Tensor) -> None:
@@ -188,19 +152,6 @@ class _Handle(ctypes.Structure):
     """cudaIpcMemHandle_t, which is passed by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_NBYTES),)
-
-
-class _DeviceArray:
-    """Device memory as `torch.as_tensor` takes it."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
 
 
 def loaded_library(maps: str) -> ctypes.CDLL:

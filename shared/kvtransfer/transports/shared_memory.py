@@ -1,7 +1,8 @@
 """Staging slots in memory that a second process can read.
 
 Each is a memfd: it has no name, so a process that is killed leaves nothing behind. The owner maps it for writing
-and then seals it, so that the peer that is shown the descriptor can neither write nor shrink it.
+and then seals it, so that the peer that is shown the descriptor cannot shrink it. The peer maps it read-only if its
+pages are on a CPU. On a GPU it pins what it has mapped, and not every driver pins memory that cannot be written.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ import torch
 from shared.errors import LinkError
 from shared.kvtransfer.staging import Slot
 
-_F_SEAL_FUTURE_WRITE = 0x10
-"""Linux 5.1; Python's fcntl does not name it before 3.14. Mappings from now on are read-only."""
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -34,9 +33,7 @@ class SharedSlot(Slot):
             # Memory that is not there shows now, not as a SIGBUS in the middle of a gather.
             os.posix_fallocate(self.descriptor, 0, nbytes)
             area = mmap.mmap(self.descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            fcntl.fcntl(
-                self.descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
-            )
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
         except OSError as error:
             os.close(self.descriptor)
             raise LinkError(f"no shared memory for a slot of {nbytes} bytes: {error}") from None
@@ -44,8 +41,8 @@ class SharedSlot(Slot):
         weakref.finalize(self, os.close, self.descriptor)  # the mapping ends with the last tensor on it
 
 
-def map_read_only(descriptor: int) -> torch.Tensor:
-    """The memory of a peer's SharedSlot, as a uint8 tensor that must not be written (that would be a SIGSEGV).
+def map_slot(descriptor: int, *, writable: bool = False) -> torch.Tensor:
+    """The memory of a peer's SharedSlot, as a uint8 tensor. To write it is a SIGSEGV, unless it is `writable`.
 
     Takes the descriptor over. LinkError: the peer could shrink it, which would end this process with a SIGBUS.
     """
@@ -53,7 +50,8 @@ def map_read_only(descriptor: int) -> torch.Tensor:
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
             raise LinkError("the peer's shared memory is not sealed")
         nbytes = os.fstat(descriptor).st_size
-        area = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        area = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=prot)
     except (OSError, ValueError) as error:
         raise LinkError(f"the peer's shared memory cannot be mapped: {error}") from None
     finally:

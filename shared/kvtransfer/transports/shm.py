@@ -19,7 +19,7 @@ from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.common import ThreadDriver, not_one_host, thread_copier
 from shared.kvtransfer.transports.cuda_runtime import Runtime
-from shared.kvtransfer.transports.shared_memory import SharedSlot, map_read_only
+from shared.kvtransfer.transports.shared_memory import SharedSlot, map_slot
 from shared.kvtransfer.transports.unix_link import build_unix_link
 from shared.protocol.transfer_messages import Place
 
@@ -48,9 +48,10 @@ class ShmLinkFactory:
         return thread_copier(name, self._threads)
 
     def new_slot(self, nbytes: int) -> Slot:
-        slot, runtime = SharedSlot(nbytes), self._runtime
+        runtime = self._runtime
+        slot = SharedSlot(nbytes)
         if runtime is not None:
-            runtime.register(slot.buffer, read_only=False)
+            runtime.register(slot.buffer)
             weakref.finalize(slot, runtime.unregister, slot.buffer).atexit = False
         return slot
 
@@ -71,20 +72,11 @@ class MemfdSharing:
         return b"", slot.descriptor
 
     def see(self, shown: bytes, descriptor: int) -> Slot:
-        memory = map_read_only(descriptor)
+        memory = map_slot(descriptor, writable=self._runtime is not None)
         if self._runtime is not None:
-            try:
-                self._runtime.register(memory, read_only=True)
-                self._registered.append(memory)
-            except LinkError as error:  # not every driver pins read-only memory; the copies are slower then
-                log.event("shm_slot_not_pinned", reason=error)
+            self._runtime.register(memory)
+            self._registered.append(memory)
         return Slot(memory)
-
-    def written(self, slot: Slot) -> None:
-        return
-
-    def wait_written(self, slot: Slot) -> None:
-        return
 
     def close(self) -> None:
         for memory in self._registered:

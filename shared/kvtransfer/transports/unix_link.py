@@ -45,14 +45,6 @@ class SlotSharing(Protocol):
         """RECEIVER: the slot that the peer has shown. Takes the descriptor over, also when it raises."""
         ...
 
-    def written(self, slot: Slot) -> None:
-        """SENDER: the payload is in `slot`; its record follows."""
-        ...
-
-    def wait_written(self, slot: Slot) -> None:
-        """RECEIVER: the record of `slot` is here. Block until its payload may be read."""
-        ...
-
     def close(self) -> None:
         """Let go of what was shown or seen. The socket is closed, and no slot is read any more."""
         ...
@@ -104,7 +96,6 @@ class UnixLink:
         self._canary_thread = threads.start(f"canary {spec.name}", self._watch)
 
     def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> UnixSend:
-        self._sharing.written(slot)
         number = self._shown.get(slot)
         if number is not None:
             self._write(_MESSAGE.pack(seq, number, nbytes, header))
@@ -148,7 +139,10 @@ class UnixLink:
             raise LinkError(
                 f"corrupt peer: message {seq} of {nbytes} bytes in slot {number}, which {slot_is}"
             )
-        self._sharing.wait_written(slot)
+        if wait_for_hang_up(
+            self._socket, 0
+        ):  # what a dead peer has sent is still read, but its slots go with it
+            raise PeerGone("the peer is gone, and its slots with it")
         return header, slot
 
     def release(self, seq: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,9 @@ listener, an epoll and a pipe."""
 PORT_THREADS, PORT_FILES = 1, 4
 """Of `--kv-port`, which tcp and tls open with the first link that a node receives over: its thread; a listener, an
 epoll and two sockets that wake it."""
+
+DRIVERS_OWN = "/dev/nvidia"
+"""What CUDA's driver opens when it likes, and for as long as it likes, counts for no link."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,16 @@ class Resources:
 def resources(process: Process) -> Resources:
     """What a process has now."""
     of = Path("/proc") / str(process.pid)
-    threads, files = Counter[str](), Counter[str]()
+    threads, names = Counter[str](), []
     for task in (of / "task").iterdir():
         with contextlib.suppress(OSError):  # it has ended meanwhile
             threads[(task / "comm").read_text().strip()] += 1
     for descriptor in (of / "fd").iterdir():
         with contextlib.suppress(OSError):
-            files[os.readlink(descriptor).partition(":[")[0]] += 1
-    return Resources(threads, files)
+            names.append(os.readlink(descriptor))
+    return Resources(threads, count_files(names))
+
+
+def count_files(names: Iterable[str]) -> Counter[str]:
+    """Open files by the kind that /proc names, without those of CUDA's driver."""
+    return Counter(name.partition(":[")[0] for name in names if not name.startswith(DRIVERS_OWN))

@@ -8,6 +8,7 @@ from shared.engine.triton_ops import TritonTokens
 from shared.kernels.triton import (
     adjust,
     attention,
+    attention_constants,
     linear,
     norm,
     pages,
@@ -22,15 +23,23 @@ ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32
 
 
 def attention_configuration(
-    num_heads: int, num_kv_heads: int, head_dim: int, element: str = "bf16", page_size: int = 16
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    element: str = "bf16",
+    page_size: int = 16,
+    *,
+    exact: bool = False,
 ) -> Configuration:
     """`attention_kernel` for one shape of heads."""
     dtype = ELEMENTS[element]
-    constants = attention.attention_constants(num_heads, num_kv_heads, head_dim, page_size, dtype)
-    num_threads = 32 * attention.attention_options(100, constants, dtype)["num_warps"]
+    constants = attention_constants.attention_constants(
+        num_heads, num_kv_heads, head_dim, page_size, dtype, exact=exact
+    )
+    num_threads = 32 * attention_constants.attention_options(100, constants, dtype)["num_warps"]
     tile_nbytes = constants["TILE"] * constants["BLOCK_D"] * dtype.itemsize
     return Configuration(
-        name=f"attention-H{num_heads}-K{num_kv_heads}-D{head_dim}-page{page_size}-{element}",
+        name=f"attention-H{num_heads}-K{num_kv_heads}-D{head_dim}-page{page_size}-{element}{'-exact' * exact}",
         kernel=attention.attention_kernel,
         types={
             **pointers(element, "q_ptr", "k_ptr", "v_ptr", "out_ptr"),
@@ -42,15 +51,20 @@ def attention_configuration(
         },
         constants=constants,
         divisible=("q_stride",),
-        options=lambda arch: attention.attention_options(arch, constants, dtype),
+        options=lambda arch: attention_constants.attention_options(arch, constants, dtype),
         has_products=element != "fp32",
         min_wide_loads=2 * tile_nbytes // 16 // num_threads,
+        min_tiles_ahead=lambda arch: (
+            attention_constants.attention_options(arch, constants, dtype)["num_stages"] - 2
+        ),
     )
 
 
 def merge_configuration(num_heads: int, num_kv_heads: int, head_dim: int) -> Configuration:
     """`merge_kernel` for one shape of heads, in bfloat16."""
-    constants = attention.attention_constants(num_heads, num_kv_heads, head_dim, 16, torch.bfloat16)
+    constants = attention_constants.attention_constants(
+        num_heads, num_kv_heads, head_dim, 16, torch.bfloat16, exact=True
+    )
     return Configuration(
         name=f"attention-merge-H{num_heads}-K{num_kv_heads}-D{head_dim}-bf16",
         kernel=attention.merge_kernel,
@@ -60,8 +74,8 @@ def merge_configuration(num_heads: int, num_kv_heads: int, head_dim: int) -> Con
             **pointers("i32", "words_ptr"),
             "workspace_rows": "i32",
         },
-        constants=attention.merge_constants(constants),
-        options=same_everywhere(**attention.MERGE_OPTIONS),
+        constants=attention_constants.merge_constants(constants),
+        options=same_everywhere(**attention_constants.MERGE_OPTIONS),
     )
 
 
@@ -72,7 +86,7 @@ def pages_configuration(*, scatter: bool) -> Configuration:
         name=f"pages-{'scatter' if scatter else 'gather'}",
         kernel=pages.copy_pages_kernel,
         types={
-            **pointers("i64", "pages_ptr", "slot_ptr", "block_ptr"),
+            **pointers("i64", "pages_ptr", "slot_ptr", "pinned_block_ptr"),
             **dict.fromkeys(("first_row", "num_ids", *sizes), "i32"),
         },
         constants={"SCATTER": scatter, "BLOCK_LINES": pages.BLOCK_LINES},
@@ -235,6 +249,7 @@ OTHERS = [
 
 CONFIGURATIONS = [
     attention_configuration(32, 8, 128),
+    attention_configuration(32, 8, 128, exact=True),
     attention_configuration(12, 12, 64),
     attention_configuration(16, 1, 64),
     attention_configuration(9, 3, 64),
@@ -245,6 +260,11 @@ CONFIGURATIONS = [
     attention_configuration(8, 4, 256),
     attention_configuration(16, 2, 256),
     attention_configuration(16, 8, 128, "fp32"),
+    attention_configuration(40, 8, 128, exact=True),
+    attention_configuration(9, 3, 64, exact=True),
+    attention_configuration(16, 8, 128, page_size=1, exact=True),
+    attention_configuration(16, 2, 256, exact=True),
+    attention_configuration(16, 8, 128, "fp32", exact=True),
     merge_configuration(32, 8, 128),
     merge_configuration(9, 3, 64),
     merge_configuration(32, 32, 96),

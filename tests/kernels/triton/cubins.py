@@ -48,6 +48,8 @@ class Configuration:
     has_products: bool = False
     min_wide_loads: int = 1
     """Loads of 16 bytes that the code must have, for what is read most."""
+    min_tiles_ahead: Callable[[int], int] = lambda arch: 0
+    """Turns of its loops for which keys and values are still on their way when one begins, for an architecture."""
     max_stack_nbytes: int = 0
     """More than 0 where a function of CUDA's library has memory of its own."""
     archs: Sequence[int] = tuple(SHARED_NBYTES)
@@ -71,6 +73,8 @@ class Cubin:
     spills: int
     wide_loads: int
     matrix_instructions: int
+    tiles_ahead: int
+    """The fewest of any loop that computes while its next turns are loaded. A turn waits for keys and values."""
 
     def faults(self, configuration: Configuration, arch: int) -> list[str]:
         """Each gate that the kernel does not pass, in words."""
@@ -83,6 +87,8 @@ class Cubin:
             found.append(f"{self.wide_loads} loads of 16 bytes, not {configuration.min_wide_loads}")
         if configuration.has_products and not self.matrix_instructions:
             found.append("no tensor core instructions")
+        if self.tiles_ahead < (ahead := configuration.min_tiles_ahead(arch)):
+            found.append(f"loads are {self.tiles_ahead} turns ahead, not {ahead}")
         return found
 
 
@@ -112,7 +118,17 @@ def build(configuration: Configuration, arch: int) -> Cubin:
         stack,
         compiled.metadata.shared,
         *(len(re.findall(pattern, code)) for pattern in (SPILLS, WIDE_LOADS, MATRIX)),
+        tiles_ahead(compiled.asm["ttgir"]),
     )
+
+
+def tiles_ahead(ttgir: str) -> int:
+    """How many turns before its use a turn's two loads are begun, in the loop of which it is least; 0 without one.
+
+    Of a loop's `async_wait`, `num` is the number of loads that may still be on their way.
+    """
+    waits = re.findall(r"scf\.for .*?(?:async_wait.*?num = (\d+).*?)?scf\.yield", ttgir, re.DOTALL)
+    return min((int(wait) // 2 for wait in waits if wait), default=0)
 
 
 def _said_by(tool: str, *arguments: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+from torch.nn.functional import linear
 from triton.backends.compiler import GPUTarget
 
 from shared.engine.start.batches import EVERYTHING, GREEDY, Extend
@@ -93,10 +94,16 @@ def expected(configuration: Configuration, seen: dict[str, Any]) -> tuple[object
 
 
 def launch_all() -> None:
-    """Forwards with every feature of sampling and without, for three kinds of projections, and copies of pages."""
-    for changes in ({}, {"qk_norm": True}, {"qkv_bias": True}):
+    """Forwards with every feature of sampling and without, for all kinds of projections, and copies of pages."""
+    exact = ExactLinear(132)
+    for changes, product in (
+        ({}, exact),
+        ({"qk_norm": True}, exact),
+        ({"qkv_bias": True}, exact),
+        ({}, linear),
+    ):
         model = replace(MODEL, **changes)
-        kernels = partial(make_triton_kernels, model, product=ExactLinear(132), numerics="")
+        kernels = partial(make_triton_kernels, model, product=product, numerics="")
         rig = MetaRig(model, make_kernels=kernels, context_length=4096)
         for extends, decodes in FORWARDS:
             for params in (GREEDY, EVERYTHING):
@@ -105,13 +112,8 @@ def launch_all() -> None:
     for num_ids in (1, 16):
         slot = torch.empty(4, num_ids, pages.shape[2], dtype=torch.uint8, device=META)
         for scatter in (False, True):
-            copy_pages(
-                pages,
-                range(4),
-                slot,
-                torch.empty(2 + num_ids, dtype=torch.int64, device=META),
-                scatter=scatter,
-            )
+            block = torch.empty(1 + num_ids + 4 * num_ids, dtype=torch.int64, device=META)
+            copy_pages(pages, range(4), slot, block, scatter=scatter)
 
 
 def require_device(*args: Any, **kwargs: Any) -> None:

@@ -41,7 +41,9 @@ class Heads:
     def __str__(self) -> str:
         return f"H{self.H}-K{self.K}-D{self.D}-page{self.S}-{str(self.dtype).removeprefix('torch.')}"
 
-    def kernels(self, num_programs: int = 3, workspace_nbytes: int = 1 << 20) -> PagedAttention:
+    def kernels(
+        self, num_programs: int = 3, workspace_nbytes: int = 1 << 20, *, exact: bool = True
+    ) -> PagedAttention:
         return PagedAttention(
             num_heads=self.H,
             num_kv_heads=self.K,
@@ -49,6 +51,7 @@ class Heads:
             page_size=self.S,
             dtype=self.dtype,
             device=DEVICE,
+            exact=exact,
             workspace_nbytes=workspace_nbytes,
             num_programs=num_programs,
         )
@@ -114,13 +117,14 @@ if DEVICE.type == "cuda":
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_against_the_slow_twin(batch: str, heads: Heads) -> None:
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+def test_against_the_slow_twin(batch: str, heads: Heads, exact: bool) -> None:
     starts, lengths = BATCHES[batch]
     kv = PagedKV(heads, [start + length for start, length in zip(starts, lengths, strict=True)], seed=1)
     q_THD = torch.randn(sum(lengths), heads.H, heads.D, generator=torch.Generator().manual_seed(2)).to(
         heads.dtype
     )
-    out = kv.attention(heads.kernels(), q_THD, starts, lengths)
+    out = kv.attention(heads.kernels(num_programs=3 if exact else 40, exact=exact), q_THD, starts, lengths)
     expected = extend_attention(q_THD, *kv.pages, torch.from_numpy(kv.table_BP).long(), starts, lengths)
     torch.testing.assert_close(out, expected, atol=TOLERANCE[heads.dtype], rtol=TOLERANCE[heads.dtype])
 

@@ -71,6 +71,7 @@ class Engine:
                 page_size=PAGE_SIZE,
                 dtype=torch.float32,
                 device=CPU,
+                exact=True,
                 workspace_nbytes=1 << 20,
             )
             attention = TritonAttention(kernels)

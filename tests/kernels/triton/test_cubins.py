@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.triton.cubins import Configuration, Cubin
+from tests.kernels.triton.cubins import Configuration, Cubin, tiles_ahead
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +38,13 @@ def test_forwards_compile_what_the_configurations_say_and_wait_for_no_value() ->
 
 
 GOOD = Cubin(
-    registers=255, stack_nbytes=0, shared_nbytes=99 << 10, spills=0, wide_loads=4, matrix_instructions=1
+    registers=255,
+    stack_nbytes=0,
+    shared_nbytes=99 << 10,
+    spills=0,
+    wide_loads=4,
+    matrix_instructions=1,
+    tiles_ahead=1,
 )
 PRODUCT = Configuration(
     name="product",
@@ -48,7 +54,14 @@ PRODUCT = Configuration(
     options=lambda arch: {},
     has_products=True,
     min_wide_loads=4,
+    min_tiles_ahead=lambda arch: 1,
 )
+
+
+def test_the_depth_is_that_of_the_loop_that_waits_most() -> None:
+    loop = "scf.for %i = 0 to 8 { ttg.async_wait %k, %v {num = NUM : i32} scf.yield } ttg.async_wait {num = 0 : i32}"
+    ahead, waiting = loop.replace("NUM", "2"), loop.replace("NUM", "0")
+    assert (tiles_ahead(ahead), tiles_ahead(ahead + waiting), tiles_ahead("")) == (1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +73,7 @@ PRODUCT = Configuration(
         ({"shared_nbytes": (99 << 10) + 1}, "shared memory"),
         ({"wide_loads": 3}, "loads of 16 bytes"),
         ({"matrix_instructions": 0}, "tensor core"),
+        ({"tiles_ahead": 0}, "turns ahead"),
     ],
 )
 def test_each_gate_closes(changed: dict[str, int], fault: str | None) -> None:

@@ -28,7 +28,7 @@ from tests.device import device
 from tests.kernels.cpu.test_sampling import inputs_of
 from tests.modelzoo import make_model, random_prompt
 
-EXACT = ExactLinear(num_programs=3)
+EXACT = ExactLinear(num_processors=3)
 SIZES = {"num_hidden_layers": 2, "vocab_size": 300, "head_dim": 64}
 
 

@@ -12,6 +12,7 @@ from shared.engine.triton_kernels import require_exact
 from shared.errors import ConfigError
 from shared.kernels.triton import linear as module
 from shared.kernels.triton.linear import (
+    FEW,
     FLOAT32,
     MEDIUM,
     NARROW,
@@ -75,7 +76,9 @@ def test_a_row_has_the_same_bits_among_any_number_of_others(tile: Tile, dtype: t
 @pytest.mark.parametrize(
     ("M", "N", "tile"),
     [
-        (1, 151936, NARROW),
+        (1, 151936, FEW),
+        (16, 4096, FEW),
+        (17, 4096, NARROW),
         (64, 4096, NARROW),
         (64, 151936, NARROW),
         (128, 4096, NARROW),

@@ -132,20 +132,22 @@ def copy_pages(
     *,
     scatter: bool,
 ) -> None:
-    """The kernel of TritonPageMover: copies pages into `slot` or back, and adds to the digest in `block[0]`."""
-    pages, staged, words = (tensor.backing for tensor in (pages_RPN, slot, block))  # type: ignore[attr-defined]
+    """The kernel of TritonPageMover: copies pages into `slot` or back. `block` is host memory, used when it runs."""
+    pages, staged = (tensor.backing for tensor in (pages_RPN, slot))  # type: ignore[attr-defined]
+    num_ids = (len(block) - 1) // (1 + len(rows))
 
     def run() -> None:
-        seed, ids = int(words[1]), words[2:]
+        seed, ids, parts = int(block[0]), block[1 : 1 + num_ids], block[1 + num_ids :]
         chunk = staged.view(len(rows), len(ids), -1)
         if scatter:
             pages[rows.start : rows.stop, ids] = chunk
         else:
             chunk.copy_(pages[rows.start : rows.stop, ids])
         digest = chunk_digest(pages[rows.start : rows.stop, ids], pages.shape[2], seed % (1 << 64))
-        words[0] += digest - (1 << 64) if digest >> 63 else digest
+        parts.zero_()
+        parts[0] = digest - (1 << 64) if digest >> 63 else digest
 
-    torch_mode.launch("copy_pages", run, pages_RPN, slot, block)
+    torch_mode.launch("copy_pages", run, pages_RPN, slot)
 
 
 def triton_mover(gpu: FakeGpu, torch_mode: FakeTorch) -> TritonPageMover:
@@ -191,7 +193,7 @@ def streams_engine(
         mover=new_mover(gpu, torch_mode),
     )
     num_rows = config.schedule.max_running_requests
-    nbytes = BlockShape(4 * config.schedule.chunked_prefill_size, num_rows).nbytes(num_rows * num_pages)
+    nbytes = BlockShape(4 * config.schedule.chunk_tokens, num_rows).nbytes(num_rows * num_pages)
     inputs = new_inputs(nbytes, num_rows, config.cache.page_size, DEVICE, gpu.start_copy)
     backend = TokenBackend(torch_mode, pool, inputs)
     runner = ModelRunner(backend, num_rows, DEVICE, start_copy=gpu.start_copy)

@@ -30,7 +30,7 @@ from shared.kvcache.page_digest import chunk_digest
 from shared.kvcache.page_mover import TorchPageMover
 from shared.kvtransfer.link import Arrival, Link, LinkSpec, Op
 from shared.kvtransfer.staging import Slot
-from tests.sim.streams.device import FakeGpu, FakeStream
+from tests.sim.streams.device import FakeGpu
 from tests.sim.streams.engine import copy_pages
 from tests.sim.streams.links import GpuLinkFactory
 from tests.sim.streams.tensors import DEVICE, FakeTorch
@@ -122,7 +122,8 @@ class ScatterWithoutEvent(TritonPageMover):
         seed: int | None = None,
     ) -> int:
         assert seed is not None
-        words = torch.tensor([0, seed - (1 << 64) if seed >> 63 else seed, *page_ids]).to(DEVICE)
+        parts = [0] * (len(rows) * len(page_ids))
+        words = torch.tensor([seed - (1 << 64) if seed >> 63 else seed, *page_ids, *parts])
         arrived = src.view(-1).clone()
         self._gpu.current().synchronize()
         with self._gpu.new().use():
@@ -133,24 +134,14 @@ class ScatterWithoutEvent(TritonPageMover):
 class MoverWithoutOrder(TritonPageMover):
     """A copy does not wait for what the calling thread has queued, such as the zeros of a new slot."""
 
+    def __init__(self, gpu: FakeGpu, torch_mode: FakeTorch) -> None:
+        super().__init__(DEVICE, gpu, partial(copy_pages, torch_mode))
+        self._gpu = gpu
+
     @contextmanager
     def _lane(self) -> Iterator[Any]:
-        with super()._lane() as lane:
-            lane._streams = Unordered(lane._stream)
+        with self._gpu.new().use(), super()._lane() as lane:
             yield lane
-
-
-@dataclass(frozen=True)
-class Unordered:
-    """Streams of which the current one has nothing to wait for."""
-
-    stream: FakeStream
-
-    def new(self) -> FakeStream:
-        return self.stream
-
-    def current(self) -> FakeStream:
-        return self.stream
 
 
 class MoverThatRunsOn(TorchPageMover):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import secrets
 import socket
@@ -20,9 +19,10 @@ from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, SENDER, Link, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.staging import HEADER_NBYTES
-from shared.kvtransfer.transports.shared_memory import SharedSlot, map_read_only
+from shared.kvtransfer.transports.shared_memory import SharedSlot, map_slot
 from shared.kvtransfer.transports.shm import ShmLinkFactory
 from shared.kvtransfer.transports.unix_link import accept_from
+from tests.fake_cuda import is_writable
 from tests.patience import PATIENCE_S
 from tests.unit.kvtransfer.link_pair import num_descriptors, num_shared_mappings
 
@@ -31,13 +31,14 @@ HEADER = bytes(HEADER_NBYTES)
 OPTIONS = TransferOptions(op_timeout_s=PATIENCE_S, build_timeout_s=PATIENCE_S)
 
 
-def test_a_slot_is_seen_through_its_descriptor_and_cannot_be_written_there() -> None:
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_slot_is_seen_through_its_descriptor_and_cannot_be_shrunk_there(writable: bool) -> None:
+    """A GPU node pins what it maps, which not every driver does for memory that cannot be written."""
     slot = SharedSlot(8192)
-    seen = map_read_only(os.dup(slot.descriptor))
+    seen = map_slot(os.dup(slot.descriptor), writable=writable)
     slot.buffer.copy_(torch.arange(8192) % 251)
     assert torch.equal(seen, slot.buffer)
-    with pytest.raises(PermissionError):
-        mmap.mmap(slot.descriptor, 8192)
+    assert is_writable(seen.data_ptr()) == writable
     with pytest.raises(PermissionError):
         os.ftruncate(slot.descriptor, 0)
 
@@ -46,7 +47,7 @@ def test_memory_that_its_owner_could_shrink_is_not_mapped() -> None:
     descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, 4096)
     with pytest.raises(LinkError, match="not sealed"):
-        map_read_only(descriptor)
+        map_slot(descriptor)
     with pytest.raises(OSError, match="Bad file descriptor"):  # it was taken over, and closed
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
 
@@ -54,7 +55,7 @@ def test_memory_that_its_owner_could_shrink_is_not_mapped() -> None:
 def test_a_mapping_lives_as_long_as_its_last_tensor() -> None:
     before = num_shared_mappings()
     slot = SharedSlot(1 << 20)
-    part = map_read_only(os.dup(slot.descriptor))[5:10]
+    part = map_slot(os.dup(slot.descriptor))[5:10]
     slot.buffer.fill_(3)
     del slot
     assert part.tolist() == [3] * 5
@@ -122,6 +123,16 @@ def test_a_slot_stays_with_its_send_until_the_receiver_has_released_it(ends: End
         arrival.release()
         sender.join(PATIENCE_S)
         assert left == list(range(seq + 1))
+
+
+def test_what_a_dead_peer_has_sent_is_not_read_from_its_slots(ends: Ends) -> None:
+    """Its record is in the socket still. The memory of a GPU process that has died must not be touched."""
+    arrival = ends.receiver.recv(50, 0)
+    ends.sender.send(ends.factory.new_slot(100), 50, 0, HEADER)
+    ends.sender.abort()
+    for _ in range(2):
+        with pytest.raises(LinkError, match="the peer is gone, and its slots with it"):
+            arrival.wait(block=True)
 
 
 def test_a_message_of_another_length_than_was_granted_ends_the_link(ends: Ends) -> None:

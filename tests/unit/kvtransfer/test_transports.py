@@ -291,7 +291,7 @@ def test_what_the_flag_offers() -> None:
 
 def test_device_memory_of_links_is_slots_of_four_links_and_a_copy_of_each() -> None:
     gpu = torch.device("cuda", 0)
-    assert links_nbytes(TransferOptions(), gpu) == 4 * (4 + 1) * (32 << 20)
+    assert links_nbytes(TransferOptions(), gpu) == 4 * (4 + 1) * (128 << 20)
     assert links_nbytes(TransferOptions(num_slots=2, slot_nbytes=1 << 20), gpu) == 4 * (2 + 1) * (1 << 20)
     assert links_nbytes(TransferOptions(), CPU) == 0
 
@@ -301,7 +301,7 @@ def test_what_cannot_work_on_a_gpu_is_not_offered_and_says_why() -> None:
     there = Place("here", "GPU-0")
     on_gpu = make_transports(TransferOptions(), torch.device("cuda", 0), lambda device: there)
     assert list(on_gpu.factories) == ["gloo"]
-    assert on_gpu.slot_nbytes == 32 << 20
+    assert on_gpu.slot_nbytes == 128 << 20
     usable, passed_over = on_gpu.in_common(("cuda-ipc", "shm", "nccl", "gloo"), there)
     assert usable == ["gloo"]
     for name, reason in {"cuda-ipc": "no libcudart", "shm": "no libcudart", "nccl": "has no NCCL"}.items():
