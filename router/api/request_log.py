@@ -22,7 +22,6 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.prefix_hashes import BLOCK_TOKENS, PrefixHasher
-from router.api.traffic_pipe import TrafficPipe
 from router.dispatch.metrics import stage_durations
 from router.dispatch.verdict import worst_of
 from router.http.responses import ERROR
@@ -39,15 +38,11 @@ _GROUP = "generation_group"
 
 
 class RequestLog:
-    """Middleware: after its answer, logs each request if `logs`, and tells the `adviser` of it if there is one."""
+    """Middleware: logs each request after its answer."""
 
-    def __init__(
-        self, app: ASGIApp, hasher: PrefixHasher, *, logs: bool = True, adviser: TrafficPipe | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, hasher: PrefixHasher) -> None:
         self._app = app
         self._hasher = hasher
-        self._logs = logs
-        self._adviser = adviser
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, then log."""
@@ -79,14 +74,11 @@ class RequestLog:
             if status is None or status >= 400 or scope["path"] not in POLLED:
                 group = group_of(scope)
                 trace = {} if group is None else _trace_fields(group, arrived_at, self._hasher)
-                if self._adviser is not None and (trace or status in (429, 503)):
-                    self._adviser.tell(trace or {"route": scope["method"], "status": status})
-                if self._logs:
-                    fields = _request_fields(scope, status, began) | trace
-                    fields["e2e_s"] = time.monotonic() - began
-                    if disconnected:
-                        fields["disconnected"] = True
-                    event("request", **{name: value for name, value in fields.items() if value is not None})
+                fields = _request_fields(scope, status, began) | trace
+                fields["e2e_s"] = time.monotonic() - began
+                if disconnected:
+                    fields["disconnected"] = True
+                event("request", **{name: value for name, value in fields.items() if value is not None})
 
 
 def note_group(request: Request, group: GenerationGroup) -> None:
