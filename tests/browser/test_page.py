@@ -20,7 +20,6 @@ from shared.protocol.messages import (
     Prefill,
     ReqReport,
     Stamp,
-    WaitedFor,
 )
 from tests.browser.conftest import PHONE, Run, opened
 from tests.unit.router.fakes import (
@@ -99,7 +98,7 @@ def test_the_timeline_is_drawn_as_it_happens(run: Run, browser: Browser, model_f
             await go_on.wait()
             queued = Stamp("decode", "queued", time.time() - 2)
             arrived = (queued, *stamps("decode", "transferring", "decoding"))
-            waited = ReqReport(stamps=arrived, waited_for=WaitedFor.PAGES)
+            waited = ReqReport(stamps=arrived)
             node.tokens(message.key, 0, node.story[:1], report=waited)
             node.tokens(message.key, 1, node.story[1:2])
             go_on.clear()
