@@ -9,7 +9,7 @@ from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger
 from shared.kvcache.radix_cache import Peek
 from shared.kvtransfer.receiver import KVReceiver
-from shared.protocol.messages import NodeRef, WaitedFor
+from shared.protocol.messages import NodeRef
 from shared.scheduling.priority import Arrival
 from shared.scheduling.req import Req
 from shared.timeline import Clock, ReqStage
@@ -64,8 +64,6 @@ class PreallocQueue:
         """The prefill node of each, and when it came, in that order."""
         self._moving: dict[Req, _Moving] = {}
         self._stopped_at: Req | None = None
-        self._stopped_for = ""
-        """What the last `reserve` lacked for the first request that it left, as a WaitedFor."""
         self._peeked: tuple[Req, int, Peek] | None = None
         """The request that was looked up last, how often the RadixCache had changed then, and its cached prefix."""
 
@@ -96,14 +94,10 @@ class PreallocQueue:
         """
         reserved: list[Req] = []
         self._stopped_at = None
-        waited_for, self._stopped_for = self._stopped_for, ""
         for req in self._in_order(list(self._queue)):
-            is_open = is_open_to(req)
-            if not is_open or not self._reserve(req, len(req.ids)):
+            if not is_open_to(req) or not self._reserve(req, len(req.ids)):
                 self._stopped_at = req
-                self._stopped_for = self._lacks() if is_open else WaitedFor.ORDER
                 break
-            req.waited_for = waited_for
             self._open(req, self._queue.pop(req)[0])
             reserved.append(req)
         refused: list[Req] = []
@@ -120,9 +114,6 @@ class PreallocQueue:
                 refused.append(req)
             del self._moving[req]
         return Reservations(reserved, refused)
-
-    def _lacks(self) -> WaitedFor:
-        return WaitedFor.PAGES if self._ledger.rows.num_free else WaitedFor.ROWS
 
     def _open(self, req: Req, source: NodeRef, num_known: int | None = None) -> None:
         assert req.kv is not None

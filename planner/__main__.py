@@ -9,10 +9,8 @@ from importlib import import_module
 _MODULES = {
     "plan": "planner.plan",
     "measure": "planner.measure.command",
-    "autoscale": "planner.autoscaler.command",
-    "advise": "planner.advise",
 }
-"""Each has a `main`, and imports what others do not need. A router's supervisor starts `advise`."""
+"""Each has a `main`, and imports what others do not need."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in _MODULES:
         return int(import_module(_MODULES[command]).main(flags))
     print(
-        f"planner: error: {command or 'no command'!r} is not a command of it: plan, measure, autoscale",
+        f"planner: error: {command or 'no command'!r} is not a command of it: plan, measure",
         file=sys.stderr,
     )
     return 2

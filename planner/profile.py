@@ -14,7 +14,6 @@ from typing import Annotated
 import msgspec
 
 from planner.cost_model import CostModel
-from router.http.config import PlanOptions
 from shared.config import ScheduleOptions
 from shared.errors import ConfigError
 from shared.scheduling.policies import POLICIES
@@ -149,15 +148,6 @@ def load_profile(path: Path, flag: str = "--profile") -> Profile:
     except RecursionError:
         raise ConfigError(f"{flag} {path}: its JSON is nested too deeply") from None
     return profile
-
-
-def load_plan_profiles(options: PlanOptions) -> tuple[Profile, Profile]:
-    """Of the prefill and of the decode nodes of a router with --plan-profile. Raises ConfigError."""
-    assert options.plan_profile is not None
-    prefill = load_profile(options.plan_profile, "--plan-profile")
-    if options.plan_decode_profile is None:
-        return prefill, prefill
-    return prefill, load_profile(options.plan_decode_profile, "--plan-decode-profile")
 
 
 def _check(profile: Profile) -> None:

@@ -1,4 +1,4 @@
-"""`router`: its commands, signals and exit codes. `router top` is in `router/terminal`, `router plan` in `planner`.
+"""`router`: its commands, signals and exit codes. `router plan` is in `planner`.
 
 Exit code 0 after SIGTERM or Ctrl-C, 1 when the service could not start or broke, 2 for a wrong flag or model.
 """
@@ -17,17 +17,13 @@ from shared.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a router until it is told to stop, show one (`router top`), or plan a fleet (`router plan`)."""
+    """Run a router until it is told to stop, or plan a fleet (`router plan`)."""
     flags = list(sys.argv[1:] if argv is None else argv)
-    if flags[:1] == ["top"]:
-        from router.terminal import top
-
-        return top.main(flags[1:])
     if flags[:1] == ["plan"]:
         # The planner drives nodes and loads torch, so it replaces this process: signals and exit code are its own.
         os.execv(sys.executable, [sys.executable, "-m", "planner", *flags])
     args = build_parser().parse_args(flags)
-    import uvloop  # what serves is imported when it is needed: --help and the terminal do not wait for it
+    import uvloop  # what serves is imported when it is needed: --help does not wait for it
 
     log.setup(args.log_level, "router")
     try:

@@ -38,7 +38,6 @@ from router.api.prefix_hashes import PrefixHasher
 from router.api.profile_api import profile_routes
 from router.api.request_log import RequestLog
 from router.api.service_api import control_routes, health_routes, info_routes
-from router.api.traffic_pipe import TrafficPipe
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
 from router.http.admin_guard import admin_guard
@@ -87,7 +86,6 @@ class Service:
     keys: ApiKeys
     traces: Traces | None
     log_hasher: PrefixHasher
-    adviser: TrafficPipe | None
     flags: Mapping[str, object]
 
 
@@ -118,8 +116,8 @@ def create_app(service: Service) -> ASGIApp:
     app = SpareConnectionGate(HostCheck(app))
     if service.traces is not None:
         app = service.traces.around(app)
-    if service.http.log_requests or service.adviser is not None:
-        app = RequestLog(app, service.log_hasher, logs=service.http.log_requests, adviser=service.adviser)
+    if service.http.log_requests:
+        app = RequestLog(app, service.log_hasher)
     return RequestIds(app)
 
 

@@ -9,7 +9,9 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +24,6 @@ from router.flags import build_parser, router_config
 from router.http.config import RouterConfig
 from router.processes.child_process import ChildFailed
 from router.processes.supervisor import Supervisor
-from router.terminal.client import ClientError, RouterClient
 from shared import log
 from shared.errors import ConfigError
 
@@ -46,6 +47,12 @@ class Stack:
     def __len__(self):
 '''
 MAX_NEW_TOKENS = 48
+SILENCE_S = 60.0
+"""Longest wait for the next event."""
+
+
+class DemoError(Exception):
+    """The completion did not succeed; the message is for people."""
 
 
 @dataclass
@@ -78,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not config.fleet.local.node_ids():
             raise ConfigError("the demo starts its own nodes: give --local, not --prefill or --decode")
         return uvloop.run(demo(config, flags))
-    except (ConfigError, ClientError, ChildFailed) as e:
+    except (ConfigError, DemoError, ChildFailed) as e:
         print(f"demo: error: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -93,9 +100,9 @@ async def demo(config: RouterConfig, flags: Sequence[str]) -> int:
     ) as supervisor:
         await supervisor.start()
         key = next(iter((*config.http.api_keys, *config.http.admin_api_keys)), None)
-        client = RouterClient(config.http.url(supervisor.http_port), key)
+        url = config.http.url(supervisor.http_port)
         console.print(PROMPT, end="", style="dim", markup=False, highlight=False)
-        completion = await asyncio.to_thread(stream, client, console)
+        completion = await asyncio.to_thread(stream, url, key, console)
         console.print("\n")
         info = completion.meta_info
         stages = [(stamp["role"], stamp["stage"], stamp["time"]) for stamp in info["timeline"]]
@@ -111,17 +118,39 @@ async def demo(config: RouterConfig, flags: Sequence[str]) -> int:
     return 0
 
 
-def stream(client: RouterClient, console: Console) -> Completion:
-    """Send the request and show its text as it comes. Raises ClientError."""
+def stream(url: str, key: str | None, console: Console) -> Completion:
+    """Send the request and show its text as it comes. Raises DemoError."""
     sampling = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 0}
     body = {"text": PROMPT, "sampling_params": sampling, "stream": True, "return_timeline": True}
     completion, started = Completion(), time.monotonic()
-    for payload in client.events("/generate", body):
-        event = msgspec.json.decode(payload)
+    for event in events(f"{url}/generate", key, body):
         completion.arrivals.append(time.monotonic() - started)
         console.print(event["text"][len(completion.text) :], end="", markup=False, highlight=False)
         completion.text, completion.meta_info = event["text"], event["meta_info"]
     return completion
+
+
+def events(url: str, key: str | None, body: object) -> Iterator[dict[str, Any]]:
+    """The events of a POST's stream. Raises DemoError."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, msgspec.json.encode(body), headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=SILENCE_S) as response:
+            for line in response:
+                payload = line.removeprefix(b"data:").strip()
+                if payload == b"[DONE]":
+                    return
+                if payload:
+                    event = msgspec.json.decode(payload)
+                    if "error" in event:
+                        raise DemoError(event["error"]["message"])
+                    yield event
+    except urllib.error.HTTPError as e:
+        raise DemoError(f"{url} answered {e.code}: {e.read().decode(errors='replace')}") from None
+    except OSError as e:
+        raise DemoError(f"{url}: {e}") from None
+    raise DemoError(f"{url} ended the stream")
 
 
 def stage_table(stages: Sequence[tuple[str, str, float]], kv_pages: int, kv_bytes: int) -> Table:

@@ -10,12 +10,10 @@ from dataclasses import replace
 
 from router.dispatch.policy import POLICIES
 from router.http.config import (
-    AutoscaleOptions,
     ConnectionOptions,
     DispatchOptions,
     FleetOptions,
     HttpOptions,
-    PlanOptions,
     RouterConfig,
 )
 from router.http.limits import HttpLimits
@@ -38,10 +36,7 @@ _DISCOVERY_FLAGS = ("discovery", "discovery_namespace", "prefill_selector", "dec
 def build_parser() -> argparse.ArgumentParser:
     """All flags: the router's own, and those that it hands to the nodes it starts."""
     parser = cli.make_parser("router", "Serve a model: start nodes on this machine, or join running ones.")
-    parser.epilog = (
-        "`router top` shows the live state of a running router in a terminal. "
-        "`router plan` tells whether splitting helps your traffic, and with how many nodes."
-    )
+    parser.epilog = "`router plan` tells whether splitting helps your traffic, and with how many nodes."
     _add_topology_flags(parser)
     http = add_flags(parser, "HTTP", HttpOptions, *_HTTP_FLAGS)
     http.add_argument("--allowed-origins", type=origins, action="append", default=[], metavar="ORIGIN",
@@ -53,8 +48,6 @@ def build_parser() -> argparse.ArgumentParser:
     policies = tuple(POLICIES)
     choices = {"prefill_policy": policies, "decode_policy": policies}
     add_flags(parser, "dispatch", DispatchOptions, choices=choices)
-    add_flags(parser, "planner", PlanOptions)
-    add_flags(parser, "autoscaler", AutoscaleOptions)
     cli.add_fleet_flags(parser)
     cli.add_log_flags(parser)
     cli.add_node_flags(parser)
@@ -101,9 +94,7 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
         ),
         connections=options_of(ConnectionOptions, args),
         dispatch=options_of(DispatchOptions, args),
-        scaling=options_of(AutoscaleOptions, args),
         log_level=args.log_level,
-        plan=options_of(PlanOptions, args),
     )
 
 

@@ -23,10 +23,8 @@ from typing import TYPE_CHECKING, Any
 import zmq
 import zmq.asyncio
 
-from router.api.live_feed import Advice
 from router.api.live_state import LiveState
 from router.api.prefix_hashes import PrefixHasher
-from router.api.traffic_pipe import TrafficPipe
 from router.app import Service, create_app
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.live_rids import LiveRids
@@ -77,11 +75,8 @@ class Router:
         config: RouterConfig,
         model: ServedModel | None,
         index: int = 0,
-        traffic_fd: int | None = None,
     ) -> None:
-        """`traffic_fd` is a pipe to the planner that advises."""
         self._config = config
-        self._traffic_fd = traffic_fd
         self._index = index
         self._exits = contextlib.AsyncExitStack()
         self._background: list[asyncio.Task[None]] = []
@@ -146,9 +141,6 @@ class Router:
                 keys=self.keys,
                 traces=self._traces,
                 log_hasher=self.log_hasher,
-                adviser=None
-                if self._traffic_fd is None
-                else TrafficPipe(self._traffic_fd, self._membership.fleet),
                 flags=self._flags(),
             )
         )
@@ -199,10 +191,6 @@ class Router:
     def on_listing(self, listed: Sequence[tuple[Role, str]]) -> None:
         """Take in what discoveries list now: role and address of each node."""
         self._membership.on_listing(listed)
-
-    def advise(self, advice: Advice) -> None:
-        """Show what the planner advises."""
-        self._live.last_advice = advice
 
     def node_exited(self, node_id: str, role: Role, reason: str, *, crashed: bool) -> None:
         """Note that a node of this machine has ended. It announces itself when it has been started again."""

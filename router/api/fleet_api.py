@@ -80,7 +80,7 @@ def fleet_admin_routes(
         """Every node that is dialled, with its load asked for now."""
         await membership.refresh(_REFRESH_S)
         nodes = [describe_in_full(member) for member in membership.members]
-        return Fleet(nodes=nodes, advice=live.advice)
+        return Fleet(nodes=nodes)
 
     @router.post("/nodes")
     async def add_node(asked: AddNode) -> NodeAdded:

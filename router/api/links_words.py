@@ -1,4 +1,4 @@
-"""The links of a node in words, for the page and `router top`."""
+"""The links of a node in words, for the page."""
 
 from __future__ import annotations
 

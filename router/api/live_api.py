@@ -1,4 +1,4 @@
-"""`/live`: the state of the fleets for the page and `router top`. Prometheus has `/metrics`."""
+"""`/live`: the state of the fleets for the page. Prometheus has `/metrics`."""
 
 from __future__ import annotations
 

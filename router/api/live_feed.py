@@ -1,4 +1,4 @@
-"""The events of `/live`, which the page and `router top` draw. Times are seconds, rates are per second, pages are KV
+"""The events of `/live`, which the page draws. Times are seconds, rates are per second, pages are KV
 pages.
 
 The first event of a feed has the samples of the last ten minutes, and each later event has the new ones.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import msgspec
 
 from router.http.answer import Answer
-from shared.protocol.messages import Struct
 
 SAMPLE_INTERVAL_S = 1.0
 MAX_SAMPLES = 600
@@ -110,26 +109,10 @@ class Sample(Answer, frozen=True, kw_only=True):
 class LiveEvent(Answer, frozen=True, kw_only=True):
     """One event of the feed.
 
-    `verdict` is one sentence: which part of the fleets is the bottleneck. `advice` is one of the planner, with
-    --plan-profile: which number of nodes would serve the traffic of the last minutes.
+    `verdict` is one sentence: which part of the fleets is the bottleneck.
     """
 
     router: RouterNow
     nodes: list[NodeNow]
     samples: list[Sample]
     verdict: str = ""
-    advice: str = ""
-
-
-class Advice(Struct, frozen=True):
-    """What the planner says of the fleet for the traffic of the last minutes."""
-
-    words: str
-    fleet: str
-    """That served it: 2P1D."""
-    at: float
-    """When its traffic ended: seconds since 1970."""
-    meets: bool | None
-    """Whether it meets the SLOs in the simulation; None where there is too little traffic to tell."""
-    better: str | None
-    """With the fewest nodes more, one that meets them; of a fleet that does, one with a node less that would too."""

@@ -12,7 +12,6 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 import msgspec
 
@@ -22,7 +21,6 @@ from router.api.live_feed import (
     MAX_SAMPLES,
     PERCENTILES,
     SAMPLE_INTERVAL_S,
-    Advice,
     FleetSample,
     LiveEvent,
     NodeNow,
@@ -39,8 +37,6 @@ from shared.protocol.messages import Role
 from shared.timeline import Clock
 
 _SHORTEST_RATE_S = 0.5
-ADVICE_S = 600.0
-"""Older advice is not shown: the planner advises each minute, for the traffic of ten."""
 _STATES: Mapping[MemberState, str] = {
     MemberState.DIALLING: "dialling",
     MemberState.ALIVE: "live",
@@ -96,8 +92,6 @@ class LiveState:
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._num_sampled = 0
         self._verdict = ""
-        self.last_advice: Advice | None = None
-        """The planner's last advice."""
         self._sampled = asyncio.Event()
         self._closed = asyncio.Event()
 
@@ -158,16 +152,7 @@ class LiveState:
             nodes=self._nodes(),
             samples=[self._samples[at] for at in range(first, len(self._samples))],
             verdict=self._verdict,
-            advice=self.advice,
         )
-
-    @property
-    def advice(self) -> str:
-        """The planner's last advice, with its time. It is empty if it is old, or was for another fleet than now's."""
-        told = self.last_advice
-        if told is None or told.fleet != self._membership.fleet() or time.time() > told.at + ADVICE_S:
-            return ""
-        return f"{told.words} (planned at {datetime.fromtimestamp(told.at, UTC):%H:%M} UTC)"
 
     def close(self) -> None:
         """End every feed."""

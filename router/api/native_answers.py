@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from router.dispatch.verdict import Start, StartStage
+from router.dispatch.start_stages import Start, StartStage
 from router.http.answer import Answer
 from router.request.finish_reason import FinishReason
 from shared.protocol.messages import Stamp
@@ -43,35 +43,33 @@ class StageTimeAnswer(Answer, kw_only=True, frozen=True):
     stage: StartStage
     node: Annotated[str, Field(description="Empty for a stage of the router.")]
     seconds: float
-    usual_s: Annotated[float | None, Field(description="Null while too few requests like it are known.")]
+    expected_s: Annotated[
+        float | None, Field(description="What it should cost; null while no rate of the node is known.")
+    ]
 
 
 class FirstTokenAnswer(Answer, kw_only=True, frozen=True):
     """What the time to the first token went to; `transfer` is the wait for the second token."""
 
     ttft_s: float
-    usual_s: Annotated[float | None, Field(description="On free nodes; null while a stage's is unknown.")]
+    slow_because: Annotated[
+        StartStage | None,
+        Field(description="The stage longest beyond what it should cost; null if none was slow."),
+    ]
     stages: list[StageTimeAnswer]
-    verdict: Annotated[str | None, Field(description="Why it was slow; null if it was not.")]
-    causes: Annotated[list[StartStage], Field(description="The stages of the verdict, the worst first.")]
-    without_s: Annotated[float | None, Field(description="The time to the first token without the causes.")]
 
     @classmethod
     def of(cls, start: Start) -> FirstTokenAnswer:
         """The answer for a start that has been measured."""
-        verdict = start.verdict
         return cls(
             ttft_s=start.ttft_s,
-            usual_s=start.usual_s,
+            slow_because=start.slow_because,
             stages=[
                 StageTimeAnswer(
-                    stage=stage.stage, node=stage.node_names, seconds=stage.seconds, usual_s=stage.usual_s
+                    stage=one.stage, node=one.node_names, seconds=one.seconds, expected_s=one.expected_s
                 )
-                for stage in start.stages
+                for one in start.stages
             ],
-            verdict=verdict.text if verdict is not None else None,
-            causes=[cause.stage for cause in verdict.causes] if verdict is not None else [],
-            without_s=verdict.without_s if verdict is not None else None,
         )
 
 

@@ -2,14 +2,14 @@
 
 request request_id=b route="POST /generate" status=200 rid=a req=17 attempt=0 router=4f21 sequences=1
         prompt_tokens=70 completion_tokens=16 cached_tokens=0 ttft_s=0.02 queue_s=0.001 finish=stop
-        nodes=decode-0,prefill-0 slow="212 ms waiting for pages on decode-0, ..." arrived_ms=1763935383120
+        nodes=decode-0,prefill-0 slow_because=reservation arrived_ms=1763935383120
         prompt_lens=70 output_lens=16 prefixes=q3Zl0c1mW5g= prefix_tokens=64 prefix_key=5bd1e995 e2e_s=0.2
 
 From `arrived_ms` on (milliseconds since 1970) they are what `router plan --trace` reads: prompt_lens=70;9
 output_lens=16,12;7 are two prompts, of which the first has two answers, and `prefixes` has the hashes of each prompt
 (prefix_hashes.py), unless none has a whole block of `prefix_tokens`.
-`slow` is there if the first or the second token was slow: the verdict. Of several sequences it is that of `slow_req`,
-which lost most time.
+`slow_because` is there if the first or the second token was slow: the stage that took longest beyond what it should
+cost, of the sequence that lost most time in it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.prefix_hashes import BLOCK_TOKENS, PrefixHasher
-from router.api.traffic_pipe import TrafficPipe
 from router.dispatch.metrics import stage_durations
-from router.dispatch.verdict import worst_of
 from router.http.responses import ERROR
 from router.request.finish_reason import kind_of
 from router.request.generation import Generation, GenerationGroup
@@ -39,15 +37,11 @@ _GROUP = "generation_group"
 
 
 class RequestLog:
-    """Middleware: after its answer, logs each request if `logs`, and tells the `adviser` of it if there is one."""
+    """Middleware: logs each request after its answer."""
 
-    def __init__(
-        self, app: ASGIApp, hasher: PrefixHasher, *, logs: bool = True, adviser: TrafficPipe | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, hasher: PrefixHasher) -> None:
         self._app = app
         self._hasher = hasher
-        self._logs = logs
-        self._adviser = adviser
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, then log."""
@@ -79,14 +73,11 @@ class RequestLog:
             if status is None or status >= 400 or scope["path"] not in POLLED:
                 group = group_of(scope)
                 trace = {} if group is None else _trace_fields(group, arrived_at, self._hasher)
-                if self._adviser is not None and (trace or status in (429, 503)):
-                    self._adviser.tell(trace or {"route": scope["method"], "status": status})
-                if self._logs:
-                    fields = _request_fields(scope, status, began) | trace
-                    fields["e2e_s"] = time.monotonic() - began
-                    if disconnected:
-                        fields["disconnected"] = True
-                    event("request", **{name: value for name, value in fields.items() if value is not None})
+                fields = _request_fields(scope, status, began) | trace
+                fields["e2e_s"] = time.monotonic() - began
+                if disconnected:
+                    fields["disconnected"] = True
+                event("request", **{name: value for name, value in fields.items() if value is not None})
 
 
 def note_group(request: Request, group: GenerationGroup) -> None:
@@ -144,7 +135,7 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
     generations = [generation for generation in group.generations if generation.started]
     reqs = [generation.req for generation in generations]
     prompts = [generation.req for generation in generations if generation.choice == 0]
-    slow_req, verdict = worst_of({req.key.rid: req.start for req in reqs if req.start is not None})
+    slow = [one for req in reqs if req.start is not None and (one := req.start.worst) is not None]
     first = min((req.first_token_at for req in reqs if req.first_token_at is not None), default=None)
     return {
         "rid": group.prompts[0].rid,
@@ -161,8 +152,7 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
         "nodes": _joined(
             node.ref.node_id for req in reqs for attempt in req.attempts for node in attempt.nodes
         ),
-        "slow": verdict.text if verdict is not None else None,
-        "slow_req": slow_req if len(reqs) > 1 else None,
+        "slow_because": max(slow, key=lambda one: one.excess_s).stage if slow else None,
     }
 
 

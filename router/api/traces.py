@@ -165,8 +165,8 @@ def _attributes(generation: Generation) -> dict[str, AttributeValue]:
     }
     if req.first_token_at is not None:
         attributes["gen_ai.latency.time_to_first_token"] = req.waited_s + req.first_token_at - req.started_at
-    if req.start is not None and req.start.verdict is not None:
-        attributes["baton.slow"] = req.start.verdict.text
+    if req.start is not None and req.start.slow_because is not None:
+        attributes["baton.slow_because"] = req.start.slow_because.value
     return attributes
 
 

@@ -28,7 +28,7 @@ from router.dispatch.node_counts import NodeCounts
 from router.dispatch.placement import Fleet, Placement, Route
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.running_req import Aborted, Node, RunningReq
-from router.dispatch.verdict import Starts
+from router.dispatch.start_stages import measure_start
 from shared.errors import RequestError
 from shared.log import event
 from shared.protocol.messages import (
@@ -103,7 +103,6 @@ class Dispatcher:
         self.queue = FirstTokenQueue(clock)
         self._fleet = fleet
         self._fair_queue = FairQueue()
-        self._starts = Starts()
         self._rids = itertools.count(1)
         self._running: dict[str, RunningReq] = {}
         self._closed: str | None = None
@@ -256,7 +255,7 @@ class Dispatcher:
                 self.queue.leave(req.key.rid, served=True)
                 self._left_queue(req)
             if entry.report is not None and req.start is None:
-                req.start = self._starts.measure(req, now)
+                req.start = measure_start(req)
             if req.ended:
                 self._forget(req, Cancel(req.key))
             elif req in self._quarantine and req.failover.is_past_crashes(len(req.output_ids)):
@@ -366,7 +365,6 @@ class Dispatcher:
             lost = Cause.PREFILL_NODE_LOST if node.role is Role.PREFILL else Cause.DECODE_NODE_LOST
             self._fail_over(req, node, lost, error, was_tried=was_tried)
         self._counts.lost(node)
-        self._starts.forget(node)
 
     # ---------------------------------------------------------------------------- removing a node
     def num_held(self, node: Node) -> int:

@@ -18,6 +18,7 @@ from router.dispatch.failover import Cause
 from router.dispatch.loop_histogram import LoopHistogram
 from router.dispatch.recent_traffic import RecentTraffic
 from router.dispatch.running_req import Aborted, Node, RunningReq
+from router.dispatch.start_stages import StartStage
 from shared.protocol.load_metrics import LoadCollector
 from shared.protocol.messages import Role, Stamp
 from shared.timeline import ReqStage
@@ -72,6 +73,12 @@ class Metrics:
         self._refused_late = self._counter(
             "baton:num_late_requests",
             "HTTP requests refused with a 429, since their first token would have come after --ttft-limit-s.",
+        )
+        self._slow_starts = Counter(
+            "baton:num_slow_starts",
+            "Sequences whose first or second token was slow, by the stage longest beyond what it should cost.",
+            ("model_name", "role", "slow_because"),
+            registry=self._registry,
         )
         self._own_gauges: list[tuple[Gauge, Callable[[], float]]] = []
         self._ttft = self._histogram(
@@ -151,6 +158,8 @@ class Metrics:
                 family.labels(self._model_name(), "router")
             for cause in Cause:
                 self._failovers.labels(self._model_name(), "router", cause.value)
+            for stage in StartStage:
+                self._slow_starts.labels(self._model_name(), "router", stage.value)
             for gauge, value in self._own_gauges:
                 self._own(gauge).set(value())
         return generate_latest(self._registry)
@@ -188,6 +197,8 @@ class Metrics:
         self._own(self._e2e).observe(req.ended_at - req.started_at)
         self._own(self._prompt_tokens).inc(req.prompt_len)
         self._own(self._cached_tokens).inc(req.cached_tokens)
+        if req.start is not None and req.start.slow_because is not None:
+            self._slow_starts.labels(self._model_name(), "router", req.start.slow_because.value).inc()
         for role, stage, seconds in stage_durations(req.stamps):
             self._stages.labels(self._model_name(), role, stage).observe(seconds)
             if (role, stage) == (Role.DECODE, ReqStage.TRANSFERRING):

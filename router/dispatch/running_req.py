@@ -11,8 +11,8 @@ import msgspec
 
 from router.dispatch.failover import Failover, Numerics
 from router.dispatch.prefix_index import PrefixIndex
+from router.dispatch.start_stages import Start
 from router.dispatch.token_order import TokenOrder
-from router.dispatch.verdict import Start
 from shared.errors import RequestError
 from shared.protocol.logprobs import Logprobs, TokenLogprobs
 from shared.protocol.messages import (
@@ -107,7 +107,6 @@ class Attempt:
     holders: list[Node] = field(default_factory=list)
     finished_by: Node | None = None
     sent_at: float = 0.0
-    loads: dict[Role, Load] = field(default_factory=dict)
     """What its nodes had told of themselves when it was sent."""
     reports: dict[Role, ReqReport] = field(default_factory=dict)
     heard_at: dict[Role, float] = field(default_factory=dict)
@@ -259,7 +258,6 @@ class RunningReq:
         attempt = self.attempt
         attempt.nodes, attempt.num_queued_tokens, attempt.num_pages = nodes, num_queued_tokens, num_pages
         attempt.sent_at = now
-        attempt.loads = {node.role: node.load for node in nodes}
         attempt.holders = list(nodes)
 
     def next_attempt(self) -> None:

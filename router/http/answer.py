@@ -1,6 +1,6 @@
 """The base type of answers, which msgspec encodes and /openapi.json describes.
 
-Schemas are written as pydantic_core's dicts, since `router top` decodes answers without loading pydantic.
+Schemas are written as pydantic_core's dicts.
 """
 
 from __future__ import annotations

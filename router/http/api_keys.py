@@ -80,22 +80,6 @@ class KeySource:
         return keys
 
 
-def one_admin_key(options: HttpOptions) -> str:
-    """A key with which a process of the router's own may call /fleet; empty where none is needed.
-
-    Raises ConfigError where there is no such key, or the file of keys cannot be read.
-    """
-    admins = KeySource(flag="--admin-api-key", given=options.admin_api_keys, file=options.admin_api_key_file)
-    keys = admins.keys()
-    if keys:
-        return keys[0]
-    if options.api_keys or options.api_key_file is not None or not is_loopback(options.host):
-        raise ConfigError(
-            "--autoscale changes the fleet by /fleet, which needs an admin key here: give --admin-api-key-file"
-        )
-    return ""
-
-
 class ApiKeys:
     """The keys in force. Raises ConfigError when one cannot be used."""
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
-import shutil
-from argparse import Namespace
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from router.http.limits import HttpLimits
 from router.http.tls import Tls, TlsOptions
-from router.http.topology import LocalTopology, ScaledRole, parse_scaled
+from router.http.topology import LocalTopology
 from shared.config import DEFAULT_CONTROL_PORT
 from shared.cpu_cores import CpuCores
-from shared.errors import ConfigError
-from shared.flags import argv_of, flag, fraction, or_auto, whole
+from shared.flags import flag, fraction, or_auto, whole
 from shared.protocol.loopback import require_key_beyond_loopback
 from shared.protocol.messages import Role
 
@@ -193,113 +188,6 @@ class DispatchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What the fleets are to reach, and what their nodes cost: for the planner's advice and the autoscaler."""
-
-    plan_profile: Path | None = flag(
-        None,
-        "a profile of the nodes (router plan --measure): plan for the traffic of the last ten minutes, and show what "
-        "number of nodes would serve it (with --autoscale: change it); needs both SLOs",
-        Path,
-        "FILE",
-    )
-    plan_decode_profile: Path | None = flag(None, "of decode nodes, where they differ", Path, "FILE")
-    slo_ttft_ms: float | None = flag(None, "longest time to first token", _MS, "MS")
-    slo_itl_ms: float | None = flag(None, "longest mean time between the tokens of a request", _MS, "MS")
-    good_share: float = flag(0.9, "of the requests that must meet both", fraction(0.01, 1), "SHARE")
-
-    def check(self) -> None:
-        """Raise ConfigError for a part without the others."""
-        given = (self.plan_profile, self.slo_ttft_ms, self.slo_itl_ms)
-        if any(one is None for one in given) and any(one is not None for one in given):
-            raise ConfigError("--plan-profile, --slo-ttft-ms and --slo-itl-ms belong together")
-        if self.plan_decode_profile is not None and self.plan_profile is None:
-            raise ConfigError(
-                "--plan-decode-profile needs --plan-profile, which then is that of prefill nodes"
-            )
-
-    def argv(self) -> list[str]:
-        """The command line of these options."""
-        return argv_of(PlanOptions, Namespace(**vars(self)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutoscaleOptions:
-    """Which fleets change their number of nodes with their load, and how; PlanOptions say by what."""
-
-    autoscale: tuple[ScaledRole, ...] = flag(
-        (),
-        "keep so many nodes of a role as its load needs, from least to most; may repeat. One router of a fleet may "
-        "have this, and no HorizontalPodAutoscaler beside it",
-        parse_scaled,
-        "ROLE=LEAST..MOST",
-        repeats=True,
-    )
-    autoscale_command: str | None = flag(
-        None, "run as CMD add ROLE N, and CMD drain NODE_ID ADDRESS when the node is empty", metavar="CMD"
-    )
-    autoscale_webhook: str | None = flag(
-        None, "post the same there as JSON; None, without a command: decisions are printed", metavar="URL"
-    )
-    autoscale_settle_s: float = flag(
-        60.0, "no two opposite actions, and no two drains, are closer", fraction(1, 86400)
-    )
-    autoscale_window_s: float = flag(
-        300.0, "for so long one node less must have been enough before one is drained", fraction(10, 86400)
-    )
-    autoscale_interval_s: float = flag(5.0, "between two looks at the fleet", fraction(0.5, 60.0))
-    autoscale_timeout_s: float = flag(60.0, "longest run of the command, or wait for the webhook", _SECONDS)
-    autoscale_drain_timeout_s: float = flag(
-        60.0, "then the requests of a node that is drained go on at others", _SECONDS
-    )
-
-    def check(self) -> None:
-        """Raise ConfigError for flags that are missing, or that exclude each other."""
-        if not self.autoscale:
-            given = [
-                name for name in ("autoscale_command", "autoscale_webhook") if getattr(self, name) is not None
-            ]
-            if given:
-                raise ConfigError(f"--{given[0].replace('_', '-')} needs --autoscale")
-            return
-        roles = [scaled.role for scaled in self.autoscale]
-        if len(set(roles)) < len(roles):
-            raise ConfigError(f"--autoscale: a role is named twice: {', '.join(map(str, self.autoscale))}")
-        if self.autoscale_command is not None and self.autoscale_webhook is not None:
-            raise ConfigError("--autoscale-command and --autoscale-webhook exclude each other")
-        if self.autoscale_command is not None:
-            program = next(iter(_words(self.autoscale_command)), "")
-            if shutil.which(program) is None:
-                raise ConfigError(
-                    f"--autoscale-command {self.autoscale_command!r} is not a command: "
-                    f"there is no program {program!r} that may be run"
-                )
-        if self.autoscale_webhook is not None and not _is_http_url(self.autoscale_webhook):
-            raise ConfigError("--autoscale-webhook is not like http://HOST[:PORT]/PATH")
-
-    def argv(self) -> list[str]:
-        """The command line of these options."""
-        scaled = [word for one in self.autoscale for word in ("--autoscale", str(one))]
-        others = [one.name for one in fields(self) if one.name != "autoscale"]
-        return [*scaled, *argv_of(AutoscaleOptions, Namespace(**vars(self)), *others)]
-
-
-def _is_http_url(text: str) -> bool:
-    try:
-        url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:
-        return False  # of a port that is none
-
-
-def _words(command: str) -> list[str]:
-    try:
-        return shlex.split(command)
-    except ValueError:
-        return []  # a quote that is not closed
-
-
-@dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """All options of a router. `model` is None if the nodes say which model they serve."""
 
@@ -308,23 +196,15 @@ class RouterConfig:
     http: HttpOptions = field(default_factory=HttpOptions)
     connections: ConnectionOptions = field(default_factory=ConnectionOptions)
     dispatch: DispatchOptions = field(default_factory=DispatchOptions)
-    scaling: AutoscaleOptions = field(default_factory=AutoscaleOptions)
-    plan: PlanOptions = field(default_factory=PlanOptions)
     log_level: str = "info"
 
     def check(self) -> None:
-        """Raise ConfigError for a control port beyond loopback without a key, and for options that cannot be."""
-        self.plan.check()
-        if self.scaling.autoscale and self.plan.plan_profile is None:
-            raise ConfigError("--autoscale needs --plan-profile, --slo-ttft-ms and --slo-itl-ms")
+        """Raise ConfigError for a control port beyond loopback without a key, and for a wrong certificate."""
         fleet = self.fleet
         require_key_beyond_loopback(
             "--control-host", fleet.control_host, has_key=bool(fleet.fleet_key), insecure=fleet.insecure
         )
         Tls(self.http.tls)
-        self.scaling.check()
-        if self.scaling.autoscale and self.http.tls.ssl_ca_certs is not None:
-            raise ConfigError("--autoscale: the autoscaler has no certificate for --ssl-ca-certs")
 
     def shown(self) -> dict[str, object]:
         """The options that /server_info shows, without secrets."""

@@ -11,9 +11,7 @@ from shared.protocol.messages import Role
 MAX_LOCAL_NODES = 64
 DEFAULT_PORTS = {Role.PREFILL: 7100, Role.DECODE: 7200}
 
-MAX_SCALED_NODES = 1000
 
-_SCALED = re.compile(r"(prefill|decode)=(\d{1,4})\.\.(\d{1,4})")
 _LOCAL = re.compile(r"(\d{1,3})P(\d{1,3})D", re.IGNORECASE)
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+)(?::(?P<port>\d{1,5}))?")
 
@@ -32,31 +30,6 @@ class LocalTopology:
 
     def __str__(self) -> str:
         return f"{self.num_prefill}P{self.num_decode}D"
-
-
-@dataclass(frozen=True)
-class ScaledRole:
-    """The role of a fleet whose number of nodes changes with its load, from `least` to `most`."""
-
-    role: Role
-    least: int
-    most: int
-
-    def __str__(self) -> str:
-        return f"{self.role}={self.least}..{self.most}"
-
-
-def parse_scaled(text: str) -> ScaledRole:
-    """An argparse type: `decode=1..8`."""
-    match = _SCALED.fullmatch(text)
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not like decode=1..8 (prefill or decode, least..most nodes)"
-        )
-    scaled = ScaledRole(Role(match[1]), int(match[2]), int(match[3]))
-    if not 1 <= scaled.least <= scaled.most <= MAX_SCALED_NODES:
-        raise argparse.ArgumentTypeError(f"{text}: 1 <= least <= most <= {MAX_SCALED_NODES} is needed")
-    return scaled
 
 
 def parse_local(text: str) -> LocalTopology:

@@ -67,10 +67,9 @@ class FleetNode(FleetMember, kw_only=True, frozen=True):
 
 
 class Fleet(Answer, kw_only=True, frozen=True):
-    """Every node that is dialled, and with --plan-profile what the planner advises for the last minutes' traffic."""
+    """Every node that is dialled."""
 
     nodes: list[FleetNode]
-    advice: str = ""
 
 
 class NodeAdded(Answer, kw_only=True, frozen=True):

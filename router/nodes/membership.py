@@ -133,10 +133,6 @@ class Membership:
         """The nodes of a role that take work now, longest-lived first."""
         return self._live.get(role, ())
 
-    def fleet(self) -> str:
-        """The nodes that live, as 2P1D."""
-        return f"{len(self.live(Role.PREFILL))}P{len(self.live(Role.DECODE))}D"
-
     def all_live(self) -> list[LiveNode]:
         """The connected nodes of both roles, longest-lived first, with those that are being drained."""
         return [member.node for member in self._connected if member.node is not None]

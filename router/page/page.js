@@ -77,7 +77,6 @@ function showLost(text, why) {
   showService("lost", text, why);
   fleets.lose(why);
   setText(byId("fleet-verdict"), "");
-  setText(byId("fleet-advice"), "");
   charts.lose(why);
 }
 
@@ -100,7 +99,6 @@ async function watch(signal, alive) {
     showRouter(event.router);
     fleets.update(event.nodes);
     setText(byId("fleet-verdict"), event.verdict);
-    setText(byId("fleet-advice"), event.advice ? `Plan: ${event.advice}` : "");
     charts.update(samples, event.router);
   }
 }

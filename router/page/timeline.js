@@ -46,7 +46,8 @@ export class Timeline {
   tell(choice) {
     if (!choice.timeline) return;
     this.stamps = choice.timeline;
-    this.verdict = choice.first_token?.verdict;
+    const { slow_because: slow, stages } = choice.first_token ?? {};
+    this.slowStage = slow && stages.find(({ stage }) => stage === slow);
     this.moved = { pages: choice.kv_pages_transferred, bytes: choice.kv_bytes_transferred };
     const router = this.stamps.filter((stamp) => stamp.role === "router");
     this.start = router[0].time;
@@ -70,7 +71,7 @@ export class Timeline {
   }
 
   clear() {
-    Object.assign(this, { stamps: [], verdict: null, moved: null, whole: false, start: 0, latest: 0, finished: false, firstToldAt: null, sentAt: null, endedAt: null });
+    Object.assign(this, { stamps: [], slowStage: null, moved: null, whole: false, start: 0, latest: 0, finished: false, firstToldAt: null, sentAt: null, endedAt: null });
     for (const track of this.tracks.values()) track.replaceChildren();
     this.axis.replaceChildren();
     byId("timeline-rows").replaceChildren();
@@ -167,7 +168,10 @@ export class Timeline {
     const parts = reported.map((s) => [s.stage, `${s.lane} node: ${WORDS[s.stage] ?? s.stage} ${seconds(s.to - s.from)}`]);
     if (this.moved?.pages) parts.push(["", `${count(this.moved.pages)} KV pages moved, ${bytes(this.moved.bytes)}`]);
     if (!parts.length) parts.push(["", "No node has reported a stage of this request."]);
-    if (this.verdict) parts.push(["", `Slow: ${this.verdict}`]);
+    if (this.slowStage) {
+      const { stage, node, seconds: took } = this.slowStage;
+      parts.push(["", `Slow because of ${stage}${node ? ` (${node})` : ""}: ${seconds(took)}`]);
+    }
     byId("timeline-words").replaceChildren(...parts.map(([stage, words]) => item(stage, words)));
     this.lanes.setAttribute("aria-label", `Timeline of the request: ${parts.map(([, words]) => words).join("; ")}.`);
     for (const [lane, track] of this.tracks) {

@@ -64,7 +64,6 @@ class ChildProcess:
         *,
         heartbeat_timeout_s: float | None = None,
         stdout: int | None = _STDERR,
-        pass_fds: Sequence[int] = (),
         on_start: Callable[[], None] = lambda: None,
         on_exit: Callable[[int | None, str, float], None] = lambda code, reason, pause_s: None,
     ) -> None:
@@ -75,7 +74,6 @@ class ChildProcess:
         self._argv = argv
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._stdout = stdout
-        self._pass_fds = pass_fds
         self._on_start = on_start
         self._on_exit = on_exit
         self._process: asyncio.subprocess.Process | None = None
@@ -154,7 +152,6 @@ class ChildProcess:
                 *self._argv(),
                 stdin=theirs.fileno(),
                 stdout=self._stdout,
-                pass_fds=self._pass_fds,
                 start_new_session=True,
             )
         self._log("started", pid=self._process.pid)

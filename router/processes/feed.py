@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from router.api.live_feed import Advice
 from shared.log import crash, event
 from shared.protocol.messages import Announcement, Role, Struct
 
@@ -45,7 +44,7 @@ class LogKey(Struct, frozen=True):
     key: bytes
 
 
-ToRouter = Announcement | NodeExited | ReloadFiles | Listed | LogKey | Advice
+ToRouter = Announcement | NodeExited | ReloadFiles | Listed | LogKey
 
 _LENGTH_NBYTES = 4
 _encoder = msgspec.msgpack.Encoder()

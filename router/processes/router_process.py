@@ -1,6 +1,6 @@
-"""`python -m router.processes.router_process INDEX HTTP_PORT TRAFFIC_FD first|restarted FLAGS...`: one router.
+"""`python -m router.processes.router_process INDEX HTTP_PORT first|restarted FLAGS...`: one router.
 
-Only the supervisor starts it; FLAGS are the supervisor's. TRAFFIC_FD leads to the planner that advises, or is `none`.
+Only the supervisor starts it; FLAGS are the supervisor's.
 Standard input is a socket: the supervisor's feed, and the way back for a heartbeat. When it closes, the supervisor is
 gone, and this process ends at once.
 """
@@ -18,7 +18,6 @@ from functools import partial
 
 import uvloop
 
-from router.api.live_feed import Advice
 from router.flags import build_parser, router_config
 from router.garbage import collect_rarely
 from router.http.config import RouterConfig
@@ -59,13 +58,11 @@ def main(argv: Sequence[str]) -> int:
     Returns 0, or a code of `child_process.GAVE_UP`: 2 for a wrong flag or model, 3 for a failed first generation.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor's business; it sends ReloadFiles
-    index, http_port, traffic_fd, life, *flags = argv
+    index, http_port, life, *flags = argv
     args = build_parser().parse_args(flags)
     log.setup(args.log_level, f"router-{index}")
     try:
-        router = partial(
-            Router, index=int(index), traffic_fd=None if traffic_fd == "none" else int(traffic_fd)
-        )
+        router = partial(Router, index=int(index))
         return uvloop.run(
             _run(router_config(args), router, int(index), int(http_port), first=life == "first")
         )
@@ -174,8 +171,6 @@ async def _pass_on(messages: asyncio.Queue[ToRouter], router: Router) -> None:
                 router.on_listing(nodes)
             case LogKey(key):
                 router.log_hasher.use(key)
-            case Advice() as advice:
-                router.advise(advice)
             case message:
                 router.on_announcement(message)
 

@@ -2,9 +2,6 @@
 
 supervisor              the HTTP port's reservation, the port where nodes announce themselves, discoveries
 ├─ router 0 .. N - 1    HTTP, tokenizer, connections to all nodes; all listen on one port (SO_REUSEPORT)
-├─ planner              advises what number of nodes would serve the traffic (--plan-profile)
-├─ autoscaler           asks the routers over HTTP (--autoscale); of the planner, which is not imported here. Where it
-│                       has a command or a webhook, nothing is advised
 └─ nodes of this machine (--local)
 
 async with Supervisor(config, flags, console) as supervisor:
@@ -27,16 +24,13 @@ from typing import Any
 import zmq.asyncio
 from rich.console import Console
 
-from router.api.live_feed import Advice
 from router.api.prefix_hashes import KEY_NBYTES
-from router.http.api_keys import one_admin_key
 from router.http.config import RouterConfig
 from router.http.http_socket import reserve_http
 from router.nodes.discovery import Discovery, Listing, make_discovery
 from router.nodes.join_socket import JoinSocket
 from router.nodes.load_progress import LoadProgress
 from router.processes import feed
-from router.processes.adviser import Adviser
 from router.processes.child_process import ChildFailed, ChildProcess, stop_all
 from router.processes.feed import Listed, LogKey, NodeExited, ReloadFiles, ToRouter
 from shared.cpu_cores import split_cores
@@ -70,15 +64,7 @@ class Supervisor:
         self._config = config
         self._flags = flags
         self._console = console
-        # An autoscaler that acts does so by the same profile: advice beside it would be for a fleet of before.
-        scaling = config.scaling
-        acts = (
-            bool(scaling.autoscale) and (scaling.autoscale_command or scaling.autoscale_webhook) is not None
-        )
-        advises = config.plan.plan_profile is not None and not acts
-        self._adviser = Adviser(config.plan, self._on_advice) if advises else None
         self._routers = [self._router(index, router_stdout) for index in range(config.http.router_workers)]
-        self._autoscaler = self._new_autoscaler() if config.scaling.autoscale else None
         self._nodes: dict[str, ChildProcess] = {}
         self._announced: dict[str, tuple[float, Announcement | NodeExited]] = {}
         """The last message about each node and its time, for a router that is started again."""
@@ -89,8 +75,6 @@ class Supervisor:
         """What listens on the control port, and the discoveries."""
         self._listings: dict[int, Listing] = {}
         """What each discovery has listed last."""
-        self._advice: Advice | None = None
-        """The planner's last."""
         self._log_key = LogKey(secrets.token_bytes(KEY_NBYTES))
         self._exits = contextlib.AsyncExitStack()
         self.http_port = 0
@@ -108,11 +92,7 @@ class Supervisor:
     async def start(self) -> None:
         """Bind the ports and start everything. Raises ConfigError; ChildFailed if a router has printed the reason."""
         config = self._config
-        if self._adviser is not None:
-            self._exits.callback(self._adviser.close)
         config.check()
-        if self._autoscaler is not None:
-            one_admin_key(config.http)  # it raises before anything is started
         if config.model is not None:
             resolve_model(config.model, with_weights=False)  # once, before every router does
         reserved = reserve_http(config.http.host, config.http.port)
@@ -122,25 +102,17 @@ class Supervisor:
         join_socket = self._open_join_socket()
         grace_s = config.dispatch.stop_timeout_s
         self._nodes = dict(self._local_nodes())
-        advisers = [] if self._adviser is None else [self._adviser.child]
-        self._exits.push_async_callback(stop_all, [*self._nodes.values(), *advisers], grace_s)
+        self._exits.push_async_callback(stop_all, [*self._nodes.values()], grace_s)
         drained_s = config.dispatch.drain_timeout_s + grace_s
         self._exits.push_async_callback(stop_all, self._routers, drained_s)
-        if self._autoscaler is not None:
-            self._exits.push_async_callback(stop_all, [self._autoscaler], grace_s)
         event("supervisor_listening", http_port=self.http_port, control_port=self.control_port)
         first, *others = self._routers
         first.start()
         await self._unless_failed(first.loaded.wait())  # a wrong flag must not start nodes first
-        if self._autoscaler is not None:
-            self._autoscaler.start()
-            await self._unless_failed(self._autoscaler.ready.wait())  # nor a wrong profile
         self._listen(join_socket.listen(self._on_announcement), "join")
         for index, discovery in enumerate(discoveries):
             self._listen(discovery.run(functools.partial(self._on_listing, index)), "discovery")
-        if self._adviser is not None:
-            self._listen(self._adviser.listen(), "adviser")
-        for child in (*others, *self._nodes.values(), *advisers):
+        for child in (*others, *self._nodes.values()):
             child.start()
         with self._show_progress():
             await self._unless_failed(self._all_ready([*self._nodes.values()]))
@@ -162,14 +134,12 @@ class Supervisor:
     # --------------------------------------------------------------------------------------- children
     def _router(self, index: int, stdout: int | None) -> ChildProcess:
         def argv() -> list[str]:
-            traffic = str(self._adviser.traffic_fd) if self._adviser is not None else "none"
             life = "restarted" if router.ready.is_set() else "first"
-            begin = [str(index), str(self.http_port), traffic, life]
+            begin = [str(index), str(self.http_port), life]
             return ["-m", "router.processes.router_process", *begin, *self._flags]
 
         def greet() -> None:
-            advice = () if self._advice is None else (self._advice,)
-            for message in (self._log_key, *self._still_true(time.monotonic()), self._listed, *advice):
+            for message in (self._log_key, *self._still_true(time.monotonic()), self._listed):
                 router.send(feed.encode(message))
 
         router = ChildProcess(
@@ -178,36 +148,13 @@ class Supervisor:
             argv,
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             stdout=stdout,
-            pass_fds=() if self._adviser is None else (self._adviser.traffic_fd,),
             on_start=greet,
         )
         return router
 
     @property
     def _children(self) -> list[ChildProcess]:
-        autoscaler = () if self._autoscaler is None else (self._autoscaler,)
-        adviser = () if self._adviser is None else (self._adviser.child,)
-        return [*self._routers, *self._nodes.values(), *autoscaler, *adviser]
-
-    def _new_autoscaler(self) -> ChildProcess:
-        """The autoscaler. It reads the key from its standard input, which other users of the machine cannot see."""
-        config = self._config
-        http, keep = config.http, [node_id for _, node_id in config.fleet.local.node_ids()]
-
-        def argv() -> list[str]:
-            own = ["--url", http.url(self.http_port), "--control", self._control_address]
-            if http.tls.ssl_certfile is not None:
-                own += ["--certificate", str(http.tls.ssl_certfile)]
-            kept = [word for node_id in keep for word in ("--keep", node_id)]
-            ours = ["--exit-with-parent", "--log-level", config.log_level]
-            options = [*config.plan.argv(), *config.scaling.argv()]
-            return ["-m", "planner", "autoscale", *options, *own, *kept, *ours]
-
-        def greet() -> None:
-            autoscaler.send(f"{one_admin_key(http)}\n".encode())
-
-        autoscaler = ChildProcess("autoscaler", "0", argv, stdout=None, on_start=greet)
-        return autoscaler
+        return [*self._routers, *self._nodes.values()]
 
     @property
     def _control_address(self) -> str:
@@ -324,11 +271,6 @@ class Supervisor:
             for received_at, message in self._announced.values()
             if received_at > lately or isinstance(message, NodeExited)
         ]
-
-    def _on_advice(self, advice: Advice) -> None:
-        self._advice = advice
-        event("planner_advises", fleet=advice.fleet, advice=advice.words)
-        self._send_to_routers(advice)
 
     def _send_to_routers(self, message: ToRouter) -> None:
         frame = feed.encode(message)

@@ -11,7 +11,6 @@ has ended.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -216,16 +215,6 @@ class Finish(Record, frozen=True):
     matched: int | None = None
 
 
-class WaitedFor(StrEnum):
-    """Why a decode node had a request wait before it reserved pages for it."""
-
-    PAGES = "pages"
-    ROWS = "rows"
-    """It ran as many requests as it may."""
-    ORDER = "order"
-    """Requests that had given up their KV go first."""
-
-
 class ReqReport(Record, frozen=True):
     """What a node knows of a request: sent with its first token and with its finish."""
 
@@ -235,7 +224,7 @@ class ReqReport(Record, frozen=True):
     kv_bytes_transferred: int = 0
     num_retractions: int = 0
     waited_for: str = ""
-    """A WaitedFor, or that of a later version; empty if it waited for nothing."""
+    """Not told any more; its place is kept for a node of the release before."""
     ahead_s: float = 0.0
     """Seconds of its stay in QUEUED on the prefill node in which its prompt was computed ahead of the reservation."""
     fetch_s: float = 0.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.kvcache.host_pages import PageCopy
 from shared.kvcache.ledger import KVLedger
-from shared.protocol.messages import Record, ReqKey
+from shared.protocol.messages import ReqKey
 from shared.scheduling.req import Req
 
 
@@ -80,8 +80,8 @@ class KVCopy:
 class Plan:
     """All that follows from one call of `Batcher.plan`. The `Launcher` gets nothing else.
 
-    A plan refers to the `Req`s of its node. Its `record` has their keys instead, so it can be logged, compared and
-    sent; `from_record` makes it a plan again.
+    A plan refers to the `Req`s of its node, and has ints beside them. With keys in the place of the requests it can
+    be logged, compared and sent: tests do so with each plan, and make it a plan again (`tests/plan_records.py`).
     """
 
     batch: ScheduleBatch | None = None
@@ -92,79 +92,6 @@ class Plan:
     """Requests that are being moved and whose pages are needed now: their moves are to be given up."""
     move_wanted: tuple[ReqKey, ...] = ()
     """Requests that had better be moved to another node: pages will be short here, and it costs least."""
-
-    def record(self) -> PlanRecord:
-        """The same plan, with the key of each request in its place."""
-        batch = self.batch or ScheduleBatch()
-        return PlanRecord(
-            tuple(map(_item_record, batch.extends)),
-            tuple(map(_item_record, batch.decodes)),
-            batch.future_writes,
-            tuple(_copy_record(copy) for copy in self.copies),
-            self.unservable,
-            self.given_up,
-            self.move_wanted,
-        )
-
-    @staticmethod
-    def from_record(record: PlanRecord, reqs: Mapping[ReqKey, Req]) -> Plan:
-        """The plan of `record`, for the requests that it names. Raises KeyError if one is not in `reqs`."""
-        extends, decodes = (
-            tuple(ScheduledReq(reqs[i.key], i.generation, i.start, i.length, i.position) for i in items)
-            for items in (record.extends, record.decodes)
-        )
-        copies = tuple(
-            KVCopy(
-                reqs[c.key], c.num_retractions, PageCopy(c.to_host, c.device_pages, c.host_pages), c.kv_len
-            )
-            for c in record.copies
-        )
-        batch = ScheduleBatch(extends, decodes, record.future_writes) if extends or decodes else None
-        return Plan(batch, copies, record.unservable, record.given_up, record.move_wanted)
-
-
-class ItemRecord(Record, frozen=True):
-    """A ScheduledReq by its key."""
-
-    key: ReqKey
-    generation: int
-    start: int
-    length: int
-    position: int | None
-
-
-class CopyRecord(Record, frozen=True):
-    """A KVCopy by its key."""
-
-    key: ReqKey
-    num_retractions: int
-    to_host: bool
-    device_pages: tuple[int, ...]
-    host_pages: tuple[int, ...]
-    kv_len: int
-
-
-class PlanRecord(Record, frozen=True):
-    """A Plan in ints and keys; without `extends` and `decodes` it launches no forward."""
-
-    extends: tuple[ItemRecord, ...]
-    decodes: tuple[ItemRecord, ...]
-    future_writes: tuple[tuple[int, int], ...]
-    copies: tuple[CopyRecord, ...]
-    unservable: tuple[ReqKey, ...]
-    given_up: tuple[ReqKey, ...]
-    move_wanted: tuple[ReqKey, ...]
-
-
-def _item_record(item: ScheduledReq) -> ItemRecord:
-    return ItemRecord(item.req.key, item.generation, item.start, item.length, item.position)
-
-
-def _copy_record(copy: KVCopy) -> CopyRecord:
-    pages = copy.pages
-    return CopyRecord(
-        copy.req.key, copy.num_retractions, pages.to_host, pages.device_pages, pages.host_pages, copy.kv_len
-    )
 
 
 def schedule(req: Req, length: int, *, samples: bool) -> ScheduledReq:

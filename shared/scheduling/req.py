@@ -52,8 +52,6 @@ class Req:
     ahead_s: float = 0.0
     """How long its prompt was computed ahead, while it was QUEUED."""
     num_retractions: int = 0
-    waited_for: str = ""
-    """A WaitedFor, if its pages were not reserved at once."""
     host_pages: list[int] = field(default_factory=list)
     """Where its KV is in host memory: while it is retracted, and until the copy back has landed."""
     stalled_since: int = 0
@@ -159,7 +157,6 @@ class Req:
             kv_pages_transferred=self.kv_pages_transferred,
             kv_bytes_transferred=self.kv_bytes_transferred,
             num_retractions=self.num_retractions,
-            waited_for=self.waited_for,
             ahead_s=self.ahead_s,
             fetch_s=self.fetch_s,
             num_fetched_tokens=self.num_fetched_tokens,

@@ -103,13 +103,6 @@ def test_the_scheduler_runs_where_there_is_no_triton() -> None:
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
-def test_the_terminals_commands_start_without_what_serves() -> None:
-    serving = ("fastapi", "uvicorn", "uvloop", "tokenizers", "prometheus_client")
-    modules = "router.__main__, router.terminal.top, router.terminal.client"
-    assert loaded_after(modules, *serving) == []
-    assert "fastapi" in loaded_after("router.server", *serving), "it would be seen"
-
-
 SLOW_TO_IMPORT = ("torch", "numpy", "safetensors", "transformers", "xgrammar", "tokenizers", "pydantic", "fastapi",
                   "uvicorn", "uvloop", "zmq", "asyncio", "rich", "prometheus_client", "huggingface_hub")  # fmt: skip
 

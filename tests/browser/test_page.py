@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 from playwright.async_api import Browser
 
-from router.api.live_feed import Advice
 from router.http.config import HttpOptions
 from shared.protocol.messages import (
     Cancel,
@@ -21,7 +20,6 @@ from shared.protocol.messages import (
     Prefill,
     ReqReport,
     Stamp,
-    WaitedFor,
 )
 from tests.browser.conftest import PHONE, Run, opened
 from tests.unit.router.fakes import (
@@ -77,9 +75,6 @@ def test_it_loads_alone_and_shows_both_fleets(run: Run, browser: Browser, model_
                 ]
                 await site.page.locator("#chart-list path.line[d^=M]").first.wait_for(state="attached")
                 await site.shows("#fleet-verdict", "no bottleneck")
-                assert await site.text("#fleet-advice") == ""
-                site.router.advise(Advice("1P1D meets the SLOs", "1P1D", time.time(), True, None))
-                await site.shows("#fleet-advice", "Plan: 1P1D meets the SLOs (planned at ")
                 label = await site.page.locator("#chart-list svg").first.get_attribute("aria-label")
                 assert label is not None and label.startswith("Output tokens in tokens/s: all 0")
                 assert site.complaints == []
@@ -103,7 +98,7 @@ def test_the_timeline_is_drawn_as_it_happens(run: Run, browser: Browser, model_f
             await go_on.wait()
             queued = Stamp("decode", "queued", time.time() - 2)
             arrived = (queued, *stamps("decode", "transferring", "decoding"))
-            waited = ReqReport(stamps=arrived, waited_for=WaitedFor.PAGES)
+            waited = ReqReport(stamps=arrived)
             node.tokens(message.key, 0, node.story[:1], report=waited)
             node.tokens(message.key, 1, node.story[1:2])
             go_on.clear()

@@ -27,9 +27,7 @@ def test_waiting_for_pages(tmp_path: Path) -> None:
         slow = router.generate(prompt(400), 4, return_timeline=True, rid="slow-one").finish()
         assert len(holds_pages.finish().token_ids) == 190
         told = slow.last["meta_info"]["first_token"]
-        assert told["causes"][0] == "reservation", told
-        assert re.match(r"\S+ m?s waiting for pages on decode-0, which is full", told["verdict"]), told
-        assert told["without_s"] < told["ttft_s"] / 2
+        assert told["slow_because"] == "reservation", told
         waits = [stage for stage in told["stages"] if stage["stage"] == "reservation"]
         assert [stage["node"] for stage in waits] == ["decode-0"]
         router.stop()
@@ -40,6 +38,6 @@ def test_waiting_for_pages(tmp_path: Path) -> None:
     keys = {tuple(re.findall(r"\b(?:req|attempt|router)=\S+", line)) for line in lines}
     assert len({frozenset(key) for key in keys}) == 1, lines
     (request,) = [line for line in lines if " request " in line]
-    assert 'slow="' in request and "waiting for pages on decode-0" in request
+    assert "slow_because=reservation" in request
     for line in lines:
         assert "[router-0]" in line or re.search(r"\[(prefill|decode)-0#\w+\]", line), "with its incarnation"

@@ -17,9 +17,9 @@ from shared.kvcache.host_pages import PageCopy
 from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
-from shared.scheduling.plan import Plan, PlanRecord
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage, Role, Timeline
+from tests.plan_records import PlanRecord, plan_of, record_of
 from tests.token_engine import reference_tokens, token_engine
 
 POOL_TOKENS = 64
@@ -105,10 +105,10 @@ class Driver:
         self.done[req.key.rid] = self.live.pop(req.key.rid)
 
     def step(self) -> bool:
-        record = self.batcher.plan().record()
+        record = record_of(self.batcher.plan())
         sent = msgspec.msgpack.encode(record)
-        plan = Plan.from_record(PLANS.decode(sent), {req.key: req for req in self.live.values()})
-        assert plan.record() == record
+        plan = plan_of(PLANS.decode(sent), {req.key: req for req in self.live.values()})
+        assert record_of(plan) == record
         self.num_copies_back += sum(not copy.pages.to_host for copy in plan.copies)
         outcome = self.launcher.turn(plan)
         self.batcher.observe(outcome)

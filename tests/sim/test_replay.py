@@ -31,9 +31,10 @@ from shared.protocol.messages import PROTOCOL_VERSION, NodeHello, NodeRef, ReqKe
 from shared.protocol.router_port import FromRouter, RouterPort
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.commit import Outcome
-from shared.scheduling.plan import Plan, PlanRecord, ScheduleBatch
+from shared.scheduling.plan import Plan, ScheduleBatch
 from tests.cluster import Cluster, Node
 from tests.modelzoo import make_model
+from tests.plan_records import PlanRecord, record_of
 
 VOCAB = range(10, 200)
 NUM_REQS = 24
@@ -105,7 +106,7 @@ def record(node: Node, config: NodeConfig) -> Recording:
     tap(node.router_port, "take", lambda heard: of.turns.append(Turn(clock(), messages=list(heard))))
     tap(node.receiver, "poll", lambda heard: of.turns[-1].received.extend(heard))
     tap(node.sender, "poll", lambda heard: of.turns[-1].sent.extend(heard))
-    tap_plans(node.scheduler._launcher, lambda plan: setattr(of.turns[-1], "plan", plan.record()), ended)
+    tap_plans(node.scheduler._launcher, lambda plan: setattr(of.turns[-1], "plan", record_of(plan)), ended)
     return of
 
 
@@ -190,7 +191,7 @@ def replay(of: Recording, schedule: ScheduleOptions | None = None) -> int | None
     )
     plans: list[PlanRecord] = []
     tap_plans(
-        scheduler._launcher, lambda plan: plans.append(plan.record()), lambda outcome, num_forwards: None
+        scheduler._launcher, lambda plan: plans.append(record_of(plan)), lambda outcome, num_forwards: None
     )
     for n, turn in enumerate(of.turns):
         port.heard, receiver.heard, sender.heard = turn.messages, turn.received, turn.sent

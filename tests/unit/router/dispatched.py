@@ -70,6 +70,7 @@ class Fleet:
         self.prefills = [FakeNode(f"p{i}", Role.PREFILL) for i in range(num_prefill)]
         self.now = 1000.0
         self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.metrics = Metrics(lambda: "tiny")
         self.dispatcher = Dispatcher(
             self,
             incarnation=incarnation,
@@ -77,7 +78,7 @@ class Fleet:
             deadlines=Deadlines(first_token_s=60, stall_s=60, failover_s=30),
             local_prefill_tokens=local_prefill_tokens,
             ttft_limit_s=ttft_limit_s,
-            metrics=Metrics(lambda: "tiny"),
+            metrics=self.metrics,
             later=lambda delay_s, act: self.timers.append((self.now + delay_s, act)),
             clock=lambda: self.now,
         )

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from router.__main__ import main
 from router.flags import build_parser, router_config
 from router.http.config import ConnectionOptions, FleetOptions, HttpOptions, RouterConfig
 from router.http.topology import LocalTopology, parse_address
@@ -95,14 +94,6 @@ def test_flags_that_make_no_sense(args: list[str], message: str, capsys: pytest.
     assert message in line
 
 
-def test_a_wrong_flag_of_router_top_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["top", "--no-such-flag", "x"])
-    assert caught.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("router top: error: ") and "router top --help" in line
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -175,82 +166,3 @@ def test_ports_in_use_and_keys_that_are_not_there() -> None:
             )
             with pytest.raises(ConfigError, match=message):
                 asyncio.run(start(config))
-
-
-PLANNED = ("--plan-profile", "p.json", "--slo-ttft-ms", "500", "--slo-itl-ms", "50")
-SCALED = ("--autoscale", "decode=1..8")
-
-
-def test_an_autoscaler_gets_the_flags_of_the_router() -> None:
-    given = ("--autoscale", "prefill=2..3", *SCALED, *PLANNED, "--autoscale-command", "true 'a node'")
-    config = config_of(*given, "--autoscale-settle-s", "30")
-    options = config.scaling
-    assert [(one.role, one.least, one.most) for one in options.autoscale] == [
-        (Role.PREFILL, 2, 3),
-        (Role.DECODE, 1, 8),
-    ]
-    again = config_of(*options.argv(), *config.plan.argv())
-    assert again.scaling == options and options.autoscale_settle_s == 30.0
-    assert again.plan == config.plan and config.plan.slo_itl_ms == 50.0
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (SCALED, "--autoscale needs --plan-profile"),
-        ((*SCALED, *PLANNED[:4]), "--slo-itl-ms belong together"),
-        ((*SCALED, *SCALED, *PLANNED), "a role is named twice: decode=1..8, decode=1..8"),
-        (("--autoscale-command", "add"), "--autoscale-command needs --autoscale"),
-        (
-            (*SCALED, *PLANNED, "--autoscale-command", "a", "--autoscale-webhook", "http://a"),
-            "exclude each other",
-        ),
-        ((*SCALED, *PLANNED, "--autoscale-command", "a 'b"), "is not a command"),
-        ((*SCALED, *PLANNED, "--autoscale-command", "'' add"), "is not a command: there is no program ''"),
-        ((*SCALED, *PLANNED, "--autoscale-command", "./pyproject.toml add"), "no program './pyproject.toml'"),
-        (
-            (*SCALED, *PLANNED, "--autoscale-webhook", "host:80"),
-            "--autoscale-webhook is not like http://",
-        ),
-        (
-            (*SCALED, *PLANNED, "--autoscale-webhook", "http:///hook"),
-            "--autoscale-webhook is not like http://",
-        ),
-        ((*SCALED, *PLANNED, "--autoscale-webhook", "http://a:99999"), "webhook is not like http://"),
-        ((*SCALED, *PLANNED, "--autoscale-webhook", "http://a:0"), "webhook is not like http://"),
-    ],
-)
-def test_wrong_flags_of_the_autoscaler(flags: tuple[str, ...], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        config_of(*flags)
-
-
-def test_the_password_of_a_wrong_webhook_is_not_told() -> None:
-    with pytest.raises(ConfigError) as refused:
-        config_of(*SCALED, *PLANNED, "--autoscale-webhook", "ftp://me:secret@host/")
-    assert "secret" not in str(refused.value)
-
-
-@pytest.mark.parametrize("url", ["http://a", "https://a.example/hook", "http://[::1]:8080/hook?of=baton"])
-def test_urls_of_a_webhook(url: str) -> None:
-    assert config_of(*SCALED, *PLANNED, "--autoscale-webhook", url).scaling.autoscale_webhook == url
-
-
-@pytest.mark.parametrize("text", ["decode=0..2", "decode=3..2", "decode=1..1001", "both=1..2", "decode=1-2"])
-def test_wrong_numbers_of_nodes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        config_of("--autoscale", text, *PLANNED)
-    assert text in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("log_restored")
-@pytest.mark.parametrize(
-    "more", [("--api-key", "client"), ("--host", "0.0.0.0"), ("--plan-profile", "no such file")], ids=str
-)
-def test_a_router_whose_autoscaler_cannot_work_does_not_start(
-    more: tuple[str, ...], capfd: pytest.CaptureFixture[str]
-) -> None:
-    flags = ("--local", "none", "--port", "0", "--control-port", "0", *SCALED, *PLANNED, *more)
-    assert main(flags) == 2
-    error = capfd.readouterr().err
-    assert ("no such file" in error) if "--plan-profile" in more else ("needs an admin key" in error)

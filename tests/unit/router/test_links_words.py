@@ -1,4 +1,4 @@
-"""What the page and `router top` say of a node's links."""
+"""What the page says of a node's links."""
 
 from __future__ import annotations
 

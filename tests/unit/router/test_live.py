@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from router.api.live_feed import Advice, LiveEvent, NodeNow
-from router.api.live_state import ADVICE_S
+from router.api.live_feed import LiveEvent, NodeNow
 from router.http.config import HttpOptions
 from shared.protocol.messages import LinkReport, Load, Loading, Role
 from tests.patience import PATIENCE_S, eventually
@@ -82,25 +80,6 @@ def test_traffic_becomes_samples(model_folder: Path) -> None:
             for percentiles in (sample.ttft_s, sample.itl_s):
                 assert len(percentiles) == 3 and list(percentiles) == sorted(percentiles)
             assert (sample.num_running_reqs, sample.num_queue_reqs) == (0, 0)
-
-    asyncio.run(run())
-
-
-def test_advice_is_shown_with_its_time_while_it_is_new_and_of_this_fleet(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (router, client):
-
-            async def shown(fleet: str, at: float) -> tuple[str, str]:
-                router.advise(Advice("1P1D meets the SLOs", fleet, at, True, None))
-                said = (await client.get("/fleet")).json()["advice"]
-                return (await state(client)).advice, said
-
-            assert (await state(client)).advice == ""
-            lately = time.time() - 60
-            words = f"1P1D meets the SLOs (planned at {time.strftime('%H:%M', time.gmtime(lately))} UTC)"
-            assert await shown("1P1D", lately) == (words, words)
-            assert await shown("2P1D", lately) == ("", "")
-            assert await shown("1P1D", time.time() - ADVICE_S - 1) == ("", "")
 
     asyncio.run(run())
 

@@ -21,7 +21,6 @@ from router.http.config import ConnectionOptions, HttpOptions
 from router.http.connection import NUM_SPARE_CONNECTIONS
 from router.http.tls import Tls, TlsOptions
 from router.server import Router
-from router.terminal.client import ClientError, RouterClient
 from shared.errors import ConfigError
 from shared.protocol.messages import Role
 from tests.patience import PATIENCE_S, eventually
@@ -95,29 +94,8 @@ def test_answers_streams_and_the_terminal_over_https(model_folder: Path, ours: T
                 assert streamed.text.endswith("data: [DONE]\n\n")
             with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                 await plain.get("/health")
-            with pytest.raises(ClientError, match="CERTIFICATE_VERIFY_FAILED"):
-                await asyncio.to_thread(RouterClient(router.url, None).get, "/health", PATIENCE_S)
             with pytest.raises(httpx.HTTPError):
                 await httpx.AsyncClient().get(router.url.replace("https", "http") + "/health")
-
-    uvloop.run(run())
-
-
-def test_a_client_may_trust_one_certificate_alone(model_folder: Path, folder: Path, ours: TlsOptions) -> None:
-    """By another name too, as the autoscaler dials the router."""
-    other = make_certificate(folder, "other").ssl_certfile
-
-    async def run() -> None:
-        config = config_of(ours)
-        async with (
-            pair() as nodes,
-            joined_router(model_folder, list(nodes), http=config, wait=False) as (router, _),
-        ):
-            url = router.url.replace("127.0.0.1", "localhost")
-            client = RouterClient(url, None, ours.ssl_certfile)
-            assert b"object" in await asyncio.to_thread(client.get, "/v1/models", PATIENCE_S)
-            with pytest.raises(ClientError, match="CERTIFICATE_VERIFY_FAILED"):
-                await asyncio.to_thread(RouterClient(url, None, other).get, "/v1/models", PATIENCE_S)
 
     uvloop.run(run())
 
