@@ -39,7 +39,7 @@ $(INSTALLED): pyproject.toml
 	  $(PIP) install "torch==$(TORCH_VERSION)+cpu" 2>/dev/null \
 	    || $(PIP) install "torch==$(TORCH_VERSION)" --index-url $(TORCH_CPU_INDEX); \
 	fi
-	$(PIP) install --editable ".[planner]"
+	$(PIP) install --editable .
 	@$(BIN)/python -m shared.kernels.cpu
 	@touch $@
 
