@@ -132,24 +132,49 @@ def test_the_log_names_what_is_known_of_a_listed_node(caplog: pytest.LogCaptureF
             assert f"prefill_node_alive node=p0 address={node.ref.address}" in texts
             assert any(text.startswith(f"node_lost address={silent} reason=") for text in texts), texts
             assert f"node_forgotten address={silent}" in texts
+            named = membership.dial(silent, Role.DECODE, pinned=True)
+            assert named is not None
+            await eventually(lambda: named.state is MemberState.LOST)
+            text = caplog.records[-1].getMessage()
+            assert text.startswith(f"decode_node_lost address={silent} reason="), "the operator knows its role"
 
     asyncio.run(run())
 
 
-def test_a_listed_node_is_dialled_until_it_is_back() -> None:
+@pytest.mark.parametrize("joined", [False, True], ids=["listed first", "joined first"])
+def test_a_listed_node_is_dialled_until_it_is_back(joined: bool) -> None:
+    """One that is not listed, and is lost at the same time, is forgotten meanwhile."""
+
     async def run() -> None:
         timing = dataclasses.replace(TIMING, forget_s=0.05)
-        async with FakeNode(Role.DECODE, "d0") as other, new_membership(timing=timing) as (membership, _):
-            node = FakeNode(Role.PREFILL, "p0")
+        async with (
+            FakeNode(Role.DECODE, "d0") as kept,
+            FakeNode(Role.DECODE, "d1") as unlisted,
+            new_membership(timing=timing) as (membership, _),
+        ):
+            node = FakeNode(Role.DECODE, "d2")
             await node.__aenter__()
+            known = [kept, unlisted, node] if joined else [unlisted]
+            for one in known:
+                assert membership.dial(one.ref.address, Role.DECODE, pinned=False) is not None
+            if joined:
+                await eventually(lambda: len(membership.all_live()) == 3)
             # Its role is what it says, and not the one in which it is listed.
-            membership.on_listing([(Role.DECODE, node.ref.address), (Role.DECODE, other.ref.address)])
-            await eventually(lambda: len(membership.all_live()) == 2)
+            membership.on_listing([(Role.PREFILL, kept.ref.address), (Role.PREFILL, node.ref.address)])
+            await eventually(lambda: len(membership.live(Role.DECODE)) == 3)
             await node.stop()
-            await eventually(lambda: len(membership.all_live()) == 1)
-            await asyncio.sleep(4 * timing.forget_s)
-            member = next(member for member in membership.members if member.node_id == "p0")
-            assert member.state in (MemberState.LOST, MemberState.LEFT) and member.role is Role.PREFILL
+            await unlisted.stop()
+
+            def names() -> list[str]:
+                return sorted(member.node_id for member in membership.members)
+
+            await eventually(lambda: names() == ["d0", "d2"])
+            await asyncio.sleep(4 * (timing.forget_s + timing.redial_s))
+            assert names() == ["d0", "d2"]
+            member = next(member for member in membership.members if member.node_id == "d2")
+            assert member.state in (MemberState.LOST, MemberState.LEFT) and member.role is Role.DECODE
+            membership.on_listing([(Role.PREFILL, kept.ref.address)])
+            await eventually(lambda: names() == ["d0"])
 
     asyncio.run(run())
 
