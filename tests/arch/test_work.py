@@ -33,7 +33,5 @@ def test_a_work_is_made_where_a_request_enters() -> None:
     """A copy field by field would drop without a word what a later release adds."""
     roots = ("router", "prefill_node", "decode_node", "shared", "planner")
     paths = [path for root in roots for path in (ROOT / root).rglob("*.py")]
-    made_in = {
-        str(path.relative_to(ROOT)) for path in paths if makes_work(ast.parse(path.read_text()))
-    }
+    made_in = {str(path.relative_to(ROOT)) for path in paths if makes_work(ast.parse(path.read_text()))}
     assert made_in == MADE_IN

@@ -217,7 +217,9 @@ def test_decode_adds_the_splits_of_a_context_in_the_order_of_extend(team: Team, 
     kv.v_pages[pages_of_split[1]] = -kv.v_pages[pages_of_split[0]]
     pages = kv.k_pages, kv.v_pages
     first = max(2 * SPLIT, length - SPLIT - 50)
-    q_THD = queries(shape, length - first, generator) * 0.25  # so that each split has its share of the weights
+    q_THD = (
+        queries(shape, length - first, generator) * 0.25
+    )  # so that each split has its share of the weights
     extended = extend_attention(team, q_THD, *pages, kv.page_table_BP, [first], [len(q_THD)])
     rows = [*range(0, len(q_THD), 23), len(q_THD) - 1]
     seq_lens, table_BP = [first + row + 1 for row in rows], kv.page_table_BP.repeat(len(rows), 1)

@@ -136,7 +136,9 @@ def test_the_log_names_what_is_known_of_a_listed_node(caplog: pytest.LogCaptureF
             assert named is not None
             await eventually(lambda: named.state is MemberState.LOST)
             text = caplog.records[-1].getMessage()
-            assert text.startswith(f"decode_node_lost address={silent} reason="), "the operator knows its role"
+            assert text.startswith(f"decode_node_lost address={silent} reason="), (
+                "the operator knows its role"
+            )
 
     asyncio.run(run())
 
