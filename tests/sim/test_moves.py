@@ -370,6 +370,19 @@ def test_a_request_that_outgrows_its_reservation_stays() -> None:
         run.check_end()
 
 
+def test_a_request_is_not_stopped_for_a_link_that_has_sent_nothing() -> None:
+    """It would stand still for the whole of its pages. It stays where it is instead, and streams on meanwhile."""
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        run = Run(cluster)
+        move = halt(run, "in flight")
+        run.until(lambda: bool(move.failures) or run.stage() is ReqStage.TRANSFERRING)
+        assert [failure.message for failure in move.failures] == [
+            "no page has left before the pages that its target has reserved were full"
+        ]
+        cluster.network.release(Grant)
+        run.check_end()
+
+
 def test_a_request_is_stopped_when_the_target_has_no_place_for_another_step() -> None:
     """Its pages are slower than its tokens: it stops while pages are on their way, and waits for them."""
     faults = Faults(link_delay_s=(0.05, 0.06))
