@@ -93,6 +93,16 @@ class Run:
         self.cluster.assert_idle()
 
 
+def test_the_decode_node_reports_what_the_prefill_node_had_cached() -> None:
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        before = cluster.router.submit("before", prompt(1), params(4), "p0", "d1")
+        cluster.run(lambda: cluster.router.answers[before].ended)
+        run = Run(cluster, num_new=8)
+        run.check_end()
+        reports = cluster.router.answers[run.key].reports
+        assert len(reports) > 1 and {report.cached_tokens for report in reports} == {28}
+
+
 @both_overlaps
 def test_a_request_moves_while_it_runs(overlap: bool) -> None:
     with Cluster(1, 2, token_engine, config(overlap=overlap)) as cluster:
