@@ -19,9 +19,12 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from kubernetes import client
 
+from router.dispatch.running_req import Node
 from router.nodes.discovery import Discovery, DnsDiscovery, Listing, make_discovery
+from router.nodes.fleet_changes import FleetChanges
 from router.nodes.k8s_discovery import K8sDiscovery, address_of_pod
 from router.nodes.member import MemberState
+from router.nodes.shared_news import SharedNews
 from shared.errors import ConfigError
 from shared.protocol.messages import Role
 from shared.protocol.resolver import Resolver
@@ -177,6 +180,46 @@ def test_a_listed_node_is_dialled_until_it_is_back(joined: bool) -> None:
             assert member.state in (MemberState.LOST, MemberState.LEFT) and member.role is Role.DECODE
             membership.on_listing([(Role.PREFILL, kept.ref.address)])
             await eventually(lambda: names() == ["d0"])
+
+    asyncio.run(run())
+
+
+class NoReqs:
+    """A dispatcher without a sequence."""
+
+    def num_held(self, node: Node) -> int:
+        return 0
+
+    def move_held(self, node: Node) -> None:
+        return
+
+    def fail_over_held(self, node: Node, reason: str) -> int:
+        return 0
+
+
+def test_of_two_members_of_one_name_the_connected_one_is_found() -> None:
+    """A pod that was started anew has another address, and the name is looked up by operators."""
+
+    async def run() -> None:
+        async with new_membership() as (membership, _):
+            changes = FleetChanges(
+                membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None
+            )
+            old = FakeNode(Role.DECODE, "d0")
+            await old.__aenter__()
+            assert membership.dial(old.ref.address, Role.DECODE, pinned=True) is not None
+            await eventually(lambda: membership.live(Role.DECODE))
+            await old.stop()
+            await eventually(lambda: not membership.live(Role.DECODE))
+            async with FakeNode(Role.DECODE, "d0") as new:
+                assert membership.dial(new.ref.address, Role.DECODE, pinned=True) is not None
+                await eventually(lambda: membership.live(Role.DECODE))
+                names = [(member.node_id, member.node is None) for member in membership.members]
+                assert names == [("d0", True), ("d0", False)]
+                found = changes.find("d0")
+                assert found is not None and found.address == new.ref.address
+                lost = changes.find(old.ref.address.removeprefix("tcp://"))
+                assert lost is not None and lost.address == old.ref.address
 
     asyncio.run(run())
 
